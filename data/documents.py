@@ -1,0 +1,164 @@
+"""Text files as documents: found, checked, cut into pieces and encoded."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from data.errors import DataError
+
+if TYPE_CHECKING:
+    import tiktoken
+
+_BLOCK_BYTES = 1 << 20
+_PIECE_CHARS = 1 << 16
+_BATCH_CHARS = 1 << 22
+# Line ends where GPT-2's pattern splits words in any case, so that the pieces' tokens are the text's tokens:
+# a lone newline between two other characters, or one before a space and a word.
+_CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\n)(?= \S)")
+
+
+@dataclass(frozen=True)
+class Document:
+    """The bytes [start, end) of a file, as UTF-8 text."""
+
+    path: Path
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        """Bytes."""
+        return self.end - self.start
+
+    def blocks(self) -> Iterator[bytes]:
+        """The bytes, 1 MiB at a time. Raises DataError if the file cannot be read."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.start)
+                left = len(self)
+                while left > 0 and (block := file.read(min(left, _BLOCK_BYTES))):
+                    left -= len(block)
+                    yield block
+        except OSError as error:
+            reason = error.strerror or error
+            raise DataError(f"cannot read {self.path}: {reason}. Check the file and data.root=") from error
+
+    def text(self) -> Iterator[str]:
+        """The text, about 1 MiB at a time; line ends are kept as they are. Raises UnicodeDecodeError."""
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        for block in self.blocks():
+            yield decoder.decode(block)
+        yield decoder.decode(b"", final=True)
+
+    def pieces(self) -> Iterator[str]:
+        """The text in pieces of about 64 Ki characters that can be encoded one by one."""
+        held = ""
+        for text in self.text():
+            held += text
+            start = 0
+            while len(held) - start > _PIECE_CHARS:
+                cut = _CUT.search(held, start + _PIECE_CHARS)
+                if cut is None:
+                    break
+                yield held[start : cut.start()]
+                start = cut.start()
+            held = held[start:]
+            if len(held) > _BATCH_CHARS:
+                # Megabytes without a line: a cut inside costs one odd token, holding on costs all the memory.
+                yield held
+                held = ""
+        if held:
+            yield held
+
+
+def whole_file(path: Path) -> Document:
+    """The document that is all of a file."""
+    return Document(path, 0, path.stat().st_size)
+
+
+def find_files(root: Path, skip_folders: Collection[str] = (), suffix: str = "") -> list[Path]:
+    """The non-empty files under `root` that end in `suffix`, by name: in one order on every machine.
+
+    Hidden files and folders (.git) are left out, and folders named in `skip_folders`.
+    """
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in skip_folders and not name.startswith(".")]
+        paths = (Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith("."))
+        found += [path for path in paths if path.is_file() and path.stat().st_size]
+    return sorted(found, key=lambda path: path.relative_to(root).parts)
+
+
+def text_problem(document: Document) -> str | None:
+    """Why the document is not text (a byte 0, or not UTF-8), in words; None if it is."""
+    position = document.start
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for block in chain(document.blocks(), [b""]):
+        if b"\0" in block:
+            return f"byte {position + block.index(0)} is 0, as in a binary file"
+        try:
+            decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            return f"not UTF-8 near byte {position} ({error.reason})"
+        position += len(block)
+    return None
+
+
+def split_by_position(document: Document, shares: Iterable[float]) -> list[Document]:
+    """Cuts a document at the line ends next to the given shares of its length: [0.9, 0.05, 0.05] gives three.
+
+    The parts cover it without overlap; some are empty if it has few lines.
+    """
+    cuts, total = [document.start], 0.0
+    for share in list(shares)[:-1]:
+        total += share
+        cuts.append(max(cuts[-1], _next_line(document, document.start + int(total * len(document)))))
+    cuts.append(document.end)
+    return [Document(document.path, start, end) for start, end in zip(cuts[:-1], cuts[1:], strict=True)]
+
+
+def _next_line(document: Document, position: int) -> int:
+    window = next(Document(document.path, position, min(document.end, position + _BLOCK_BYTES)).blocks(), b"")
+    newline = window.find(b"\n")
+    if newline >= 0:
+        return position + newline + 1
+    # No line end near: the next character then. In UTF-8 only the first byte of one is outside 0x80-0xBF.
+    return position + next((i for i, byte in enumerate(window) if byte & 0xC0 != 0x80), len(window))
+
+
+def encode(documents: Iterable[Document], encoding: tiktoken.Encoding, end: int) -> Iterator[np.ndarray]:
+    """The documents' tokens, each document followed by the token `end`, as int64 arrays in order.
+
+    Text that looks like a special token is encoded as the text that it is. A few threads, because encoding is
+    done outside Python's lock and more than four are seldom free.
+    """
+    threads = min(4, os.cpu_count() or 1)
+    for batch in _batches(documents):
+        texts = [piece for piece in batch if piece is not None]
+        encoded = iter(encoding.encode_ordinary_batch(texts, num_threads=threads))
+        tokens = [[end] if piece is None else next(encoded) for piece in batch]
+        yield np.concatenate([np.asarray(part, dtype=np.int64) for part in tokens])
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[str | None]]:
+    """Pieces of text, and None after each document's last, in lists of about 4 Mi characters."""
+    batch: list[str | None] = []
+    size = 0
+    for document in documents:
+        for piece in document.pieces():
+            batch.append(piece)
+            size += len(piece)
+            if size >= _BATCH_CHARS:
+                yield batch
+                batch, size = [], 0
+        batch.append(None)
+    if batch:
+        yield batch

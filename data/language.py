@@ -1,0 +1,122 @@
+"""What the text data sets share: documents in, GPT-2 tokens in a cache, windows of seq_len tokens out."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from data.dataset import DataSet
+from data.documents import Document, encode, split_by_position, text_problem
+from data.errors import DataError
+from data.tokens import TokenWindows, cached_tokens, count_tokens
+from data.vocabulary import ENCODER_SHA256, END_OF_TEXT, GPT2_VOCAB_SIZE, gpt2
+
+# To be raised when the same documents give other tokens: old caches are then left alone, not misread.
+_CACHE_FORMAT = 1
+_MINIMUM_DOCUMENTS = 20
+
+
+class LanguageData(DataSet):
+    """Text, encoded by GPT-2's vocabulary, each document followed by <|endoftext|>."""
+
+    vocab_size = GPT2_VOCAB_SIZE
+    name: str
+
+    def __init__(self, seq_len: int = 256, cache_dir: str | None = None, num_workers: int = 0):
+        """seq_len: tokens per sample. cache_dir: where the tokens are kept; None: the user's cache folder.
+
+        Raises DataError if seq_len is not positive.
+        """
+        super().__init__(num_workers)
+        if seq_len < 1:
+            raise DataError(f"data.seq_len={seq_len}: a sample needs at least 1 token")
+        self.seq_len = seq_len
+        self.cache_dir = cache_dir
+        self._prepared = False
+
+    @abstractmethod
+    def documents(self) -> Mapping[str, Sequence[Document]]:
+        """The text of "train", "valid" and "test". Raises DataError if there is none."""
+
+    @abstractmethod
+    def title(self) -> str:
+        """What the text is, in a few words, for the description."""
+
+    def prepare(self) -> None:
+        """Encodes the text, unless that was done before: the cache goes by a hash of the text itself."""
+        if self._prepared:
+            return
+        documents = self.documents()
+        files = cached_tokens(
+            self.cache_dir,
+            f"{self.name}-{_fingerprint(documents)}",
+            GPT2_VOCAB_SIZE,
+            lambda: {split: encode(part, gpt2(), END_OF_TEXT) for split, part in documents.items()},
+        )
+        self.train = self._windows("train", files["train"])
+        self.valid, self.test = (
+            TokenWindows(files[split], self.seq_len) if count_tokens(files[split]) > self.seq_len else None
+            for split in ("valid", "test")
+        )
+        self.description = self._describe(documents, files)
+        self._prepared = True
+
+    def _windows(self, split: str, path: Path) -> TokenWindows:
+        tokens = count_tokens(path)
+        if tokens <= self.seq_len:
+            raise DataError(
+                f"the {split} split of {self.title()} has {tokens:,} tokens; one sample of "
+                f"data.seq_len={self.seq_len} needs {self.seq_len + 1}. Lower data.seq_len or give more text"
+            )
+        return TokenWindows(path, self.seq_len)
+
+    def _describe(self, documents: Mapping[str, Sequence[Document]], files: Mapping[str, Path]) -> str:
+        parts = []
+        for split, source in (("train", self.train), ("valid", self.valid), ("test", self.test)):
+            tokens = count_tokens(files[split])
+            samples = f"{len(source):,} samples" if source else f"one sample needs {self.seq_len + 1:,}"
+            parts.append(f"{split} {tokens:,} tokens ({samples})")
+        count = sum(len(part) for part in documents.values())
+        return f"{self.title()}, {count:,} documents, GPT-2 tokens: {', '.join(parts)}"
+
+
+def split_documents(documents: Sequence[Document]) -> dict[str, list[Document]]:
+    """About 90 % of the text to train on and 5 % each to validate and test, the same documents every time.
+
+    From 20 documents on, of every 20 the 10th goes to valid and the 20th to test. With fewer, each document
+    is cut at its 90 % and 95 % instead.
+    """
+    if len(documents) >= _MINIMUM_DOCUMENTS:
+        chosen = {"valid": documents[9::20], "test": documents[19::20]}
+        rest = [document for i, document in enumerate(documents) if i % 20 not in (9, 19)]
+        return {"train": rest, **{split: list(part) for split, part in chosen.items()}}
+    cut = [split_by_position(document, (0.90, 0.05, 0.05)) for document in documents]
+    names = ("train", "valid", "test")
+    return {split: [parts[i] for parts in cut if len(parts[i])] for i, split in enumerate(names)}
+
+
+def only_text(documents: Sequence[Document]) -> tuple[list[Document], list[str]]:
+    """The documents that are UTF-8 text, and for each of the others its path and what is wrong with it."""
+    good, bad = [], []
+    for document in documents:
+        problem = text_problem(document)
+        if problem is None:
+            good.append(document)
+        else:
+            bad.append(f"{document.path}: {problem}")
+    return good, bad
+
+
+def _fingerprint(documents: Mapping[str, Sequence[Document]]) -> str:
+    """A hash of what the tokens depend on: text, its cut into documents and splits, vocabulary, format."""
+    whole = hashlib.sha256(f"{_CACHE_FORMAT} {ENCODER_SHA256}".encode())
+    for split in sorted(documents):
+        whole.update(f" {split} {len(documents[split])}".encode())
+        for document in documents[split]:
+            content = hashlib.sha256()
+            for block in document.blocks():
+                content.update(block)
+            whole.update(content.digest())
+    return whole.hexdigest()[:16]

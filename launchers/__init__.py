@@ -1,0 +1,17 @@
+"""How processes come to be: found in the environment, or started on this machine.
+
+Ranks are read here and nowhere else.
+
+    world = World.detect() or World.alone()          # who am I
+    store = connect(world, timeout_s=60)             # meet the others (None when alone)
+    run_workers(entry, args, 4, "logs")              # or start the others: entry(world, *args) in each
+
+Importing this package does not import torch.
+"""
+
+from launchers.errors import Interrupted, LaunchError, WorkerFailed
+from launchers.local import run_workers
+from launchers.store import connect, use_loopback
+from launchers.world import World
+
+__all__ = ["Interrupted", "LaunchError", "WorkerFailed", "World", "connect", "run_workers", "use_loopback"]

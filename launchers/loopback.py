@@ -1,0 +1,60 @@
+"""Keeping a run's sockets on this machine."""
+
+import ipaddress
+import os
+import socket
+
+from launchers.errors import LaunchError
+
+LOOPBACK = "127.0.0.1"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is this machine by definition: localhost or a loopback address. Asks no name server."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def use_loopback() -> None:
+    """Makes gloo and NCCL use the loopback interface, unless the user named another.
+
+    To be called before any process group exists. Without it both pick the interface of the machine's host
+    name and listen to the network. Raises LaunchError where no loopback interface is found.
+    """
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if not os.environ.get(name):
+            os.environ[name] = _loopback_interface()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens on `host`'s own address only, port 0 for any free one.
+
+    Raises OSError when the address is not this machine's or the port is taken. IPv4 is preferred: a client
+    that asks for "localhost" tries both families, while a socket listens on one.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    listener = socket.socket(family, kind, protocol)
+    try:
+        # A port whose last owner has just left may be taken again at once.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _loopback_interface() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    # Linux calls it lo, the BSDs and macOS lo0.
+    for name in ("lo", "lo0"):
+        if name in names:
+            return name
+    raise LaunchError(
+        f"none of this machine's network interfaces ({', '.join(names) or 'there are none'}) is lo or lo0: "
+        "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the one that carries 127.0.0.1"
+    )

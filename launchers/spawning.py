@@ -1,0 +1,65 @@
+"""The state that a process must be in for the moment in which it spawns workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from multiprocessing import resource_tracker
+
+
+@contextmanager
+def spawning(env: Mapping[str, str]) -> Iterator[None]:
+    """Children spawned inside see `env` from the start, are deaf to Ctrl-C, and do not re-run this script."""
+    with ExitStack() as stack:
+        stack.enter_context(_environment(env))
+        stack.enter_context(_blocked_interrupt())
+        stack.enter_context(_hidden_main())
+        yield
+
+
+@contextmanager
+def _environment(env: Mapping[str, str]) -> Iterator[None]:
+    # torch's agent sets a worker's environment after it has imported torch: too late for OMP_NUM_THREADS.
+    before = {name: os.environ.get(name) for name in env}
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _blocked_interrupt() -> Iterator[None]:
+    """Ctrl-C reaches every process of the terminal; a child that is still importing would print a traceback.
+
+    Children inherit the blocked signal, and ignore it once they can. Here it is delivered afterwards.
+    """
+    # Started first: starting it unblocks SIGINT.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _hidden_main() -> Iterator[None]:
+    """multiprocessing has each child import the parent's __main__ by its path. Workers need none of it.
+
+    An empty module stands in for it; run_workers refuses beforehand what would need the real one.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

@@ -1,0 +1,135 @@
+"""Where the ranks of a run meet: a torch.distributed store."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from launchers.errors import LaunchError
+from launchers.loopback import is_loopback, listen, use_loopback
+from launchers.world import World, master_address
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = ["connect", "use_loopback"]
+
+_POLL_S = 0.05
+
+# A store outlives the first process group that used it: a second connect() in this process (one job of a
+# sweep after another, under one torchrun) reuses it, under a fresh prefix so that it sees none of the first
+# one's keys.
+_opened: dict[tuple[str, int], Store] = {}
+_connections = itertools.count()
+
+
+def connect(world: World, timeout_s: float) -> Store | None:
+    """The store that all ranks of `world` share, once all are there; None when there is one rank only.
+
+    Every rank must call it equally often. Under torchrun and run_workers the agent hosts the store. Otherwise
+    rank 0 hosts it, on a socket that listens on MASTER_ADDR alone (torch's own would listen on all
+    interfaces). Where MASTER_ADDR is a loopback address, use_loopback() is called too.
+
+    timeout_s: how long to wait for the others, in seconds; also the store's own time-out for later calls.
+    Raises LaunchError when a rank does not come in time, naming it, when two processes have the same rank,
+    and when rank 0 cannot listen.
+    """
+    if world.size == 1:
+        return None
+    from torch.distributed import PrefixStore
+
+    host, port = master_address()
+    if is_loopback(host):
+        use_loopback()
+    deadline = time.monotonic() + timeout_s
+    if (host, port) not in _opened:
+        _opened[host, port] = _open(world, host, port, timeout_s)
+    # A restarted attempt must not see the keys of the failed one (torch's env:// rendezvous does the same).
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"launchers/attempt-{attempt}/connection-{next(_connections)}", _opened[host, port])
+    _gather(store, world, f"{host}:{port}", timeout_s, deadline)
+    return store
+
+
+def _open(world: World, host: str, port: int, timeout_s: float) -> Store:
+    from torch.distributed import TCPStore
+
+    timeout = timedelta(seconds=timeout_s)
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if world.rank == 0 and not agent_hosts:
+        listener = _listen_as_rank_0(world, host, port)
+        address = listener.getsockname()[0]
+        return TCPStore(
+            address,
+            port,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    address = _wait_for_listener(world, host, port, timeout_s)
+    return TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def _listen_as_rank_0(world: World, host: str, port: int) -> socket.socket:
+    try:
+        listener = listen(host, port)
+    except OSError as error:
+        raise LaunchError(
+            f"rank 0 cannot listen on MASTER_ADDR={host} MASTER_PORT={port}: {error}. "
+            "MASTER_ADDR must be an address of rank 0's machine, MASTER_PORT a port that nothing there uses"
+        ) from error
+    address = listener.getsockname()[0]
+    if is_loopback(address) and world.local_size < world.size:
+        listener.close()
+        elsewhere = world.size - world.local_size
+        raise LaunchError(
+            f"MASTER_ADDR={host} is {address} on rank 0's machine, which the {elsewhere} ranks "
+            "on other machines cannot reach: set it to the address by which they know this machine"
+        )
+    return listener
+
+
+def _wait_for_listener(world: World, host: str, port: int, timeout_s: float) -> str:
+    # Asked in Python first: torch's client logs pages of C++ frames while nobody answers.
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            left = max(0.1, deadline - time.monotonic())
+            with socket.create_connection((host, port), timeout=left) as probe:
+                return probe.getpeername()[0]
+        except OSError as error:
+            if time.monotonic() + _POLL_S > deadline:
+                raise LaunchError(
+                    f"rank {world.rank} waited {timeout_s:g} s for rank 0 on {host}:{port}, to meet "
+                    f"all {world.size} ranks there: {error}. Start rank 0 with the same MASTER_ADDR and "
+                    "MASTER_PORT, or allow more time"
+                ) from error
+        time.sleep(_POLL_S)
+
+
+def _gather(store: Store, world: World, where: str, timeout_s: float, deadline: float) -> None:
+    """Returns when all ranks are here. Polls: a store's own wait() logs C++ frames when it times out."""
+    if store.add(f"rank-{world.rank}", 1) > 1:
+        raise LaunchError(
+            f"two processes at {where} say that they are RANK={world.rank} of WORLD_SIZE={world.size}: "
+            "give each its own rank"
+        )
+    store.add("here", 1)
+    while store.add("here", 0) < world.size:
+        if time.monotonic() > deadline:
+            missing = [rank for rank in range(world.size) if not store.check([f"rank-{rank}"])]
+            raise LaunchError(
+                f"rank {world.rank} waited {timeout_s:g} s at {where} for {world.size} ranks: "
+                f"{world.size - len(missing)} came, missing: {', '.join(map(str, missing))}. "
+                "Start them with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, or allow more time"
+            )
+        time.sleep(_POLL_S)
+    store.add("seen", 1)
+    # The host stays until the others have seen that all are here: they could not ask any more.
+    while world.rank == 0 and store.add("seen", 0) < world.size and time.monotonic() < deadline:
+        time.sleep(_POLL_S)

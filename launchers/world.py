@@ -1,0 +1,96 @@
+"""Who this process is among the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from launchers.errors import LaunchError
+from launchers.loopback import is_loopback
+
+# The role name under which run_workers starts its workers; torch's agent passes it on as ROLE_NAME.
+LOCAL_ROLE = "launchers.local"
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place in the run.
+
+    rank of size over all machines; local_rank of local_size on this one.
+    origin: "alone" (no others), "local" (started by run_workers), "torchrun", or "environment" (set by hand).
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    origin: str
+
+    @classmethod
+    def alone(cls) -> World:
+        """The world of a single process."""
+        return cls(0, 1, 0, 1, "alone")
+
+    @classmethod
+    def detect(cls, environ: Mapping[str, str] = os.environ) -> World | None:
+        """The world that RANK and WORLD_SIZE describe; None when neither is set.
+
+        The names are torchrun's. MASTER_ADDR and MASTER_PORT must be set where there is more than one rank.
+        LOCAL_RANK and LOCAL_WORLD_SIZE may be left out on one machine, that is when MASTER_ADDR is a loopback
+        address. Raises LaunchError, naming the variable, for what is missing or does not fit together.
+        """
+        if not environ.get("RANK") and not environ.get("WORLD_SIZE"):
+            return None
+        rank, size = (_integer(environ, name) for name in ("RANK", "WORLD_SIZE"))
+        _check_place("RANK", rank, "WORLD_SIZE", size)
+        if size > 1:
+            master_address(environ)
+        if size == 1 or is_loopback(environ["MASTER_ADDR"]):
+            environ = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size), **environ}
+        local_rank, local_size = (_integer(environ, name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        _check_place("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
+        if local_size > size:
+            raise LaunchError(f"LOCAL_WORLD_SIZE={local_size} is more than WORLD_SIZE={size}, the whole run")
+        return cls(rank, size, local_rank, local_size, _origin(environ))
+
+
+def master_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Host and port at which the ranks meet, from MASTER_ADDR and MASTER_PORT. Raises LaunchError."""
+    host = environ.get("MASTER_ADDR")
+    if not host:
+        raise LaunchError(
+            "MASTER_ADDR is not set, but WORLD_SIZE says there are other ranks to meet: set it to rank 0's "
+            "address (127.0.0.1 when all ranks are on this machine) and MASTER_PORT to a free port there"
+        )
+    port = _integer(environ, "MASTER_PORT")
+    if not 0 < port < 65536:
+        raise LaunchError(f"MASTER_PORT={port} is not a port: choose a free one from 1 to 65535 on {host}")
+    return host, port
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int:
+    value = environ.get(name)
+    if not value:
+        have = ", ".join(f"{n}={environ[n]}" for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if environ.get(n))
+        raise LaunchError(
+            f"{name} is not set, though {have} is: set it too, or unset all to start the ranks here"
+        )
+    try:
+        return int(value)
+    except ValueError:
+        raise LaunchError(f"{name}={value!r} is not an integer") from None
+
+
+def _check_place(rank_name: str, rank: int, size_name: str, size: int) -> None:
+    if size < 1:
+        raise LaunchError(f"{size_name}={size}: a run has at least 1 process")
+    if not 0 <= rank < size:
+        last = size - 1
+        raise LaunchError(f"{rank_name}={rank} does not fit {size_name}={size}: ranks go from 0 to {last}")
+
+
+def _origin(environ: Mapping[str, str]) -> str:
+    if environ.get("ROLE_NAME") == LOCAL_ROLE:
+        return "local"
+    return "torchrun" if environ.get("TORCHELASTIC_RUN_ID") else "environment"

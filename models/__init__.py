@@ -1,0 +1,1 @@
+"""What is computed: models as chains of layers, and their losses. Knows nothing of devices, ranks or strategies."""

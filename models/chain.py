@@ -1,0 +1,165 @@
+"""A model as an ordered chain of named layers, each taking one tensor and giving one tensor.
+
+A contiguous run of layers is a *stage*. Layers keep their names in every stage, so the keys of a stage's
+``state_dict`` are the whole model's keys, on every rank and in every layout.
+
+    chain = gpt2(size="tiny")
+    stage = chain.build(chain.names[3:7], seed=1337, device=torch.device("cpu"))
+
+builds four layers, with exactly the weights that one device holding all of them would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from models.losses import Loss
+from models.seeds import fold, seeded
+
+
+@dataclass(frozen=True)
+class Layer:
+    """``name`` may hold dots (``h.0``); ``build`` gives the module, on whatever device is current."""
+
+    name: str
+    build: Callable[[], nn.Module]
+
+
+def reset_parameters(name: str, module: nn.Module) -> None:
+    """The default initialisation: torch's own, of any module that holds parameters or buffers itself.
+
+    Raises TypeError where a module has some and no way to set them.
+    """
+    reset = getattr(module, "reset_parameters", None)
+    if reset is None:
+        raise TypeError(f"layer {name!r} ({type(module).__name__}) holds parameters but has no reset_parameters()")
+    reset()
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A model, not yet built.
+
+    layers      in the order of computation; the first takes the batch's inputs
+    loss        closes the chain: (output of the last layer, targets, weights) -> Sums. A last layer that has a
+                method ``loss(input, targets, weights)`` of its own owns the loss: training calls that with the
+                layer's *input* (a fused linear + cross entropy needs no logits)
+    tied        {alias: canonical} names of parameters that are one parameter
+    initialise  (full module name, module) -> None, called once for every submodule that holds parameters or
+                buffers itself, under a seed made of the name: draws for one never move another's
+    limits      {"positions": 1024, "vocabulary": 50304} where the model has such limits on its inputs
+    """
+
+    layers: Sequence[Layer]
+    loss: Loss
+    tied: Mapping[str, str] = field(default_factory=dict)
+    initialise: Callable[[str, nn.Module], None] = reset_parameters
+    limits: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = self.names
+        if not names:
+            raise ValueError("a chain needs at least one layer")
+        repeated = {n for n in names if names.count(n) > 1}
+        if repeated:
+            raise ValueError(f"layer names must differ; more than once: {sorted(repeated)}")
+
+    @property
+    def names(self) -> list[str]:
+        """Layer names, first to last."""
+        return [layer.name for layer in self.layers]
+
+    def skeleton(self, names: Sequence[str] | None = None) -> Layers:
+        """The layers ``names`` (all of them by default) on the meta device: shapes and no memory."""
+        wanted = set(self.names if names is None else names)
+        unknown = wanted - set(self.names)
+        if unknown:
+            raise ValueError(f"no such layers: {sorted(unknown)}; this chain has {self.names}")
+        with torch.device("meta"):
+            built = [(layer.name, layer.build()) for layer in self.layers if layer.name in wanted]
+        layers = Layers(built)
+        layers.tie(self.tied)
+        return layers
+
+    def build(
+        self, names: Sequence[str], seed: int, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> Layers:
+        """The layers ``names`` with their initial weights on ``device``, floating point ones as ``dtype``.
+
+        Nothing else is built: memory is that of these layers. Weights are drawn on the CPU in float32
+        whatever the device and dtype, so that all of them start from the same numbers.
+        """
+        layers = self.skeleton(names)
+        done: set[nn.Parameter] = set()
+        for name, module in layers.named_modules():
+            own = set(module.parameters(recurse=False)) | set(module.buffers(recurse=False))
+            if own <= done:  # nothing of its own, or an alias of what stands already
+                continue
+            done |= own
+            module.to_empty(device="cpu", recurse=False)
+            with seeded(fold(seed, self._canonical_module(name))), torch.no_grad():
+                self.initialise(name, module)
+            _move(module, device, dtype)
+        layers.tie(self.tied)  # the original has memory now, its alias gets it here
+        return layers
+
+    def canonical(self, name: str) -> str:
+        """The name under which the parameter called ``name`` stands in files."""
+        return self.tied.get(name, name)
+
+    def _canonical_module(self, name: str) -> str:
+        """A module that holds a tied parameter's copy is seeded as the one that holds the original."""
+        for alias, original in self.tied.items():
+            if alias.rpartition(".")[0] == name:
+                return original.rpartition(".")[0]
+        return name
+
+
+class Layers(nn.Module):
+    """A run of named layers. Dots in names become nesting, so that keys read ``h.0.attn.c_attn.weight``."""
+
+    def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        self.names = [name for name, _ in layers]
+        for name, layer in layers:
+            *parents, last = name.split(".")
+            node: nn.Module = self
+            for part in parents:
+                if part not in node._modules:
+                    node.add_module(part, nn.Module())
+                node = node.get_submodule(part)
+            node.add_module(last, layer)
+
+    def __getitem__(self, name: str) -> nn.Module:
+        return self.get_submodule(name)
+
+    def items(self) -> list[tuple[str, nn.Module]]:
+        """(name, layer), first to last."""
+        return [(name, self[name]) for name in self.names]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """All layers in order; the loss is not part of it."""
+        for _, layer in self.items():
+            x = layer(x)
+        return x
+
+    def tie(self, tied: Mapping[str, str]) -> None:
+        """Make alias and original one Parameter where both are here."""
+        here = dict(self.named_parameters(remove_duplicate=False))
+        for alias, original in tied.items():
+            if alias in here and original in here:
+                module, _, attribute = alias.rpartition(".")
+                setattr(self.get_submodule(module), attribute, here[original])
+
+
+def _move(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Move this module's own tensors (not its children's) to ``device``, floating point ones to ``dtype``."""
+
+    def convert(tensor: Tensor) -> Tensor:
+        return tensor.to(device, dtype if tensor.is_floating_point() else None)
+
+    module._apply(convert, recurse=False)

@@ -1,0 +1,65 @@
+"""A linear layer and the cross entropy over its output, as one operation.
+
+Over 50,304 words the plain pair spends more time moving logits than multiplying: a float32 copy of them, their
+log-softmax, and its gradient, each larger than every cache. Here the logits exist once, in the compute dtype,
+and the row-wise part runs over blocks of rows that fit a cache, turning them in place into their own gradient.
+Sums and exponentials are taken in float32 whatever the compute dtype.
+
+The forward therefore already does the element-wise half of the backward; without gradients that half is left out.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.losses import IGNORED
+
+CPU_ROWS = 16  # 16 x 50,304 x 4 bytes is 3 MiB: measured fastest of 16, 64, 256 on one and two threads
+
+
+class _FusedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
+        logits = F.linear(x, cast)
+        rows = CPU_ROWS if x.device.type == "cpu" else max(1, len(targets))
+        total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        for start in range(0, len(targets), rows):
+            block, target = logits[start : start + rows], targets[start : start + rows, None]
+            counted = target != IGNORED
+            target = target.clamp(min=0)
+            log_probabilities = torch.log_softmax(block.to(total.dtype), dim=1)
+            total -= (log_probabilities.gather(1, target) * counted).sum()
+            if needs_grad:
+                gradient = log_probabilities.exp_()
+                gradient.scatter_add_(1, target, gradient.new_full((len(target), 1), -1.0))
+                block.copy_(gradient)
+        if needs_grad:
+            # Rows that do not count get no gradient: zeroing x does that for the weight, and x is the small one.
+            counted = (targets != IGNORED)[:, None]
+            ctx.save_for_backward(x * counted, cast, logits, counted)
+            ctx.dtypes = x.dtype, weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx, scale: Tensor):
+        x, cast, gradient, counted = ctx.saved_tensors
+        x_dtype, weight_dtype = ctx.dtypes
+        # The scale may be float16's loss scale (65,536 and up): applied after the products, in float32.
+        grad_x = (gradient @ cast).to(scale.dtype).mul_(scale * counted).to(x_dtype)
+        grad_weight = (gradient.t() @ x).to(weight_dtype).mul_(scale.to(weight_dtype))
+        return grad_x, grad_weight, None, None, None
+
+
+def fused_cross_entropy(x: Tensor, weight: Tensor, cast: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy of ``x @ weight.T`` against ``targets``, summed over those that are not ``IGNORED``.
+
+    x        [n, c] hidden states, in the compute dtype
+    weight   [v, c] the parameter, which gets the gradient
+    cast     [v, c] the same numbers in the compute dtype, without gradient (cast once per step by the caller)
+    targets  [n] int64 classes below v, or ``IGNORED``
+    returns  a scalar in float32 (float64 for float64)
+    """
+    needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return _FusedCrossEntropy.apply(x, weight, cast, targets, needs_grad)

@@ -1,0 +1,216 @@
+"""GPT-2: pre-norm Transformer decoder with learned positions, tanh GELU, biases and a tied head.
+
+Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; sizes and initialisation as in
+the released code. ``models.huggingface`` maps names and shapes onto Hugging Face's checkpoints, both ways.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.chain import Chain, Layer
+from models.fused_cross_entropy import fused_cross_entropy
+from models.losses import IGNORED, Sums, mask_targets
+
+
+@dataclass(frozen=True)
+class Size:
+    """Layers, heads, width, and the longest sequence in tokens."""
+
+    n_layer: int
+    n_head: int
+    n_embd: int
+    block_size: int = 1024
+
+
+SIZES = {
+    "124M": Size(12, 12, 768),
+    "350M": Size(24, 16, 1024),
+    "774M": Size(36, 20, 1280),
+    "1558M": Size(48, 25, 1600),
+    "tiny": Size(6, 4, 64, block_size=256),
+}
+
+
+class Embedding(nn.Module):
+    """Token ids [b, t] -> token plus position embeddings [b, t, n_embd], dropout applied."""
+
+    def __init__(self, size: Size, vocab_size: int, dropout: float) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(vocab_size, size.n_embd)
+        self.wpe = nn.Embedding(size.block_size, size.n_embd)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.dropout(self.wte(tokens) + self.wpe.weight[: tokens.shape[1]])
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention [b, t, n_embd] -> same, through ``scaled_dot_product_attention``."""
+
+    def __init__(self, size: Size, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = size.n_head, dropout
+        self.c_attn = nn.Linear(size.n_embd, 3 * size.n_embd)
+        self.c_proj = nn.Linear(size.n_embd, size.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        q, k, v = (part.view(b, t, self.heads, -1).transpose(1, 2) for part in self.c_attn(x).split(c, dim=2))
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).reshape(b, t, c))
+
+
+class MLP(nn.Module):
+    """[b, t, n_embd] -> four times as wide -> [b, t, n_embd]."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(size.n_embd, 4 * size.n_embd)
+        self.c_proj = nn.Linear(4 * size.n_embd, size.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """One layer of the decoder, [b, t, n_embd] -> same."""
+
+    def __init__(self, size: Size, dropout: float) -> None:
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(size.n_embd), Attention(size, dropout)
+        self.ln_2, self.mlp = nn.LayerNorm(size.n_embd), MLP(size)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attn(self.ln_1(x)))
+        return x + self.dropout(self.mlp(self.ln_2(x)))
+
+
+class Head(nn.Module):
+    """Final norm and projection onto the vocabulary, [b, t, n_embd] -> logits [b, t, vocab_size].
+
+    Owns the loss: training never holds float32 logits.
+    """
+
+    def __init__(self, size: Size, vocab_size: int) -> None:
+        super().__init__()
+        self.ln_f = nn.LayerNorm(size.n_embd)
+        self.lm_head = nn.Linear(size.n_embd, vocab_size, bias=False)
+        self._cast: tuple[tuple, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lm_head(self.ln_f(x))
+
+    def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
+        """Hidden states [b, t, n_embd] against next tokens [b, t], in the autocast's dtype where there is one."""
+        targets = mask_targets(targets, weights).flatten()
+        hidden = self.ln_f(x).flatten(0, 1)
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            hidden = hidden.to(torch.get_autocast_dtype(kind))
+        loss = fused_cross_entropy(hidden, self.lm_head.weight, self._weight_as(hidden.dtype), targets)
+        return Sums(loss, (targets != IGNORED).sum())
+
+    def _weight_as(self, dtype: torch.dtype) -> Tensor:
+        """The weight in the compute dtype, cast once per optimizer step and not once per micro-batch.
+
+        The optimizer updates in place, and every update moves the tensor's version.
+        """
+        weight = self.lm_head.weight
+        if weight.dtype == dtype:
+            return weight.detach()
+        key = (id(weight), weight._version, dtype)
+        if self._cast is None or self._cast[0] != key:
+            self._cast = (key, weight.detach().to(dtype))
+        return self._cast[1]
+
+
+class TokenCrossEntropy:
+    """Cross entropy of logits [b, t, v] against next tokens [b, t], summed; the count is of tokens.
+
+    What ``Head.loss`` fuses, for logits that are there already.
+    """
+
+    metrics: tuple[str, ...] = ()
+
+    def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
+        targets = mask_targets(targets, weights).flatten()
+        logits = output.flatten(0, 1).to(torch.promote_types(output.dtype, torch.float32))
+        loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+        return Sums(loss, (targets != IGNORED).sum())
+
+
+def initialise(name: str, module: nn.Module, *, n_layer: int) -> None:
+    """Normal(0, 0.02) for weights and embeddings, 0.01 for positions as OpenAI's code has it, zero biases; the two
+    projections onto the residual stream are scaled by 1/sqrt(2 n_layer), so that its variance does not grow with
+    depth."""
+    if isinstance(module, nn.LayerNorm):
+        module.reset_parameters()
+        return
+    std = 0.02
+    if name.endswith("c_proj"):
+        std /= math.sqrt(2 * n_layer)
+    elif name.endswith("wpe"):
+        std = 0.01
+    module.weight.normal_(0.0, std)
+    if getattr(module, "bias", None) is not None:
+        module.bias.zero_()
+
+
+def gpt2(
+    size: str = "124M",
+    n_layer: int | None = None,
+    n_head: int | None = None,
+    n_embd: int | None = None,
+    block_size: int | None = None,
+    vocab_size: int = 50304,
+    dropout: float = 0.0,
+) -> Chain:
+    """GPT-2 as a chain: ``embedding``, ``h.0`` … ``h.N-1``, ``head`` (final norm and tied projection).
+
+    size        124M | 350M | 774M | 1558M | tiny; each further number that is given replaces the size's own
+    block_size  the longest sequence, in tokens
+    vocab_size  50257 is GPT-2's own; 50304 = 393 x 128 is faster on every device. The extra rows learn to be rare
+    raises      ValueError for an unknown size or a width that its heads do not divide
+    """
+    if size not in SIZES:
+        raise ValueError(f"model.size={size} is not one of {', '.join(SIZES)}")
+    base = SIZES[size]
+    chosen = Size(
+        n_layer=base.n_layer if n_layer is None else n_layer,
+        n_head=base.n_head if n_head is None else n_head,
+        n_embd=base.n_embd if n_embd is None else n_embd,
+        block_size=base.block_size if block_size is None else block_size,
+    )
+    for field in ("n_layer", "n_head", "n_embd", "block_size"):
+        if getattr(chosen, field) < 1:
+            raise ValueError(f"model.{field}={getattr(chosen, field)} must be at least 1")
+    if vocab_size < 1:
+        raise ValueError(f"model.vocab_size={vocab_size} must be at least 1")
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"model.dropout={dropout} must lie in [0, 1)")
+    if chosen.n_embd % chosen.n_head:
+        raise ValueError(
+            f"model.n_embd={chosen.n_embd} does not divide into model.n_head={chosen.n_head} equal heads; "
+            f"the nearest width that does is {max(1, round(chosen.n_embd / chosen.n_head)) * chosen.n_head}"
+        )
+    blocks = [Layer(f"h.{i}", partial(Block, chosen, dropout)) for i in range(chosen.n_layer)]
+    return Chain(
+        layers=[
+            Layer("embedding", partial(Embedding, chosen, vocab_size, dropout)),
+            *blocks,
+            Layer("head", partial(Head, chosen, vocab_size)),
+        ],
+        loss=TokenCrossEntropy(),
+        tied={"head.lm_head.weight": "embedding.wte.weight"},
+        initialise=partial(initialise, n_layer=chosen.n_layer),
+        limits={"positions": chosen.block_size, "vocabulary": vocab_size},
+    )

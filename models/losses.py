@@ -1,0 +1,69 @@
+"""Losses as sums and counts.
+
+A loss gives ``Sums``: what it added up and over how many terms. Means are taken once, over the global batch,
+by whoever knows all of it. That is right for padding, for token budgets and for a short last evaluation batch
+alike, and a mean of means is not.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORED = -100  # torch's own ignore_index
+
+
+class Sums(NamedTuple):
+    """``loss``: scalar, summed over the terms; ``count``: scalar, how many terms; ``metrics``: one scalar per
+    name in the loss's ``metrics``, each summed over the same terms."""
+
+    loss: Tensor
+    count: Tensor
+    metrics: tuple[Tensor, ...] = ()
+
+    def stack(self) -> Tensor:
+        """[loss, count, *metrics] as one detached float64 vector (float32 on MPS, which has no float64), ready to be
+        added up and sent."""
+        dtype = torch.float32 if self.loss.device.type == "mps" else torch.float64
+        return torch.stack([v.detach().to(dtype) for v in (self.loss, self.count, *self.metrics)])
+
+
+class Loss(Protocol):
+    """What closes a chain. ``metrics`` names the further sums that it gives."""
+
+    metrics: tuple[str, ...]
+
+    def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums: ...
+
+
+def per_element(weights: Tensor | None, like: Tensor) -> Tensor:
+    """Sample weights [b] (None: all ones), spread over a tensor [b, ...] of loss terms."""
+    if weights is None:
+        return torch.ones_like(like)
+    return weights.to(like.dtype).view(-1, *[1] * (like.dim() - 1)).expand_as(like)
+
+
+def mask_targets(targets: Tensor, weights: Tensor | None) -> Tensor:
+    """Class targets [b, ...] with those of weightless samples (padding) set to ``IGNORED``."""
+    if weights is None:
+        return targets
+    padding = weights.view(-1, *[1] * (targets.dim() - 1)) == 0
+    return targets.masked_fill(padding, IGNORED)
+
+
+class SquaredError:
+    """Squared error summed over all elements of output and targets [b, ...]; the count is their number, so the
+    mean is ``nn.MSELoss``'s."""
+
+    metrics: tuple[str, ...] = ()
+
+    def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
+        errors = F.mse_loss(output.float() if output.dtype in _HALF else output, targets, reduction="none")
+        scale = per_element(weights, errors)
+        return Sums((errors * scale).sum(), scale.sum())
+
+
+_HALF = (torch.bfloat16, torch.float16)

@@ -1,0 +1,36 @@
+"""Import torchvision also where its compiled extension does not fit the installed torch.
+
+The wheel on the package index is built against CUDA torch. With a CPU torch the extension cannot load, and
+``import torchvision`` fails in ``operator torchvision::nms does not exist`` although models, datasets and
+transforms are pure Python. Declaring the two operators that its Python code registers against makes the import work.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+
+_SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+_declared: list = []  # a Library's declarations end with its life
+
+
+def load_torchvision() -> ModuleType:
+    """torchvision, imported. A pair of torch and torchvision that fit each other is left untouched."""
+    try:
+        return importlib.import_module("torchvision")
+    except RuntimeError as error:
+        if "torchvision::nms" not in str(error):
+            raise
+    import torch
+
+    for name in [n for n in sys.modules if n == "torchvision" or n.startswith("torchvision.")]:
+        del sys.modules[name]  # the half-imported package
+    library = torch.library.Library("torchvision", "DEF")
+    for schema in _SCHEMAS:
+        library.define(schema)
+    _declared.append(library)
+    return importlib.import_module("torchvision")

@@ -1,0 +1,24 @@
+"""The smallest model that has something to split: Linear 10-10, ReLU, Linear 10-5."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from models.chain import Chain, Layer
+from models.losses import SquaredError
+
+
+def toy(in_features: int = 10, hidden: int = 10, out_features: int = 5) -> Chain:
+    """A chain of three layers, [b, in_features] -> [b, out_features], under squared error.
+
+    The middle layer holds no parameters: on three stages one has nothing to optimise, and that is legal.
+    Source: the ToyModel of PyTorch's DDP tutorial.
+    """
+    return Chain(
+        layers=[
+            Layer("net1", lambda: nn.Linear(in_features, hidden)),
+            Layer("relu", nn.ReLU),
+            Layer("net2", lambda: nn.Linear(hidden, out_features)),
+        ],
+        loss=SquaredError(),
+    )

@@ -1,0 +1,49 @@
+"""Which devices there are, and how many cores a process may use."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from parallel.errors import PlanError
+
+
+def resolve_device_type(wanted: str, processes: int | None = None) -> str:
+    """``auto`` -> cuda, else mps (one process only), else cpu. Raises PlanError for a device that is not here."""
+    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if wanted == "auto":
+        if present["cuda"]:
+            return "cuda"
+        return "mps" if present["mps"] and processes == 1 else "cpu"
+    if not present[wanted]:
+        found = ", ".join(name for name, here in present.items() if here)
+        raise PlanError(f"device={wanted} but this machine has none; here are: {found} (device=auto takes the best)")
+    return wanted
+
+
+def device_count(device_type: str) -> int | None:
+    """How many devices there are; None for CPUs, whose cores any number of processes may share."""
+    return {"cuda": torch.cuda.device_count, "mps": lambda: 1, "cpu": lambda: None}[device_type]()
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on (its affinity mask where the system has one)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def local_device(device_type: str, local_rank: int) -> torch.device:
+    """The device of this rank: one GPU each, or the CPU that all share."""
+    if device_type == "cuda":
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    return torch.device(device_type)
+
+
+def share_cores(processes: int, wanted: int | None) -> int:
+    """Set this process's threads: ``wanted``, or the cores divided among ``processes``. Returns their number."""
+    threads = max(1, usable_cores() // processes) if wanted is None else wanted
+    torch.set_num_threads(threads)
+    return threads

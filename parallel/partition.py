@@ -1,0 +1,71 @@
+"""How layers are dealt to stages: contiguous runs, each of at least one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from parallel.errors import PlanError
+
+
+def deal(names: Sequence[str], stages: int, balance: str | Sequence[int], costs: Sequence[int]) -> list[list[str]]:
+    """Cut the layers ``names`` into ``stages`` runs.
+
+    balance   "uniform": equally many layers; "size": equal sums of ``costs``; or the number of layers of each stage
+    costs     one number a layer (its parameters), used by "size"
+    raises    PlanError where that is impossible
+    """
+    if stages > len(names):
+        raise PlanError(
+            f"{stages} stages (parallel.pp x stages_per_rank) but only {len(names)} layers: {', '.join(names)}; "
+            f"set parallel.pp={len(names)} or less"
+        )
+    if balance == "uniform":
+        share, extra = divmod(len(names), stages)
+        counts = [share + (i < extra) for i in range(stages)]
+    elif balance == "size":
+        counts = block_partition(costs, stages)
+    elif isinstance(balance, str):
+        raise PlanError(
+            f"parallel.balance={balance} is not known; choose uniform, size, or the layers of each stage, such as "
+            f"parallel.balance={_example(len(names), stages)}"
+        )
+    else:
+        counts = _explicit(list(balance), len(names), stages)
+    starts = [sum(counts[:i]) for i in range(stages)]
+    return [list(names[s : s + n]) for s, n in zip(starts, counts, strict=True)]
+
+
+def block_partition(costs: Sequence[float], parts: int) -> list[int]:
+    """Lengths of ``parts`` contiguous non-empty blocks of ``costs`` whose largest sum is smallest.
+
+    Exact, by dynamic programming in O(parts x n^2); n is a number of layers.
+    """
+    n = len(costs)
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    best = {(0, 0): (0.0, [])}  # (blocks used, layers used) -> (largest sum, lengths)
+    for block in range(1, parts + 1):
+        for end in range(block, n - (parts - block) + 1):
+            best[block, end] = min(
+                (max(best[block - 1, start][0], total[end] - total[start]), [*best[block - 1, start][1], end - start])
+                for start in range(block - 1, end)
+                if (block - 1, start) in best
+            )
+    return best[parts, n][1]
+
+
+def _explicit(counts: list[int], layers: int, stages: int) -> list[int]:
+    right = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in counts)
+    if not right or len(counts) != stages or sum(counts) != layers:
+        shown = str(counts).replace(" ", "")
+        raise PlanError(
+            f"parallel.balance={shown} must be {stages} whole numbers above 0 (one a stage) with the sum {layers} "
+            f"(the model's layers); for example parallel.balance={_example(layers, stages)}"
+        )
+    return counts
+
+
+def _example(layers: int, stages: int) -> str:
+    share, extra = divmod(layers, stages)
+    return str([share + (i < extra) for i in range(stages)]).replace(" ", "")

@@ -1,0 +1,102 @@
+"""Stages on ranks of their own, under a schedule of torch.distributed.pipelining: ``pipelined`` and ``pipe_ddp``.
+
+What bites in that package, and what is done about it here:
+* without static metadata the first step runs each stage on uninitialised memory: borders come from ``trace``
+* it averages gradients over chunks by dividing, also those that were there before: scale_grads is off, the loss
+  carries its own factor, gradients are cleared before an evaluation
+* the loss exists on the last stage only: it goes to every rank in the step's all-reduce
+* outputs of the last stage are collected unless told otherwise: the stage gives its loss, and nothing is collected
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+from data.batch import Batch
+from parallel.schedules import schedule_class
+from parallel.strategy import Strategy
+from parallel.timeline import Timeline, now
+from parallel.trace import Border
+
+
+class Pipeline(Strategy):
+    """``pipelined`` is this with one replica, ``pipe_ddp`` with several."""
+
+    def __init__(self, *args, borders: Sequence[Border], **kwargs) -> None:
+        """``borders``: for each stage of the plan, the tensor it receives, then the loss; one micro-batch each."""
+        super().__init__(*args, **kwargs)
+        self._pipe_stages = [
+            _TimedStage(
+                self.timeline,
+                self._replicate(stage),
+                plan.index,
+                len(self.plan.stages),
+                self.device,
+                input_args=_example(borders[plan.index], requires_grad=plan.index > 0),
+                output_args=_example(borders[plan.index + 1], requires_grad=True),
+                group=self.mesh.pp_group,
+            )
+            for stage, plan in zip(self.stages, self.plan.stages_of(self.mesh.position), strict=True)
+        ]
+        looped = self.plan.stages_per_rank > 1
+        self._schedule = schedule_class(self.plan.schedule)(
+            self._pipe_stages if looped else self._pipe_stages[0],
+            self.plan.chunks,
+            loss_fn=_already_a_loss,
+            scale_grads=False,
+        )
+
+    def _forward_backward(self, batch: Batch) -> None:
+        self._run(self._schedule.step, batch)
+
+    def _forward(self, batch: Batch) -> None:
+        self._run(self._schedule.eval, batch)
+
+    def _run(self, run, batch: Batch) -> None:
+        inputs = [batch.inputs] if self.mesh.position == 0 else []
+        extra = {}
+        if any(stage.ends_chain for stage in self.stages):
+            extra = {"targets": batch.targets}
+            if batch.weights is not None:
+                extra["weights"] = batch.weights
+        indices = self._microbatch_indices()
+        run(*inputs, microbatch=indices, target=indices, return_outputs=False, **extra)
+
+    def close(self) -> None:
+        self._pipe_stages.clear()
+        self._schedule = None
+        super().close()
+
+
+class _TimedStage(PipelineStage):
+    """A stage that notes when its forwards and backwards ran (waiting for neighbours is outside of both)."""
+
+    def __init__(self, timeline: Timeline, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._timeline = timeline
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
+        start = now()
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._timeline.note("forward", self.stage_index, fwd_chunk_id, start)
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args, **kwargs):
+        start = now()
+        output = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._timeline.note("backward", self.stage_index, bwd_chunk_id, start)
+        return output
+
+
+def _already_a_loss(output: Tensor, target: Tensor) -> Tensor:
+    """The last stage gives its loss; torch's schedules want a function and a target all the same."""
+    return output
+
+
+def _example(border: Border, requires_grad: bool) -> Tensor:
+    example = torch.empty(border.shape, dtype=border.dtype, device="meta")
+    return example.requires_grad_(requires_grad and border.dtype.is_floating_point)

@@ -1,0 +1,213 @@
+"""The layout of a run: who runs what, on which micro-batches. All rules between fields are checked here, once,
+before any process starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from models.chain import Chain
+from parallel.devices import device_count, resolve_device_type
+from parallel.errors import PlanError
+from parallel.mesh import Mesh
+from parallel.partition import deal
+from parallel.precision import resolve_precision
+from parallel.schedules import check_chunks, ideal_bubble, stages_per_rank
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """``layers`` by name; ``parameters`` counts trainable ones, a copy of a tied weight included."""
+
+    index: int
+    layers: tuple[str, ...]
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about a layout that follows from the configuration. ``processes`` is 1 for strategies in one."""
+
+    strategy: str
+    device_type: str
+    precision: str
+    dp: int
+    pp: int
+    order: str
+    chunks: int
+    schedule: str | None
+    stages_per_rank: int
+    stages: tuple[StagePlan, ...]
+    parameters: int
+    global_batch_size: int
+    devices: tuple[str, ...] = field(default=())
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether stages run on ranks of their own (and not all in one process)."""
+        return self.schedule is not None
+
+    @property
+    def processes(self) -> int:
+        return self.dp * self.pp if self.pipelined else self.dp
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples that pass through the model at a time."""
+        return self.global_batch_size // (self.dp * self.chunks)
+
+    @property
+    def ideal_bubble(self) -> float | None:
+        """Share of time that a balanced pipeline idles; None where there is no pipeline."""
+        if not self.pipelined:
+            return None
+        return ideal_bubble(self.schedule, self.pp, self.chunks, self.stages_per_rank)
+
+    def mesh(self, rank: int) -> Mesh:
+        """The grid of ranks, seen from ``rank``."""
+        return Mesh(self.dp, self.pp if self.pipelined else 1, rank, self.order)
+
+    def stages_of(self, position: int) -> list[StagePlan]:
+        """The stages of a pipeline position: dealt round robin; all of them where one process runs all."""
+        return list(self.stages[position :: self.pp]) if self.pipelined else list(self.stages)
+
+
+def make_plan(
+    parallel, chain: Chain, *, global_batch_size: int, device: str, precision: str, world_size: int | None = None
+) -> Plan:
+    """Work the configuration section ``parallel`` out into a Plan.
+
+    world_size  the number of processes where they are started already (torchrun), else None
+    raises      PlanError with the numbers and a way out
+    """
+    name = parallel.name
+    pipelined = name in ("pipelined", "pipe_ddp")
+    _check_shape(parallel, pipelined)
+    fixed = None if parallel.dp is None else parallel.dp * (parallel.pp if pipelined else 1)
+    device_type = resolve_device_type(device, processes=1 if fixed == 1 else None)
+    ranks_per_replica = parallel.pp if pipelined else 1
+    dp = _replicas(parallel.dp, ranks_per_replica, device_type, world_size)
+    processes = dp * ranks_per_replica
+    _check_world(processes, dp, ranks_per_replica, device_type, world_size)
+    chunks = parallel.chunks
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise PlanError(f"parallel.chunks={chunks} must be a whole number of at least 1")
+    _check_cut(global_batch_size, dp, chunks)
+
+    per_rank = 1
+    if pipelined:
+        per_rank = stages_per_rank(parallel.schedule, parallel.stages_per_rank)
+        check_chunks(parallel.schedule, chunks, parallel.pp)
+    skeleton = chain.skeleton()
+    costs = [sum(p.numel() for p in layer.parameters()) for _, layer in skeleton.items()]
+    balance = parallel.balance if isinstance(parallel.balance, str) else list(parallel.balance)
+    runs = deal(chain.names, parallel.pp * per_rank, balance, costs)
+    cost_of = dict(zip(chain.names, costs, strict=True))
+    untied = _tied_within(chain, runs, skeleton)
+    return Plan(
+        strategy=name,
+        device_type=device_type,
+        precision=resolve_precision(precision, device_type),
+        dp=dp,
+        pp=parallel.pp,
+        order=parallel.order,
+        chunks=chunks,
+        schedule=parallel.schedule if pipelined else None,
+        stages_per_rank=per_rank,
+        stages=tuple(
+            StagePlan(i, tuple(run), sum(cost_of[n] for n in run) - untied[i]) for i, run in enumerate(runs)
+        ),
+        parameters=sum(p.numel() for p in skeleton.parameters()),
+        global_batch_size=global_batch_size,
+        devices=_devices(parallel, device_type),
+    )
+
+
+def _check_shape(parallel, pipelined: bool) -> None:
+    """Numbers of replicas and stages that contradict the strategy's name."""
+    for key in ("dp", "pp", "threads"):
+        value = getattr(parallel, key)
+        if value is not None and value < 1:
+            raise PlanError(f"parallel.{key}={value} must be at least 1")
+    name = parallel.name
+    if name in ("single", "model_parallel", "pipelined") and parallel.dp not in (None, 1):
+        other = {"single": "ddp", "pipelined": "pipe_ddp"}.get(name, "pipe_ddp")
+        raise PlanError(f"parallel={name} has one replica, parallel.dp={parallel.dp} needs parallel={other}")
+    if name in ("single", "ddp") and parallel.pp != 1:
+        other = {"single": "pipelined", "ddp": "pipe_ddp"}[name]
+        raise PlanError(f"parallel={name} has one stage, parallel.pp={parallel.pp} needs parallel={other}")
+    if not pipelined and parallel.stages_per_rank not in (None, 1):
+        raise PlanError(f"parallel={name} takes no parallel.stages_per_rank; parallel=pipelined does")
+    if parallel.timeout_s <= 0:
+        raise PlanError(f"parallel.timeout_s={parallel.timeout_s} must be above 0 seconds")
+
+
+def _replicas(wanted: int | None, ranks_per_replica: int, device_type: str, world_size: int | None) -> int:
+    if wanted is not None:
+        return wanted
+    if world_size is not None:
+        return max(1, world_size // ranks_per_replica)
+    devices = device_count(device_type)
+    return 2 if devices is None else max(1, devices // ranks_per_replica)
+
+
+def _check_world(processes: int, dp: int, ranks_per_replica: int, device_type: str, world_size: int | None) -> None:
+    layout = f"parallel.dp={dp} x parallel.pp={ranks_per_replica} = {processes} processes"
+    if world_size is not None and world_size != processes:
+        raise PlanError(
+            f"{layout}, but {world_size} were started (WORLD_SIZE); start {processes}, or choose numbers whose "
+            f"product is {world_size}"
+        )
+    devices = device_count(device_type)
+    if world_size is None and devices is not None and processes > devices:
+        raise PlanError(
+            f"{layout}, but this machine has {devices} {device_type} device{'s' * (devices != 1)}; choose fewer, or "
+            "device=cpu, whose cores any number of processes share"
+        )
+
+
+def _check_cut(batch: int, dp: int, chunks: int) -> None:
+    parts = dp * chunks
+    if batch >= 1 and batch % parts == 0:
+        return
+    below, above = batch // parts * parts, max(batch // parts + 1, 1) * parts
+    nearest = f"the nearest that can are {below} and {above}" if below > 0 else f"the smallest that can is {above}"
+    raise PlanError(
+        f"train.global_batch_size={batch} cannot be cut into dp={dp} x chunks={chunks} equal micro-batches; {nearest}"
+    )
+
+
+def _tied_within(chain: Chain, runs: list[list[str]], skeleton) -> list[int]:
+    """For each stage, how many parameters its layers share among themselves (counted once, not twice)."""
+    sizes = {name: p.numel() for name, p in skeleton.named_parameters(remove_duplicate=False)}
+
+    def holds(run: list[str], parameter: str) -> bool:
+        return any(parameter.startswith(f"{layer}.") for layer in run)
+
+    return [
+        sum(sizes[alias] for alias, original in chain.tied.items() if holds(run, alias) and holds(run, original))
+        for run in runs
+    ]
+
+
+def _devices(parallel, device_type: str) -> tuple[str, ...]:
+    """Where model_parallel puts its stages: parallel.devices, or the GPUs in order, or the CPU for all of them."""
+    if parallel.name != "model_parallel":
+        if parallel.devices is not None:
+            raise PlanError(
+                f"parallel.devices is for parallel=model_parallel; parallel={parallel.name} takes one device a rank"
+            )
+        return ()
+    count = device_count(device_type)
+    if parallel.devices is None:
+        if count is not None and parallel.pp > count:
+            raise PlanError(
+                f"parallel.pp={parallel.pp} stages but {count} {device_type} devices; set parallel.pp={count}, or name "
+                f"the devices, one a stage, such as parallel.devices=[{device_type}:0,{device_type}:0], or device=cpu"
+            )
+        return tuple(device_type if count is None else f"{device_type}:{i}" for i in range(parallel.pp))
+    if len(parallel.devices) != parallel.pp:
+        raise PlanError(
+            f"parallel.devices names {len(parallel.devices)} devices for parallel.pp={parallel.pp} stages; name one a "
+            "stage (the same one may stand twice)"
+        )
+    return tuple(parallel.devices)

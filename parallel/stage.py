@@ -1,0 +1,95 @@
+"""A stage: the layers that one rank runs as one piece, from an incoming tensor to an outgoing one or to the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from models.chain import Chain
+from models.losses import Sums
+from models.seeds import fold, seed_generator
+
+
+class Stage(nn.Module):
+    """Layers ``names`` of ``chain`` with their weights on ``device``; parameters keep the whole model's names.
+
+    ``step`` and ``loss_scale`` are set by the strategy before each step; ``sums`` collects, for each micro-batch of
+    a stage that ends the chain, [loss, count, *metrics] as float64.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        names: Sequence[str],
+        *,
+        seed: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__()
+        self.chain, self.device, self.seed, self.recompute = chain, device, seed, recompute
+        self.layers = chain.build(names, seed, device, dtype)
+        self.ends_chain = names[-1] == chain.names[-1]
+        self.step = 0
+        self.loss_scale = 1.0
+        self.sums: list[Tensor] = []
+
+    def forward(
+        self, x: Tensor, microbatch: Tensor, targets: Tensor | None = None, weights: Tensor | None = None
+    ) -> Tensor:
+        """One micro-batch.
+
+        x           [b, ...] the batch's inputs, or what the stage before gave
+        microbatch  [1] int64 on the CPU, the micro-batch's index in the global batch: dropout is drawn for it
+        targets     [b, ...] and weights [b], used by the stage that ends the chain and ignored by the others
+        returns     the next stage's input, contiguous; from the stage that ends the chain, where targets are given,
+                    the scalar to differentiate: the summed loss times ``loss_scale``
+        """
+        index = int(microbatch)
+        if not self.ends_chain or targets is None:
+            return self._run(self.layers.items(), x, index).contiguous()
+        sums = self._loss(x, index, targets, weights)
+        self.sums.append(sums.stack())
+        return sums.loss * self.loss_scale
+
+    def _loss(self, x: Tensor, index: int, targets: Tensor, weights: Tensor | None) -> Sums:
+        *body, (name, last) = self.layers.items()
+        if not hasattr(last, "loss"):
+            return self.chain.loss(self._run(self.layers.items(), x, index), targets, weights)
+        x = self._run(body, x, index)
+        self._seed(name, index)
+        return last.loss(x, targets, weights)
+
+    def _run(self, layers: Sequence[tuple[str, nn.Module]], x: Tensor, index: int) -> Tensor:
+        for name, layer in layers:
+            if self.recompute and torch.is_grad_enabled():
+                # The layer seeds itself, in the recomputation too, so there is no random state to preserve.
+                x = checkpoint(
+                    self._run_one, name, layer, x, index, self.step, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x = self._run_one(name, layer, x, index, self.step)
+        return x
+
+    def _run_one(self, name: str, layer: nn.Module, x: Tensor, index: int, step: int) -> Tensor:
+        self._seed(name, index)
+        return layer(x)
+
+    def _seed(self, name: str, index: int) -> None:
+        if self.training:
+            seed_generator(self.device, fold(self.seed, self.step, index, name))
+
+    def compile(self) -> None:
+        """Compile each layer in place (``nn.Module.compile``), so that names stay."""
+        for _, layer in self.layers.items():
+            layer.compile()
+
+    def take_sums(self) -> Tensor | None:
+        """The sums of all micro-batches since the last call, added up: [2 + metrics] float64; None without any."""
+        total = torch.stack(self.sums).sum(dim=0) if self.sums else None
+        self.sums.clear()
+        return total

@@ -1,0 +1,133 @@
+"""Folders that are built once, whole or not at all."""
+
+import errno
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from data import cache
+from data.cache import cached_folder, default_cache_dir, file_lock
+from data.errors import DataError
+
+REPOSITORY = Path(__file__).parents[2]
+
+BUILDER = """
+import sys, time
+from pathlib import Path
+from data.cache import cached_folder
+root, seconds = Path(sys.argv[1]), float(sys.argv[2])
+def build(folder):
+    with open(root / "builds.log", "a") as log:
+        log.write("built\\n")
+    (folder / "half").write_text("half")
+    time.sleep(seconds)
+    (folder / "whole").write_text("whole")
+print((cached_folder(root / "cache", "key", build) / "whole").read_text())
+"""
+
+
+def start_builder(root: Path, seconds: float) -> subprocess.Popen:
+    command = [sys.executable, "-c", BUILDER, str(root), str(seconds)]
+    return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+
+
+def visible(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock"))
+
+
+def wait_for(condition) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end, "nothing happened for 10 s"
+        time.sleep(0.01)
+
+
+def test_of_racing_processes_one_builds_and_all_get_the_whole(tmp_path):
+    racers = [start_builder(tmp_path, 0.5) for _ in range(3)]
+    assert [racer.communicate(timeout=20)[0] for racer in racers] == ["whole\n"] * 3
+    assert (tmp_path / "builds.log").read_text() == "built\n"
+
+
+def test_a_build_that_raises_leaves_nothing(tmp_path):
+    def build(folder):
+        (folder / "half").write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cached_folder(tmp_path, "key", build)
+    assert visible(tmp_path) == []
+
+
+def test_a_killed_build_is_cleared_away_by_the_next(tmp_path):
+    killed = start_builder(tmp_path, 60)
+    wait_for(lambda: list((tmp_path / "cache").glob("*/half")) or list((tmp_path / "cache").glob(".*/half")))
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert not (tmp_path / "cache" / "key").exists()
+    assert start_builder(tmp_path, 0).communicate(timeout=20)[0] == "whole\n"
+    assert visible(tmp_path / "cache") == ["key"]
+
+
+def test_a_folder_that_is_no_longer_intact_is_built_again(tmp_path):
+    def build(folder):
+        (folder / "a").write_text("a")
+
+    (cached_folder(tmp_path, "key", build) / "a").unlink()
+    folder = cached_folder(tmp_path, "key", build, intact=lambda folder: (folder / "a").exists())
+    assert (folder / "a").read_text() == "a"
+
+
+def test_a_full_disk_is_an_error_with_path_and_free_space_and_leaves_nothing(tmp_path):
+    def build(folder):
+        (folder / "half").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(DataError, match="No space left on device") as caught:
+        cached_folder(tmp_path, "key", build)
+    for part in (str(tmp_path / "key"), "MiB are free", "data.cache_dir="):
+        assert part in str(caught.value)
+    assert visible(tmp_path) == []
+
+
+def test_a_write_that_the_system_refuses_is_an_error_and_leaves_nothing(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(DataError, match="File too large"):
+            cached_folder(tmp_path, "key", lambda folder: (folder / "big").write_bytes(bytes(5000)) and None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert visible(tmp_path) == []
+
+
+def test_a_cache_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=f"{tmp_path}/file/cache/key.*data.cache_dir="):
+        cached_folder(tmp_path / "file" / "cache", "key", lambda folder: None)
+
+
+def test_waiting_says_what_for_and_ends_with_an_error(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(cache, "_SAY_AFTER_S", 0.1)
+    with caplog.at_level(logging.WARNING), file_lock(tmp_path / "lock", "nobody", timeout_s=0):
+        with pytest.raises(DataError, match=f"another builder, which holds the lock {tmp_path}/lock"):
+            with file_lock(tmp_path / "lock", "another builder", timeout_s=0.4):
+                pytest.fail("two hold the lock")
+    assert "waiting for another builder" in caplog.text
+
+
+def test_the_default_place_is_the_users_cache_folder_or_else_a_temporary_one(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / "one-word-parallel"
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING):
+        assert Path(tempfile.gettempdir()) in default_cache_dir().parents
+    assert str(tmp_path / "file") in caplog.text

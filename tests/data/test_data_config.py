@@ -1,0 +1,45 @@
+"""The `data=` options as Hydra composes them."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from hydra.utils import get_class, instantiate
+
+from conf.schema.data import register
+from data.dataset import DataSet
+
+CONF = Path(__file__).parents[2] / "conf"
+
+
+@pytest.fixture
+def composed(tmp_path):
+    """Composes a primary config that holds nothing but the data group."""
+    register(ConfigStore.instance())
+    (tmp_path / "only_data.yaml").write_text(
+        f"defaults: [data: stdlib, _self_]\nseed: 7\nhydra: {{searchpath: ['file://{CONF}']}}\n"
+    )
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        yield lambda *overrides: compose("only_data", list(overrides)).data
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "data").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_option_names_a_data_set_and_sets_what_it_takes(composed, path):
+    config = composed(f"data={path.stem}")
+    kind = get_class(config._target_)
+    assert issubclass(kind, DataSet)
+    if path.stem == "text":
+        config.root = "somewhere"
+    assert isinstance(instantiate(config), kind)
+
+
+def test_random_regression_follows_the_seed_of_the_run(composed):
+    assert composed("data=random_regression").seed == 7
+
+
+@pytest.mark.parametrize("override", ["data.seq_len=abc", "data.sqlen=3", "data=nope"])
+def test_a_wrong_type_key_or_option_is_an_error_before_anything_starts(composed, override):
+    with pytest.raises(HydraException):
+        composed(override)

@@ -1,0 +1,172 @@
+"""Which samples a step trains on, on every replica, and how they are read ahead."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from data.errors import DataError
+from data.loader import EvalBatches, TrainBatches, train_loader
+from data.source import InMemory, Source
+
+
+def numbered(n: int) -> InMemory:
+    """n samples; sample i is the number i."""
+    return InMemory(torch.arange(n), torch.arange(n) * 10)
+
+
+class Broken(Source):
+    """Cannot read the samples of its third batch."""
+
+    reads = 0
+
+    def __len__(self):
+        return 100
+
+    def read(self, indices, epoch):
+        self.reads += 1
+        if self.reads == 3:
+            raise DataError("sample 42 is damaged")
+        return torch.zeros(len(indices)), torch.zeros(len(indices))
+
+
+class Slow(Source):
+    """Takes its time, counts, and says which process it is read in."""
+
+    reads = 0
+
+    def __len__(self):
+        return 1000
+
+    def read(self, indices, epoch):
+        self.reads += 1
+        time.sleep(0.05)
+        return torch.full((len(indices),), os.getpid()), torch.zeros(len(indices))
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_the_slices_of_all_replicas_make_up_the_same_global_batch(dp_size):
+    whole = TrainBatches(numbered(103), 8, seed=1)
+    parts = [TrainBatches(numbered(103), 8, 1, rank, dp_size) for rank in range(dp_size)]
+    for step in (1, 2, 13, 40):
+        slices = [part[step] for part in parts]
+        assert {len(one) for one in slices} == {8 // dp_size}
+        assert torch.equal(torch.cat([one.inputs for one in slices]), whole[step].inputs)
+        assert torch.equal(torch.cat([one.targets for one in slices]), whole[step].inputs * 10)
+
+
+def test_an_epoch_gives_each_sample_at_most_once_and_the_next_one_another_order():
+    batches = TrainBatches(numbered(103), 8, seed=1)
+    assert batches.steps_per_epoch == 12
+    epochs = [[i for s in range(12) for i in batches[e * 12 + s + 1].inputs.tolist()] for e in range(3)]
+    for epoch in epochs:
+        assert len(set(epoch)) == 96 and set(epoch) <= set(range(103))
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert set(epochs[0]) | set(epochs[1]) | set(epochs[2]) == set(range(103))
+
+
+def test_another_seed_gives_another_order():
+    one, other = (TrainBatches(numbered(103), 8, seed) for seed in (1, 2))
+    assert one[1].inputs.tolist() != other[1].inputs.tolist()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_resuming_at_a_step_gives_the_batches_of_an_uninterrupted_run(num_workers):
+    batches = TrainBatches(numbered(50), 8, seed=1)
+    run = {step: batch.inputs.tolist() for step, batch in train_loader(batches, 1, 15)}
+    resumed = {s: batch.inputs.tolist() for s, batch in train_loader(batches, 10, 15, num_workers)}
+    assert list(resumed) == [10, 11, 12, 13, 14, 15]
+    assert resumed == {step: run[step] for step in resumed}
+
+
+def test_steps_count_from_one():
+    with pytest.raises(ValueError, match="count from 1"):
+        TrainBatches(numbered(50), 8, seed=1)[0]
+
+
+def test_less_data_than_one_batch_is_an_error_that_names_the_largest_batch_that_fits():
+    with pytest.raises(DataError, match=r"7 samples.*global_batch_size=8.*fits is 6"):
+        TrainBatches(numbered(7), 8, seed=1, dp_rank=0, dp_size=2)
+
+
+def test_a_batch_that_replicas_cannot_share_is_an_error_that_names_the_nearest_that_they_can():
+    for kind in (
+        lambda: TrainBatches(numbered(50), 10, 1, 0, 4),
+        lambda: EvalBatches(numbered(50), 10, 0, 4),
+    ):
+        with pytest.raises(DataError, match="global_batch_size=10 .* 4 replicas.* 8 and 12"):
+            kind()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_while_reading_ahead_is_raised_where_the_batch_is_used(num_workers):
+    seen = []
+    with pytest.raises(DataError, match="sample 42 is damaged"):
+        for step, _ in train_loader(TrainBatches(Broken(), 4, seed=1), 1, 10, num_workers):
+            seen.append(step)
+    assert seen == [1, 2]
+
+
+def test_reading_ahead_ends_with_its_consumer():
+    def readers():
+        return [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
+
+    loader = train_loader(TrainBatches(Slow(), 4, seed=1), 1, 200)
+    next(loader)
+    assert readers()
+    loader.close()
+    assert not readers()
+
+
+def test_batches_are_read_before_they_are_asked_for():
+    source = Slow()
+    loader = train_loader(TrainBatches(source, 4, seed=1), 1, 200)
+    next(loader)
+    end = time.monotonic() + 10
+    while source.reads < 3:
+        assert time.monotonic() < end, f"{source.reads} batches read after 10 s, 1 of them asked for"
+        time.sleep(0.01)
+    loader.close()
+    assert source.reads < 10
+
+
+def test_signals_for_the_whole_process_group_leave_reading_processes_alive():
+    loader = train_loader(TrainBatches(Slow(), 4, seed=1), 1, 12, num_workers=1)
+    _, first = next(loader)
+    worker = int(first.inputs[0])
+    assert worker != os.getpid()
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(worker, number)
+    assert {int(batch.inputs[0]) for _, batch in loader} == {worker}
+
+
+def test_reading_processes_leave_the_random_state_of_the_run_alone():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    list(train_loader(TrainBatches(numbered(50), 8, seed=1), 1, 2, num_workers=1))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("samples", [1, 7, 8, 9, 33])
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_evaluation_sees_every_sample_exactly_once(samples, dp_size):
+    replicas = [list(EvalBatches(numbered(samples), 8, rank, dp_size)) for rank in range(dp_size)]
+    assert {len(batches) for batches in replicas} == {-(-samples // 8)}
+    assert {len(batch) for batches in replicas for batch in batches} == {8 // dp_size}
+    in_order = [batch for batches in zip(*replicas, strict=True) for batch in batches]
+    counted = torch.cat([batch.inputs[batch.weights == 1] for batch in in_order])
+    assert counted.tolist() == list(range(samples))
+    weights = torch.cat([batch.weights for batch in in_order])
+    assert weights.sum() == samples and set(weights.tolist()) <= {0.0, 1.0}
+
+
+def test_evaluation_can_be_limited_to_some_batches():
+    batches = EvalBatches(numbered(33), 8, limit=2)
+    assert len(batches) == 2
+    assert torch.cat([batch.inputs for batch in batches]).tolist() == list(range(16))
+    assert len(EvalBatches(numbered(33), 8, limit=100)) == 5
+    with pytest.raises(DataError, match="eval_batches=0"):
+        EvalBatches(numbered(33), 8, limit=0)

@@ -1,0 +1,49 @@
+"""The keyed bijection that stands for a shuffled list."""
+
+import numpy as np
+import pytest
+
+from data.shuffle import permute
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 16, 17, 1000, 65537])
+def test_every_number_comes_out_exactly_once(n):
+    assert sorted(permute(np.arange(n), n, key=(1337, 0))) == list(range(n))
+
+
+def test_a_part_of_the_indices_gets_what_the_whole_would():
+    whole = permute(np.arange(1001), 1001, key=(3, 1))
+    assert (permute(np.array([5, 1000, 77]), 1001, key=(3, 1)) == whole[[5, 1000, 77]]).all()
+
+
+def test_the_order_is_this_one_on_every_machine():
+    assert permute(np.arange(10), 10, key=(1337, 0)).tolist() == [5, 3, 7, 8, 4, 2, 6, 1, 0, 9]
+
+
+def test_keys_give_orders_that_have_nothing_to_do_with_each_other():
+    n = 10_000
+    orders = [permute(np.arange(n), n, key) for key in [(0, 0), (0, 1), (1, 0), (-1, 0)]]
+    for i, one in enumerate(orders):
+        assert abs(np.corrcoef(one, np.arange(n))[0, 1]) < 0.05
+        for other in orders[:i]:
+            assert (one == other).sum() < 20
+
+
+def test_all_orders_of_four_are_about_equally_frequent():
+    counts: dict = {}
+    for key in range(2400):
+        order = tuple(permute(np.arange(4), 4, (key,)))
+        counts[order] = counts.get(order, 0) + 1
+    assert len(counts) == 24
+    assert max(counts.values()) < 2 * 100 and min(counts.values()) > 100 / 2
+
+
+def test_two_hundred_million_samples_need_no_list():
+    few = permute(np.arange(1000), 200_000_000, key=(1, 2))
+    assert len(set(few.tolist())) == 1000 and few.max() < 200_000_000
+
+
+@pytest.mark.parametrize("bad", [-1, 10])
+def test_an_index_out_of_range_is_an_error(bad):
+    with pytest.raises(ValueError, match=r"\[0, 10\)"):
+        permute(np.array([bad]), 10, key=(0,))

@@ -1,0 +1,145 @@
+"""Functions that run in worker processes, for the tests of launchers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+
+from launchers import World, connect
+
+
+def join_group(world):
+    """Opens a gloo process group over connect()'s store."""
+    import torch.distributed as dist
+
+    store = connect(world, timeout_s=60)
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
+
+
+def all_reduce(value):
+    """The sum of `value` over the ranks."""
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor([float(value)])
+    dist.all_reduce(total)
+    return total.item()
+
+
+def listening(process):
+    """The addresses on which `process` and all processes under it accept TCP connections."""
+    family = [process, *process.children(recursive=True)]
+    found = [c for member in family for c in member.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    return [c.laddr.ip for c in found]
+
+
+def meet(world, folder):
+    """Sums over the ranks; rank 0 looks at the sockets of the whole run while the group is up."""
+    join_group(world)
+    seen = {
+        "world": vars(world),
+        "sum": all_reduce(10 + world.rank),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "main": getattr(sys.modules["__main__"], "__file__", None),
+    }
+    if world.rank == 0:
+        seen["listening"] = listening(psutil.Process(os.getppid()))
+    all_reduce(0)
+    print(f"python output of rank {world.rank}")
+    os.write(2, f"native output of rank {world.rank}\n".encode())
+    Path(folder, f"{world.rank}.json").write_text(json.dumps(seen))
+
+
+def raise_on(world, rank):
+    """`rank` raises while the others wait for it in an all-reduce."""
+    join_group(world)
+    all_reduce(1)
+    if world.rank == rank:
+        raise ValueError(f"bad luck on {rank}")
+    all_reduce(1)
+
+
+def wrap_lost_peer(world):
+    """Rank 1 breaks off a second after closing its connections; rank 0 gives the news a name of its own."""
+    import torch.distributed as dist
+
+    join_group(world)
+    all_reduce(1)
+    if world.rank == 1:
+        try:
+            raise ValueError("the first error")
+        finally:
+            dist.destroy_process_group()
+            time.sleep(1)
+    try:
+        all_reduce(1)
+    except RuntimeError as error:
+        raise RuntimeError("step 7 failed") from error
+
+
+def killed(world):
+    """Rank 1 is killed while rank 0 waits for it in an all-reduce."""
+    join_group(world)
+    all_reduce(1)
+    if world.rank == 1:
+        print("last words")
+        os.kill(os.getpid(), signal.SIGKILL)
+    all_reduce(1)
+
+
+def leave_silently(world, code):
+    """Rank 1 leaves without raising, whatever `code` says."""
+    if world.rank == 1:
+        print("last words")
+        sys.stdout.flush()
+        os._exit(code)
+    time.sleep(60)
+
+
+def fail_once(world, folder):
+    """Rank 1 fails on the first attempt only."""
+    join_group(world)
+    marker = Path(folder, "failed")
+    if world.rank == 1 and not marker.exists():
+        marker.touch()
+        raise ValueError("first attempt")
+    Path(folder, f"sum-{world.rank}").write_text(str(all_reduce(1)))
+
+
+def linger(world, folder, stubborn):
+    """Starts a child process, says so, and waits. A stubborn worker ignores SIGTERM, as does its child."""
+    if stubborn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen(["sleep", "60"])
+    ready = Path(folder, f"{world.rank}.part")
+    ready.write_text(f"{os.getpid()} {child.pid}")
+    ready.rename(Path(folder, f"{world.rank}.pids"))
+    time.sleep(60)
+
+
+def return_with_thread_running(world):
+    """Is done at once, but rank 1 leaves a thread behind that sleeps longer than anyone would wait."""
+    import threading
+
+    if world.rank == 1:
+        threading.Thread(target=time.sleep, args=(300,)).start()
+
+
+def by_hand():
+    """What a process started by hand does: finds itself, meets the others, and tells what it saw."""
+    world = World.detect()
+    join_group(world)
+    seen = {"world": vars(world), "sum": all_reduce(1), "listening": listening(psutil.Process())}
+    all_reduce(0)
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    by_hand()

@@ -1,0 +1,110 @@
+"""Workers on this machine: that they meet, how they fail, and that none is left."""
+
+import json
+import time
+
+import launched
+import psutil
+import pytest
+
+from launchers import LaunchError, WorkerFailed, run_workers
+from launchers.loopback import is_loopback
+
+
+@pytest.fixture(autouse=True)
+def no_worker_is_left():
+    yield
+    children = psutil.Process().children(recursive=True)
+    assert [child for child in children if "resource_tracker" not in " ".join(child.cmdline())] == []
+
+
+@pytest.fixture(scope="module")
+def met(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("met")
+    run_workers(launched.meet, (str(folder),), 2, folder / "logs", env={"OMP_NUM_THREADS": "1"})
+    return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_workers_have_ranks_of_their_own_and_sum_over_gloo(met):
+    _, seen = met
+    assert [w["world"]["rank"] for w in seen] == [w["world"]["local_rank"] for w in seen] == [0, 1]
+    assert {w["world"]["size"] for w in seen} == {w["world"]["local_size"] for w in seen} == {2}
+    assert {w["world"]["origin"] for w in seen} == {"local"}
+    assert [w["sum"] for w in seen] == [21, 21]
+
+
+def test_only_loopback_sockets_listen(met):
+    addresses = met[1][0]["listening"]
+    # The agent's store and one gloo listener for each rank.
+    assert len(addresses) >= 3
+    assert all(is_loopback(address) for address in addresses)
+
+
+def test_workers_see_the_given_environment_and_do_not_run_the_parents_script(met):
+    assert [w["threads"] for w in met[1]] == ["1", "1"]
+    assert [w["main"] for w in met[1]] == [None, None]
+
+
+def test_ranks_other_than_0_write_to_their_log_files(met):
+    logs = met[0] / "logs"
+    assert [path.name for path in logs.iterdir()] == ["rank_0001.log"]
+    assert set((logs / "rank_0001.log").read_text().splitlines()) == {
+        "python output of rank 1",
+        "native output of rank 1",
+    }
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_traceback_of_the_rank_that_raised_comes_back_soon(rank, tmp_path, capfd):
+    start = time.monotonic()
+    with pytest.raises(WorkerFailed) as failed:
+        run_workers(launched.raise_on, (rank,), 2, tmp_path)
+    assert time.monotonic() - start < 20
+    assert (failed.value.rank, failed.value.kind) == (rank, "exception")
+    assert failed.value.text.startswith("Traceback") and "in raise_on" in failed.value.text
+    assert failed.value.text.endswith(f"ValueError: bad luck on {rank}\n")
+    # Nothing of torch's agent, and no second traceback, on the console.
+    assert "Traceback" not in (console := "".join(capfd.readouterr())) and "elastic" not in console
+
+
+def test_a_lost_connection_is_not_taken_for_the_cause(tmp_path):
+    with pytest.raises(WorkerFailed, match="ValueError: the first error") as failed:
+        run_workers(launched.wrap_lost_peer, (), 2, tmp_path)
+    assert failed.value.rank == 1
+
+
+def test_a_killed_worker_is_named(tmp_path):
+    message = r"rank 1 was killed by signal 9 \(SIGKILL\).*out of memory"
+    with pytest.raises(WorkerFailed, match=message) as failed:
+        run_workers(launched.killed, (), 2, tmp_path)
+    assert (failed.value.rank, failed.value.kind) == (1, "signal")
+    assert failed.value.text.endswith("last words")
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_worker_that_leaves_without_a_word_is_reported(code, tmp_path):
+    with pytest.raises(WorkerFailed, match=f"rank 1 left with exit code {code}") as failed:
+        run_workers(launched.leave_silently, (code,), 2, tmp_path)
+    assert failed.value.kind == "exit"
+    assert failed.value.text.endswith("last words")
+
+
+def test_with_restarts_a_failed_group_starts_anew(tmp_path):
+    run_workers(launched.fail_once, (str(tmp_path),), 2, tmp_path / "logs", max_restarts=1)
+    assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["2.0", "2.0"]
+
+
+def test_a_thread_left_behind_does_not_hold_up_the_run(tmp_path):
+    start = time.monotonic()
+    run_workers(launched.return_with_thread_running, (), 2, tmp_path)
+    assert time.monotonic() - start < 40
+    assert "still running 10 s after the work was done" in (tmp_path / "rank_0001.log").read_text()
+
+
+def test_what_cannot_reach_a_worker_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(LaunchError, match="cannot be sent to another process"):
+        run_workers(lambda world: None, (), 2, tmp_path)
+    with pytest.raises(LaunchError, match="cannot be sent to another process"):
+        run_workers(launched.killed, (open(__file__),), 2, tmp_path)
+    with pytest.raises(LaunchError, match="cannot start 0 processes"):
+        run_workers(launched.killed, (), 0, tmp_path)

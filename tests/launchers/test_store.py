@@ -1,0 +1,79 @@
+"""How ranks that were started by hand meet."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import launched
+import pytest
+
+from launchers import LaunchError, World, connect, use_loopback
+from launchers.loopback import is_loopback, listen
+
+
+@pytest.fixture
+def port(monkeypatch):
+    with listen("127.0.0.1", 0) as listener:
+        number = listener.getsockname()[1]
+    # Set and deleted once, so that what connect() sets is undone after the test.
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(number))
+    return number
+
+
+def test_two_ranks_started_by_hand_meet_and_listen_on_loopback_only(port):
+    processes = []
+    for rank in (1, 0):
+        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"}
+        command = [sys.executable, str(Path(launched.__file__))]
+        processes.append(
+            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    outputs = [process.communicate(timeout=60) for process in processes]
+    assert [errors for _, errors in outputs] == ["", ""]
+    one, zero = (json.loads(text.splitlines()[-1]) for text, _ in outputs)
+    assert (zero["world"]["rank"], one["world"]["rank"]) == (0, 1)
+    assert zero["world"]["origin"] == "environment"
+    assert zero["sum"] == one["sum"] == 2
+    # Rank 0 hosts the store, and each rank accepts its gloo peers.
+    assert len(zero["listening"]) >= 2 and len(one["listening"]) >= 1
+    assert all(is_loopback(address) for address in zero["listening"] + one["listening"])
+
+
+def test_rank_0_says_which_rank_did_not_come(port):
+    start = time.monotonic()
+    with pytest.raises(LaunchError, match=rf"1 s at 127.0.0.1:{port} for 3 ranks: 1 came, missing: 1, 2"):
+        connect(World(0, 3, 0, 3, "environment"), timeout_s=1)
+    assert time.monotonic() - start < 8
+
+
+def test_another_rank_says_that_rank_0_does_not_listen(port):
+    with pytest.raises(LaunchError, match=rf"rank 1 waited 0.5 s for rank 0 on 127.0.0.1:{port}"):
+        connect(World(1, 2, 1, 2, "environment"), timeout_s=0.5)
+
+
+def test_a_port_in_use_is_named(port):
+    with listen("127.0.0.1", port), pytest.raises(LaunchError, match=f"MASTER_PORT={port}.*in use"):
+        connect(World(0, 2, 0, 2, "environment"), timeout_s=1)
+
+
+def test_a_name_that_other_machines_cannot_reach_is_refused(port):
+    with pytest.raises(LaunchError, match="the 1 ranks on other machines cannot reach"):
+        connect(World(0, 2, 0, 1, "environment"), timeout_s=1)
+
+
+def test_alone_there_is_no_store():
+    assert connect(World.alone(), timeout_s=1) is None
+
+
+def test_an_interface_that_the_user_chose_is_kept(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
+    use_loopback()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert os.environ["NCCL_SOCKET_IFNAME"].startswith("lo")

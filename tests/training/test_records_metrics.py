@@ -1,0 +1,166 @@
+"""metrics.jsonl and summary.json: valid at every moment, whatever the disk does."""
+
+import errno
+import json
+import logging
+import os
+import subprocess
+
+import pytest
+
+from training.records import MetricsFile, write_json
+
+
+def records(path):
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run" / "metrics.jsonl"
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """A disk with `disk.room` bytes left (None: plenty); a write too large is done in part, then fails."""
+
+    class Disk:
+        room = None
+
+    real = os.pwrite
+
+    def pwrite(fd, data, offset):
+        if Disk.room is None:
+            return real(fd, data, offset)
+        if Disk.room == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = real(fd, data[:Disk.room], offset)
+        Disk.room -= written
+        return written
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    return Disk
+
+
+def test_every_write_can_be_read_at_once_as_one_json_object_per_line(path):
+    file = MetricsFile(path)
+    for step in range(1, 4):
+        file.write({"step": step, "loss": 1 / step})
+        assert [record["step"] for record in records(path)] == list(range(1, step + 1))
+    file.close()
+    assert records(path)[2] == {"step": 3, "loss": 1 / 3}
+
+
+def test_numbers_that_json_cannot_hold_become_null_and_keep_their_key(path):
+    MetricsFile(path).write({"loss": float("nan"), "grad_norm": float("inf"), "more": [float("-inf")]})
+    assert records(path) == [{"loss": None, "grad_norm": None, "more": [None]}]
+
+
+def test_tensors_and_numpy_numbers_are_written_as_numbers(path):
+    np, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
+    MetricsFile(path).write({"loss": torch.tensor(0.5), "lr": np.float32(0.25), "steps": np.int64(3)})
+    assert records(path) == [{"loss": 0.5, "lr": 0.25, "steps": 3}]
+
+
+def test_a_full_disk_is_warned_about_once_and_made_good_when_there_is_space_again(path, disk, caplog):
+    caplog.set_level(logging.WARNING, logger="training")
+    file = MetricsFile(path)
+    file.write({"step": 1})
+    disk.room = 5  # half a line still fits
+    for step in (2, 3, 4):
+        file.write({"step": step})
+        assert records(path) == [{"step": 1}]
+    assert len(caplog.records) == 1
+    assert str(path) in caplog.text and "MB free" in caplog.text and "No space left" in caplog.text
+    disk.room = None
+    file.write({"step": 5})
+    assert [record["step"] for record in records(path)] == [1, 2, 3, 4, 5]
+    assert "3 records of the outage caught up, 0 lost" in caplog.text
+    disk.room = 0
+    file.write({"step": 6})
+    assert len(caplog.records) == 3, "a second outage is a new warning"
+
+
+def test_an_endless_outage_keeps_only_the_newest_lines(path, disk, caplog):
+    file = MetricsFile(path, max_pending=3)
+    disk.room = 0
+    for step in range(1, 11):
+        file.write({"step": step})
+    file.close()
+    assert "lacks 10 records" in caplog.text
+    disk.room = None
+    file.write({"step": 11})
+    assert [record["step"] for record in records(path)] == [9, 10, 11]
+
+
+def test_a_line_that_a_killed_process_left_half_written_is_cut_off(path):
+    path.parent.mkdir()
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    MetricsFile(path).write({"step": 2})
+    assert records(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_an_unwritable_path_does_not_raise(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    file = MetricsFile(tmp_path / "file" / "metrics.jsonl")
+    file.write({"step": 1})
+    file.close()
+    assert "cannot write" in caplog.text and "lacks 1 records" in caplog.text
+
+
+def test_a_really_full_disk_is_survived(tmp_path, caplog):
+    mount = tmp_path / "small"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(mount)]
+    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small tmpfs needs root and the right to mount")
+    try:
+        ballast = mount / "ballast"
+        ballast.write_bytes(bytes(24_000))
+        file = MetricsFile(mount / "metrics.jsonl")
+        for step in range(1, 301):
+            file.write({"step": step, "text": "x" * 60})
+        held = len(records(mount / "metrics.jsonl"))
+        assert 0 < held < 300
+        assert write_json(mount / "summary.json", {"steps": 300}) is False
+        assert sorted(entry.name for entry in mount.iterdir()) == ["ballast", "metrics.jsonl"]
+        assert file.truncate_after(held - 1), "going back to an earlier step needs no space"
+        assert len(records(mount / "metrics.jsonl")) == held - 1
+        ballast.unlink()
+        for step in range(held, 201):
+            file.write({"step": step, "text": "x" * 60})
+        assert [record["step"] for record in records(mount / "metrics.jsonl")] == list(range(1, 201))
+        file.close()
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_resuming_at_a_step_drops_the_records_behind_it(path):
+    file = MetricsFile(path)
+    for step in range(1, 6):
+        file.write({"step": step, "loss": 0.5})
+    file.write({"step": 3, "val_loss": 0.4})
+    assert file.truncate_after(3)
+    file.write({"step": 4, "loss": 0.25})
+    assert [record["step"] for record in records(path)] == [1, 2, 3, 3, 4]
+    assert os.listdir(path.parent) == ["metrics.jsonl"]
+
+
+def test_resuming_without_an_earlier_file_is_fine(path):
+    assert MetricsFile(path).truncate_after(3)
+    assert not path.exists()
+
+
+def test_a_json_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "summary.json"
+    assert write_json(path, {"loss": float("nan"), "steps": 1}) is True
+    assert json.loads(path.read_text()) == {"loss": None, "steps": 1}
+
+    def full(fd):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert write_json(path, {"steps": 2}) is False
+    assert json.loads(path.read_text())["steps"] == 1
+    assert os.listdir(tmp_path) == ["summary.json"]
+    assert "No space left" in caplog.text and str(path) in caplog.text

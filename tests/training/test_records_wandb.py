@@ -1,0 +1,201 @@
+"""wandb: an offline run that can be read back, and failures that never reach the training."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from training.records import NoLogger, WandbRun, build_logger
+
+wandb = pytest.importorskip("wandb")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """No account, no settings: the tests must neither use nor touch the developer's own."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    yield home
+    wandb.teardown()
+
+
+def read_back(run_dir):
+    """All records of the offline runs in `run_dir`, oldest run first."""
+    found = []
+    for file in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")):
+        shown = subprocess.run([sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)],
+                               capture_output=True, text=True, check=True, timeout=60)
+        found += [json.loads(line) for line in shown.stdout.splitlines()]
+    return found
+
+
+def losses(run_dir):
+    items = [record["history"]["item"] for record in read_back(run_dir) if record["type"] == "history"]
+    return {item["_step"]: item["loss"] for item in items if "loss" in item}
+
+
+SCRIPT = """
+import os, signal, sys
+from training.records import WandbRun
+handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+before = dict(os.environ)
+config = {"lr": 0.5, "hub": {"api_key": "abcdefgh12345678"}}
+run = WandbRun(sys.argv[1], config, "first", project="tests", tags=["t"])
+for step in range(1, 6):
+    run.log({"step": step, "loss": 1 / step}, step)
+run.log({"step": 5, "val_loss": 2.5}, 5)
+assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+assert before == dict(os.environ)
+run.finish({"final_loss": 0.2})
+"""
+
+
+def test_an_offline_run_is_silent_stays_in_its_folder_and_can_be_read_back(tmp_path, home):
+    run_dir = tmp_path / "run"
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(run_dir)], cwd=ROOT, stdin=subprocess.DEVNULL,
+                          capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert losses(run_dir) == {step: pytest.approx(1 / step) for step in range(1, 6)}
+    text = json.dumps(read_back(run_dir))
+    assert '"val_loss": 2.5' in text and '"final_loss": 0.2' in text and '"lr": 0.5' in text
+    assert "abcdefgh12345678" not in text
+    assert '"host"' not in text
+    assert sorted(os.listdir(run_dir)) == ["wandb", "wandb_id.txt"]
+    assert not [file for file in home.rglob("*") if file.is_file()]
+
+
+def test_a_resumed_training_continues_the_same_run(tmp_path):
+    for step in (1, 2):
+        run = WandbRun(tmp_path, {})
+        run.log({"loss": float(step)}, step)
+        run.finish()
+    assert losses(tmp_path) == {1: 1.0, 2: 2.0}
+    ids = {record["run"]["run_id"] for record in read_back(tmp_path) if record["type"] == "run"}
+    assert ids == {(tmp_path / "wandb_id.txt").read_text().strip()}
+
+
+def test_a_wandb_that_fails_is_warned_about_once_and_left_alone(tmp_path, monkeypatch, caplog):
+    class Broken:
+        url = None
+        calls = 0
+
+        def log(self, *args, **kwargs):
+            Broken.calls += 1
+            raise RuntimeError("the service died")
+
+    monkeypatch.setattr(wandb, "init", lambda **kwargs: Broken())
+    run = WandbRun(tmp_path, {})
+    for step in (1, 2, 3):
+        run.log({"loss": 1.0}, step)
+    run.finish({"final_loss": 1.0})
+    assert Broken.calls == 1
+    assert [record.getMessage() for record in caplog.records if "the service died" in record.getMessage()]
+    assert len(caplog.records) == 1 and "Training goes on" in caplog.text
+
+
+KILLED = """
+import sys, time, psutil
+from training.records import WandbRun
+run = WandbRun(sys.argv[1], {}, finish_timeout_s=2)
+run.log({"loss": 1.0}, 1)
+service, = [child for child in psutil.Process().children() if "wandb-core" in child.name()]
+service.kill()
+for step in (2, 3):
+    run.log({"loss": 1.0}, step)
+    time.sleep(0.1)
+run.finish()
+"""
+
+
+def test_a_service_that_is_killed_costs_one_warning_and_nothing_else(tmp_path):
+    pytest.importorskip("psutil")
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, capture_output=True,
+                          text=True, timeout=30)
+    assert done.returncode == 0 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1 and "Training goes on without wandb" in done.stderr
+
+
+def test_a_folder_that_cannot_be_written_does_not_end_training(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    run = WandbRun(tmp_path / "file", {})
+    run.log({"loss": 1.0}, 1)
+    run.finish()
+    assert "Training goes on without wandb" in caplog.text
+
+
+def test_an_unreachable_server_turns_an_online_run_into_an_offline_one(tmp_path, monkeypatch, caplog, capfd):
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    started = time.monotonic()
+    run = WandbRun(tmp_path, {}, mode="online", init_timeout_s=2)
+    assert time.monotonic() - started < 10
+    run.log({"loss": 0.5}, 1)
+    run.finish()
+    assert losses(tmp_path) == {1: 0.5}
+    assert "logs offline instead" in caplog.text and "wandb sync" in caplog.text
+    assert "a" * 40 not in caplog.text + "".join(capfd.readouterr())
+
+
+def test_online_without_a_key_asks_nothing_and_logs_offline(tmp_path, caplog):
+    run = WandbRun(tmp_path, {}, mode="online")
+    run.finish()
+    assert "wandb login" in caplog.text
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
+
+
+def test_no_logger_takes_the_same_calls(tmp_path):
+    logger = build_logger({"_target_": "training.records.NoLogger", "_recursive_": False}, tmp_path, {}, "n")
+    assert isinstance(logger, NoLogger)
+    logger.log({"loss": 1.0}, 1)
+    logger.finish({"final_loss": 1.0})
+    assert logger.url is None and not (tmp_path / "wandb").exists()
+
+
+def test_an_unknown_logger_is_an_error_that_names_the_known_ones(tmp_path):
+    with pytest.raises(ValueError, match="logger=wandb or logger=none"):
+        build_logger({"_target_": "os.system"}, tmp_path, {})
+
+
+@pytest.fixture
+def compose():
+    hydra = pytest.importorskip("hydra")
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+
+    from conf.schema.logger import register
+
+    register(ConfigStore.instance())
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        yield lambda *overrides: hydra.compose(overrides=["+logger=wandb", *overrides]).logger
+
+
+def test_a_wrong_mode_is_an_error_with_the_choices(compose):
+    from hydra.errors import ConfigCompositionException
+
+    with pytest.raises(ConfigCompositionException) as error:
+        compose("logger.mode=onlien")
+    assert "offline" in str(error.value.__cause__) and "online" in str(error.value.__cause__)
+    with pytest.raises(ConfigCompositionException):
+        compose("logger.projct=mine")
+
+
+def test_hydra_builds_the_logger_and_leaves_targets_inside_the_stored_config_alone(compose, monkeypatch):
+    from hydra.utils import instantiate
+
+    seen = {}
+    monkeypatch.setattr(WandbRun, "__init__", lambda self, **fields: seen.update(fields))
+    cfg = compose("logger.mode=online", "logger.tags=[a,b]", "logger.group=g")
+    config = {"model": {"_target_": "os.getcwd"}}
+    assert isinstance(instantiate(cfg, run_dir="here", run_config=config, run_name="n"), WandbRun)
+    assert seen["run_config"] == config and seen["mode"].value == "online" and seen["tags"] == ["a", "b"]
+    assert (seen["group"], seen["name"], seen["run_name"]) == ("g", None, "n")

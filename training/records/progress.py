@@ -1,0 +1,128 @@
+"""The one line that a user watches: a bar on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+
+SECONDS_BETWEEN_LINES = 5.0
+STEPS_IN_AVERAGE = 30
+
+
+class Progress:
+    """Shows step, loss, throughput and time left on `stream` (standard error where it is None).
+
+    `total_steps` is the number of the last step, `first_step` the one that comes first: 1, or the one behind
+    the checkpoint. `tokens` chooses tokens/s over samples/s. `clock` gives seconds. A stream that fails
+    (closed, or a file on a full disk) is ignored.
+    """
+
+    def __init__(self, total_steps: int, first_step: int = 1, stream=None, tokens: bool = False,
+                 clock: Callable[[], float] = time.monotonic):
+        self._total, self._first = total_steps, first_step
+        self._stream = sys.stderr if stream is None else stream
+        self._tokens = tokens
+        self._clock = clock
+        self._last_line: float | None = None
+        self._recent: deque[tuple[float, int]] = deque(maxlen=STEPS_IN_AVERAGE + 1)
+        self._bar = self._open_bar() if self._is_terminal() else None
+
+    def update(self, step: int, loss: float, samples_per_s: float, tokens_per_s: float | None = None,
+               note: str = "") -> None:
+        """Show step `step`, counted from 1, as just finished. `note` is put at the end of its line.
+
+        Off a terminal only the first and the last step, and otherwise one in `SECONDS_BETWEEN_LINES`, is
+        shown: what must not be missed goes to `say`.
+        """
+        now = self._clock()
+        self._recent.append((now, step))
+        rate, unit = (tokens_per_s, "tokens/s") if self._tokens else (samples_per_s, "samples/s")
+        left = self.seconds_left()
+        parts = [f"loss {loss:.3f}", f"{_number(rate)} {unit}" if rate is not None else "",
+                 f"{duration(left)} left" if left is not None and step < self._total else "", note]
+        text = "  ".join(part for part in parts if part)
+        if self._bar is not None:
+            self._quietly(self._move_bar, step, text)
+        elif self._is_due(step, now):
+            self._last_line = now
+            width = max(4, len(str(self._total)))
+            self._quietly(self._print, f"step {step:>{width}}/{self._total}  {text}")
+
+    def seconds_left(self) -> float | None:
+        """Seconds until the last step at the pace of the last `STEPS_IN_AVERAGE`; None before the second.
+
+        The time up to the end of the first step is not counted: compiling and warming up happen once.
+        """
+        if len(self._recent) < 2:
+            return None
+        (started, first), (now, last) = self._recent[0], self._recent[-1]
+        if last <= first:
+            return None
+        return (now - started) / (last - first) * max(0, self._total - last)
+
+    def say(self, text: str) -> None:
+        """Print `text` on a line of its own, above the bar where there is one."""
+        self._quietly(self._print, text)
+
+    def close(self) -> None:
+        """Leave the bar as it is and move to a new line. A second call does nothing."""
+        if self._bar is not None:
+            self._quietly(self._bar.refresh)
+            self._quietly(self._bar.close)
+            self._bar = None
+
+    def _is_terminal(self) -> bool:
+        try:
+            return bool(self._stream.isatty())
+        except (AttributeError, ValueError):
+            return False
+
+    def _open_bar(self):
+        """The bar, or None on a terminal that cannot be written to."""
+        from tqdm import tqdm
+
+        # miniters=1: steps of uneven length would otherwise leave the bar standing for a while.
+        try:
+            return tqdm(total=self._total, initial=self._first - 1, file=self._stream, dynamic_ncols=True,
+                        miniters=1, leave=True, bar_format="step {n_fmt}/{total_fmt} |{bar:20}| {desc}")
+        except (OSError, ValueError):
+            return None
+
+    def _move_bar(self, step: int, text: str) -> None:
+        self._bar.set_description_str(text, refresh=False)
+        self._bar.update(step - self._bar.n)
+
+    def _is_due(self, step: int, now: float) -> bool:
+        return (self._last_line is None or step >= self._total
+                or now - self._last_line >= SECONDS_BETWEEN_LINES)
+
+    def _print(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    @staticmethod
+    def _quietly(action, *arguments) -> None:
+        try:
+            action(*arguments)
+        except (OSError, ValueError):
+            pass  # nobody can be told that nobody can be told
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words, to two units: `45 s`, `1 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
+    rest = max(0, round(seconds))
+    for size, name, smaller, smaller_name in (
+            (86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if rest >= size:
+            return f"{rest // size} {name} {rest % size // smaller} {smaller_name}"
+    return f"{rest} s"
+
+
+def _number(value: float) -> str:
+    """Three digits are enough to watch a rate by: 1.25, 61.2, 612, 12,345."""
+    decimals = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:,.{decimals}f}"

@@ -1,0 +1,39 @@
+"""How long optimizer steps take once the run has warmed up."""
+
+from __future__ import annotations
+
+import statistics
+from array import array
+
+
+class StepTimes:
+    """The duration in seconds of every step of this process."""
+
+    def __init__(self):
+        self._seconds = array("d")
+
+    def __len__(self) -> int:
+        """The number of steps added."""
+        return len(self._seconds)
+
+    def add(self, seconds: float) -> None:
+        """Note one step that took `seconds`."""
+        self._seconds.append(seconds)
+
+    def median_after_warmup(self) -> float | None:
+        """Median seconds per step without the warm-up; None before the first step.
+
+        The warm-up (compilation, allocator, caches) is the first 2 steps or the first tenth, whichever is
+        longer. Fewer than 4 steps are all counted, as nothing would be left to judge by.
+        """
+        steps = len(self._seconds)
+        if not steps:
+            return None
+        skipped = max(2, steps // 10) if steps >= 4 else 0
+        return statistics.median(self._seconds[skipped:])
+
+    def recent_rate(self, window: int = 20) -> float | None:
+        """Steps per second over the last `window` steps; None before the first step."""
+        recent = self._seconds[-window:]
+        total = sum(recent)
+        return len(recent) / total if total > 0 else None
