@@ -33,7 +33,7 @@ def work(payload: bytes, parent_pid: int, log_dir: str) -> None:
     _heed_the_parent_only()
     world = World.detect()
     if world.rank > 0:
-        _redirect_output(log_path(log_dir, world.rank))
+        redirect_output(log_path(log_dir, world.rank))
     try:
         use_loopback()
         entry, args = pickle.loads(payload)
@@ -57,7 +57,7 @@ def _heed_the_parent_only() -> None:
     os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
 
 
-def _redirect_output(path) -> None:
+def redirect_output(path) -> None:
     """Sends file descriptors 1 and 2 to `path`: native code and child processes do not know sys.stdout."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)

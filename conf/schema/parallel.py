@@ -1,0 +1,37 @@
+"""The ``parallel=`` options: one schema, five settings of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+
+Schedule = Enum("Schedule", {name: name for name in ("gpipe", "1f1b", "interleaved_1f1b")})
+
+
+class Order(Enum):
+    dp_pp = "dp_pp"
+    pp_dp = "pp_dp"
+
+
+@dataclass
+class Parallel:
+    name: str = "single"
+    dp: int | None = 1  # replicas; null: as many as the devices allow (on a CPU: 2)
+    pp: int = 1  # stages, one process each (times stages_per_rank); model_parallel: all in one process
+    chunks: Any = 1  # micro-batches per replica and step; where nothing is pipelined: gradient accumulation
+    schedule: Schedule = Schedule.gpipe  # order of forwards and backwards in a pipeline
+    stages_per_rank: int | None = None  # null: what the schedule needs (interleaved_1f1b: 2, else 1)
+    balance: Any = "uniform"  # how layers are dealt to stages: uniform, size, or [7,7]
+    order: Order = Order.dp_pp  # dp_pp: the ranks of a pipeline are neighbours; pp_dp: those of a stage are
+    devices: list[str] | None = None  # model_parallel: one a stage, such as [cuda:0,cuda:1]
+    threads: int | None = None  # CPU threads of each process; null: the cores, divided
+    timeout_s: float = 300.0  # the longest that a rank waits for another before the run ends
+    bucket_mb: float = 25.0  # DistributedDataParallel's gradient bucket, in MiB
+    env: dict[str, str] = field(default_factory=dict)  # environment of the workers, such as {NCCL_DEBUG: INFO}
+
+
+def register(store: ConfigStore) -> None:
+    store.store(group="schema", name="parallel", node=Parallel)

@@ -1,0 +1,62 @@
+"""Train any model under any parallel strategy: python train.py parallel=pipe_ddp model=gpt2 (--help lists the rest)."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from conf.schema import register
+from launchers import Interrupted, World
+
+RUN_ID = secrets.token_hex(3)
+
+register()
+OmegaConf.register_new_resolver("run_id", lambda: RUN_ID, replace=True)
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+def main(cfg: DictConfig) -> None:
+    """Hydra has composed ``cfg`` and made the run directory; one job runs."""
+    from training.job import execute
+
+    with clear_errors():
+        execute(cfg, Path(HydraConfig.get().runtime.output_dir), World.detect())
+
+
+class clear_errors:
+    """What a user can act on is one message and exit code 1; a bug in here keeps its traceback."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, trace) -> None:
+        if isinstance(error, (Interrupted, KeyboardInterrupt)):
+            fail(f"{error or 'stopped by SIGINT'}")
+        elif isinstance(error, Exception):
+            from training.errors import USER_ERRORS
+
+            if isinstance(error, USER_ERRORS):
+                fail(f"{error}")
+
+
+def fail(message: str) -> None:
+    """Say why on standard error and leave with exit code 1."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    with clear_errors():
+        world = World.detect()
+    if world is not None and world.rank > 0:
+        from training.job import follow
+
+        with clear_errors():
+            follow(world)
+    else:
+        main()

@@ -1,0 +1,55 @@
+"""The optimizer over this rank's share of the parameters, and its state under global names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from parallel.strategy import Strategy
+from training.instantiate import instantiate
+
+_FUSED = ("cpu", "cuda", "mps")
+
+
+class Optimizer:
+    """torch's optimizer ``config`` over what this rank holds; does nothing on a rank without parameters.
+
+    Weight decay acts on matrices; biases and the scales of norms are left out unless ``decay_vectors``. One fused
+    kernel updates all parameters where the device has it.
+    """
+
+    def __init__(self, config: Mapping, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self.base_lr = config["lr"]
+        everywhere = config["decay_vectors"]
+        parameters = [p for p in strategy.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in parameters if everywhere or p.dim() >= 2]},
+            {"params": [p for p in parameters if not everywhere and p.dim() < 2], "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
+        node = {key: value for key, value in config.items() if key != "decay_vectors"}
+        if strategy.device.type in _FUSED and all(s.device == strategy.device for s in strategy.stages):
+            node["fused"] = True
+        self._torch = instantiate(node, _partial_=True)(groups) if groups else None
+
+    def step(self, lr: float) -> None:
+        """One update at learning rate ``lr``."""
+        if self._torch is not None:
+            for group in self._torch.param_groups:
+                group["lr"] = lr
+            self._torch.step()
+
+    def state_of(self, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
+        """The optimizer's tensors for one parameter, such as exp_avg; empty before the first step."""
+        return dict(self._torch.state.get(parameter, {})) if self._torch is not None else {}
+
+    def load_state_of(self, parameter: torch.nn.Parameter, state: Mapping[str, Tensor]) -> None:
+        """Replace those tensors. ``step`` counters stay on the device where torch keeps them."""
+        if self._torch is not None:
+            self._torch.state[parameter] = {
+                key: value.clone() if key == "step" and parameter.device.type == "cpu" else value.to(parameter.device)
+                for key, value in state.items()
+            }

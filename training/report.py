@@ -1,0 +1,92 @@
+"""What a user reads: the plan at the start, the result at the end, and summary.json."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from parallel.plan import Plan
+from training.memory_estimate import MemoryEstimate
+
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+
+
+def describe_plan(plan: Plan, model: str, data: str, tokens_per_sample: int | None) -> str:
+    """The layout in words: processes, stages with their layers and parameters, and how a batch is cut."""
+    where = f"{plan.processes} process{'es' * (plan.processes > 1)} on {plan.device_type}"
+    lines = [
+        f"{model}: {plan.parameters:,} parameters   {plan.strategy}: {where}, {plan.precision}",
+        f"data: {data}",
+    ]
+    shape = f" x {tokens_per_sample} tokens" if tokens_per_sample else ""
+    lines.append(
+        f"global batch {plan.global_batch_size}{shape} = {plan.dp} replica{'s' * (plan.dp > 1)} x {plan.chunks} "
+        f"micro-batch{'es' * (plan.chunks > 1)} of {plan.microbatch_size}"
+    )
+    if plan.pipelined:
+        lines.append(f"schedule {plan.schedule}, ideal bubble {plan.ideal_bubble:.1%}")
+    for stage in plan.stages:
+        lines.append(f"  stage {stage.index} {_where(plan, stage.index):<22} {stage.parameters:>13,}  {_span(stage.layers)}")
+    return "\n".join(lines)
+
+
+def describe_memory(estimates: list[MemoryEstimate]) -> str:
+    """A table of what each rank will hold, in MiB."""
+    header = f"{'rank':>4} {'weights':>9} {'gradients':>10} {'optimizer':>10} {'activations':>12} {'process':>8} {'total':>9}  MiB"
+    rows = [
+        f"{e.rank:>4} {_mib(e.weights):>9} {_mib(e.gradients):>10} {_mib(e.optimizer):>10} "
+        f"{_mib(e.activations):>12} {_mib(e.process):>8} {_mib(e.total):>9}"
+        for e in estimates
+    ]
+    total = sum(e.total for e in estimates)
+    return "\n".join([header, *rows, f"all ranks together: {total / 2**30:.1f} GiB (an estimate)"])
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f}"
+
+
+def _where(plan: Plan, stage: int) -> str:
+    if not plan.pipelined:
+        if plan.devices:
+            return f"on {plan.devices[stage]}"
+        return "on ranks 0-" + str(plan.dp - 1) if plan.dp > 1 else ""
+    mesh = plan.mesh(0)
+    ranks = mesh.replicas(stage % plan.pp)
+    return f"on rank{'s' * (len(ranks) > 1)} {','.join(map(str, ranks))}"
+
+
+def _span(layers: tuple[str, ...]) -> str:
+    return layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]} ({len(layers)} layers)"
+
+
+def final_words(summary: dict, run_dir: Path, overrides: list[str], checkpoint: Path | None) -> str:
+    """The best metric, where the files are, and what to type next."""
+    lines = []
+    if summary["first_loss"] is not None:
+        lines.append(
+            f"trained {summary['steps']} steps: loss {summary['first_loss']:.3f} -> {summary['final_loss']:.3f}"
+        )
+    for key, name in (("best_val_loss", "best validation loss"), ("test_loss", "test loss")):
+        if summary[key] is not None:
+            lines.append(f"{name} {summary[key]:.3f}")
+    speed = summary["tokens_per_s"], "tokens/s"
+    if speed[0] is None:
+        speed = summary["samples_per_s"], "samples/s"
+    if speed[0] is not None:
+        bubble = summary["bubble_fraction"]
+        shown = "" if bubble is None else f"   bubble {bubble:.1%} (ideal {summary['ideal_bubble_fraction']:.1%})"
+        peak = sum(summary["peak_memory_bytes"]) / 2**30
+        lines.append(f"{speed[0]:,.0f} {speed[1]}   peak memory {peak:.2f} GiB over all ranks{shown}")
+    lines.append(f"files: {run_dir}")
+    if checkpoint is not None:
+        kept = [o for o in overrides if not o.startswith(("mode=", "checkpoint=", "train.resume=", "hydra."))]
+        rest = " ".join(shlex.quote(o) for o in kept)
+        link = checkpoint.parent / "latest"
+        lines.append(f"evaluate: python train.py mode=eval checkpoint={shlex.quote(str(link))} {rest}".rstrip())
+        lines.append(
+            f"go on:    python train.py train.resume={shlex.quote(str(link))} train.steps={2 * summary['steps']} "
+            f"{' '.join(shlex.quote(o) for o in kept if not o.startswith('train.steps='))}".rstrip()
+        )
+    return "\n".join(lines)

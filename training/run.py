@@ -1,0 +1,246 @@
+"""One rank's whole run: meet the others, build, train or evaluate, report."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from launchers import World, connect
+from parallel.build import build_strategy
+from parallel.devices import share_cores
+from parallel.strategy import Options, Strategy
+from parallel.timeline import bubble_fraction
+from training import checkpoint
+from training.checkpoint import Checkpoints
+from training.config import plain
+from training.errors import TrainingError
+from training.evaluate import evaluate, record_of
+from training.instantiate import instantiate
+from training.loop import Loop, Outcome
+from training.optimizer import Optimizer
+from training.records import MetricsFile, Progress, describe, peak_memory_bytes, write_json
+from training.report import METRICS, SUMMARY, final_words
+from training.setup import Setup, prepare
+
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "mps": "gloo"}
+
+
+def run(cfg: Any, run_dir: Path, world: World | None = None, store: dist.Store | None = None) -> dict:
+    """Train or evaluate as ``cfg`` says, as the rank that ``world`` says (alone where it is None).
+
+    run_dir  where rank 0 writes; it exists
+    store    an agreed key-value store where the ranks have met already
+    returns  the content of summary.json, on every rank
+    """
+    world = world or World.alone()
+    run_dir = Path(run_dir)
+    os.environ.update(cfg.parallel.env)
+    share_cores(world.local_size, cfg.parallel.threads)
+    if cfg.train.deterministic:
+        _be_deterministic()
+    setup = prepare(cfg, world.size)
+    with _process_group(world, setup, store):
+        mesh = setup.plan.mesh(world.rank).connect(cfg.parallel.timeout_s)
+        options = Options(
+            seed=cfg.seed,
+            timeout_s=cfg.parallel.timeout_s,
+            bucket_mb=cfg.parallel.bucket_mb,
+            recompute=cfg.train.activation_checkpointing,
+            compile=cfg.train.compile,
+        )
+        strategy = build_strategy(setup.plan, setup.chain, mesh, options, setup.sample, world.local_rank)
+        try:
+            return _train(setup, strategy, run_dir) if cfg.mode == "train" else _evaluate(setup, strategy, run_dir)
+        finally:
+            strategy.close()
+
+
+def _train(setup: Setup, strategy: Strategy, run_dir: Path) -> dict:
+    cfg = setup.cfg
+    checkpoints = Checkpoints(run_dir / "checkpoints", cfg.train.keep_checkpoints)
+    optimizer = Optimizer(plain(cfg.optim), strategy)
+    done = _resume(cfg, checkpoints, strategy, optimizer)
+    if done >= setup.total_steps:
+        raise TrainingError(
+            f"the checkpoint is at step {done} and the run ends at step {setup.total_steps}; set train.steps higher"
+        )
+    recorder = _Recorder(setup, strategy, run_dir, first_step=done + 1)
+    failed = True
+    try:
+        loop = Loop(setup, strategy, optimizer, checkpoints, recorder.record, recorder.show, recorder.say)
+        outcome = loop.run(done + 1)
+        test = None
+        if setup.data.test is not None and cfg.train.eval_every is not None:
+            test = evaluate(strategy, setup.data.test, cfg.train.eval_batches)["loss"]
+        summary = _summarise(setup, strategy, outcome, test)
+        failed = False
+    finally:
+        recorder.close(None if failed else summary)
+    if strategy.mesh.rank == 0:
+        print(final_words(summary, run_dir, _overrides(run_dir), outcome.checkpoint), flush=True)
+    return summary
+
+
+def _resume(cfg: Any, checkpoints: Checkpoints, strategy: Strategy, optimizer: Optimizer) -> int:
+    """Load what ``train.resume`` names; returns the last step that is done, 0 for none."""
+    wanted = cfg.train.resume
+    if wanted is None:
+        return 0
+    path = checkpoint.newest(checkpoints.folder) if wanted == "auto" else Path(wanted)
+    return 0 if path is None else checkpoint.load(path, strategy, optimizer)
+
+
+def _evaluate(setup: Setup, strategy: Strategy, run_dir: Path) -> dict:
+    """mode=eval: the validation and the test split under a checkpoint's weights."""
+    step = checkpoint.load(Path(setup.cfg.checkpoint), strategy)
+    recorder = _Recorder(setup, strategy, run_dir, first_step=1)
+    outcome = Outcome(steps=step)
+    test = None
+    for prefix, source in (("val", setup.data.valid), ("test", setup.data.test)):
+        if source is None:
+            continue
+        result = evaluate(strategy, source, setup.cfg.train.eval_batches)
+        record = record_of(result, prefix, language=setup.tokens_per_sample is not None)
+        recorder.record({"step": step, **record})
+        recorder.say("  ".join(f"{k} {v:.6g}" for k, v in record.items()))
+        if prefix == "val":
+            outcome.best_val_loss = result["loss"]
+        else:
+            test = result["loss"]
+    summary = _summarise(setup, strategy, outcome, test)
+    recorder.close(summary)
+    return summary
+
+
+def _summarise(setup: Setup, strategy: Strategy, outcome: Outcome, test_loss: float | None) -> dict:
+    """summary.json's content; gathers each rank's peak memory and pipeline times, so all ranks call it."""
+    plan = setup.plan
+    mine = (peak_memory_bytes(strategy.device), list(strategy.timeline.steps))
+    everyone = [mine]
+    if strategy.mesh.size > 1:
+        everyone = [None] * strategy.mesh.size
+        dist.all_gather_object(everyone, mine)
+    step_time = outcome.times.median_after_warmup()
+    samples = plan.global_batch_size / step_time if step_time else None
+    tokens = setup.tokens_per_sample
+    bubble = None
+    if plan.pipelined and strategy.device.type == "cpu":  # a GPU's host clock does not see when its kernels run
+        bubble = bubble_fraction([everyone[rank][1] for rank in strategy.mesh.pipeline(0)])
+    return {
+        "model": setup.cfg.model.name,
+        "parallel": plan.strategy,
+        "device": plan.device_type,
+        "world_size": plan.processes,
+        "dp": plan.dp,
+        "pp": plan.pp,
+        "chunks": plan.chunks,
+        "schedule": plan.schedule,
+        "precision": plan.precision,
+        "parameters": plan.parameters,
+        "steps": outcome.steps,
+        "first_loss": outcome.first_loss,
+        "final_loss": outcome.final_loss,
+        "best_val_loss": outcome.best_val_loss,
+        "test_loss": test_loss,
+        "step_time_s": step_time,
+        "samples_per_s": samples,
+        "tokens_per_s": samples * tokens if samples and tokens else None,
+        "peak_memory_bytes": [peak for peak, _ in everyone],
+        "bubble_fraction": bubble,
+        "ideal_bubble_fraction": plan.ideal_bubble,
+        "stages": [{"layers": list(s.layers), "parameters": s.parameters} for s in plan.stages],
+    }
+
+
+class _Recorder:
+    """Where rank 0's numbers go: metrics.jsonl, wandb, the progress bar. Silent on other ranks."""
+
+    def __init__(self, setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) -> None:
+        self._talks = strategy.mesh.rank == 0
+        if not self._talks:
+            return
+        cfg = setup.cfg
+        self._run_dir = run_dir
+        write_json(run_dir / "environment.json", describe())
+        self._metrics = MetricsFile(run_dir / METRICS)
+        if cfg.train.resume is not None:
+            self._metrics.truncate_after(first_step - 1)
+        self._logger = instantiate(plain(cfg.logger), run_dir=run_dir, run_config=plain(cfg), run_name=_run_name(cfg))
+        self._progress = Progress(setup.total_steps, first_step, tokens=setup.tokens_per_sample is not None)
+
+    def record(self, line: dict) -> None:
+        if self._talks:
+            self._metrics.write(line)
+            self._logger.log(line, line["step"])
+
+    def show(self, *args) -> None:
+        if self._talks:
+            self._progress.update(*args)
+
+    def say(self, text: str) -> None:
+        if self._talks:
+            self._progress.say(text)
+
+    def close(self, summary: dict | None) -> None:
+        """``summary`` is None for a run that failed: no summary.json then."""
+        if not self._talks:
+            return
+        self._progress.close()
+        if summary is not None:
+            write_json(self._run_dir / SUMMARY, summary)
+        self._metrics.close()
+        self._logger.finish(summary, exit_code=0 if summary is not None else 1)
+
+
+def _run_name(cfg: Any) -> str:
+    return f"{cfg.model.name}-{cfg.parallel.name}"
+
+
+def _overrides(run_dir: Path) -> list[str]:
+    """What the user typed, as Hydra wrote it into the run directory."""
+    from omegaconf import OmegaConf
+
+    path = run_dir / ".hydra" / "overrides.yaml"
+    return list(OmegaConf.load(path)) if path.exists() else []
+
+
+@contextmanager
+def _process_group(world: World, setup: Setup, store: dist.Store | None) -> Iterator[None]:
+    if world.size == 1:
+        yield
+        return
+    timeout_s = setup.cfg.parallel.timeout_s
+    device_type = setup.plan.device_type
+    kwargs = {"device_id": torch.device("cuda", world.local_rank)} if device_type == "cuda" else {}
+    dist.init_process_group(
+        _BACKENDS[device_type],
+        store=store if store is not None else connect(world, timeout_s),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout_s),
+        **kwargs,
+    )
+    try:
+        yield
+        # All leave together: a rank that is gone early looks to its neighbours like one that died.
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _be_deterministic() -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def pack(cfg: Any) -> str:
+    """A configuration as text that another process can read without Hydra."""
+    return json.dumps(plain(cfg))

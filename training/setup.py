@@ -1,0 +1,140 @@
+"""From a configuration to the objects of a run, with everything checked that can be checked before it starts."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from data.batch import Batch
+from data.dataset import DataSet
+from data.loader import TrainBatches
+from models.chain import Chain
+from parallel.plan import Plan, make_plan
+from training.errors import TrainingError
+from training.instantiate import instantiate
+
+
+@dataclass
+class Setup:
+    """``total_steps``: optimizer steps of the whole run; ``per_epoch``: steps that make up one epoch."""
+
+    cfg: Any
+    chain: Chain
+    data: DataSet
+    plan: Plan
+    total_steps: int
+    per_epoch: int
+
+    @property
+    def sample(self) -> Batch:
+        """One micro-batch of training data, for its shapes and dtypes."""
+        indices = np.zeros(self.plan.microbatch_size, dtype=np.int64)
+        return Batch(*self.data.train.read(indices, 0))
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        return self.data.seq_len
+
+
+def prepare(cfg: Any, world_size: int | None = None) -> Setup:
+    """Build the chain and the plan and prepare the data.
+
+    cfg         the composed configuration
+    world_size  the number of processes where they are started already (torchrun), else None
+    raises      one of training.errors.USER_ERRORS, with the numbers and a way out
+    """
+    train = cfg.train
+    check_train(cfg)
+    chain = build_chain(cfg.model)
+    plan = make_plan(
+        cfg.parallel,
+        chain,
+        global_batch_size=train.global_batch_size,
+        device=cfg.device,
+        precision=train.precision,
+        world_size=world_size,
+    )
+    if train.compile:
+        check_compiler(plan.device_type)
+    data = instantiate(cfg.data)
+    check_fit(chain, data, cfg)
+    data.prepare()
+    per_epoch = TrainBatches(data.train, train.global_batch_size, cfg.seed).steps_per_epoch
+    return Setup(cfg, chain, data, plan, total_steps(train.steps, train.epochs, per_epoch), per_epoch)
+
+
+def build_chain(model: Any) -> Chain:
+    """The chain that the section ``model`` describes; its mistakes become TrainingErrors."""
+    node = {key: value for key, value in model.items() if key != "name"}
+    try:
+        return instantiate(node)
+    except Exception as error:  # Hydra wraps what the model raised
+        cause = error.__cause__ or error
+        if isinstance(cause, ValueError):
+            raise TrainingError(str(cause)) from None
+        raise
+
+
+def total_steps(steps: int | None, epochs: float | None, per_epoch: int) -> int:
+    """Whichever ends first."""
+    by_epochs = math.ceil(epochs * per_epoch) if epochs is not None else math.inf
+    return int(min(steps if steps is not None else math.inf, by_epochs))
+
+
+def check_train(cfg: Any) -> None:
+    """Rules within the training section."""
+    train = cfg.train
+    if train.steps is None and train.epochs is None:
+        raise TrainingError("neither train.steps nor train.epochs is set: say how long, for example train.steps=100")
+    bounds = {
+        "steps": 1, "global_batch_size": 1, "max_skipped": 0, "profile": 0, "keep_checkpoints": 1,
+        "eval_every": 0, "checkpoint_every": 0, "eval_batches": 1,
+    }  # fmt: skip
+    for key, least in bounds.items():
+        value = train[key]
+        if value is not None and value < least:
+            raise TrainingError(f"train.{key}={value} must be at least {least}")
+    for key in ("epochs", "grad_clip", "clip_value"):
+        value = train[key]
+        if value is not None and not value > 0:
+            raise TrainingError(f"train.{key}={value} must be above 0")
+    if cfg.mode == "eval" and cfg.checkpoint is None:
+        raise TrainingError("mode=eval needs checkpoint=PATH, such as checkpoint=RUN_DIR/checkpoints/latest")
+
+
+def check_fit(chain: Chain, data: DataSet, cfg: Any) -> None:
+    """Whether the model can take what the data gives."""
+    positions, vocabulary = chain.limits.get("positions"), chain.limits.get("vocabulary")
+    if (data.seq_len is None) != (positions is None and vocabulary is None):
+        kind = "tokens" if data.seq_len is not None else "numbers"
+        raise TrainingError(
+            f"model={cfg.model.name} does not take the {kind} that this data set gives; leave data= out and the model "
+            "brings one that fits"
+        )
+    if positions is not None and data.seq_len > positions:
+        raise TrainingError(
+            f"data.seq_len={data.seq_len} is longer than the model's {positions} positions; set data.seq_len={positions} "
+            f"or less, or model.block_size={data.seq_len}"
+        )
+    if vocabulary is not None and data.vocab_size is not None and data.vocab_size > vocabulary:
+        raise TrainingError(
+            f"the data has a vocabulary of {data.vocab_size}, model.vocab_size={vocabulary} is too small; set "
+            f"model.vocab_size={data.vocab_size} or more"
+        )
+
+
+def check_compiler(device_type: str) -> None:
+    """Raise TrainingError where torch.compile has no C++ compiler to call (CPU code; a GPU's launchers too)."""
+    import shutil
+
+    named = os.environ.get("CXX")
+    candidates = [named] if named else ["g++", "clang++", "c++"]
+    if not any(shutil.which(name) for name in candidates):
+        raise TrainingError(
+            f"train.compile=true needs a C++ compiler on this machine (looked for {', '.join(candidates)}); install "
+            "one (Debian: apt-get install g++), point CXX at it, or leave train.compile=false"
+        )
