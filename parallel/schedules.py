@@ -39,13 +39,21 @@ def check_chunks(schedule: str, chunks: int, ranks: int) -> None:
             f"parallel.pp={ranks}; set parallel.chunks={ranks} or more, or parallel.schedule=gpipe"
         )
     if schedule == "interleaved_1f1b":
-        rounds = max(1, chunks // ranks)
-        if chunks % rounds:
-            below = chunks - chunks % ranks
+        if not _equal_rounds(chunks, ranks):
+            below, above = chunks - 1, chunks + 1
+            while not _equal_rounds(below, ranks):
+                below -= 1
+            while not _equal_rounds(above, ranks):
+                above += 1
             raise PlanError(
                 f"parallel.schedule=interleaved_1f1b runs chunks in rounds of parallel.pp={ranks}: parallel.chunks="
-                f"{chunks} does not divide; the nearest that do are {below} and {below + ranks}"
+                f"{chunks} does not divide; the nearest that do are {below} and {above}"
             )
+
+
+def _equal_rounds(chunks: int, ranks: int) -> bool:
+    """Whether torch's interleaved schedule can cut ``chunks`` into its chunks // ranks (at least one) rounds."""
+    return chunks % max(1, chunks // ranks) == 0
 
 
 def ideal_bubble(schedule: str, ranks: int, chunks: int, per_rank: int) -> float:

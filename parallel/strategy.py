@@ -26,7 +26,6 @@ from parallel.stage import Stage
 from parallel.tied import TiedParameters
 from parallel.timeline import Timeline
 
-
 # torch 2.13 renamed the argument and warns at the old name.
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 _NO_BUFFER_SYNC = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}

@@ -64,9 +64,10 @@ def trace(chain: Chain, inputs: Tensor, targets: Tensor, precision: str, device_
             with saved_tensors_hooks(kept.note, lambda tensor: tensor):
                 # Twice: the second micro-batch finds the weights cast already, so it keeps activations only.
                 sizes = []
-                for _ in range(2):
+                for received, wanted in ((x, goal), (x.clone(), goal.clone())):  # each micro-batch's own
                     before = kept.bytes
-                    output = module(x) if layer is not chain.layers[-1] else _close(chain, module, x, goal)
+                    last = layer is chain.layers[-1]
+                    output = _close(chain, module, received, wanted) if last else module(received)
                     sizes.append(kept.bytes - before)
             border = Border(tuple(output.shape), output.dtype)
             traces.append(LayerTrace(layer.name, border, kept=sizes[1], cast=sizes[0] - sizes[1]))

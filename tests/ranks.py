@@ -1,67 +1,118 @@
-"""Groups of worker processes that stay alive over many test cases: starting four ranks costs more than most cases."""
+"""Worker processes that stay alive over many test cases: starting four ranks costs more than most cases."""
 
 from __future__ import annotations
 
+import io
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import wait
 
+import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 CASE_TIMEOUT_S = 120
+GRACE_S = 3  # how long the other ranks have to answer after one has failed
+_HOST = "127.0.0.1"
 
 
 class Ranks:
-    """``size`` gloo ranks on loopback, each of which runs the functions it is given."""
+    """Up to ``most`` processes, started when a case first needs them, of one thread each. Every case gets a gloo
+    world of its own on the first n of them; a case that fails ends them all, and the next one starts new ones."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, most: int = 8) -> None:
+        self._most = most
+        self._cases = 0
+        self._processes: list[mp.Process] = []
+        self._pipes: list = []
+        listener = socket.create_server((_HOST, 0))
+        self._port = listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            _HOST, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+
+    def run(self, world: int, function: Callable, *args, **kwargs) -> list:
+        """``function(*args, **kwargs)`` on ``world`` ranks at once; what each returned, by rank.
+
+        The function is sent by its name. With one rank there is no process group. Raises AssertionError with the
+        traceback of the rank that failed first, TimeoutError naming the ranks that gave no answer.
+        """
+        self._start(world)
+        self._cases += 1
+        pipes = self._pipes[:world]
+        for rank, pipe in enumerate(pipes):
+            pipe.send((f"case-{self._cases}", rank, world, function, args, kwargs))
+        answers, deadline, failure = {}, time.monotonic() + CASE_TIMEOUT_S, None
+        while len(answers) < world:
+            ready = wait([p for p in pipes if p not in answers], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = pipes.index(pipe)
+                try:
+                    ok, value = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+                except EOFError:
+                    ok, value = False, f"the process ended with exit code {self._processes[rank].exitcode}"
+                answers[pipe] = value
+                if not ok and failure is None:
+                    failure = f"rank {rank} of {world}:\n{value}"
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if failure is not None:
+            self._stop()
+            raise AssertionError(failure)
+        if len(answers) < world:
+            self._stop()
+            silent = [rank for rank, pipe in enumerate(pipes) if pipe not in answers]
+            raise TimeoutError(f"ranks {silent} of {world} gave no answer in {CASE_TIMEOUT_S} s")
+        return [answers[pipe] for pipe in pipes]
+
+    def close(self) -> None:
+        """End the processes."""
+        self._stop()
+
+    def _start(self, world: int) -> None:
+        assert world <= self._most, f"a case wants {world} ranks, the pool has {self._most}"
         context = mp.get_context("spawn")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self._pipes, self._processes = [], []
-        for rank in range(size):
+        while len(self._processes) < world:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(self._port, theirs), daemon=True)
             process.start()
+            theirs.close()  # so that a process that dies closes the pipe
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, function: Callable, *args) -> list:
-        """``function(*args)`` on every rank at once; what each returned, by rank. Raises the first rank's error."""
-        for pipe in self._pipes:
-            pipe.send((function, args))
-        answers = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(CASE_TIMEOUT_S):
-                raise TimeoutError(f"rank {rank} of {len(self._pipes)} gave no answer in {CASE_TIMEOUT_S} s")
-            answers.append(pipe.recv())
-        for rank, (ok, value) in enumerate(answers):
-            assert ok, f"rank {rank}:\n{value}"
-        return [value for _, value in answers]
-
-    def close(self) -> None:
+    def _stop(self) -> None:
         for process in self._processes:
             process.kill()
         for process in self._processes:
             process.join()
+        self._processes.clear()
+        self._pipes.clear()
 
 
-def _serve(rank: int, size: int, port: int, pipe) -> None:
-    import torch
-    import torch.distributed as dist
-
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def _serve(port: int, pipe) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    if size > 1:
-        store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=timedelta(seconds=60))
-        timeout = timedelta(seconds=CASE_TIMEOUT_S)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    store = dist.TCPStore(_HOST, port, is_master=False, wait_for_workers=False)
     while True:
-        function, args = pipe.recv()
         try:
-            pipe.send((True, function(*args)))
+            case, rank, world, function, args, kwargs = pipe.recv()
+        except EOFError:
+            return  # the tests are over, however they ended
+        if dist.is_initialized():
+            dist.destroy_process_group()  # only now: by this message every rank has finished the case before
+        try:
+            if world > 1:
+                timeout = timedelta(seconds=CASE_TIMEOUT_S)
+                prefixed = dist.PrefixStore(case, store)
+                dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world, timeout=timeout)
+            answer = True, function(*args, **kwargs)
         except Exception:
-            pipe.send((False, traceback.format_exc()))
+            answer = False, traceback.format_exc()
+        buffer = io.BytesIO()  # by value: torch would send tensors as shared memory of a process that may end
+        torch.save(answer, buffer)
+        pipe.send_bytes(buffer.getvalue())

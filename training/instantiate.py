@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from training.errors import TrainingError
+from training.errors import USER_ERRORS, TrainingError
 
 ALLOWED = ("models.", "data.", "parallel.", "training.", "torch.nn.", "torch.optim.")
 
@@ -13,12 +13,22 @@ def instantiate(node: Any, **arguments: Any) -> Any:
     """``hydra.utils.instantiate`` for targets of this project's packages and of torch.nn and torch.optim.
 
     A configuration may come from anywhere, and a target can be any function: ``os.system`` too.
-    Raises TrainingError for other targets, at any depth.
+    Raises TrainingError for other targets, at any depth. A user's mistake that the target complains of comes out as
+    it is, without Hydra's wrapping; a plain ValueError as a TrainingError.
     """
+    from hydra.errors import InstantiationException
     from hydra.utils import instantiate as hydra_instantiate
 
     _check(node)
-    return hydra_instantiate(node, **arguments)
+    try:
+        return hydra_instantiate(node, **arguments)
+    except InstantiationException as wrapped:
+        cause = wrapped.__cause__
+        if isinstance(cause, USER_ERRORS):
+            raise cause from None
+        if isinstance(cause, ValueError):
+            raise TrainingError(str(cause)) from cause
+        raise
 
 
 def _check(node: Any) -> None:

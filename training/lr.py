@@ -31,17 +31,21 @@ class Step:
 
 
 class CosineWarmup:
-    """Linear from 1/warmup_steps to 1, then half a cosine down to ``min_ratio`` (GPT-3's schedule, as in nanoGPT)."""
+    """Linear from 1/warmup_steps to 1, then half a cosine down to ``min_ratio`` (GPT-3's schedule, as in nanoGPT).
 
-    def __init__(self, warmup_steps: int, min_ratio: float) -> None:
-        if warmup_steps < 0 or not 0.0 <= min_ratio <= 1.0:
+    ``warmup_steps`` None: a fifth of the run.
+    """
+
+    def __init__(self, warmup_steps: int | None, min_ratio: float) -> None:
+        if (warmup_steps is not None and warmup_steps < 0) or not 0.0 <= min_ratio <= 1.0:
             raise TrainingError(
                 f"scheduler.warmup_steps={warmup_steps} must be 0 or more and scheduler.min_ratio={min_ratio} in [0, 1]"
             )
         self.warmup_steps, self.min_ratio = warmup_steps, min_ratio
 
     def factor(self, step: int, total: int, per_epoch: int) -> float:
-        if step <= self.warmup_steps:
-            return step / self.warmup_steps
-        done = (step - 1 - self.warmup_steps) / max(1, total - self.warmup_steps)
+        warmup = total // 5 if self.warmup_steps is None else self.warmup_steps
+        if step <= warmup:
+            return step / warmup
+        done = (step - 1 - warmup) / max(1, total - warmup)
         return self.min_ratio + (1 - self.min_ratio) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))

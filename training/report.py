@@ -27,20 +27,19 @@ def describe_plan(plan: Plan, model: str, data: str, tokens_per_sample: int | No
     if plan.pipelined:
         lines.append(f"schedule {plan.schedule}, ideal bubble {plan.ideal_bubble:.1%}")
     for stage in plan.stages:
-        lines.append(f"  stage {stage.index} {_where(plan, stage.index):<22} {stage.parameters:>13,}  {_span(stage.layers)}")
+        share = f"{_where(plan, stage.index):<22} {stage.parameters:>13,}"
+        lines.append(f"  stage {stage.index} {share}  {_span(stage.layers)}")
     return "\n".join(lines)
 
 
 def describe_memory(estimates: list[MemoryEstimate]) -> str:
     """A table of what each rank will hold, in MiB."""
-    header = f"{'rank':>4} {'weights':>9} {'gradients':>10} {'optimizer':>10} {'activations':>12} {'process':>8} {'total':>9}  MiB"
-    rows = [
-        f"{e.rank:>4} {_mib(e.weights):>9} {_mib(e.gradients):>10} {_mib(e.optimizer):>10} "
-        f"{_mib(e.activations):>12} {_mib(e.process):>8} {_mib(e.total):>9}"
-        for e in estimates
-    ]
-    total = sum(e.total for e in estimates)
-    return "\n".join([header, *rows, f"all ranks together: {total / 2**30:.1f} GiB (an estimate)"])
+    columns = ("weights", "gradients", "optimizer", "activations", "process", "total")
+    lines = ["rank " + " ".join(f"{name:>11}" for name in columns) + "  MiB"]
+    for estimate in estimates:
+        lines.append(f"{estimate.rank:>4} " + " ".join(f"{_mib(getattr(estimate, name)):>11}" for name in columns))
+    total = sum(estimate.total for estimate in estimates)
+    return "\n".join([*lines, f"all ranks together: {total / 2**30:.1f} GiB (an estimate)"])
 
 
 def _mib(size: int) -> str:

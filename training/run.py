@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from launchers import World, connect
 from parallel.build import build_strategy
-from parallel.devices import share_cores
+from parallel.devices import keep_freed_memory, resolve_device_type, share_cores
 from parallel.strategy import Options, Strategy
 from parallel.timeline import bubble_fraction
 from training import checkpoint
@@ -44,6 +44,8 @@ def run(cfg: Any, run_dir: Path, world: World | None = None, store: dist.Store |
     run_dir = Path(run_dir)
     os.environ.update(cfg.parallel.env)
     share_cores(world.local_size, cfg.parallel.threads)
+    if resolve_device_type(cfg.device, world.size) == "cpu":
+        keep_freed_memory()
     if cfg.train.deterministic:
         _be_deterministic()
     setup = prepare(cfg, world.size)

@@ -68,15 +68,8 @@ def prepare(cfg: Any, world_size: int | None = None) -> Setup:
 
 
 def build_chain(model: Any) -> Chain:
-    """The chain that the section ``model`` describes; its mistakes become TrainingErrors."""
-    node = {key: value for key, value in model.items() if key != "name"}
-    try:
-        return instantiate(node)
-    except Exception as error:  # Hydra wraps what the model raised
-        cause = error.__cause__ or error
-        if isinstance(cause, ValueError):
-            raise TrainingError(str(cause)) from None
-        raise
+    """The chain that the section ``model`` describes."""
+    return instantiate({key: value for key, value in model.items() if key != "name"})
 
 
 def total_steps(steps: int | None, epochs: float | None, per_epoch: int) -> int:
@@ -117,8 +110,8 @@ def check_fit(chain: Chain, data: DataSet, cfg: Any) -> None:
         )
     if positions is not None and data.seq_len > positions:
         raise TrainingError(
-            f"data.seq_len={data.seq_len} is longer than the model's {positions} positions; set data.seq_len={positions} "
-            f"or less, or model.block_size={data.seq_len}"
+            f"data.seq_len={data.seq_len} is longer than the model's {positions} positions; set "
+            f"data.seq_len={positions} or less, or model.block_size={data.seq_len}"
         )
     if vocabulary is not None and data.vocab_size is not None and data.vocab_size > vocabulary:
         raise TrainingError(

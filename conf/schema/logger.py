@@ -23,7 +23,7 @@ class Wandb:
     _recursive_: bool = False
     _convert_: str = "all"
     mode: Mode = Mode.offline
-    project: str = "pipe"
+    project: str = "one-word-parallel"
     group: Optional[str] = None  # noqa: UP045  OmegaConf reads the annotation
     name: Optional[str] = None  # noqa: UP045
     tags: list[str] = field(default_factory=list)

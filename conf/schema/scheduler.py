@@ -29,7 +29,7 @@ class Step:
 @dataclass
 class CosineWarmup:
     _target_: str = "training.lr.CosineWarmup"
-    warmup_steps: int = 10
+    warmup_steps: int | None = None  # null: a fifth of the run
     min_ratio: float = 0.1  # of the peak, at the last step
 
 

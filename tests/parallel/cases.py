@@ -1,7 +1,9 @@
-"""What the parity tests run on each rank: a short training under one layout, and what came of it."""
+"""What the tests of strategies run on each rank: a short training under one layout, and what came of it."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -13,13 +15,16 @@ from models.chain import Chain
 from models.gpt2 import gpt2
 from models.toy import toy
 from parallel.build import build_strategy
-from parallel.plan import make_plan
-from parallel.strategy import Options
+from parallel.plan import Plan, make_plan
+from parallel.strategy import Options, Strategy
+from parallel.timeline import Interval
+
+VOCABULARY, TOKENS = 512, 32
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A strategy in words a test can show: ``pipe_ddp dp=2 pp=2 chunks=2 1f1b``."""
+    """A strategy in words that a test can show: ``pipe_ddp dp=2 pp=2 chunks=2 1f1b``."""
 
     name: str
     dp: int = 1
@@ -28,30 +33,69 @@ class Layout:
     schedule: str = "gpipe"
     stages_per_rank: int | None = None
     balance: str | tuple[int, ...] = "uniform"
+    order: str = "dp_pp"
+
+    @property
+    def pipelined(self) -> bool:
+        return self.name in ("pipelined", "pipe_ddp")
 
     @property
     def ranks(self) -> int:
-        return self.dp * self.pp if self.name in ("pipelined", "pipe_ddp") else self.dp
+        return self.dp * self.pp if self.pipelined else self.dp
+
+    @property
+    def single(self) -> Layout:
+        """One process with the same micro-batches."""
+        return Layout("single", chunks=self.dp * self.chunks)
 
     def __str__(self) -> str:
-        return f"{self.name} dp={self.dp} pp={self.pp} chunks={self.chunks} {self.schedule}"
+        words = [self.name, f"dp={self.dp}", f"pp={self.pp}", f"chunks={self.chunks}"]
+        words += [self.schedule] * self.pipelined + [self.order] * (self.order != "dp_pp")
+        words += [] if self.balance == "uniform" else [str(self.balance)]
+        return " ".join(words)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained, and how; ``lr`` is SGD's with momentum 0.9."""
+
+    model: str
+    global_batch: int
+    lr: float
+    steps: int = 20
+    clip: float | None = None
+    precision: str = "fp32"
+    eval_every: int | None = None
+    recompute: bool = False
+    dropout: float = 0.1
+    padded: bool = False  # the last sample of every training batch counts 0
+    cut: bool = False  # the last sample of every training batch is not there at all (one process, one chunk)
+    loss_scale: float | None = None  # where float16 starts from
+    double_gradients_of_stage: int | None = None  # a mistake, made on purpose
+    fused: bool = False  # SGD's fused kernel
+    overflow_at_step: int | None = None  # of one parameter's gradient, in the first layer only
 
 
 @dataclass
 class Result:
-    """What one rank saw: the losses and gradient norms of all steps, its share of the weights, its evaluations."""
+    """What one rank saw: numbers of every step, its share of the weights, its evaluations."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    finite: list[bool] = field(default_factory=list)
+    loss_scales: list[float] = field(default_factory=list)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
+    initial: dict[str, torch.Tensor] = field(default_factory=dict)
+    copies: dict[str, torch.Tensor] = field(default_factory=dict)  # tied parameters under the names of both ends
     evaluations: list[list[float]] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
     parameters: int = 0
+    intervals: list[list[Interval]] = field(default_factory=list)
 
 
-def parallel_section(layout: Layout) -> SimpleNamespace:
+def parallel_section(layout: Layout, **changes) -> SimpleNamespace:
     """The configuration section that a layout stands for."""
-    return SimpleNamespace(
+    section = dict(
         name=layout.name,
         dp=layout.dp,
         pp=layout.pp,
@@ -59,67 +103,162 @@ def parallel_section(layout: Layout) -> SimpleNamespace:
         schedule=layout.schedule,
         stages_per_rank=layout.stages_per_rank,
         balance=layout.balance if isinstance(layout.balance, str) else list(layout.balance),
-        order="dp_pp",
+        order=layout.order,
         devices=None,
         threads=None,
         timeout_s=60.0,
     )
+    return SimpleNamespace(**{**section, **changes})
 
 
-def chain_and_batch(model: str, global_batch: int) -> tuple[Chain, callable]:
-    """A small model and its global batch as a function of the step."""
-    if model == "toy":
-        return toy(), lambda step: _toy_batch(global_batch, step)
-    return gpt2(size="tiny", vocab_size=512, dropout=0.1), lambda step: _token_batch(global_batch, step)
+def chain_and_batches(recipe: Recipe) -> tuple[Chain, Callable[[int], Batch]]:
+    """A small model, and its global batch as a function of the step."""
+    if recipe.model == "toy":
+        return toy(), lambda step: _toy_batch(recipe.global_batch, step)
+    chain = gpt2(size="tiny", vocab_size=VOCABULARY, dropout=recipe.dropout)
+    return chain, lambda step: _token_batch(recipe.global_batch, step)
 
 
 def _toy_batch(size: int, step: int) -> Batch:
-    generator = torch.Generator().manual_seed(step)
-    inputs = torch.randn(size, 10, generator=generator)
-    return Batch(inputs, torch.randn(size, 5, generator=generator), None)
+    inputs = torch.randn(size, 10, generator=torch.Generator().manual_seed(step))
+    return Batch(inputs, inputs[:, :5].abs() + 1.0)
 
 
 def _token_batch(size: int, step: int) -> Batch:
-    tokens = torch.randint(0, 512, (size, 33), generator=torch.Generator().manual_seed(step))
-    return Batch(tokens[:, :-1], tokens[:, 1:], None)
+    """Few words are frequent, as in a language: there is something to learn in twenty steps."""
+    draws = torch.rand(size, TOKENS + 1, generator=torch.Generator().manual_seed(step))
+    tokens = (draws.pow(4) * VOCABULARY).long()
+    return Batch(tokens[:, :-1], tokens[:, 1:])
 
 
-def train(
-    layout: Layout, model: str, *, global_batch: int, steps: int, lr: float, clip: float | None = None,
-    precision: str = "fp32", eval_every: int | None = None, recompute: bool = False,
-) -> Result:
-    """Train ``steps`` of SGD and report. The same function for one process and for every rank of many."""
-    chain, batch_at = chain_and_batch(model, global_batch)
+def build(layout: Layout, recipe: Recipe) -> tuple[Plan, Strategy]:
+    """The plan of a layout and this rank's strategy."""
+    chain, batch_at = chain_and_batches(recipe)
     world = dist.get_world_size() if dist.is_initialized() else 1
-    rank = dist.get_rank() if world > 1 else 0
     plan = make_plan(
-        parallel_section(layout), chain, global_batch_size=global_batch, device="cpu", precision=precision,
+        parallel_section(layout),
+        chain,
+        global_batch_size=recipe.global_batch,
+        device="cpu",
+        precision=recipe.precision,
         world_size=world,
     )
-    mesh = plan.mesh(rank).connect(timeout_s=60)
-    sample = Batch(*(t[: plan.microbatch_size] for t in (batch_at(0).inputs, batch_at(0).targets)), None)
-    strategy = build_strategy(plan, chain, mesh, Options(seed=7, timeout_s=60, recompute=recompute), sample)
+    mesh = plan.mesh(dist.get_rank() if world > 1 else 0).connect(timeout_s=60)
+    sample = batch_at(0).chunks(plan.dp * plan.chunks)[0]
+    return plan, build_strategy(
+        plan, chain, mesh, Options(seed=7, timeout_s=60, recompute=recipe.recompute), sample
+    )
+
+
+def train(layout: Layout, recipe: Recipe) -> Result:
+    """Train and report. The same function for one process and for every rank of many."""
+    plan, strategy = build(layout, recipe)
+    _, batch_at = chain_and_batches(recipe)
+    share = strategy.mesh.replica
     parameters = list(strategy.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=lr, momentum=0.9) if parameters else None
-    result = Result(layers=[n for s in strategy.stages for n in s.layers.names])
-    result.parameters = sum(p.numel() for p in parameters)
-    for step in range(1, steps + 1):
-        outcome = strategy.train_step(batch_at(step).chunks(plan.dp)[mesh.replica], step)
-        if clip is not None:
-            strategy.clip_grad_norm_(clip, outcome.grad_norm)
-        if optimizer is not None:
+    optimizer = torch.optim.SGD(parameters, lr=recipe.lr, momentum=0.9, fused=recipe.fused) if parameters else None
+    result = Result(
+        layers=[name for stage in strategy.stages for name in stage.layers.names],
+        parameters=sum(p.numel() for p in parameters),
+        initial=_copy(strategy.state_dict()),
+    )
+    if recipe.loss_scale is not None:
+        strategy.loss_scale.scale = recipe.loss_scale
+    for step in range(1, recipe.steps + 1):
+        batch = _pad_last(batch_at(step)) if recipe.padded else batch_at(step)
+        if recipe.cut:
+            batch = Batch(batch.inputs[:-1], batch.targets[:-1])
+        hook = _overflow(strategy) if step == recipe.overflow_at_step else None
+        outcome = strategy.train_step(batch.chunks(plan.dp)[share], step)
+        if hook is not None:
+            hook.remove()
+        strategy.loss_scale.update(outcome.finite)
+        _double(strategy, plan, recipe.double_gradients_of_stage)
+        if recipe.clip is not None:
+            strategy.clip_grad_norm_(recipe.clip, outcome.grad_norm)
+        if optimizer is not None and outcome.finite:
             optimizer.step()
         result.losses.append(outcome.loss)
         result.norms.append(outcome.grad_norm)
-        if eval_every and step % eval_every == 0:
-            result.evaluations.append(strategy.all_sum(strategy.eval_step(_padded(batch_at(0), plan, mesh))))
-    result.state = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+        result.finite.append(outcome.finite)
+        result.loss_scales.append(strategy.loss_scale.scale)
+        if recipe.eval_every and step % recipe.eval_every == 0:
+            sums = strategy.eval_step(_pad_last(batch_at(0)).chunks(plan.dp)[share])
+            result.evaluations.append(strategy.all_sum(sums))
+    result.state = _copy(strategy.state_dict())
+    ends = {*strategy.chain.tied, *strategy.chain.tied.values()}
+    for stage in strategy.stages:
+        everything = stage.layers.named_parameters(remove_duplicate=False)
+        result.copies |= {name: p.detach().clone() for name, p in everything if name in ends}
+    result.intervals = list(strategy.timeline.steps)
     strategy.close()
     return result
 
 
-def _padded(batch: Batch, plan, mesh) -> Batch:
-    """The batch with its last sample declared padding, cut for this replica."""
+def _copy(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def _pad_last(batch: Batch) -> Batch:
+    """The batch with its last sample declared padding."""
     weights = torch.ones(len(batch))
     weights[-1] = 0.0
-    return Batch(batch.inputs, batch.targets, weights).chunks(plan.dp)[mesh.replica]
+    return Batch(batch.inputs, batch.targets, weights)
+
+
+def _double(strategy: Strategy, plan: Plan, index: int | None) -> None:
+    for stage, planned in zip(strategy.stages, plan.stages_of(strategy.mesh.position), strict=True):
+        if planned.index == index:
+            for parameter in stage.parameters():
+                parameter.grad *= 2
+
+
+def _overflow(strategy: Strategy) -> torch.utils.hooks.RemovableHandle | None:
+    """Where the first layer is, and only there, a gradient becomes infinite."""
+    first = strategy.stages[0]
+    if first.layers.names[0] != strategy.chain.names[0]:
+        return None
+    return next(first.parameters()).register_hook(lambda gradient: gradient * math.inf)
+
+
+def weights_of(run: list[Result]) -> dict[str, torch.Tensor]:
+    """The whole model's weights, put together from all ranks; replicas must hold the same bits."""
+    whole: dict[str, torch.Tensor] = {}
+    for result in run:
+        for name, tensor in result.state.items():
+            if name in whole:
+                assert torch.equal(whole[name], tensor), f"replicas differ in {name}"
+            whole[name] = tensor
+    return whole
+
+
+def assert_same_training(run: list[Result], reference: Result, tolerance: float) -> None:
+    """Losses and gradient norms of every step, evaluations, and every final weight tensor by norm, relative.
+
+    Weights that hardly move would agree by standing still, so each is also compared by how far it moved, to a
+    hundred times the tolerance (the last bits of a weight of 1 are many of its small movement).
+    """
+    for rank, result in enumerate(run):
+        assert result.losses == run[0].losses, f"rank {rank} has other losses than rank 0"
+        assert result.norms == run[0].norms, f"rank {rank} has other gradient norms than rank 0"
+        assert result.evaluations == run[0].evaluations, f"rank {rank} has other evaluations than rank 0"
+    far = {
+        "loss": _farthest(run[0].losses, reference.losses),
+        "gradient norm": _farthest(run[0].norms, reference.norms),
+    }
+    for (loss, count), (wanted_loss, wanted_count) in zip(
+        run[0].evaluations, reference.evaluations, strict=True
+    ):
+        assert count == wanted_count, f"an evaluation counted {count} terms, not {wanted_count}"
+        far["evaluation"] = max(far.get("evaluation", 0.0), _farthest([loss], [wanted_loss]))
+    weights = weights_of(run)
+    assert weights.keys() == reference.state.keys()
+    for name, wanted in reference.state.items():
+        error, moved = (weights[name] - wanted).norm(), (wanted - reference.initial[name]).norm()
+        far[name] = max(error / wanted.norm(), error / moved / 100).item()
+    wrong = {what: distance for what, distance in far.items() if not distance <= tolerance}
+    assert not wrong, f"farther than {tolerance} from single, relative: {wrong}"
+
+
+def _farthest(values: list[float], wanted: list[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(values, wanted, strict=True))

@@ -1,0 +1,159 @@
+"""A model as a chain: any cut of it holds the weights of the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from models.chain import Chain, Layer
+from models.gpt2 import gpt2
+from models.losses import SquaredError
+from models.toy import toy
+
+CPU = torch.device("cpu")
+EMBEDDING, HEAD = "embedding.wte.weight", "head.lm_head.weight"
+
+
+def tiny() -> Chain:
+    return gpt2(size="tiny", n_layer=2, vocab_size=64)
+
+
+@pytest.mark.parametrize("chain", [toy(), tiny()], ids=["toy", "gpt2"])
+def test_any_cut_gives_the_weights_of_the_whole(chain):
+    whole = chain.build(chain.names, 7, CPU).state_dict()
+    for cut in range(1, len(chain.names)):
+        parts = [chain.build(names, 7, CPU).state_dict() for names in (chain.names[:cut], chain.names[cut:])]
+        assert parts[0].keys() | parts[1].keys() == whole.keys()
+        assert not parts[0].keys() & parts[1].keys()
+        for name, tensor in {**parts[0], **parts[1]}.items():
+            assert torch.equal(tensor, whole[name]), name
+
+
+@pytest.mark.parametrize("chain", [toy(), tiny()], ids=["toy", "gpt2"])
+def test_a_cut_computes_what_the_whole_computes(chain):
+    x = torch.randn(3, 10) if chain.names[0] == "net1" else torch.randint(0, 64, (3, 10))
+    whole = chain.build(chain.names, 7, CPU)(x)
+    first, second = (chain.build(names, 7, CPU) for names in (chain.names[:2], chain.names[2:]))
+    assert torch.equal(second(first(x)), whole)
+
+
+def test_another_seed_gives_other_weights_and_layers_of_one_kind_differ():
+    weights = [tiny().build(["h.0", "h.1"], seed, CPU).state_dict() for seed in (1, 2)]
+    name = "attn.c_attn.weight"
+    assert not torch.equal(weights[0][f"h.0.{name}"], weights[1][f"h.0.{name}"])
+    assert not torch.equal(weights[0][f"h.0.{name}"], weights[0][f"h.1.{name}"])
+
+
+def test_dots_in_layer_names_become_nesting_so_that_keys_are_the_whole_model_s():
+    layers = tiny().build(["h.1", "head"], 1, CPU)
+    assert layers.names == ["h.1", "head"]
+    assert "h.1.attn.c_attn.weight" in layers.state_dict()
+    assert layers["h.1"] is layers.get_submodule("h.1")
+
+
+def test_a_cast_dtype_starts_from_the_same_numbers():
+    single, double = (toy().build(["net1"], 1, CPU, dtype) for dtype in (torch.float32, torch.float64))
+    assert double["net1"].weight.dtype == torch.float64
+    assert torch.equal(double["net1"].weight, single["net1"].weight.double())
+
+
+def test_a_skeleton_takes_no_memory():
+    assert {p.device.type for p in gpt2(size="1558M").skeleton().parameters()} == {"meta"}
+
+
+def test_building_a_stage_builds_nothing_else():
+    built = []
+
+    def layer(name: str) -> Layer:
+        def build() -> nn.Module:
+            built.append(name)
+            return nn.Linear(2, 2)
+
+        return Layer(name, build)
+
+    Chain([layer(name) for name in "abcd"], loss=SquaredError()).build(["b", "c"], 1, CPU)
+    assert built == ["b", "c"]
+
+
+def test_building_leaves_the_global_random_state_untouched():
+    before = torch.get_rng_state()
+    tiny().build(tiny().names, 7, CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_weights_do_not_depend_on_the_global_random_state():
+    torch.manual_seed(0)
+    first = toy().build(["net1"], 7, CPU)["net1"].weight
+    torch.manual_seed(1)
+    assert torch.equal(toy().build(["net1"], 7, CPU)["net1"].weight, first)
+
+
+def test_tied_weights_are_one_parameter_where_both_ends_are_in_one_stage():
+    layers = tiny().build(tiny().names, 7, CPU)
+    assert layers["head"].lm_head.weight is layers["embedding"].wte.weight
+    assert HEAD not in dict(layers.named_parameters())
+
+
+def test_tied_weights_are_equal_copies_where_the_ends_are_apart():
+    chain = tiny()
+    first, last = chain.build(chain.names[:2], 7, CPU), chain.build(chain.names[2:], 7, CPU)
+    copies = first.get_parameter(EMBEDDING), last.get_parameter(HEAD)
+    assert torch.equal(*copies)
+    assert copies[0].data_ptr() != copies[1].data_ptr()
+    assert chain.canonical(HEAD) == chain.canonical(EMBEDDING) == EMBEDDING
+
+
+def test_an_unknown_layer_is_an_error_that_lists_the_known():
+    with pytest.raises(ValueError, match=r"no such layers: \['net3'\]; this chain has \['net1', 'relu', 'net2'\]"):
+        toy().build(["net1", "net3"], 1, CPU)
+
+
+def test_layers_of_one_name_are_an_error_that_names_them():
+    with pytest.raises(ValueError, match=r"more than once: \['a'\]"):
+        Chain([Layer("a", nn.ReLU), Layer("b", nn.ReLU), Layer("a", nn.ReLU)], loss=SquaredError())
+
+
+def test_a_chain_without_layers_is_an_error():
+    with pytest.raises(ValueError, match="at least one layer"):
+        Chain([], loss=SquaredError())
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(1))
+
+
+def test_a_layer_that_cannot_be_initialised_is_an_error_and_no_memory_of_chance():
+    with pytest.raises(TypeError, match=r"layer 'scale' \(Scale\) holds parameters but has no reset_parameters\(\)"):
+        Chain([Layer("scale", Scale)], loss=SquaredError()).build(["scale"], 1, CPU)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=True),
+    ],
+    ids=["fused AdamW", "foreach AdamW", "SGD", "fused SGD"],
+)
+def test_the_head_s_cast_weight_follows_an_optimizer_step_and_is_not_cast_again_before(optimizer):
+    head = tiny().build(["head"], 7, CPU)["head"]
+    weight = head.lm_head.weight
+    cast = head._weight_as(torch.bfloat16)
+    assert head._weight_as(torch.bfloat16) is cast
+    weight.grad = torch.randn_like(weight)
+    optimizer([weight]).step()
+    assert not torch.equal(head._weight_as(torch.bfloat16), cast)
+    assert torch.equal(head._weight_as(torch.bfloat16), weight.detach().bfloat16())
+
+
+def test_the_head_s_cast_weight_follows_a_load_and_another_dtype():
+    head = tiny().build(["head"], 7, CPU)["head"]
+    head._weight_as(torch.bfloat16)
+    assert head._weight_as(torch.float16).dtype == torch.float16
+    head.load_state_dict({**head.state_dict(), "lm_head.weight": torch.ones_like(head.lm_head.weight)})
+    assert torch.equal(head._weight_as(torch.float16), torch.ones(64, 64, dtype=torch.float16))

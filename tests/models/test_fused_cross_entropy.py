@@ -1,0 +1,117 @@
+"""The fused linear + cross entropy is the plain pair."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models.fused_cross_entropy import CPU_ROWS, fused_cross_entropy
+from models.losses import IGNORED
+
+CLASSES, WIDTH = 53, 12
+
+
+def problem(rows: int, dtype: torch.dtype = torch.float64, ignored: str = "none"):
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(CLASSES, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    targets = torch.randint(0, CLASSES, (rows,), generator=generator)
+    if ignored == "some":
+        targets[::3] = IGNORED
+    elif ignored == "a block":
+        targets[CPU_ROWS : 2 * CPU_ROWS] = IGNORED
+    elif ignored == "all":
+        targets[:] = IGNORED
+    return x, weight, targets
+
+
+def plain(x, weight, targets):
+    return F.cross_entropy(F.linear(x, weight), targets, reduction="sum", ignore_index=IGNORED)
+
+
+def loss_and_gradients(function, x, weight, *rest):
+    loss = function(x, weight, *rest)
+    return loss.detach(), *torch.autograd.grad(3.0 * loss, (x, weight))
+
+
+def far(value: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Distance relative to the size of what is wanted (absolute where that is 0)."""
+    size = wanted.norm().item()
+    return (value.to(wanted.dtype) - wanted).norm().item() / (size or 1.0)
+
+
+@pytest.mark.parametrize("ignored", ["none", "some", "a block", "all"])
+@pytest.mark.parametrize("rows", [1, CPU_ROWS, 37, 3 * CPU_ROWS])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
+def test_loss_and_gradients_are_those_of_linear_and_cross_entropy(rows, ignored, dtype, tolerance):
+    x, weight, targets = problem(rows, dtype, ignored)
+    fused = loss_and_gradients(fused_cross_entropy, x, weight, weight.detach(), targets)
+    for value, wanted in zip(fused, loss_and_gradients(plain, x, weight, targets), strict=True):
+        assert value.dtype == dtype
+        assert far(value, wanted) < tolerance
+
+
+def test_bf16_is_as_close_to_float64_as_bf16_s_own_rounding():
+    """No farther than twice what the plain pair in bf16, with its float32 softmax, is away."""
+    x, weight, targets = problem(37, torch.float64, "some")
+    exact = loss_and_gradients(plain, x, weight, targets)
+    half_x = x.detach().bfloat16().requires_grad_()
+    parameter = weight.detach().float().requires_grad_()
+    fused = loss_and_gradients(fused_cross_entropy, half_x, parameter, parameter.detach().bfloat16(), targets)
+
+    def plain_half(x, weight, targets):
+        logits = F.linear(x, weight.bfloat16()).float()
+        return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+
+    usual = loss_and_gradients(plain_half, half_x, parameter, targets)
+    assert [value.dtype for value in fused] == [torch.float32, torch.bfloat16, torch.float32]
+    for value, other, wanted in zip(fused, usual, exact, strict=True):
+        assert 0 < far(value, wanted) < max(2 * far(other, wanted), 2.0**-8)
+        assert far(value, wanted) < 2.0**-5
+
+
+def test_a_float16_loss_scale_does_not_overflow_the_gradients():
+    x, weight, targets = problem(37, torch.float32)
+    half = x.detach().half().requires_grad_()
+    loss = fused_cross_entropy(half, weight, weight.detach().half(), targets)
+    wanted = loss_and_gradients(plain, x, weight, targets)[2] / 3.0
+    (gradient,) = torch.autograd.grad(65536.0 * loss, weight)
+    assert far(gradient / 65536.0, wanted) < 2e-3
+
+
+def test_extreme_logits_stay_finite():
+    x, weight, targets = problem(37, torch.float32)
+    x = (1e4 * x.detach()).requires_grad_()
+    fused = loss_and_gradients(fused_cross_entropy, x, weight, weight.detach(), targets)
+    for value, wanted in zip(fused, loss_and_gradients(plain, x, weight, targets), strict=True):
+        assert value.isfinite().all()
+        assert far(value, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("how", ["under no_grad", "of tensors that need none"])
+def test_without_gradients_no_gradient_is_computed(how, monkeypatch):
+    """Softmax turned into its gradient is the only user of ``exp_``."""
+    x, weight, targets = problem(37)
+    wanted = plain(x, weight, targets).item()
+    monkeypatch.setattr(torch.Tensor, "exp_", _forbidden)
+    if how == "under no_grad":
+        with torch.no_grad():
+            loss = fused_cross_entropy(x, weight, weight.detach(), targets)
+    else:
+        loss = fused_cross_entropy(x.detach(), weight.detach(), weight.detach(), targets)
+    assert not loss.requires_grad
+    assert loss.item() == pytest.approx(wanted, rel=1e-12)
+    with pytest.raises(AssertionError, match="gradient work"):
+        fused_cross_entropy(x, weight, weight.detach(), targets)
+
+
+def test_inputs_are_left_as_they_were():
+    x, weight, targets = problem(37, ignored="some")
+    before = x.detach().clone(), weight.detach().clone(), targets.clone()
+    loss_and_gradients(fused_cross_entropy, x, weight, weight.detach(), targets)
+    assert all(torch.equal(a, b) for a, b in zip((x, weight, targets), before, strict=True))
+
+
+def _forbidden(*_):
+    raise AssertionError("gradient work")

@@ -1,0 +1,205 @@
+"""GPT-2: its sizes, its initialisation, and Hugging Face's model as an outside reference."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from models.gpt2 import gpt2
+from models.huggingface import from_huggingface, to_huggingface
+from models.torchvision_loader import load_torchvision
+
+CPU = torch.device("cpu")
+SMALL = dict(size="tiny", n_layer=3, n_head=4, n_embd=32, block_size=48)
+
+
+def build(seed: int = 5, **numbers):
+    chain = gpt2(**numbers)
+    return chain.build(chain.names, seed, CPU).eval()
+
+
+@pytest.mark.parametrize(
+    "size, parameters",
+    [("124M", 124_439_808), ("350M", 354_823_168), ("774M", 774_030_080), ("1558M", 1_557_611_200)],
+)
+def test_each_size_has_the_published_number_of_parameters(size, parameters):
+    layers = gpt2(size=size, vocab_size=50257).skeleton()
+    assert all(p.device.type == "meta" for p in layers.parameters())
+    assert sum(p.numel() for p in layers.parameters()) == parameters
+
+
+def test_padding_the_vocabulary_adds_rows_to_the_one_tied_weight():
+    layers = gpt2(size="124M").skeleton()
+    assert sum(p.numel() for p in layers.parameters()) == 124_439_808 + (50304 - 50257) * 768
+
+
+def test_a_number_that_is_given_replaces_the_size_s_own():
+    chain = gpt2(**SMALL, vocab_size=100)
+    assert chain.names == ["embedding", "h.0", "h.1", "h.2", "head"]
+    assert chain.limits == {"positions": 48, "vocabulary": 100}
+    assert chain.skeleton()["h.1"].mlp.c_fc.weight.shape == (128, 32)
+
+
+def test_the_untrained_loss_is_that_of_a_guess_among_all_words():
+    layers = build(size="tiny", vocab_size=2000)
+    tokens = torch.randint(0, 2000, (4, 65), generator=torch.Generator().manual_seed(0))
+    logits = layers(tokens[:, :-1])
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert loss.item() == pytest.approx(math.log(2000), rel=0.01)
+
+
+def test_weights_start_as_in_the_released_code():
+    n_layer = 6
+    layers = build(size="tiny", n_layer=n_layer, n_embd=128, vocab_size=2000)
+    residual = 0.02 / math.sqrt(2 * n_layer)
+    checked = set()
+    for name, parameter in layers.named_parameters():
+        if ".ln_" in name:
+            assert torch.equal(parameter, torch.full_like(parameter, float(name.endswith("weight"))))
+        elif name.endswith("bias"):
+            assert not parameter.any(), name
+        else:
+            wanted = 0.01 if "wpe" in name else residual if "c_proj" in name else 0.02
+            assert parameter.std().item() == pytest.approx(wanted, rel=0.03), name
+            assert abs(parameter.mean().item()) < 0.03 * wanted, name
+            checked.add(wanted)
+    assert checked == {0.01, 0.02, residual}
+
+
+def test_a_later_token_never_changes_an_earlier_logit():
+    layers = build(**SMALL, vocab_size=100)
+    tokens = torch.randint(0, 100, (2, 20), generator=torch.Generator().manual_seed(1))
+    changed = tokens.clone()
+    changed[:, 12] = (changed[:, 12] + 1) % 100
+    before, after = layers(tokens), layers(changed)
+    assert torch.equal(before[:, :12], after[:, :12])
+    assert ((before - after).abs().amax(dim=2) > 0)[:, 12:].all()
+
+
+def test_the_head_s_loss_is_the_cross_entropy_of_its_logits():
+    chain = gpt2(**SMALL, vocab_size=100)
+    layers = chain.build(chain.names, 1, CPU)
+    tokens = torch.randint(0, 100, (3, 21), generator=torch.Generator().manual_seed(2))
+    hidden = tokens[:, :-1]
+    for name, layer in layers.items():
+        if name != "head":
+            hidden = layer(hidden)
+    weights = torch.tensor([1.0, 0.0, 1.0])
+    fused = layers["head"].loss(hidden, tokens[:, 1:], weights)
+    plain = chain.loss(layers(tokens[:, :-1]), tokens[:, 1:], weights)
+    assert fused.loss.item() == pytest.approx(plain.loss.item(), rel=1e-6)
+    assert fused.count == plain.count == 40
+
+
+@pytest.mark.parametrize(
+    "numbers, message",
+    [
+        ({"size": "125M"}, "model.size=125M is not one of 124M, 350M, 774M, 1558M, tiny"),
+        ({"n_layer": 0}, "model.n_layer=0 must be at least 1"),
+        ({"n_head": -1}, "model.n_head=-1 must be at least 1"),
+        ({"block_size": 0}, "model.block_size=0 must be at least 1"),
+        ({"vocab_size": 0}, "model.vocab_size=0 must be at least 1"),
+        ({"dropout": 1.0}, "model.dropout=1.0 must lie in [0, 1)"),
+        ({"dropout": -0.1}, "model.dropout=-0.1 must lie in [0, 1)"),
+        ({"n_embd": 100, "n_head": 12}, "the nearest width that does is 96"),
+        ({"n_embd": 3, "n_head": 12}, "the nearest width that does is 12"),
+    ],
+)
+def test_a_model_that_cannot_be_is_an_error_that_names_the_key_and_the_number(numbers, message):
+    with pytest.raises(ValueError) as error:
+        gpt2(**numbers)
+    assert message in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """Hugging Face's GPT-2 with small dimensions and random weights, all of them away from their initial values."""
+    pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
+    load_torchvision()  # or transformers fails where torchvision does not fit a CPU torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=3, n_head=4, n_embd=32, n_positions=48, vocab_size=97)
+    model = GPT2LMHeadModel(config).eval()
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def tokens_below(vocabulary: int) -> torch.Tensor:
+    return torch.randint(0, vocabulary, (2, 40), generator=torch.Generator().manual_seed(3))
+
+
+def load(layers, state) -> None:
+    """As a rank does: every tensor of its own, the tied one under its canonical name."""
+    missing, unexpected = layers.load_state_dict(state, strict=False)
+    assert (missing, unexpected) == (["head.lm_head.weight"], [])
+
+
+@torch.no_grad()
+def test_our_logits_are_hugging_face_s_with_its_weights(theirs):
+    ours = build(**SMALL, vocab_size=97)
+    load(ours, from_huggingface(theirs.state_dict(), vocab_size=97))
+    tokens = tokens_below(97)
+    wanted = theirs(tokens).logits
+    assert wanted.std() > 0.1
+    assert (ours(tokens) - wanted).norm() / wanted.norm() < 1e-5
+    assert (ours(tokens) - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+
+@torch.no_grad()
+def test_hugging_face_s_logits_are_ours_with_our_weights(theirs):
+    ours = build(**SMALL, vocab_size=97)
+    for parameter in ours.parameters():
+        parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(4))
+    theirs.load_state_dict(to_huggingface(dict(ours.named_parameters()), vocab_size=97))
+    wanted = ours(tokens_below(97))
+    assert (theirs(tokens_below(97)).logits - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+
+@torch.no_grad()
+def test_a_vocabulary_padded_to_50304_gives_the_same_logits_for_the_50257_words():
+    pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
+    load_torchvision()
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    reference = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=48)).eval()
+    ours = build(size="tiny", n_layer=1, n_head=2, n_embd=8, block_size=48)
+    load(ours, from_huggingface(reference.state_dict()))
+    tokens = tokens_below(50257)
+    logits, wanted = ours(tokens), reference(tokens).logits
+    assert logits.shape[-1] == 50304
+    assert (logits[..., :50257] - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    back = to_huggingface(dict(ours.named_parameters()))
+    assert all(torch.equal(back[name], tensor) for name, tensor in reference.state_dict().items())
+
+
+def test_a_round_trip_changes_no_bit_and_misses_no_name():
+    state = dict(build(**SMALL, vocab_size=97).named_parameters())
+    again = from_huggingface(to_huggingface(state, vocab_size=97), vocab_size=97)
+    assert again.keys() == state.keys()
+    assert all(torch.equal(again[name], state[name]) for name in state)
+
+
+def test_the_published_file_s_names_without_prefix_and_with_masks_are_understood():
+    state = dict(build(**SMALL, vocab_size=97).named_parameters())
+    published = to_huggingface(state, vocab_size=97)
+    del published["lm_head.weight"]
+    published = {name.removeprefix("transformer."): tensor for name, tensor in published.items()}
+    published["h.0.attn.bias"] = torch.ones(1, 1, 48, 48).tril()
+    assert from_huggingface(published, vocab_size=97).keys() == state.keys()
+
+
+def test_padded_rows_are_the_mean_row():
+    state = dict(build(**SMALL, vocab_size=97).named_parameters())
+    padded = from_huggingface(to_huggingface(state, vocab_size=97), vocab_size=104)["embedding.wte.weight"]
+    assert torch.equal(padded[97:], padded[:97].mean(dim=0, keepdim=True).expand(7, -1))
+
+
+def test_a_checkpoint_with_more_words_than_the_model_is_an_error_that_names_both():
+    state = to_huggingface(dict(build(**SMALL, vocab_size=97).named_parameters()), vocab_size=97)
+    with pytest.raises(ValueError, match="the checkpoint has 97 words, model.vocab_size=90 is too few"):
+        from_huggingface(state, vocab_size=90)

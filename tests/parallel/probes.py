@@ -1,0 +1,55 @@
+"""Small functions that tests run on every rank. Here and not in the tests, so that the ranks can import them."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from cases import Layout, Recipe, build, chain_and_batches
+
+from parallel.mesh import Mesh
+
+
+def sums_over_groups(order: str) -> tuple[int, int]:
+    """The sum of 10^rank over this rank's pipeline, and over its replicas."""
+    mesh = Mesh(2, 2, dist.get_rank(), order).connect(timeout_s=30)
+    sums = []
+    for group in (mesh.pp_group, mesh.dp_group):
+        mine = torch.tensor(10**mesh.rank)
+        dist.all_reduce(mine, group=group)
+        sums.append(int(mine))
+    return tuple(sums)
+
+
+def which_groups(dp: int, pp: int) -> tuple[bool, bool]:
+    """Whether this rank has a group along its pipeline, and along its replicas."""
+    mesh = Mesh(dp, pp, dist.get_rank()).connect(timeout_s=30)
+    return mesh.pp_group is not None, mesh.dp_group is not None
+
+
+def norms_of_one_step(recipe: Recipe, layout: Layout) -> tuple[float, float]:
+    """(whole norm, norm of this rank's tied gradient) of one step."""
+    strategy, outcome = _one_step(recipe, layout)
+    return outcome.grad_norm, _tied_norm(strategy)
+
+
+def measured_norms(recipe: Recipe, layout: Layout) -> tuple[float, float]:
+    """(norm that one step reported, norm measured after it)."""
+    strategy, outcome = _one_step(recipe, layout)
+    return outcome.grad_norm, strategy.grad_norm()
+
+
+def clipped_norms(recipe: Recipe, layout: Layout, limit: float) -> tuple[float, float]:
+    """(whole norm, norm of this rank's tied gradient) after clipping to ``limit``."""
+    strategy, outcome = _one_step(recipe, layout)
+    strategy.clip_grad_norm_(limit, outcome.grad_norm)
+    return strategy.grad_norm(), _tied_norm(strategy)
+
+
+def _one_step(recipe: Recipe, layout: Layout):
+    plan, strategy = build(layout, recipe)
+    batch = chain_and_batches(recipe)[1](1).chunks(plan.dp)[strategy.mesh.replica]
+    return strategy, strategy.train_step(batch, 1)
+
+
+def _tied_norm(strategy) -> float:
+    return dict(strategy.named_parameters())["embedding.wte.weight"].grad.norm().item()

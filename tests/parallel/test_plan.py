@@ -1,0 +1,213 @@
+"""Layouts that cannot run are refused before anything starts, with the numbers and a way out."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from cases import Layout, parallel_section
+
+from models.gpt2 import gpt2
+from models.toy import toy
+from parallel.errors import PlanError
+from parallel.plan import Plan, make_plan
+
+
+def plan(layout: Layout, chain=None, *, batch=24, device="cpu", precision="fp32", world=None, **changes) -> Plan:
+    section = parallel_section(layout, **changes)
+    return make_plan(
+        section, chain or toy(), global_batch_size=batch, device=device, precision=precision, world_size=world
+    )
+
+
+def refused(layout: Layout, *parts: str, **more) -> str:
+    """The error's message, which holds ``parts``."""
+    with pytest.raises(PlanError) as error:
+        plan(layout, **more)
+    message = str(error.value)
+    for part in parts:
+        assert part in message
+    return message
+
+
+@pytest.mark.parametrize(
+    "batch, dp, chunks, way_out",
+    [
+        (10, 2, 4, "the nearest that can are 8 and 16"),
+        (23, 2, 3, "the nearest that can are 18 and 24"),
+        (7, 2, 4, "the smallest that can is 8"),
+        (0, 2, 4, "the smallest that can is 8"),
+        (-8, 2, 4, "the smallest that can is 8"),
+    ],
+)
+def test_a_batch_that_does_not_cut_into_micro_batches(batch, dp, chunks, way_out):
+    message = refused(Layout("pipe_ddp", dp=dp, pp=2, chunks=chunks), batch=batch)
+    assert message == (
+        f"train.global_batch_size={batch} cannot be cut into dp={dp} x chunks={chunks} equal micro-batches; {way_out}"
+    )
+
+
+def test_more_stages_than_layers():
+    refused(Layout("pipelined", pp=4, chunks=4), "4 stages", "only 3 layers: net1, relu, net2", "set parallel.pp=3")
+
+
+def test_1f1b_with_fewer_chunks_than_stages():
+    refused(
+        Layout("pipelined", pp=3, chunks=2, schedule="1f1b"),
+        "parallel.chunks=2 is below parallel.pp=3",
+        "parallel.chunks=3 or more",
+        "parallel.schedule=gpipe",
+    )
+
+
+def test_gpipe_runs_fewer_chunks_than_stages():
+    assert plan(Layout("pipelined", pp=3, chunks=2)).chunks == 2
+
+
+@pytest.mark.parametrize("pp, chunks", [(2, 5), (4, 9), (3, 7), (4, 13)])
+def test_interleaved_chunks_that_make_no_equal_rounds_and_every_way_out_works(pp, chunks):
+    chain = gpt2(size="tiny")
+    layout = Layout("pipelined", pp=pp, chunks=chunks, schedule="interleaved_1f1b", stages_per_rank=1)
+    message = refused(layout, f"parallel.pp={pp}", f"parallel.chunks={chunks}", chain=chain, batch=chunks)
+    ways_out = [int(n) for n in re.search(r"the nearest that do are (\d+) and (\d+)", message).groups()]
+    assert ways_out[0] < chunks < ways_out[1]
+    assert all(n % max(1, n // pp) for n in range(ways_out[0] + 1, ways_out[1])), "others are nearer"
+    for n in ways_out:
+        layout = Layout("pipelined", pp=pp, chunks=n, schedule="interleaved_1f1b", stages_per_rank=1)
+        assert plan(layout, chain, batch=n).chunks == n
+
+
+def test_interleaved_stages_are_two_a_rank_unless_told_otherwise():
+    looped = plan(Layout("pipelined", pp=2, chunks=4, schedule="interleaved_1f1b"), gpt2(size="tiny"))
+    assert [stage.index for stage in looped.stages_of(1)] == [1, 3]
+    assert len(looped.stages) == 4
+
+
+def test_several_stages_a_rank_under_a_schedule_of_one():
+    refused(
+        Layout("pipelined", pp=2, chunks=4, stages_per_rank=2),
+        "parallel.stages_per_rank=2 is too many",
+        "parallel.schedule=interleaved_1f1b",
+    )
+
+
+def test_interleaved_stages_that_outnumber_the_layers():
+    refused(Layout("pipelined", pp=2, chunks=4, schedule="interleaved_1f1b"), "4 stages", "only 3 layers")
+
+
+@pytest.mark.parametrize("key, layout", [("dp", Layout("ddp", dp=0)), ("pp", Layout("pipelined", pp=0))])
+def test_zero_replicas_or_stages(key, layout):
+    refused(layout, f"parallel.{key}=0 must be at least 1")
+
+
+@pytest.mark.parametrize("chunks", [0, -2, 1.5, True, "many"])
+def test_chunks_that_are_no_number_of_chunks(chunks):
+    refused(Layout("single"), f"parallel.chunks={chunks} must be a whole number of at least 1", chunks=chunks)
+
+
+@pytest.mark.parametrize(
+    "layout, other",
+    [
+        (Layout("single", dp=2), "parallel=ddp"),
+        (Layout("pipelined", dp=2, pp=2), "parallel=pipe_ddp"),
+        (Layout("model_parallel", dp=2, pp=2), "parallel=pipe_ddp"),
+    ],
+    ids=str,
+)
+def test_replicas_under_a_strategy_that_has_one(layout, other):
+    refused(layout, f"parallel={layout.name} has one replica", "parallel.dp=2", other)
+
+
+@pytest.mark.parametrize(
+    "layout, other", [(Layout("single", pp=2), "pipelined"), (Layout("ddp", dp=2, pp=2), "pipe_ddp")], ids=str
+)
+def test_stages_under_a_strategy_that_has_one(layout, other):
+    refused(layout, f"parallel={layout.name} has one stage", "parallel.pp=2", f"parallel={other}")
+
+
+def test_another_number_of_processes_than_the_layout_needs():
+    refused(
+        Layout("pipe_ddp", dp=2, pp=2, chunks=2),
+        "parallel.dp=2 x parallel.pp=2 = 4 processes",
+        "but 3 were started (WORLD_SIZE)",
+        "start 4",
+        world=3,
+    )
+
+
+def test_replicas_left_open_are_as_many_as_the_started_processes_allow_and_two_on_a_cpu():
+    open_layout = Layout("pipe_ddp", dp=None, pp=2, chunks=2)
+    assert plan(open_layout, world=6).dp == 3
+    assert plan(open_layout).dp == 2
+
+
+def test_a_device_list_of_another_length_than_the_stages():
+    refused(
+        Layout("model_parallel", pp=3), "names 2 devices for parallel.pp=3 stages", "name one a stage",
+        devices=["cpu", "cpu"],
+    )  # fmt: skip
+
+
+def test_a_device_list_for_a_strategy_with_one_device_a_rank():
+    refused(Layout("ddp", dp=2), "parallel.devices is for parallel=model_parallel", devices=["cpu", "cpu"])
+
+
+def test_model_parallel_on_a_cpu_puts_every_stage_there():
+    assert plan(Layout("model_parallel", pp=2)).devices == ("cpu", "cpu")
+
+
+def test_a_gpu_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused(Layout("single"), "device=cuda but this machine has none", "here are: cpu", "device=auto", device="cuda")
+
+
+def test_more_ranks_than_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    refused(
+        Layout("pipe_ddp", dp=2, pp=2, chunks=2), "= 4 processes", "has 1 cuda device;", "device=cpu", device="cuda"
+    )
+
+
+def test_more_stages_in_one_process_than_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    layout = Layout("model_parallel", pp=2)
+    refused(layout, "parallel.pp=2 stages but 1 cuda devices", "[cuda:0,cuda:0]", "device=cpu", device="cuda")
+    assert plan(layout, device="cuda", devices=["cuda:0", "cuda:0"]).devices == ("cuda:0", "cuda:0")
+
+
+def test_a_balance_list_that_does_not_fit_the_stages():
+    refused(Layout("pipelined", pp=2, chunks=2, balance=(1, 1)), "parallel.balance=[1,1]", "sum 3", "[2,1]")
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0])
+def test_a_timeout_of_no_time(timeout):
+    refused(Layout("single"), f"parallel.timeout_s={timeout} must be above 0", timeout_s=timeout)
+
+
+def test_the_plan_counts_a_tied_weight_once_in_the_model_and_in_each_stage_that_holds_it():
+    chain = gpt2(size="tiny", vocab_size=512)
+    whole = plan(Layout("single"), chain)
+    halves = plan(Layout("pipelined", pp=2, chunks=4), chain)
+    assert whole.stages[0].parameters == whole.parameters == halves.parameters
+    assert sum(stage.parameters for stage in halves.stages) == whole.parameters + 512 * 64
+
+
+def test_processes_and_micro_batches_follow_from_the_layout():
+    sizes = {
+        Layout("single", chunks=4): (1, 6),
+        Layout("model_parallel", pp=3, chunks=4): (1, 6),
+        Layout("ddp", dp=2, chunks=4): (2, 3),
+        Layout("pipelined", pp=2, chunks=4): (2, 6),
+        Layout("pipe_ddp", dp=2, pp=3, chunks=4): (6, 3),
+    }
+    for layout, wanted in sizes.items():
+        made = plan(layout)
+        assert (made.processes, made.microbatch_size) == wanted
+
+
+def test_the_ideal_bubble_is_that_of_the_schedule_and_none_without_a_pipeline():
+    assert plan(Layout("single")).ideal_bubble is None
+    assert plan(Layout("pipe_ddp", dp=2, pp=2, chunks=4)).ideal_bubble == pytest.approx(0.2)

@@ -1,0 +1,69 @@
+"""Ideal bubbles, and what each schedule asks of the number of chunks."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel.errors import PlanError
+from parallel.schedules import NAMES, check_chunks, ideal_bubble, in_flight, schedule_class, stages_per_rank
+
+
+@pytest.mark.parametrize(
+    "schedule, ranks, chunks, per_rank, bubble",
+    [
+        ("gpipe", 2, 4, 1, 1 / 5),
+        ("gpipe", 4, 4, 1, 3 / 7),
+        ("gpipe", 2, 1, 1, 1 / 2),
+        ("1f1b", 2, 4, 1, 1 / 5),
+        ("1f1b", 4, 8, 1, 3 / 11),
+        ("interleaved_1f1b", 2, 4, 2, 0.111),
+        ("interleaved_1f1b", 4, 8, 2, 3 / 19),
+        ("gpipe", 1, 4, 1, 0.0),
+    ],
+)
+def test_ideal_bubbles(schedule, ranks, chunks, per_rank, bubble):
+    assert ideal_bubble(schedule, ranks, chunks, per_rank) == pytest.approx(bubble, abs=2e-4)
+
+
+def test_the_bubble_of_gpipe_is_what_an_ideal_run_leaves_idle():
+    """Every forward and backward takes one tick: 2m ticks of work in a span of 2 (m + p - 1)."""
+    for ranks, chunks in [(2, 4), (3, 5), (4, 4)]:
+        forward_ends = {(r, m): r + m + 1 for r in range(ranks) for m in range(chunks)}
+        span = 2 * max(forward_ends.values())
+        assert ideal_bubble("gpipe", ranks, chunks, 1) == pytest.approx(1 - 2 * chunks / span)
+
+
+def test_1f1b_holds_fewer_micro_batches_than_gpipe_and_fewest_at_the_end():
+    assert [in_flight("gpipe", 4, 8, 1, rank) for rank in range(4)] == [8, 8, 8, 8]
+    assert [in_flight("1f1b", 4, 8, 1, rank) for rank in range(4)] == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("chunks", [2, 4, 8, 3])
+def test_no_schedule_holds_more_micro_batches_than_there_are(chunks):
+    for schedule in NAMES:
+        per_rank = stages_per_rank(schedule, None)
+        assert all(1 <= in_flight(schedule, 2, chunks, per_rank, rank) <= chunks for rank in range(2))
+
+
+def test_stages_a_rank():
+    assert [stages_per_rank(name, None) for name in NAMES] == [1, 1, 2]
+    assert stages_per_rank("interleaved_1f1b", 3) == 3
+    with pytest.raises(PlanError, match="stages_per_rank=0 must be at least 1"):
+        stages_per_rank("interleaved_1f1b", 0)
+
+
+@pytest.mark.parametrize("chunks", range(1, 17))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_interleaved_chunks_are_accepted_exactly_where_torch_accepts_them(chunks, ranks):
+    """torch cuts them into chunks // ranks equal rounds, one round at least."""
+    if chunks % max(1, chunks // ranks):
+        with pytest.raises(PlanError, match=f"parallel.chunks={chunks} does not divide"):
+            check_chunks("interleaved_1f1b", chunks, ranks)
+    else:
+        check_chunks("interleaved_1f1b", chunks, ranks)
+
+
+def test_every_name_has_its_class():
+    assert [schedule_class(name).__name__ for name in NAMES] == [
+        "ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B",
+    ]  # fmt: skip

@@ -1,0 +1,109 @@
+"""One stage: what it gives, and where its dropout comes from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from models.chain import Chain, Layer
+from models.gpt2 import gpt2
+from models.losses import SquaredError
+from models.toy import toy
+from parallel.stage import Stage
+
+CPU = torch.device("cpu")
+
+
+def dropouts(count: int = 3) -> Chain:
+    return Chain([Layer(f"drop{i}", lambda: nn.Dropout(0.5)) for i in range(count)], loss=SquaredError())
+
+
+def stage(chain: Chain, names: list[str] | None = None, seed: int = 3, step: int = 1, **more) -> Stage:
+    made = Stage(chain, names or chain.names, seed=seed, device=CPU, **more)
+    made.step = step
+    return made
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def mask(name: str = "drop0", index: int = 0, **more) -> torch.Tensor:
+    """What dropout makes of ones in layer ``name``."""
+    return stage(dropouts(), [name], **more)(torch.ones(4, 64), torch.tensor([index]))
+
+
+def test_a_dropout_mask_is_the_same_whenever_it_is_drawn():
+    first = mask()
+    torch.rand(17)
+    assert torch.equal(mask(), first)
+
+
+@pytest.mark.parametrize(
+    "other", [{"seed": 4}, {"step": 2}, {"index": 1}, {"name": "drop1"}], ids=["seed", "step", "micro-batch", "layer"]
+)
+def test_a_dropout_mask_depends_on(other):
+    assert not torch.equal(mask(**other), mask())
+
+
+def test_a_dropout_mask_does_not_depend_on_the_layers_before_it_or_on_the_cut():
+    chain, x, index = dropouts(), torch.ones(4, 64), torch.tensor([5])
+    whole = stage(chain)(x, index)
+    first, second = stage(chain, ["drop0"]), stage(chain, ["drop1", "drop2"])
+    assert torch.equal(second(first(x, index), index), whole)
+    assert whole.any()
+
+
+def test_evaluation_drops_nothing_and_draws_nothing():
+    evaluated = stage(dropouts()).eval()
+    before = torch.get_rng_state()
+    assert torch.equal(evaluated(torch.ones(4, 64), torch.tensor([0])), torch.ones(4, 64))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_recomputation_draws_the_same_mask_again():
+    """The gradient of a dropout of ones is its mask, drawn again in the backward."""
+    x = torch.ones(4, 64, requires_grad=True)
+    y = stage(dropouts(), recompute=True)(x, torch.tensor([2]))
+    torch.rand(5)
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())
+
+
+def test_the_stage_that_ends_the_chain_gives_its_loss_scaled_and_notes_it_unscaled():
+    chain = toy()
+    last, inputs, targets = stage(chain), drawn(6, 10), drawn(6, 5)
+    last.loss_scale = 256.0
+    scaled = last(inputs, torch.tensor([0]), targets=targets)
+    wanted = nn.functional.mse_loss(last.layers(inputs), targets, reduction="sum")
+    assert scaled.item() == pytest.approx(256.0 * wanted.item(), rel=1e-6)
+    assert last.take_sums().tolist() == pytest.approx([wanted.item(), 30.0], rel=1e-6)
+
+
+def test_sums_of_micro_batches_add_up_and_are_taken_once():
+    last, x, y = stage(toy()), drawn(6, 10), drawn(6, 5)
+    for index in range(3):
+        last(x[2 * index :][:2], torch.tensor([index]), targets=y[2 * index :][:2])
+    in_pieces = last.take_sums()
+    assert last.take_sums() is None
+    last(x, torch.tensor([0]), targets=y)
+    assert in_pieces.tolist() == pytest.approx(last.take_sums().tolist(), rel=1e-6)
+
+
+def test_a_stage_in_the_middle_ignores_the_targets_and_gives_something_contiguous():
+    chain = Chain([Layer("turn", Transpose), Layer("end", nn.Identity)], loss=SquaredError())
+    out = stage(chain, ["turn"])(torch.ones(3, 4), torch.tensor([0]), targets=torch.zeros(3))
+    assert out.shape == (4, 3)
+    assert out.is_contiguous()
+
+
+def test_without_targets_the_last_stage_gives_the_model_s_output():
+    chain = gpt2(size="tiny", vocab_size=50)
+    logits = stage(chain).eval()(torch.zeros(2, 5, dtype=torch.int64), torch.tensor([0]))
+    assert logits.shape == (2, 5, 50)
+
+
+class Transpose(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.t()

@@ -1,0 +1,85 @@
+"""Shapes and dtypes at stage borders, found without running anything, are those of a real run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import Layout, Recipe, chain_and_batches, parallel_section
+
+from parallel.build import stage_borders
+from parallel.plan import make_plan
+from parallel.precision import autocast, parameter_dtype
+from parallel.trace import Border, trace
+
+RECIPES = {name: Recipe(name, global_batch=6, lr=0.1) for name in ("toy", "gpt2")}
+
+
+def traced(model: str, precision: str):
+    chain, batch_at = chain_and_batches(RECIPES[model])
+    batch = batch_at(0)
+    return chain, batch, trace(chain, batch.inputs, batch.targets, precision, "cpu")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
+@pytest.mark.parametrize("model", ["toy", "gpt2"])
+def test_every_border_is_what_a_real_forward_gives(model, precision):
+    chain, batch, borders = traced(model, precision)
+    dtype = parameter_dtype(precision)
+    layers = chain.build(chain.names, 0, torch.device("cpu"), dtype)
+    x = batch.inputs.to(dtype) if batch.inputs.is_floating_point() else batch.inputs
+    targets = batch.targets.to(dtype) if batch.targets.is_floating_point() else batch.targets
+    real = []
+    with autocast(precision, "cpu"):
+        for name, layer in layers.items():
+            if name != chain.names[-1]:
+                x = layer(x)
+            elif hasattr(layer, "loss"):
+                x = layer.loss(x, targets, None).loss
+            else:
+                x = chain.loss(layer(x), targets, None).loss
+            real.append((name, Border(tuple(x.shape), x.dtype)))
+    assert [(t.name, t.output) for t in borders] == real
+
+
+def test_autocast_shows_at_a_border():
+    """In bf16 the toy's first Linear gives bf16; a border declared float32 would corrupt silently."""
+    assert traced("toy", "bf16")[2][0].output == Border((6, 10), torch.bfloat16)
+    assert traced("toy", "fp32")[2][0].output == Border((6, 10), torch.float32)
+
+
+def test_a_stage_s_border_is_that_of_its_last_layer_and_the_last_gives_the_loss():
+    chain, batch_at = chain_and_batches(RECIPES["toy"])
+    section = parallel_section(Layout("pipelined", pp=2, chunks=2))
+    plan = make_plan(section, chain, global_batch_size=6, device="cpu", precision="bf16")
+    borders = stage_borders(plan, chain, batch_at(0).chunks(2)[0])
+    assert borders == [
+        Border((3, 10), torch.float32), Border((3, 10), torch.bfloat16), Border((), torch.float32),
+    ]  # fmt: skip
+
+
+def test_a_border_shows_its_shape_its_dtype_and_its_bytes():
+    border = Border((2, 16, 8), torch.bfloat16)
+    assert str(border) == "2x16x8 bfloat16"
+    assert border.bytes == 512
+
+
+def test_casts_of_weights_are_held_once_a_step_and_only_under_autocast():
+    _, _, plain = traced("toy", "fp32")
+    _, _, cast = traced("toy", "bf16")
+    assert [t.cast for t in plain] == [0, 0, 0]
+    # The second Linear's weight in two bytes; the first one's backward needs no weight.
+    assert [t.cast for t in cast] == [0, 0, 2 * 10 * 5]
+
+
+def test_each_micro_batch_keeps_its_own_input():
+    _, _, plain = traced("toy", "fp32")
+    assert plain[0].kept == 4 * 6 * 10
+
+
+def test_activations_grow_with_the_batch_and_tracing_moves_no_random_number():
+    chain, batch_at = chain_and_batches(RECIPES["gpt2"])
+    before = torch.get_rng_state()
+    small, large = batch_at(0).chunks(2)[0], batch_at(0)
+    kept = [trace(chain, b.inputs, b.targets, "fp32", "cpu")[1].kept for b in (small, large)]
+    assert kept[1] == pytest.approx(2 * kept[0], rel=0.05)
+    assert torch.equal(torch.get_rng_state(), before)
