@@ -47,7 +47,8 @@ class Chain:
     layers      in the order of computation; the first takes the batch's inputs
     loss        closes the chain: (output of the last layer, targets, weights) -> Sums. A last layer that has a
                 method ``loss(input, targets, weights)`` of its own owns the loss: training calls that with the
-                layer's *input* (a fused linear + cross entropy needs no logits)
+                layer's *input* (a fused linear + cross entropy needs no logits). Its attribute ``step_cache``, where
+                it has one, is an empty dict for the length of a step and None outside
     tied        {alias: canonical} names of parameters that are one parameter
     initialise  (full module name, module) -> None, called once for every submodule that holds parameters or
                 buffers itself, under a seed made of the name: draws for one never move another's

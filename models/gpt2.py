@@ -104,7 +104,10 @@ class Head(nn.Module):
         super().__init__()
         self.ln_f = nn.LayerNorm(size.n_embd)
         self.lm_head = nn.Linear(size.n_embd, vocab_size, bias=False)
-        self._cast: tuple[tuple, Tensor] | None = None
+        # The weight in the compute dtype, kept between micro-batches. A dict while a step runs, in which no weight
+        # changes; None outside of one, so that nothing stale can be used. (The weight's version cannot tell: fused
+        # optimizers do not move it.)
+        self.step_cache: dict[torch.dtype, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lm_head(self.ln_f(x))
@@ -120,17 +123,15 @@ class Head(nn.Module):
         return Sums(loss, (targets != IGNORED).sum())
 
     def _weight_as(self, dtype: torch.dtype) -> Tensor:
-        """The weight in the compute dtype, cast once per optimizer step and not once per micro-batch.
-
-        The optimizer updates in place, and every update moves the tensor's version.
-        """
-        weight = self.lm_head.weight
+        """The weight in the compute dtype: cast once per step, and not once per micro-batch."""
+        weight = self.lm_head.weight.detach()
         if weight.dtype == dtype:
-            return weight.detach()
-        key = (id(weight), weight._version, dtype)
-        if self._cast is None or self._cast[0] != key:
-            self._cast = (key, weight.detach().to(dtype))
-        return self._cast[1]
+            return weight
+        if self.step_cache is None:
+            return weight.to(dtype)
+        if dtype not in self.step_cache:
+            self.step_cache[dtype] = weight.to(dtype)
+        return self.step_cache[dtype]
 
 
 class TokenCrossEntropy:

@@ -15,7 +15,7 @@ from parallel.strategy import Strategy
 
 
 class InProcess(Strategy):
-    """``single``: one stage. ``model_parallel``: several, one device after the other. ``ddp``: one stage, replicated."""
+    """``single``: one stage; ``model_parallel``: several, one device after the other; ``ddp``: one, replicated."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)

@@ -16,8 +16,8 @@ from models.seeds import fold, seed_generator
 class Stage(nn.Module):
     """Layers ``names`` of ``chain`` with their weights on ``device``; parameters keep the whole model's names.
 
-    ``step`` and ``loss_scale`` are set by the strategy before each step; ``sums`` collects, for each micro-batch of
-    a stage that ends the chain, [loss, count, *metrics] as float64.
+    A strategy calls ``begin`` before each step's micro-batches and ``end`` after them; ``sums`` collects, for each
+    micro-batch of a stage that ends the chain, [loss, count, *metrics] as float64.
     """
 
     def __init__(
@@ -37,6 +37,21 @@ class Stage(nn.Module):
         self.step = 0
         self.loss_scale = 1.0
         self.sums: list[Tensor] = []
+
+    def begin(self, training: bool, step: int = 0, loss_scale: float = 1.0) -> None:
+        """A step of training (``step`` counts from 1) or of evaluation starts; no weight changes until ``end``."""
+        self.train(training)
+        self.step, self.loss_scale = step, loss_scale
+        self._keep_casts({})
+
+    def end(self) -> None:
+        """The step's forwards and backwards are done; weights may change."""
+        self._keep_casts(None)
+
+    def _keep_casts(self, cache: dict | None) -> None:
+        last = self.layers[self.layers.names[-1]]
+        if hasattr(last, "step_cache"):
+            last.step_cache = cache
 
     def forward(
         self, x: Tensor, microbatch: Tensor, targets: Tensor | None = None, weights: Tensor | None = None

@@ -10,6 +10,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -95,13 +96,10 @@ class Strategy(ABC):
         """
         batch = self._place(batch)
         terms = batch.targets.numel()
-        for stage in self.stages:
-            stage.train()
-            # DDP averages over replicas and the global mean divides by dp x terms, so each divides by its own terms.
-            stage.step, stage.loss_scale = step, self.loss_scale.factor / terms
         self.zero_grad()
         self.timeline.start_step()
-        with autocast(self.plan.precision, self.device.type):
+        # DDP averages over replicas and the global mean divides by dp x terms, so each divides by its own terms.
+        with self._step(training=True, step=step, loss_scale=self.loss_scale.factor / terms):
             self._forward_backward(batch)
         self.timeline.end_step()
         self.tied.sum_gradients()
@@ -114,10 +112,7 @@ class Strategy(ABC):
         """
         batch = self._place(batch)
         self.zero_grad()
-        for stage in self.stages:
-            stage.eval()
-            stage.loss_scale = 1.0
-        with torch.no_grad(), autocast(self.plan.precision, self.device.type):
+        with torch.no_grad(), self._step(training=False):
             self._forward(batch)
         return self._take_sums()
 
@@ -239,6 +234,18 @@ class Strategy(ABC):
             gradient_as_bucket_view=True,
             bucket_cap_mb=self.options.bucket_mb,
         )
+
+    @contextmanager
+    def _step(self, **how) -> Iterator[None]:
+        """One autocast context over all of a step, so that weights are cast once and not once a micro-batch."""
+        for stage in self.stages:
+            stage.begin(**how)
+        try:
+            with autocast(self.plan.precision, self.device.type):
+                yield
+        finally:
+            for stage in self.stages:
+                stage.end()
 
     def _microbatch_indices(self) -> Tensor:
         """[chunks] indices of this replica's micro-batches in the global batch."""

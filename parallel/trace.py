@@ -60,6 +60,8 @@ def trace(chain: Chain, inputs: Tensor, targets: Tensor, precision: str, device_
         for layer in chain.layers:
             with torch.device(device_type), _default_dtype(dtype):
                 module = layer.build()
+            if hasattr(module, "step_cache"):
+                module.step_cache = {}  # as in the middle of a step
             kept = _Kept(module)
             with saved_tensors_hooks(kept.note, lambda tensor: tensor):
                 # Twice: the second micro-batch finds the weights cast already, so it keeps activations only.

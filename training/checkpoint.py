@@ -133,7 +133,9 @@ def read_manifest(path: Path) -> dict:
         size = (path / name).stat().st_size if (path / name).exists() else None
         if size != entry["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes"
-            raise CheckpointError(f"{path / name} {found}, the manifest says {entry['bytes']}: the checkpoint is damaged")
+            raise CheckpointError(
+                f"{path / name} {found}, the manifest says {entry['bytes']}: the checkpoint is damaged"
+            )
     return manifest
 
 

@@ -10,6 +10,7 @@ from models.chain import Chain, Layer
 from models.gpt2 import gpt2
 from models.losses import SquaredError
 from models.toy import toy
+from parallel.stage import Stage
 
 CPU = torch.device("cpu")
 EMBEDDING, HEAD = "embedding.wte.weight", "head.lm_head.weight"
@@ -140,20 +141,18 @@ def test_a_layer_that_cannot_be_initialised_is_an_error_and_no_memory_of_chance(
     ],
     ids=["fused AdamW", "foreach AdamW", "SGD", "fused SGD"],
 )
-def test_the_head_s_cast_weight_follows_an_optimizer_step_and_is_not_cast_again_before(optimizer):
-    head = tiny().build(["head"], 7, CPU)["head"]
-    weight = head.lm_head.weight
+def test_the_head_s_cast_weight_is_kept_for_a_step_and_follows_the_optimizer_after_it(optimizer):
+    last = Stage(tiny(), ["head"], seed=7, device=CPU)
+    head, weight = last.layers["head"], last.layers["head"].lm_head.weight
+    last.begin(training=True, step=1)
     cast = head._weight_as(torch.bfloat16)
     assert head._weight_as(torch.bfloat16) is cast
+    assert head._weight_as(torch.float16).dtype == torch.float16
+    last.end()
     weight.grad = torch.randn_like(weight)
     optimizer([weight]).step()
-    assert not torch.equal(head._weight_as(torch.bfloat16), cast)
-    assert torch.equal(head._weight_as(torch.bfloat16), weight.detach().bfloat16())
+    for _ in range(2):  # outside of a step, and in the next
+        assert not torch.equal(head._weight_as(torch.bfloat16), cast)
+        assert torch.equal(head._weight_as(torch.bfloat16), weight.detach().bfloat16())
+        last.begin(training=True, step=2)
 
-
-def test_the_head_s_cast_weight_follows_a_load_and_another_dtype():
-    head = tiny().build(["head"], 7, CPU)["head"]
-    head._weight_as(torch.bfloat16)
-    assert head._weight_as(torch.float16).dtype == torch.float16
-    head.load_state_dict({**head.state_dict(), "lm_head.weight": torch.ones_like(head.lm_head.weight)})
-    assert torch.equal(head._weight_as(torch.float16), torch.ones(64, 64, dtype=torch.float16))
