@@ -111,7 +111,6 @@ class Strategy(ABC):
         No gradients; add the vectors of all batches up and give them to ``all_sum``.
         """
         batch = self._place(batch)
-        self.zero_grad()
         with torch.no_grad(), self._step(training=False):
             self._forward(batch)
         return self._take_sums()
@@ -174,6 +173,12 @@ class Strategy(ABC):
             torch._foreach_clamp_max_(gradients, limit)
 
     def zero_grad(self) -> None:
+        """Forget the last step's gradients. Replicated ones are views of DDP's buckets and stay so, zeroed: gradients
+        of their own beside the buckets would be the model's size in memory once more."""
+        gradients = self._gradients()
+        if self.mesh.dp_group is not None and gradients:
+            torch._foreach_zero_(gradients)
+            return
         for parameter in self.parameters():
             parameter.grad = None
 

@@ -1,0 +1,180 @@
+"""train.py as a user starts it: a process of its own, whose console, files and children tests can look at."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = ROOT / "train.py"
+TIMEOUT_S = 150
+# What torchrun, or a test run under it, would leave behind for the command to find.
+_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_NAME")
+_FOREIGN_PREFIXES = ("TORCHELASTIC_", "SLURM_", "WANDB_", "HYDRA_", "OMP_")
+
+
+@dataclass
+class Run:
+    """A command that has ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+    folder: Path
+
+    @cached_property
+    def metrics(self) -> list[dict]:
+        """The lines of metrics.jsonl."""
+        text = (self.folder / "metrics.jsonl").read_text()
+        return [json.loads(line, parse_constant=_no_such_constant) for line in text.splitlines()]
+
+    @cached_property
+    def summary(self) -> dict:
+        return json.loads((self.folder / "summary.json").read_text(), parse_constant=_no_such_constant)
+
+    @property
+    def steps(self) -> list[dict]:
+        """The records of optimizer steps."""
+        return [line for line in self.metrics if "loss" in line]
+
+    @property
+    def evaluations(self) -> list[dict]:
+        return [line for line in self.metrics if "val_loss" in line]
+
+    @property
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.steps]
+
+    @property
+    def val_losses(self) -> list[float]:
+        return [line["val_loss"] for line in self.evaluations]
+
+    @property
+    def console(self) -> str:
+        return self.stdout + self.stderr
+
+
+class Started:
+    """train.py at the head of a session of its own. Output goes to files: a pipe would stay open in an orphan."""
+
+    def __init__(
+        self,
+        overrides: Sequence[str],
+        folder: Path,
+        *,
+        env: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+        cwd: Path = ROOT,
+        own_folder: bool = True,
+        tag: str = "console",
+    ) -> None:
+        self.folder = folder
+        self._out, self._err = (folder.parent / f"{folder.name}.{tag}.{kind}" for kind in ("out", "err"))
+        where = [f"hydra.run.dir='{folder}'"] if own_folder else []
+        command = [sys.executable, *prefix, str(TRAIN), *overrides, *where]
+        self._begin = time.monotonic()
+        with open(self._out, "w") as out, open(self._err, "w") as err, _interruptible():
+            self.process = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=environment(env),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+
+    def family(self) -> list[psutil.Process]:
+        """Every living process of the session except the first one, whoever its parent is now."""
+        return [p for p in self.session() if p.pid != self.process.pid]
+
+    def workers(self) -> list[psutil.Process]:
+        """The ranks that the first process started, in their order."""
+        found = [p for p in psutil.Process(self.process.pid).children() if _is_worker(p)]
+        return sorted(found, key=lambda p: (p.create_time(), p.pid))
+
+    def session(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                mine = os.getsid(process.pid) == self.process.pid
+                if mine and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+                continue
+        return found
+
+    def wait(self, timeout_s: float = TIMEOUT_S) -> Run:
+        """The end of the command; AssertionError, with what it said, where it takes longer."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"no end in {timeout_s} s:\n{self._out.read_text()}\n{self._err.read_text()}") from None
+        seconds = time.monotonic() - self._begin
+        return Run(code, self._out.read_text(), self._err.read_text(), seconds, self.folder)
+
+    def kill(self) -> None:
+        """End everything of the session that is left."""
+        for process in self.session():
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.process.wait()
+
+
+def train(overrides: Sequence[str], folder: Path, *, timeout_s: float = TIMEOUT_S, **options) -> Run:
+    """``python train.py *overrides`` with the run directory ``folder``, to its end."""
+    started = Started(overrides, folder, **options)
+    try:
+        return started.wait(timeout_s)
+    finally:
+        started.kill()
+
+
+def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's, without what would make the command take itself for a rank, plus ``more``."""
+    kept = {k: v for k, v in os.environ.items() if k not in _FOREIGN and not k.startswith(_FOREIGN_PREFIXES)}
+    return {**kept, **(more or {})}
+
+
+def wait_until(condition, timeout_s: float, what: str) -> None:
+    """Ask ten times a second; AssertionError after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.1)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """A test run in the background is started with SIGINT ignored, and its children would inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    try:
+        return "spawn_main" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _no_such_constant(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")

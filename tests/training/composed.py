@@ -1,0 +1,78 @@
+"""Configurations and runs without a command line: in this process, or on each rank of a pool."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from commandline import ROOT
+
+from training.config import attributes, plain
+
+QUIET = ("logger=none", "device=cpu", "parallel.threads=1")
+
+
+def compose(*overrides: str):
+    """What ``python train.py *overrides`` composes."""
+    import hydra
+
+    from conf.schema import register
+
+    register()
+    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return hydra.compose("train", list(overrides))
+
+
+def config(*overrides: str):
+    """The same as the training gets it: plain values. One thread, no logger."""
+    return attributes(plain(compose(*QUIET, *overrides)))
+
+
+def run(folder: Path, *overrides: str) -> dict:
+    """One training in this process; returns its summary."""
+    from training.run import run as training
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return training(config(*overrides), folder)
+
+
+def run_on_rank(tree: dict, folder: str, meeting: str) -> dict:
+    """For a pool of ranks: the same training on each. ``tree``: of plain values; ``meeting``: a file's path that no
+    other run has had. Returns the summary."""
+    import torch.distributed as dist
+
+    from launchers import World
+    from training.run import run as training
+
+    rank, size, store = 0, 1, None
+    if dist.is_initialized():  # the pool's own group: a run makes one for itself
+        rank, size = dist.get_rank(), dist.get_world_size()
+        dist.barrier()
+        dist.destroy_process_group()
+        store = dist.FileStore(meeting, size)
+    return training(attributes(tree), Path(folder), World(rank, size, rank, size, "local"), store)
+
+
+def records(folder: Path) -> list[dict]:
+    """metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(folder: Path) -> list[dict]:
+    return [line for line in records(folder) if "loss" in line]
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in steps(folder)]
+
+
+def saved(folder: Path, step: int, kind: str = "model") -> dict:
+    """All tensors of a checkpoint by name, read with nothing of this project."""
+    from safetensors.torch import load_file
+
+    found = {}
+    for path in sorted((folder / "checkpoints" / f"step-{step:08d}").glob(f"{kind}-*.safetensors")):
+        tensors = load_file(path)
+        assert not found.keys() & tensors.keys(), "a tensor stands in two files"
+        found |= tensors
+    return found
