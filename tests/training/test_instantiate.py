@@ -1,0 +1,96 @@
+"""Configurations build objects of this project and of torch, and nothing else."""
+
+import pytest
+
+from data.errors import DataError
+from training.errors import TrainingError
+from training.instantiate import instantiate
+
+
+@pytest.fixture
+def witness(tmp_path):
+    return tmp_path / "was here"
+
+
+def system(path):
+    return {"_target_": "os.system", "command": f"touch '{path}'"}
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda bad: bad,
+        lambda bad: {"_target_": "torch.nn.Sequential", "first": bad},
+        lambda bad: {"_target_": "torch.nn.Sequential", "_args_": [bad]},
+        lambda bad: {"_target_": "training.lr.Constant", "deep": {"deeper": [[{"deepest": bad}]]}},
+        lambda bad: [bad],
+    ],
+    ids=["itself", "an argument", "a positional argument", "far down", "in a list"],
+)
+def test_a_target_from_elsewhere_is_refused_at_any_depth_and_does_not_run(wrap, witness):
+    from omegaconf import OmegaConf
+
+    for node in (wrap(system(witness)), OmegaConf.create(wrap(system(witness)))):
+        with pytest.raises(TrainingError, match="_target_=os.system is not allowed.*models, data, parallel, training"):
+            instantiate(node)
+    assert not witness.exists()
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "builtins.eval",
+        "subprocess.run",
+        "torch.load",
+        "torch.hub.load",
+        "torchvision.io.read_file",
+        "datasets.load_dataset",
+        "database.connect",
+        "hydra.utils.get_method",
+        "torch.nn",
+        "",
+    ],
+)
+def test_only_the_named_packages_are_open(target):
+    with pytest.raises(TrainingError, match="is not allowed"):
+        instantiate({"_target_": target})
+
+
+@pytest.mark.parametrize(
+    "target, arguments",
+    [
+        ("training.run.os.system", {"command": "touch '{witness}'"}),
+        ("training.checkpoint.os.system", {"command": "touch '{witness}'"}),
+        ("data.text.sysconfig.os.system", {"command": "touch '{witness}'"}),
+        ("torch.nn.modules.module.torch.os.system", {"command": "touch '{witness}'"}),
+    ],
+)
+def test_what_an_allowed_module_has_imported_is_not_allowed_with_it(target, arguments, witness):
+    node = {"_target_": target, **{k: v.format(witness=witness) for k, v in arguments.items()}}
+    with pytest.raises(TrainingError, match="not allowed"):
+        instantiate(node)
+    assert not witness.exists()
+
+
+def test_allowed_targets_are_built_with_further_arguments():
+    layer = instantiate({"_target_": "torch.nn.Linear", "in_features": 3}, out_features=2)
+    assert tuple(layer.weight.shape) == (2, 3)
+
+
+def test_a_users_mistake_comes_out_of_a_constructor_as_it_is():
+    with pytest.raises(DataError) as error:
+        instantiate({"_target_": "data.regression.RandomRegression", "samples": 0})
+    assert str(error.value) == "data.samples=0: it must be at least 1"
+    assert error.value.__cause__ is None
+
+
+def test_a_plain_value_error_becomes_a_message_for_the_user():
+    with pytest.raises(TrainingError, match="too many heads|divide|n_head"):
+        instantiate({"_target_": "models.gpt2.gpt2", "size": "tiny", "n_head": 5, "n_layer": None, "n_embd": None,
+                     "block_size": None, "vocab_size": 128, "dropout": 0.0})  # fmt: skip
+
+
+def test_a_mistake_in_the_code_keeps_its_own_error():
+    with pytest.raises(Exception, match="unexpected keyword") as error:
+        instantiate({"_target_": "training.lr.Constant", "surplus": 1})
+    assert not isinstance(error.value, TrainingError)
