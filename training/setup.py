@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from data.dataset import DataSet
 from data.loader import TrainBatches
 from models.chain import Chain
 from parallel.plan import Plan, make_plan
+from training.checkpoint import read_manifest
 from training.errors import TrainingError
 from training.instantiate import instantiate
 
@@ -49,6 +51,9 @@ def prepare(cfg: Any, world_size: int | None = None) -> Setup:
     """
     train = cfg.train
     check_train(cfg)
+    for path in (cfg.checkpoint if cfg.mode == "eval" else None, train.resume):
+        if path not in (None, "auto"):
+            read_manifest(Path(path))
     chain = build_chain(cfg.model)
     plan = make_plan(
         cfg.parallel,

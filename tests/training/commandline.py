@@ -67,7 +67,7 @@ class Run:
 
 
 class Started:
-    """train.py at the head of a session of its own. Output goes to files: a pipe would stay open in an orphan."""
+    """train.py at the head of its own session. Output goes to files: a pipe would stay open in an orphan."""
 
     def __init__(
         self,
@@ -122,7 +122,8 @@ class Started:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise AssertionError(f"no end in {timeout_s} s:\n{self._out.read_text()}\n{self._err.read_text()}") from None
+            said = f"{self._out.read_text()}\n{self._err.read_text()}"
+            raise AssertionError(f"no end in {timeout_s} s:\n{said}") from None
         seconds = time.monotonic() - self._begin
         return Run(code, self._out.read_text(), self._err.read_text(), seconds, self.folder)
 

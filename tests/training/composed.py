@@ -37,8 +37,11 @@ def run(folder: Path, *overrides: str) -> dict:
 
 
 def run_on_rank(tree: dict, folder: str, meeting: str) -> dict:
-    """For a pool of ranks: the same training on each. ``tree``: of plain values; ``meeting``: a file's path that no
-    other run has had. Returns the summary."""
+    """For a pool of ranks: the same training on each. Returns the summary.
+
+    tree     the configuration in plain values
+    meeting  the path of a file that no other run has had
+    """
     import torch.distributed as dist
 
     from launchers import World

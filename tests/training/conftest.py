@@ -1,4 +1,4 @@
-"""What the tests of training share: a small text, configurations in this process, and runs of the command line."""
+"""What the tests of training share: a small text, and runs of the command line."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ def text(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="session")
 def cli(tmp_path_factory, text):
-    """``cli("pipe_ddp", …)``: one run per layout, in which many tests look. Five steps of SGD on the tiny GPT-2,
-    eight micro-batches of two sequences in every layout."""
+    """``cli("parallel=pipe_ddp", …)``: one run per layout, in which many tests look.
+
+    Five steps of SGD on the tiny GPT-2, eight micro-batches of two sequences in every layout.
+    """
     from commandline import train
 
     recipe = [

@@ -24,7 +24,13 @@ CASES = {
     ),
     "fewer chunks than stages under 1f1b": (
         ["parallel=pipelined", "parallel.schedule=1f1b", "parallel.chunks=1"],
-        ["schedule=1f1b", "parallel.chunks=1", "parallel.pp=2", "parallel.chunks=2", "parallel.schedule=gpipe"],
+        [
+            "schedule=1f1b",
+            "parallel.chunks=1",
+            "parallel.pp=2",
+            "parallel.chunks=2",
+            "parallel.schedule=gpipe",
+        ],
     ),
     "an unknown option of a group": (["model=gpt3"], ["'model/gpt3'", "gpt2", "toy"]),
     "an unknown strategy": (
@@ -45,7 +51,10 @@ CASES = {
         [*GPT2, "data=text", f"data.root={NOWHERE}"],
         [f"data.root={NOWHERE}", "does not exist", "folder"],
     ),
-    "a data set smaller than one batch": (["data.samples=20"], ["20 samples", "train.global_batch_size=64", "20"]),
+    "a data set smaller than one batch": (
+        ["data.samples=20"],
+        ["20 samples", "train.global_batch_size=64", "20"],
+    ),
     "neither steps nor epochs": (["train.epochs=null"], ["train.steps", "train.epochs", "train.steps=100"]),
     "no replicas": (["parallel=ddp", "parallel.dp=0"], ["parallel.dp=0", "at least 1"]),
     "evaluation of nothing": (["mode=eval"], ["mode=eval", "checkpoint=PATH"]),
@@ -67,7 +76,12 @@ CASES = {
 ENVIRONMENTS = {
     "compiling without a compiler": {"CXX": f"{NOWHERE}/g++"},
     "a rank without a world": {"RANK": "0"},
-    "a world of another size": {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"},
+    "a world of another size": {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29999",
+    },
 }
 
 
@@ -110,7 +124,13 @@ def test_wikitext_without_a_folder_and_without_a_downloader_says_both_ways_out(t
 
 def test_what_only_the_workers_can_find_out_ends_the_run_with_its_advice(tmp_path):
     """A loss that explodes on two ranks: the user sees what to try, and whatever came before lies in the files."""
-    overrides = ["parallel=pipelined", "train.epochs=null", "train.steps=50", "optim.lr=1e30", "train.max_skipped=3"]
+    overrides = [
+        "parallel=pipelined",
+        "train.epochs=null",
+        "train.steps=50",
+        "optim.lr=1e30",
+        "train.max_skipped=3",
+    ]
     run = train([*overrides, "logger=none"], tmp_path / "run")
     assert run.code == 1
     assert "not finite for 4 steps in a row (train.max_skipped=3)" in run.stderr

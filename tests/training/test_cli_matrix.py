@@ -1,4 +1,4 @@
-"""`python train.py parallel=…`: the numbers of one process, in every layout and however the ranks were started."""
+"""`python train.py parallel=…`: the numbers of one process, however the ranks were started."""
 
 import os
 import re
@@ -77,7 +77,9 @@ def only_folder(cwd):
 
 def test_ranks_that_torchrun_started_train_the_same_in_one_directory(cli, single, tmp_path):
     prefix = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    run = train([*cli.recipe, *LAYOUTS["pipelined"]], tmp_path / "run", prefix=prefix, cwd=tmp_path, own_folder=False)
+    run = train(
+        [*cli.recipe, *LAYOUTS["pipelined"]], tmp_path / "run", prefix=prefix, cwd=tmp_path, own_folder=False
+    )
     assert run.code == 0, run.console
     run.folder = only_folder(tmp_path)
     assert_same_training(run, single)
@@ -118,7 +120,9 @@ def test_ranks_other_than_0_write_to_their_logs_and_not_to_the_console(tmp_path)
     run = train(overrides, tmp_path / "run")
     assert run.code == 0, run.console
     assert os.listdir(run.folder / "logs") == ["rank_0001.log"]
-    said = [line.partition("] ")[2] for line in (run.folder / "logs" / "rank_0001.log").read_text().splitlines()]
+    said = [
+        line.partition("] ")[2] for line in (run.folder / "logs" / "rank_0001.log").read_text().splitlines()
+    ]
     assert any("[Rank 1]" in line or "[rank1]" in line for line in said)
     assert "[Rank 1]" not in run.console and "[rank1]" not in run.console
     assert "[Rank 0]" in run.console or "[rank0]" in run.console, "rank 0 is heard"

@@ -31,8 +31,14 @@ CASES = {
     "replicas of single": (["parallel.dp=2"], ["parallel=single", "parallel.dp=2", "parallel=ddp"]),
     "stages of single": (["parallel.pp=2"], ["parallel=single", "parallel.pp=2", "parallel=pipelined"]),
     "no chunks": (["parallel.chunks=0"], ["parallel.chunks=0", "at least 1"]),
-    "numbers for a model of tokens": ([*TINY, "data=random_regression"], ["model=gpt2", "numbers", "leave data= out"]),
-    "tokens for a model of numbers": (["data=text", "data.root=."], ["model=toy", "tokens", "leave data= out"]),
+    "numbers for a model of tokens": (
+        [*TINY, "data=random_regression"],
+        ["model=gpt2", "numbers", "leave data= out"],
+    ),
+    "tokens for a model of numbers": (
+        ["data=text", "data.root=."],
+        ["model=toy", "tokens", "leave data= out"],
+    ),
     "too small a vocabulary": (
         [*TINY, "model.vocab_size=100"],
         ["50257", "model.vocab_size=100", "model.vocab_size=50257 or more"],
@@ -44,13 +50,19 @@ CASES = {
     "heads that do not divide the width": ([*TINY, "model.n_head=5"], ["n_embd=64", "n_head=5"]),
     "other features than the model's": (["data.in_features=7"], ["7", "10"]),
     "no data folder": ([*TINY, "data=text"], ["data.root=FILE_OR_FOLDER"]),
-    "a WikiText folder that is not there": ([*TINY, "data=wikitext2", f"data.root={NOWHERE}"], [NOWHERE, "train.txt"]),
+    "a WikiText folder that is not there": (
+        [*TINY, "data=wikitext2", f"data.root={NOWHERE}"],
+        [NOWHERE, "train.txt"],
+    ),
     "no steps": (["train.steps=0"], ["train.steps=0", "at least 1"]),
     "no epochs": (["train.epochs=0"], ["train.epochs=0", "above 0"]),
     "no samples": (["train.global_batch_size=0"], ["train.global_batch_size=0", "at least 1"]),
     "clipping to nothing": (["train.grad_clip=0"], ["train.grad_clip=0", "above 0"]),
     "a negative rhythm": (["train.eval_every=-1"], ["train.eval_every=-1", "at least 0"]),
-    "a negative warm-up": (["scheduler=cosine_warmup", "scheduler.warmup_steps=-1"], ["scheduler.warmup_steps=-1"]),
+    "a negative warm-up": (
+        ["scheduler=cosine_warmup", "scheduler.warmup_steps=-1"],
+        ["scheduler.warmup_steps=-1"],
+    ),
     "a negative learning rate": (["optim.lr=-1"], ["-1"]),
 }
 

@@ -1,0 +1,221 @@
+"""Checkpoints: what one layout saved any other goes on from, and what is damaged is named."""
+
+import hashlib
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from composed import QUIET, compose, losses, records, run, run_on_rank, saved
+
+from training import checkpoint
+from training.config import plain
+from training.errors import CheckpointError
+
+SINGLE = ["parallel=single", "parallel.chunks=4"]
+LAYOUTS = {
+    "model_parallel": (1, ["parallel=model_parallel", "parallel.chunks=4"]),
+    "ddp": (2, ["parallel=ddp", "parallel.dp=2", "parallel.chunks=2"]),
+    "pipelined": (2, ["parallel=pipelined", "parallel.chunks=4"]),
+    "pipe_ddp": (4, ["parallel=pipe_ddp", "parallel.dp=2", "parallel.chunks=2", "parallel.order=pp_dp"]),
+}
+
+
+@pytest.fixture(scope="module")
+def recipe(text):
+    """AdamW, whose two moments and step count must travel too; six steps, dropout, a rate that moves."""
+    model = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=32", "model.dropout=0.1"]
+    length = ["train.steps=6", "train.global_batch_size=8", "train.eval_batches=2", "train.precision=fp32"]
+    return [*model, *text, *length, "optim.lr=1e-3", "train.checkpoint_every=3", "train.keep_checkpoints=9"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(recipe, tmp_path_factory):
+    """The folder of a run of ``single`` from step 1 to 6, with its checkpoint of step 3."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    run(folder, *recipe, *SINGLE)
+    return folder
+
+
+@pytest.fixture
+def train(ranks, recipe, tmp_path):
+    """``train("ddp", "half", …)`` runs that layout in tmp_path/half."""
+
+    def begin(layout, name, *more):
+        processes, overrides = (1, SINGLE) if layout == "single" else LAYOUTS[layout]
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        tree = plain(compose(*QUIET, *recipe, *overrides, *more))
+        ranks.run(processes, run_on_rank, tree, str(folder), str(tmp_path / f"{name}.meeting"))
+        return folder
+
+    return begin
+
+
+def step_3(folder):
+    return folder / "checkpoints" / "step-00000003"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_single_saved_every_layout_goes_on_from(train, uninterrupted, layout):
+    folder = train(layout, "rest", f"train.resume='{step_3(uninterrupted)}'")
+    assert [line["step"] for line in records(folder) if "loss" in line] == [4, 5, 6]
+    assert losses(folder) == pytest.approx(losses(uninterrupted)[3:], rel=1e-5)
+    assert records(folder)[-1]["val_loss"] == pytest.approx(records(uninterrupted)[-1]["val_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_every_layout_saved_single_goes_on_from(train, uninterrupted, layout):
+    folder = train(layout, "whole")
+    for kind in ("model", "optimizer"):
+        ours, wanted = saved(folder, 3, kind), saved(uninterrupted, 3, kind)
+        assert {name: t.shape for name, t in ours.items()} == {name: t.shape for name, t in wanted.items()}
+    rest = train("single", "rest", f"train.resume='{step_3(folder)}'")
+    assert losses(rest) == pytest.approx(losses(uninterrupted)[3:], rel=1e-5)
+
+
+def test_from_two_stages_to_two_replicas(train, uninterrupted):
+    folder = train("pipelined", "whole")
+    rest = train("ddp", "rest", f"train.resume='{step_3(folder)}'")
+    assert losses(rest) == pytest.approx(losses(uninterrupted)[3:], rel=1e-5)
+
+
+def test_the_state_of_the_optimizer_is_what_makes_it_so(train, uninterrupted, tmp_path):
+    """Without the moments the curve is another one: else the tests above would not see them missing."""
+    bare = tmp_path / "bare"
+    shutil.copytree(step_3(uninterrupted), bare)
+    manifest = json.loads((bare / "manifest.json").read_text())
+    for name in [name for name in manifest["files"] if name.startswith("optimizer")]:
+        del manifest["files"][name]
+    (bare / "manifest.json").write_text(json.dumps(manifest))
+    rest = train("single", "rest", f"train.resume='{bare}'")
+    assert losses(rest)[1:] != pytest.approx(losses(uninterrupted)[4:], rel=1e-5)
+
+
+def test_going_on_in_the_same_layout_gives_the_same_bits(train, uninterrupted):
+    rest = train("single", "rest", f"train.resume='{step_3(uninterrupted)}'")
+    again = train("single", "again")
+    assert losses(rest) == losses(again)[3:]
+    for kind in ("model", "optimizer"):
+        ours, wanted = saved(rest, 6, kind), saved(again, 6, kind)
+        assert ours.keys() == wanted.keys()
+        assert [name for name in ours if not torch.equal(ours[name], wanted[name])] == []
+
+
+def test_auto_goes_on_in_the_same_directory_from_the_newest_whole_checkpoint(train, uninterrupted):
+    """As after a crash: steps behind the checkpoint are on record already, and the newest checkpoint is damaged."""
+    folder = train("single", "whole")
+    os.truncate(next((folder / "checkpoints" / "step-00000006").glob("model-*")), 100)
+    train("single", "whole", "train.resume=auto")
+    assert [line["step"] for line in records(folder) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert losses(folder) == pytest.approx(losses(uninterrupted), rel=1e-5)
+    checkpoint.read_manifest(folder / "checkpoints" / "latest")
+
+
+def test_auto_starts_from_the_beginning_where_there_is_no_checkpoint(tmp_path):
+    summary = run(tmp_path, "train.epochs=null", "train.steps=2", "train.resume=auto")
+    assert summary["steps"] == 2
+    assert [line["step"] for line in records(tmp_path) if "loss" in line] == [1, 2]
+
+
+def test_a_run_that_is_over_says_how_to_go_on(tmp_path):
+    run(tmp_path, "train.epochs=null", "train.steps=2")
+    with pytest.raises(Exception, match="is at step 2 and the run ends at step 2; set train.steps higher"):
+        run(tmp_path, "train.epochs=null", "train.steps=2", "train.resume=auto")
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """A finished run of the toy model, with momentum."""
+    folder = tmp_path_factory.mktemp("toy")
+    run(folder, "train.epochs=null", "train.steps=4", "optim.momentum=0.9")
+    return folder
+
+
+@pytest.fixture
+def damaged(toy, tmp_path):
+    """A copy of its checkpoint, to be damaged."""
+    return shutil.copytree(toy / "checkpoints" / "step-00000004", tmp_path / "step-00000004")
+
+
+def resume(folder, path, *more, optim="optim.momentum=0.9"):
+    run(folder, "train.epochs=null", "train.steps=8", optim, f"train.resume='{path}'", *more)
+
+
+@pytest.mark.parametrize("name", ["model-00.safetensors", "optimizer-00.safetensors"])
+def test_a_missing_file_is_named(damaged, tmp_path, name):
+    (damaged / name).unlink()
+    with pytest.raises(CheckpointError, match=f"{name} is missing.*damaged"):
+        resume(tmp_path / "run", damaged)
+
+
+def test_a_file_cut_short_is_named_with_its_sizes(damaged, tmp_path):
+    path = damaged / "model-00.safetensors"
+    whole = path.stat().st_size
+    os.truncate(path, whole - 10)
+    with pytest.raises(CheckpointError, match=f"model-00.safetensors has {whole - 10} bytes.* {whole}"):
+        resume(tmp_path / "run", damaged)
+
+
+def test_a_flipped_bit_is_noticed(damaged, tmp_path):
+    path = damaged / "model-00.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 0x40
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="model-00.safetensors.*damaged"):
+        resume(tmp_path / "run", damaged)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"step": 4}', "[]"])
+def test_a_manifest_that_is_none_is_named(damaged, tmp_path, text):
+    (damaged / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match="manifest.json"):
+        resume(tmp_path / "run", damaged)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_the_name_of_what_does_not_fit(toy, tmp_path):
+    with pytest.raises(CheckpointError, match=r"net1.weight has \(10, 10\), expected \(20, 10\)"):
+        resume(tmp_path / "run", toy / "checkpoints" / "latest", "model.hidden=20")
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_or_its_state_left_out(toy, tmp_path):
+    """From SGD with momentum to AdamW: an error that says so, or a fresh start of the moments; no crash."""
+    try:
+        resume(tmp_path / "run", toy / "checkpoints" / "latest", optim="optim=adamw")
+    except CheckpointError as error:
+        assert "optim" in str(error)
+    else:
+        assert len(losses(tmp_path / "run")) == 4
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    rhythm = ["train.checkpoint_every=1", "train.keep_checkpoints=2"]
+    run(tmp_path, "train.epochs=null", "train.steps=5", *rhythm)
+    found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert found == ["latest", "step-00000004", "step-00000005"]
+    assert os.readlink(tmp_path / "checkpoints" / "latest") == "step-00000005"
+
+
+def test_nothing_is_pickled_and_the_manifest_vouches_for_every_file(toy):
+    folder = toy / "checkpoints" / "latest"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
+    assert files.keys() == manifest["files"].keys() == {"model-00.safetensors", "optimizer-00.safetensors"}
+    for name, content in files.items():
+        entry = manifest["files"][name]
+        assert entry == {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        assert all({"dtype", "shape", "data_offsets"} == set(tensor) for tensor in header.values())
+    assert manifest["step"] == 4
+    assert manifest["layout"]["parallel"] == "single"
+
+
+def test_evaluation_of_a_checkpoint_finds_the_loss_that_the_training_found(toy, tmp_path):
+    link = toy / "checkpoints" / "latest"
+    summary = run(tmp_path, "mode=eval", f"checkpoint='{link}'")
+    trained = json.loads((toy / "summary.json").read_text())
+    assert summary["best_val_loss"] == pytest.approx(trained["best_val_loss"], rel=1e-6)
+    assert summary["test_loss"] == pytest.approx(trained["test_loss"], rel=1e-6)
+    assert summary["steps"] == 4
+    assert (summary["first_loss"], summary["step_time_s"]) == (None, None)

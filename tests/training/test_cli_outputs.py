@@ -1,0 +1,328 @@
+"""What a run leaves behind: files that other tools read, and a console from which a user goes on."""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from commandline import ROOT, TRAIN, Started, environment, train
+
+PIPE_DDP = ["parallel=pipe_ddp", "parallel.chunks=4"]  # as test_cli_matrix has it: the run is shared
+TINY_PARAMETERS = 50304 * 64 + 256 * 64 + 6 * (12 * 64 * 64 + 13 * 64) + 2 * 64
+
+STEP = {
+    "step": int,
+    "loss": float,
+    "lr": float,
+    "grad_norm": float,
+    "step_time_s": float,
+    "samples_per_s": float,
+    "tokens_per_s": float,
+    "skipped": bool,
+}
+SUMMARY = {
+    "model": str,
+    "parallel": str,
+    "world_size": int,
+    "dp": int,
+    "pp": int,
+    "chunks": int,
+    "schedule": str,
+    "precision": str,
+    "parameters": int,
+    "steps": int,
+    "first_loss": float,
+    "final_loss": float,
+    "best_val_loss": float,
+    "test_loss": float,
+    "step_time_s": float,
+    "samples_per_s": float,
+    "tokens_per_s": float,
+    "peak_memory_bytes": list,
+    "bubble_fraction": float,
+    "ideal_bubble_fraction": float,
+    "stages": list,
+}
+
+
+def types(record):
+    return {key: type(value) for key, value in record.items()}
+
+
+@pytest.fixture
+def gpt2(cli):
+    """A pipeline of two stages, twice: 4 processes, with wandb."""
+    return cli(*PIPE_DDP)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """`python train.py` with nothing said but where to: one process, two epochs. In a folder with a space."""
+    run = train(["logger=none"], tmp_path_factory.mktemp("toy") / "my first run")
+    assert run.code == 0, run.console
+    return run
+
+
+def test_metrics_hold_one_record_per_step_with_exactly_these_fields(gpt2):
+    assert [types(line) for line in gpt2.steps] == [STEP] * 5
+    assert [line["step"] for line in gpt2.steps] == [1, 2, 3, 4, 5]
+    for line in gpt2.steps:
+        assert line["lr"] == 0.05 and not line["skipped"]
+        assert line["samples_per_s"] == pytest.approx(16 / line["step_time_s"])
+        assert line["tokens_per_s"] == pytest.approx(32 * line["samples_per_s"])
+
+
+def test_metrics_hold_one_record_per_evaluation_with_exactly_these_fields(gpt2):
+    wanted = {"step": int, "val_loss": float, "val_perplexity": float}
+    assert [types(line) for line in gpt2.evaluations] == [wanted] * 3
+    for line in gpt2.evaluations:
+        assert line["val_perplexity"] == pytest.approx(2.718281828 ** line["val_loss"], rel=1e-6)
+    order = [line["step"] for line in gpt2.metrics]
+    assert order == sorted(order) and len(order) == 8
+
+
+def test_metrics_of_numbers_have_no_tokens(toy):
+    assert [types(line) for line in toy.steps] == [
+        {k: t for k, t in STEP.items() if k != "tokens_per_s"}
+    ] * 312
+    assert types(toy.metrics[-1]) == {"step": int, "val_loss": float}
+
+
+def test_the_summary_has_all_its_fields_with_plausible_values(gpt2):
+    summary = gpt2.summary
+    assert {key: type(summary[key]) for key in SUMMARY} == SUMMARY
+    layout = {"model": "gpt2", "parallel": "pipe_ddp", "world_size": 4, "dp": 2, "pp": 2, "chunks": 4}
+    layout |= {"schedule": "gpipe", "precision": "fp32", "steps": 5}
+    assert {key: summary[key] for key in layout} == layout
+    assert summary["parameters"] == TINY_PARAMETERS, "the head and the embedding are one tensor"
+    assert (summary["first_loss"], summary["final_loss"]) == (gpt2.losses[0], gpt2.losses[-1])
+    assert summary["best_val_loss"] == min(gpt2.val_losses)
+    assert summary["test_loss"] == pytest.approx(summary["best_val_loss"], rel=0.1)
+    times = [line["step_time_s"] for line in gpt2.steps]
+    assert min(times) <= summary["step_time_s"] <= max(times)
+    assert summary["tokens_per_s"] == pytest.approx(16 * 32 / summary["step_time_s"])
+
+
+def test_the_summary_has_the_memory_of_each_rank_and_the_bubble_of_the_pipeline(gpt2):
+    peaks = gpt2.summary["peak_memory_bytes"]
+    assert len(peaks) == 4
+    assert all(type(peak) is int and 100 * 2**20 < peak < 4 * 2**30 for peak in peaks)
+    assert 0 < gpt2.summary["bubble_fraction"] < 1
+    assert gpt2.summary["ideal_bubble_fraction"] == pytest.approx(1 / 5)  # (pp - 1) / (chunks + pp - 1)
+
+
+def test_the_summary_says_which_layers_each_stage_has(gpt2):
+    first, second = gpt2.summary["stages"]
+    assert first["layers"] == ["embedding", "h.0", "h.1", "h.2"]
+    assert second["layers"] == ["h.3", "h.4", "h.5", "head"]
+    assert first["parameters"] + second["parameters"] == TINY_PARAMETERS + 50304 * 64  # a copy of the head
+
+
+def test_the_summary_of_one_process_has_null_where_there_is_no_pipeline(toy):
+    summary = toy.summary
+    assert set(SUMMARY) <= set(summary)
+    assert [
+        summary[key] for key in ("schedule", "bubble_fraction", "ideal_bubble_fraction", "tokens_per_s")
+    ] == [None] * 4
+    assert (summary["world_size"], summary["parameters"], summary["steps"]) == (1, 165, 312)
+    assert len(summary["peak_memory_bytes"]) == len(summary["stages"]) == 1
+
+
+def test_the_composed_configuration_is_kept(gpt2):
+    cfg = yaml.safe_load((gpt2.folder / ".hydra" / "config.yaml").read_text())
+    assert (cfg["model"]["size"], cfg["parallel"]["name"], cfg["parallel"]["chunks"]) == (
+        "tiny",
+        "pipe_ddp",
+        4,
+    )
+    assert (cfg["seed"], cfg["train"]["steps"], cfg["data"]["seq_len"]) == (1337, 5, 32)
+
+
+def test_the_checkpoint_can_be_read_without_this_project(gpt2):
+    link = gpt2.folder / "checkpoints" / "latest"
+    assert os.readlink(link) == "step-00000005", "relative: the run directory can be moved"
+    manifest = json.loads((link / "manifest.json").read_text())
+    assert manifest["step"] == 5
+    assert manifest["layout"]["stages"] == [stage["layers"] for stage in gpt2.summary["stages"]]
+    for name, entry in manifest["files"].items():
+        assert hashlib.sha256((link / name).read_bytes()).hexdigest() == entry["sha256"]
+    script = (
+        "import glob, math, sys; from safetensors import safe_open\n"
+        "tensors = {}\n"
+        "for path in glob.glob(sys.argv[1] + '/model-*.safetensors'):\n"
+        "    with safe_open(path, 'np') as file:\n"
+        "        for name in file.keys():\n"
+        "            assert name not in tensors, name\n"
+        "            tensors[name] = file.get_tensor(name)\n"
+        "print(sum(t.size for t in tensors.values()), tensors['embedding.wte.weight'].shape, "
+        "any(name.startswith('head.lm_head') for name in tensors))\n"
+    )
+    command = [sys.executable, "-I", "-c", script, str(link)]
+    said = subprocess.run(command, capture_output=True, text=True, cwd="/", check=True).stdout
+    assert said == f"{TINY_PARAMETERS} (50304, 64) False\n"
+
+
+def test_the_circumstances_of_the_run_are_kept(gpt2):
+    found = json.loads((gpt2.folder / "environment.json").read_text())
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    tracked = subprocess.run(["git", "ls-files", "train.py"], capture_output=True, text=True, cwd=ROOT).stdout
+    assert found["git_commit"] == (git.stdout.strip() if tracked else None)
+    assert found["python"] == platform.python_version()
+    for package in ("torch", "hydra-core", "wandb"):
+        assert found["packages"][package] == importlib.metadata.version(package)
+    assert found["cpu"]["cores"] >= 1 and found["memory_bytes"] > 2**30
+    assert isinstance(found["gpus"], list)
+
+
+def test_the_command_that_was_typed_is_among_them(gpt2):
+    """Also where workers wrote it down, whose own command line is multiprocessing's."""
+    command = json.loads((gpt2.folder / "environment.json").read_text())["command"]
+    assert "parallel=pipe_ddp" in command, command
+
+
+def test_wandb_lies_in_the_run_directory_offline_and_none_leaves_nothing(gpt2, toy):
+    (offline,) = gpt2.folder.glob("wandb/offline-run-*")
+    assert list(offline.glob("*.wandb"))
+    assert not (toy.folder / "wandb").exists()
+    assert not (toy.folder / "wandb_id.txt").exists()
+
+
+def test_a_run_leaves_nothing_else(gpt2, toy):
+    usual = {".hydra", "metrics.jsonl", "summary.json", "environment.json", "checkpoints"}
+    assert usual <= set(os.listdir(toy.folder)) <= usual | {"train.log"}
+    more = {"wandb", "wandb_id.txt", "logs", "train.log"}
+    assert usual | {"wandb"} <= set(os.listdir(gpt2.folder)) <= usual | more
+    assert not [name for name in os.listdir(gpt2.folder / "checkpoints") if "tmp" in name]
+
+
+def test_the_console_shows_the_configuration_the_plan_and_the_result(gpt2):
+    config, plan, result = re.split(r"(?m)^(?=gpt2: )|^(?=trained )", gpt2.stdout)
+    assert yaml.safe_load(config)["parallel"]["name"] == "pipe_ddp"
+    assert f"{TINY_PARAMETERS:,} parameters   pipe_ddp: 4 processes on" in plan
+    assert "global batch 16 x 32 tokens = 2 replicas x 4 micro-batches of 2" in plan
+    for stage, ranks, span in ((0, "0,2", "embedding … h.2 (4 layers)"), (1, "1,3", "h.3 … head (4 layers)")):
+        count = f"{gpt2.summary['stages'][stage]['parameters']:,}"
+        assert re.search(rf"stage {stage} on ranks {ranks} +{count}  {re.escape(span)}", plan)
+    assert f"loss {gpt2.summary['first_loss']:.3f} -> {gpt2.summary['final_loss']:.3f}" in result
+    assert f"best validation loss {gpt2.summary['best_val_loss']:.3f}" in result
+    assert f"files: {gpt2.folder}" in result
+
+
+def printed(run, word):
+    """The command that the console gives behind ``word``."""
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith(word)]
+    return line.partition(":")[2].strip()
+
+
+def execute(command, cwd):
+    """What a user gets who copies ``command`` into a shell at the project: run elsewhere, to leave nothing there."""
+    python, script, *overrides = shlex.split(command)
+    assert (python, script) == ("python", "train.py")
+    done = subprocess.run(
+        [sys.executable, str(TRAIN), *overrides],
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=150,
+    )
+    return done
+
+
+def test_the_printed_command_evaluates_the_checkpoint(toy, tmp_path):
+    done = execute(printed(toy, "evaluate:"), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = (tmp_path / "outputs").glob("*/*")
+    found = json.loads((folder / "summary.json").read_text())
+    assert found["best_val_loss"] == pytest.approx(toy.summary["best_val_loss"], rel=1e-6)
+
+
+def test_the_printed_command_goes_on_with_the_training(toy, tmp_path):
+    done = execute(printed(toy, "go on:"), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = (tmp_path / "outputs").glob("*/*")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["step"] == toy.summary["steps"] + 1
+    assert lines[0]["loss"] < toy.summary["first_loss"] / 2
+
+
+def test_the_printed_commands_work_for_a_pipeline_too(gpt2, tmp_path):
+    done = execute(printed(gpt2, "go on:") + " train.steps=7 logger=none", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = (tmp_path / "outputs").glob("*/*")
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 7
+
+
+@pytest.mark.parametrize("name", ["plain", "a space", "lr=0.1", "one, two", "(brackets)", "it's"])
+def test_printed_paths_come_through_the_shell_and_hydra_as_they_are(toy, name):
+    """``lr=0.1`` is how sweeps name their directories."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    from training.report import final_words
+
+    link = f"/runs/{name}/checkpoints/latest"
+    words = final_words(
+        toy.summary, Path("/runs") / name, ["model.hidden=20"], Path(link).with_name("step-00000005")
+    )
+    for word, key in (("evaluate:", "checkpoint"), ("go on:", "train.resume")):
+        (line,) = [line for line in words.splitlines() if line.startswith(word)]
+        overrides = OverridesParser.create().parse_overrides(shlex.split(line.partition(":")[2])[2:])
+        found = {override.key_or_group: override.value() for override in overrides}
+        assert found[key] == link
+        assert found["model.hidden"] == 20
+
+
+def test_two_runs_started_at_once_get_a_directory_each(tmp_path):
+    overrides = ["train.epochs=null", "train.steps=1", "train.eval_every=null", "logger=none"]
+    both = [Started(overrides, tmp_path / f"run{i}", cwd=tmp_path, own_folder=False) for i in (0, 1)]
+    try:
+        assert [one.wait().code for one in both] == [0, 0]
+    finally:
+        for one in both:
+            one.kill()
+    found = sorted((tmp_path / "outputs").glob("*/*"))
+    assert len(found) == 2
+    for folder in found:
+        # The time to the second, and what tells two of the same second apart.
+        assert re.fullmatch(r"\d\d-\d\d-\d\d-[0-9a-f]{6}", folder.name)
+        assert (folder / "summary.json").exists()
+    assert found[0].name[-6:] != found[1].name[-6:]
+
+
+def contents(folder):
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+@pytest.mark.parametrize("overrides", [["seed=1"], ["mode=plan"], ["train.global_batch_size=0"]], ids=str)
+def test_a_directory_that_holds_another_run_is_refused_and_left_untouched(toy, overrides):
+    before = contents(toy.folder)
+    run = train([*overrides, "logger=none"], toy.folder, tag="second")
+    assert run.code == 1
+    assert f"{toy.folder} holds another run" in run.stderr
+    assert "hydra.run.dir" in run.stderr and "train.resume=auto" in run.stderr
+    assert "Traceback" not in run.console
+    assert contents(toy.folder) == before
+
+
+def test_a_sweep_directory_that_holds_another_sweep_is_refused_and_left_untouched(tmp_path):
+    sweep = ["-m", "train.epochs=null", "train.steps=1", "train.eval_every=null", "logger=none"]
+    sweep.append(f"hydra.sweep.dir={tmp_path}/sweep")
+    first = train([*sweep, "seed=1,2"], tmp_path / "run", own_folder=False)
+    assert first.code == 0, first.console
+    folder = tmp_path / "sweep"
+    assert all((folder / job / "summary.json").exists() for job in "01")
+    before = {name: content for name, content in contents(folder).items() if name[0] in "01"}
+    second = train([*sweep, "seed=3,4"], tmp_path / "run", own_folder=False)
+    assert {name: content for name, content in contents(folder).items() if name[0] in "01"} == before
+    assert second.code == 1
+    assert "holds another run" in second.stderr

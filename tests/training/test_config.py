@@ -1,0 +1,131 @@
+"""What the command line offers: groups, options, values, one page of help."""
+
+import re
+import shlex
+
+import pytest
+from commandline import ROOT, train
+from composed import compose
+
+CONF = ROOT / "conf"
+GROUPS = {
+    folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
+    for folder in sorted(CONF.iterdir())
+    if folder.is_dir() and folder.name not in ("schema", "__pycache__")
+}
+OPTIONS = [(group, option) for group, options in GROUPS.items() for option in options]
+# What a choice cannot do without.
+NEEDS = {("data", "text"): ["data.root=FOLDER"]}
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """What --help prints."""
+    run = train(["--help"], tmp_path_factory.mktemp("help") / "run", own_folder=False)
+    assert (run.code, run.stderr) == (0, "")
+    return run.stdout
+
+
+def test_help_is_one_page(page):
+    lines = page.rstrip().splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize("group", [group for group, options in GROUPS.items() if options])
+def test_help_names_every_option_of_every_group(page, group):
+    listed = re.search(rf"(?<![\w.]){group}= +([\w| ]+?)(?:  |\n|$)", page)
+    assert listed, f"{group}= is not on the page"
+    assert sorted(re.split(r"\s*\|\s*", listed[1].strip())) == GROUPS[group]
+
+
+def test_help_names_values_that_exist(page):
+    from omegaconf import OmegaConf
+
+    trees = [compose("model=gpt2", "parallel=pipe_ddp", "data=text"), compose("scheduler=cosine_warmup")]
+    listed = (
+        page.partition("Values (")[2].partition("\n")[2].partition("Examples")[0].replace("(model=gpt2)", "")
+    )
+    values = re.findall(r"(?<![\w./=])((?:\w+\.)*\w+)=", listed)
+    assert len(values) > 15
+    for value in values:
+        assert any(OmegaConf.select(t, value, default="no") != "no" for t in trees), f"{value} is not there"
+
+
+def examples(page):
+    lines = page.split("Examples:")[1].splitlines()
+    return [re.split(r"  +", line.strip())[0] for line in lines if "train.py" in line]
+
+
+def test_every_example_of_the_page_composes(page):
+    commands = examples(page)
+    assert len(commands) >= 6
+    for command in commands:
+        words = shlex.split(command)
+        overrides = [word for word in words[words.index("train.py") + 1 :] if word != "-m"]
+        sweep = "-m" in words
+        compose(*(re.sub(r",.*", "", word) if sweep else word for word in overrides))
+
+
+@pytest.mark.parametrize("group, option", OPTIONS, ids=lambda word: word)
+def test_every_option_of_every_group_composes_and_says_its_name(group, option):
+    if group == "launcher":
+        assert compose(f"{group}={option}").launcher.name == option
+        return
+    cfg = compose(f"{group}={option}", *NEEDS.get((group, option), []))
+    if group in ("model", "parallel"):
+        assert cfg[group].name == option
+    elif group in ("data", "optim", "scheduler", "logger"):
+        assert cfg[group]._target_
+
+
+def test_a_wrong_type_in_any_section_is_refused():
+    for override in ("seed=many", "optim.lr=fast", "data.noise=much", "model.hidden=1.5", "parallel.dp=[1]"):
+        with pytest.raises(Exception, match=override.partition("=")[0]):
+            compose(override)
+
+
+def test_gpt2_brings_a_data_set_an_optimizer_and_a_schedule_by_itself():
+    cfg = compose("model=gpt2")
+    assert cfg.data._target_ == "data.text.Stdlib"
+    assert cfg.optim._target_ == "torch.optim.AdamW"
+    assert cfg.scheduler._target_ == "training.lr.CosineWarmup"
+    assert cfg.train.grad_clip == 1.0
+
+
+def test_the_toy_model_brings_its_own():
+    cfg = compose()
+    assert (cfg.model.name, cfg.data._target_) == ("toy", "data.regression.RandomRegression")
+    assert (cfg.optim._target_, cfg.scheduler._target_) == ("torch.optim.SGD", "training.lr.Constant")
+
+
+@pytest.mark.parametrize("model_comes", ["first", "last"])
+def test_the_command_line_wins_over_what_the_model_brings(model_comes):
+    own = [
+        "data=wikitext2",
+        "optim=sgd",
+        "scheduler=step",
+        "train.grad_clip=0.25",
+        "train.steps=7",
+        "optim.lr=0.3",
+    ]
+    cfg = compose(*(["model=gpt2", *own] if model_comes == "first" else [*own, "model=gpt2"]))
+    assert cfg.data._target_ == "data.wikitext2.WikiText2"
+    assert (cfg.optim._target_, cfg.optim.lr) == ("torch.optim.SGD", 0.3)
+    assert cfg.scheduler._target_ == "training.lr.Step"
+    assert (cfg.train.grad_clip, cfg.train.steps) == (0.25, 7)
+
+
+def test_debug_stands_on_top_of_the_model_and_below_the_command_line():
+    assert compose("model=gpt2", "debug=limit").train.steps == 3
+    assert compose("model=toy", "debug=limit").train.epochs is None
+    assert compose("model=gpt2", "debug=limit", "train.steps=9").train.steps == 9
+
+
+def test_the_seed_of_the_run_is_the_seed_of_the_data():
+    assert compose("seed=5").data.seed == 5
+
+
+def test_the_workers_environment_is_set_as_the_schema_says():
+    """conf/schema/parallel.py: "such as {NCCL_DEBUG: INFO}"."""
+    assert compose("parallel.env={NCCL_DEBUG: INFO}").parallel.env == {"NCCL_DEBUG": "INFO"}

@@ -1,0 +1,96 @@
+"""mode=plan: what a run would look like, without running it."""
+
+import re
+
+import pytest
+from commandline import train
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    """The default GPT-2, 124M, on two stages x two replicas."""
+    folder = tmp_path_factory.mktemp("plan") / "run"
+    run = train(
+        ["parallel=pipe_ddp", "model=gpt2", "mode=plan", "device=cpu", "train.precision=fp32"], folder
+    )
+    assert run.code == 0, run.console
+    return run
+
+
+def table(run):
+    """The memory table: one dict of MiB a rank."""
+    lines = run.stdout.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("rank "))
+    names = lines[start].split()[1:-1]
+    rows = [line.replace(",", "").split() for line in lines[start + 1 :] if re.match(r" *\d", line)]
+    assert [int(row[0]) for row in rows] == list(range(len(rows)))
+    return [dict(zip(names, map(int, row[1:]), strict=True)) for row in rows]
+
+
+def test_the_plan_shows_the_layout_the_batch_cut_and_the_bubble(gpt2):
+    said = gpt2.stdout
+    assert "gpt2: 124,475,904 parameters   pipe_ddp: 4 processes on cpu, fp32" in said
+    assert "the standard library of Python" in said
+    assert "global batch 16 x 256 tokens = 2 replicas x 4 micro-batches of 2" in said
+    assert "schedule gpipe, ideal bubble 20.0%" in said
+    first, second = re.findall(r"stage (\d) on ranks ([\d,]+) +([\d,]+)  (.*)", said)
+    assert (first[0], first[1], first[3]) == ("0", "0,2", "embedding … h.5 (7 layers)")
+    assert (second[0], second[1], second[3]) == ("1", "1,3", "h.6 … head (7 layers)")
+    shared = 50304 * 768  # the head and the embedding lie on both stages
+    assert sum(int(stage[2].replace(",", "")) for stage in (first, second)) == 124_475_904 + shared
+
+
+def test_the_plan_shows_the_memory_of_every_rank(gpt2):
+    rows = table(gpt2)
+    assert len(rows) == 4
+    for row in rows:
+        assert row["total"] == pytest.approx(sum(v for name, v in row.items() if name != "total"), abs=3)
+        assert row["gradients"] == row["weights"]
+        assert row["optimizer"] == pytest.approx(2 * row["weights"], abs=1)  # AdamW's two moments
+    assert rows[0] == {**rows[2]} and rows[1] == {**rows[3]}, "replicas need the same"
+    stage = (124_475_904 + 50304 * 768) / 2 * 4 / 2**20
+    assert rows[0]["weights"] == pytest.approx(stage, rel=0.01)
+    together = float(re.search(r"all ranks together: ([\d.]+) GiB", gpt2.stdout)[1])
+    assert together == pytest.approx(sum(row["total"] for row in rows) / 1024, abs=0.1)
+
+
+def test_the_plan_trains_nothing(gpt2):
+    assert {path.name for path in gpt2.folder.iterdir()} <= {".hydra", "train.log"}
+
+
+def test_the_plan_of_one_process_has_no_bubble(tmp_path):
+    run = train(["mode=plan"], tmp_path / "run")
+    assert run.code == 0
+    assert "toy: 165 parameters   single: 1 process" in run.stdout
+    assert "bubble" not in run.stdout
+    assert len(table(run)) == 1
+
+
+def test_the_estimate_is_within_a_factor_of_two_of_what_a_run_takes(tmp_path, text):
+    model = [
+        "model=gpt2",
+        "model.size=tiny",
+        "model.n_layer=4",
+        "model.n_embd=256",
+        *text,
+        "data.seq_len=128",
+    ]
+    recipe = [
+        *model,
+        "parallel=pipelined",
+        "device=cpu",
+        "train.precision=fp32",
+        "train.steps=2",
+        "logger=none",
+    ]
+    recipe += ["train.eval_every=null", "train.checkpoint_every=null", "train.global_batch_size=8"]
+    plan = train([*recipe, "mode=plan"], tmp_path / "plan")
+    real = train(recipe, tmp_path / "real")
+    assert (plan.code, real.code) == (0, 0), plan.console + real.console
+    estimated = [row["total"] * 2**20 for row in table(plan)]
+    measured = real.summary["peak_memory_bytes"]
+    assert len(estimated) == len(measured) == 2
+    for guess, truth in zip(estimated, measured, strict=True):
+        assert truth / 2 < guess < truth * 2, (estimated, measured)
+    # The process alone is most of it here: what the model adds must be seen too.
+    assert all(row["total"] > 1.2 * row["process"] for row in table(plan))

@@ -1,0 +1,97 @@
+"""The optimizer: which parameters decay, how the update runs, and ranks that have nothing to update."""
+
+import pytest
+import torch
+from composed import QUIET, compose, config, losses, run, run_on_rank, saved, steps
+
+from parallel.build import build_strategy
+from parallel.strategy import Options
+from training.config import plain
+from training.optimizer import Optimizer
+from training.setup import prepare
+
+ADAMW = ["optim=adamw", "optim.weight_decay=0.5"]
+
+
+@pytest.fixture
+def toy():
+    """``toy(*overrides)``: the toy model on one process, and its optimizer."""
+
+    def build(*overrides):
+        cfg = config(*overrides)
+        setup = prepare(cfg)
+        mesh = setup.plan.mesh(0).connect(timeout_s=60)
+        strategy = build_strategy(setup.plan, setup.chain, mesh, Options(seed=1), setup.sample, 0)
+        return strategy, Optimizer(plain(cfg.optim), strategy)
+
+    return build
+
+
+def step_without_gradient(strategy, optimizer, lr):
+    """One update in which only weight decay can act; the parameters before it and after it."""
+    parameters = dict(strategy.named_parameters())
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step(lr)
+    return before, parameters
+
+
+def test_only_matrices_decay(toy):
+    before, after = step_without_gradient(*toy(*ADAMW), lr=0.1)
+    assert {p.dim() for p in before.values()} == {1, 2}
+    for name, old in before.items():
+        expected = old * (1 - 0.1 * 0.5) if old.dim() == 2 else old
+        torch.testing.assert_close(after[name].detach(), expected)
+
+
+def test_vectors_decay_too_where_that_is_asked_for(toy):
+    before, after = step_without_gradient(*toy(*ADAMW, "optim.decay_vectors=true"), lr=0.1)
+    for name, old in before.items():
+        torch.testing.assert_close(after[name].detach(), old * (1 - 0.1 * 0.5))
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adam", "adamw"])
+def test_one_fused_kernel_updates_all_parameters(toy, monkeypatch, optim):
+    name = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}[optim]
+    made, real = [], getattr(torch.optim, name)
+
+    class Seen(real):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    Seen.__module__, Seen.__qualname__ = real.__module__, real.__qualname__
+    monkeypatch.setattr(torch.optim, name, Seen)
+    strategy, optimizer = toy(f"optim={optim}")
+    (optimizer_of_torch,) = made
+    assert all(group["fused"] for group in optimizer_of_torch.param_groups)
+    step_without_gradient(strategy, optimizer, lr=0.1)
+
+
+def test_the_first_step_of_sgd_is_the_gradient_times_the_rate(tmp_path):
+    run(tmp_path, "train.epochs=null", "train.steps=2", "train.checkpoint_every=1", "optim.lr=0.25")
+    before, after = saved(tmp_path, 1), saved(tmp_path, 2)
+    moved = torch.cat([(after[name] - before[name]).flatten() for name in before]).norm().item()
+    norm = steps(tmp_path)[1]["grad_norm"]
+    assert moved == pytest.approx(0.25 * norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adamw"])
+def test_a_rank_without_parameters_takes_part(ranks, tmp_path, optim):
+    """The toy model on three stages: the middle one is a ReLU."""
+    recipe = [
+        f"optim={optim}",
+        "train.epochs=null",
+        "train.steps=6",
+        "train.grad_clip=0.5",
+        "parallel.chunks=4",
+    ]
+    run(tmp_path / "single", *recipe)
+    tree = plain(compose(*QUIET, *recipe, "parallel=pipelined", "parallel.pp=3", "parallel.chunks=4"))
+    (tmp_path / "three").mkdir()
+    summary, *others = ranks.run(3, run_on_rank, tree, str(tmp_path / "three"), str(tmp_path / "meeting"))
+    assert [stage["parameters"] for stage in summary["stages"]] == [110, 0, 55]
+    assert others == [summary, summary]
+    assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "single"), rel=1e-5)
+    assert saved(tmp_path / "three", 6).keys() == saved(tmp_path / "single", 6).keys()
