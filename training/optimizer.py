@@ -21,7 +21,6 @@ class Optimizer:
     """
 
     def __init__(self, config: Mapping, strategy: Strategy) -> None:
-        self._strategy = strategy
         self.base_lr = config["lr"]
         everywhere = config["decay_vectors"]
         parameters = [p for p in strategy.parameters() if p.requires_grad]

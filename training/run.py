@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -241,8 +240,3 @@ def _process_group(world: World, setup: Setup, store: dist.Store | None) -> Iter
 def _be_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-
-
-def pack(cfg: Any) -> str:
-    """A configuration as text that another process can read without Hydra."""
-    return json.dumps(plain(cfg))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Optional
 
 
 class Mode(Enum):
@@ -24,8 +23,8 @@ class Wandb:
     _convert_: str = "all"
     mode: Mode = Mode.offline
     project: str = "one-word-parallel"
-    group: Optional[str] = None  # noqa: UP045  OmegaConf reads the annotation
-    name: Optional[str] = None  # noqa: UP045
+    group: str | None = None
+    name: str | None = None
     tags: list[str] = field(default_factory=list)
 
 

@@ -104,7 +104,7 @@ def test_going_on_in_the_same_layout_gives_the_same_bits(train, uninterrupted):
 
 
 def test_auto_goes_on_in_the_same_directory_from_the_newest_whole_checkpoint(train, uninterrupted):
-    """As after a crash: steps behind the checkpoint are on record already, and the newest checkpoint is damaged."""
+    """As after a crash: later steps are on record already, and the newest checkpoint is damaged."""
     folder = train("single", "whole")
     os.truncate(next((folder / "checkpoints" / "step-00000006").glob("model-*")), 100)
     train("single", "whole", "train.resume=auto")

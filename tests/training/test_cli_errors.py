@@ -123,7 +123,7 @@ def test_wikitext_without_a_folder_and_without_a_downloader_says_both_ways_out(t
 
 
 def test_what_only_the_workers_can_find_out_ends_the_run_with_its_advice(tmp_path):
-    """A loss that explodes on two ranks: the user sees what to try, and whatever came before lies in the files."""
+    """A loss that explodes on two ranks: the user sees what to try, and the steps before are on record."""
     overrides = [
         "parallel=pipelined",
         "train.epochs=null",

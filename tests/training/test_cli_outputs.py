@@ -223,7 +223,7 @@ def printed(run, word):
 
 
 def execute(command, cwd):
-    """What a user gets who copies ``command`` into a shell at the project: run elsewhere, to leave nothing there."""
+    """What a user gets who copies ``command`` into a shell; run elsewhere, to leave nothing in the project."""
     python, script, *overrides = shlex.split(command)
     assert (python, script) == ("python", "train.py")
     done = subprocess.run(

@@ -99,8 +99,8 @@ def test_a_users_mistake_comes_out_of_a_constructor_as_it_is():
 
 def test_a_plain_value_error_becomes_a_message_for_the_user():
     with pytest.raises(TrainingError, match="too many heads|divide|n_head"):
-        instantiate({"_target_": "models.gpt2.gpt2", "size": "tiny", "n_head": 5, "n_layer": None, "n_embd": None,
-                     "block_size": None, "vocab_size": 128, "dropout": 0.0})  # fmt: skip
+        size = {"size": "tiny", "n_head": 5, "n_layer": None, "n_embd": None, "block_size": None}
+        instantiate({"_target_": "models.gpt2.gpt2", **size, "vocab_size": 128, "dropout": 0.0})
 
 
 def test_a_mistake_in_the_code_keeps_its_own_error():

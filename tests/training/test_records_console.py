@@ -134,7 +134,7 @@ def test_memory_of_an_unknown_device_is_an_error():
 
 def test_the_median_leaves_out_the_warm_up():
     times = StepTimes()
-    assert times.median_after_warmup() is None and times.recent_rate() is None
+    assert times.median_after_warmup() is None
     for seconds in (9.0, 5.0, 1.0):
         times.add(seconds)
     assert times.median_after_warmup() == 5.0, "too few steps to leave any out"
@@ -144,5 +144,4 @@ def test_the_median_leaves_out_the_warm_up():
     for step in range(100):
         times.add(7.0 if step < 10 else 1.0 if step < 55 else 2.0)
     assert times.median_after_warmup() == 1.5, "a tenth of 100 steps is warm-up"
-    assert times.recent_rate(10) == pytest.approx(0.5)
     assert len(times) == 100

@@ -9,7 +9,7 @@ from training.records.memory import peak_memory_bytes
 from training.records.metrics import MetricsFile, write_json
 from training.records.progress import Progress
 from training.records.throughput import StepTimes
-from training.records.wandb_run import NoLogger, WandbRun, build_logger
+from training.records.wandb_run import NoLogger, WandbRun
 
 __all__ = [
     "MetricsFile",
@@ -17,7 +17,6 @@ __all__ = [
     "Progress",
     "StepTimes",
     "WandbRun",
-    "build_logger",
     "describe",
     "mask_secrets",
     "peak_memory_bytes",

@@ -31,9 +31,3 @@ class StepTimes:
             return None
         skipped = max(2, steps // 10) if steps >= 4 else 0
         return statistics.median(self._seconds[skipped:])
-
-    def recent_rate(self, window: int = 20) -> float | None:
-        """Steps per second over the last `window` steps; None before the first step."""
-        recent = self._seconds[-window:]
-        total = sum(recent)
-        return len(recent) / total if total > 0 else None

@@ -138,21 +138,6 @@ class NoLogger:
         """Do nothing."""
 
 
-def build_logger(cfg_logger: dict, run_dir, config: dict, name: str | None = None) -> WandbRun | NoLogger:
-    """The logger that a resolved `logger` section asks for, without going through Hydra.
-
-    `cfg_logger` holds `_target_` and the fields of `conf/schema/logger.py`. Raises `ValueError` for another
-    target.
-    """
-    known = {f"training.records.{kind.__name__}": kind for kind in (WandbRun, NoLogger)}
-    target = cfg_logger.get("_target_")
-    if target not in known:
-        raise ValueError(f"logger._target_ is {target!r}; known are {', '.join(known)}: "
-                         "choose logger=wandb or logger=none")
-    fields = {key: value for key, value in cfg_logger.items() if not key.startswith("_")}
-    return known[target](run_dir=run_dir, run_config=config, run_name=name, **fields)
-
-
 @contextlib.contextmanager
 def _private_environment(run_dir: Path, mode: str):
     """While wandb's service starts: keep it silent, inside `run_dir`, and from reporting its errors home.
