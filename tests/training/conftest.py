@@ -37,7 +37,7 @@ def cli(tmp_path_factory, text):
         "train.precision=fp32",
         "train.grad_clip=0.5",
         "train.eval_every=2",
-        "train.eval_batches=3",
+        "train.eval_batches=1",
         "optim=sgd",
         "scheduler=constant",
     ]

@@ -4,6 +4,9 @@ import re
 
 import pytest
 from commandline import train
+from composed import config
+
+from training.job import execute
 
 
 @pytest.fixture(scope="module")
@@ -17,9 +20,9 @@ def gpt2(tmp_path_factory):
     return run
 
 
-def table(run):
+def table(said):
     """The memory table: one dict of MiB a rank."""
-    lines = run.stdout.splitlines()
+    lines = said.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("rank "))
     names = lines[start].split()[1:-1]
     rows = [line.replace(",", "").split() for line in lines[start + 1 :] if re.match(r" *\d", line)]
@@ -41,7 +44,7 @@ def test_the_plan_shows_the_layout_the_batch_cut_and_the_bubble(gpt2):
 
 
 def test_the_plan_shows_the_memory_of_every_rank(gpt2):
-    rows = table(gpt2)
+    rows = table(gpt2.stdout)
     assert len(rows) == 4
     for row in rows:
         assert row["total"] == pytest.approx(sum(v for name, v in row.items() if name != "total"), abs=3)
@@ -58,15 +61,16 @@ def test_the_plan_trains_nothing(gpt2):
     assert {path.name for path in gpt2.folder.iterdir()} <= {".hydra", "train.log"}
 
 
-def test_the_plan_of_one_process_has_no_bubble(tmp_path):
-    run = train(["mode=plan"], tmp_path / "run")
-    assert run.code == 0
-    assert "toy: 165 parameters   single: 1 process" in run.stdout
-    assert "bubble" not in run.stdout
-    assert len(table(run)) == 1
+def test_the_plan_of_one_process_has_no_bubble(tmp_path, capsys):
+    execute(config("mode=plan"), tmp_path, None)
+    said = capsys.readouterr().out
+    assert "toy: 165 parameters   single: 1 process" in said
+    assert "bubble" not in said
+    assert len(table(said)) == 1
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_the_estimate_is_within_a_factor_of_two_of_what_a_run_takes(tmp_path, text):
+def test_the_estimate_is_within_a_factor_of_two_of_what_a_run_takes(tmp_path, text, capsys):
     model = [
         "model=gpt2",
         "model.size=tiny",
@@ -75,22 +79,16 @@ def test_the_estimate_is_within_a_factor_of_two_of_what_a_run_takes(tmp_path, te
         *text,
         "data.seq_len=128",
     ]
-    recipe = [
-        *model,
-        "parallel=pipelined",
-        "device=cpu",
-        "train.precision=fp32",
-        "train.steps=2",
-        "logger=none",
-    ]
+    recipe = [*model, "parallel=pipelined", "device=cpu", "train.precision=fp32", "train.steps=2"]
     recipe += ["train.eval_every=null", "train.checkpoint_every=null", "train.global_batch_size=8"]
-    plan = train([*recipe, "mode=plan"], tmp_path / "plan")
-    real = train(recipe, tmp_path / "real")
-    assert (plan.code, real.code) == (0, 0), plan.console + real.console
-    estimated = [row["total"] * 2**20 for row in table(plan)]
-    measured = real.summary["peak_memory_bytes"]
+    execute(config(*recipe, "mode=plan"), tmp_path, None)
+    rows = table(capsys.readouterr().out)
+    run = train([*recipe, "logger=none"], tmp_path / "run")
+    assert run.code == 0, run.console
+    estimated = [row["total"] * 2**20 for row in rows]
+    measured = run.summary["peak_memory_bytes"]
     assert len(estimated) == len(measured) == 2
     for guess, truth in zip(estimated, measured, strict=True):
         assert truth / 2 < guess < truth * 2, (estimated, measured)
-    # The process alone is most of it here: what the model adds must be seen too.
-    assert all(row["total"] > 1.2 * row["process"] for row in table(plan))
+    # The process alone is much of it here: what the model adds must be seen too.
+    assert all(row["total"] > 1.2 * row["process"] for row in rows)

@@ -1,5 +1,7 @@
 """What is checked before a run starts, and how long it will be."""
 
+from importlib.util import find_spec
+
 import pytest
 from composed import config
 
@@ -73,6 +75,13 @@ def test_what_cannot_run_is_refused_before_it_starts_with_numbers_and_a_way_out(
     with pytest.raises(USER_ERRORS) as error:
         prepare(config(*overrides))
     assert [words for words in wanted if words not in str(error.value)] == [], str(error.value)
+
+
+@pytest.mark.skipif(find_spec("datasets") is not None, reason="Hugging Face datasets is installed here")
+def test_wikitext_without_a_folder_and_without_a_downloader_says_both_ways_out(tmp_path):
+    with pytest.raises(USER_ERRORS) as error:
+        prepare(config(*TINY, "data=wikitext2", f"data.cache_dir={tmp_path}"))
+    assert "data.root=" in str(error.value) and "pip install datasets" in str(error.value)
 
 
 def test_gpus_that_are_not_there_are_missed_by_name():
