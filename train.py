@@ -36,12 +36,12 @@ class clear_errors:
 
     def __exit__(self, kind, error, trace) -> None:
         if isinstance(error, (Interrupted, KeyboardInterrupt)):
-            fail(f"{error or 'stopped by SIGINT'}")
+            fail(str(error) or "stopped by SIGINT")
         elif isinstance(error, Exception):
             from training.errors import USER_ERRORS
 
             if isinstance(error, USER_ERRORS):
-                fail(f"{error}")
+                fail(str(error))
 
 
 def fail(message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -184,7 +185,7 @@ def _read_in_processes(
         num_workers=num_workers,
         prefetch_factor=_AHEAD,
         pin_memory=pin_memory,
-        worker_init_fn=_ignore_signals,
+        worker_init_fn=_outlive_interrupts,
         # Else the loader draws from the global generator, and the run would depend on num_workers.
         generator=torch.Generator(),
     )
@@ -199,7 +200,15 @@ def _read_in_processes(
     yield from zip(steps, iterator, strict=True)
 
 
-def _ignore_signals(worker: int) -> None:
+def _outlive_interrupts(worker: int) -> None:
+    """Leave signals to the main process, and say nothing when it leaves in the middle of taking a batch."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    usual = sys.excepthook
+
+    def quiet_about_the_connection(kind, error, trace) -> None:
+        if not issubclass(kind, (ConnectionError, EOFError)):
+            usual(kind, error, trace)
+
+    sys.excepthook = quiet_about_the_connection

@@ -143,8 +143,7 @@ class Strategy(ABC):
         # Gradients were divided by the number of terms; where some were padding, by too many.
         factor = assumed / count if count else 1.0
         factor /= self.loss_scale.factor
-        if factor != 1.0:
-            torch._foreach_mul_(self._gradients(), factor)
+        self._multiply_gradients(factor)
         norm = math.sqrt(squares) * factor if math.isfinite(squares) else math.nan
         return StepResult(loss / count if count else math.nan, norm, stops > 0)
 
@@ -161,9 +160,7 @@ class Strategy(ABC):
     def clip_grad_norm_(self, max_norm: float, norm: float) -> None:
         """Scale gradients so that their norm, which is ``norm`` now, is at most ``max_norm`` (as
         ``nn.utils.clip_grad_norm_`` does)."""
-        factor = max_norm / (norm + 1e-6)
-        if factor < 1.0:
-            torch._foreach_mul_(self._gradients(), factor)
+        self._multiply_gradients(min(1.0, max_norm / (norm + 1e-6)))
 
     def clip_grad_value_(self, limit: float) -> None:
         """Clamp every gradient element to [-limit, limit]."""
@@ -288,6 +285,11 @@ class Strategy(ABC):
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters() if p.grad is not None]
+
+    def _multiply_gradients(self, factor: float) -> None:
+        gradients = self._gradients()
+        if gradients and factor != 1.0:  # a stage may have no parameters
+            torch._foreach_mul_(gradients, factor)
 
 
 def _as_float(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -55,7 +55,7 @@ class Checkpoints:
         files, error = _gather(strategy, files, error)
         if error is None and strategy.mesh.rank == 0:
             try:
-                self._commit(draft, final, _manifest(strategy, step, files))
+                self._commit(draft, final, _manifest(strategy, optimizer, step, files))
             except Exception as failure:
                 error = _because(failure, self.folder)
         _, error = _gather(strategy, {}, error)
@@ -92,6 +92,16 @@ def load(path: Path, strategy: Strategy, optimizer: Optimizer | None = None) -> 
     from safetensors import SafetensorError, safe_open
 
     manifest = read_manifest(path)
+    # One rank reads everything once; the others only their share.
+    damage = _first_damaged(path, manifest) if strategy.mesh.rank == 0 else None
+    _, damage = _gather(strategy, {}, damage)
+    if damage is not None:
+        raise CheckpointError(damage)
+    if optimizer is not None and manifest["optimizer"] != optimizer.kind:
+        raise CheckpointError(
+            f"{path} was saved with optim {manifest['optimizer']}, this run has {optimizer.kind}: go on with the same "
+            "optimizer, or start anew"
+        )
     index: dict[str, Path] = {}
     try:
         for name in manifest["files"]:
@@ -129,6 +139,8 @@ def read_manifest(path: Path) -> dict:
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or "files" not in manifest:
+        raise CheckpointError(f"{path / MANIFEST} is not the manifest of a checkpoint in format {FORMAT}")
     for name, entry in manifest["files"].items():
         size = (path / name).stat().st_size if (path / name).exists() else None
         if size != entry["bytes"]:
@@ -147,6 +159,19 @@ def newest(folder: Path) -> Path | None:
             return path
         except CheckpointError:
             continue
+    return None
+
+
+def _first_damaged(path: Path, manifest: dict) -> str | None:
+    """What is wrong with the first file whose content is not what was written; None where all are whole."""
+    for name, entry in manifest["files"].items():
+        try:
+            with open(path / name, "rb") as file:
+                found = _sha256(file)
+        except OSError as error:
+            return f"{path / name} cannot be read: {error}"
+        if found != entry["sha256"]:
+            return f"{path / name} is damaged: its sha256 is {found[:12]}…, the manifest says {entry['sha256'][:12]}…"
     return None
 
 
@@ -183,24 +208,25 @@ def _write_stages(draft: Path, strategy: Strategy, optimizer: Optimizer) -> dict
             save_file({k: v.contiguous() for k, v in tensors.items()}, path)
             with open(path, "rb+") as file:
                 _flush(file)
-                digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else _sha256(file)
-            written[path.name] = {"sha256": digest.hexdigest(), "bytes": path.stat().st_size}
+                digest = _sha256(file)
+            written[path.name] = {"sha256": digest, "bytes": path.stat().st_size}
     return written
 
 
-def _sha256(file):
-    digest = hashlib.sha256()  # Python 3.10 has no file_digest
+def _sha256(file) -> str:
+    digest = hashlib.sha256()  # Python 3.10 has no hashlib.file_digest
     while block := file.read(1 << 20):
         digest.update(block)
-    return digest
+    return digest.hexdigest()
 
 
-def _manifest(strategy: Strategy, step: int, files: dict) -> dict:
+def _manifest(strategy: Strategy, optimizer: Optimizer, step: int, files: dict) -> dict:
     plan = strategy.plan
     return {
         "format": FORMAT,
         "step": step,
         "seed": strategy.options.seed,
+        "optimizer": optimizer.kind,
         "layout": {
             "parallel": plan.strategy,
             "dp": plan.dp,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from parallel.errors import PlanError
+
 
 def plain(cfg: Any) -> dict:
     """A dict of dicts, lists, numbers and words, interpolations resolved, enum members by name."""
@@ -19,3 +21,11 @@ def attributes(tree: dict) -> Any:
     from omegaconf import OmegaConf
 
     return OmegaConf.create(tree)
+
+
+def environment(cfg: Any) -> dict[str, str]:
+    """The variables of ``parallel.env``, such as {"NCCL_DEBUG": "INFO"}. Raises PlanError where it is no mapping."""
+    wanted = cfg.parallel.env or {}
+    if not hasattr(wanted, "items"):
+        raise PlanError(f"parallel.env={wanted} must be a mapping, such as parallel.env={{NCCL_DEBUG: INFO}}")
+    return {str(name): str(value) for name, value in wanted.items()}

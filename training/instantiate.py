@@ -40,10 +40,23 @@ def _check(node: Any) -> None:
             _check(item)
     elif isinstance(node, (dict, BaseContainer)):
         target = node.get("_target_")
-        if target is not None and not str(target).startswith(ALLOWED):
+        if target is not None and not _is_allowed(str(target)):
             raise TrainingError(
                 f"_target_={target} is not allowed: configurations may build objects from "
                 f"{', '.join(prefix.rstrip('.') for prefix in ALLOWED)} only"
             )
         for value in node.values():
             _check(value)
+
+
+def _is_allowed(target: str) -> bool:
+    """By its name, and by where it is defined: an allowed module has other modules among its names."""
+    from hydra.utils import get_object
+
+    if not target.startswith(ALLOWED):
+        return False
+    try:
+        found = get_object(target)
+    except Exception:
+        return True  # there is none of that name: instantiating says so better
+    return str(getattr(found, "__module__", "")).startswith(ALLOWED)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launchers import World, connect, run_workers
-from training.config import attributes, plain
+from training.config import attributes, environment, plain
 
 _KEY = "job"
 _MEET_TIMEOUT_S = 60.0
@@ -43,8 +43,8 @@ def execute(cfg: Any, run_dir: Path, world: World | None) -> None:
     else:
         del setup  # the workers build their own
         threads = cfg.parallel.threads
-        environment = {**cfg.parallel.env, **({} if threads is None else {"OMP_NUM_THREADS": str(threads)})}
-        run_workers(_work, (plain(cfg), str(run_dir)), processes, run_dir / "logs", env=environment)
+        more = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+        run_workers(_work, (plain(cfg), str(run_dir)), processes, run_dir / "logs", env={**environment(cfg), **more})
 
 
 def _print_memory(setup) -> None:

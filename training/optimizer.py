@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from parallel.strategy import Strategy
+from training.errors import TrainingError
 from training.instantiate import instantiate
 
 _FUSED = ("cpu", "cuda", "mps")
+_OURS = ("decay_vectors",)  # keys of the configuration that torch does not know
 
 
 class Optimizer:
@@ -22,6 +24,7 @@ class Optimizer:
 
     def __init__(self, config: Mapping, strategy: Strategy) -> None:
         self.base_lr = config["lr"]
+        self.kind = config["_target_"]
         everywhere = config["decay_vectors"]
         parameters = [p for p in strategy.parameters() if p.requires_grad]
         groups = [
@@ -29,7 +32,7 @@ class Optimizer:
             {"params": [p for p in parameters if not everywhere and p.dim() < 2], "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
-        node = {key: value for key, value in config.items() if key != "decay_vectors"}
+        node = torch_arguments(config)
         if strategy.device.type in _FUSED and all(s.device == strategy.device for s in strategy.stages):
             node["fused"] = True
         self._torch = instantiate(node, _partial_=True)(groups) if groups else None
@@ -52,3 +55,16 @@ class Optimizer:
                 key: value.clone() if key == "step" and parameter.device.type == "cpu" else value.to(parameter.device)
                 for key, value in state.items()
             }
+
+
+def torch_arguments(config: Mapping) -> dict:
+    """The section ``optim`` as torch's optimizer takes it."""
+    return {key: value for key, value in config.items() if key not in _OURS}
+
+
+def check_optimizer(config: Mapping) -> None:
+    """Raise TrainingError where torch refuses the section's numbers, such as a negative learning rate."""
+    try:
+        instantiate(torch_arguments(config), _partial_=True)([torch.nn.Parameter(torch.zeros(1))])
+    except ValueError as error:
+        raise TrainingError(f"optim: {error}") from None

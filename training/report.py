@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -80,12 +81,20 @@ def final_words(summary: dict, run_dir: Path, overrides: list[str], checkpoint: 
         lines.append(f"{speed[0]:,.0f} {speed[1]}   peak memory {peak:.2f} GiB over all ranks{shown}")
     lines.append(f"files: {run_dir}")
     if checkpoint is not None:
-        kept = [o for o in overrides if not o.startswith(("mode=", "checkpoint=", "train.resume=", "hydra."))]
-        rest = " ".join(shlex.quote(o) for o in kept)
-        link = checkpoint.parent / "latest"
-        lines.append(f"evaluate: python train.py mode=eval checkpoint={shlex.quote(str(link))} {rest}".rstrip())
-        lines.append(
-            f"go on:    python train.py train.resume={shlex.quote(str(link))} train.steps={2 * summary['steps']} "
-            f"{' '.join(shlex.quote(o) for o in kept if not o.startswith('train.steps='))}".rstrip()
-        )
+        # The link that the newest checkpoint always has.
+        link = _hydra_word(str(checkpoint.parent / "latest"))
+        dropped = ("mode=", "checkpoint=", "train.resume=", "hydra.")
+        kept = [o for o in overrides if not o.startswith(dropped)]
+        longer = [o for o in kept if not o.startswith(("train.steps=", "train.epochs="))]
+        further = [f"train.resume={link}", f"train.steps={2 * summary['steps']}", "train.epochs=null"]
+        lines.append(f"evaluate: python train.py {shlex.join(['mode=eval', f'checkpoint={link}', *kept])}")
+        lines.append(f"go on:    python train.py {shlex.join([*further, *longer])}")
     return "\n".join(lines)
+
+
+def _hydra_word(text: str) -> str:
+    """``text`` as the value of an override: quoted where Hydra's grammar would read something into it."""
+    if re.fullmatch(r"[\w./:%@+-]+", text):
+        return text
+    escaped = text.replace("'", "\\'")
+    return f"'{escaped}'"

@@ -19,7 +19,7 @@ from parallel.strategy import Options, Strategy
 from parallel.timeline import bubble_fraction
 from training import checkpoint
 from training.checkpoint import Checkpoints
-from training.config import plain
+from training.config import environment, plain
 from training.errors import TrainingError
 from training.evaluate import evaluate, record_of
 from training.instantiate import instantiate
@@ -41,7 +41,7 @@ def run(cfg: Any, run_dir: Path, world: World | None = None, store: dist.Store |
     """
     world = world or World.alone()
     run_dir = Path(run_dir)
-    os.environ.update(cfg.parallel.env)
+    os.environ.update(environment(cfg))
     share_cores(world.local_size, cfg.parallel.threads)
     if resolve_device_type(cfg.device, world.size) == "cpu":
         keep_freed_memory()
@@ -124,12 +124,12 @@ def _evaluate(setup: Setup, strategy: Strategy, run_dir: Path) -> dict:
 def _summarise(setup: Setup, strategy: Strategy, outcome: Outcome, test_loss: float | None) -> dict:
     """summary.json's content; gathers each rank's peak memory and pipeline times, so all ranks call it."""
     plan = setup.plan
-    mine = (peak_memory_bytes(strategy.device), list(strategy.timeline.steps))
+    mine = (peak_memory_bytes(strategy.device), list(strategy.timeline.steps), outcome.times.median_after_warmup())
     everyone = [mine]
     if strategy.mesh.size > 1:
         everyone = [None] * strategy.mesh.size
         dist.all_gather_object(everyone, mine)
-    step_time = outcome.times.median_after_warmup()
+    step_time = everyone[0][2]
     samples = plan.global_batch_size / step_time if step_time else None
     tokens = setup.tokens_per_sample
     bubble = None
@@ -154,7 +154,7 @@ def _summarise(setup: Setup, strategy: Strategy, outcome: Outcome, test_loss: fl
         "step_time_s": step_time,
         "samples_per_s": samples,
         "tokens_per_s": samples * tokens if samples and tokens else None,
-        "peak_memory_bytes": [peak for peak, _ in everyone],
+        "peak_memory_bytes": [peak for peak, *_ in everyone],
         "bubble_fraction": bubble,
         "ideal_bubble_fraction": plan.ideal_bubble,
         "stages": [{"layers": list(s.layers), "parameters": s.parameters} for s in plan.stages],

@@ -16,8 +16,10 @@ from data.loader import TrainBatches
 from models.chain import Chain
 from parallel.plan import Plan, make_plan
 from training.checkpoint import read_manifest
+from training.config import environment, plain
 from training.errors import TrainingError
 from training.instantiate import instantiate
+from training.optimizer import check_optimizer
 
 
 @dataclass
@@ -51,6 +53,7 @@ def prepare(cfg: Any, world_size: int | None = None) -> Setup:
     """
     train = cfg.train
     check_train(cfg)
+    environment(cfg)
     for path in (cfg.checkpoint if cfg.mode == "eval" else None, train.resume):
         if path not in (None, "auto"):
             read_manifest(Path(path))
@@ -65,11 +68,15 @@ def prepare(cfg: Any, world_size: int | None = None) -> Setup:
     )
     if train.compile:
         check_compiler(plan.device_type)
+    check_optimizer(plain(cfg.optim))
+    instantiate(cfg.scheduler)
     data = instantiate(cfg.data)
     check_fit(chain, data, cfg)
     data.prepare()
     per_epoch = TrainBatches(data.train, train.global_batch_size, cfg.seed).steps_per_epoch
-    return Setup(cfg, chain, data, plan, total_steps(train.steps, train.epochs, per_epoch), per_epoch)
+    setup = Setup(cfg, chain, data, plan, total_steps(train.steps, train.epochs, per_epoch), per_epoch)
+    check_shapes(setup)
+    return setup
 
 
 def build_chain(model: Any) -> Chain:
@@ -123,6 +130,18 @@ def check_fit(chain: Chain, data: DataSet, cfg: Any) -> None:
             f"the data has a vocabulary of {data.vocab_size}, model.vocab_size={vocabulary} is too small; set "
             f"model.vocab_size={data.vocab_size} or more"
         )
+
+
+def check_shapes(setup: Setup) -> None:
+    """Whether a sample passes through the model and its loss: tried without memory, on the meta device."""
+    sample = setup.sample.chunks(setup.plan.microbatch_size)[0].to("meta")
+    try:
+        setup.chain.loss(setup.chain.skeleton()(sample.inputs), sample.targets, None)
+    except RuntimeError as error:
+        raise TrainingError(
+            f"model={setup.cfg.model.name} cannot take this data: samples {tuple(sample.inputs.shape[1:])} with "
+            f"targets {tuple(sample.targets.shape[1:])} ({error})"
+        ) from None
 
 
 def check_compiler(device_type: str) -> None:

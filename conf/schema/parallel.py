@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -30,7 +30,7 @@ class Parallel:
     threads: int | None = None  # CPU threads of each process; null: the cores, divided
     timeout_s: float = 300.0  # the longest that a rank waits for another before the run ends
     bucket_mb: float = 25.0  # DistributedDataParallel's gradient bucket, in MiB
-    env: dict[str, str] = field(default_factory=dict)  # environment of the workers, such as {NCCL_DEBUG: INFO}
+    env: Any = None  # environment of the workers, such as {NCCL_DEBUG: INFO}
 
 
 def register(store: ConfigStore) -> None:

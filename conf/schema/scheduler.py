@@ -30,7 +30,7 @@ class Step:
 class CosineWarmup:
     _target_: str = "training.lr.CosineWarmup"
     warmup_steps: int | None = None  # null: a fifth of the run
-    min_ratio: float = 0.1  # of the peak, at the last step
+    min_ratio: float = 0.1  # of the peak, that the rate comes down to
 
 
 def register(store: ConfigStore) -> None:
