@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import hydra
@@ -11,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from conf.schema import register
-from launchers import Interrupted, World
+from launchers import World
 
 RUN_ID = secrets.token_hex(3)
 
@@ -28,20 +30,19 @@ def main(cfg: DictConfig) -> None:
         execute(cfg, Path(HydraConfig.get().runtime.output_dir), World.detect())
 
 
-class clear_errors:
+@contextmanager
+def clear_errors() -> Iterator[None]:
     """What a user can act on is one message and exit code 1; a bug in here keeps its traceback."""
+    try:
+        yield
+    except KeyboardInterrupt as stopped:  # launchers.Interrupted, which says by what signal, is one
+        fail(str(stopped) or "stopped by SIGINT")
+    except Exception as error:
+        from training.errors import USER_ERRORS
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, (Interrupted, KeyboardInterrupt)):
-            fail(str(error) or "stopped by SIGINT")
-        elif isinstance(error, Exception):
-            from training.errors import USER_ERRORS
-
-            if isinstance(error, USER_ERRORS):
-                fail(str(error))
+        if not isinstance(error, USER_ERRORS):
+            raise
+        fail(str(error))
 
 
 def fail(message: str) -> None:
