@@ -120,6 +120,11 @@ class Chain:
         return name
 
 
+def is_within(parameter: str, layers: Sequence[str]) -> bool:
+    """Whether the parameter of this full name belongs to one of the layers of these names."""
+    return any(parameter.startswith(f"{layer}.") for layer in layers)
+
+
 class Layers(nn.Module):
     """A run of named layers. Dots in names become nesting, so that keys read ``h.0.attn.c_attn.weight``."""
 

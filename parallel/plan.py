@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from models.chain import Chain
+from models.chain import Chain, is_within
 from parallel.devices import device_count, resolve_device_type
 from parallel.errors import PlanError
 from parallel.mesh import Mesh
@@ -179,12 +179,12 @@ def _check_cut(batch: int, dp: int, chunks: int) -> None:
 def _tied_within(chain: Chain, runs: list[list[str]], skeleton) -> list[int]:
     """For each stage, how many parameters its layers share among themselves (counted once, not twice)."""
     sizes = {name: p.numel() for name, p in skeleton.named_parameters(remove_duplicate=False)}
-
-    def holds(run: list[str], parameter: str) -> bool:
-        return any(parameter.startswith(f"{layer}.") for layer in run)
-
     return [
-        sum(sizes[alias] for alias, original in chain.tied.items() if holds(run, alias) and holds(run, original))
+        sum(
+            sizes[alias]
+            for alias, original in chain.tied.items()
+            if is_within(alias, run) and is_within(original, run)
+        )
         for run in runs
     ]
 

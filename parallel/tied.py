@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from models.chain import Chain
+from models.chain import Chain, is_within
 from parallel.mesh import Mesh
 from parallel.plan import Plan
 from parallel.stage import Stage
@@ -24,14 +24,14 @@ class TiedParameters:
         self._copies: list[tuple[list[nn.Parameter], dist.ProcessGroup | None]] = []
         for original in sorted(set(chain.tied.values())):
             names = [original, *(alias for alias, target in chain.tied.items() if target == original)]
-            holders = [s.index for s in plan.stages if any(_in(name, s.layers) for name in names)]
+            holders = [s.index for s in plan.stages if any(is_within(name, s.layers) for name in names)]
             if len(holders) < 2:
                 continue
             positions = sorted({index % mesh.pp for index in holders})
             group = mesh.new_group(
                 [[mesh.rank_at(replica, p) for p in positions] for replica in range(mesh.dp)], timeout_s
             )
-            mine = [(stage, name) for stage in stages for name in names if _in(name, stage.layers.names)]
+            mine = [(stage, name) for stage in stages for name in names if is_within(name, stage.layers.names)]
             if not mine:
                 continue
             parameters = []
@@ -52,7 +52,3 @@ class TiedParameters:
                 dist.all_reduce(total, group=group)
             for other in parameters[1:]:
                 other.grad.copy_(total)
-
-
-def _in(parameter: str, layers: Sequence[str]) -> bool:
-    return any(parameter.startswith(f"{layer}.") for layer in layers)

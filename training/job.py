@@ -35,11 +35,11 @@ def execute(cfg: Any, run_dir: Path, world: World | None) -> None:
         return
     processes = setup.plan.processes
     if world is not None:
-        _lead(cfg, run_dir, world)
+        _lead(setup, run_dir, world)
     elif processes == 1:
         from training.run import run
 
-        run(cfg, run_dir)
+        run(cfg, run_dir, setup=setup)
     else:
         del setup  # the workers build their own
         threads = cfg.parallel.threads
@@ -62,14 +62,15 @@ def _work(world: World, tree: dict, run_dir: str) -> None:
     run(attributes(tree), Path(run_dir), world)
 
 
-def _lead(cfg: Any, run_dir: Path, world: World) -> None:
+def _lead(setup, run_dir: Path, world: World) -> None:
     """Rank 0 under torchrun: tell the other ranks what to run and where."""
     from training.run import run
 
+    cfg = setup.cfg
     store = connect(world, cfg.parallel.timeout_s)
     if store is not None:
         store.set(_KEY, json.dumps({"cfg": plain(cfg), "run_dir": str(run_dir)}))
-    run(cfg, run_dir, world, store)
+    run(cfg, run_dir, world, store, setup)
 
 
 def follow(world: World) -> None:
@@ -77,6 +78,7 @@ def follow(world: World) -> None:
     configuration, and run it. Says nothing on the console unless it fails."""
     from datetime import timedelta
 
+    from launchers.failure import log_path
     from launchers.worker import redirect_output
     from training.run import run
 
@@ -86,7 +88,7 @@ def follow(world: World) -> None:
     logs = Path(job["run_dir"]) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     console = os.dup(2)
-    redirect_output(logs / f"rank_{world.rank:04d}.log")
+    redirect_output(log_path(logs, world.rank))
     try:
         run(attributes(job["cfg"]), Path(job["run_dir"]), world, store)
     except BaseException:

@@ -8,6 +8,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from data.batch import Batch
 from data.loader import TrainBatches, train_loader
 from parallel.strategy import StepResult, Strategy
@@ -153,8 +155,6 @@ class Loop:
         )
 
     def _anomaly_detection(self):
-        import torch
-
         return torch.autograd.detect_anomaly(check_nan=True) if self.config.detect_anomaly else nullcontext()
 
 

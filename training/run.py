@@ -32,11 +32,18 @@ from training.setup import Setup, prepare
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "mps": "gloo"}
 
 
-def run(cfg: Any, run_dir: Path, world: World | None = None, store: dist.Store | None = None) -> dict:
+def run(
+    cfg: Any,
+    run_dir: Path,
+    world: World | None = None,
+    store: dist.Store | None = None,
+    setup: Setup | None = None,
+) -> dict:
     """Train or evaluate as ``cfg`` says, as the rank that ``world`` says (alone where it is None).
 
     run_dir  where rank 0 writes; it exists
     store    an agreed key-value store where the ranks have met already
+    setup    what ``prepare`` made of ``cfg``, where this process has done that already
     returns  the content of summary.json, on every rank
     """
     world = world or World.alone()
@@ -47,7 +54,7 @@ def run(cfg: Any, run_dir: Path, world: World | None = None, store: dist.Store |
         keep_freed_memory()
     if cfg.train.deterministic:
         _be_deterministic()
-    setup = prepare(cfg, world.size)
+    setup = setup or prepare(cfg, world.size)
     with _process_group(world, setup, store):
         mesh = setup.plan.mesh(world.rank).connect(cfg.parallel.timeout_s)
         options = Options(
@@ -74,7 +81,7 @@ def _train(setup: Setup, strategy: Strategy, run_dir: Path) -> dict:
             f"the checkpoint is at step {done} and the run ends at step {setup.total_steps}; set train.steps higher"
         )
     recorder = _Recorder(setup, strategy, run_dir, first_step=done + 1)
-    failed = True
+    summary = None
     try:
         loop = Loop(setup, strategy, optimizer, checkpoints, recorder.record, recorder.show, recorder.say)
         outcome = loop.run(done + 1)
@@ -82,9 +89,8 @@ def _train(setup: Setup, strategy: Strategy, run_dir: Path) -> dict:
         if setup.data.test is not None and cfg.train.eval_every is not None:
             test = evaluate(strategy, setup.data.test, cfg.train.eval_batches)["loss"]
         summary = _summarise(setup, strategy, outcome, test)
-        failed = False
     finally:
-        recorder.close(None if failed else summary)
+        recorder.close(summary)
     if strategy.mesh.rank == 0:
         print(final_words(summary, run_dir, _overrides(run_dir), outcome.checkpoint), flush=True)
     return summary
