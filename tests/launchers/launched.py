@@ -133,12 +133,17 @@ def return_with_thread_running(world):
 
 
 def by_hand():
-    """What a process started by hand does: finds itself, meets the others, and tells what it saw."""
+    """What a process started by hand does: finds itself, meets the others, tells what it saw, and leaves with them."""
+    import torch.distributed as dist
+
     world = World.detect()
     join_group(world)
     seen = {"world": vars(world), "sum": all_reduce(1), "listening": listening(psutil.Process())}
     all_reduce(0)
     print(json.dumps(seen))
+    dist.barrier()
+    # A group left open ends in its own threads' destructors: "terminate called" now and then, on standard error.
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
