@@ -16,13 +16,16 @@ class DataSet(ABC):
         valid, test  Source, or None where there is no such split or it is smaller than one sample
         description  one line: what it is, and how much of it in each split
     From the start:
-        vocab_size   number of distinct tokens; None for data that is not language
+        vocab_size   number of distinct tokens; None for data that is not language, and before prepare() where the text
+                     decides (words)
         seq_len      tokens per sample; None for data that is not language
         num_workers  processes that read ahead (see data.loader.train_loader)
+        changing_shapes  whether training batches differ in shape from step to step (see data.buckets)
     """
 
     vocab_size: int | None = None
     seq_len: int | None = None
+    changing_shapes: bool = False
     train: Source
     valid: Source | None
     test: Source | None

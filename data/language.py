@@ -1,4 +1,4 @@
-"""What the text data sets share: documents in, GPT-2 tokens in a cache, windows of seq_len tokens out."""
+"""What the text data sets share: documents in, tokens in a cache, windows of seq_len tokens out."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from data.columns import ColumnWindows
 from data.dataset import DataSet
-from data.documents import Document, encode, split_by_position, text_problem
+from data.documents import Document, split_by_position, text_problem
 from data.errors import DataError
 from data.tokens import TokenWindows, cached_tokens, count_tokens
-from data.vocabulary import ENCODER_SHA256, END_OF_TEXT, GPT2_VOCAB_SIZE, gpt2
+from data.vocabulary import GPT2Vocabulary
+from data.words import WordVocabulary
 
 # To be raised when the same documents give other tokens: old caches are then left alone, not misread.
 _CACHE_FORMAT = 1
@@ -19,22 +21,71 @@ _MINIMUM_DOCUMENTS = 20
 
 
 class LanguageData(DataSet):
-    """Text, encoded by GPT-2's vocabulary, each document followed by <|endoftext|>."""
+    """Text as tokens: GPT-2's, or the words of the training split by the basic-English rules.
 
-    vocab_size = GPT2_VOCAB_SIZE
+    vocab_size   for words None before prepare(), because the text decides
+    words        after prepare(), for words: each by its token; None for GPT-2's tokens
+    """
+
     name: str
+    min_word_frequency = 5
 
-    def __init__(self, seq_len: int = 256, cache_dir: str | None = None, num_workers: int = 0):
+    def __init__(
+        self,
+        seq_len: int = 256,
+        cache_dir: str | None = None,
+        num_workers: int = 0,
+        vocabulary: str = "gpt2",
+        min_frequency: int | None = None,
+        max_vocabulary: int | None = None,
+        batchify: bool = False,
+        columns: int | None = None,
+    ):
         """seq_len: tokens per sample. cache_dir: where the tokens are kept; None: the user's cache folder.
 
-        Raises DataError if seq_len is not positive.
+        vocabulary:     gpt2 | words
+        min_frequency:  words that occur less often in the training split are <unk>; None: the data set's
+                        min_word_frequency
+        max_vocabulary: so many words at most, the most frequent, <unk> included; None: all of them
+        batchify:       train on the text in order, in `columns` columns (see ColumnWindows), instead of on
+                        shuffled samples
+        Raises DataError for a number that makes no sense, and for one that belongs to another choice.
         """
         super().__init__(num_workers)
         if seq_len < 1:
             raise DataError(f"data.seq_len={seq_len}: a sample needs at least 1 token")
+        if batchify and columns is None:
+            raise DataError("data.batchify=true needs data.columns, which is the global batch size")
         self.seq_len = seq_len
         self.cache_dir = cache_dir
+        self.columns = columns if batchify else None
+        self._vocabulary = self._choose(vocabulary, min_frequency, max_vocabulary)
         self._prepared = False
+
+    def _choose(self, name: str, min_frequency: int | None, max_size: int | None) -> WordVocabulary | GPT2Vocabulary:
+        if name == "words":
+            return WordVocabulary(self.min_word_frequency if min_frequency is None else min_frequency, max_size)
+        if name != "gpt2":
+            raise DataError(f"data.vocabulary={name} is not one of gpt2, words")
+        for key, value in (("min_frequency", min_frequency), ("max_vocabulary", max_size)):
+            if value is not None:
+                raise DataError(
+                    f"data.{key}={value} chooses among words, and GPT-2's vocabulary is fixed; leave it out or "
+                    "set data.vocabulary=words"
+                )
+        return GPT2Vocabulary()
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self._vocabulary.size
+
+    @property
+    def words(self) -> list[str] | None:
+        return self._vocabulary.words
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens. To be called after prepare()."""
+        return self._vocabulary.decode(tokens)
 
     @abstractmethod
     def documents(self) -> Mapping[str, Sequence[Document]]:
@@ -51,11 +102,11 @@ class LanguageData(DataSet):
         documents = self.documents()
         files = cached_tokens(
             self.cache_dir,
-            f"{self.name}-{_fingerprint(documents)}",
-            GPT2_VOCAB_SIZE,
-            lambda: {split: encode(part, gpt2(), END_OF_TEXT) for split, part in documents.items()},
+            f"{self.name}-{_fingerprint(documents, self._vocabulary.key)}",
+            lambda folder: self._vocabulary.encode(folder, documents),
         )
-        self.train = self._windows("train", files["train"])
+        self._vocabulary.load(files["train"].parent)
+        self.train = self._train(files["train"])
         self.valid, self.test = (
             TokenWindows(files[split], self.seq_len) if count_tokens(files[split]) > self.seq_len else None
             for split in ("valid", "test")
@@ -63,13 +114,15 @@ class LanguageData(DataSet):
         self.description = self._describe(documents, files)
         self._prepared = True
 
-    def _windows(self, split: str, path: Path) -> TokenWindows:
+    def _train(self, path: Path) -> TokenWindows:
         tokens = count_tokens(path)
         if tokens <= self.seq_len:
             raise DataError(
-                f"the {split} split of {self.title()} has {tokens:,} tokens; one sample of "
+                f"the train split of {self.title()} has {tokens:,} tokens; one sample of "
                 f"data.seq_len={self.seq_len} needs {self.seq_len + 1}. Lower data.seq_len or give more text"
             )
+        if self.columns is not None:
+            return ColumnWindows(path, self.columns, self.seq_len)
         return TokenWindows(path, self.seq_len)
 
     def _describe(self, documents: Mapping[str, Sequence[Document]], files: Mapping[str, Path]) -> str:
@@ -79,7 +132,8 @@ class LanguageData(DataSet):
             samples = f"{len(source):,} samples" if source else f"one sample needs {self.seq_len + 1:,}"
             parts.append(f"{split} {tokens:,} tokens ({samples})")
         count = sum(len(part) for part in documents.values())
-        return f"{self.title()}, {count:,} documents, GPT-2 tokens: {', '.join(parts)}"
+        columns = "" if self.columns is None else f", trained on in {self.columns} columns"
+        return f"{self.title()}, {count:,} documents, {self._vocabulary.label}{columns}: {', '.join(parts)}"
 
 
 def split_documents(documents: Sequence[Document]) -> dict[str, list[Document]]:
@@ -109,9 +163,9 @@ def only_text(documents: Sequence[Document]) -> tuple[list[Document], list[str]]
     return good, bad
 
 
-def _fingerprint(documents: Mapping[str, Sequence[Document]]) -> str:
+def _fingerprint(documents: Mapping[str, Sequence[Document]], vocabulary: str) -> str:
     """A hash of what the tokens depend on: text, its cut into documents and splits, vocabulary, format."""
-    whole = hashlib.sha256(f"{_CACHE_FORMAT} {ENCODER_SHA256}".encode())
+    whole = hashlib.sha256(f"{_CACHE_FORMAT} {vocabulary}".encode())
     for split in sorted(documents):
         whole.update(f" {split} {len(documents[split])}".encode())
         for document in documents[split]:

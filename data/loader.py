@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from data.batch import Batch
+from data.buckets import Buckets, VariableLength
 from data.errors import DataError
 from data.shuffle import permute
 from data.source import Source
@@ -25,18 +26,19 @@ class TrainBatches(Dataset):
     """The training batches by step, as one replica sees them.
 
     The global batch of a step is a pure function of (seed, step): epoch e permutes the samples by the key
-    (seed, e), and its steps take them in turn; a rest smaller than a batch waits for another epoch. A replica
-    takes its contiguous equal slice. So resuming is setting the step, and the number of replicas changes
-    nothing.
+    (seed, e), unless the source is `ordered`, and its steps take them in turn; a rest smaller than a batch
+    waits for another epoch. Samples of variable length are grouped by length (see data.buckets). A replica takes
+    its contiguous equal slice. So resuming is setting the step, and the number of replicas changes nothing.
     """
 
     def __init__(self, source: Source, global_batch_size: int, seed: int, dp_rank: int = 0, dp_size: int = 1):
         """global_batch_size: samples per step over all replicas.
 
-        Raises DataError if the source has fewer samples than that, or if the replicas cannot share it
-        equally.
+        Raises DataError if the source has fewer samples than that or wants another number, or if the replicas
+        cannot share it equally.
         """
         _check_replicas(global_batch_size, dp_rank, dp_size)
+        source.check_batch(global_batch_size)
         if len(source) < global_batch_size:
             fits = len(source) // dp_size * dp_size
             way_out = f"The largest batch that fits is {fits}" if fits else "Give more data"
@@ -49,6 +51,7 @@ class TrainBatches(Dataset):
         self.seed = seed
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.steps_per_epoch = len(source) // global_batch_size
+        self.buckets = Buckets(source, global_batch_size, seed) if isinstance(source, VariableLength) else None
 
     def __getitem__(self, step: int) -> Batch:
         """This replica's slice, global_batch_size / dp_size samples, of the batch of `step` (from 1 on)."""
@@ -56,8 +59,12 @@ class TrainBatches(Dataset):
             raise ValueError(f"step {step}: training steps count from 1")
         epoch, step_of_epoch = divmod(step - 1, self.steps_per_epoch)
         mine = _slice(self.global_batch_size, self.dp_rank, self.dp_size)
+        if self.buckets is not None:
+            indices, width = self.buckets.batch(epoch, step_of_epoch)
+            return Batch(*self.source.read(indices[mine], epoch, width))
         positions = step_of_epoch * self.global_batch_size + mine
-        indices = permute(positions, len(self.source), key=(self.seed, epoch))
+        ordered = self.source.ordered
+        indices = positions if ordered else permute(positions, len(self.source), key=(self.seed, epoch))
         return Batch(*self.source.read(indices, epoch))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,12 @@ if TYPE_CHECKING:
 
 
 class Source(ABC):
-    """One split of a data set, with random access."""
+    """One split of a data set, with random access.
+
+    ordered: training takes the samples in order in every epoch, instead of shuffling them
+    """
+
+    ordered: bool = False
 
     @abstractmethod
     def __len__(self) -> int:
@@ -24,6 +30,10 @@ class Source(ABC):
 
         A pure function: augmentation, where there is any, depends on (seed, epoch, index) alone.
         """
+
+    def check_batch(self, global_batch_size: int) -> None:
+        """Raises DataError where training cannot take the samples in batches of this size."""
+        return
 
 
 class InMemory(Source):
@@ -43,3 +53,29 @@ class InMemory(Source):
 
         picked = torch.from_numpy(np.asarray(indices, dtype=np.int64))
         return self.inputs[picked], self.targets[picked]
+
+
+class Concatenated(Source):
+    """The samples of some sources, one source after the other."""
+
+    def __init__(self, sources: Sequence[Source]):
+        self.sources = list(sources)
+        self.ends = np.cumsum([len(source) for source in self.sources])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
+        import torch
+
+        indices = np.asarray(indices, dtype=np.int64)
+        numbers = np.searchsorted(self.ends, indices, side="right")
+        order, parts = [], []
+        for number in np.unique(numbers):
+            mine = np.flatnonzero(numbers == number)
+            source = self.sources[number]
+            order.append(mine)
+            parts.append(source.read(indices[mine] - (self.ends[number] - len(source)), epoch))
+        back = torch.from_numpy(np.argsort(np.concatenate(order)))
+        inputs, targets = (torch.cat(tensors)[back] for tensors in zip(*parts, strict=True))
+        return inputs, targets

@@ -7,6 +7,7 @@ import platform
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from data.documents import Document, find_files, whole_file
 from data.errors import DataError
@@ -52,10 +53,13 @@ class Text(LanguageData):
     name = "text"
 
     def __init__(
-        self, root: str | None = None, seq_len: int = 256, cache_dir: str | None = None, num_workers: int = 0
+        self, root: str | None = None, seq_len: int = 256, cache_dir: str | None = None, **options: Any
     ):
-        """root: the file or folder. Raises DataError if it is not given; prepare() if it is not there."""
-        super().__init__(seq_len, cache_dir, num_workers)
+        """root: the file or folder. The others are LanguageData's.
+
+        Raises DataError if `root` is not given; prepare() does if it is not there.
+        """
+        super().__init__(seq_len, cache_dir, **options)
         if not root:
             raise DataError("data=text needs to know which text: data.root=FILE_OR_FOLDER")
         self.root = Path(root).expanduser().absolute()

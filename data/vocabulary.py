@@ -5,10 +5,14 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from data.documents import Document, encode
 from data.errors import DataError
 
 if TYPE_CHECKING:
@@ -18,6 +22,26 @@ GPT2_VOCAB_SIZE = 50257
 END_OF_TEXT = 50256
 # The one that tiktoken itself checks (tiktoken_ext/openai_public.py).
 ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
+
+
+class GPT2Vocabulary:
+    """GPT-2's tokens, each document followed by <|endoftext|>. The interface is WordVocabulary's."""
+
+    key = ENCODER_SHA256
+    size = GPT2_VOCAB_SIZE
+    words = None
+    label = "GPT-2 tokens"
+
+    def encode(
+        self, folder: Path, documents: Mapping[str, Sequence[Document]]
+    ) -> tuple[int, dict[str, Iterator[np.ndarray]]]:
+        return self.size, {split: encode(part, gpt2(), END_OF_TEXT) for split, part in documents.items()}
+
+    def load(self, folder: Path) -> None:
+        return
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return gpt2().decode(list(tokens))
 
 
 @cache

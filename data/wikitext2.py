@@ -30,12 +30,16 @@ class WikiText2(LanguageData):
     """About 2 million words of Wikipedia, with its own three splits; each split is one document."""
 
     name = "wikitext2"
+    min_word_frequency = 1  # as published: rare words are <unk> in the files already
 
     def __init__(
-        self, root: str | None = None, seq_len: int = 256, cache_dir: str | None = None, num_workers: int = 0
+        self, root: str | None = None, seq_len: int = 256, cache_dir: str | None = None, **options: Any
     ):
-        """root: a folder with the three files; None: download them through Hugging Face `datasets`."""
-        super().__init__(seq_len, cache_dir, num_workers)
+        """root: a folder with the three files; None: download them through Hugging Face `datasets`.
+
+        The others are LanguageData's.
+        """
+        super().__init__(seq_len, cache_dir, **options)
         self.root = None if not root else Path(root).expanduser().absolute()
 
     def title(self) -> str:

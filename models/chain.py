@@ -53,6 +53,7 @@ class Chain:
     initialise  (full module name, module) -> None, called once for every submodule that holds parameters or
                 buffers itself, under a seed made of the name: draws for one never move another's
     limits      {"positions": 1024, "vocabulary": 50304} where the model has such limits on its inputs
+    channels_last  whether images are computed on faster with their channels innermost in memory
     """
 
     layers: Sequence[Layer]
@@ -60,6 +61,7 @@ class Chain:
     tied: Mapping[str, str] = field(default_factory=dict)
     initialise: Callable[[str, nn.Module], None] = reset_parameters
     limits: Mapping[str, int] = field(default_factory=dict)
+    channels_last: bool = False
 
     def __post_init__(self) -> None:
         names = self.names

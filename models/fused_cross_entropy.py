@@ -23,8 +23,10 @@ CPU_ROWS, OTHER_ROWS = 16, 8192
 
 class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
-        logits = F.linear(x, cast)
+    def forward(
+        ctx, x: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, bias: Tensor | None, needs_grad: bool
+    ) -> Tensor:
+        logits = F.linear(x, cast, None if bias is None else bias.to(cast.dtype))
         rows = CPU_ROWS if x.device.type == "cpu" else OTHER_ROWS
         total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         for start in range(0, len(targets), rows):
@@ -41,7 +43,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
             # Rows that do not count get no gradient: zeroing x does that for the weight, and x is the small one.
             counted = (targets != IGNORED)[:, None]
             ctx.save_for_backward(x * counted, cast, logits, counted)
-            ctx.dtypes = x.dtype, weight.dtype
+            ctx.dtypes, ctx.biased = (x.dtype, weight.dtype), bias is not None
         return total
 
     @staticmethod
@@ -51,17 +53,21 @@ class _FusedCrossEntropy(torch.autograd.Function):
         # The scale may be float16's loss scale (65,536 and up): applied after the products, in float32.
         grad_x = (gradient @ cast).to(scale.dtype).mul_(scale * counted).to(x_dtype)
         grad_weight = (gradient.t() @ x).to(weight_dtype).mul_(scale.to(weight_dtype))
-        return grad_x, grad_weight, None, None, None
+        grad_bias = None
+        if ctx.biased:  # a product, because that adds up in float32
+            grad_bias = (counted.to(gradient.dtype).t() @ gradient)[0].to(weight_dtype).mul_(scale.to(weight_dtype))
+        return grad_x, grad_weight, None, None, grad_bias, None
 
 
-def fused_cross_entropy(x: Tensor, weight: Tensor, cast: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of ``x @ weight.T`` against ``targets``, summed over those that are not ``IGNORED``.
+def fused_cross_entropy(x: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Cross entropy of ``x @ weight.T + bias`` against ``targets``, summed over those that are not ``IGNORED``.
 
     x        [n, c] hidden states, in the compute dtype
     weight   [v, c] the parameter, which gets the gradient
     cast     [v, c] the same numbers in the compute dtype, without gradient (cast once per step by the caller)
     targets  [n] int64 classes below v, or ``IGNORED``
+    bias     [v] a parameter of the weight's dtype, or None
     returns  a scalar in float32 (float64 for float64)
     """
-    needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return _FusedCrossEntropy.apply(x, weight, cast, targets, needs_grad)
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias) if t is not None)
+    return _FusedCrossEntropy.apply(x, weight, cast, targets, bias, needs_grad)

@@ -10,13 +10,12 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.chain import Chain, Layer
-from models.fused_cross_entropy import fused_cross_entropy
-from models.losses import IGNORED, Sums, mask_targets
+from models.fused_head import FusedHead
+from models.losses import TokenCrossEntropy
 
 
 @dataclass(frozen=True)
@@ -94,59 +93,20 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.ln_2(x)))
 
 
-class Head(nn.Module):
-    """Final norm and projection onto the vocabulary, [b, t, n_embd] -> logits [b, t, vocab_size].
-
-    Owns the loss: training never holds float32 logits.
-    """
+class Head(FusedHead):
+    """Final norm and projection onto the vocabulary, [b, t, n_embd] -> logits [b, t, vocab_size]."""
 
     def __init__(self, size: Size, vocab_size: int) -> None:
         super().__init__()
         self.ln_f = nn.LayerNorm(size.n_embd)
         self.lm_head = nn.Linear(size.n_embd, vocab_size, bias=False)
-        # The weight in the compute dtype, kept between micro-batches. A dict while a step runs, in which no weight
-        # changes; None outside of one, so that nothing stale can be used. (The weight's version cannot tell: fused
-        # optimizers do not move it.)
-        self.step_cache: dict[torch.dtype, Tensor] | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lm_head(self.ln_f(x))
+    @property
+    def projection(self) -> nn.Linear:
+        return self.lm_head
 
-    def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
-        """Hidden states [b, t, n_embd] against next tokens [b, t], in the autocast's dtype where there is one."""
-        targets = mask_targets(targets, weights).flatten()
-        hidden = self.ln_f(x).flatten(0, 1)
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            hidden = hidden.to(torch.get_autocast_dtype(kind))
-        loss = fused_cross_entropy(hidden, self.lm_head.weight, self._weight_as(hidden.dtype), targets)
-        return Sums(loss, (targets != IGNORED).sum())
-
-    def _weight_as(self, dtype: torch.dtype) -> Tensor:
-        """The weight in the compute dtype: cast once per step, and not once per micro-batch."""
-        weight = self.lm_head.weight.detach()
-        if weight.dtype == dtype:
-            return weight
-        if self.step_cache is None:
-            return weight.to(dtype)
-        if dtype not in self.step_cache:
-            self.step_cache[dtype] = weight.to(dtype)
-        return self.step_cache[dtype]
-
-
-class TokenCrossEntropy:
-    """Cross entropy of logits [b, t, v] against next tokens [b, t], summed; the count is of tokens.
-
-    What ``Head.loss`` fuses, for logits that are there already.
-    """
-
-    metrics: tuple[str, ...] = ()
-
-    def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
-        targets = mask_targets(targets, weights).flatten()
-        logits = output.flatten(0, 1).to(torch.promote_types(output.dtype, torch.float32))
-        loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
-        return Sums(loss, (targets != IGNORED).sum())
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.ln_f(x)
 
 
 def initialise(name: str, module: nn.Module, *, n_layer: int) -> None:

@@ -61,9 +61,55 @@ class SquaredError:
     metrics: tuple[str, ...] = ()
 
     def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
-        errors = F.mse_loss(output.float() if output.dtype in _HALF else output, targets, reduction="none")
+        errors = F.mse_loss(_at_least_float32(output), targets, reduction="none")
         scale = per_element(weights, errors)
         return Sums((errors * scale).sum(), scale.sum())
 
 
-_HALF = (torch.bfloat16, torch.float16)
+class OneHotSquaredError:
+    """Squared error of logits [b, c] to the one-hot class [b], summed over all c; the count is of samples times c.
+
+    Targets of ``IGNORED`` count nothing.
+    """
+
+    metrics: tuple[str, ...] = ()
+
+    def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
+        counted = targets != IGNORED
+        output = _at_least_float32(output)
+        one_hot = F.one_hot(targets.where(counted, 0), output.shape[1]).to(output.dtype)
+        weights = counted.to(output.dtype) if weights is None else weights * counted
+        return SquaredError()(output, one_hot, weights)
+
+
+class ClassCrossEntropy:
+    """Cross entropy of logits [b, c] against classes [b], summed over samples, and how many were right.
+
+    Targets of ``IGNORED`` and samples of weight 0 count nothing.
+    """
+
+    metrics: tuple[str, ...] = ("accuracy",)
+
+    def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
+        targets = mask_targets(targets, weights)
+        loss = F.cross_entropy(_at_least_float32(output), targets, reduction="sum", ignore_index=IGNORED)
+        return Sums(loss, (targets != IGNORED).sum(), ((output.argmax(dim=1) == targets).sum(),))
+
+
+class TokenCrossEntropy:
+    """Cross entropy of logits [b, t, v] against next tokens [b, t], summed; the count is of tokens.
+
+    What ``FusedHead.loss`` fuses, for logits that are there already.
+    """
+
+    metrics: tuple[str, ...] = ()
+
+    def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
+        targets = mask_targets(targets, weights).flatten()
+        logits = _at_least_float32(output.flatten(0, 1))
+        loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+        return Sums(loss, (targets != IGNORED).sum())
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,4 +1,5 @@
-"""All stages in this process: ``single``, ``model_parallel`` (stages on several devices) and ``ddp`` (one per rank).
+"""All stages in this process: ``single``, ``model_parallel`` (stages on several devices), ``ddp`` (one per rank) and
+``data_parallel`` (torch's own, as a baseline).
 
 Micro-batches run one after the other and their gradients add up: gradient accumulation, under the name that
 pipelines give it.
@@ -6,11 +7,14 @@ pipelines give it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from data.batch import Batch
+from parallel.stage import Stage
 from parallel.strategy import Strategy
 
 
@@ -19,7 +23,10 @@ class InProcess(Strategy):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self._modules = [self._replicate(stage) for stage in self.stages]
+        if self.plan.strategy == "data_parallel":
+            self._modules = [_Scattered(self.stages[0], self.plan.devices)]
+        else:
+            self._modules = [self._replicate(stage) for stage in self.stages]
 
     def _forward_backward(self, batch: Batch) -> None:
         chunks = batch.chunks(self.plan.chunks)
@@ -50,3 +57,17 @@ class InProcess(Strategy):
     def close(self) -> None:
         self._modules.clear()
         super().close()
+
+
+class _Scattered(nn.Module):
+    """``nn.DataParallel`` around a stage: each device takes a part of the micro-batch, with dropout and BatchNorm of
+    its own, and the summed losses add up."""
+
+    def __init__(self, stage: Stage, devices: Sequence[str]) -> None:
+        super().__init__()
+        self._copies = nn.DataParallel(stage, [torch.device(d).index for d in devices])
+
+    def forward(self, x: Tensor, microbatch: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+        # One index a device: arguments are cut along their first dimension, as the inputs are.
+        indices = microbatch.expand(len(x))
+        return self._copies(x, microbatch=indices, targets=targets, weights=weights).sum()

@@ -129,6 +129,8 @@ def _check_shape(parallel, pipelined: bool) -> None:
         if value is not None and value < 1:
             raise PlanError(f"parallel.{key}={value} must be at least 1")
     name = parallel.name
+    if name == "data_parallel" and (parallel.dp not in (None, 1) or parallel.pp != 1):
+        raise PlanError("parallel=data_parallel is one process, with one stage: leave parallel.dp and parallel.pp at 1")
     if name in ("single", "model_parallel", "pipelined") and parallel.dp not in (None, 1):
         other = {"single": "ddp", "pipelined": "pipe_ddp"}.get(name, "pipe_ddp")
         raise PlanError(f"parallel={name} has one replica, parallel.dp={parallel.dp} needs parallel={other}")
@@ -190,14 +192,23 @@ def _tied_within(chain: Chain, runs: list[list[str]], skeleton) -> list[int]:
 
 
 def _devices(parallel, device_type: str) -> tuple[str, ...]:
-    """Where model_parallel puts its stages: parallel.devices, or the GPUs in order, or the CPU for all of them."""
+    """Where model_parallel puts its stages and data_parallel its copies: parallel.devices, or the GPUs in order, or
+    (model_parallel only) the CPU for all of them."""
+    count = device_count(device_type)
+    if parallel.name == "data_parallel":
+        if device_type != "cuda":
+            raise PlanError(
+                f"parallel=data_parallel copies the model to GPUs, device={device_type} has none; use parallel=ddp, "
+                "which runs on any device"
+            )
+        return tuple(parallel.devices or (f"{device_type}:{i}" for i in range(count)))
     if parallel.name != "model_parallel":
         if parallel.devices is not None:
             raise PlanError(
-                f"parallel.devices is for parallel=model_parallel; parallel={parallel.name} takes one device a rank"
+                "parallel.devices is for parallel=model_parallel and data_parallel; "
+                f"parallel={parallel.name} takes one device a rank"
             )
         return ()
-    count = device_count(device_type)
     if parallel.devices is None:
         if count is not None and parallel.pp > count:
             raise PlanError(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from models.batchnorm import BatchNorm2d
 from models.chain import Chain
 from models.losses import Sums
 from models.seeds import fold, seed_generator
@@ -33,6 +36,8 @@ class Stage(nn.Module):
         super().__init__()
         self.chain, self.device, self.seed, self.recompute = chain, device, seed, recompute
         self.layers = chain.build(names, seed, device, dtype)
+        if chain.channels_last:
+            self.layers.to(memory_format=torch.channels_last)  # convolutions follow their weights
         self.ends_chain = names[-1] == chain.names[-1]
         self.step = 0
         self.loss_scale = 1.0
@@ -59,12 +64,12 @@ class Stage(nn.Module):
         """One micro-batch.
 
         x           [b, ...] the batch's inputs, or what the stage before gave
-        microbatch  [1] int64 on the CPU, the micro-batch's index in the global batch: dropout is drawn for it
+        microbatch  [1 or more] int64, equal: the micro-batch's index in the global batch: dropout is drawn for it
         targets     [b, ...] and weights [b], used by the stage that ends the chain and ignored by the others
         returns     the next stage's input, contiguous; from the stage that ends the chain, where targets are given,
                     the scalar to differentiate: the summed loss times ``loss_scale``
         """
-        index = int(microbatch)
+        index = int(microbatch.flatten()[0])
         if not self.ends_chain or targets is None:
             return self._run(self.layers.items(), x, index).contiguous()
         sums = self._loss(x, index, targets, weights)
@@ -84,7 +89,15 @@ class Stage(nn.Module):
             if self.recompute and torch.is_grad_enabled():
                 # The layer seeds itself, in the recomputation too, so there is no random state to preserve.
                 x = checkpoint(
-                    self._run_one, name, layer, x, index, self.step, use_reentrant=False, preserve_rng_state=False
+                    self._run_one,
+                    name,
+                    layer,
+                    x,
+                    index,
+                    self.step,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    context_fn=partial(_contexts, layer),
                 )
             else:
                 x = self._run_one(name, layer, x, index, self.step)
@@ -105,6 +118,23 @@ class Stage(nn.Module):
 
     def take_sums(self) -> Tensor | None:
         """The sums of all micro-batches since the last call, added up: [2 + metrics] float64; None without any."""
-        total = torch.stack(self.sums).sum(dim=0) if self.sums else None
+        total = torch.stack([sums.to(self.device) for sums in self.sums]).sum(dim=0) if self.sums else None
         self.sums.clear()
         return total
+
+
+def _contexts(layer: nn.Module) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """For the forward and for its recomputation, which BatchNorm must not count again."""
+    return nullcontext(), _recomputing(layer)
+
+
+@contextmanager
+def _recomputing(layer: nn.Module) -> Iterator[None]:
+    norms = [module for module in layer.modules() if isinstance(module, BatchNorm2d)]
+    for norm in norms:
+        norm.recomputing = True
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.recomputing = False

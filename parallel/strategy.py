@@ -6,7 +6,6 @@ once: scaling the loss, summing tied gradients, agreeing on the numbers of the s
 
 from __future__ import annotations
 
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,42 +15,43 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from data.batch import Batch
 from models.chain import Chain
+from parallel.batchnorm import RunningStatistics
 from parallel.mesh import Mesh
 from parallel.plan import Plan
 from parallel.precision import LossScale, autocast, parameter_dtype
+from parallel.replicate import replicate
 from parallel.stage import Stage
 from parallel.tied import TiedParameters
 from parallel.timeline import Timeline
 
-# torch 2.13 renamed the argument and warns at the old name.
-_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-_NO_BUFFER_SYNC = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
-
 
 @dataclass(frozen=True)
 class Options:
-    """How stages are run, whatever the layout. ``bucket_mb``: DDP's bucket in MiB; ``timeout_s``: the longest that a
-    rank waits for another."""
+    """How stages are run, whatever the layout. ``bucket_mb``: DDP's bucket in MiB; ``comm_hook``: what gradients are
+    sent as (none | bf16 | fp16); ``timeout_s``: the longest that a rank waits for another."""
 
     seed: int
     timeout_s: float = 300.0
     bucket_mb: float = 25.0
+    comm_hook: str = "none"
+    sync_batchnorm: bool = False
     recompute: bool = False
     compile: bool = False
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The same on every rank. ``loss``: mean over the global batch; ``grad_norm``: of the whole model, tied weights
-    once, before clipping; ``stop``: some rank asked to stop."""
+    """The same on every rank. ``loss``: mean over the ``terms`` of the global batch (tokens that are no padding, for
+    a language model); ``grad_norm``: of the whole model, tied weights once, before clipping; ``stop``: some rank asked
+    to stop."""
 
     loss: float
     grad_norm: float
     stop: bool
+    terms: float
 
     @property
     def finite(self) -> bool:
@@ -83,6 +83,9 @@ class Strategy(ABC):
             for stage in self.stages:
                 stage.compile()
         self.tied = TiedParameters(plan, chain, self.stages, mesh, options.timeout_s)
+        self.statistics = RunningStatistics(self.stages, plan.chunks, mesh.dp_group)
+        if options.sync_batchnorm:
+            self.statistics.synchronise()
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -103,7 +106,9 @@ class Strategy(ABC):
             self._forward_backward(batch)
         self.timeline.end_step()
         self.tied.sum_gradients()
-        return self._agree(terms, stop)
+        result = self._agree(terms, stop)
+        self.statistics.update(result.finite)
+        return result
 
     def eval_step(self, batch: Batch) -> Tensor:
         """[loss sum, count, metric sums…] of this replica's batch in float64; zeros where this rank has no loss.
@@ -145,7 +150,7 @@ class Strategy(ABC):
         factor /= self.loss_scale.factor
         self._multiply_gradients(factor)
         norm = math.sqrt(squares) * factor if math.isfinite(squares) else math.nan
-        return StepResult(loss / count if count else math.nan, norm, stops > 0)
+        return StepResult(loss / count if count else math.nan, norm, stops > 0, count)
 
     def all_sum(self, vector: Tensor) -> list[float]:
         """``vector`` added up over all ranks; the same numbers on every rank."""
@@ -226,16 +231,7 @@ class Strategy(ABC):
 
     def _replicate(self, stage: Stage) -> nn.Module:
         """``stage`` under DistributedDataParallel where there are replicas and something to average."""
-        if self.mesh.dp_group is None or not any(p.requires_grad for p in stage.parameters()):
-            return stage
-        return DistributedDataParallel(
-            stage,
-            process_group=self.mesh.dp_group,
-            init_sync=False,  # weights are drawn by name: equal already
-            **_NO_BUFFER_SYNC,
-            gradient_as_bucket_view=True,
-            bucket_cap_mb=self.options.bucket_mb,
-        )
+        return replicate(stage, self.mesh.dp_group, self.options.bucket_mb, self.options.comm_hook)
 
     @contextmanager
     def _step(self, **how) -> Iterator[None]:

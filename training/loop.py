@@ -118,7 +118,7 @@ class Loop:
             "samples_per_s": setup.plan.global_batch_size / seconds,
         }
         if setup.tokens_per_sample is not None:
-            line["tokens_per_s"] = line["samples_per_s"] * setup.tokens_per_sample
+            line["tokens_per_s"] = result.terms / seconds
         line["skipped"] = skipped
         self.record(line)
         note = "skipped: not finite" if skipped else ""

@@ -51,10 +51,16 @@ class Optimizer:
     def load_state_of(self, parameter: torch.nn.Parameter, state: Mapping[str, Tensor]) -> None:
         """Replace those tensors. ``step`` counters stay on the device where torch keeps them."""
         if self._torch is not None:
-            self._torch.state[parameter] = {
-                key: value.clone() if key == "step" and parameter.device.type == "cpu" else value.to(parameter.device)
-                for key, value in state.items()
-            }
+            self._torch.state[parameter] = {key: _placed_as(parameter, key, v) for key, v in state.items()}
+
+
+def _placed_as(parameter: torch.nn.Parameter, key: str, value: Tensor) -> Tensor:
+    """On the parameter's device, in its memory order: fused kernels walk both side by side."""
+    if key == "step" and parameter.device.type == "cpu":
+        return value.clone()
+    if value.shape != parameter.shape:
+        return value.to(parameter.device)
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def torch_arguments(config: Mapping) -> dict:

@@ -52,8 +52,7 @@ def run(
     share_cores(world.local_size, cfg.parallel.threads)
     if resolve_device_type(cfg.device, world.size) == "cpu":
         keep_freed_memory()
-    if cfg.train.deterministic:
-        _be_deterministic()
+    _set_arithmetic(cfg.train)
     setup = setup or prepare(cfg, world.size)
     with _process_group(world, setup, store):
         mesh = setup.plan.mesh(world.rank).connect(cfg.parallel.timeout_s)
@@ -61,6 +60,8 @@ def run(
             seed=cfg.seed,
             timeout_s=cfg.parallel.timeout_s,
             bucket_mb=cfg.parallel.bucket_mb,
+            comm_hook=cfg.parallel.comm_hook,
+            sync_batchnorm=cfg.parallel.sync_batchnorm,
             recompute=cfg.train.activation_checkpointing,
             compile=cfg.train.compile,
         )
@@ -243,6 +244,10 @@ def _process_group(world: World, setup: Setup, store: dist.Store | None) -> Iter
         dist.destroy_process_group()
 
 
-def _be_deterministic() -> None:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+def _set_arithmetic(train: Any) -> None:
+    """How the device may compute: bit for bit alike, in TF32, with cuDNN's measured choice of algorithms."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = train.tf32
+    torch.backends.cudnn.benchmark = train.cudnn_benchmark
+    if train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)

@@ -21,6 +21,8 @@ from training.errors import TrainingError
 from training.instantiate import instantiate
 from training.optimizer import check_optimizer
 
+_NOT_ARGUMENTS = ("name", "vocabulary")  # of the model's section: the option's name, and what the data should use
+
 
 @dataclass
 class Setup:
@@ -57,7 +59,13 @@ def prepare(cfg: Any, world_size: int | None = None) -> Setup:
     for path in (cfg.checkpoint if cfg.mode == "eval" else None, train.resume):
         if path not in (None, "auto"):
             read_manifest(Path(path))
-    chain = build_chain(cfg.model)
+    check_optimizer(plain(cfg.optim))
+    instantiate(cfg.scheduler)
+    data = instantiate(cfg.data)
+    check_kind(data, cfg.model)
+    if "vocab_size" in cfg.model and cfg.model.vocab_size is None:
+        data.prepare()  # only the data knows how many words there are
+    chain = build_chain(cfg.model, data.vocab_size)
     plan = make_plan(
         cfg.parallel,
         chain,
@@ -66,22 +74,30 @@ def prepare(cfg: Any, world_size: int | None = None) -> Setup:
         precision=train.precision,
         world_size=world_size,
     )
+    if data.changing_shapes and plan.pipelined:
+        raise TrainingError(
+            f"data.bucket_by_length=true gives batches of different shapes, and parallel={plan.strategy} sends tensors "
+            "of one fixed shape from stage to stage; use parallel=ddp, single or model_parallel, or "
+            "data.bucket_by_length=false"
+        )
     if train.compile:
         check_compiler(plan.device_type)
-    check_optimizer(plain(cfg.optim))
-    instantiate(cfg.scheduler)
-    data = instantiate(cfg.data)
-    check_fit(chain, data, cfg)
+    check_length(chain, data)
     data.prepare()
+    check_fit(chain, data, cfg)
     per_epoch = TrainBatches(data.train, train.global_batch_size, cfg.seed).steps_per_epoch
     setup = Setup(cfg, chain, data, plan, total_steps(train.steps, train.epochs, per_epoch), per_epoch)
     check_shapes(setup)
     return setup
 
 
-def build_chain(model: Any) -> Chain:
-    """The chain that the section ``model`` describes."""
-    return instantiate({key: value for key, value in model.items() if key != "name"})
+def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
+    """The chain that the section ``model`` describes; ``vocab_size`` is the data's, for a model that leaves its own
+    to the data."""
+    arguments = {key: value for key, value in model.items() if key not in _NOT_ARGUMENTS}
+    if "vocab_size" in arguments and arguments["vocab_size"] is None:
+        arguments["vocab_size"] = vocab_size
+    return instantiate(arguments)
 
 
 def total_steps(steps: int | None, epochs: float | None, per_epoch: int) -> int:
@@ -107,37 +123,59 @@ def check_train(cfg: Any) -> None:
         value = train[key]
         if value is not None and not value > 0:
             raise TrainingError(f"train.{key}={value} must be above 0")
+    if train.deterministic and train.cudnn_benchmark:
+        raise TrainingError(
+            "train.cudnn_benchmark=true takes whichever algorithm was fastest this time, train.deterministic=true the "
+            "same one every time: switch one of them off"
+        )
     if cfg.mode == "eval" and cfg.checkpoint is None:
         raise TrainingError("mode=eval needs checkpoint=PATH, such as checkpoint=RUN_DIR/checkpoints/latest")
 
 
-def check_fit(chain: Chain, data: DataSet, cfg: Any) -> None:
-    """Whether the model can take what the data gives."""
-    positions, vocabulary = chain.limits.get("positions"), chain.limits.get("vocabulary")
-    if (data.seq_len is None) != (positions is None and vocabulary is None):
-        kind = "tokens" if data.seq_len is not None else "numbers"
-        raise TrainingError(
-            f"model={cfg.model.name} does not take the {kind} that this data set gives; leave data= out and the model "
-            "brings one that fits"
-        )
+def check_kind(data: DataSet, model: Any) -> None:
+    """Whether one is about tokens and the other is not."""
+    if (data.seq_len is None) == ("vocab_size" not in model):
+        return
+    kind = "tokens" if data.seq_len is not None else "numbers"
+    raise TrainingError(
+        f"model={model.name} does not take the {kind} that this data set gives; leave data= out and the model brings "
+        "one that fits"
+    )
+
+
+def check_length(chain: Chain, data: DataSet) -> None:
+    """Whether a sample is no longer than the model's positions."""
+    positions = chain.limits.get("positions")
     if positions is not None and data.seq_len > positions:
         raise TrainingError(
             f"data.seq_len={data.seq_len} is longer than the model's {positions} positions; set "
-            f"data.seq_len={positions} or less, or model.block_size={data.seq_len}"
+            f"data.seq_len={positions} or less, or give the model more (gpt2: model.block_size={data.seq_len}, transformer: "
+            f"model.max_len={data.seq_len})"
         )
+
+
+def check_fit(chain: Chain, data: DataSet, cfg: Any) -> None:
+    """Whether the model has room for the data's words or classes."""
+    vocabulary, classes = chain.limits.get("vocabulary"), chain.limits.get("classes")
     if vocabulary is not None and data.vocab_size is not None and data.vocab_size > vocabulary:
         raise TrainingError(
             f"the data has a vocabulary of {data.vocab_size}, model.vocab_size={vocabulary} is too small; set "
             f"model.vocab_size={data.vocab_size} or more"
         )
+    given = getattr(data, "num_classes", None)
+    if classes is not None and given is not None and given > classes:
+        raise TrainingError(
+            f"the data has {given} classes, model.num_classes={classes} is too few; set model.num_classes={given} or "
+            "more"
+        )
 
 
 def check_shapes(setup: Setup) -> None:
-    """Whether a sample passes through the model and its loss: tried without memory, on the meta device."""
-    sample = setup.sample.chunks(setup.plan.microbatch_size)[0].to("meta")
+    """Whether a micro-batch passes through the model and its loss: tried without memory, on the meta device."""
+    sample = setup.sample.to("meta")
     try:
         setup.chain.loss(setup.chain.skeleton()(sample.inputs), sample.targets, None)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise TrainingError(
             f"model={setup.cfg.model.name} cannot take this data: samples {tuple(sample.inputs.shape[1:])} with "
             f"targets {tuple(sample.targets.shape[1:])} ({error})"

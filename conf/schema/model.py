@@ -24,6 +24,7 @@ Size = Enum("Size", {size: size for size in ("124M", "350M", "774M", "1558M", "t
 class GPT2:
     _target_: str = "models.gpt2.gpt2"
     name: str = "gpt2"
+    vocabulary: str = "gpt2"  # of the data: gpt2 | words
     size: Size = Size["124M"]
     n_layer: int | None = None  # these four: null takes the size's own
     n_head: int | None = None
@@ -33,6 +34,58 @@ class GPT2:
     dropout: float = 0.0
 
 
+@dataclass
+class Transformer:
+    _target_: str = "models.transformer.transformer"
+    name: str = "transformer"
+    vocabulary: str = "words"  # of the data: gpt2 | words
+    d_model: int = 192  # width; even, and a multiple of n_head
+    d_hid: int = 384  # width between the two linear maps of a layer
+    n_head: int = 4
+    n_layer: int = 2
+    dropout: float = 0.2
+    max_len: int = 512  # positions: the longest sequence, in tokens
+    vocab_size: int | None = None  # null: the data's
+
+
+ImageLoss = Enum("ImageLoss", {loss: loss for loss in ("mse", "cross_entropy")})
+
+
+@dataclass
+class ResNet50:
+    _target_: str = "models.resnet50.resnet50"
+    name: str = "resnet50"
+    in_channels: int = 3
+    num_classes: int = 1000
+    loss: ImageLoss = ImageLoss["mse"]  # mse: squared error to the one-hot class; cross_entropy: with accuracy
+
+
+@dataclass
+class Classifier:
+    _target_: str = "models.classifier.classifier"
+    name: str = "classifier"
+    in_channels: int = 3
+    image_size: int = 32  # pixels a side
+    num_classes: int = 10
+
+
+@dataclass
+class ConvNet:
+    _target_: str = "models.convnet.convnet"
+    name: str = "convnet"
+    in_channels: int = 1
+    image_size: int = 28  # pixels a side
+    num_classes: int = 10
+
+
 def register(store: ConfigStore) -> None:
-    for name, node in {"toy": Toy, "gpt2": GPT2}.items():
+    options = {
+        "toy": Toy,
+        "gpt2": GPT2,
+        "transformer": Transformer,
+        "resnet50": ResNet50,
+        "classifier": Classifier,
+        "convnet": ConvNet,
+    }
+    for name, node in options.items():
         store.store(group="schema/model", name=name, node=node)

@@ -1,4 +1,4 @@
-"""The ``parallel=`` options: one schema, five settings of it."""
+"""The ``parallel=`` options: one schema, six settings of it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ class Order(Enum):
     pp_dp = "pp_dp"
 
 
+class CommHook(Enum):
+    none = "none"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
 @dataclass
 class Parallel:
     name: str = "single"
@@ -26,11 +32,13 @@ class Parallel:
     stages_per_rank: int | None = None  # null: what the schedule needs (interleaved_1f1b: 2, else 1)
     balance: Any = "uniform"  # how layers are dealt to stages: uniform, size, or [7,7]
     order: Order = Order.dp_pp  # dp_pp: the ranks of a pipeline are neighbours; pp_dp: those of a stage are
-    devices: list[str] | None = None  # model_parallel: one a stage, such as [cuda:0,cuda:1]
+    devices: list[str] | None = None  # model_parallel: one a stage, such as [cuda:0,cuda:1]; data_parallel: all of them
     threads: int | None = None  # CPU threads of each process; null: the cores, divided
     timeout_s: float = 300.0  # the longest that a rank waits for another before the run ends
     bucket_mb: float = 25.0  # DistributedDataParallel's gradient bucket, in MiB
-    env: Any = None  # environment of the workers, such as {NCCL_DEBUG: INFO}
+    comm_hook: CommHook = CommHook.none  # what gradients are sent as between replicas: none (as they are), bf16, fp16
+    sync_batchnorm: bool = False  # BatchNorm over the replicas' micro-batches together
+    env: Any = None  # environment of the workers, such as {NCCL_DEBUG: INFO, GLOO_SOCKET_IFNAME: eth0}
 
 
 def register(store: ConfigStore) -> None:

@@ -42,6 +42,8 @@ class Train:
     compile: bool = False  # torch.compile, layer by layer
     activation_checkpointing: bool = False  # recompute each layer's activations in the backward
     deterministic: bool = False  # same machine, same seed, same bits
+    tf32: bool = False  # fp32 products in TF32 where a GPU has it: 10 bits of mantissa, several times as fast
+    cudnn_benchmark: bool = False  # let cuDNN try its convolutions and keep the fastest (fixed shapes only)
     detect_anomaly: bool = False  # name the operation whose backward gave a NaN (slow)
     overfit: bool = False  # the first step's batch, over and over
     profile: int = 0  # steps to record with torch.profiler, after three of warm-up; the trace lies in the run directory

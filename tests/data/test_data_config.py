@@ -19,7 +19,7 @@ def composed(tmp_path):
     """Composes a primary config that holds nothing but the data group."""
     register(ConfigStore.instance())
     (tmp_path / "only_data.yaml").write_text(
-        f"defaults: [data: stdlib, _self_]\nseed: 7\nhydra: {{searchpath: ['file://{CONF}']}}\n"
+        f"defaults: [data: stdlib, _self_]\nseed: 7\ntrain: {{global_batch_size: 4}}\nhydra: {{searchpath: ['file://{CONF}']}}\n"
     )
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         yield lambda *overrides: compose("only_data", list(overrides)).data
@@ -30,16 +30,31 @@ def test_every_option_names_a_data_set_and_sets_what_it_takes(composed, path):
     config = composed(f"data={path.stem}")
     kind = get_class(config._target_)
     assert issubclass(kind, DataSet)
-    if path.stem == "text":
+    if path.stem in ("text", "jsonl", "tokens"):
         config.root = "somewhere"
     assert isinstance(instantiate(config), kind)
+
+
+@pytest.mark.parametrize("name", ["stdlib", "text", "wikitext2"])
+def test_text_is_gpt2s_tokens_unless_the_model_or_the_user_wants_words(composed, name):
+    assert composed(f"data={name}").vocabulary == "gpt2"
+    assert composed(f"data={name}", "+model={vocabulary: words}").vocabulary == "words"
+    assert composed(f"data={name}", "+model={vocabulary: words}", "data.vocabulary=gpt2").vocabulary == "gpt2"
+    assert composed(f"data={name}", "+model={dropout: 0.1}").vocabulary == "gpt2"
+
+
+def test_the_columns_of_a_text_follow_the_global_batch(composed):
+    config = composed("data=wikitext2", "data.vocabulary=words", "data.batchify=true", "train.global_batch_size=20")
+    assert config.columns == 20
+    data = instantiate(config)
+    assert data.columns == 20 and data.vocab_size is None
 
 
 def test_random_regression_follows_the_seed_of_the_run(composed):
     assert composed("data=random_regression").seed == 7
 
 
-@pytest.mark.parametrize("override", ["data.seq_len=abc", "data.sqlen=3", "data=nope"])
+@pytest.mark.parametrize("override", ["data.seq_len=abc", "data.sqlen=3", "data.vocabulary=letters", "data=nope"])
 def test_a_wrong_type_key_or_option_is_an_error_before_anything_starts(composed, override):
     with pytest.raises(HydraException):
         composed(override)

@@ -87,7 +87,7 @@ def test_the_text_is_encoded_once_and_again_when_it_changes(tmp_path, monkeypatc
     Text(str(root), 8, str(cache_dir)).prepare()
     first = caches(cache_dir)
     with monkeypatch.context() as patched:
-        patched.setattr("data.language.encode", lambda *_: pytest.fail("encoded a second time"))
+        patched.setattr("data.vocabulary.encode", lambda *_: pytest.fail("encoded a second time"))
         Text(str(root), 16, str(cache_dir)).prepare()
     root.write_text("another line after the other\n" * 200)
     Text(str(root), 8, str(cache_dir)).prepare()

@@ -32,7 +32,7 @@ def test_less_than_one_sample_is_an_error_with_the_numbers():
 def test_the_file_is_as_wide_as_the_vocabulary_needs(tmp_path, vocab_size, dtype):
     assert token_dtype(vocab_size) == dtype
     top = np.array([0, vocab_size - 1])
-    files = cached_tokens(tmp_path, "key", vocab_size, lambda: {"train": [top, top]})
+    files = cached_tokens(tmp_path, "key", lambda _: (vocab_size, {"train": [top, top]}))
     assert files["train"].name == f"train.{dtype}"
     inputs, _ = TokenWindows(files["train"], 3).read(np.array([0]), epoch=0)
     assert inputs.tolist() == [[0, vocab_size - 1, 0]]
@@ -40,7 +40,7 @@ def test_the_file_is_as_wide_as_the_vocabulary_needs(tmp_path, vocab_size, dtype
 
 def test_a_truncated_token_file_is_built_again(tmp_path):
     def build():
-        return cached_tokens(tmp_path, "key", 100, lambda: {"train": [np.arange(50)]})["train"]
+        return cached_tokens(tmp_path, "key", lambda _: (100, {"train": [np.arange(50)]}))["train"]
 
     with open(build(), "r+b") as file:
         file.truncate(20)
@@ -48,7 +48,7 @@ def test_a_truncated_token_file_is_built_again(tmp_path):
 
 
 def test_a_started_process_gets_the_path_and_not_the_tokens(tmp_path):
-    files = cached_tokens(tmp_path, "key", 50257, lambda: {"train": [np.arange(50_000)]})
+    files = cached_tokens(tmp_path, "key", lambda _: (50257, {"train": [np.arange(50_000)]}))
     sent = pickle.dumps(TokenWindows(files["train"], 100))
     assert len(sent) < 1000
     assert pickle.loads(sent).read(np.array([3]), 0)[0][0, 0] == 300

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.gpt2 import TokenCrossEntropy
-from models.losses import IGNORED, SquaredError, Sums, mask_targets, per_element
+from models.losses import IGNORED, SquaredError, Sums, TokenCrossEntropy, mask_targets, per_element
 
 DRAWN = torch.Generator().manual_seed(1)
 OUTPUT, TARGETS = torch.randn(4, 5, generator=DRAWN), torch.randn(4, 5, generator=DRAWN)

@@ -1,0 +1,65 @@
+"""scikit-learn's handwritten digits: real images that come with a package, so that no download is needed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+
+from data.errors import DataError
+from data.images import ImageData, Images, Labelled, hold_out
+from data.source import Source
+
+# Of all pixels, which run from 0 to 16.
+_MEAN, _STD = 4.884, 6.017
+
+
+class Digits(ImageData):
+    """1,797 handwritten digits of 8x8 pixels, enlarged to what the model takes.
+
+    80 % to train on, 10 % each to validate and to test, with equal shares of each class.
+    Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI, 1998 (the test part).
+    """
+
+    def __init__(
+        self,
+        image_size: int = 28,
+        channels: int = 1,
+        num_classes: int = 10,
+        cache_dir: str | None = None,
+        num_workers: int = 0,
+    ):
+        """image_size: pixels a side. channels: 1, or 3 that are equal.
+
+        cache_dir: not needed, taken so that all data sets take it. Raises DataError for a number below 1.
+        """
+        super().__init__(image_size, channels, num_classes, cache_dir, num_workers)
+
+    def title(self) -> str:
+        return "scikit-learn's handwritten digits"
+
+    def splits(self) -> dict[str, Source]:
+        """Raises DataError if scikit-learn is not installed."""
+        table = np.loadtxt(_file(), delimiter=",", dtype=np.uint8)
+        images, labels = table[:, :-1].reshape(-1, 1, 8, 8), table[:, -1].astype(np.int64)
+        stored = Labelled(images, labels, self.num_classes, self.title())
+        tenth = len(images) // 10
+        rest, test = hold_out(stored.labels, tenth)
+        train, valid = (rest[part] for part in hold_out(stored.labels[rest], tenth))
+        rows = {"train": train, "valid": valid, "test": test}
+        return {name: Images(stored, part, [_MEAN], [_STD], self.image_shape) for name, part in rows.items()}
+
+
+def _file() -> Path:
+    """Where scikit-learn keeps the digits. Importing it takes a second and 100 MB, and every process would."""
+    package = importlib.util.find_spec("sklearn")
+    places = (package and package.submodule_search_locations) or ()
+    for place in places:
+        path = Path(place) / "datasets" / "data" / "digits.csv.gz"
+        if path.is_file():
+            return path
+    raise DataError(
+        "data=digits comes with scikit-learn, which is not installed: pip install scikit-learn, or take other images, "
+        "such as data=mnist or data=random_images"
+    )

@@ -1,0 +1,114 @@
+"""MNIST (LeCun, Cortes and Burges, 1998), from a folder or downloaded by torchvision."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from data.cache import cached_folder
+from data.download import download
+from data.errors import DataError
+from data.images import ImageData, Images, Labelled, hold_out
+from data.source import Source
+
+# Of the pixels of the training images.
+_MEAN, _STD = 0.1307 * 255, 0.3081 * 255
+_FILES = {name: (f"{name}-images-idx3-ubyte", f"{name}-labels-idx1-ubyte") for name in ("train", "t10k")}
+_WAYS_OUT = (
+    "Give a folder with the four published files, packed (.gz) or not, by data.root=FOLDER, or leave data.root out on "
+    "a machine with a network and they are downloaded"
+)
+
+
+class MNIST(ImageData):
+    """60,000 + 10,000 handwritten digits of 28x28 pixels: 55,000 to train on, 5,000 to validate and 10,000 to test.
+
+    The 5,000 are taken from the published training images, the same ones every time, with equal shares of each class.
+    Other data in this format (Fashion-MNIST, EMNIST) is read too; then too a twelfth is to validate.
+    """
+
+    def __init__(
+        self,
+        root: str | None = None,
+        image_size: int = 28,
+        channels: int = 1,
+        num_classes: int = 10,
+        cache_dir: str | None = None,
+        num_workers: int = 0,
+    ):
+        """root: the folder of the files, or one that holds it as MNIST/raw or raw; None: download them.
+
+        image_size: pixels a side. channels: 1, or 3 that are equal. cache_dir: where a download is kept; None: the
+        user's cache folder. Raises DataError for a number below 1.
+        """
+        super().__init__(image_size, channels, num_classes, cache_dir, num_workers)
+        self.root = None if not root else Path(root).expanduser().absolute()
+
+    def title(self) -> str:
+        return "MNIST"
+
+    def splits(self) -> dict[str, Source]:
+        """Raises DataError if a file is missing, damaged or no MNIST, for a wrong label, or if the download fails."""
+        root = self.root
+        if root is None:
+            root = cached_folder(self.cache_dir, "mnist", lambda folder: download("MNIST", folder, _WAYS_OUT))
+        folder = _folder(root)
+        published, test = (self._read(folder, name) for name in ("train", "t10k"))
+        train, valid = hold_out(published.labels, len(published.labels) // 12)
+        parts = {"train": (published, train), "valid": (published, valid), "test": (test, np.arange(len(test.labels)))}
+        return {name: Images(*part, [_MEAN], [_STD], self.image_shape) for name, part in parts.items()}
+
+    def _read(self, folder: Path, name: str) -> Labelled:
+        images, labels = (_find(folder, file) for file in _FILES[name])
+        return Labelled(
+            read_idx(images, 3)[:, None], read_idx(labels, 1).astype(np.int64), self.num_classes, str(labels)
+        )
+
+
+def read_idx(path: Path, dimensions: int) -> np.ndarray:
+    """The uint8 array of so many dimensions in an idx file, packed by gzip if its name ends in .gz.
+
+    Raises DataError, which names the file, if it cannot be read or is not such a file, whole.
+    """
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            content = file.read()
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} is damaged or cannot be read: {error}. {_WAYS_OUT}") from error
+    header = 4 * (1 + dimensions)
+    magic = bytes((0, 0, 8, dimensions))  # 8 stands for unsigned bytes
+    if len(content) < header or content[:4] != magic:
+        raise DataError(
+            f"{path} is no idx file of bytes in {dimensions} dimensions: it has {len(content):,} bytes and begins with "
+            f"{content[:4].hex() or 'nothing'} instead of {magic.hex()}. {_WAYS_OUT}"
+        )
+    shape = struct.unpack(f">{dimensions}I", content[4:header])
+    if len(content) - header != math.prod(shape):
+        raise DataError(
+            f"{path} holds {len(content) - header:,} values after its header, which says "
+            f"{' x '.join(map(str, shape))} = {math.prod(shape):,}: it is cut short or damaged. {_WAYS_OUT}"
+        )
+    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+
+
+def _folder(root: Path) -> Path:
+    if not root.is_dir():
+        raise DataError(f"data.root={root} is not a folder that exists. {_WAYS_OUT}")
+    places = (root, root / "raw", root / "MNIST" / "raw")
+    names = [name for pair in _FILES.values() for name in pair]
+    for place in places:
+        if any((place / f"{name}{suffix}").is_file() for name in names for suffix in ("", ".gz")):
+            return place
+    raise DataError(f"data.root={root} holds none of {', '.join(names)}, with or without .gz. {_WAYS_OUT}")
+
+
+def _find(folder: Path, name: str) -> Path:
+    for path in (folder / name, folder / f"{name}.gz"):
+        if path.is_file():
+            return path
+    raise DataError(f"{folder} holds no {name} and no {name}.gz. {_WAYS_OUT}")

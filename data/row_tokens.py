@@ -1,0 +1,120 @@
+"""Rows of text as language-model samples, of one width or of few."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from data.buckets import VariableLength, bucket_widths
+from data.cache import cached_folder
+from data.rows import Rows
+from data.source import Source
+from data.vocabulary import ENCODER_SHA256, END_OF_TEXT, gpt2
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PERIOD = 20
+PADDING_TARGET = -100  # torch's ignore_index: no loss looks at such a target
+_LENGTHS = "tokens.uint32"
+# What four threads encode at the least; others wait for them that long.
+_SLOWEST_ENCODED_BYTES_PER_S = 0.5e6
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of every 20 rows those at the places `kept` (rising, in [0, 20)), of `rows` rows; arithmetic, no list."""
+
+    rows: int
+    kept: tuple[int, ...]
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self.rows, PERIOD)
+        return whole * len(self.kept) + sum(place < rest for place in self.kept)
+
+    def row(self, indices: np.ndarray) -> np.ndarray:
+        """Which rows the samples `indices` (each in [0, len)) are; int64 of the same shape."""
+        period, place = np.divmod(np.asarray(indices, dtype=np.int64), len(self.kept))
+        return period * PERIOD + np.asarray(self.kept)[place]
+
+
+class TokenRows(Source):
+    """Language-model samples, one per row."""
+
+    def __init__(self, rows: Rows, share: Share, fields: Sequence[str], seq_len: int):
+        self.rows, self.share, self.fields, self.seq_len = rows, share, fields, seq_len
+
+    def __len__(self) -> int:
+        return len(self.share)
+
+    def read(self, indices: np.ndarray, epoch: int, width: int | None = None) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, both int64 [b, width] (None: seq_len).
+
+        Raises DataError for a row without its text: names file and line.
+        """
+        import torch
+
+        texts = self.rows.texts(self.share.row(indices), self.fields)
+        shape = (len(texts), width or self.seq_len)
+        inputs, targets = np.full(shape, END_OF_TEXT, np.int64), np.full(shape, PADDING_TARGET, np.int64)
+        for i, text in enumerate(texts):
+            tokens = [*gpt2().encode_ordinary(text), END_OF_TEXT][: shape[1] + 1]
+            inputs[i, : len(tokens) - 1] = tokens[:-1]
+            targets[i, : len(tokens) - 1] = tokens[1:]
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+
+class BucketedRows(TokenRows, VariableLength):
+    """TokenRows whose batches can be narrower than seq_len."""
+
+    def __init__(self, rows: Rows, share: Share, fields: Sequence[str], seq_len: int, counts: Path):
+        """counts: the file of cached_counts."""
+        super().__init__(rows, share, fields, seq_len)
+        self.widths = bucket_widths(seq_len)
+        self.path = counts
+        self._map()
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Positions filled: the tokens of a row less the last, which is only a target."""
+        return np.minimum(self.counts[self.share.row(indices)].astype(np.int64) - 1, self.seq_len)
+
+    def _map(self) -> None:
+        self.counts = np.memmap(self.path, dtype=np.uint32, mode="r")
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"counts": None}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._map()
+
+
+def cached_counts(rows: Rows, fields: Sequence[str], cache_dir: str | os.PathLike | None) -> Path:
+    """A file of how many tokens each row has (uint32), the closing <|endoftext|> included, whole rows."""
+    threads = min(4, os.cpu_count() or 1)
+
+    def build(folder: Path) -> None:
+        with open(folder / _LENGTHS, "wb") as file:
+            for texts in rows.texts_in_order(fields):
+                encoded = gpt2().encode_ordinary_batch(texts, num_threads=threads)
+                file.write(np.array([len(tokens) + 1 for tokens in encoded], dtype=np.uint32).tobytes())
+
+    def intact(folder: Path) -> bool:
+        path = folder / _LENGTHS
+        return path.is_file() and path.stat().st_size == len(rows) * np.dtype(np.uint32).itemsize
+
+    name = f"lengths-{key_of(rows, [*fields, ENCODER_SHA256])}"
+    patience = rows.patience_s(_SLOWEST_ENCODED_BYTES_PER_S)
+    return cached_folder(cache_dir, name, build, intact, patience) / _LENGTHS
+
+
+def key_of(rows: Rows, words: Sequence[str]) -> str:
+    """A hash that names what was made of `rows` by way of `words` in the cache."""
+    return hashlib.sha256(json.dumps([rows.key, *words]).encode()).hexdigest()[:16]

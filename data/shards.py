@@ -1,0 +1,204 @@
+"""Token shards: the .bin files that llm.c and nanoGPT write and train on."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data.cache import cached_folder
+from data.dataset import DataSet
+from data.errors import DataError
+from data.source import Concatenated, Source
+from data.tokens import TokenFile, TokenWindows
+from data.vocabulary import GPT2_VOCAB_SIZE
+
+FORMATS = ("auto", "llmc", "nanogpt")
+MAGIC, VERSION = 20240520, 1
+_HEADER_BYTES = 256 * 4
+_DTYPE, _ITEM_BYTES = "<u2", 2
+_BLOCK_TOKENS = 1 << 20
+_OTHER_FILES = {
+    20240801: "holds llm.c's 32-bit tokens of Llama 3, and only its 16-bit ones (GPT-2's) are read. Write it "
+    "again with --model_desc=gpt-2",
+    20240522: "is one of llm.c's multiple-choice evaluations, not tokens to train on. Move it elsewhere",
+}
+_SPLITS = {"train": "train", "val": "valid", "valid": "valid", "validation": "valid", "test": "test"}
+
+
+class Tokens(DataSet):
+    """Text that is tokenised already, in one .bin file or the .bin files of a folder; nothing is copied.
+
+    A folder's files belong to the split that their names name between other signs than letters, as in
+    fineweb_train_000001.bin, tiny_shakespeare_val.bin and test.bin; without such a name, to train. One file,
+    whatever its name, is cut into 90 %, 5 % and 5 %.
+    """
+
+    def __init__(
+        self,
+        root: str | None = None,
+        seq_len: int = 256,
+        format: str = "auto",
+        vocab_size: int = GPT2_VOCAB_SIZE,
+        cache_dir: str | None = None,
+        num_workers: int = 0,
+    ):
+        """root: the file or folder. seq_len: tokens per sample. format: see read_header.
+
+        vocab_size: every token must be below it. cache_dir: where it is noted that the files have been checked
+        for that; None: the user's cache folder. Raises DataError if `root` is not given or a number makes no
+        sense.
+        """
+        super().__init__(num_workers)
+        if not root:
+            raise DataError("data=tokens needs to know which: data.root=FILE_OR_FOLDER of .bin files")
+        if seq_len < 1:
+            raise DataError(f"data.seq_len={seq_len}: a sample needs at least 1 token")
+        if vocab_size < 1:
+            raise DataError(f"data.vocab_size={vocab_size}: a vocabulary has at least 1 token")
+        if format not in FORMATS:
+            raise DataError(f"data.format={format} is not one of {', '.join(FORMATS)}")
+        self.root = Path(root).expanduser().absolute()
+        self.seq_len, self.vocab_size = seq_len, vocab_size
+        self.format = format
+        self.cache_dir = cache_dir
+        self._prepared = False
+
+    def prepare(self) -> None:
+        """Maps the files. The first time every token is looked at, about 1 GB a second."""
+        if self._prepared:
+            return
+        files = [read_header(path, self.format) for path in self._paths()]
+        self._check(files)
+        splits = _split_file(files[0]) if self.root.is_file() else _split_folder(files)
+        sources = {split: self._source(part) for split, part in splits.items()}
+        if sources["train"] is None:
+            tokens = ", ".join(f"{file.path.name}: {file.count:,}" for file in splits["train"][:5])
+            raise DataError(
+                f"data.root={self.root} has no sample to train on: a file needs {self.seq_len + 1:,} tokens for one "
+                f"sample of data.seq_len={self.seq_len} ({tokens or 'and no file is for training, by its name'}). "
+                "Lower data.seq_len or give more tokens"
+            )
+        self.train, self.valid, self.test = sources["train"], sources["valid"], sources["test"]
+        parts = (
+            f"{split} {sum(file.count for file in part):,} tokens ({len(sources[split] or ()):,} samples)"
+            for split, part in splits.items()
+        )
+        self.description = f"token shards of {self.root} ({len(files):,}): {', '.join(parts)}"
+        self._prepared = True
+
+    def _paths(self) -> list[Path]:
+        if self.root.is_file():
+            return [self.root]
+        if not self.root.is_dir():
+            raise DataError(f"data.root={self.root} does not exist; give a .bin file or a folder of such files")
+        paths = sorted(path for path in self.root.glob("[!.]*.bin") if path.is_file())
+        if not paths:
+            raise DataError(f"data.root={self.root} holds no file named *.bin; give a folder that does, or a file")
+        return paths
+
+    def _check(self, files: Sequence[TokenFile]) -> None:
+        """Once for a set of files: an empty folder in the cache says that they have passed."""
+        seen = hashlib.sha256(str(self.vocab_size).encode())
+        for file in files:
+            status = file.path.stat()
+            seen.update(f" {file.path} {file.offset} {status.st_size} {status.st_mtime_ns}".encode())
+
+        def check(folder: Path) -> None:
+            for file in files:
+                check_tokens(file, self.vocab_size)
+
+        cached_folder(self.cache_dir, f"tokens-{seen.hexdigest()[:16]}", check)
+
+    def _source(self, files: Sequence[TokenFile]) -> Source | None:
+        windows = [TokenWindows(file, self.seq_len) for file in files if file.count > self.seq_len]
+        return Concatenated(windows) if windows else None
+
+
+def read_header(path: Path, format: str = "auto") -> TokenFile:
+    """Where the tokens of a shard lie, by its size and header.
+
+    format: llmc: a header of 256 little-endian int32 (20240520, 1, number of tokens, zeros), then the tokens as
+    uint16 (llm.c, dev/data/data_common.py); nanogpt: nothing but uint16 tokens; auto: llmc, and the error says
+    what else it may be, because any file looks like tokens without a header.
+    Raises DataError for a file of another format, a truncated one, one with bytes after its tokens, and an empty
+    one.
+    """
+    size, header = _first_bytes(path)
+    if size == 0:
+        raise DataError(f"{path} is empty; a shard holds tokens. Write it again or remove it")
+    magic, version, count = (int(number) for number in np.frombuffer(header.ljust(12, b"\0")[:12], "<i4"))
+    if format == "nanogpt":
+        return _without_header(path, size, magic)
+    if magic in _OTHER_FILES:
+        raise DataError(f"{path} {_OTHER_FILES[magic]}")
+    if magic != MAGIC:
+        raise DataError(
+            f"{path} does not start with llm.c's header (the number {MAGIC}; found {magic}). If it is 16-bit tokens "
+            "without a header, as nanoGPT writes them: data.format=nanogpt"
+        )
+    if version != VERSION:
+        raise DataError(f"{path} has version {version} of llm.c's format; only version {VERSION} is read")
+    expected = _HEADER_BYTES + count * _ITEM_BYTES
+    if count < 1 or size != expected:
+        problem = "is truncated" if size < expected else "has bytes after its tokens" if count > 0 else "is empty"
+        raise DataError(
+            f"{path} {problem}: its header says {count:,} tokens, which is a file of {expected:,} bytes, and it has "
+            f"{size:,}. Write or download it again"
+        )
+    return TokenFile(path, _DTYPE, _HEADER_BYTES, count)
+
+
+def _without_header(path: Path, size: int, magic: int) -> TokenFile:
+    if magic == MAGIC:
+        raise DataError(f"{path} has llm.c's header, and data.format=nanogpt is without; leave data.format out")
+    if size % _ITEM_BYTES:
+        raise DataError(
+            f"{path} has {size:,} bytes, an odd number: it is truncated, or not 16-bit tokens. Write it again"
+        )
+    return TokenFile(path, _DTYPE, 0, size // _ITEM_BYTES)
+
+
+def _first_bytes(path: Path) -> tuple[int, bytes]:
+    """The size of the file, and its first bytes."""
+    try:
+        with open(path, "rb") as file:
+            return path.stat().st_size, file.read(_HEADER_BYTES)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}. Check the file and data.root=") from error
+
+
+def check_tokens(file: TokenFile, vocab_size: int) -> None:
+    """Raises DataError, which names the first, if a token is not below `vocab_size`."""
+    if vocab_size > np.iinfo(file.dtype).max:
+        return
+    with open(file.path, "rb") as opened:  # not mapped: pages that are looked at count as this process's memory
+        opened.seek(file.offset)
+        for start in range(0, file.count, _BLOCK_TOKENS):
+            tokens = np.fromfile(opened, file.dtype, min(_BLOCK_TOKENS, file.count - start))
+            if tokens.max() >= vocab_size:
+                first = int(np.argmax(tokens >= vocab_size))
+                raise DataError(
+                    f"{file.path}: token {start + first:,} is {tokens[first]:,}, outside a vocabulary of "
+                    f"data.vocab_size={vocab_size:,}. Set data.vocab_size to what the file was written with; if it "
+                    "is that, the file is damaged or of another format"
+                )
+
+
+def _split_folder(files: Sequence[TokenFile]) -> dict[str, list[TokenFile]]:
+    splits: dict[str, list[TokenFile]] = {"train": [], "valid": [], "test": []}
+    for file in files:
+        words = re.split(r"[^a-z]+", file.path.stem.lower())
+        splits[next((_SPLITS[word] for word in words if word in _SPLITS), "train")].append(file)
+    return splits
+
+
+def _split_file(file: TokenFile) -> dict[str, list[TokenFile]]:
+    cuts = [0, file.count * 90 // 100, file.count * 95 // 100, file.count]
+    return {
+        split: [TokenFile(file.path, file.dtype, file.offset + start * _ITEM_BYTES, end - start)]
+        for split, start, end in zip(("train", "valid", "test"), cuts[:-1], cuts[1:], strict=True)
+    }

@@ -1,0 +1,56 @@
+"""A small image classifier: three convolutions and four linear layers, as in the usual CIFAR-10 tutorials."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+
+from torch import nn
+
+from models.chain import Chain, Layer
+from models.losses import ClassCrossEntropy
+
+CHANNELS = (16, 32, 64)
+WIDTHS = (512, 128, 64)
+
+
+def classifier(in_channels: int = 3, image_size: int = 32, num_classes: int = 10) -> Chain:
+    """A chain of seven layers, images [b, in_channels, image_size, image_size] -> logits [b, num_classes].
+
+    conv1 to conv3 are a 3x3 convolution, ReLU and a halving of the image; fc1 to fc4 a linear layer and, but for the
+    last, ReLU. Features on one stage and classifier on the other: ``parallel.balance=[3,4]``; a three-stage split of
+    the published kind, two parts to one: ``parallel.balance=[2,1,4]``.
+
+    The loss is cross entropy on the logits. The published code put a soft-max under a binary cross entropy, which is
+    a mistake: it treats exclusive classes as ten separate yes-no questions, and where the soft-max saturates on a
+    wrong class the gradient vanishes instead of being largest.
+
+    raises   ValueError for a number below 1, or an image too small to be halved three times
+    """
+    for key, value in {"in_channels": in_channels, "num_classes": num_classes}.items():
+        if value < 1:
+            raise ValueError(f"model.{key}={value} must be at least 1")
+    side = image_size // 2 ** len(CHANNELS)
+    if side < 1:
+        raise ValueError(f"model.image_size={image_size} is halved three times: it must be at least 8")
+    channels = pairwise((in_channels, *CHANNELS))
+    widths = pairwise((side * side * CHANNELS[-1], *WIDTHS))
+    return Chain(
+        layers=[
+            *(Layer(f"conv{i}", partial(_convolution, a, b)) for i, (a, b) in enumerate(channels, start=1)),
+            *(Layer(f"fc{i}", partial(_linear, a, b)) for i, (a, b) in enumerate(widths, start=1)),
+            Layer(f"fc{len(WIDTHS) + 1}", partial(nn.Linear, WIDTHS[-1], num_classes)),
+        ],
+        loss=ClassCrossEntropy(),
+        limits={"channels": in_channels, "image_size": image_size, "classes": num_classes},
+    )
+
+
+def _convolution(before: int, after: int) -> nn.Module:
+    """[b, before, s, s] -> [b, after, s // 2, s // 2]."""
+    return nn.Sequential(nn.Conv2d(before, after, kernel_size=3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+
+
+def _linear(before: int, after: int) -> nn.Module:
+    """[b, ...] of ``before`` numbers a sample -> [b, after]."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(before, after), nn.ReLU())

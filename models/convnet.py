@@ -1,0 +1,43 @@
+"""The MNIST network of PyTorch's tutorials: two convolution blocks with BatchNorm and one linear layer."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import nn
+
+from models.batchnorm import BatchNorm2d
+from models.chain import Chain, Layer
+from models.losses import ClassCrossEntropy
+
+
+def convnet(in_channels: int = 1, image_size: int = 28, num_classes: int = 10) -> Chain:
+    """A chain of three layers, images [b, in_channels, image_size, image_size] -> logits [b, num_classes].
+
+    Each block is a 5x5 convolution, BatchNorm, ReLU and a halving of the image, to 16 and to 32 channels. Keys are
+    those of the published model: ``layer1.0.weight``, ..., ``fc.bias``.
+
+    raises   ValueError for a number below 1, or an image too small to be halved twice
+    """
+    for key, value in {"in_channels": in_channels, "num_classes": num_classes}.items():
+        if value < 1:
+            raise ValueError(f"model.{key}={value} must be at least 1")
+    side = image_size // 4
+    if side < 1:
+        raise ValueError(f"model.image_size={image_size} is halved twice: it must be at least 4")
+    return Chain(
+        layers=[
+            Layer("layer1", partial(_block, in_channels, 16)),
+            Layer("layer2", lambda: _block(16, 32).append(nn.Flatten())),
+            Layer("fc", partial(nn.Linear, side * side * 32, num_classes)),
+        ],
+        loss=ClassCrossEntropy(),
+        limits={"channels": in_channels, "image_size": image_size, "classes": num_classes},
+    )
+
+
+def _block(before: int, after: int) -> nn.Sequential:
+    """[b, before, s, s] -> [b, after, s // 2, s // 2]."""
+    return nn.Sequential(
+        nn.Conv2d(before, after, kernel_size=5, padding=2), BatchNorm2d(after), nn.ReLU(), nn.MaxPool2d(2)
+    )

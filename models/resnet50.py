@@ -1,0 +1,84 @@
+"""ResNet-50 as a chain of torchvision's own blocks.
+
+Source: He et al. 2015, "Deep Residual Learning for Image Recognition", in torchvision's variant (the stride sits in a
+block's 3x3 convolution). Layers carry torchvision's names, so that one's ``state_dict`` loads into the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+
+from models.batchnorm import BatchNorm2d
+from models.chain import Chain, Layer, reset_parameters
+from models.losses import ClassCrossEntropy, Loss, OneHotSquaredError
+from models.torchvision_loader import load_torchvision
+
+# Per group of blocks: how many, width of their 3x3 convolution, stride of the first.
+GROUPS = {"layer1": (3, 64, 1), "layer2": (4, 128, 2), "layer3": (6, 256, 2), "layer4": (3, 512, 2)}
+LOSSES: dict[str, Callable[[], Loss]] = {"mse": OneHotSquaredError, "cross_entropy": ClassCrossEntropy}
+
+
+def resnet50(in_channels: int = 3, num_classes: int = 1000, loss: str = "mse") -> Chain:
+    """A chain of 22 layers: four of the stem, 16 bottleneck blocks, pooling and the classifier.
+
+    Images [b, in_channels, height, width] of any size, 32 pixels or more to be of use -> logits [b, num_classes]. In
+    training, a micro-batch of one image needs more than 32 pixels: of a single value BatchNorm has no variance.
+
+    loss     mse: squared error to the one-hot class over all classes, as in the published experiment;
+             cross_entropy: the usual one, with accuracy
+    raises   ValueError for a number below 1 or an unknown loss
+    source   The published experiment is PyTorch's tutorial on model parallelism, whose two halves (up to layer2, from
+             layer3 on) are ``parallel.balance=[11,11]``.
+    """
+    for key, value in {"in_channels": in_channels, "num_classes": num_classes}.items():
+        if value < 1:
+            raise ValueError(f"model.{key}={value} must be at least 1")
+    if loss not in LOSSES:
+        raise ValueError(f"model.loss={loss} is not one of {', '.join(LOSSES)}")
+    return Chain(
+        layers=[
+            Layer("conv1", partial(nn.Conv2d, in_channels, 64, kernel_size=7, stride=2, padding=3, bias=False)),
+            Layer("bn1", partial(BatchNorm2d, 64)),
+            # Not in place, unlike torchvision's: it may be a stage's first layer, whose input is not its own.
+            Layer("relu", nn.ReLU),
+            Layer("maxpool", partial(nn.MaxPool2d, kernel_size=3, stride=2, padding=1)),
+            *_blocks(),
+            Layer("avgpool", lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())),
+            Layer("fc", partial(nn.Linear, 2048, num_classes)),
+        ],
+        loss=LOSSES[loss](),
+        initialise=initialise,
+        limits={"channels": in_channels, "classes": num_classes},
+        channels_last=True,
+    )
+
+
+def initialise(name: str, module: nn.Module) -> None:
+    """As torchvision's: normal by fan-out in convolutions, torch's default elsewhere."""
+    if isinstance(module, nn.Conv2d):
+        nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    else:
+        reset_parameters(name, module)
+
+
+def _blocks() -> list[Layer]:
+    layers, channels = [], 64
+    for group, (blocks, width, stride) in GROUPS.items():
+        for i in range(blocks):
+            layers.append(Layer(f"{group}.{i}", partial(_bottleneck, channels, width, stride if i == 0 else 1)))
+            channels = 4 * width
+    return layers
+
+
+def _bottleneck(channels: int, width: int, stride: int) -> nn.Module:
+    """[b, channels, h, w] -> [b, 4 * width, h / stride, w / stride]."""
+    load_torchvision()
+    from torchvision.models.resnet import Bottleneck
+
+    shortcut = None
+    if channels != 4 * width or stride != 1:
+        shortcut = nn.Sequential(nn.Conv2d(channels, 4 * width, 1, stride, bias=False), BatchNorm2d(4 * width))
+    return Bottleneck(channels, width, stride, shortcut, norm_layer=BatchNorm2d)

@@ -1,0 +1,168 @@
+"""The language model of PyTorch's "DDP and pipeline parallelism" tutorial: post-norm Transformer encoder layers, with
+sinusoidal positions and ReLU.
+
+The tutorial gives its layers no mask: each word sees the next one, which it is to predict, and the perplexity of 1.39
+that it prints is that of copying. Here attention is causal. Source: "Training Transformer models using Distributed
+Data Parallel and Pipeline Parallelism" (PyTorch tutorials up to 2.3); layers of Vaswani et al. 2017, "Attention Is All
+You Need".
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.chain import Chain, Layer, reset_parameters
+from models.fused_head import FusedHead
+from models.losses import TokenCrossEntropy
+
+INITIAL_RANGE = 0.1  # of the embedding and of the projection onto the vocabulary, as published
+
+
+class Positions(nn.Module):
+    """Adds sin(p w_i) to the even and cos(p w_i) to the odd channels of position p, w_i = 10000^(-2i / d_model)."""
+
+    def __init__(self, max_len: int, d_model: int) -> None:
+        super().__init__()
+        # Made from the configuration alone, so a checkpoint need not hold it.
+        self.register_buffer("pe", torch.empty(max_len, d_model), persistent=False)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Refill the buffer, whose memory may be fresh."""
+        length, width = self.pe.shape
+        frequencies = torch.exp(torch.arange(0, width, 2, dtype=torch.float64) * (-math.log(10000.0) / width))
+        angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies
+        self.pe[:, 0::2] = angles.sin()
+        self.pe[:, 1::2] = angles.cos()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, t, d_model] -> same."""
+        return x + self.pe[: x.shape[1]]
+
+
+class Encoder(nn.Module):
+    """Token ids [b, t] -> embeddings times sqrt(d_model) plus positions [b, t, d_model], dropout applied."""
+
+    def __init__(self, vocab_size: int, d_model: int, max_len: int, dropout: float) -> None:
+        super().__init__()
+        self.scale = math.sqrt(d_model)
+        self.embedding = nn.Embedding(vocab_size, d_model)
+        self.positions = Positions(max_len, d_model)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.dropout(self.positions(self.embedding(tokens) * self.scale))
+
+
+class SelfAttention(nn.Module):
+    """Causal multi-head self-attention [b, t, d_model] -> same, with ``nn.MultiheadAttention``'s parameters."""
+
+    def __init__(self, d_model: int, n_head: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = n_head, dropout
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * d_model, d_model))
+        self.in_proj_bias = nn.Parameter(torch.empty(3 * d_model))
+        self.out_proj = nn.Linear(d_model, d_model)
+
+    def reset_parameters(self) -> None:
+        """As ``nn.MultiheadAttention`` sets what it holds itself: query, key and value drawn as one matrix."""
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        nn.init.zeros_(self.in_proj_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        projected = F.linear(x, self.in_proj_weight, self.in_proj_bias)
+        q, k, v = (part.view(b, t, self.heads, -1).transpose(1, 2) for part in projected.split(c, dim=2))
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        return self.out_proj(y.transpose(1, 2).reshape(b, t, c))
+
+
+class TransformerLayer(nn.Module):
+    """``nn.TransformerEncoderLayer(batch_first=True)`` under a causal mask: [b, t, d_model] -> same.
+
+    The same parameter names and numbers; torch's own asks for the mask as a tensor at each call.
+    """
+
+    def __init__(self, d_model: int, n_head: int, d_hid: int, dropout: float) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(d_model, n_head, dropout)
+        self.linear1 = nn.Linear(d_model, d_hid)
+        self.linear2 = nn.Linear(d_hid, d_model)
+        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x + self.dropout(self.self_attn(x)))
+        return self.norm2(x + self.dropout(self.linear2(self.dropout(F.relu(self.linear1(x))))))
+
+
+class Decoder(FusedHead):
+    """Projection onto the vocabulary, [b, t, d_model] -> logits [b, t, vocab_size]; not tied to the embedding."""
+
+    def __init__(self, vocab_size: int, d_model: int) -> None:
+        super().__init__()
+        self.projection = nn.Linear(d_model, vocab_size)
+
+
+def initialise(name: str, module: nn.Module) -> None:
+    """Uniform in +-0.1 for embedding and projection, the latter's bias 0, as published; torch's own
+    ``nn.TransformerEncoderLayer``'s for the layers."""
+    if isinstance(module, nn.Embedding) or name == "decoder.projection":
+        module.weight.uniform_(-INITIAL_RANGE, INITIAL_RANGE)
+    else:
+        reset_parameters(name, module)
+    if name == "decoder.projection" or name.endswith("out_proj"):
+        module.bias.zero_()
+
+
+def transformer(
+    d_model: int = 192,
+    d_hid: int = 384,
+    n_head: int = 4,
+    n_layer: int = 2,
+    dropout: float = 0.2,
+    max_len: int = 512,
+    vocab_size: int | None = None,
+) -> Chain:
+    """The tutorial's model as a chain: ``encoder``, ``layers.0`` … ``layers.N-1``, ``decoder``.
+
+    d_model     width of the embeddings and layers; even, and a multiple of n_head
+    d_hid       width between the two linear maps of a layer
+    max_len     the longest sequence, in tokens
+    vocab_size  words to tell apart; it must be given (the run takes it from the data)
+    raises      ValueError for sizes that cannot be, with the nearest width that can
+    """
+    if vocab_size is None:
+        raise ValueError("model.vocab_size is not set and the data has no vocabulary to take it from; set it")
+    sizes = {
+        "d_model": d_model, "d_hid": d_hid, "n_head": n_head, "n_layer": n_layer, "max_len": max_len,
+        "vocab_size": vocab_size,
+    }  # fmt: skip
+    for key, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"model.{key}={value} must be at least 1")
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"model.dropout={dropout} must lie in [0, 1)")
+    if d_model % n_head or d_model % 2:
+        step = math.lcm(2, n_head)
+        raise ValueError(
+            f"model.d_model={d_model} must divide into model.n_head={n_head} equal heads and be even (positions are "
+            f"pairs of sine and cosine); the nearest width that does is {max(1, round(d_model / step)) * step}"
+        )
+    layer = partial(TransformerLayer, d_model, n_head, d_hid, dropout)
+    return Chain(
+        layers=[
+            Layer("encoder", partial(Encoder, vocab_size, d_model, max_len, dropout)),
+            *(Layer(f"layers.{i}", layer) for i in range(n_layer)),
+            Layer("decoder", partial(Decoder, vocab_size, d_model)),
+        ],
+        loss=TokenCrossEntropy(),
+        initialise=initialise,
+        limits={"positions": max_len, "vocabulary": vocab_size},
+    )

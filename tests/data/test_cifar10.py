@@ -1,0 +1,140 @@
+"""CIFAR-10, on small files in its format; what is not the published one is never unpickled."""
+
+import hashlib
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data import cifar10, download
+from data.cifar10 import CIFAR10
+from data.errors import DataError
+
+NAMES = [*cifar10._FILES["train"], *cifar10._FILES["test"]]
+
+
+class Harmful:
+    """Its pickle writes a file when it is loaded."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def write(folder: Path) -> None:
+    """Six files of 20 images."""
+    random = np.random.default_rng(0)
+    for name in NAMES:
+        batch = {"data": random.integers(0, 256, (20, 3072), dtype=np.uint8), "labels": [i % 10 for i in range(20)]}
+        (folder / name).write_bytes(pickle.dumps(batch))
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    write(folder)
+    return folder
+
+
+@pytest.fixture
+def published(folder, monkeypatch) -> Path:
+    """The same, taken for the published files."""
+    md5 = {name: hashlib.md5((folder / name).read_bytes()).hexdigest() for name in NAMES}
+    monkeypatch.setattr(
+        cifar10, "_FILES", {split: {name: md5[name] for name in files} for split, files in cifar10._FILES.items()}
+    )
+    return folder
+
+
+def prepared(root, **settings) -> CIFAR10:
+    data = CIFAR10(root=str(root), **settings)
+    data.prepare()
+    return data
+
+
+def test_the_root_may_be_the_published_folder_or_the_one_that_holds_it(published):
+    for root in (published, published.parent):
+        data = prepared(root)
+        assert (len(data.train), len(data.valid), len(data.test)) == (90, 10, 20)
+
+
+def test_images_are_red_green_and_blue_planes_normalised(published):
+    inputs, targets = prepared(published).test.read(np.array([3]), epoch=0)
+    pixels = pickle.loads((published / "test_batch").read_bytes())["data"][3].reshape(3, 32, 32)
+    expected = (pixels / 255 - np.reshape([0.4914, 0.4822, 0.4465], (3, 1, 1))) / np.reshape(
+        [0.2470, 0.2435, 0.2616], (3, 1, 1)
+    )
+    assert np.allclose(inputs[0].numpy(), expected, atol=1e-5) and targets.tolist() == [3]
+
+
+def test_only_training_images_are_augmented(published):
+    augmented, plain = prepared(published), prepared(published, augment=False)
+    for split, n, same in (("train", 90, False), ("valid", 10, True), ("test", 20, True)):
+        pair = [getattr(data, split).read(np.arange(n), epoch=1)[0] for data in (augmented, plain)]
+        assert torch.equal(*pair) is same
+
+
+def test_augmentation_follows_seed_epoch_and_sample(published):
+    data = prepared(published)
+    one = data.train.read(np.arange(90), epoch=1)[0]
+    assert torch.equal(data.train.read(np.array([8, 70]), epoch=1)[0], one[[8, 70]])
+    assert not torch.equal(data.train.read(np.arange(90), epoch=2)[0], one)
+    assert not torch.equal(prepared(published, seed=1).train.read(np.arange(90), epoch=1)[0], one)
+
+
+def test_images_come_in_the_size_and_channels_asked_for(published):
+    inputs, _ = prepared(published, image_size=28, channels=1).train.read(np.arange(4), epoch=0)
+    assert inputs.shape == (4, 1, 28, 28)
+
+
+def test_files_that_are_not_the_published_ones_are_refused_and_not_unpickled(folder, tmp_path):
+    (folder / "data_batch_1").write_bytes(pickle.dumps(Harmful(tmp_path / "harm")))
+    with pytest.raises(DataError, match="data_batch_1 .* is damaged or another file"):
+        prepared(folder)
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("name", ["data_batch_3", "test_batch"])
+@pytest.mark.parametrize("keep", [0, 100])
+def test_a_file_cut_short_is_named(published, name, keep):
+    path = published / name
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(DataError, match=rf"{name} \({keep} bytes, MD5 .* is damaged"):
+        prepared(published)
+
+
+def test_a_missing_file_is_named_with_the_ways_out(published):
+    (published / "data_batch_5").unlink()
+    with pytest.raises(DataError, match="data_batch_5: No such file.*data.root=FOLDER, or leave data.root out"):
+        prepared(published)
+
+
+def test_offline_is_an_error_with_both_ways_out_that_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(download, "_reachable", lambda urls: False)
+    with pytest.raises(DataError, match="no server that has it can be reached.*data.root=FOLDER.*a network"):
+        CIFAR10(cache_dir=str(tmp_path)).prepare()
+    assert [path.name for path in tmp_path.iterdir()] == [".cifar10.lock"]
+
+
+def test_what_torchvision_leaves_is_read(tmp_path, monkeypatch, published):
+    def whole(to, download):
+        published.rename(to / published.name)
+
+    whole.url = "http://somewhere"
+    monkeypatch.setattr(download, "_torchvision", lambda name, ways_out: whole)
+    monkeypatch.setattr(download, "_reachable", lambda urls: urls == ["http://somewhere"])
+    data = CIFAR10(cache_dir=str(tmp_path / "cache"))
+    data.prepare()
+    assert len(data.train) == 90
+
+
+def test_the_hashes_are_those_that_torchvision_knows():
+    known = download._torchvision("CIFAR10", "")
+    assert cifar10._FILES == {"train": dict(known.train_list), "test": dict(known.test_list)}
+    assert known.base_folder == cifar10._FOLDER

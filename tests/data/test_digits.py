@@ -1,0 +1,64 @@
+"""scikit-learn's handwritten digits."""
+
+import numpy as np
+import pytest
+import torch
+
+from data import digits
+from data.digits import Digits
+from data.errors import DataError
+
+
+def prepared(**settings) -> Digits:
+    data = Digits(**settings)
+    data.prepare()
+    return data
+
+
+def everything(data: Digits) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = [source.read(np.arange(len(source)), epoch=0) for source in (data.train, data.valid, data.test)]
+    return tuple(map(torch.cat, zip(*parts, strict=True)))
+
+
+def test_they_are_the_images_that_scikit_learn_gives():
+    from sklearn.datasets import load_digits
+
+    inputs, targets = everything(prepared(image_size=8))
+    published = load_digits()
+    pixels = (inputs * digits._STD + digits._MEAN).round().to(torch.uint8).flatten(1).numpy()
+    ours = np.column_stack([pixels, targets.numpy()])
+    theirs = np.column_stack([published.data, published.target])
+    assert np.array_equal(ours[np.lexsort(ours.T)], theirs[np.lexsort(theirs.T)])
+
+
+def test_pixels_are_normalised():
+    inputs, _ = everything(prepared(image_size=8))
+    assert abs(float(inputs.mean())) < 1e-3 and abs(float(inputs.std()) - 1) < 1e-3
+
+
+def test_they_come_in_the_size_and_channels_asked_for():
+    data = prepared(image_size=32, channels=3)
+    inputs, targets = data.train.read(np.arange(5), epoch=0)
+    assert inputs.shape == (5, *data.image_shape) == (5, 3, 32, 32)
+    assert inputs.dtype == torch.float32 and targets.dtype == torch.int64
+
+
+def test_the_splits_have_equal_shares_of_each_class_and_are_the_same_every_time():
+    data, again = prepared(), prepared()
+    assert (len(data.train), len(data.valid), len(data.test)) == (1439, 179, 179)
+    for split in ("train", "valid", "test"):
+        source = getattr(data, split)
+        labels = source.read(np.arange(len(source)), epoch=0)[1]
+        assert torch.equal(labels, getattr(again, split).read(np.arange(len(source)), epoch=1)[1])
+        assert torch.bincount(labels).sub(len(source) / 10).abs().max() < 4
+
+
+def test_fewer_classes_than_the_digits_have_is_an_error():
+    with pytest.raises(DataError, match="of 5 classes are 0 to 4"):
+        prepared(num_classes=5)
+
+
+def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DataError, match="pip install scikit-learn"):
+        prepared()

@@ -1,0 +1,114 @@
+"""What the image data sets share: checks, splits, conversion and augmentation, on images made in memory."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from data.errors import DataError
+from data.images import Images, Labelled, crop_and_flip, hold_out, recolour, resize
+
+
+def stored(n=20, channels=3, size=8, num_classes=10) -> Labelled:
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (n, channels, size, size), dtype=np.uint8)
+    return Labelled(images, np.arange(n) % num_classes, num_classes, "made up")
+
+
+def source(images: Labelled, shape=None, augment=None, mean=127.5, std=64.0) -> Images:
+    channels = images.images.shape[1]
+    shape = shape or images.images.shape[1:]
+    return Images(images, np.arange(len(images.labels)), [mean] * channels, [std] * channels, shape, augment)
+
+
+@pytest.mark.parametrize("label", [-1, 10, 255])
+def test_a_label_out_of_range_is_named_with_its_sample(label):
+    images = stored()
+    labels = images.labels.copy()
+    labels[13] = label
+    with pytest.raises(DataError, match=rf"made up: the label of sample 13 is {label}, .* 10 classes are 0 to 9"):
+        Labelled(images.images, labels, 10, "made up")
+
+
+@pytest.mark.parametrize(("images", "labels"), [(20, 19), (0, 0)])
+def test_images_and_labels_that_do_not_pair_up_are_an_error_with_both_numbers(images, labels):
+    with pytest.raises(DataError, match=f"{images} images and {labels} labels"):
+        Labelled(np.zeros((images, 1, 8, 8), np.uint8), np.zeros(labels, np.int64), 10, "made up")
+
+
+def test_holding_out_takes_the_same_share_of_each_class_and_every_sample_once():
+    labels = np.repeat([0, 1, 2], [100, 500, 400])
+    rest, held_out = hold_out(labels, 100)
+    assert np.array_equal(np.sort(np.concatenate([rest, held_out])), np.arange(1000))
+    assert np.abs(np.bincount(labels[held_out]) - [10, 50, 40]).max() <= 1
+    assert all(map(np.array_equal, hold_out(labels, 100), (rest, held_out)))
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_exactly_as_many_are_held_out_as_asked_for(count):
+    rest, held_out = hold_out(np.arange(7) % 2, count)
+    assert (len(rest), len(held_out)) == (7 - count, count)
+
+
+def test_batches_are_normalised_floats_and_class_indices():
+    images = stored()
+    inputs, targets = source(images).read(np.array([4, 1]), epoch=0)
+    assert inputs.dtype == torch.float32 and targets.dtype == torch.int64
+    assert torch.allclose(inputs, (torch.from_numpy(images.images[[4, 1]]).float() - 127.5) / 64)
+    assert targets.tolist() == [4, 1]
+
+
+def test_only_the_rows_of_a_split_are_read():
+    images = stored()
+    split = Images(images, np.array([7, 3]), [0] * 3, [1] * 3, (3, 8, 8))
+    assert len(split) == 2 and split.read(np.array([1, 0]), 0)[1].tolist() == [3, 7]
+
+
+def test_grey_becomes_three_equal_colours_and_colours_one_grey():
+    grey = torch.rand(2, 1, 4, 4)
+    colours = recolour(grey, 3)
+    assert colours.shape == (2, 3, 4, 4) and torch.equal(colours[:, 2:], grey)
+    assert torch.allclose(recolour(colours, 1), grey)
+
+
+def test_other_numbers_of_channels_are_refused():
+    with pytest.raises(DataError, match="data.channels=2: made up has images of 3 channels"):
+        source(stored(), shape=(2, 8, 8))
+
+
+@pytest.mark.parametrize("size", [4, 8, 13])
+def test_an_image_of_one_colour_keeps_it_at_every_size(size):
+    resized = resize(torch.full((2, 3, 8, 8), 0.5), size)
+    assert resized.shape == (2, 3, size, size) and torch.allclose(resized, torch.tensor(0.5))
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (3, 13, 13), (1, 5, 5)])
+def test_a_sample_has_the_same_bits_in_every_batch(shape):
+    images = source(stored(), shape, partial(crop_and_flip, seed=3))
+    everything, _ = images.read(np.arange(20), epoch=2)
+    for indices in ([5], [19, 5, 0], range(7, 20)):
+        assert torch.equal(images.read(np.array(indices), epoch=2)[0], everything[list(indices)])
+
+
+def test_augmentation_differs_from_epoch_to_epoch_and_from_seed_to_seed():
+    images, indices = stored().images, np.arange(20)
+    one = crop_and_flip(images, indices, epoch=0, seed=3)
+    assert np.array_equal(one, crop_and_flip(images, indices, epoch=0, seed=3))
+    assert not np.array_equal(one, crop_and_flip(images, indices, epoch=1, seed=3))
+    assert not np.array_equal(one, crop_and_flip(images, indices, epoch=0, seed=4))
+
+
+def test_augmentation_draws_every_cut_and_mirror_image_equally_often():
+    # The image's pixels are all different, so that those of the result tell what was drawn.
+    n, size, padding = 16_200, 4, 1
+    image = np.arange(1, 1 + size * size, dtype=np.uint8).reshape(1, 1, size, size)
+    cut = crop_and_flip(np.repeat(image, n, axis=0), np.arange(n), epoch=5, seed=3, padding=padding)
+    possible, counts = np.unique(cut.reshape(n, -1), axis=0, return_counts=True)
+    assert len(possible) == 18  # 3 places down, 3 across, mirrored or not
+    assert np.abs(counts - n / 18).max() < 5 * np.sqrt(n / 18)
+
+    padded = np.pad(image[0, 0], padding)
+    windows = [padded[y : y + size, x : x + size] for y in range(3) for x in range(3)]
+    expected = np.array([w.ravel() for window in windows for w in (window, window[:, ::-1])])
+    assert np.array_equal(possible, np.unique(expected, axis=0))

@@ -1,0 +1,113 @@
+"""BatchNorm with one update of its running statistics a step; torch's layer as the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from models.batchnorm import BatchNorm2d
+
+DRAWN = torch.Generator().manual_seed(1)
+CHUNKS = [3 * torch.randn(4, 5, 6, 6, generator=DRAWN, dtype=torch.float64) + 1 for _ in range(3)]
+
+
+def pair() -> tuple[BatchNorm2d, nn.BatchNorm2d]:
+    """Ours and torch's, with the same weights and running statistics, none of them trivial."""
+    ours, theirs = BatchNorm2d(5).double(), nn.BatchNorm2d(5).double()
+    for tensor in (theirs.weight, theirs.bias, theirs.running_mean, theirs.running_var):
+        tensor.detach().uniform_(0.5, 2.0, generator=DRAWN)
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+def moments(x: torch.Tensor) -> torch.Tensor:
+    """[2, c] mean and unbiased variance."""
+    return torch.stack((x.mean((0, 2, 3)), x.var((0, 2, 3), unbiased=True)))
+
+
+def test_keys_are_torch_s():
+    ours, theirs = pair()
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+
+
+def test_outputs_and_gradients_are_torch_s_in_training():
+    results = []
+    for norm in pair():
+        x = CHUNKS[0].clone().requires_grad_()
+        y = norm(x)
+        results.append((y, *torch.autograd.grad(y.pow(3).sum(), (x, norm.weight, norm.bias))))
+    for mine, reference in zip(*results, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-12)
+
+
+def test_evaluation_is_torch_s_and_counts_nothing():
+    ours, theirs = pair()
+    assert torch.equal(ours.eval()(CHUNKS[0]), theirs.eval()(CHUNKS[0]))
+    assert not ours.seen.any()
+
+
+def test_a_forward_adds_up_what_it_saw_and_moves_no_running_statistics():
+    ours, _ = pair()
+    before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
+    for chunk in CHUNKS:
+        ours(chunk)
+    torch.testing.assert_close(ours.seen, sum(moments(chunk) for chunk in CHUNKS))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in ours.state_dict().items())
+
+
+def test_the_update_of_one_micro_batch_is_torch_s():
+    ours, theirs = pair()
+    ours(CHUNKS[0])
+    ours.update(*ours.seen)
+    theirs(CHUNKS[0])
+    for name, tensor in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], tensor)
+
+
+def test_the_update_of_a_step_is_one_towards_the_mean_over_its_micro_batches():
+    ours, theirs = pair()
+    for chunk in CHUNKS:
+        ours(chunk)
+    ours.update(*(ours.seen / len(CHUNKS)))
+    mean = sum(moments(chunk) for chunk in CHUNKS) / len(CHUNKS)
+    running = torch.stack((theirs.running_mean, theirs.running_var))
+    torch.testing.assert_close(torch.stack((ours.running_mean, ours.running_var)), 0.9 * running + 0.1 * mean)
+    assert ours.num_batches_tracked == 1
+
+
+def test_a_recomputed_forward_gives_the_same_and_is_not_counted_again():
+    ours, _ = pair()
+    y, seen = ours(CHUNKS[0]), ours.seen.clone()
+    ours.recomputing = True
+    assert torch.equal(ours(CHUNKS[0]), y)
+    assert torch.equal(ours.seen, seen)
+
+
+def test_without_gradients_a_training_forward_is_counted_all_the_same():
+    ours, _ = pair()
+    with torch.no_grad():
+        ours(CHUNKS[0])
+    torch.testing.assert_close(ours.seen, moments(CHUNKS[0]))
+
+
+def test_another_way_to_normalise_can_be_put_in():
+    ours, _ = pair()
+    ours.normalise = lambda x, weight, bias, eps: (2 * x, bias.detach(), weight.detach())
+    assert torch.equal(ours(CHUNKS[0]), 2 * CHUNKS[0])
+    assert torch.equal(ours.seen, torch.stack((ours.bias, ours.weight)))
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_bf16_inputs_give_bf16_outputs_and_float32_statistics(channels_last):
+    norm = BatchNorm2d(5)
+    x = CHUNKS[0].bfloat16()
+    y = norm(x.to(memory_format=torch.channels_last) if channels_last else x)
+    assert y.dtype == torch.bfloat16
+    assert norm.seen.dtype == torch.float32
+    torch.testing.assert_close(norm.seen.double(), moments(x.double()), rtol=1e-5, atol=1e-5)
+
+
+def test_one_value_a_channel_is_an_error_and_no_division_by_zero():
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        BatchNorm2d(5)(torch.randn(1, 5, 1, 1))

@@ -1,0 +1,98 @@
+"""BatchNorm: running statistics that do not depend on the layout, and normalisation across replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, Recipe, assert_same_training, weights_of
+from torch import nn
+
+from parallel.batchnorm import normalise_together
+
+CONVNET = Recipe("convnet", global_batch=32, lr=0.02, steps=6, eval_every=3)
+STATISTICS = ("running_mean", "running_var")
+
+
+def statistics(run):
+    return {name: t for name, t in weights_of(run).items() if name.endswith(STATISTICS)}
+
+
+def test_the_running_statistics_take_one_update_a_step(trained):
+    for layout in (Layout("single", chunks=4), Layout("pipe_ddp", dp=2, pp=2, chunks=2)):
+        state = weights_of(trained(layout, CONVNET))
+        counts = {name: int(t) for name, t in state.items() if name.endswith("num_batches_tracked")}
+        assert counts and set(counts.values()) == {CONVNET.steps}
+
+
+def test_they_are_the_momentum_average_of_the_steps_means(trained):
+    one = dataclasses.replace(CONVNET, steps=1, eval_every=None)
+    (whole,) = trained(Layout("single", chunks=1), one)
+    name = next(name for name in whole.state if name.endswith("running_mean"))
+    (cut,) = trained(Layout("single", chunks=4), one)
+    # The mean of equal micro-batches' means is the batch's mean; in the first BatchNorm, whose input is the data.
+    torch.testing.assert_close(cut.state[name], whole.state[name])
+    assert whole.state[name].abs().max() > 1e-3
+
+
+def test_recomputed_forwards_are_not_counted(trained):
+    again = dataclasses.replace(CONVNET, recompute=True)
+    for layout in (Layout("single", chunks=4), Layout("pipelined", pp=2, chunks=4)):
+        plain, recomputed = (statistics(trained(layout, recipe)) for recipe in (CONVNET, again))
+        assert plain and all(torch.equal(plain[name], recomputed[name]) for name in plain)
+
+
+@pytest.mark.parametrize("layout", [Layout("ddp", dp=2, chunks=2), Layout("pipe_ddp", dp=2, pp=2, chunks=2)], ids=str)
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+def test_synchronised_replicas_train_as_one_with_micro_batches_twice_as_large(trained, layout, recompute):
+    # Global batch 32: replica 0 works on samples 0-7 while replica 1 works on 16-23, so one process needs the
+    # samples in that order.
+    recipe = dataclasses.replace(CONVNET, sync_batchnorm=True, recompute=recompute)
+    (reference,) = trained(Layout("single", chunks=2), dataclasses.replace(CONVNET, interleaved=True))
+    assert_same_training(trained(layout, recipe), reference, 1e-5)
+
+
+def test_without_it_they_do_not(trained):
+    (reference,) = trained(Layout("single", chunks=2), dataclasses.replace(CONVNET, interleaved=True))
+    with pytest.raises(AssertionError, match="farther than"):
+        assert_same_training(trained(Layout("ddp", dp=2, chunks=2), CONVNET), reference, 1e-3)
+
+
+def normalise_half(x, dy):
+    """On each of two ranks: its half of x [n, c, h, w] normalised together, and the gradients."""
+    rank, size = dist.get_rank(), len(x) // 2
+    mine = x[rank * size : (rank + 1) * size].clone().requires_grad_()
+    weight, bias = (torch.full((x.shape[1],), v, dtype=x.dtype, requires_grad=True) for v in (2.0, 0.5))
+    y, mean, variance = normalise_together(mine, weight, bias, 1e-5, group=dist.group.WORLD)
+    y.backward(dy[rank * size : (rank + 1) * size])
+    return [t.detach() for t in (y, mine.grad, weight.grad, bias.grad, mean, variance)]
+
+
+def test_two_ranks_normalise_as_torch_does_in_one(ranks):
+    x, dy = (torch.randn(6, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
+    x += 100.0  # far from zero, where sums of squares would cancel
+    norm = nn.BatchNorm2d(3, momentum=1.0, dtype=torch.float64)
+    nn.init.constant_(norm.weight, 2.0)
+    nn.init.constant_(norm.bias, 0.5)
+    whole = x.clone().requires_grad_()
+    y = norm(whole)
+    y.backward(dy)
+    zero, one = ranks.run(2, normalise_half, x, dy)
+    torch.testing.assert_close(torch.cat([zero[0], one[0]]), y.detach())
+    torch.testing.assert_close(torch.cat([zero[1], one[1]]), whole.grad)
+    torch.testing.assert_close(zero[2] + one[2], norm.weight.grad)
+    torch.testing.assert_close(zero[3] + one[3], norm.bias.grad)
+    for result in (zero, one):
+        torch.testing.assert_close(result[4], norm.running_mean)
+        torch.testing.assert_close(result[5], norm.running_var)
+
+
+def test_a_skipped_step_leaves_the_statistics_alone(trained):
+    recipe = dataclasses.replace(CONVNET, steps=1, eval_every=None, overflow_at_step=1)
+    for layout in (Layout("single", chunks=4), Layout("ddp", dp=2, chunks=2)):
+        result = trained(layout, recipe)
+        assert result[0].finite == [False]
+        for name, tensor in statistics(result).items():
+            assert torch.equal(tensor, result[0].initial[name])

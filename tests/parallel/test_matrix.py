@@ -1,0 +1,34 @@
+"""Six models under five strategies: all the same training. ``python -m benchmarks.parity`` makes the README's table."""
+
+from __future__ import annotations
+
+import pytest
+from cases import Layout, Recipe, assert_same_training
+
+TOLERANCE = 1e-5  # relative, in float32
+
+RECIPES = {
+    "toy": Recipe("toy", global_batch=16, lr=0.02, eval_every=10),
+    # Chaotic in float32 (another number of threads moves its loss by percents): float64, and a small rate.
+    "resnet50": Recipe("resnet50", global_batch=16, lr=1e-3, momentum=0.0, steps=3, eval_every=3, precision="fp64"),
+    "transformer": Recipe("transformer", global_batch=16, lr=0.2, clip=0.5, eval_every=10, dropout=0.2),
+    "gpt2": Recipe("gpt2", global_batch=16, lr=0.2, clip=0.25, eval_every=10),
+    "classifier": Recipe("classifier", global_batch=16, lr=0.02, eval_every=10),
+    "convnet": Recipe("convnet", global_batch=32, lr=0.02, eval_every=10),
+}
+LAYOUTS = [
+    Layout("model_parallel", pp=2, chunks=4),
+    Layout("ddp", dp=2, chunks=2),
+    Layout("pipelined", pp=2, chunks=4, schedule="1f1b"),
+    Layout("pipe_ddp", dp=2, pp=2, chunks=2),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("model", RECIPES)
+def test_every_model_trains_under_every_strategy_as_in_one_process(trained, model, layout):
+    recipe = RECIPES[model]
+    (reference,) = trained(Layout("single", chunks=4), recipe)
+    assert reference.losses[-1] < reference.losses[0], "nothing was learned: the comparison would say little"
+    assert reference.evaluations
+    assert_same_training(trained(layout, recipe), reference, 1e-10 if recipe.precision == "fp64" else TOLERANCE)
