@@ -14,6 +14,6 @@
     rows.py row_tokens.py buckets.py                         rows of JSON, their tokens, batches of like length
     images.py download.py                                    what the image options share
 
-The package knows of replicas no more than (dp_rank, dp_size), and imports nothing else of the project (but the shim that
-makes torchvision import, where it downloads).
+The package knows of replicas no more than (dp_rank, dp_size), and imports nothing else of the project (but, where it
+downloads, the shim that makes torchvision import).
 """

@@ -31,7 +31,7 @@ class RunningStatistics:
                 norm.normalise = partial(normalise_together, group=self._replicas)
 
     def update(self, finite: bool) -> None:
-        """End of a step. A step that is skipped (not ``finite``, the same on every rank) leaves no trace here either."""
+        """End of a step. One that is skipped (not ``finite``, the same on every rank) leaves no trace here either."""
         if not self._norms:
             return
         means = [norm.seen / self._microbatches for norm in self._norms]

@@ -149,8 +149,8 @@ def check_length(chain: Chain, data: DataSet) -> None:
     if positions is not None and data.seq_len > positions:
         raise TrainingError(
             f"data.seq_len={data.seq_len} is longer than the model's {positions} positions; set "
-            f"data.seq_len={positions} or less, or give the model more (gpt2: model.block_size={data.seq_len}, transformer: "
-            f"model.max_len={data.seq_len})"
+            f"data.seq_len={positions} or less, or give the model more (gpt2: model.block_size={data.seq_len}, "
+            f"transformer: model.max_len={data.seq_len})"
         )
 
 

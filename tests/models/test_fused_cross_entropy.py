@@ -71,6 +71,21 @@ def test_bf16_is_as_close_to_float64_as_bf16_s_own_rounding():
         assert far(value, wanted) < 2.0**-5
 
 
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.bfloat16, 2.0**-5)], ids=["fp64", "bf16"])
+def test_a_bias_is_part_of_the_layer_and_learns(dtype, tolerance):
+    x, weight, targets = problem(37, torch.float64, "some")
+    bias = torch.randn(CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    logits = F.linear(x, weight, bias)
+    exact = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+    wanted = [exact.detach(), *torch.autograd.grad(3.0 * exact, (x, weight, bias))]
+    half = x.detach().to(dtype).requires_grad_()
+    loss = fused_cross_entropy(half, weight, weight.detach().to(dtype), targets, bias)
+    values = [loss.detach(), *torch.autograd.grad(3.0 * loss, (half, weight, bias))]
+    assert values[3].dtype == bias.dtype
+    for value, reference in zip(values, wanted, strict=True):
+        assert far(value, reference) < tolerance
+
+
 def test_a_float16_loss_scale_does_not_overflow_the_gradients():
     x, weight, targets = problem(37, torch.float32)
     half = x.detach().half().requires_grad_()
