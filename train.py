@@ -10,6 +10,7 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from conf.schema import register
@@ -24,10 +25,16 @@ OmegaConf.register_new_resolver("run_id", lambda: RUN_ID, replace=True)
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> None:
     """Hydra has composed ``cfg`` and made the run directory; one job runs."""
-    from training.job import execute
-
+    hydra_section = HydraConfig.get()
     with clear_errors():
-        execute(cfg, Path(HydraConfig.get().runtime.output_dir), World.detect())
+        if hydra_section.mode == RunMode.MULTIRUN:
+            from training.sweep.job import run_job
+
+            run_job(cfg, hydra_section, World.detect())
+        else:
+            from training.job import execute
+
+            execute(cfg, Path(hydra_section.runtime.output_dir), World.detect())
 
 
 @contextmanager
@@ -60,4 +67,5 @@ if __name__ == "__main__":
         with clear_errors():
             follow(world)
     else:
-        main()
+        with clear_errors():
+            main()

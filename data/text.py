@@ -69,11 +69,11 @@ class Text(LanguageData):
 
     def documents(self) -> dict[str, list[Document]]:
         """Raises DataError if there is no file or folder `root`, or no text in it."""
-        if not self.root.exists():
-            raise DataError(
-                f"data.root={self.root} does not exist; give a file of text or a folder of such files"
-            )
-        files = find_files(self.root) if self.root.is_dir() else [self.root]
+        folder = self.root.is_dir()
+        if not folder and not (self.root.exists() and self.root.stat().st_size):
+            problem = "is empty" if self.root.exists() else "does not exist"
+            raise DataError(f"data.root={self.root} {problem}; give a file of text or a folder of such files")
+        files = find_files(self.root) if folder else [self.root]
         documents, bad = only_text([whole_file(path) for path in files])
         if not documents:
             raise DataError(

@@ -29,13 +29,15 @@ class Interrupted(KeyboardInterrupt):
     """The launching process was told to stop; its workers are gone.
 
     A KeyboardInterrupt, so that no `except Exception` on the way up takes a wish to stop for a failed run.
-    signum: the signal that came; exit_code: what a shell expects of a process ended by it.
+    signum: the signal that came; exit_code: what a shell expects of a process ended by it; left: what has become of
+    the work, in words.
     """
 
-    def __init__(self, signum: int):
+    def __init__(self, signum: int, left: str = "all workers have ended"):
         super().__init__(signum)
         self.signum = signum
+        self.left = left
         self.exit_code = 128 + signum
 
     def __str__(self) -> str:
-        return f"stopped by {signal.Signals(self.signum).name}; all workers have ended"
+        return f"stopped by {signal.Signals(self.signum).name}; {self.left}"

@@ -84,7 +84,8 @@ def _listen_as_rank_0(world: World, host: str, port: int) -> socket.socket:
             "MASTER_ADDR must be an address of rank 0's machine, MASTER_PORT a port that nothing there uses"
         ) from error
     address = listener.getsockname()[0]
-    if is_loopback(address) and world.local_size < world.size:
+    # Of SLURM, loopback is what its own configuration says: all of its nodes are this machine.
+    if is_loopback(address) and world.local_size < world.size and world.origin != "slurm":
         listener.close()
         elsewhere = world.size - world.local_size
         raise LaunchError(

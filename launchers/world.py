@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from launchers.errors import LaunchError
 from launchers.loopback import is_loopback
+from launchers.slurm_step import is_step, step_environment
 
 # The role name under which run_workers starts its workers; torch's agent passes it on as ROLE_NAME.
 LOCAL_ROLE = "launchers.local"
@@ -18,7 +19,8 @@ class World:
     """This process's place in the run.
 
     rank of size over all machines; local_rank of local_size on this one.
-    origin: "alone" (no others), "local" (started by run_workers), "torchrun", or "environment" (set by hand).
+    origin: "alone" (no others), "local" (started by run_workers), "torchrun", "slurm" (a task of a job step), or
+    "environment" (set by hand).
     """
 
     rank: int
@@ -34,12 +36,14 @@ class World:
 
     @classmethod
     def detect(cls, environ: Mapping[str, str] = os.environ) -> World | None:
-        """The world that RANK and WORLD_SIZE describe; None when neither is set.
+        """The world that RANK and WORLD_SIZE describe, or a SLURM step of several tasks; None where neither is there.
 
         The names are torchrun's. MASTER_ADDR and MASTER_PORT must be set where there is more than one rank.
         LOCAL_RANK and LOCAL_WORLD_SIZE may be left out on one machine, that is when MASTER_ADDR is a loopback
         address. Raises LaunchError, naming the variable, for what is missing or does not fit together.
         """
+        origin = _origin(environ)
+        environ = step_environment(environ)
         if not environ.get("RANK") and not environ.get("WORLD_SIZE"):
             return None
         rank, size = (_integer(environ, name) for name in ("RANK", "WORLD_SIZE"))
@@ -52,11 +56,12 @@ class World:
         _check_place("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
         if local_size > size:
             raise LaunchError(f"LOCAL_WORLD_SIZE={local_size} is more than WORLD_SIZE={size}, the whole run")
-        return cls(rank, size, local_rank, local_size, _origin(environ))
+        return cls(rank, size, local_rank, local_size, origin)
 
 
 def master_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Host and port at which the ranks meet, from MASTER_ADDR and MASTER_PORT. Raises LaunchError."""
+    environ = step_environment(environ)
     host = environ.get("MASTER_ADDR")
     if not host:
         raise LaunchError(
@@ -91,6 +96,8 @@ def _check_place(rank_name: str, rank: int, size_name: str, size: int) -> None:
 
 
 def _origin(environ: Mapping[str, str]) -> str:
+    if is_step(environ):
+        return "slurm"
     if environ.get("ROLE_NAME") == LOCAL_ROLE:
         return "local"
     return "torchrun" if environ.get("TORCHELASTIC_RUN_ID") else "environment"

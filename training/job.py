@@ -15,9 +15,10 @@ _KEY = "job"
 _MEET_TIMEOUT_S = 60.0
 
 
-def execute(cfg: Any, run_dir: Path, world: World | None) -> None:
+def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False) -> None:
     """Run the composed configuration ``cfg``; rank 0's part where ``world`` says that there are others.
 
+    isolated  in processes of its own even where one is enough, so that nothing is left here for a next job
     Raises one of training.errors.USER_ERRORS; everything that can be checked is, before any process starts.
     """
     from training.report import describe_plan
@@ -36,7 +37,7 @@ def execute(cfg: Any, run_dir: Path, world: World | None) -> None:
     processes = setup.plan.processes
     if world is not None:
         _lead(setup, run_dir, world)
-    elif processes == 1:
+    elif processes == 1 and not isolated:
         from training.run import run
 
         run(cfg, run_dir, setup=setup)

@@ -11,6 +11,12 @@ from training.memory_estimate import MemoryEstimate
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
+_RESULTS = {
+    "best_val_loss": "best validation loss {:.3f}",
+    "test_loss": "test loss {:.3f}",
+    "test_accuracy": "test accuracy {:.2%}",
+    "test_perplexity": "test perplexity {:.1f}",
+}
 
 
 def describe_plan(plan: Plan, model: str, data: str, tokens_per_sample: int | None) -> str:
@@ -68,9 +74,9 @@ def final_words(summary: dict, run_dir: Path, overrides: list[str], checkpoint: 
         lines.append(
             f"trained {summary['steps']} steps: loss {summary['first_loss']:.3f} -> {summary['final_loss']:.3f}"
         )
-    for key, name in (("best_val_loss", "best validation loss"), ("test_loss", "test loss")):
-        if summary[key] is not None:
-            lines.append(f"{name} {summary[key]:.3f}")
+    for key, words in _RESULTS.items():
+        if summary.get(key) is not None:
+            lines.append(words.format(summary[key]))
     speed = summary["tokens_per_s"], "tokens/s"
     if speed[0] is None:
         speed = summary["samples_per_s"], "samples/s"

@@ -86,9 +86,9 @@ def _train(setup: Setup, strategy: Strategy, run_dir: Path) -> dict:
     try:
         loop = Loop(setup, strategy, optimizer, checkpoints, recorder.record, recorder.show, recorder.say)
         outcome = loop.run(done + 1)
-        test = None
+        test = {}
         if setup.data.test is not None and cfg.train.eval_every is not None:
-            test = evaluate(strategy, setup.data.test, cfg.train.eval_batches)["loss"]
+            test = _evaluate_split(setup, strategy, "test", recorder, outcome.steps)
         summary = _summarise(setup, strategy, outcome, test)
     finally:
         recorder.close(summary)
@@ -110,26 +110,29 @@ def _evaluate(setup: Setup, strategy: Strategy, run_dir: Path) -> dict:
     """mode=eval: the validation and the test split under a checkpoint's weights."""
     step = checkpoint.load(Path(setup.cfg.checkpoint), strategy)
     recorder = _Recorder(setup, strategy, run_dir, first_step=1)
-    outcome = Outcome(steps=step)
-    test = None
+    found = {}
     for prefix, source in (("val", setup.data.valid), ("test", setup.data.test)):
-        if source is None:
-            continue
-        result = evaluate(strategy, source, setup.cfg.train.eval_batches)
-        record = record_of(result, prefix, language=setup.tokens_per_sample is not None)
-        recorder.record({"step": step, **record})
-        recorder.say("  ".join(f"{k} {v:.6g}" for k, v in record.items()))
-        if prefix == "val":
-            outcome.best_val_loss = result["loss"]
-        else:
-            test = result["loss"]
-    summary = _summarise(setup, strategy, outcome, test)
+        if source is not None:
+            found[prefix] = _evaluate_split(setup, strategy, prefix, recorder, step)
+            recorder.say("  ".join(f"{k} {v:.6g}" for k, v in found[prefix].items()))
+    outcome = Outcome(steps=step, best_val_loss=found.get("val", {}).get("val_loss"))
+    summary = _summarise(setup, strategy, outcome, found.get("test", {}))
     recorder.close(summary)
     return summary
 
 
-def _summarise(setup: Setup, strategy: Strategy, outcome: Outcome, test_loss: float | None) -> dict:
-    """summary.json's content; gathers each rank's peak memory and pipeline times, so all ranks call it."""
+def _evaluate_split(setup: Setup, strategy: Strategy, prefix: str, recorder: _Recorder, step: int) -> dict[str, float]:
+    """The results on the split that is there, "val" or "test", by their names in metrics.jsonl, where they go too."""
+    source = setup.data.valid if prefix == "val" else setup.data.test
+    result = evaluate(strategy, source, setup.cfg.train.eval_batches)
+    record = record_of(result, prefix, language=setup.tokens_per_sample is not None)
+    recorder.record({"step": step, **record})
+    return record
+
+
+def _summarise(setup: Setup, strategy: Strategy, outcome: Outcome, test: dict[str, float]) -> dict:
+    """summary.json's content, ``test`` being the results on the test split, where there is one; gathers each rank's
+    peak memory and pipeline times, so all ranks call it."""
     plan = setup.plan
     mine = (peak_memory_bytes(strategy.device), list(strategy.timeline.steps), outcome.times.median_after_warmup())
     everyone = [mine]
@@ -157,7 +160,7 @@ def _summarise(setup: Setup, strategy: Strategy, outcome: Outcome, test_loss: fl
         "first_loss": outcome.first_loss,
         "final_loss": outcome.final_loss,
         "best_val_loss": outcome.best_val_loss,
-        "test_loss": test_loss,
+        **{"test_loss": None, **test},
         "step_time_s": step_time,
         "samples_per_s": samples,
         "tokens_per_s": samples * tokens if samples and tokens else None,

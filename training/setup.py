@@ -85,7 +85,7 @@ def prepare(cfg: Any, world_size: int | None = None) -> Setup:
     check_length(chain, data)
     data.prepare()
     check_fit(chain, data, cfg)
-    per_epoch = TrainBatches(data.train, train.global_batch_size, cfg.seed).steps_per_epoch
+    per_epoch = TrainBatches(data.train, train.global_batch_size, cfg.seed, dp_size=plan.dp).steps_per_epoch
     setup = Setup(cfg, chain, data, plan, total_steps(train.steps, train.epochs, per_epoch), per_epoch)
     check_shapes(setup)
     return setup

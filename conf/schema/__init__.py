@@ -2,11 +2,11 @@
 
 from hydra.core.config_store import ConfigStore
 
-from conf.schema import data, logger, model, optim, parallel, root, scheduler
+from conf.schema import data, launcher, logger, model, optim, parallel, root, scheduler
 
 
 def register() -> None:
     """Put all schemas into Hydra's ConfigStore, under the group ``schema``; conf/*.yaml pull them in from there."""
     store = ConfigStore.instance()
-    for group in (root, model, data, parallel, optim, scheduler, logger):
+    for group in (root, model, data, parallel, optim, scheduler, logger, launcher):
         group.register(store)

@@ -55,11 +55,6 @@ class Train:
 
 
 @dataclass
-class Launcher:
-    name: str = "local"
-
-
-@dataclass
 class Root:
     seed: int = 1337
     device: Device = Device.auto
@@ -72,7 +67,7 @@ class Root:
     optim: Any = None
     scheduler: Any = None
     logger: Any = None
-    launcher: Launcher = field(default_factory=Launcher)
+    launcher: Any = None
 
 
 def register(store: ConfigStore) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from array import array
+from collections.abc import Sequence
 
 
 class StepTimes:
@@ -21,13 +22,16 @@ class StepTimes:
         self._seconds.append(seconds)
 
     def median_after_warmup(self) -> float | None:
-        """Median seconds per step without the warm-up; None before the first step.
+        """Median seconds per step without the warm-up; None before the first step."""
+        kept = after_warmup(self._seconds)
+        return statistics.median(kept) if kept else None
 
-        The warm-up (compilation, allocator, caches) is the first 2 steps or the first tenth, whichever is
-        longer. Fewer than 4 steps are all counted, as nothing would be left to judge by.
-        """
-        steps = len(self._seconds)
-        if not steps:
-            return None
-        skipped = max(2, steps // 10) if steps >= 4 else 0
-        return statistics.median(self._seconds[skipped:])
+
+def after_warmup(seconds: Sequence[float]) -> Sequence[float]:
+    """``seconds`` of each step, in order, without those of the warm-up (compilation, allocator, caches).
+
+    That is the first 2 steps or the first tenth, whichever is longer. Fewer than 4 steps are all kept, as nothing
+    would be left to judge by.
+    """
+    steps = len(seconds)
+    return seconds[max(2, steps // 10) if steps >= 4 else 0 :]

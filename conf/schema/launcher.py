@@ -1,0 +1,39 @@
+"""The ``launcher=`` options: where the processes of a run come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+
+
+@dataclass
+class Local:
+    name: str = "local"
+
+
+@dataclass
+class Slurm:
+    name: str = "slurm"
+    nodes: int = 1
+    tasks_per_node: int | None = None  # processes of each node; null: dp x pp, divided by the nodes
+    cpus_per_task: int | None = None  # cores of each process; null: the cluster's own rule
+    mem_gb: float | None = None  # memory of each node; null: the cluster's own rule
+    gpus_per_node: int | None = None  # null on a cluster without GPUs
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time_min: int = 60  # the job's time limit; at its end the job saves, queues again and goes on
+    signal_s: int = 120  # how long before the limit it is told to save; SLURM may be up to 60 s early
+    max_requeues: int = 100  # how often a job may be queued again after a time limit
+    setup: list[str] = field(default_factory=list)  # shell lines before the run, such as ["module load cuda"]
+    sbatch: dict[str, Any] = field(default_factory=dict)  # more of sbatch's parameters, such as {constraint: a100}
+    wait: bool = True  # false: print the job's number and return at once
+    max_parallel: int | None = None  # jobs of a sweep at the same time; null: all of them
+    poll_s: float = 2.0  # seconds between two looks at the queue
+
+
+def register(store: ConfigStore) -> None:
+    store.store(group="schema/launcher", name="local", node=Local)
+    store.store(group="schema/launcher", name="slurm", node=Slurm)
