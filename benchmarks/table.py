@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import datetime
 import json
+import tempfile
 from pathlib import Path
 
 from training.records import describe
@@ -12,10 +13,14 @@ from training.records import describe
 RESULTS = Path(__file__).parent / "results"
 
 
-def write(name: str, rows: list[dict], **about) -> Path:
-    """results/NAME.csv with the rows and results/NAME.json with date, hardware, versions and ``about``."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.csv"
+def write(name: str, rows: list[dict], quick: bool = False, **about) -> Path:
+    """results/NAME.csv with the rows and results/NAME.json with date, hardware, versions and ``about``.
+
+    quick  a trial run, whose numbers mean nothing: a folder for temporary files takes its table
+    """
+    folder = Path(tempfile.gettempdir()) / "benchmarks-quick" if quick else RESULTS
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.csv"
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0].keys())
         writer.writeheader()
@@ -24,6 +29,12 @@ def write(name: str, rows: list[dict], **about) -> Path:
     facts = {"date": datetime.date.today().isoformat(), **about, "machine": machine}
     path.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
     return path
+
+
+def read(name: str) -> list[dict[str, str]]:
+    """The rows of results/NAME.csv."""
+    with open(RESULTS / f"{name}.csv", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def markdown(rows: list[dict]) -> str:

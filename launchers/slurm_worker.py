@@ -20,6 +20,7 @@ from launchers.world import World
 # delivered: at step borders one asks whether it is pending. So it can strike nowhere, neither in a loader's workers.
 SIGNAL = signal.SIGUSR2
 BLOCK = "env --block-signal=USR2"
+MAX_REQUEUES = 100
 _KILLED_S = 120.0
 
 

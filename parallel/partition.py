@@ -10,7 +10,8 @@ from parallel.errors import PlanError
 def deal(names: Sequence[str], stages: int, balance: str | Sequence[int], costs: Sequence[int]) -> list[list[str]]:
     """Cut the layers ``names`` into ``stages`` runs.
 
-    balance   "uniform": equally many layers; "size": equal sums of ``costs``; or the number of layers of each stage
+    balance   "uniform": equally many layers; "size": equal sums of ``costs``; or the number of layers of each stage.
+              "time" and "size" are settled by measurement where there is a run (``parallel.balance``)
     costs     one number a layer (its parameters), used by "size"
     raises    PlanError where that is impossible
     """
@@ -19,15 +20,15 @@ def deal(names: Sequence[str], stages: int, balance: str | Sequence[int], costs:
             f"{stages} stages (parallel.pp x stages_per_rank) but only {len(names)} layers: {', '.join(names)}; "
             f"set parallel.pp={len(names)} or less"
         )
-    if balance == "uniform":
+    if balance in ("uniform", "time"):  # until it has been measured
         share, extra = divmod(len(names), stages)
         counts = [share + (i < extra) for i in range(stages)]
     elif balance == "size":
         counts = block_partition(costs, stages)
     elif isinstance(balance, str):
         raise PlanError(
-            f"parallel.balance={balance} is not known; choose uniform, size, or the layers of each stage, such as "
-            f"parallel.balance={_example(len(names), stages)}"
+            f"parallel.balance={balance} is not known; choose uniform, time, size, or the layers of each stage, such "
+            f"as parallel.balance={_example(len(names), stages)}"
         )
     else:
         counts = _explicit(list(balance), len(names), stages)

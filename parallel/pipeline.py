@@ -17,9 +17,18 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from data.batch import Batch
-from parallel.schedules import schedule_class
+from parallel.schedules import SCHEDULES, schedule_class
 from parallel.strategy import Strategy
-from parallel.timeline import Timeline, now
+from parallel.timeline import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    RECEIVE_ACTIVATION,
+    RECEIVE_GRADIENT,
+    Timeline,
+    now,
+)
 from parallel.trace import Border
 
 
@@ -42,7 +51,7 @@ class Pipeline(Strategy):
             )
             for stage, plan in zip(self.stages, self.plan.stages_of(self.mesh.position), strict=True)
         ]
-        looped = self.plan.stages_per_rank > 1
+        looped = SCHEDULES[self.plan.schedule].looped
         self._schedule = schedule_class(self.plan.schedule)(
             self._pipe_stages if looped else self._pipe_stages[0],
             self.plan.chunks,
@@ -73,23 +82,39 @@ class Pipeline(Strategy):
 
 
 class _TimedStage(PipelineStage):
-    """A stage that notes when its forwards and backwards ran (waiting for neighbours is outside of both)."""
+    """A stage that notes when its forwards, backwards and receives ran (waiting for neighbours is in the last only)."""
 
     def __init__(self, timeline: Timeline, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self._timeline = timeline
 
+    def get_fwd_recv_ops(self, fwd_chunk_id: int):
+        operations = super().get_fwd_recv_ops(fwd_chunk_id)
+        if operations:
+            self._timeline.post(RECEIVE_ACTIVATION, self.stage_index, fwd_chunk_id)
+        return operations
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int):
+        operations = super().get_bwd_recv_ops(bwd_chunk_id)
+        if operations:
+            self._timeline.post(RECEIVE_GRADIENT, self.stage_index, bwd_chunk_id)
+        return operations
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
-        start = now()
+        start = self._timeline.begin(RECEIVE_ACTIVATION, self.stage_index, fwd_chunk_id)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._timeline.note("forward", self.stage_index, fwd_chunk_id, start)
+        self._timeline.note(FORWARD, self.stage_index, fwd_chunk_id, start)
         return output
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args, **kwargs):
+    def backward_one_chunk(self, bwd_chunk_id: int, loss=None, full_backward: bool = True, last_backward: bool = False):
+        start = self._timeline.begin(RECEIVE_GRADIENT, self.stage_index, bwd_chunk_id)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        self._timeline.note(BACKWARD if full_backward else BACKWARD_INPUT, self.stage_index, bwd_chunk_id, start)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False):
         start = now()
-        output = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._timeline.note("backward", self.stage_index, bwd_chunk_id, start)
-        return output
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self._timeline.note(BACKWARD_WEIGHT, self.stage_index, bwd_chunk_id, start)
 
 
 def _already_a_loss(output: Tensor, target: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from parallel.errors import PlanError
 from parallel.mesh import Mesh
 from parallel.partition import deal
 from parallel.precision import resolve_precision
-from parallel.schedules import check_chunks, ideal_bubble, stages_per_rank
+from parallel.schedules import check_chunks, check_schedule, ideal_bubble, stages_per_rank
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,12 @@ def make_plan(
     _check_world(processes, dp, ranks_per_replica, device_type, world_size)
     chunks = parallel.chunks
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-        raise PlanError(f"parallel.chunks={chunks} must be a whole number of at least 1")
+        raise PlanError(f"parallel.chunks={chunks} must be a whole number of at least 1, or auto")
     _check_cut(global_batch_size, dp, chunks)
 
     per_rank = 1
     if pipelined:
+        check_schedule(parallel.schedule, dp)
         per_rank = stages_per_rank(parallel.schedule, parallel.stages_per_rank)
         check_chunks(parallel.schedule, chunks, parallel.pp)
     skeleton = chain.skeleton()

@@ -1,24 +1,65 @@
 """Pipeline schedules: their names, what each asks of the chunk count, and the bubble of an ideal run.
 
-p ranks, m chunks (micro-batches), v stages a rank; forwards and backwards of all stages alike:
+p ranks, m chunks (micro-batches), v stages a rank; a backward takes two forwards' time, half of it for the inputs'
+gradients and half for the weights':
 
-    gpipe              all forwards, then all backwards                  bubble (p-1) / (m + p-1)
-    1f1b               as gpipe, but a backward as soon as there is one:  the same, in less memory
-    interleaved_1f1b   several stages a rank, dealt round robin          bubble (p-1) / (v m + p-1)
+    gpipe                    all forwards, then all backwards                   bubble (p-1) / (m + p-1)
+    1f1b                     as gpipe, but a backward as soon as there is one:   the same, in less memory
+    interleaved_1f1b         1f1b with several stages a rank, dealt round robin  bubble (p-1) / (v m + p-1)
+    looped_bfs               gpipe with several stages a rank                    bubble (p-1) / (v m + p-1)
+    interleaved_zero_bubble  interleaved_1f1b whose weight gradients fill gaps   bubble (p-1) / (3 v m + p-1)
 
-Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2019 and 2021 (PipeDream-flush, interleaved).
+Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2019 and 2021 (PipeDream-flush, interleaved), Lamy-Poirier 2022
+(looped BFS), Qi et al. 2023 (zero bubble, there ZB-H1).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from parallel.errors import PlanError
 
-NAMES = ("gpipe", "1f1b", "interleaved_1f1b")
+
+@dataclass(frozen=True)
+class Schedule:
+    """What is particular about a schedule.
+
+    torch_class     its name in torch.distributed.pipelining.schedules
+    looped          whether a rank runs several stages
+    rounds          whether chunks go in rounds of as many as there are ranks
+    splits_backward whether gradients of inputs and of weights are taken at different times
+    refused         why it cannot be used, where it cannot
+    """
+
+    torch_class: str
+    looped: bool = False
+    rounds: bool = False
+    splits_backward: bool = False
+    refused: str = ""
+
+
+_V_SHAPED = (
+    "torch 2.13's evaluation hangs under it (rank 0 runs the first stage and the last); "
+    "parallel.schedule=interleaved_zero_bubble is the zero-bubble schedule that works"
+)
+
+SCHEDULES = {
+    "gpipe": Schedule("ScheduleGPipe"),
+    "1f1b": Schedule("Schedule1F1B"),
+    "interleaved_1f1b": Schedule("ScheduleInterleaved1F1B", looped=True, rounds=True),
+    "looped_bfs": Schedule("ScheduleLoopedBFS", looped=True),
+    "interleaved_zero_bubble": Schedule(
+        "ScheduleInterleavedZeroBubble", looped=True, rounds=True, splits_backward=True
+    ),
+    "zbv_zero_bubble": Schedule("ScheduleZBVZeroBubble", looped=True, splits_backward=True, refused=_V_SHAPED),
+    "dualpipev": Schedule("ScheduleDualPipeV", looped=True, splits_backward=True, refused=_V_SHAPED),
+}
+NAMES = tuple(name for name, schedule in SCHEDULES.items() if not schedule.refused)
 
 
 def stages_per_rank(schedule: str, wanted: int | None) -> int:
     """How many stages each rank runs: ``wanted``, or what the schedule needs where that is None."""
-    looped = schedule == "interleaved_1f1b"
+    looped = SCHEDULES[schedule].looped
     if wanted is None:
         return 2 if looped else 1
     if wanted < 1:
@@ -31,6 +72,18 @@ def stages_per_rank(schedule: str, wanted: int | None) -> int:
     return wanted
 
 
+def check_schedule(schedule: str, replicas: int) -> None:
+    """Raise PlanError for a schedule that is not right, at all or with replicas."""
+    if SCHEDULES[schedule].refused:
+        raise PlanError(f"parallel.schedule={schedule} is refused: {SCHEDULES[schedule].refused}")
+    if SCHEDULES[schedule].splits_backward and replicas > 1:
+        raise PlanError(
+            f"parallel.schedule={schedule} with parallel.dp={replicas} replicas is refused: torch skips the averaging "
+            "of gradients there without a word (pytorch issue 144530); use parallel.schedule=interleaved_1f1b, or one "
+            "replica (parallel=pipelined)"
+        )
+
+
 def check_chunks(schedule: str, chunks: int, ranks: int) -> None:
     """Raise PlanError where ``schedule`` cannot run ``chunks`` micro-batches on ``ranks`` ranks."""
     if schedule == "1f1b" and chunks < ranks:
@@ -38,43 +91,43 @@ def check_chunks(schedule: str, chunks: int, ranks: int) -> None:
             f"parallel.schedule=1f1b needs at least as many chunks as stages: parallel.chunks={chunks} is below "
             f"parallel.pp={ranks}; set parallel.chunks={ranks} or more, or parallel.schedule=gpipe"
         )
-    if schedule == "interleaved_1f1b":
-        if not _equal_rounds(chunks, ranks):
-            below, above = chunks - 1, chunks + 1
-            while not _equal_rounds(below, ranks):
-                below -= 1
-            while not _equal_rounds(above, ranks):
-                above += 1
-            raise PlanError(
-                f"parallel.schedule=interleaved_1f1b runs chunks in rounds of parallel.pp={ranks}: parallel.chunks="
-                f"{chunks} does not divide; the nearest that do are {below} and {above}"
-            )
+    if SCHEDULES[schedule].rounds and not _equal_rounds(chunks, ranks):
+        below, above = chunks - 1, chunks + 1
+        while not _equal_rounds(below, ranks):
+            below -= 1
+        while not _equal_rounds(above, ranks):
+            above += 1
+        raise PlanError(
+            f"parallel.schedule={schedule} runs chunks in rounds of parallel.pp={ranks}: parallel.chunks="
+            f"{chunks} does not divide; the nearest that do are {below} and {above}"
+        )
 
 
 def _equal_rounds(chunks: int, ranks: int) -> bool:
-    """Whether torch's interleaved schedule can cut ``chunks`` into its chunks // ranks (at least one) rounds."""
+    """Whether torch's interleaved schedules can cut ``chunks`` into their chunks // ranks (at least one) rounds."""
     return chunks % max(1, chunks // ranks) == 0
 
 
 def ideal_bubble(schedule: str, ranks: int, chunks: int, per_rank: int) -> float:
     """Share of the ranks' time that a perfectly balanced run leaves idle, from 0 to 1."""
-    work = per_rank * chunks if schedule == "interleaved_1f1b" else chunks
+    work = per_rank * chunks * (3 if SCHEDULES[schedule].splits_backward else 1)
     return (ranks - 1) / (work + ranks - 1)
 
 
 def in_flight(schedule: str, ranks: int, chunks: int, per_rank: int, rank: int) -> int:
     """At most how many micro-batches' activations one stage of ``rank`` holds at a time."""
-    if schedule == "gpipe":
+    if schedule in ("gpipe", "looped_bfs"):
         return chunks
     if schedule == "1f1b":
         return min(chunks, ranks - rank)
     warm_up = (per_rank - 1) * ranks + 2 * (ranks - 1 - rank) + 1
-    return min(chunks, -(-warm_up // per_rank) + 1)
+    # Activations whose weight gradients wait are held on: never more than a round of them.
+    waiting = ranks if SCHEDULES[schedule].splits_backward else 0
+    return min(chunks, -(-warm_up // per_rank) + 1 + waiting)
 
 
 def schedule_class(schedule: str) -> type:
     """The class of torch.distributed.pipelining that runs ``schedule``."""
-    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+    from torch.distributed.pipelining import schedules
 
-    classes = (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B)
-    return dict(zip(NAMES, classes, strict=True))[schedule]
+    return getattr(schedules, SCHEDULES[schedule].torch_class)

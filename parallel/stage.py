@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -125,16 +125,19 @@ class Stage(nn.Module):
 
 def _contexts(layer: nn.Module) -> tuple[AbstractContextManager, AbstractContextManager]:
     """For the forward and for its recomputation, which BatchNorm must not count again."""
-    return nullcontext(), _recomputing(layer)
+    return nullcontext(), _Recomputing(layer)
 
 
-@contextmanager
-def _recomputing(layer: nn.Module) -> Iterator[None]:
-    norms = [module for module in layer.modules() if isinstance(module, BatchNorm2d)]
-    for norm in norms:
-        norm.recomputing = True
-    try:
-        yield
-    finally:
-        for norm in norms:
+class _Recomputing(AbstractContextManager):
+    """Entered for each recomputation: twice, where gradients of inputs and of weights are taken apart."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._norms = [module for module in layer.modules() if isinstance(module, BatchNorm2d)]
+
+    def __enter__(self) -> None:
+        for norm in self._norms:
+            norm.recomputing = True
+
+    def __exit__(self, *exception) -> None:
+        for norm in self._norms:
             norm.recomputing = False

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from launchers import World, connect, run_workers
+from launchers import LaunchError, World, connect, run_workers
 from training.config import attributes, environment, plain
 
 _KEY = "job"
@@ -21,22 +23,27 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
     isolated  in processes of its own even where one is enough, so that nothing is left here for a next job
     Raises one of training.errors.USER_ERRORS; everything that can be checked is, before any process starts.
     """
-    from training.report import describe_plan
+    from training.choices import recall, settle_chunks
+    from training.cluster import planned_world, run_as_job
     from training.setup import prepare
 
     cfg = attributes(plain(cfg))
-    setup = prepare(cfg, world.size if world else None)
+    recall(cfg, run_dir)
+    settle_chunks(cfg, run_dir, world)
+    setup = prepare(cfg, world.size if world else planned_world(cfg.launcher))
     if cfg.mode != "plan":
         from omegaconf import OmegaConf
 
         print(OmegaConf.to_yaml(cfg).rstrip(), end="\n\n")
-    print(describe_plan(setup.plan, cfg.model.name, setup.data.description, setup.tokens_per_sample), flush=True)
+    print(describe(setup), flush=True)
     if cfg.mode == "plan":
         _print_memory(setup)
         return
     processes = setup.plan.processes
     if world is not None:
         _lead(setup, run_dir, world)
+    elif cfg.launcher.name == "slurm":
+        run_as_job(setup, run_dir)
     elif processes == 1 and not isolated:
         from training.run import run
 
@@ -63,19 +70,54 @@ def _work(world: World, tree: dict, run_dir: str) -> None:
     run(attributes(tree), Path(run_dir), world)
 
 
+def describe(setup) -> str:
+    """The plan in words."""
+    from training.report import describe_plan
+
+    described = (setup.cfg.model.name, setup.data.description, setup.tokens_per_sample, setup.shares)
+    return describe_plan(setup.plan, *described)
+
+
+@contextmanager
+def together(world: World, timeout_s: float) -> Iterator[tuple[Any, list]]:
+    """Meet the other ranks: (store, places by rank), or (None, []) for a rank that is alone.
+
+    Raises LaunchError where ranks do not come or machines cannot reach each other, also later, in the middle of the
+    work, when a connection is lost: it names the ranks then.
+    """
+    from launchers.failure import is_peer_error
+    from launchers.neighbours import Neighbours
+
+    store = connect(world, timeout_s)
+    if store is None:
+        yield None, []
+        return
+    with Neighbours(world, store, timeout_s) as neighbours:
+        try:
+            yield store, neighbours.places
+        except Exception as error:
+            lost = neighbours.lost() if is_peer_error(error) else None
+            if lost is None:
+                raise
+            raise LaunchError(lost) from error
+
+
 def _lead(setup, run_dir: Path, world: World) -> None:
-    """Rank 0 under torchrun: tell the other ranks what to run and where."""
+    """Rank 0 under torchrun or srun: tell the other ranks what to run and where."""
+    from launchers.neighbours import describe_places
     from training.run import run
 
     cfg = setup.cfg
-    store = connect(world, cfg.parallel.timeout_s)
-    if store is not None:
-        store.set(_KEY, json.dumps({"cfg": plain(cfg), "run_dir": str(run_dir)}))
-    run(cfg, run_dir, world, store, setup)
+    with together(world, cfg.parallel.timeout_s) as (store, places):
+        if store is not None:
+            print(describe_places(places), flush=True)
+            store.set(_KEY, json.dumps({"cfg": plain(cfg), "run_dir": str(run_dir)}))
+        with _requeued(world):
+            run(cfg, run_dir, world, store, setup)
 
 
 def follow(world: World) -> None:
-    """A rank other than 0 under torchrun: wait for rank 0's job, so that there is one run directory and one
+    """A rank other than 0 under torchrun or srun: wait for rank 0's job, so that there is one run directory and one
     configuration, and run it. Says nothing on the console unless it fails."""
     from datetime import timedelta
 
@@ -83,17 +125,29 @@ def follow(world: World) -> None:
     from launchers.worker import redirect_output
     from training.run import run
 
-    store = connect(world, _MEET_TIMEOUT_S)
-    store.wait([_KEY], timedelta(seconds=_MEET_TIMEOUT_S))
-    job = json.loads(store.get(_KEY))
-    logs = Path(job["run_dir"]) / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    console = os.dup(2)
-    redirect_output(log_path(logs, world.rank))
+    with together(world, _MEET_TIMEOUT_S) as (store, _):
+        store.wait([_KEY], timedelta(seconds=_MEET_TIMEOUT_S))
+        job = json.loads(store.get(_KEY))
+        logs = Path(job["run_dir"]) / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        console = os.dup(2)
+        redirect_output(log_path(logs, world.rank))
+        try:
+            with _requeued(world):
+                run(attributes(job["cfg"]), Path(job["run_dir"]), world, store)
+        except BaseException:
+            os.dup2(console, 2)
+            raise
+        finally:
+            sys.stdout.flush()
+
+
+@contextmanager
+def _requeued(world: World) -> Iterator[None]:
+    """A run in a batch script of the user's own that was told to stop goes on as a later attempt of the same job."""
+    from launchers.slurm_worker import MAX_REQUEUES, Stopped, go_on_later
+
     try:
-        run(attributes(job["cfg"]), Path(job["run_dir"]), world, store)
-    except BaseException:
-        os.dup2(console, 2)
-        raise
-    finally:
-        sys.stdout.flush()
+        yield
+    except Stopped as stopped:
+        go_on_later(world, str(stopped), MAX_REQUEUES)

@@ -12,6 +12,7 @@ import torch
 
 from data.batch import Batch
 from data.loader import TrainBatches, train_loader
+from launchers.slurm_worker import Stopped, stop_wanted
 from parallel.strategy import StepResult, Strategy
 from training.checkpoint import Checkpoints
 from training.errors import CheckpointError, TrainingError
@@ -69,15 +70,18 @@ class Loop:
                 advance()
                 if _due(config.eval_every, step, total):
                     self._evaluate(step)
-                if _due(config.checkpoint_every, step, total):
-                    self._save(step)
+                stop = result.stop and step < total
+                if stop or _due(config.checkpoint_every, step, total):
+                    self._save(step, needed=stop or step == total)
+                if stop:
+                    raise Stopped(f"stopped after step {step} of {total}, saved in {self.outcome.checkpoint}")
                 clock = time.perf_counter()
         return self.outcome
 
     def _step(self, step: int, batch: Batch) -> tuple[StepResult, float, bool]:
         """Gradients, clipping, update. Every rank takes the same decisions: they follow from agreed numbers."""
         strategy, config = self.strategy, self.config
-        result = strategy.train_step(batch, step)
+        result = strategy.train_step(batch, step, stop_wanted())
         lr = self.optimizer.base_lr * self.schedule.factor(step, self.setup.total_steps, self.setup.per_epoch)
         strategy.loss_scale.update(result.finite)
         if not result.finite:
@@ -134,11 +138,11 @@ class Loop:
         self.record({"step": step, **record})
         self.say(f"step {step}: " + "  ".join(f"{k} {v:.4g}" for k, v in record.items()))
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, needed: bool) -> None:
         try:
             self.outcome.checkpoint = self.checkpoints.save(self.strategy, self.optimizer, step)
         except CheckpointError as error:
-            if step == self.setup.total_steps:
+            if needed:
                 raise
             self.say(f"warning: {error}; training goes on, the last good checkpoint stays")
 

@@ -35,25 +35,42 @@ class MemoryEstimate:
         return self.weights + self.gradients + self.optimizer + self.activations + self.process
 
 
+def tensors_per_parameter(optim) -> int:
+    """The weight, its gradient, and what the optimizer of this configuration section keeps."""
+    kind = optim["_target_"].rpartition(".")[2]
+    return 2 + _STATES.get(kind, 2) + (1 if kind == "SGD" and optim["momentum"] else 0)
+
+
+def stage_activations(plan: Plan, chain: Chain, sample: Batch) -> list[int]:
+    """For each stage, the bytes that it holds between forwards and backwards: what autograd keeps for the micro-batches
+    that the schedule has in flight there, and the weights cast to the compute dtype.
+
+    sample  one micro-batch, for its shapes
+    """
+    traced = {t.name: t for t in trace(chain, sample.inputs, sample.targets, plan.precision, plan.device_type)}
+    sizes = []
+    for stage in plan.stages:
+        held = 1
+        if plan.pipelined:
+            position = stage.index % plan.pp
+            held = in_flight(plan.schedule, plan.pp, plan.chunks, plan.stages_per_rank, position)
+        layers = [traced[name] for name in stage.layers]
+        sizes.append(held * sum(t.kept + t.output.bytes for t in layers) + sum(t.cast for t in layers))
+    return sizes
+
+
 def estimate_memory(plan: Plan, chain: Chain, sample: Batch, optim) -> list[MemoryEstimate]:
     """One estimate a rank.
 
     sample  one micro-batch, for its shapes
     optim   the configuration section: its target, and momentum for SGD
     """
-    traced = {t.name: t for t in trace(chain, sample.inputs, sample.targets, plan.precision, plan.device_type)}
-    kind = optim["_target_"].rpartition(".")[2]
-    states = _STATES.get(kind, 2) + (1 if kind == "SGD" and optim["momentum"] else 0)
+    held = stage_activations(plan, chain, sample)
+    states = tensors_per_parameter(optim) - 2
     estimates = []
     for rank in range(plan.processes):
-        position = plan.mesh(rank).position
-        weights = activations = 0
-        for stage in plan.stages_of(position):
-            weights += stage.parameters * parameter_dtype(plan.precision).itemsize
-            held = 1
-            if plan.pipelined:
-                held = in_flight(plan.schedule, plan.pp, plan.chunks, plan.stages_per_rank, position)
-            layers = [traced[name] for name in stage.layers]
-            activations += held * sum(t.kept + t.output.bytes for t in layers) + sum(t.cast for t in layers)
+        stages = plan.stages_of(plan.mesh(rank).position)
+        weights = sum(stage.parameters for stage in stages) * parameter_dtype(plan.precision).itemsize
+        activations = sum(held[stage.index] for stage in stages)
         estimates.append(MemoryEstimate(rank, weights, weights, states * weights, activations, PROCESS_BYTES))
     return estimates

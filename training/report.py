@@ -19,8 +19,17 @@ _RESULTS = {
 }
 
 
-def describe_plan(plan: Plan, model: str, data: str, tokens_per_sample: int | None) -> str:
-    """The layout in words: processes, stages with their layers and parameters, and how a batch is cut."""
+def describe_plan(
+    plan: Plan,
+    model: str,
+    data: str,
+    tokens_per_sample: int | None,
+    shares: tuple[list[float], str] | None = None,
+) -> str:
+    """The layout in words: processes, stages with their layers and parameters, and how a batch is cut.
+
+    shares  each stage's measured part of the cost and of which (``Setup.shares``); None: of the parameters
+    """
     where = f"{plan.processes} process{'es' * (plan.processes > 1)} on {plan.device_type}"
     lines = [
         f"{model}: {plan.parameters:,} parameters   {plan.strategy}: {where}, {plan.precision}",
@@ -33,9 +42,12 @@ def describe_plan(plan: Plan, model: str, data: str, tokens_per_sample: int | No
     )
     if plan.pipelined:
         lines.append(f"schedule {plan.schedule}, ideal bubble {plan.ideal_bubble:.1%}")
+    held = sum(stage.parameters for stage in plan.stages)
+    parts, unit = shares or ([stage.parameters / held for stage in plan.stages], "of the parameters")
     for stage in plan.stages:
-        share = f"{_where(plan, stage.index):<22} {stage.parameters:>13,}"
-        lines.append(f"  stage {stage.index} {share}  {_span(stage.layers)}")
+        size = f"{_where(plan, stage.index):<22} {stage.parameters:>13,}"
+        share = f"  {parts[stage.index]:5.1%} {unit}" if len(plan.stages) > 1 else ""
+        lines.append(f"  stage {stage.index} {size}{share}  {_span(stage.layers)}")
     return "\n".join(lines)
 
 

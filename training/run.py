@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from launchers import World, connect
 from parallel.build import build_strategy
 from parallel.devices import keep_freed_memory, resolve_device_type, share_cores
 from parallel.strategy import Options, Strategy
-from parallel.timeline import bubble_fraction
+from parallel.timeline import Interval, Recording, bubble_fraction, on_one_clock
 from training import checkpoint
 from training.checkpoint import Checkpoints
 from training.config import environment, plain
@@ -24,10 +24,12 @@ from training.errors import TrainingError
 from training.evaluate import evaluate, record_of
 from training.instantiate import instantiate
 from training.loop import Loop, Outcome
+from training.memory_estimate import stage_activations
 from training.optimizer import Optimizer
 from training.records import MetricsFile, Progress, describe, peak_memory_bytes, write_json
 from training.report import METRICS, SUMMARY, final_words
 from training.setup import Setup, prepare
+from training.trace import why_no_timeline, write_timeline
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "mps": "gloo"}
 
@@ -82,6 +84,9 @@ def _train(setup: Setup, strategy: Strategy, run_dir: Path) -> dict:
             f"the checkpoint is at step {done} and the run ends at step {setup.total_steps}; set train.steps higher"
         )
     recorder = _Recorder(setup, strategy, run_dir, first_step=done + 1)
+    no_timeline = why_no_timeline(setup.plan) if cfg.train.trace else None
+    if no_timeline is not None:
+        recorder.say(no_timeline)
     summary = None
     try:
         loop = Loop(setup, strategy, optimizer, checkpoints, recorder.record, recorder.show, recorder.say)
@@ -89,10 +94,13 @@ def _train(setup: Setup, strategy: Strategy, run_dir: Path) -> dict:
         test = {}
         if setup.data.test is not None and cfg.train.eval_every is not None:
             test = _evaluate_split(setup, strategy, "test", recorder, outcome.steps)
-        summary = _summarise(setup, strategy, outcome, test)
+        ranks = _gather(strategy, outcome)
+        summary = _summarise(setup, strategy, outcome, test, ranks)
     finally:
         recorder.close(summary)
     if strategy.mesh.rank == 0:
+        if cfg.train.trace and no_timeline is None:
+            write_timeline(run_dir, setup.plan, cfg.model.name, [rank.intervals for rank in ranks], outcome.steps)
         print(final_words(summary, run_dir, _overrides(run_dir), outcome.checkpoint), flush=True)
     return summary
 
@@ -116,7 +124,7 @@ def _evaluate(setup: Setup, strategy: Strategy, run_dir: Path) -> dict:
             found[prefix] = _evaluate_split(setup, strategy, prefix, recorder, step)
             recorder.say("  ".join(f"{k} {v:.6g}" for k, v in found[prefix].items()))
     outcome = Outcome(steps=step, best_val_loss=found.get("val", {}).get("val_loss"))
-    summary = _summarise(setup, strategy, outcome, found.get("test", {}))
+    summary = _summarise(setup, strategy, outcome, found.get("test", {}), _gather(strategy, outcome))
     recorder.close(summary)
     return summary
 
@@ -130,21 +138,40 @@ def _evaluate_split(setup: Setup, strategy: Strategy, prefix: str, recorder: _Re
     return record
 
 
-def _summarise(setup: Setup, strategy: Strategy, outcome: Outcome, test: dict[str, float]) -> dict:
-    """summary.json's content, ``test`` being the results on the test split, where there is one; gathers each rank's
-    peak memory and pipeline times, so all ranks call it."""
-    plan = setup.plan
-    mine = (peak_memory_bytes(strategy.device), list(strategy.timeline.steps), outcome.times.median_after_warmup())
+class _Rank(NamedTuple):
+    """What the others must know of a rank at the end: bytes, seconds, and its newest steps' intervals."""
+
+    peak_memory: int
+    step_time: float | None
+    intervals: list[list[Interval]]
+
+
+def _gather(strategy: Strategy, outcome: Outcome) -> list[_Rank]:
+    """Every rank's numbers, its intervals on one clock. All ranks call it."""
+    several = strategy.mesh.size > 1
+    if several:
+        dist.barrier()
+    recording = Recording.of(strategy.timeline)
+    mine = (peak_memory_bytes(strategy.device), outcome.times.median_after_warmup(), recording)
     everyone = [mine]
-    if strategy.mesh.size > 1:
+    if several:
         everyone = [None] * strategy.mesh.size
         dist.all_gather_object(everyone, mine)
-    step_time = everyone[0][2]
+    intervals = on_one_clock([recording for *_, recording in everyone])
+    return [_Rank(peak, seconds, steps) for (peak, seconds, _), steps in zip(everyone, intervals, strict=True)]
+
+
+def _summarise(
+    setup: Setup, strategy: Strategy, outcome: Outcome, test: dict[str, float], ranks: list[_Rank]
+) -> dict:
+    """summary.json's content, ``test`` being the results on the test split, where there is one."""
+    plan = setup.plan
+    step_time = ranks[0].step_time
     samples = plan.global_batch_size / step_time if step_time else None
     tokens = setup.tokens_per_sample
     bubble = None
     if plan.pipelined and strategy.device.type == "cpu":  # a GPU's host clock does not see when its kernels run
-        bubble = bubble_fraction([everyone[rank][1] for rank in strategy.mesh.pipeline(0)])
+        bubble = bubble_fraction([ranks[rank].intervals for rank in strategy.mesh.pipeline(0)])
     return {
         "model": setup.cfg.model.name,
         "parallel": plan.strategy,
@@ -164,10 +191,13 @@ def _summarise(setup: Setup, strategy: Strategy, outcome: Outcome, test: dict[st
         "step_time_s": step_time,
         "samples_per_s": samples,
         "tokens_per_s": samples * tokens if samples and tokens else None,
-        "peak_memory_bytes": [peak for peak, *_ in everyone],
+        "peak_memory_bytes": [rank.peak_memory for rank in ranks],
         "bubble_fraction": bubble,
         "ideal_bubble_fraction": plan.ideal_bubble,
-        "stages": [{"layers": list(s.layers), "parameters": s.parameters} for s in plan.stages],
+        "stages": [
+            {"layers": list(s.layers), "parameters": s.parameters, "activation_bytes": held}
+            for s, held in zip(plan.stages, stage_activations(plan, setup.chain, setup.sample), strict=True)
+        ],
     }
 
 

@@ -14,8 +14,10 @@ from data.batch import Batch
 from data.dataset import DataSet
 from data.loader import TrainBatches
 from models.chain import Chain
+from parallel.balance import stage_shares
 from parallel.plan import Plan, make_plan
 from training.checkpoint import read_manifest
+from training.choices import layer_costs, settle_balance
 from training.config import environment, plain
 from training.errors import TrainingError
 from training.instantiate import instantiate
@@ -26,7 +28,8 @@ _NOT_ARGUMENTS = ("name", "vocabulary")  # of the model's section: the option's 
 
 @dataclass
 class Setup:
-    """``total_steps``: optimizer steps of the whole run; ``per_epoch``: steps that make up one epoch."""
+    """``total_steps``: optimizer steps of the whole run; ``per_epoch``: steps that make up one epoch; ``shares``: what
+    stages were measured to cost, as (parts of 1, of what)."""
 
     cfg: Any
     chain: Chain
@@ -34,6 +37,7 @@ class Setup:
     plan: Plan
     total_steps: int
     per_epoch: int
+    shares: tuple[list[float], str] | None = None
 
     @property
     def sample(self) -> Batch:
@@ -66,14 +70,7 @@ def prepare(cfg: Any, world_size: int | None = None) -> Setup:
     if "vocab_size" in cfg.model and cfg.model.vocab_size is None:
         data.prepare()  # only the data knows how many words there are
     chain = build_chain(cfg.model, data.vocab_size)
-    plan = make_plan(
-        cfg.parallel,
-        chain,
-        global_batch_size=train.global_batch_size,
-        device=cfg.device,
-        precision=train.precision,
-        world_size=world_size,
-    )
+    plan = _plan(cfg, chain, world_size)
     if data.changing_shapes and plan.pipelined:
         raise TrainingError(
             f"data.bucket_by_length=true gives batches of different shapes, and parallel={plan.strategy} sends tensors "
@@ -88,7 +85,24 @@ def prepare(cfg: Any, world_size: int | None = None) -> Setup:
     per_epoch = TrainBatches(data.train, train.global_batch_size, cfg.seed, dp_size=plan.dp).steps_per_epoch
     setup = Setup(cfg, chain, data, plan, total_steps(train.steps, train.epochs, per_epoch), per_epoch)
     check_shapes(setup)
+    costs = layer_costs(cfg, plan, chain, setup.sample)
+    if costs is not None:
+        unit = "of the time" if cfg.parallel.balance == "time" else "of the memory"
+        settle_balance(cfg, plan, costs)
+        setup.plan = _plan(cfg, chain, world_size)
+        setup.shares = stage_shares(costs, [len(stage.layers) for stage in setup.plan.stages]), unit
     return setup
+
+
+def _plan(cfg: Any, chain: Chain, world_size: int | None) -> Plan:
+    return make_plan(
+        cfg.parallel,
+        chain,
+        global_batch_size=cfg.train.global_batch_size,
+        device=cfg.device,
+        precision=cfg.train.precision,
+        world_size=world_size,
+    )
 
 
 def build_chain(model: Any, vocab_size: int | None = None) -> Chain:

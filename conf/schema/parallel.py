@@ -8,7 +8,11 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-Schedule = Enum("Schedule", {name: name for name in ("gpipe", "1f1b", "interleaved_1f1b")})
+SCHEDULES = (
+    "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble",
+    "zbv_zero_bubble", "dualpipev",  # known, and refused with the reason
+)  # fmt: skip
+Schedule = Enum("Schedule", {name: name for name in SCHEDULES})
 
 
 class Order(Enum):
@@ -27,10 +31,10 @@ class Parallel:
     name: str = "single"
     dp: int | None = 1  # replicas; null: as many as the devices allow (on a CPU: 2)
     pp: int = 1  # stages, one process each (times stages_per_rank); model_parallel: all in one process
-    chunks: Any = 1  # micro-batches per replica and step; where nothing is pipelined: gradient accumulation
+    chunks: Any = 1  # micro-batches per replica and step; where nothing is pipelined: gradient accumulation; auto
     schedule: Schedule = Schedule.gpipe  # order of forwards and backwards in a pipeline
-    stages_per_rank: int | None = None  # null: what the schedule needs (interleaved_1f1b: 2, else 1)
-    balance: Any = "uniform"  # how layers are dealt to stages: uniform, size, or [7,7]
+    stages_per_rank: int | None = None  # null: what the schedule needs (interleaved and looped: 2, else 1)
+    balance: Any = "uniform"  # how layers are dealt to stages: uniform, time or size (measured), or [7,7]
     order: Order = Order.dp_pp  # dp_pp: the ranks of a pipeline are neighbours; pp_dp: those of a stage are
     devices: list[str] | None = None  # model_parallel: one a stage, such as [cuda:0,cuda:1]; data_parallel: all of them
     threads: int | None = None  # CPU threads of each process; null: the cores, divided

@@ -47,6 +47,7 @@ class Train:
     detect_anomaly: bool = False  # name the operation whose backward gave a NaN (slow)
     overfit: bool = False  # the first step's batch, over and over
     profile: int = 0  # steps to record with torch.profiler, after three of warm-up; the trace lies in the run directory
+    trace: bool = False  # draw when each forward, backward and transfer of a pipeline ran: timeline.png, timeline.json
     eval_every: int | None = 0  # steps between evaluations; 0: only at the end; null: never
     eval_batches: int | None = None  # batches of an evaluation; null: the whole split
     checkpoint_every: int | None = 0  # steps between checkpoints; 0: only at the end; null: never

@@ -36,6 +36,9 @@ GPT2_LAYOUTS = [
     Layout("pipe_ddp", dp=4, pp=2, chunks=2, schedule="1f1b"),
     Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule="1f1b", order="pp_dp"),
     Layout("pipelined", pp=2, chunks=4, schedule="1f1b", balance="size"),
+    Layout("pipelined", pp=2, chunks=8, schedule="looped_bfs"),
+    Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule="looped_bfs"),
+    Layout("pipelined", pp=2, chunks=8, schedule="interleaved_zero_bubble"),
 ]
 
 

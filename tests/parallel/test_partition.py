@@ -63,5 +63,5 @@ def test_a_list_that_does_not_fit_is_an_error_with_one_that_does(balance):
 
 
 def test_an_unknown_balance_is_an_error_with_the_known_ones():
-    with pytest.raises(PlanError, match=r"parallel.balance=even is not known; choose uniform, size, .*\[4,3\]"):
+    with pytest.raises(PlanError, match=r"parallel.balance=even is not known; choose uniform, time, size, .*\[4,3\]"):
         deal(NAMES, 2, "even", COSTS)

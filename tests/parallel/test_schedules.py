@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from parallel.errors import PlanError
-from parallel.schedules import NAMES, check_chunks, ideal_bubble, in_flight, schedule_class, stages_per_rank
+from parallel.schedules import (
+    NAMES,
+    SCHEDULES,
+    check_chunks,
+    check_schedule,
+    ideal_bubble,
+    in_flight,
+    schedule_class,
+    stages_per_rank,
+)
 
 
 @pytest.mark.parametrize(
@@ -18,6 +27,8 @@ from parallel.schedules import NAMES, check_chunks, ideal_bubble, in_flight, sch
         ("1f1b", 4, 8, 1, 3 / 11),
         ("interleaved_1f1b", 2, 4, 2, 0.111),
         ("interleaved_1f1b", 4, 8, 2, 3 / 19),
+        ("looped_bfs", 2, 4, 2, 1 / 9),
+        ("interleaved_zero_bubble", 2, 4, 2, 0.04),
         ("gpipe", 1, 4, 1, 0.0),
     ],
 )
@@ -46,7 +57,7 @@ def test_no_schedule_holds_more_micro_batches_than_there_are(chunks):
 
 
 def test_stages_a_rank():
-    assert [stages_per_rank(name, None) for name in NAMES] == [1, 1, 2]
+    assert [stages_per_rank(name, None) for name in NAMES] == [1, 1, 2, 2, 2]
     assert stages_per_rank("interleaved_1f1b", 3) == 3
     with pytest.raises(PlanError, match="stages_per_rank=0 must be at least 1"):
         stages_per_rank("interleaved_1f1b", 0)
@@ -65,5 +76,23 @@ def test_interleaved_chunks_are_accepted_exactly_where_torch_accepts_them(chunks
 
 def test_every_name_has_its_class():
     assert [schedule_class(name).__name__ for name in NAMES] == [
-        "ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B",
+        "ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleLoopedBFS",
+        "ScheduleInterleavedZeroBubble",
     ]  # fmt: skip
+
+
+def test_schedules_that_are_not_right_are_refused_with_the_reason():
+    for name in ("zbv_zero_bubble", "dualpipev"):
+        why = f"{name} is refused: torch 2.13's evaluation hangs.*interleaved_zero_bubble"
+        with pytest.raises(PlanError, match=why):
+            check_schedule(name, replicas=1)
+    with pytest.raises(PlanError, match="dp=2 replicas is refused: torch skips.*144530.*interleaved_1f1b"):
+        check_schedule("interleaved_zero_bubble", replicas=2)
+    for name in NAMES:
+        check_schedule(name, replicas=1)
+
+
+def test_the_configuration_knows_the_same_names():
+    from conf.schema.parallel import Schedule
+
+    assert [schedule.value for schedule in Schedule] == list(SCHEDULES)

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 from cases import Layout, Recipe
 
-from parallel.timeline import KEPT_STEPS, Interval, Timeline, bubble_fraction, now
+from parallel.timeline import (
+    KEPT_STEPS,
+    WORK,
+    Interval,
+    Recording,
+    Timeline,
+    bubble_fraction,
+    now,
+    on_one_clock,
+    steady_steps,
+)
 
 
 def work(start: float, end: float) -> Interval:
@@ -30,6 +40,24 @@ def test_the_first_two_steps_are_warm_up_where_there_are_more():
     busy, idle = [work(0, 1)], [work(0, 1), work(9, 10)]
     assert bubble_fraction([[idle, idle, busy]]) == 0.0
     assert bubble_fraction([[idle, idle]]) == pytest.approx(0.8)
+
+
+def test_all_kinds_of_work_keep_a_rank_busy_and_receives_do_not():
+    kinds = ["forward", "backward", "backward_input", "backward_weight", "receive_activation", "receive_gradient"]
+    busy = [Interval(kind, 0, 0, start, start + 1) for start, kind in enumerate(kinds)]
+    last = Interval("forward", 0, 1, 7, 8)
+    assert bubble_fraction([[[*busy, last]]]) == pytest.approx(3 / 8)
+
+
+def test_a_receive_before_the_first_and_after_the_last_work_is_not_in_the_span():
+    early, late = Interval("receive_activation", 0, 0, -5, 0), Interval("receive_gradient", 0, 0, 2, 9)
+    assert bubble_fraction([[[early, work(0, 2), late]]]) == 0.0
+
+
+def test_steady_steps_are_those_that_all_ranks_have_behind_the_warm_up():
+    assert list(steady_steps([[[]] * 5, [[]] * 4])) == [-2, -1]
+    assert list(steady_steps([[[]] * 2])) == [-2, -1]
+    assert not steady_steps([[], [[]]])
 
 
 def test_without_a_measured_step_there_is_no_fraction():
@@ -58,17 +86,63 @@ def test_only_the_newest_steps_are_kept():
     assert timeline.steps[-1][0].microbatch == KEPT_STEPS + 2
 
 
+def test_a_receive_lasts_from_its_post_to_the_work_that_uses_it():
+    timeline = Timeline()
+    timeline.start_step()
+    timeline.post("receive_gradient", 0, 1)
+    start = timeline.begin("receive_activation", 0, 1)
+    timeline.note("forward", 0, 1, start)
+    start = timeline.begin("receive_gradient", 0, 1)
+    timeline.note("backward", 0, 1, start)
+    timeline.end_step()
+    forward, receive, backward = timeline.steps[0]
+    assert (forward.kind, receive.kind, backward.kind) == ("forward", "receive_gradient", "backward")
+    assert receive.start < forward.start and receive.end == backward.start
+
+
+def test_a_receive_of_an_evaluation_is_none_of_the_next_step():
+    timeline = Timeline()
+    timeline.post("receive_activation", 0, 0)
+    timeline.start_step()
+    timeline.note("forward", 0, 0, timeline.begin("receive_activation", 0, 0))
+    timeline.end_step()
+    assert [i.kind for i in timeline.steps[0]] == ["forward"]
+
+
+def test_the_ranks_of_a_host_share_its_clock_and_other_hosts_are_moved_by_their_mark():
+    """Host b's clock is 1000 seconds ahead of host a's; rank 1 left the barrier late, and that moves nothing."""
+    recordings = [
+        Recording("a", 50.0, [[work(10, 11)]]),
+        Recording("a", 50.3, [[work(11, 12)]]),
+        Recording("b", 1050.2, [[work(1013, 1014)]]),
+        Recording("b", 1050.0, [[work(1012, 1013)]]),
+    ]
+    ranks = on_one_clock(recordings)
+    assert [(i.start, i.end) for (i,), in ranks] == [(10, 11), (11, 12), (13, 14), (12, 13)]
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b"])
-def test_a_pipelined_run_notes_every_forward_and_backward_and_idles_part_of_the_time(trained, schedule):
+def test_a_pipelined_run_notes_all_that_it_does_and_idles_part_of_the_time(trained, schedule):
     layout = Layout("pipelined", pp=2, chunks=4, schedule=schedule)
     run = trained(layout, Recipe("gpt2", global_batch=8, lr=0.1, steps=4, eval_every=2))
-    stages = 4 if schedule == "interleaved_1f1b" else 2
+    last = 3 if schedule == "interleaved_1f1b" else 1
+    wanted = [(kind, s, m) for kind in ("forward", "backward") for s in range(last + 1) for m in range(4)]
+    wanted += [("receive_activation", s, m) for s in range(1, last + 1) for m in range(4)]
+    wanted += [("receive_gradient", s, m) for s in range(last) for m in range(4)]
     for step in range(4):
         noted = [(i.kind, i.stage, i.microbatch) for result in run for i in result.intervals[step]]
-        assert sorted(noted) == sorted(
-            (kind, s, m) for kind in ("forward", "backward") for s in range(stages) for m in range(4)
-        )
+        assert sorted(noted) == sorted(wanted)
         for result in run:
-            ends = [(i.start, i.end) for i in result.intervals[step]]
+            ends = [(i.start, i.end) for i in result.intervals[step] if i.kind in WORK]
             assert all(end <= start for (_, end), (start, _) in zip(ends, ends[1:], strict=False))
+            _assert_used_when_received(result.intervals[step])
     assert 0.0 < bubble_fraction([result.intervals for result in run]) < 1.0
+
+
+def _assert_used_when_received(step):
+    """Each receive ends as the work begins that it was for."""
+    begun = {(i.kind, i.stage, i.microbatch): i.start for i in step}
+    for kind, stage, microbatch, start, end in step:
+        if kind not in WORK:
+            user = "forward" if kind == "receive_activation" else "backward"
+            assert start <= end == begun[user, stage, microbatch]

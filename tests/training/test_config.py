@@ -108,6 +108,33 @@ def test_the_toy_model_brings_its_own():
     assert (cfg.optim._target_, cfg.scheduler._target_) == ("torch.optim.SGD", "training.lr.Constant")
 
 
+@pytest.mark.parametrize(
+    "model, data, optim",
+    [
+        ("resnet50", "data.random_images.RandomImages", "torch.optim.SGD"),
+        ("transformer", "data.text.Stdlib", "torch.optim.AdamW"),
+        ("classifier", "data.digits.Digits", "torch.optim.Adam"),
+        ("convnet", "data.digits.Digits", "torch.optim.Adam"),
+    ],
+)
+def test_every_other_model_brings_data_and_an_optimizer_too(model, data, optim):
+    cfg = compose(f"model={model}")
+    assert (cfg.data._target_, cfg.optim._target_) == (data, optim)
+
+
+def test_text_is_cut_as_the_model_wants_it():
+    assert compose("model=transformer").data.vocabulary == "words"
+    assert compose("model=transformer", "data=wikitext2").data.vocabulary == "words"
+    assert compose("model=gpt2").data.vocabulary == "gpt2"
+    assert compose("model=gpt2", "data.vocabulary=words").data.vocabulary == "words"
+
+
+def test_images_are_made_as_the_model_wants_them():
+    for model, shape in (("classifier", (3, 32)), ("convnet", (1, 28)), ("resnet50", (3, 28))):
+        data = compose(f"model={model}", "data=digits").data
+        assert (data.channels, data.image_size) == shape, model
+
+
 @pytest.mark.parametrize("model_comes", ["first", "last"])
 def test_the_command_line_wins_over_what_the_model_brings(model_comes):
     own = [

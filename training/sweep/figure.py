@@ -7,6 +7,7 @@ from itertools import cycle
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
@@ -18,6 +19,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7
 BEST, IDEAL, FAILED = "#009e73", "#777777", "#c0392b"
 _AXES_FIRST = "parallel.chunks"
 _NO_AXIS = ("seed",)  # a number that only names a repetition
+_LEGEND = 16  # entries at most; beyond them colours tell nothing any more
 _POINTS = 400  # of a loss curve, however long the run
 
 
@@ -46,16 +48,18 @@ def time_figure(table: Table, size: tuple[float, float] = WIDE) -> Figure:
     is a bar. Over ``parallel.chunks`` of a pipeline the ideal curve is drawn too, see ``ideal_costs``. ``table.timed``
     must not be empty.
     """
-    figure = Figure(figsize=size, layout="constrained", dpi=150)
-    axes = figure.add_subplot()
     unit = Unit.of(table)
     axis = numeric_axis(table)
+    if axis is None:
+        size = size[0], max(size[1], 0.5 + len(table.rows) * (0.1 + 0.22 * len(table.keys)))
+    figure = Figure(figsize=size, layout="constrained", dpi=150)
+    axes = figure.add_subplot()
     if axis is None:
         _bars(axes, table, unit)
     else:
         _curves(axes, table, axis, unit)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.set_title(table.subject, loc="left", fontsize="medium")
+    _finish(figure, axes)
     return figure
 
 
@@ -71,9 +75,7 @@ def loss_figure(table: Table, size: tuple[float, float] = WIDE) -> Figure | None
         axes.plot(steps, losses, style, color=colour, label=row.label, linewidth=1.5)
     axes.set_xlabel("step")
     axes.set_ylabel("training loss")
-    axes.legend(frameon=False, fontsize="small", ncols=1 + (len(rows) > 6 and size is WIDE))
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    _finish(figure, axes)
     return figure
 
 
@@ -127,7 +129,6 @@ def _curves(axes: Axes, table: Table, axis: str, unit: Unit) -> None:
     axes.set_xlabel(axis)
     axes.set_ylabel(unit.name)
     axes.grid(axis="y", color="#e5e5e5", zorder=0)
-    axes.legend(frameon=False, fontsize="small")
 
 
 def _bars(axes: Axes, table: Table, unit: Unit) -> None:
@@ -149,6 +150,7 @@ def _bars(axes: Axes, table: Table, unit: Unit) -> None:
             axes.annotate(shown, (tips[place], place), (5, 0), textcoords="offset points", va="center")
     axes.set_yticks(places, [row.label.replace(" ", "\n") for row in rows])
     axes.set_xlim(0, 1.35 * max(tips))
+    axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.set_xlabel(unit.name)
 
 
@@ -161,15 +163,11 @@ def _whiskers(table: Table, rows: list[Row], unit: Unit) -> np.ndarray:
 
 
 def _mark_best(axes: Axes, table: Table, axis: str, unit: Unit) -> None:
-    name = "best"
     for row in table.timed:
         if row.best:
             point = _number(row.values[axis]), table.cost(row) * unit.factor
-            axes.plot(*point, "*", color=BEST, markersize=17, markeredgecolor="white", zorder=4, label=name,
-                      linestyle="none")
-            text = f"{row.values[axis]}: {unit.show(table.cost(row))}"
-            axes.annotate(text, point, (0, -20), textcoords="offset points", ha="center", color=BEST, weight="bold")
-            name = None
+            name = f"best: {row.label}, {unit.show(table.cost(row))}"
+            axes.plot(*point, "*", color=BEST, markersize=17, markeredgecolor="white", zorder=4, label=name, ls="none")
 
 
 def _mark_failed(axes: Axes, table: Table, axis: str) -> None:
@@ -177,7 +175,7 @@ def _mark_failed(axes: Axes, table: Table, axis: str) -> None:
     lost = sorted({value for value in lost if value is not None})
     if lost:
         where = axes.get_xaxis_transform()
-        axes.plot(lost, [0.02] * len(lost), "x", color=FAILED, transform=where, label="not finished", clip_on=False)
+        axes.plot(lost, [0.02] * len(lost), "x", color=FAILED, transform=where, label="not finished")
 
 
 def _scale_x(axes: Axes, ticks: list[float]) -> None:
@@ -194,6 +192,18 @@ def _scale_y(axes: Axes, costs: list[float]) -> None:
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
+
+
+def _finish(figure: Figure, axes: Axes) -> None:
+    """No frame, and a legend above the axes, where it covers nothing."""
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    entries = list(zip(*axes.get_legend_handles_labels(), strict=True))
+    entries.sort(key=lambda entry: not isinstance(entry[0], ErrorbarContainer))  # what was measured comes first
+    if 0 < len(entries) <= _LEGEND:
+        handles, labels = zip(*entries, strict=True)
+        columns = 3 if figure.get_figwidth() > 6 and max(map(len, labels)) < 40 else 1
+        figure.legend(handles, labels, loc="outside upper left", frameon=False, fontsize="small", ncols=columns)
 
 
 def _number(text: str | None) -> float | None:

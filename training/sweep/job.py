@@ -23,12 +23,12 @@ def run_job(cfg: Any, hydra: Any, world: World | None) -> None:
             other than 0 of a job whose processes exist already everything is raised, as rank 0 keeps the record.
     """
     folder = Path(hydra.runtime.output_dir)
-    _show_as_group(cfg, Path(hydra.sweep.dir), hydra.job.num)
     if world is not None and world.rank > 0:
         execute(cfg, folder, world)
         return
     job = Job(hydra.job.num, tuple(mask_arguments(list(hydra.overrides.task))), RUNNING)
     write_job(folder, job)
+    show_as_group(cfg, Path(hydra.sweep.dir), job.num)
     begin = time.monotonic()
 
     def end(status: str, error: str | None = None) -> None:
@@ -47,13 +47,16 @@ def run_job(cfg: Any, hydra: Any, world: World | None) -> None:
         end(FINISHED)
 
 
-def _show_as_group(cfg: Any, sweep_dir: Path, num: int) -> None:
-    """In wandb the jobs are one group, named after the sweep's directory, and each is named by what is its own."""
+def show_as_group(cfg: Any, sweep_dir: Path, num: int) -> None:
+    """In wandb the jobs are one group, named after the sweep's directory, and each is named by what is its own.
+
+    Job ``num`` has its record already.
+    """
     if "group" not in cfg.logger:
         return
-    jobs = [job for _, job in read_jobs(sweep_dir)]
-    keys = swept_keys(jobs)
     if cfg.logger.group is None:
         cfg.logger.group = sweep_dir.absolute().name
+    jobs = [job for _, job in read_jobs(sweep_dir)]
+    keys = swept_keys(jobs)
     if cfg.logger.name is None and keys:
-        cfg.logger.name = label(next(job for job in jobs if job.num == num), keys)[:120]
+        cfg.logger.name = next(label(job, keys) for job in jobs if job.num == num)[:120]

@@ -10,13 +10,12 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from training.sweep.record import INTERRUPTED
 from training.sweep.table import Row, Table
 
 # What the page and the console show of a row; columns that no row fills are left out.
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "time per step": lambda row: _seconds(row.step_time),
-    "10–90 %": lambda row: "–".join(_seconds(value) for value in row.spread) if row.spread else "",
+    "10–90 %": lambda row: _range(row.spread),
     "samples/s": lambda row: _number(row.summary.get("samples_per_s")),
     "tokens/s": lambda row: _number(row.summary.get("tokens_per_s")),
     "bubble": lambda row: _percent(row.summary.get("bubble_fraction")),
@@ -29,26 +28,27 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 _STYLE = """
 :root { color-scheme: light; --line: #d8dee4; --dim: #57606a; }
 * { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 62rem; padding: 1.2rem; color: #1f2328; background: #fff;
+body { margin: 0 auto; max-width: 72rem; padding: 1.2rem; color: #1f2328; background: #fff;
        font: 16px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
 h1 { font-size: 1.5rem; margin: 0 0 .3rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .6rem; }
+h3 { font-size: 1rem; margin: 1rem 0 .3rem; }
 p { margin: .4rem 0; } .dim { color: var(--dim); font-size: .9rem; }
 pre { background: #f6f8fa; border-radius: 6px; padding: .7rem; margin: .4rem 0; font-size: .85rem;
       white-space: pre-wrap; overflow-wrap: anywhere; }
-figure { margin: .8rem 0; } figure img { width: 100%; height: auto; display: block; }
+figure { margin: .8rem 0; max-width: 56rem; } figure img { width: 100%; height: auto; display: block; }
 figcaption { color: var(--dim); font-size: .9rem; }
+.scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: .35rem .5rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top;
-         overflow-wrap: anywhere; }
-th { font-size: .85rem; color: var(--dim); } td.number { white-space: nowrap; }
-tr.best td { background: #e6f5ee; font-weight: 600; } .bad { color: #b42318; }
+th, td { padding: .35rem .5rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
+th { font-size: .85rem; color: var(--dim); } td { overflow-wrap: anywhere; }
+.jobs td { white-space: nowrap; font-size: .93rem; }
+tr.best td { background: #e6f5ee; font-weight: 600; } .jobs td.bad { color: #b42318; white-space: normal; }
 @media (max-width: 700px) {
   .jobs thead { display: none; }
   .jobs tr { display: block; border: 1px solid var(--line); border-radius: 6px; margin: .6rem 0; padding: .2rem 0; }
-  .jobs td { display: flex; gap: .8rem; justify-content: space-between; border: 0; padding: .15rem .7rem;
-             text-align: right; }
-  .jobs td::before { content: attr(data-name); color: var(--dim); font-weight: 400; text-align: left;
-                     flex: none; white-space: nowrap; }
+  .jobs td { display: flex; gap: .8rem; justify-content: space-between; border: 0; padding: .15rem .7rem; }
+  .jobs td:empty { display: none; }
+  .jobs td::before { content: attr(data-name); color: var(--dim); font-weight: 400; flex: none; }
 }
 """
 
@@ -69,8 +69,7 @@ def page(table: Table, command: str) -> str:
         _environment(table),
         "<h2>Command</h2>",
         f"<pre>{_text(command)}</pre>",
-        f'<p class="dim">With hydra.sweep.dir={_text(table.folder)} added, the same command runs only the jobs that '
-        "have not finished.</p>",
+        f'<p class="dim">{_text(_again(table, command))}</p>',
     ]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -80,11 +79,15 @@ def page(table: Table, command: str) -> str:
     )
 
 
+def _again(table: Table, command: str) -> str:
+    added = "" if "hydra.sweep.dir=" in command else f" with hydra.sweep.dir={table.folder} added"
+    return f"The same command{added} runs only the jobs that have not finished."
+
+
 def _circumstances(table: Table) -> str:
     done = sum(row.finished for row in table.rows)
-    models = dict.fromkeys(row.summary["model"] for row in table.rows if row.summary)
     when = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    return " · ".join(filter(None, [", ".join(models), f"{done} of {len(table.rows)} jobs finished", when]))
+    return " · ".join(filter(None, [table.subject, f"{done} of {len(table.rows)} jobs finished", when]))
 
 
 def _results(table: Table) -> list[str]:
@@ -141,29 +144,36 @@ def _data_uri(figure) -> str:
 def _jobs(table: Table) -> str:
     columns = {name: show for name, show in COLUMNS.items() if any(show(row) for row in table.rows)}
     names = ["job", *table.keys, "status", *columns]
-    head = "".join(f"<th>{_text(name)}</th>" for name in names)
+    head = "".join(f"<th>{_breakable(name)}</th>" for name in names)
     lines = []
     for row in table.rows:
-        status = _text(row.job.status) if row.finished else f'<span class="bad">{_text(_status(row))}</span>'
-        own = [_text(row.job.num), *(_text(row.values.get(key, "")) for key in table.keys), status]
-        cells = [(name, cell, "") for name, cell in zip(names, own, strict=False)]
-        cells += [(name, _text(show(row)), ' class="number"') for name, show in columns.items()]
-        body = "".join(f'<td data-name="{_text(n)}"{kind}>{cell}</td>' for n, cell, kind in cells if cell)
-        lines.append(f"<tr{' class=best' if row.best else ''}>{body}</tr>")
-    return f'<table class="jobs"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+        cells = [str(row.job.num), *(row.values.get(key, "") for key in table.keys)]
+        last = ""
+        if row.finished:
+            cells += [row.job.status, *(show(row) for show in columns.values())]
+        else:
+            last = f'<td class="bad" data-name="status" colspan="{1 + len(columns)}">{_text(_status(row))}</td>'
+        body = "".join(
+            f'<td data-name="{_text(name)}">{_text(cell)}</td>' for name, cell in zip(names, cells, strict=False)
+        )
+        lines.append(f'<tr{" class=best" if row.best else ""}>{body}{last}</tr>')
+    body = "\n".join(lines)
+    return f'<div class="scroll"><table class="jobs"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _status(row: Row) -> str:
-    return row.job.status if row.job.status == INTERRUPTED else f"{row.job.status}: {row.problem}"
+    return f"{row.job.status}: {row.problem}".removesuffix(": ")
 
 
 def _errors(table: Table) -> list[str]:
-    failed = [row for row in table.rows if row.job.error]
-    if not failed:
-        return []
-    return ["<h2>Errors</h2>", *(
-        f"<p><b>job {row.job.num}</b> {_text(row.label)}</p><pre>{_text(row.job.error.strip())}</pre>" for row in failed
-    )]
+    """The errors of which the table shows only a line, each once."""
+    found: dict[str, list[str]] = {}
+    for row in table.rows:
+        error = (row.job.error or "").strip()
+        if error and error != row.problem:
+            found.setdefault(error, []).append(row.label)
+    shown = [f"<h3>{_text('; '.join(labels))}</h3><pre>{_text(error)}</pre>" for error, labels in found.items()]
+    return ["<h2>Errors in full</h2>", *shown] if shown else []
 
 
 def _timelines(table: Table) -> list[str]:
@@ -209,10 +219,22 @@ def _text(value: Any) -> str:
     return html.escape(str(value))
 
 
+def _breakable(key: str) -> str:
+    return _text(key).replace(".", ".<wbr>")
+
+
 def _seconds(value: float | None) -> str:
     if value is None:
         return ""
     return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s" if value < 100 else f"{value:.0f} s"
+
+
+def _range(ends: tuple[float, float] | None) -> str:
+    if ends is None:
+        return ""
+    low, high = (_seconds(value) for value in ends)
+    same_unit = low.split()[1] == high.split()[1]
+    return f"{low.split()[0] if same_unit else low}–{high}"
 
 
 def _number(value: float | None) -> str:

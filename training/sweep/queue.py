@@ -17,17 +17,22 @@ from omegaconf.errors import OmegaConfBaseException
 
 from training.guard import refuse
 from training.records.environment import mask_arguments
-from training.sweep.record import FAILED, FINISHED, SUPERSEDED, Job, read_job, write_job
+from training.sweep.record import FAILED, FINISHED, RUNNING, SUPERSEDED, WAITING, Job, read_job, write_job
 
 
 @dataclass
 class Entry:
-    """A job to be: ``overrides`` as they were typed; ``continues`` where it may go on from what lies in ``folder``."""
+    """A job to be, with its ``overrides`` as they were typed.
+
+    ``continues`` where it may go on from what lies in ``folder``; ``queued`` where an earlier attempt at it may still
+    be on its way, as nobody waits for it.
+    """
 
     job: Job
     overrides: list[str]
     folder: Path
     continues: bool = False
+    queued: bool = False
 
     def note_loss(self, result: JobReturn) -> None:
         """Record a job that could not do so itself: a machine that went away, a process that was killed."""
@@ -53,7 +58,8 @@ def compose_all(compose: Callable[[list[str]], Any], jobs: Iterable[list[str]], 
             with open_dict(cfg):
                 cfg.hydra.job.num, cfg.hydra.job.id = num, str(num)
             HydraConfig.instance().set_config(cfg)  # a directory's name may refer to it
-            entries.append(Entry(job, overrides, sweep_dir / cfg.hydra.sweep.subdir, cfg.train.resume is not None))
+            continues, queued = cfg.train.resume is not None, not cfg.launcher.get("wait", True)
+            entries.append(Entry(job, overrides, sweep_dir / cfg.hydra.sweep.subdir, continues, queued))
         except (HydraException, OmegaConfBaseException) as error:
             first_error = first_error or error
             reasons = filter(None, (error, error.__cause__))
@@ -67,8 +73,9 @@ def compose_all(compose: Callable[[list[str]], Any], jobs: Iterable[list[str]], 
 def open_folders(entries: list[Entry], sweep_dir: Path) -> list[Entry]:
     """Record every job in its directory; returns those to run.
 
-    A job that an earlier attempt has finished is left out. What an unfinished one has left is set aside, unless the
-    job goes on from it. A directory that holds anything else ends the program before anything is touched.
+    A job that an earlier attempt has finished, or that is on its way, is left out. What an unfinished one has left
+    is set aside, unless the job goes on from it. A directory that holds anything else ends the program before
+    anything is touched.
     """
     before = [read_job(entry.folder) for entry in entries]
     for entry, earlier in zip(entries, before, strict=True):
@@ -77,6 +84,9 @@ def open_folders(entries: list[Entry], sweep_dir: Path) -> list[Entry]:
     for entry, earlier in zip(entries, before, strict=True):
         if earlier is not None and earlier.status == FINISHED:
             print(f"job {entry.job.num} is finished: {' '.join(entry.overrides)}")
+            continue
+        if earlier is not None and entry.queued and earlier.status in (WAITING, RUNNING):
+            print(f"job {entry.job.num} is {earlier.status} (if it was lost, remove {entry.folder} to run it again)")
             continue
         if earlier is not None and not entry.continues:
             _set_aside(entry.folder, sweep_dir)

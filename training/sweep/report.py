@@ -8,27 +8,42 @@ from pathlib import Path
 
 from training.records.environment import mask_arguments
 from training.sweep.page import COLUMNS, page
+from training.sweep.record import FINISHED, RUNNING, WAITING
 from training.sweep.table import Table, read_table, write_csv
 
 CSV, FIGURE, PAGE = "sweep.csv", "sweep.png", "report.html"
 
 
-def report(folder: Path) -> bool:
-    """Write sweep.csv, sweep.png (where a job has trained) and report.html; returns whether every job has finished."""
+def report(folder: Path, ended: bool = True) -> bool:
+    """Write sweep.csv, sweep.png (where a job has trained) and report.html and show the table.
+
+    ended    whether every job should have come to an end by now
+    returns  whether all is well: every file written, no job failed, and every one finished where they have ended
+    """
     table = read_table(folder)
     if not table.rows:
         return True
-    write_csv(table, folder / CSV)
-    files = [CSV, PAGE]
-    if table.timed:
-        from training.sweep.figure import time_figure
+    print("\n" + describe(table))
+    try:
+        print(f"files: {folder}: {' '.join(_write(table, folder))}", flush=True)
+    except OSError as error:
+        print(f"error: the sweep's report cannot be written ({error})", file=sys.stderr)
+        return False
+    well = (FINISHED,) if ended else (FINISHED, WAITING, RUNNING)
+    return all(row.job.status in well for row in table.rows)
 
-        time_figure(table).savefig(folder / FIGURE)
-        files.insert(1, FIGURE)
+
+def _write(table: Table, folder: Path) -> list[str]:
+    """Returns the names of the files."""
+    write_csv(table, folder / CSV)
     command = shlex.join(["python", Path(sys.argv[0]).name, *mask_arguments(sys.argv[1:])])
     (folder / PAGE).write_text(page(table, command), encoding="utf-8")
-    print("\n" + describe(table), f"files: {folder}: {' '.join(files)}", sep="\n", flush=True)
-    return all(row.finished for row in table.rows)
+    if not table.timed:
+        return [CSV, PAGE]
+    from training.sweep.figure import time_figure
+
+    time_figure(table).savefig(folder / FIGURE)
+    return [CSV, FIGURE, PAGE]
 
 
 def describe(table: Table) -> str:

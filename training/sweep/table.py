@@ -58,7 +58,7 @@ class Row:
             return ""
         lines = [line.strip() for line in (self.job.error or "").splitlines() if line.strip()]
         if not lines:
-            return {"waiting": "not started", "running": "ended without a word"}.get(self.job.status, "")
+            return {"waiting": "not started", "running": "no end is recorded"}.get(self.job.status, "")
         return lines[-1].removeprefix("training.errors.") if _is_traceback(lines) else lines[0]
 
 
@@ -79,6 +79,14 @@ class Table:
     def per_sample(self) -> bool:
         """Whether only the time per sample can be compared, as steps are of different sizes."""
         return len({row.batch for row in self.timed}) > 1
+
+    @property
+    def subject(self) -> str:
+        """What was swept over, as far as a job has come to its end: "resnet50, pipelined, cpu"."""
+        found = []
+        for name in ("model", "parallel", "device"):
+            found.append("/".join(dict.fromkeys(str(row.summary[name]) for row in self.rows if name in row.summary)))
+        return ", ".join(filter(None, found))
 
     def cost(self, row: Row) -> float:
         """Seconds per step, or per sample where batches differ."""

@@ -1,0 +1,266 @@
+"""Pipelining on two cores (or two GPUs): this project, torchgpipe, fairscale, and doing without, in one run.
+
+    pip install --no-deps -r benchmarks/requirements.txt
+    python -m benchmarks.pipelining [--models resnet50 transformer] [--rounds 7] [--quick]
+
+Two processes stay for the whole run, each on a core of its own, one thread each. First every way of running is swept
+over its chunk counts; then the best of each take turns, and the table has the median, fastest and slowest of them.
+Everything of a step is in its time: forward, backward, exchange and the update (plain SGD), in fp32 unless it says
+otherwise, ResNet-50 in channels_last for all of them. Every contender starts from the same weights: the first step's
+losses must agree, or the benchmark ends.
+
+single               one process, one thread
+single, 2 threads    one process that has both cores, two threads in every operation: no pipeline at all
+naive                model parallel: two stages on two ranks, the whole batch as one chunk
+pipelined            this project, best schedule, chunks and split
+torchgpipe           two partitions in one process, which has both cores; best chunks, without recomputation
+fairscale            likewise
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+
+import torch.distributed as dist
+
+from benchmarks import figure, peers, ranks, table
+from benchmarks.timing import Spread, paired, take_turns
+from benchmarks.trainer import Trainer, balance_by_time, configured
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model at one batch, and the chunk counts that are tried."""
+
+    overrides: tuple[str, ...]
+    batch: int
+    chunks: tuple[int, ...]
+    peer_chunks: tuple[int, ...]
+    unit: str
+
+
+_TRANSFORMER = (
+    "model=transformer", "model.d_model=256", "model.d_hid=1024", "model.n_layer=8", "model.dropout=0",
+    "data.max_vocabulary=6144", "data.seq_len=128", "train.grad_clip=null", "optim=sgd", "scheduler=constant",
+)  # fmt: skip
+CASES = {
+    "resnet50": Case(("model=resnet50", "data.image_size=128"), 60, (4, 6, 10, 12, 15, 20, 30), (1, 2, 6, 12), "image"),
+    "transformer": Case(_TRANSFORMER, 32, (4, 8, 16, 32), (1, 2, 4, 8), "sequence"),
+}
+QUICK = {
+    "resnet50": Case(("model=resnet50", "data.image_size=64"), 6, (2, 3), (1, 3), "image"),
+    "transformer": Case((*_TRANSFORMER, "model.d_model=32", "data.seq_len=16"), 8, (2, 4), (1, 2), "sequence"),
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of running a case. ``kind``: single | pipelined | torchgpipe | fairscale."""
+
+    kind: str
+    chunks: int = 1
+    schedule: str = "gpipe"
+    balance: tuple[int, ...] = ()
+    precision: str = "fp32"
+    threads: int = 1
+    checkpoint: str = "never"
+
+    @property
+    def name(self) -> str:
+        """By what this is known in tables."""
+        if self.kind == "single":
+            return "single" if self.threads == 1 else f"single, {self.threads} threads"
+        if self.kind == "pipelined":
+            name = "naive" if self.chunks == 1 else "pipelined"
+            return name if self.precision == "fp32" else f"{name}, {self.precision}"
+        return self.kind if self.checkpoint == "never" else f"{self.kind}, checkpoint={self.checkpoint}"
+
+    def columns(self) -> dict[str, object]:
+        """How it ran, as columns of a table."""
+        split = "+".join(map(str, self.balance)) if self.kind != "single" else ""
+        schedule = self.schedule if self.kind == "pipelined" and self.chunks > 1 else ""
+        return {"run": self.name, "schedule": schedule, "chunks": self.chunks, "split": split}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--models", nargs="+", default=list(CASES), choices=list(CASES))
+    options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    chosen = options.parse_args()
+    rows, swept = [], []
+    for model in chosen.models:
+        case = (QUICK if chosen.quick else CASES)[model]
+        configured(_overrides(case, Way("single")))  # downloads, tokens: once, and not on both ranks
+        found = ranks.run("benchmarks.pipelining:contest", model, asdict(case), 1 if chosen.quick else chosen.rounds)
+        swept += [{"model": model, **row} for row in found["sweep"]]
+        rows += [{"model": model, **row} for row in compare(found["final"], case)]
+    print(table.markdown(rows))
+    about = {
+        "device": ranks.device_type(), "cores": ranks.cores()[: ranks.RANKS], "rounds": chosen.rounds,
+        "cases": {model: asdict(CASES[model]) for model in chosen.models},
+    }  # fmt: skip
+    table.write("pipelining_sweep", swept, chosen.quick, **about)
+    path = table.write("pipelining", rows, chosen.quick, **about)
+    print(f"written to {path} and {figure.pipelining(path.with_suffix('.png'), rows, swept)}")
+
+
+def contest(rank: int, model: str, case: dict, rounds: int) -> dict | None:
+    """Both ranks' part: the sweep, then the best of each kind in turns."""
+    case = Case(**case)
+    arena = Arena(case, rank)
+    split = arena.split()
+    swept: list[tuple[Way, list[float]]] = []
+
+    def best_of(ways: list[Way]) -> Way:
+        measured = arena.one_by_one(ways)
+        swept.extend(measured)
+        return min(measured, key=lambda pair: min(pair[1]))[0]
+
+    ours = best_of([Way("pipelined", c, s, split) for s in ("1f1b", "gpipe") for c in case.chunks])
+    neighbours = [(split[0] + d, split[1] - d) for d in (-1, 1)]
+    ours = best_of([ours, *(replace(ours, balance=balance) for balance in neighbours if min(balance) > 0)])
+    finalists = [
+        Way("single"), Way("single", threads=ranks.RANKS), best_of(_naive(split)), ours,
+        replace(ours, precision="bf16"),
+    ]  # fmt: skip
+    for peer in peers.NAMES:
+        best = best_of([Way(peer, chunks, balance=split) for chunks in case.peer_chunks])
+        best_of([replace(best, checkpoint="except_last")])  # as the library comes, for the record
+        finalists.append(best)
+    seconds = arena.in_turns(finalists, rounds)
+    if rank != 0:
+        return None
+    return {
+        "sweep": [{**way.columns(), "seconds a step": f"{min(times):.4f}"} for way, times in swept],
+        "final": [{"way": asdict(way), "seconds": seconds[way.name]} for way in finalists],
+    }
+
+
+def _naive(split: tuple[int, ...]) -> list[Way]:
+    """One chunk with the same split: where a stage waits for the other, none is better than another."""
+    return [Way("pipelined", 1, "gpipe", split)]
+
+
+class Arena:
+    """Builds contenders on both ranks and times them. Rank 0 says which won, so that both go on with the same."""
+
+    SWEEP_ROUNDS = 2
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self.case, self.rank = case, rank
+        self.first_loss: float | None = None
+
+    def split(self) -> tuple[int, ...]:
+        """Layers of each stage, by their time for a micro-batch on rank 0's core while the other core rests."""
+        found: list = [None]
+        if self.rank == 0:
+            setup = configured(_overrides(self.case, Way("single", chunks=self.case.chunks[len(self.case.chunks) // 2])))
+            found = [balance_by_time(setup.chain, setup.sample, ranks.RANKS)]
+        dist.broadcast_object_list(found)
+        return tuple(found[0])
+
+    def one_by_one(self, ways: list[Way]) -> list[tuple[Way, list[float]]]:
+        """Each way built, timed and taken down; (way, seconds) the same on both ranks."""
+        return [(way, self.in_turns([way], self.SWEEP_ROUNDS)[way.name]) for way in ways]
+
+    def in_turns(self, ways: list[Way], rounds: int) -> dict[str, list[float]]:
+        """Seconds of every way's steps, taken in turns; rank 0's measurements on both ranks."""
+        contenders = {way.name: _Contender(way, self.case, self.rank) for way in ways}
+        for way, contender in zip(ways, contenders.values(), strict=True):
+            self._check(way, contender.step(1))
+        seconds = [take_turns({n: c.step for n, c in contenders.items()}, rounds, warm_up=0, meet=dist.barrier)]
+        dist.broadcast_object_list(seconds)
+        for contender in contenders.values():
+            contender.close()
+        if self.rank == 0:
+            shown = ", ".join(f"{w.name} x{w.chunks} {w.schedule}: {min(seconds[0][w.name]):.3f} s" for w in ways)
+            print(shown, file=sys.stderr, flush=True)
+        return seconds[0]
+
+    def _check(self, way: Way, loss: float | None) -> None:
+        """BatchNorm makes the loss depend on the chunks, so ways are compared up to that: coarsely."""
+        if self.rank != 0 or loss is None:
+            return
+        self.first_loss = loss if self.first_loss is None else self.first_loss
+        if not math.isclose(loss, self.first_loss, rel_tol=0.05):
+            raise RuntimeError(f"{way} starts from loss {loss}, the others from {self.first_loss}: not the same model")
+
+
+class _Contender:
+    """One way, on this rank: nothing where the other rank does all of it."""
+
+    def __init__(self, way: Way, case: Case, rank: int) -> None:
+        self._way, self._rank, self._run = way, rank, None
+        alone = way.kind != "pipelined"
+        if alone and rank != 0:
+            return
+        trainer = Trainer(configured(_overrides(case, way if way.kind in ("single", "pipelined") else Way("single"))), rank)
+        self._run = trainer
+        if way.kind in peers.NAMES:
+            cfg, chain = trainer.setup.cfg, trainer.setup.chain
+            with self._cores():
+                self._run = peers.Peer(
+                    way.kind, chain, trainer.batch, way.balance, way.chunks, cfg.seed, cfg.optim.lr,
+                    ranks.device_type(), way.checkpoint,
+                )  # fmt: skip
+
+    @contextmanager
+    def _cores(self) -> Iterator[None]:
+        """A contender in one process has both cores; with one thread in an operation, unless it asks for more."""
+        wide = self._way.kind in peers.NAMES or self._way.threads > 1
+        with ranks.on_all_cores(self._rank, self._way.threads) if wide else nullcontext():
+            yield
+
+    def step(self, number: int) -> float | None:
+        if self._run is None:
+            return None
+        with self._cores():
+            found = self._run.step(number)
+        return found if isinstance(found, float) else found.loss
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.close()
+
+
+def _overrides(case: Case, way: Way) -> list[str]:
+    """The command line of a way of this project."""
+    layout = ["parallel=single", f"parallel.chunks={way.chunks}"]
+    if way.kind == "pipelined":
+        split = ",".join(map(str, way.balance))
+        layout = [
+            "parallel=pipelined", "parallel.pp=2", f"parallel.chunks={way.chunks}",
+            f"parallel.schedule={way.schedule}", f"parallel.balance=[{split}]",
+        ]  # fmt: skip
+    return [
+        *case.overrides, *layout, f"train.global_batch_size={case.batch}", f"train.precision={way.precision}",
+        f"device={ranks.device_type()}", "train.steps=1000000", "logger=none",
+    ]  # fmt: skip
+
+
+def compare(final: list[dict], case: Case) -> list[dict]:
+    """Rows of the table: seconds, throughput, and how many times as fast ``pipelined`` is as each (paired by round)."""
+    seconds = {Way(**one["way"]).name: one["seconds"] for one in final}
+    rows = []
+    for one in final:
+        way = Way(**one["way"])
+        spread = Spread.of(one["seconds"])
+        rows.append(
+            {
+                **way.columns(),
+                **spread.columns(),
+                f"{case.unit}s/s": f"{case.batch / spread.median:.2f}",
+                "pipelined is faster by": f"{paired(seconds, 'pipelined', way.name):.2f}x",
+            }
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    main()

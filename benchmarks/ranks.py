@@ -1,0 +1,92 @@
+"""Two processes that stay for a whole benchmark, each on a core (or a GPU) of its own.
+
+Every contender is built in the same two processes and steps in its turn, so that all of them meet the same caches, the
+same allocator and the same noise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from launchers import World, connect
+from launchers.local import run_workers
+from parallel.devices import keep_freed_memory
+
+RANKS = 2
+TIMEOUT_S = 600.0
+
+
+def device_type() -> str:
+    """cuda where each rank gets a GPU, else cpu."""
+    return "cuda" if torch.cuda.device_count() >= RANKS else "cpu"
+
+
+def run(entry: str, *args: Any) -> Any:
+    """``entry(rank, *args)`` on both ranks at the same time, connected by torch.distributed, one CPU thread each.
+
+    entry    "module:function"; args: picklable
+    returns  what rank 0's call returned, which must be fit for JSON
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        run_workers(_work, (entry, args, str(result)), RANKS, folder, env={"OMP_NUM_THREADS": "1"})
+        return json.loads(result.read_text())
+
+
+def _work(world: World, entry: str, args: tuple, result: str) -> None:
+    kind = device_type()
+    if kind == "cuda":
+        torch.cuda.set_device(world.local_rank)
+    else:
+        stay_on_core(world.rank)
+        keep_freed_memory()
+    torch.set_num_threads(1)
+    backend = {"cpu": "gloo", "cuda": "nccl"}[kind]
+    dist.init_process_group(backend, store=connect(world, TIMEOUT_S), rank=world.rank, world_size=world.size)
+    try:
+        found = resolve_name(entry)(world.rank, *args)
+        if world.rank == 0:
+            Path(result).write_text(json.dumps(found))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def cores() -> list[int]:
+    """The cores that this benchmark may use, in order."""
+    return sorted(_ALL)
+
+
+def stay_on_core(rank: int) -> None:
+    """This thread, and those that it starts from now on, run on one core."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {cores()[rank % len(_ALL)]})
+
+
+@contextmanager
+def on_all_cores(rank: int, threads: int) -> Iterator[None]:
+    """This process may use every core of both ranks, with ``threads`` threads in an operation; the other rank waits."""
+    if device_type() == "cuda":
+        yield
+        return
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, set(cores()[:RANKS]))
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(1)
+        stay_on_core(rank)
+
+
+_ALL = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

@@ -1,0 +1,90 @@
+"""The README's tables of measurements, made from benchmarks/results/*.csv.
+
+    python -m benchmarks.readme
+
+puts each between its two lines, ``<!-- table: NAME -->`` and ``<!-- end -->``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import table
+
+README = Path(__file__).parents[1] / "README.md"
+STRATEGIES = ("model_parallel", "ddp", "pipelined", "pipe_ddp")
+_BLOCK = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+
+def main() -> None:
+    README.write_text(updated(README.read_text()))
+
+
+def updated(text: str) -> str:
+    """``text`` with all tables as the CSV files have them. Raises KeyError for a name that is not in TABLES."""
+    return _BLOCK.sub(lambda found: f"{found[1]}{found[2]}{table.markdown(TABLES[found[1]]())}\n", text)
+
+
+def parity() -> list[dict]:
+    """A row a model: its training in one process, and how far the others were from it, in all their layouts."""
+    rows = table.read("parity")
+    found = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        runs = {s: [r for r in rows if r["model"] == model and _strategy(r) == s] for s in ("single", *STRATEGIES)}
+        (single,) = runs["single"]
+        found.append(
+            {
+                "`model=`": f"`{model}`",
+                "steps": f"{single['steps']} in {single['precision']}",
+                "loss": f"{single['first loss']} → {single['last loss']}",
+                **{f"`{strategy}`": _farthest(runs[strategy]) for strategy in STRATEGIES},
+            }
+        )
+    return found
+
+
+def schedules() -> list[dict]:
+    """A row a layout of GPT-2."""
+    rows = [row for row in table.read("parity") if row["model"] == "gpt2" and _strategy(row) != "single"]
+    return [
+        {
+            "`model=gpt2`": " ".join(f"`{word}`" for word in row["run"].split()),
+            **{key: row[key] for key in ("loss", "gradient norm", "validation loss")},
+        }
+        for row in sorted(rows, key=lambda row: STRATEGIES.index(_strategy(row)))
+    ]
+
+
+def jsonl() -> list[dict]:
+    """What a user feels of the index; the whole table also has processor time and more of memory."""
+    shown = {
+        "rows": "rows",
+        "index, rows/s": "index built, rows/s",
+        "random, rows/s": "rows read at random, rows/s",
+        "grown, MiB": "memory, MiB",
+    }
+    return [{title: row[key] for key, title in shown.items()} for row in table.read("jsonl")]
+
+
+def _strategy(row: dict) -> str:
+    return row["run"].split()[0].removeprefix("parallel=")
+
+
+def _farthest(rows: list[dict]) -> str:
+    """The largest differences: of the losses, and of the gradient norms."""
+    loss = max(float(row[key]) for row in rows for key in ("loss", "validation loss"))
+    norm = max(float(row["gradient norm"]) for row in rows)
+    return f"{loss:.0e}, {norm:.0e}" if loss or norm else "0, 0"
+
+
+TABLES: dict[str, Callable[[], list[dict]]] = {
+    "parity": parity,
+    "schedules": schedules,
+    "gpt2_step": lambda: table.read("gpt2_step"),
+    "jsonl": jsonl,
+}
+
+if __name__ == "__main__":
+    main()

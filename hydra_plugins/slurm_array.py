@@ -1,0 +1,42 @@
+"""A launcher of Hydra's for launcher=slurm: what is one run here is one element of a job array there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hydra.core.utils import JobReturn, configure_log, run_job, setup_globals
+from hydra.plugins.launcher import Launcher
+from omegaconf import DictConfig, open_dict
+
+
+class SlurmArray(Launcher):
+    """Composes and checks every job here, then queues those that passed, equal shapes as one array, and waits.
+
+    A job that fails is recorded in its directory and does not end the others (see training.sweep).
+    """
+
+    def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
+        self.hydra_context, self.config = hydra_context, config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """One JobReturn a job; whether it failed stands in its directory."""
+        from training.sweep.cluster import check, run_all
+
+        setup_globals()
+        configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
+        returned = [self._compose(list(job), num, check) for num, job in enumerate(job_overrides, initial_job_idx)]
+        run_all([job.return_value for job in returned if job.return_value is not None])
+        return returned
+
+    def _compose(self, overrides: list[str], num: int, check: Any) -> JobReturn:
+        config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
+        with open_dict(config):
+            config.hydra.job.id, config.hydra.job.num = str(num), num
+        return run_job(
+            hydra_context=self.hydra_context,
+            task_function=check,
+            config=config,
+            job_dir_key="hydra.sweep.dir",
+            job_subdir_key="hydra.sweep.subdir",
+        )

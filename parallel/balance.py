@@ -1,0 +1,118 @@
+"""What each layer costs, so that stages can be made equal: in seconds or in bytes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from data.batch import Batch
+from models.chain import Chain
+from parallel.devices import local_device, usable_cores
+from parallel.partition import block_partition
+from parallel.plan import Plan
+from parallel.precision import autocast, parameter_dtype
+from parallel.schedules import in_flight
+from parallel.stage import Stage
+from parallel.trace import trace
+
+REPEATS = 5
+# A partition that promises less than this over the uniform one is noise of the measurement.
+_LEAST_GAIN = 0.03
+
+
+def seconds_per_layer(plan: Plan, chain: Chain, sample: Batch, seed: int, threads: int | None) -> list[float]:
+    """Forward plus backward of each layer, in seconds: the median of some runs on the micro-batch ``sample``.
+
+    One layer is built at a time, as a stage of its own, on the run's device with the threads that a rank will have.
+    The last one's time includes the loss. No random state outside of the layers is touched.
+    """
+    device = local_device(plan.device_type, 0)
+    dtype = parameter_dtype(plan.precision)
+    sample = sample.to(device)
+    x = sample.inputs.to(dtype) if sample.inputs.is_floating_point() else sample.inputs
+    state = torch.default_generator.get_state()
+    seconds = []
+    try:
+        with _threads(threads or max(1, usable_cores() // plan.processes) if device.type == "cpu" else None):
+            for name in chain.names:
+                stage = Stage(chain, [name], seed=seed, device=device, dtype=dtype)
+                x, times = _run(stage, x, sample, plan, first=name == chain.names[0])
+                seconds.append(statistics.median(times))
+    finally:
+        torch.default_generator.set_state(state)
+    return seconds
+
+
+def _run(stage: Stage, x: torch.Tensor, sample: Batch, plan: Plan, first: bool) -> tuple[torch.Tensor, list[float]]:
+    """The layer's output and its times; the first micro-batch, which casts the weights, is not counted."""
+    times = []
+    stage.begin(training=True, step=1, loss_scale=1 / sample.targets.numel())
+    with autocast(plan.precision, stage.device.type):
+        for index in range(1 + REPEATS):
+            entering = x.detach().requires_grad_(x.is_floating_point() and not first)
+            _wait_for(stage.device)
+            start = time.perf_counter()
+            leaving = stage(entering, torch.tensor([index]), sample.targets, sample.weights)
+            if leaving.requires_grad:
+                leaving.backward(torch.ones_like(leaving))
+            _wait_for(stage.device)
+            times.append(time.perf_counter() - start)
+    stage.end()
+    return leaving.detach(), times[1:]
+
+
+def bytes_per_layer(plan: Plan, chain: Chain, sample: Batch, tensors_per_parameter: int) -> list[float]:
+    """Parameters with what the optimizer keeps of them, and the activations of the micro-batches in flight, in bytes.
+
+    tensors_per_parameter  the weight, its gradient and the optimizer's state
+    """
+    held = 1
+    if plan.pipelined:
+        held = in_flight(plan.schedule, plan.pp, plan.chunks, plan.stages_per_rank, 0)
+    traced = trace(chain, sample.inputs, sample.targets, plan.precision, plan.device_type)
+    skeleton = chain.skeleton()
+    size = parameter_dtype(plan.precision).itemsize * tensors_per_parameter
+    return [
+        size * sum(p.numel() for p in skeleton[t.name].parameters()) + held * (t.kept + t.output.bytes) + t.cast
+        for t in traced
+    ]
+
+
+def equal_stages(costs: Sequence[float], stages: int) -> list[int]:
+    """Layers of each stage so that the dearest stage costs least; uniform where that is as good."""
+    share, extra = divmod(len(costs), stages)
+    uniform = [share + (i < extra) for i in range(stages)]
+    best = block_partition(costs, stages)
+    worth_it = max(stage_costs(costs, best)) < (1 - _LEAST_GAIN) * max(stage_costs(costs, uniform))
+    return best if worth_it else uniform
+
+
+def stage_costs(costs: Sequence[float], counts: Sequence[int]) -> list[float]:
+    """The sum of each stage's layers."""
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    return [sum(costs[s : s + n]) for s, n in zip(starts, counts, strict=True)]
+
+
+def stage_shares(costs: Sequence[float], counts: Sequence[int]) -> list[float]:
+    """Each stage's part of all costs, from 0 to 1."""
+    return [cost / sum(costs) for cost in stage_costs(costs, counts)]
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if number is not None:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,128 @@
+"""Jobs on a real SLURM: however one ends, it is told why, and nothing stays in the queue."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+
+import pytest
+from conf.schema.launcher import Slurm
+from slurm_jobs import fail
+
+from launchers import Interrupted, LaunchError
+from launchers.slurm import Task, submit, wait
+
+pytestmark = pytest.mark.slurm
+
+
+def options(**changes):
+    return Slurm(**{"nodes": 2, "mem_gb": 0.5, "time_min": 5, "poll_s": 0.5, **changes})
+
+
+def start(folder, *kinds, processes=4, **changes):
+    tasks = [Task((kind,), str(folder / kind)) for kind in kinds]
+    return submit(fail, tasks, options(**changes), processes, folder / "slurm", "test")
+
+
+def queue():
+    return subprocess.run(["squeue", "--noheader", "--array"], capture_output=True, text=True).stdout
+
+
+@pytest.fixture(scope="module")
+def array(cluster, tmp_path_factory):
+    """Jobs that end in every way, as one array; one of them is cancelled once all run."""
+    folder = tmp_path_factory.mktemp("array")
+    jobs = dict(zip(kinds := ("fine", "raise", "exit", "kill", "cancel"), start(folder, *kinds), strict=True))
+    running = []
+
+    def tell(line):
+        running.extend([line] if "runs on" in line else [])
+        if len(running) == len(jobs):
+            threading.Timer(3, subprocess.run, [["scancel", jobs["cancel"].id]]).start()
+
+    begin = time.monotonic()
+    wait(list(jobs.values()), 0.5, tell)
+    return jobs, time.monotonic() - begin
+
+
+def test_a_sweep_is_one_array(array):
+    jobs, _ = array
+    numbers = [job.id.split("_") for job in jobs.values()]
+    assert len({number for number, _ in numbers}) == 1
+    assert [index for _, index in numbers] == ["0", "1", "2", "3", "4"]
+
+
+def test_one_job_of_an_array_finishes_whatever_becomes_of_the_others(array):
+    jobs, _ = array
+    assert jobs["fine"].error is None
+
+
+def test_the_traceback_of_a_rank_other_than_0_is_shown(array):
+    error = str(array[0]["raise"].error)
+    assert error.startswith("rank 2 raised\nTraceback")
+    assert "in fail" in error
+    assert "ValueError: bad luck" in error
+
+
+def test_a_rank_that_leaves_without_a_word_is_named(array):
+    assert "rank 2 left with exit code 3" in str(array[0]["exit"].error)
+
+
+def test_a_rank_that_is_killed_is_named(array):
+    assert "rank 2 was killed by signal 9 (SIGKILL)" in str(array[0]["kill"].error)
+
+
+def test_a_job_that_somebody_cancels_is_reported(array):
+    job = array[0]["cancel"]
+    assert str(job.error) == f"job {job.id} was cancelled"
+
+
+def test_all_of_that_is_known_within_a_minute_and_the_queue_is_empty(array):
+    assert array[1] < 60
+    assert queue() == ""
+
+
+def test_more_nodes_than_there_are_can_never_start(cluster, tmp_path):
+    (job,) = start(tmp_path, "fine", processes=6, nodes=3)
+    wait([job], 0.5, print)
+    assert f"job {job.id} can never start: it asks for more nodes than the partition has" in str(job.error)
+    assert queue() == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mem_gb": 1000}, "Memory specification can not be satisfied"),
+        ({"partition": "nowhere"}, "invalid partition"),
+        ({"sbatch": {"constraint": "gold"}}, "the queue does not take the job: "),
+        ({"signal_s": 300}, "launcher.signal_s=300 is not below the time limit"),
+        ({"tasks_per_node": 3}, "launcher.nodes=2 x launcher.tasks_per_node=3 = 6 processes, but the run has 4"),
+        ({"nodes": 3}, "4 processes .* cannot be dealt equally to launcher.nodes=3"),
+    ],
+)
+def test_what_the_queue_or_arithmetic_refuses_is_an_error_at_once(cluster, tmp_path, changes, words):
+    with pytest.raises(LaunchError, match=words):
+        start(tmp_path, "fine", **changes)
+    assert queue() == ""
+
+
+def test_a_job_that_the_queue_forgets_is_reported(cluster, tmp_path, monkeypatch):
+    (job,) = start(tmp_path, "linger")
+    monkeypatch.setattr("launchers.slurm._UNKNOWN_S", 0.5)
+    monkeypatch.setattr("launchers.slurm_queue.look", lambda jobs: {})
+    wait([job], 0.2, print)
+    assert f"job {job.id} has vanished from the queue without an end" in str(job.error)
+    subprocess.run(["scancel", job.id])
+
+
+def test_ctrl_c_cancels_what_was_queued(cluster, tmp_path):
+    jobs = start(tmp_path, "linger", "linger", mem_gb=0.2)
+    tell = lambda line: os.kill(os.getpid(), signal.SIGINT) if "runs on" in line else None  # noqa: E731
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(Interrupted, match=f"stopped by SIGINT; jobs {jobs[0].id}, {jobs[1].id} cancelled"):
+            wait(jobs, 0.3, tell)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert queue() == ""

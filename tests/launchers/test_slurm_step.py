@@ -1,0 +1,64 @@
+"""A SLURM step's environment, read without a SLURM."""
+
+import pytest
+
+from launchers import World, slurm_step
+from launchers.slurm_failure import exit_codes
+from launchers.world import master_address
+
+STEP = {
+    "SLURM_JOB_ID": "10012",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_NODELIST": "gpu[07-09]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "MASTER_ADDR": "10.0.0.7",
+}
+
+
+def test_a_task_is_a_rank():
+    assert World.detect(STEP) == World(3, 5, 1, 2, "slurm")
+
+
+def test_the_port_follows_from_the_job_and_the_address_from_the_first_node(monkeypatch):
+    monkeypatch.setattr(slurm_step, "node_address", {"gpu07": "10.0.0.7"}.__getitem__)
+    without = {key: value for key, value in STEP.items() if key != "MASTER_ADDR"}
+    assert master_address(without) == ("10.0.0.7", 20012)
+
+
+def test_what_torchrun_sets_inside_of_a_step_comes_first():
+    inside = {**STEP, "RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}
+    assert World.detect(inside) == World(0, 1, 0, 1, "torchrun")
+
+
+@pytest.mark.parametrize("change", [{"SLURM_STEP_ID": ""}, {"SLURM_STEP_NUM_TASKS": "1"}])
+def test_a_batch_script_and_a_shell_in_an_allocation_are_no_ranks(change):
+    assert World.detect({**STEP, **change}) is None
+
+
+@pytest.mark.parametrize(
+    ("short", "full"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("a[08-10],b", ["a08", "a09", "a10", "b"]),
+        ("r[1,3]-n[1-2]", ["r1-n1", "r1-n2", "r3-n1", "r3-n2"]),
+    ],
+)
+def test_slurms_short_forms_of_node_names_are_understood(short, full):
+    assert slurm_step.expand(short) == full
+
+
+def test_exit_codes_are_read_from_what_srun_says_of_the_last_attempt():
+    text = """\
+srun: error: n1: tasks 0-1: Terminated
+slurmstepd-n1: error: *** JOB 5 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO JOB REQUEUE ***
+srun: error: n2: task 2: Exited with exit code 3
+srun: launch/slurm: _step_signal: Terminating StepId=1.0
+srun: error: n1: tasks 0-1: Terminated
+srun: error: n2: task 3: Killed
+"""
+    assert exit_codes(text) == {2: 3, 0: -15, 1: -15, 3: -9}

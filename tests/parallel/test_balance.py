@@ -1,0 +1,83 @@
+"""Stages of equal cost, where the cost of a layer is measured."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from cases import Layout, parallel_section
+from torch import nn
+
+from data.batch import Batch
+from models.chain import Chain, Layer
+from models.losses import SquaredError
+from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer, stage_shares
+from parallel.plan import make_plan
+
+
+class Sleepy(nn.Linear):
+    """A layer whose forward takes ``seconds``."""
+
+    def __init__(self, seconds: float, width: int = 4) -> None:
+        super().__init__(width, width)
+        self.seconds = seconds
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return super().forward(x)
+
+
+def chain_of(*layers) -> Chain:
+    named = [Layer(f"l{i}", build) for i, build in enumerate(layers)]
+    return Chain(named, loss=SquaredError())
+
+
+def plan_of(chain: Chain, **changes):
+    section = parallel_section(Layout("pipelined", pp=2, chunks=2, **changes))
+    return make_plan(section, chain, global_batch_size=4, device="cpu", precision="fp32")
+
+
+SAMPLE = Batch(torch.randn(2, 4), torch.randn(2, 4))
+
+
+def test_a_layers_seconds_are_its_forward_and_backward():
+    chain = chain_of(*(lambda s=s: Sleepy(s) for s in (0.03, 0.0, 0.01)))
+    first, second, third = seconds_per_layer(plan_of(chain), chain, SAMPLE, seed=1, threads=1)
+    assert 0.03 <= first < 0.06 and second < 0.01 and 0.01 <= third < 0.03
+
+
+def test_measuring_leaves_random_numbers_and_threads_as_they_were():
+    chain = chain_of(lambda: nn.Linear(4, 4), lambda: nn.Dropout(0.5), lambda: nn.Linear(4, 4))
+    torch.manual_seed(3)
+    threads, state = torch.get_num_threads(), torch.default_generator.get_state()
+    seconds_per_layer(plan_of(chain), chain, SAMPLE, seed=1, threads=2)
+    assert torch.equal(torch.default_generator.get_state(), state)
+    assert torch.get_num_threads() == threads
+
+
+def test_bytes_grow_with_parameters_and_with_activations():
+    chain = chain_of(lambda: nn.Linear(4, 64), lambda: nn.Linear(64, 4), nn.Identity, lambda: nn.Linear(4, 4))
+    costs = bytes_per_layer(plan_of(chain), chain, SAMPLE, tensors_per_parameter=3)
+    assert costs[0] >= 3 * 4 * (4 * 64 + 64)
+    assert costs[1] > costs[3] > costs[2]
+    more = bytes_per_layer(plan_of(chain), chain, Batch(torch.randn(64, 4), torch.randn(64, 4)), 3)
+    assert all(b > a for a, b in zip(costs, more, strict=True))
+
+
+@pytest.mark.parametrize(
+    "costs, stages, counts",
+    [([1, 1, 1, 3], 2, [3, 1]), ([3, 1, 1, 1], 2, [1, 3]), ([1] * 6, 3, [2, 2, 2]), ([1, 9, 1], 3, [1, 1, 1])],
+)
+def test_the_dearest_stage_costs_least(costs, stages, counts):
+    assert equal_stages(costs, stages) == counts
+
+
+def test_noise_does_not_move_layers():
+    # Another cut would be 1 % better.
+    assert equal_stages([1.0, 1.0, 1.02, 0.99, 1.0, 1.01], 2) == [3, 3]
+    assert equal_stages([1.01, 1.01, 1.01, 1.01, 1.0, 1.0, 1.0], 2) == [4, 3]
+
+
+def test_shares_add_up():
+    assert stage_shares([1, 1, 2], [2, 1]) == [0.5, 0.5]

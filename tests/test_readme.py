@@ -1,0 +1,63 @@
+"""The README: its tables are those of the measurements, its commands compose, what it names is there."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from benchmarks import readme
+
+ROOT = Path(__file__).parents[1]
+TEXT = readme.README.read_text()
+CODE = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL))
+COMMANDS = [line.partition("train.py ")[2].partition(" #")[0] for line in TEXT.splitlines() if line.startswith("    ")]
+
+
+def composed(words: list[str]):
+    import hydra
+
+    from conf.schema import register
+
+    register()
+    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return hydra.compose("train", words)
+
+
+def test_tables_are_those_of_the_measurements():
+    assert readme.updated(TEXT) == TEXT, "python -m benchmarks.readme"
+    assert set(re.findall(r"<!-- table: (\w+) -->", TEXT)) == readme.TABLES.keys()
+
+
+@pytest.mark.parametrize("command", sorted({command for command in COMMANDS if command}))
+def test_every_command_composes(command):
+    words = shlex.split(command.replace("--cfg job", ""))
+    sweep = "-m" in words
+    words = [word for word in words if word != "-m"]
+    composed([re.sub(r",.*", "", word) if sweep else word for word in words])
+
+
+def test_every_setting_that_it_names_exists():
+    """`parallel.comm_hook=bf16` and the like, in running text and in tables."""
+    from omegaconf import OmegaConf
+
+    kinds = ("gpt2", "stdlib"), ("gpt2", "jsonl"), ("convnet", "mnist")
+    trees = [composed([f"model={model}", f"data={data}"]) for model, data in kinds]
+    words = [word.strip('"') for code in CODE for word in code.split()]
+    named = {match[1] for word in words if (match := re.match(r"((?:train|parallel|data|model|optim)\.\w+)=", word))}
+    assert len(named) > 15
+    assert [key for key in sorted(named) if all(OmegaConf.select(t, key, default="no") == "no" for t in trees)] == []
+
+
+@pytest.mark.parametrize("group", ["model", "data", "experiment", "parallel"])
+def test_every_option_is_in_its_table(group):
+    options = {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")}
+    head = {"parallel": r"\| `parallel=` ", "experiment": r"\| `python train.py experiment=` "}
+    table = re.split(head.get(group, rf"\| `{group}=` \|"), TEXT, maxsplit=1)[1].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)[` ]", table, flags=re.MULTILINE)) == options
+
+
+def test_every_file_that_it_names_is_there():
+    named = [word for word in CODE if re.fullmatch(r"[a-z_/]+\.(py|yaml|json|csv)", word) and "/" in word]
+    assert len(named) > 10
+    assert [path for path in named if not (ROOT / path).exists()] == []

@@ -1,0 +1,83 @@
+"""report.html: whole in itself, and readable in a real browser, on a desk and on a phone."""
+
+import re
+import shutil
+from html.parser import HTMLParser
+
+import pytest
+from sweep_jobs import chunk_sweep, leave
+
+from training.sweep.page import page
+from training.sweep.table import read_table
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+COMMAND = "python train.py -m model=resnet50 'parallel.chunks=1,2,3' logger.tags=[<b>]"
+
+
+@pytest.fixture(scope="module")
+def html(tmp_path_factory):
+    return page(read_table(chunk_sweep(tmp_path_factory.mktemp("sweep"))), COMMAND)
+
+
+class Links(HTMLParser):
+    """Every address that a browser would follow by itself."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found, self.tags = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.found += [value for name, value in attributes if name in ("src", "srcset", "href")]
+
+
+def test_nothing_comes_from_elsewhere_and_nothing_runs(html):
+    links = Links(html)
+    assert links.found and all(link.startswith("data:") for link in links.found)
+    assert "script" not in links.tags and "url(" not in html and "@import" not in html
+
+
+def test_it_names_the_best_the_command_and_the_errors(html):
+    text = re.sub(r"<[^>]*>", "", html.replace("<wbr>", ""))
+    assert "Fastest: parallel.chunks=12 with 2.9 s per step, 1.97x as fast as parallel.chunks=1." in text
+    assert "parallel.chunks=1,2,3" in text and "logger.tags=[&lt;b&gt;]" in text
+    assert "failed: TrainingError: no memory &lt;left&gt; &amp;" in text
+    assert "Traceback (most recent call last)" in text
+
+
+def test_a_sweep_in_which_nothing_has_trained_has_a_page_too(tmp_path):
+    leave(tmp_path, 0, "seed=1", status="failed", error="no")
+    leave(tmp_path, 1, "seed=2", status="waiting")
+    text = page(read_table(tmp_path), COMMAND)
+    assert "failed: no" in text and "waiting: not started" in text and "<img" not in text
+
+
+@pytest.mark.parametrize("width", [1200, 390])
+def test_a_browser_shows_it_without_complaint_and_without_sideways_scrolling(html, width, tmp_path):
+    api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -r requirements-dev.txt")
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip("needs Chromium on the PATH: apt-get install chromium")
+    path = tmp_path / "report.html"
+    path.write_text(html, encoding="utf-8")
+    said, asked = [], []
+    with api.sync_playwright() as playwright:
+        # Without a sandbox, which Chromium cannot have as root; the page is our own.
+        chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        view = chromium.new_page(viewport={"width": width, "height": 800})
+        view.on("console", lambda message: said.append(message.text))
+        view.on("pageerror", lambda error: said.append(str(error)))
+        view.on("request", lambda request: asked.append(request.url.split(":")[0]))
+        view.goto(path.as_uri())
+        shown = view.evaluate("[...document.images].map(i => [i.complete && i.naturalWidth, i.clientWidth])")
+        across = view.evaluate("document.documentElement.scrollWidth")
+        smallest = view.evaluate(
+            "Math.min(...[...document.querySelectorAll('p, td, th, figcaption, pre')].filter(e => e.offsetParent)"
+            ".map(e => parseFloat(getComputedStyle(e).fontSize)))"
+        )
+        chromium.close()
+    assert said == [] and set(asked) <= {"file", "data"}
+    assert len(shown) == 2 and all(natural > 0 and drawn > 0.6 * min(width, 900) for natural, drawn in shown)
+    assert across <= width
+    assert smallest >= 12, "pixels of text"

@@ -1,0 +1,115 @@
+"""Sweeps through the command line: each job for itself, a table of all, and going on where one was stopped."""
+
+import csv
+import json
+import os
+import signal
+
+import pytest
+from commandline import Started, train, wait_until
+
+QUICK = ["-m", "train.epochs=null", "train.eval_every=null", "train.checkpoint_every=null", "device=cpu"]
+GRID = [*QUICK, "train.steps=6", "parallel.chunks=1,3,2"]
+
+
+def jobs(folder):
+    with open(folder / "sweep.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def sweep(folder, *overrides, tag="console"):
+    return train([*overrides, f"hydra.sweep.dir='{folder}'"], folder, own_folder=False, tag=tag)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """Chunks 1, 3 and 2 of a batch of 64, with wandb: the second cannot be."""
+    folder = tmp_path_factory.mktemp("sweep") / "three"
+    return sweep(folder, *GRID)
+
+
+def test_one_bad_job_leaves_the_others_alone_and_the_exit_code_tells(three):
+    assert three.code == 1
+    assert [row["status"] for row in jobs(three.folder)] == ["finished", "failed", "finished"]
+    assert "train.global_batch_size=64 cannot be cut into dp=1 x chunks=3" in jobs(three.folder)[1]["error"]
+    assert "error: job 1: train.global_batch_size=64 cannot be cut" in three.stderr
+    assert "Traceback" not in three.console
+
+
+def test_the_table_has_overrides_and_results_and_is_shown_at_the_end(three):
+    first, _, last = jobs(three.folder)
+    assert (first["parallel.chunks"], last["parallel.chunks"]) == ("1", "2")
+    assert float(first["step_time_s"]) > 0 and float(first["final_loss"]) == pytest.approx(float(last["final_loss"]))
+    table = three.stdout.splitlines()[-5:]
+    assert table[0].startswith("job  parallel.chunks  status") and table[2].startswith("1    3                failed: ")
+    assert table[-1] == f"files: {three.folder}: sweep.csv sweep.png report.html"
+
+
+def test_the_figure_is_a_picture_and_the_page_names_command_and_errors(three):
+    assert (three.folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    page = (three.folder / "report.html").read_text()
+    assert "python train.py -m train.epochs=null" in page
+    assert "cannot be cut into dp=1 x chunks=3" in page
+
+
+def test_each_job_has_processes_of_its_own_even_where_one_is_enough(three):
+    """Then its peak memory is its own."""
+    assert three.stdout.count("1 process on cpu") == 2
+    assert (three.folder / "0" / "logs").is_dir() and (three.folder / "2" / "logs").is_dir(), "of workers"
+    first, _, last = jobs(three.folder)
+    peaks = [int(row["peak_memory_bytes_sum"]) for row in (first, last)]
+    assert peaks[1] < 1.1 * peaks[0]
+
+
+def test_wandb_gets_the_jobs_as_one_group_named_by_what_differs(three):
+    for num, chunks in (("0", "1"), ("2", "2")):
+        (file,) = (three.folder / num).glob("wandb/offline-run-*/*.wandb")
+        content = file.read_bytes()
+        assert b"three" in content and f"parallel.chunks={chunks}".encode() in content
+
+
+def test_the_same_command_runs_only_what_has_not_finished(three):
+    finished = three.folder / "0" / "metrics.jsonl"
+    before = finished.stat().st_mtime_ns
+    again = sweep(three.folder, *GRID, tag="again")
+    assert again.code == 1
+    assert "job 0 is finished" in again.stdout and "job 2 is finished" in again.stdout
+    assert finished.stat().st_mtime_ns == before
+    assert "1 process on cpu" not in again.stdout
+    assert [row["status"] for row in jobs(three.folder)] == ["finished", "failed", "finished"]
+
+
+def test_a_job_that_cannot_be_composed_is_a_row_too_and_a_mistake_of_all_is_an_error_at_once(tmp_path):
+    short = [*QUICK, "train.steps=1", "logger=none", "mode=plan"]
+    mixed = sweep(tmp_path / "mixed", *short, "parallel=single,nonsense")
+    assert mixed.code == 1
+    assert [row["status"] for row in jobs(mixed.folder)] == ["finished", "failed"]
+    assert "Could not find 'parallel/nonsense'" in mixed.stderr
+    wrong = sweep(tmp_path / "wrong", *short, "train.stepz=5", "seed=1,2")
+    assert wrong.code == 1 and "stepz" in wrong.stderr
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_ctrl_c_ends_a_sweep_with_a_table_of_what_is_there(tmp_path):
+    folder = tmp_path / "sweep"
+    overrides = [*QUICK, "logger=none", "train.steps=6,10000000,7", f"hydra.sweep.dir={folder}"]
+    run = Started(overrides, folder, own_folder=False)
+    try:
+        metrics = folder / "1" / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, 120, "the second job's steps")
+        os.killpg(run.process.pid, signal.SIGINT)
+        ended = run.wait(30)
+        assert ended.code == 1
+        assert [row["status"] for row in jobs(folder)] == ["finished", "interrupted", "waiting"]
+        assert "error: stopped by SIGINT; all workers have ended" in ended.stderr
+        assert "Traceback" not in ended.console
+        wait_until(lambda: not run.family(), 10, f"the end of {run.family()}")
+        assert json.loads((folder / "1" / "job.json").read_text())["seconds"] > 0
+    finally:
+        run.kill()
+
+
+def test_a_sweep_under_torchrun_is_refused(tmp_path):
+    world = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+    run = train([*GRID, f"hydra.sweep.dir={tmp_path}/x"], tmp_path / "run", own_folder=False, env=world)
+    assert run.code == 1 and "without torchrun" in run.stderr

@@ -1,0 +1,188 @@
+"""What a user may leave to measurement: ``parallel.balance=time|size`` and ``parallel.chunks=auto``.
+
+Settled once, before the run's processes start: from then on the configuration holds the numbers, so that all ranks
+and a resumed run have the same. Nothing that the run will use is touched: layers are measured on copies, chunk counts
+in trial runs with processes of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from data.batch import Batch
+from launchers import WorkerFailed, World, run_workers
+from models.chain import Chain
+from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer
+from parallel.devices import resolve_device_type
+from parallel.errors import PlanError
+from parallel.plan import Plan
+from training.checkpoint import newest, read_manifest
+from training.config import attributes, environment, plain
+from training.memory_estimate import tensors_per_parameter
+from training.records import write_json
+
+CHOICES = "choices.json"
+AUTO = "auto"
+_BALANCES = ("time", "size")
+_TRIAL_STEPS = 6
+_MOST_CANDIDATES = 10
+# Where more chunks have become so much slower than the best, still more will not be faster.
+_HOPELESS = 1.15
+
+
+def recall(cfg: Any, run_dir: Path) -> None:
+    """Put what the checkpoint to go on from was trained with in the place of words that would be measured again."""
+    resume = cfg.train.resume
+    if resume is None or (cfg.parallel.chunks != AUTO and cfg.parallel.balance not in _BALANCES):
+        return
+    path = newest(run_dir / "checkpoints") if resume == "auto" else Path(resume)
+    if path is None:
+        return
+    layout = read_manifest(path)["layout"]
+    if layout["parallel"] != cfg.parallel.name or layout["pp"] != cfg.parallel.pp:
+        return
+    if cfg.parallel.chunks == AUTO:
+        cfg.parallel.chunks = layout["chunks"]
+    if cfg.parallel.balance in _BALANCES:
+        cfg.parallel.balance = [len(layers) for layers in layout["stages"]]
+
+
+def layer_costs(cfg: Any, plan: Plan, chain: Chain, sample: Batch) -> list[float] | None:
+    """Seconds or bytes of each layer as ``parallel.balance`` asks; None where it asks for neither, or one stage needs
+    no balance."""
+    if cfg.parallel.balance not in _BALANCES or len(plan.stages) == 1:
+        return None
+    if cfg.parallel.balance == "time":
+        return seconds_per_layer(plan, chain, sample, cfg.seed, cfg.parallel.threads)
+    return bytes_per_layer(plan, chain, sample, tensors_per_parameter(plain(cfg.optim)))
+
+
+def settle_balance(cfg: Any, plan: Plan, costs: list[float]) -> None:
+    """Replace the word in the configuration by the number of layers of each stage."""
+    cfg.parallel.balance = equal_stages(costs, len(plan.stages))
+
+
+@dataclass
+class Trial:
+    """``step_time_s``: median; ``peak_memory_bytes``: over all ranks; ``problem``: why it cannot be chosen, if so."""
+
+    chunks: int
+    step_time_s: float | None = None
+    peak_memory_bytes: int | None = None
+    problem: str = ""
+
+
+def settle_chunks(cfg: Any, run_dir: Path, world: World | None) -> None:
+    """Try a few steps with each chunk count, print the table, and put the fastest that fits into the configuration.
+
+    Raises PlanError where there is nobody to try (ranks that were started already, modes that do not train) and where
+    no count runs.
+    """
+    if cfg.parallel.chunks != AUTO:
+        return
+    if cfg.mode != "train" or world is not None or cfg.launcher.name != "local":
+        raise PlanError(
+            "parallel.chunks=auto starts trial runs of its own on this machine: it needs mode=train, launcher=local "
+            "and no torchrun. Let it choose once, and give the number here"
+        )
+    limit = _free_memory() if resolve_device_type(cfg.device) == "cpu" else None
+    trials: list[Trial] = []
+    print("parallel.chunks=auto: a few steps with each", flush=True)
+    for chunks in candidates(cfg.train.global_batch_size):
+        trial = _try(cfg, chunks)
+        if trial is None:
+            continue
+        if limit is not None and (trial.peak_memory_bytes or 0) > limit:
+            trial.problem = f"needs more than the {limit / 2**30:.1f} GiB that are free"
+        trials.append(trial)
+        print(_row(trial), flush=True)
+        times = [t.step_time_s for t in trials if not t.problem]
+        if times and trial.step_time_s is not None and trial.step_time_s > _HOPELESS * min(times):
+            break
+    fit = [trial for trial in trials if not trial.problem]
+    if not fit:
+        raise PlanError(
+            "parallel.chunks=auto: no chunk count ran. "
+            + "; ".join(f"{trial.chunks}: {trial.problem}" for trial in trials)
+        )
+    best = min(fit, key=lambda trial: trial.step_time_s)
+    cfg.parallel.chunks = best.chunks
+    write_json(run_dir / CHOICES, {"chunks": best.chunks, "trials": [asdict(trial) for trial in trials]})
+    print(f"parallel.chunks={best.chunks} is the fastest\n", flush=True)
+
+
+def candidates(batch: int) -> list[int]:
+    """Chunk counts to try, ascending: divisors of the batch, thinned out where there are many."""
+    divisors = [n for n in range(1, batch + 1) if batch % n == 0]
+    while len(divisors) > _MOST_CANDIDATES:
+        # Drop the one whose neighbours are nearest to each other, in proportion.
+        inner = range(1, len(divisors) - 1)
+        del divisors[min(inner, key=lambda i: divisors[i + 1] / divisors[i - 1])]
+    return divisors
+
+
+def _try(cfg: Any, chunks: int) -> Trial | None:
+    """A short run of its own; None where the layout cannot have so many chunks."""
+    from training.setup import prepare
+
+    trial = copy.deepcopy(cfg)
+    trial.parallel.chunks = chunks
+    trial.logger = {"_target_": "training.records.NoLogger", "_recursive_": False, "_convert_": "all"}
+    trial.train.update(steps=_TRIAL_STEPS, epochs=None, eval_every=None, checkpoint_every=None, resume=None)
+    trial.train.update(profile=0, trace=False)
+    try:
+        plan = prepare(trial).plan
+    except PlanError:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        args = (plain(trial), folder)
+        try:
+            run_workers(_work, args, plan.processes, Path(folder) / "logs", env=environment(trial))
+        except WorkerFailed as failure:
+            return Trial(chunks, problem=_reason(failure))
+        summary = _read(Path(folder))
+    return Trial(chunks, summary["step_time_s"], sum(summary["peak_memory_bytes"]))
+
+
+def _work(world: World, tree: dict, folder: str) -> None:
+    """A worker of a trial: rank 0 is silent too."""
+    from launchers.failure import log_path
+    from launchers.worker import redirect_output
+    from training.run import run
+
+    if world.rank == 0:
+        redirect_output(log_path(Path(folder) / "logs", 0))
+    run(attributes(tree), Path(folder), world)
+
+
+def _read(folder: Path) -> dict:
+    from training.report import SUMMARY
+
+    return json.loads((folder / SUMMARY).read_text())
+
+
+def _reason(failure: WorkerFailed) -> str:
+    """Its last line says what; a kill is the system's answer to too little memory."""
+    return "out of memory" if failure.kind == "signal" else failure.text.strip().splitlines()[-1][:200]
+
+
+def _row(trial: Trial) -> str:
+    if trial.step_time_s is None:
+        return f"  chunks {trial.chunks:>4}   {trial.problem}"
+    time, memory = f"{trial.step_time_s * 1e3:>9.1f} ms a step", f"{trial.peak_memory_bytes / 2**30:.2f} GiB"
+    return f"  chunks {trial.chunks:>4}   {time}   {memory}   {trial.problem}".rstrip()
+
+
+def _free_memory() -> int | None:
+    """Bytes of main memory that processes could still take; None where the system does not say."""
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None

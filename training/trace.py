@@ -1,0 +1,163 @@
+"""``train.trace``: when each forward, backward and transfer of a pipeline ran, as a picture and as a Chrome trace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median_low
+
+from parallel.plan import Plan
+from parallel.timeline import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    FORWARD,
+    RECEIVE_ACTIVATION,
+    RECEIVE_GRADIENT,
+    WORK,
+    Interval,
+    Steps,
+    bubble_fraction,
+    steady_steps,
+    work_span,
+)
+
+PICTURE, EVENTS = "timeline.png", "timeline.json"
+_MOST_STEPS = 5  # in the Chrome trace
+# What a neighbour receives of each kind of work.
+_HANDS_ON = {FORWARD: RECEIVE_ACTIVATION, BACKWARD: RECEIVE_GRADIENT, BACKWARD_INPUT: RECEIVE_GRADIENT}
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A tensor from a neighbour, seconds: the receive was posted at ``posted``, the neighbour had finished computing
+    the tensor at ``ready`` (or before; never earlier than ``posted``), and it was used from ``used`` on."""
+
+    kind: str
+    stage: int
+    microbatch: int
+    posted: float
+    ready: float
+    used: float
+
+
+def why_no_timeline(plan: Plan) -> str | None:
+    """What to tell a user whose run cannot be drawn; None where it can."""
+    if not plan.pipelined:
+        return (
+            f"train.trace=true draws pipelines, parallel={plan.strategy} is none: no {PICTURE} will be written; "
+            "train.profile=N records N steps of any run"
+        )
+    if plan.device_type != "cpu":
+        return (
+            f"train.trace=true measures on the host's clock, which does not see when kernels run on "
+            f"{plan.device_type}: no {PICTURE} will be written; train.profile=N records N steps there"
+        )
+    return None
+
+
+def write_timeline(run_dir: Path, plan: Plan, model: str, ranks: Sequence[Steps], last_step: int) -> None:
+    """Write timeline.png, the steady step of median duration on replica 0, and timeline.json, up to five steady steps
+    around it on all replicas (open it in https://ui.perfetto.dev).
+
+    ranks      for each rank of the run its steps' intervals, all on one clock
+    last_step  the number of the newest step in there
+    """
+    from training.trace_figure import draw
+
+    replicas = [plan.mesh(0).pipeline(replica) for replica in range(plan.dp)]
+    first = [ranks[rank] for rank in replicas[0]]
+    steps = steady_steps(ranks)
+    drawn = step_of_median_duration(first, steps)
+    bubble = {
+        "this_step": bubble_fraction([[steps[drawn]] for steps in first]),
+        "steady_steps": bubble_fraction(first),
+        "ideal": plan.ideal_bubble,
+    }
+    layout = f"{plan.schedule}, {plan.pp} ranks, {plan.chunks} micro-batches of {plan.microbatch_size}"
+    figure = draw(
+        dict(zip(replicas[0], (steps[drawn] for steps in first), strict=True)),
+        f"{model}: {layout}" + (f" (replica 0 of {plan.dp})" if plan.dp > 1 else ""),
+        f"step {last_step + 1 + drawn}, of median duration among {len(steps)}.   Bubble: {bubble['this_step']:.1%} in "
+        f"this step, {bubble['steady_steps']:.1%} over all {len(steps)}, ideal {bubble['ideal']:.1%}",
+    )
+    figure.savefig(run_dir / PICTURE)
+    begin = max(steps[0], min(drawn - _MOST_STEPS // 2, -_MOST_STEPS))
+    shown = {last_step + 1 + i: i for i in range(begin, min(begin + _MOST_STEPS, 0))}
+    events = [
+        event
+        for replica, members in enumerate(replicas)
+        for event in _events(replica, {rank: {n: ranks[rank][i] for n, i in shown.items()} for rank in members})
+    ]
+    origin = min((e["ts"] for e in events if e["ph"] == "X"), default=0.0)
+    for event in events:
+        if event["ph"] == "X":
+            event["ts"] = round(event["ts"] - origin, 3)
+    other = {"model": model, "schedule": plan.schedule, "pp": plan.pp, "chunks": plan.chunks, "bubble_fraction": bubble}
+    content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+    (run_dir / EVENTS).write_text(json.dumps(content))
+
+
+def step_of_median_duration(ranks: Sequence[Steps], steps: Sequence[int]) -> int:
+    """Which of ``steps`` (indices from the end) is the median one by the span of its work over all ranks."""
+    spans = {}
+    for index in steps:
+        first, last = work_span([i for rank in ranks for i in rank[index]])
+        spans[index] = last - first
+    middle = median_low(spans.values())
+    return next(index for index, span in spans.items() if span == middle)
+
+
+def transfers(step: Sequence[Interval]) -> list[Transfer]:
+    """The receives among one step's intervals of a whole pipeline, with when the sender was ready."""
+    done = {(_HANDS_ON.get(i.kind), i.stage, i.microbatch): i.end for i in step}
+    found = []
+    for kind, stage, microbatch, posted, used in step:
+        if kind in WORK:
+            continue
+        sender = stage - 1 if kind == RECEIVE_ACTIVATION else stage + 1
+        ready = done.get((kind, sender, microbatch), posted)
+        found.append(Transfer(kind, stage, microbatch, posted, min(max(posted, ready), used), used))
+    return found
+
+
+def _events(replica: int, ranks: dict[int, dict[int, Sequence[Interval]]]) -> list[dict]:
+    """One replica's events: a process, with a thread for the work of each rank and some for what it receives.
+
+    ranks  by rank: by step number, its intervals
+    """
+    events = [_name("process", replica, 0, f"replica {replica}")]
+    for position, (rank, steps) in enumerate(ranks.items()):
+        stages = sorted({i.stage for step in steps.values() for i in step})
+        work = 100 * position
+        label = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+        events.append(_name("thread", replica, work, f"rank {rank}: {label}"))
+        free: list[float] = []  # when each thread of receives is: those of a thread must not overlap
+        for number, step in steps.items():
+            for interval in sorted(step, key=lambda i: i.start):
+                lane = work
+                if interval.kind not in WORK:
+                    place = next((n for n, end in enumerate(free) if end <= interval.start), len(free))
+                    free[place : place + 1] = [interval.end]
+                    lane = work + 1 + place
+                events.append(_complete(replica, lane, number, interval))
+        events += [_name("thread", replica, work + 1 + n, f"rank {rank}: receives") for n in range(len(free))]
+    return events
+
+
+def _complete(pid: int, tid: int, step: int, interval: Interval) -> dict:
+    return {
+        "name": f"{interval.kind.replace('_', ' ')} {interval.microbatch}",
+        "cat": "work" if interval.kind in WORK else "receive",
+        "ph": "X",
+        "pid": pid,
+        "tid": tid,
+        "ts": interval.start * 1e6,
+        "dur": round((interval.end - interval.start) * 1e6, 3),
+        "args": {"step": step, "microbatch": interval.microbatch, "stage": interval.stage},
+    }
+
+
+def _name(what: str, pid: int, tid: int, name: str) -> dict:
+    return {"name": f"{what}_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
