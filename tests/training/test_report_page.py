@@ -81,3 +81,11 @@ def test_a_browser_shows_it_without_complaint_and_without_sideways_scrolling(htm
     assert len(shown) == 2 and all(natural > 0 and drawn > 0.6 * min(width, 900) for natural, drawn in shown)
     assert across <= width
     assert smallest >= 12, "pixels of text"
+
+
+def test_timelines_that_jobs_have_recorded_are_in_it_and_the_best_one_s_is_open(tmp_path):
+    for row in read_table(chunk_sweep(tmp_path)).timed:
+        (row.folder / "timeline.png").write_bytes(b"\x89PNG")
+    text = page(read_table(tmp_path), COMMAND)
+    assert text.count("Timeline of parallel.chunks=") == 8
+    assert "<details open><summary>parallel.chunks=12<" in text and text.count("<details open>") == 1

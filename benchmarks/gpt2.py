@@ -1,0 +1,272 @@
+"""GPT-2 124M on whatever device there is: tokens/s, MFU, and what each lever does.
+
+    python -m benchmarks.gpt2 [--rounds 2] [--steps N] [--batch B] [--tokens T] [--quick]
+
+The first row is a tutorial's loop: float32, logits, F.cross_entropy, AdamW as it comes. The second has every lever
+pulled; each further row lets go of one of them. Every measurement is a process of its own, in turns; a row's figure is
+the median over all steps but the warm-up's. On a GPU there is a row of ResNet-50 in bf16 and channels_last as well.
+
+MFU is tokens/s x FLOP per token / peak. FLOP per token = 6 N + 12 L H Q T, N being the parameters without those of the
+positions, L layers, H heads of width Q, T tokens. The peak is the device's own for dense bf16 by its datasheet, where
+it is known, else what a large product of bf16 matrices reaches here; both are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks import figure, table
+from benchmarks.timing import Spread
+from benchmarks.trainer import Trainer, configured, wait_for
+from models.gpt2 import SIZES, Size
+from parallel.devices import keep_freed_memory
+from training.errors import TrainingError
+from training.setup import check_compiler
+
+DATASHEET = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "4090": 165e12}  # FLOP/s, dense bf16
+PADDED, PLAIN = 50304, 50257
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Levers:
+    """``microbatch``: sequences that pass through the model at a time."""
+
+    microbatch: int
+    precision: str = "bf16"
+    fused: bool = True
+    vocabulary: int = PADDED
+    compiled: bool = False
+    tutorial: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained: ``batch`` sequences of ``tokens`` a step, ``steps`` measured."""
+
+    size: str
+    batch: int
+    tokens: int
+    steps: int
+    device: str
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--rounds", type=int, default=2, help="processes of each row")
+    options.add_argument("--steps", type=int, help="measured in each process; 20 on a GPU, else 2")
+    options.add_argument("--batch", type=int, help="sequences a step; 64 on a GPU, else 8")
+    options.add_argument("--tokens", type=int, help="tokens a sequence; 1024 on a GPU, else 256")
+    options.add_argument("--compile", choices=["auto", "no"], default="auto", help="auto: where it can be had")
+    options.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    chosen = options.parse_args()
+    gpu = torch.cuda.is_available()
+    job = Job(
+        "tiny" if chosen.quick else "124M",
+        batch=chosen.batch or (64 if gpu else 8),
+        tokens=64 if chosen.quick else chosen.tokens or (1024 if gpu else 256),
+        steps=1 if chosen.quick else chosen.steps or (20 if gpu else 2),
+        device="cuda" if gpu else "cpu",
+    )
+    ways = rows_to_measure(job.batch, compiler=chosen.compile == "auto" and has_compiler(job.device))
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(1 if chosen.quick else chosen.rounds):
+        for name, levers in ways.items():
+            seconds[name] += alone(measure, job, levers)
+            print(f"{name}: {statistics.median(seconds[name]):.3f} s", file=sys.stderr, flush=True)
+    measured = alone(measured_peak, job.device, 512 if chosen.quick else 8192 if gpu else 2048)
+    peak = datasheet_peak() or measured
+    rows = tabulate(seconds, ways, job, peak)
+    if gpu:
+        rows.append(images_row(alone(resnet50, 256, job.steps), 256))
+    print(table.markdown(rows))
+    work = f"{flop_per_token(SIZES[job.size], job.tokens, PADDED) / 1e6:.1f} MFLOP a token (6N + 12LHQT)"
+    peaks = f"peak {peak / 1e12:.4g} TFLOP/s{' (datasheet)' if datasheet_peak() else ''}, measured {measured / 1e12:.4g}"
+    print(f"\n{work}; {peaks}")
+    path = table.write("gpt2", rows, chosen.quick, **asdict(job), work=work, peak=peaks)
+    drawing, (axes,) = figure.canvas(columns=2)
+    figure.bars(axes, {r["run"]: figure.spread_of(r) for r in rows if r["MFU"]}, "seconds a step", [ALL])
+    axes.tick_params(axis="x", labelsize="small")
+    drawing.savefig(path.with_suffix(".png"))
+    print(f"written to {path} and {path.with_suffix('.png')}")
+
+
+ALL = "all levers"
+
+
+def rows_to_measure(batch: int, compiler: bool) -> dict[str, Levers]:
+    """The table's rows by name."""
+    best = Levers(microbatch=batch, compiled=compiler)
+    rows = {
+        "a tutorial's loop, fp32": Levers(batch, "fp32", fused=False, vocabulary=PLAIN, tutorial=True),
+        ALL: best,
+        "without bf16": replace(best, precision="fp32"),
+        "without fused AdamW": replace(best, fused=False),
+        f"without padding (vocabulary {PLAIN})": replace(best, vocabulary=PLAIN),
+        f"micro-batch {batch // 2}": replace(best, microbatch=batch // 2),
+        f"micro-batch {batch // 4}": replace(best, microbatch=batch // 4),
+    }
+    if compiler:
+        rows["without compile"] = replace(best, compiled=False)
+    return rows
+
+
+def has_compiler(device: str) -> bool:
+    """Whether torch.compile can work here; says why not."""
+    try:
+        check_compiler(device)
+    except TrainingError as error:
+        print(f"no row for compile: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def alone(function: Callable, *arguments):
+    """What ``function`` returns in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def measure(job: Job, levers: Levers) -> list[float]:
+    """Seconds of each measured step."""
+    keep_freed_memory()
+    trainer = Trainer(
+        configured(
+            [
+                "model=gpt2", f"model.size={job.size}", f"model.vocab_size={levers.vocabulary}", "parallel=single",
+                f"parallel.chunks={job.batch // levers.microbatch}", f"train.global_batch_size={job.batch}",
+                f"data.seq_len={job.tokens}", f"train.precision={levers.precision}", "train.grad_clip=null",
+                f"train.compile={levers.compiled}", f"device={job.device}", "logger=none",
+                *([f"model.block_size={job.tokens}"] if job.tokens > SIZES[job.size].block_size else []),
+            ]
+        )
+    )  # fmt: skip
+    step = tutorial_step(trainer) if levers.tutorial else trainer.step
+    if not levers.fused and not levers.tutorial:
+        trainer.optimizer = _NotFused(trainer)
+    seconds = []
+    for number in range(1, WARM_UP + job.steps + 1):
+        start = time.perf_counter()
+        step(number)
+        if number > WARM_UP:
+            seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def tutorial_step(trainer: Trainer) -> Callable[[int], None]:
+    """The textbook's step on the same weights and batches."""
+    device = trainer.strategy.device
+    model = trainer.strategy.stages[0].layers
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)
+
+    def step(number: int) -> None:
+        batch = trainer.batch(number).to(device)
+        loss = F.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss.item()
+        wait_for(device)
+
+    return step
+
+
+class _NotFused:
+    """torch's AdamW with a kernel for each operation, in the place of ``training.optimizer.Optimizer``."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.base_lr = trainer.optimizer.base_lr
+        self._torch = torch.optim.AdamW(
+            trainer.strategy.parameters(), lr=self.base_lr, betas=(0.9, 0.95), weight_decay=0.1, fused=False
+        )
+
+    def step(self, lr: float) -> None:
+        self._torch.step()
+
+
+def resnet50(batch: int, steps: int) -> list[float]:
+    """Seconds of each step of ResNet-50 on 224x224 images, bf16 and channels_last, on the GPU."""
+    trainer = Trainer(
+        configured(
+            [
+                "model=resnet50", "model.loss=cross_entropy", "data.image_size=224", f"train.global_batch_size={batch}",
+                f"data.samples={4 * batch}", "train.precision=bf16", "train.cudnn_benchmark=true", "device=cuda",
+                "logger=none",
+            ]
+        )
+    )  # fmt: skip
+    torch.backends.cudnn.benchmark = True
+    seconds = []
+    for number in range(1, WARM_UP + steps + 1):
+        start = time.perf_counter()
+        trainer.step(number)
+        seconds.append(time.perf_counter() - start)
+    return seconds[WARM_UP:]
+
+
+def measured_peak(device: str, width: int) -> float:
+    """FLOP/s of products of bf16 matrices, width x width: the fastest of ten."""
+    a, b = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in range(2))
+    fastest = float("inf")
+    for _ in range(13):
+        start = time.perf_counter()
+        a @ b
+        wait_for(a.device)
+        fastest = min(fastest, time.perf_counter() - start)
+    return 2 * width**3 / fastest
+
+
+def datasheet_peak() -> float | None:
+    """Dense bf16 FLOP/s of this GPU, where it is one of those known."""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for part, peak in DATASHEET.items() if part in name), None)
+
+
+def flop_per_token(size: Size, tokens: int, vocabulary: int) -> float:
+    """6 N + 12 L H Q T for sequences of ``tokens``; N without the positions, the tied head counted once."""
+    width = size.n_embd
+    block = 12 * width**2 + 13 * width  # four matrices with their biases, two norms
+    parameters = size.n_layer * block + 2 * width + vocabulary * width
+    return 6 * parameters + 12 * size.n_layer * width * tokens
+
+
+def tabulate(seconds: dict[str, list[float]], ways: dict[str, Levers], job: Job, peak: float) -> list[dict]:
+    """Rows of the table; useful work is counted for the vocabulary of each row."""
+    reference = statistics.median(seconds[ALL])
+    rows = []
+    for name, values in seconds.items():
+        spread = Spread.of(values)
+        rate = job.batch * job.tokens / spread.median
+        work = flop_per_token(SIZES[job.size], job.tokens, ways[name].vocabulary)
+        rows.append(
+            {
+                "run": name,
+                **spread.columns(),
+                "tokens/s": f"{rate:,.0f}",
+                "MFU": f"{rate * work / peak:.1%}",
+                "time against all levers": f"{spread.median / reference:.2f}x",
+            }
+        )
+    return rows
+
+
+def images_row(seconds: list[float], batch: int) -> dict:
+    """ResNet-50's row: images/s where the others have tokens/s."""
+    spread = Spread.of(seconds)
+    rate = f"{batch / spread.median:,.0f} images/s"
+    return {"run": f"ResNet-50, batch {batch}", **spread.columns(), "tokens/s": rate, "MFU": "", "time against all levers": ""}
+
+
+if __name__ == "__main__":
+    main()
