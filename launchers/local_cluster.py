@@ -139,8 +139,8 @@ class LocalCluster:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        names = {"socket": "munge.socket", "pid-file": "munged.pid", "log-file": "munged.log", "seed-file": "munge.seed"}
-        options = [f"--{option}={self.folder / name}" for option, name in names.items()]
+        names = {"socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        options = [f"--{option}={self.folder}/munge{'d' * (name == 'pid')}.{name}" for option, name in names.items()]
         # --force: it would refuse a folder that other users cannot enter.
         self._run("munged", "--force", f"--key-file={key}", "--num-threads=2", *options)
 
@@ -185,7 +185,8 @@ class LocalCluster:
                 return
             if time.monotonic() > deadline:
                 logs = "\n".join(_tail(path) for path in sorted(self.folder.glob("slurm*.log")))
-                raise LaunchError(f"after {_START_S:g} s the nodes are {', '.join(states) or 'unknown'}, not idle\n{logs}")
+                found = ", ".join(states) or "unknown"
+                raise LaunchError(f"after {_START_S:g} s the nodes are {found}, not idle\n{logs}")
             time.sleep(0.1)
 
     def _env(self) -> dict[str, str]:
@@ -235,13 +236,14 @@ def _kill(pid: int, signum: int) -> None:
 
 
 def _processes() -> list[tuple[int, int, bytes]]:
-    """(pid, parent, environment or command line) of every process that can be read."""
+    """(pid, parent, command line and environment) of every process that can be read."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                found.append((int(entry.name), parent, (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()))
+                text = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+                found.append((int(entry.name), parent, text))
             except OSError:
                 continue
     return found

@@ -26,7 +26,9 @@ _WORDS = {
 }
 
 
-def explain(job: str, state: State, folder: Path, log_dir: str | os.PathLike, ranks: int, limit: int) -> LaunchError | None:
+def explain(
+    job: str, state: State, folder: Path, log_dir: str | os.PathLike, ranks: int, limit: int
+) -> LaunchError | None:
     """The error that ended ``job``; None where all its ``ranks`` have done their work.
 
     folder: submitit's, with the ranks' results, reports and output. limit: the job's time limit in minutes.
@@ -61,7 +63,7 @@ def find_deaths(job: str, folder: Path, ranks: int) -> list[Death]:
             # srun is silent about a task that left with code 0; without any line it never came that far.
             if codes or len(open_ranks) < ranks:
                 deaths.append(Death(rank, 0, None))
-        elif code >= 0 or rank == first or codes[first] == code == -signal.SIGKILL:
+        elif code >= 0 or rank == first:
             # Later kills are srun's own, of the tasks that were left.
             deaths.append(Death(rank, code, None))
     return deaths

@@ -16,8 +16,8 @@ from launchers.failure import log_path, write_report
 from launchers.worker import PEER_DELAY_S, redirect_output
 from launchers.world import World
 
-# The signal that announces the time limit. It is blocked from the first instruction on (see BLOCKED_PYTHON) and never
-# delivered: at step borders one asks whether it is pending. So it can strike nowhere, neither in a loader's workers.
+# The signal that announces the time limit. It is blocked from the first instruction on (by BLOCK) and never delivered:
+# at step borders one asks whether it is pending. So it can strike nowhere, not in a loader's workers either.
 SIGNAL = signal.SIGUSR2
 BLOCK = "env --block-signal=USR2"
 MAX_REQUEUES = 100
@@ -28,9 +28,22 @@ class Stopped(Exception):
     """The run has saved its state and ended early, as ``stop_wanted`` asked; it can go on from there."""
 
 
+_terminated = False
+
+
+def heed_termination() -> None:
+    """Have SIGTERM noted instead of ending this process: preemption sends it some seconds before SIGKILL."""
+
+    def note(signum, frame) -> None:
+        global _terminated
+        _terminated = True
+
+    signal.signal(signal.SIGTERM, note)
+
+
 def stop_wanted() -> bool:
     """Whether this process was told that its time is nearly over. Asked at step borders; agree among ranks on it."""
-    return SIGNAL in signal.sigpending()
+    return _terminated or SIGNAL in signal.sigpending()
 
 
 def restarts(environ: Mapping[str, str] = os.environ) -> int:
@@ -55,9 +68,8 @@ def work(entry: Callable, args: tuple, folder: str, log_dir: str, max_requeues: 
     An exception is written to report_path and ends the process with code 1, without any clean-up that could wait for a
     peer. Stopped puts the job into the queue again.
     """
-    # submitit's handlers would only log SIGTERM, and requeue from within whatever runs at the moment.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGCONT, signal.SIG_DFL)
+    # submitit's own handler would only log it.
+    heed_termination()
     world = World.detect() or World.alone()
     report = report_path(folder, job_id(), world.rank)
     report.unlink(missing_ok=True)
@@ -81,8 +93,11 @@ def work(entry: Callable, args: tuple, folder: str, log_dir: str, max_requeues: 
 def go_on_later(world: World, why: str, max_requeues: int) -> None:
     """Put this job into the queue again, as rank 0, and wait for the end that this brings to all ranks.
 
-    Raises LaunchError where it was queued again ``max_requeues`` times already, and where the queue refuses.
+    Raises LaunchError where it was queued again ``max_requeues`` times already, where the queue refuses, and after
+    SIGTERM: then the job was cancelled, or SLURM itself puts it into the queue again.
     """
+    if SIGNAL not in signal.sigpending():
+        raise LaunchError(f"{why}, on SIGTERM")
     if restarts() >= max_requeues:
         raise LaunchError(f"{why}; it was queued again {restarts()} times already (launcher.max_requeues)")
     if world.rank == 0:

@@ -28,11 +28,22 @@ class Ready:
         return json.dumps([self.processes, self.tree["launcher"], self.tree["parallel"]["env"]], sort_keys=True)
 
 
-def planned_world(launcher: Any) -> int | None:
-    """How many processes the job will have, where the configuration says so by itself."""
-    if launcher.name != "slurm" or launcher.tasks_per_node is None:
-        return None
-    return launcher.nodes * launcher.tasks_per_node
+def prepare_here(cfg: Any):
+    """``prepare`` on the submitting side: for the processes that the job will have, and for its devices as far as this
+    machine has such (one without a GPU checks the rest)."""
+    import torch
+
+    from training.setup import prepare
+
+    launcher, per_node = cfg.launcher, cfg.launcher.tasks_per_node
+    if per_node is None and launcher.gpus_per_node is not None and cfg.parallel.dp is None:
+        per_node = launcher.gpus_per_node
+    world_size = None if per_node is None else launcher.nodes * per_node
+    if launcher.gpus_per_node is None or torch.cuda.is_available():
+        return prepare(cfg, world_size)
+    setup = prepare(attributes({**plain(cfg), "device": "cpu"}), world_size)
+    setup.cfg.device = cfg.device
+    return setup
 
 
 def ready(setup, run_dir: Path) -> Ready:

@@ -24,13 +24,14 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
     Raises one of training.errors.USER_ERRORS; everything that can be checked is, before any process starts.
     """
     from training.choices import recall, settle_chunks
-    from training.cluster import planned_world, run_as_job
+    from training.cluster import prepare_here, run_as_job
     from training.setup import prepare
 
     cfg = attributes(plain(cfg))
     recall(cfg, run_dir)
     settle_chunks(cfg, run_dir, world)
-    setup = prepare(cfg, world.size if world else planned_world(cfg.launcher))
+    queued = world is None and cfg.launcher.name == "slurm"
+    setup = prepare_here(cfg) if queued else prepare(cfg, world.size if world else None)
     if cfg.mode != "plan":
         from omegaconf import OmegaConf
 
@@ -42,7 +43,7 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
     processes = setup.plan.processes
     if world is not None:
         _lead(setup, run_dir, world)
-    elif cfg.launcher.name == "slurm":
+    elif queued:
         run_as_job(setup, run_dir)
     elif processes == 1 and not isolated:
         from training.run import run
@@ -145,8 +146,10 @@ def follow(world: World) -> None:
 @contextmanager
 def _requeued(world: World) -> Iterator[None]:
     """A run in a batch script of the user's own that was told to stop goes on as a later attempt of the same job."""
-    from launchers.slurm_worker import MAX_REQUEUES, Stopped, go_on_later
+    from launchers.slurm_worker import MAX_REQUEUES, Stopped, go_on_later, heed_termination
 
+    if world.origin == "slurm":
+        heed_termination()
     try:
         yield
     except Stopped as stopped:

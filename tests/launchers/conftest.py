@@ -18,7 +18,8 @@ def cluster(tmp_path_factory):
 
     if lacking := missing():
         pytest.skip(f"no SLURM here: {lacking}")
-    with LocalCluster(tmp_path_factory.mktemp("slurm") / "cluster", nodes=2) as started, pytest.MonkeyPatch.context() as m:
+    folder = tmp_path_factory.mktemp("slurm") / "cluster"
+    with LocalCluster(folder, nodes=2) as started, pytest.MonkeyPatch.context() as patch:
         for name, value in started.environment.items():
-            m.setenv(name, value)
+            patch.setenv(name, value)
         yield started

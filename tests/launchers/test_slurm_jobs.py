@@ -7,9 +7,9 @@ import threading
 import time
 
 import pytest
-from conf.schema.launcher import Slurm
 from slurm_jobs import fail
 
+from conf.schema.launcher import Slurm
 from launchers import Interrupted, LaunchError
 from launchers.slurm import Task, submit, wait
 

@@ -11,11 +11,11 @@ from hydra.core.hydra_config import HydraConfig
 
 from launchers import Interrupted
 from launchers.slurm import wait
-from training.cluster import Ready, note, planned_world, queue, ready
+from training.choices import recall, settle_chunks
+from training.cluster import Ready, note, prepare_here, queue, ready
 from training.config import attributes, plain
 from training.errors import USER_ERRORS
 from training.records.environment import mask_arguments
-from training.setup import prepare
 from training.sweep.job import show_as_group
 from training.sweep.record import FAILED, INTERRUPTED, WAITING, Job, write_job
 
@@ -28,7 +28,9 @@ def check(cfg: Any) -> Ready | None:
     show_as_group(cfg, Path(hydra.sweep.dir), hydra.job.num)
     try:
         cfg = attributes(plain(cfg))
-        return ready(prepare(cfg, planned_world(cfg.launcher)), folder)
+        recall(cfg, folder)
+        settle_chunks(cfg, folder, None)
+        return ready(prepare_here(cfg), folder)
     except USER_ERRORS as error:
         _fail(folder, error)
         return None

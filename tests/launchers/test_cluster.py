@@ -1,0 +1,76 @@
+"""A SLURM of one's own on this machine: it starts, runs jobs, listens to nobody else, and nothing is left of it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launchers import LaunchError, local_cluster
+from launchers.local_cluster import LocalCluster, missing
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def daemons(folder):
+    """Every process that says it belongs to the cluster in ``folder``."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = " ".join(process.cmdline()) + " ".join(process.environ().values())
+        except psutil.Error:
+            continue
+        if str(folder) in words and process.pid != os.getpid():
+            found.append(process)
+    return found
+
+
+@pytest.mark.slurm
+def test_a_cluster_runs_jobs_on_loopback_only_and_leaves_nothing_behind(tmp_path):
+    if lacking := missing():
+        pytest.skip(f"no SLURM here: {lacking}")
+    with LocalCluster(tmp_path / "c", nodes=2) as cluster:
+        env = {**os.environ, **cluster.environment}
+        done = subprocess.run(
+            ["srun", "-N2", "-n2", "printenv", "SLURMD_NODENAME"], env=env, capture_output=True, text=True, timeout=30
+        )
+        assert sorted(done.stdout.split()) == ["n1", "n2"]
+        running = daemons(tmp_path / "c")
+        connections = [c for process in running for c in process.net_connections("inet") if c.status == "LISTEN"]
+        assert len(connections) >= 3
+        assert {c.laddr.ip for c in connections} == {"127.0.0.1"}
+        endless = ["sbatch", "--output=/dev/null", "--wrap", "sleep 600"]
+        subprocess.run(endless, env=env, check=True, capture_output=True)
+    assert not [process for process in daemons(tmp_path / "c") if process.is_running()]
+
+
+@pytest.mark.slurm
+def test_the_command_line_starts_and_stops_one(tmp_path):
+    if lacking := missing():
+        pytest.skip(f"no SLURM here: {lacking}")
+    command = [sys.executable, "-m", "launchers.local_cluster"]
+    folder = tmp_path / "c"
+    try:
+        start = [*command, "start", folder]
+        done = subprocess.run([*start, "--nodes=3"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"3 nodes are idle. Use them with:\nexport SLURM_CONF={folder}/slurm.conf\n"
+        again = subprocess.run(start, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert (again.returncode, again.stderr) == (
+            1, f"error: {folder} is not empty: stop the cluster there, or choose another folder\n",
+        )  # fmt: skip
+    finally:
+        subprocess.run([*command, "stop", folder], cwd=ROOT, timeout=60)
+    assert daemons(folder) == []
+    assert not folder.exists()
+
+
+def test_what_the_machine_lacks_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(local_cluster, "_find", lambda program: None if program == "munged" else f"/bin/{program}")
+    assert missing() == "munged not found; on Debian: apt-get install slurm-wlm munge"
+    monkeypatch.setattr(local_cluster, "_find", lambda program: f"/bin/{program}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(LaunchError, match="no local SLURM here: starting SLURM's daemons needs root"):
+        LocalCluster(tmp_path).start()
