@@ -22,14 +22,10 @@ import torch.distributed as dist
 
 from benchmarks import figure, ranks, table
 from benchmarks.timing import Spread, paired, take_turns
-from benchmarks.trainer import Trainer, configured, wait_for
+from benchmarks.trainer import TRANSFORMER, Trainer, configured, wait_for
 
 ONE, APART = "1 replica", "2 processes apart"
 BUCKETS = (1, 5, 25, 100)  # MiB
-MODEL = (
-    "model=transformer", "model.d_model=256", "model.d_hid=1024", "model.n_layer=8", "data.max_vocabulary=6144",
-    "data.seq_len=128", "train.grad_clip=null", "optim=sgd", "scheduler=constant", "logger=none",
-)  # fmt: skip
 
 
 def main() -> None:
@@ -40,7 +36,7 @@ def main() -> None:
     options.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     chosen = options.parse_args()
     batch, rounds = (2, 2) if chosen.quick else (chosen.batch, chosen.rounds)
-    common = [*MODEL, f"train.precision={chosen.precision}", f"device={ranks.device_type()}"]
+    common = [*TRANSFORMER, "logger=none", f"train.precision={chosen.precision}", f"device={ranks.device_type()}"]
     common += ["model.d_model=32", "data.seq_len=16"] if chosen.quick else []
     configured(common)  # tokens: once, and not on both ranks
     found = ranks.run("benchmarks.ddp:measure", common, batch, rounds)
@@ -51,7 +47,7 @@ def main() -> None:
     path = table.write(
         "ddp", rows, chosen.quick, batch=batch, rounds=rounds, precision=chosen.precision, exchange=alone
     )
-    drawing, (axes,) = figure.canvas()
+    drawing, (axes,) = figure.canvas(width=10.0)
     figure.bars(axes, {r["run"]: figure.spread_of(r) for r in rows}, "seconds a step", [r["run"] for r in rows[2:]])
     axes.tick_params(axis="x", labelsize="x-small")
     drawing.savefig(path.with_suffix(".png"))
@@ -76,7 +72,7 @@ def measure(rank: int, common: list[str], batch: int, rounds: int) -> dict:
             continue
         setup = configured([*common, *way])
         # Alone or apart, each rank is the first of one.
-        trainers.append(Trainer(setup, rank if setup.plan.dp > 1 else 0))
+        trainers.append(Trainer(setup, rank if setup.plan.dp > 1 else 0, local_rank=rank))
         steps[name] = trainers[-1].step
     seconds = take_turns(steps, rounds, meet=dist.barrier)
     strategy = trainers[-1].strategy

@@ -13,9 +13,9 @@ from benchmarks.timing import Spread
 BLUE, GREY, GREEN, ORANGE = "#0072b2", "#8a8a8a", "#009e73", "#d55e00"
 
 
-def canvas(columns: int = 1, rows: int = 1) -> tuple[Figure, list[Axes]]:
-    """A figure of columns x rows axes without frames."""
-    drawing = Figure(figsize=(6.0 * columns, 4.2 * rows), layout="constrained", dpi=150)
+def canvas(columns: int = 1, rows: int = 1, width: float = 6.0) -> tuple[Figure, list[Axes]]:
+    """A figure of columns x rows axes without frames, each ``width`` inches wide."""
+    drawing = Figure(figsize=(width * columns, 4.2 * rows), layout="constrained", dpi=150)
     axes = [drawing.add_subplot(rows, columns, i + 1) for i in range(rows * columns)]
     for one in axes:
         for side in ("top", "right"):
@@ -80,4 +80,6 @@ def spread_of(row: Mapping) -> Spread:
 
 def _fastest(lines: Mapping[str, list]) -> dict[str, list[tuple[float, float]]]:
     """One point for each x: the lowest (several splits may have been tried)."""
-    return {name: [(x, min(b for a, b in line if a == x)) for x in {a for a, _ in line}] for name, line in lines.items()}
+    return {
+        name: [(x, min(y for at, y in line if at == x)) for x in {at for at, _ in line}] for name, line in lines.items()
+    }

@@ -3,8 +3,9 @@
     python -m benchmarks.gpt2 [--rounds 2] [--steps N] [--batch B] [--tokens T] [--quick]
 
 The first row is a tutorial's loop: float32, logits, F.cross_entropy, AdamW as it comes. The second has every lever
-pulled; each further row lets go of one of them. Every measurement is a process of its own, in turns; a row's figure is
-the median over all steps but the warm-up's. On a GPU there is a row of ResNet-50 in bf16 and channels_last as well.
+pulled (torch.compile on a GPU only: on a CPU it is a row of its own); each further row moves one of them. Every
+measurement is a process of its own, in turns; a row's figure is the median over all steps but the warm-up's. On a GPU
+there is a row of ResNet-50 in bf16 and channels_last as well.
 
 MFU is tokens/s x FLOP per token / peak. FLOP per token = 6 N + 12 L H Q T, N being the parameters without those of the
 positions, L layers, H heads of width Q, T tokens. The peak is the device's own for dense bf16 by its datasheet, where
@@ -17,7 +18,6 @@ import argparse
 import multiprocessing
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import figure, table
-from benchmarks.timing import Spread
+from benchmarks.timing import Spread, take_turns
 from benchmarks.trainer import Trainer, configured, wait_for
 from models.gpt2 import SIZES, Size
 from parallel.devices import keep_freed_memory
@@ -35,6 +35,7 @@ from training.setup import check_compiler
 DATASHEET = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "4090": 165e12}  # FLOP/s, dense bf16
 PADDED, PLAIN = 50304, 50257
 WARM_UP = 2
+ALL = "all levers"
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def main() -> None:
         steps=1 if chosen.quick else chosen.steps or (20 if gpu else 2),
         device="cuda" if gpu else "cpu",
     )
-    ways = rows_to_measure(job.batch, compiler=chosen.compile == "auto" and has_compiler(job.device))
+    ways = rows_to_measure(job.batch, gpu, compiler=chosen.compile == "auto" and has_compiler(job.device))
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(1 if chosen.quick else chosen.rounds):
         for name, levers in ways.items():
@@ -90,22 +91,20 @@ def main() -> None:
         rows.append(images_row(alone(resnet50, 256, job.steps), 256))
     print(table.markdown(rows))
     work = f"{flop_per_token(SIZES[job.size], job.tokens, PADDED) / 1e6:.1f} MFLOP a token (6N + 12LHQT)"
-    peaks = f"peak {peak / 1e12:.4g} TFLOP/s{' (datasheet)' if datasheet_peak() else ''}, measured {measured / 1e12:.4g}"
+    source = "datasheet" if datasheet_peak() else "measured"
+    peaks = f"peak {peak / 1e12:.4g} TFLOP/s in bf16 ({source}); measured {measured / 1e12:.4g}"
     print(f"\n{work}; {peaks}")
     path = table.write("gpt2", rows, chosen.quick, **asdict(job), work=work, peak=peaks)
-    drawing, (axes,) = figure.canvas(columns=2)
+    drawing, (axes,) = figure.canvas(width=12.0)
     figure.bars(axes, {r["run"]: figure.spread_of(r) for r in rows if r["MFU"]}, "seconds a step", [ALL])
     axes.tick_params(axis="x", labelsize="small")
     drawing.savefig(path.with_suffix(".png"))
     print(f"written to {path} and {path.with_suffix('.png')}")
 
 
-ALL = "all levers"
-
-
-def rows_to_measure(batch: int, compiler: bool) -> dict[str, Levers]:
+def rows_to_measure(batch: int, gpu: bool, compiler: bool) -> dict[str, Levers]:
     """The table's rows by name."""
-    best = Levers(microbatch=batch, compiled=compiler)
+    best = Levers(microbatch=batch, compiled=gpu and compiler)
     rows = {
         "a tutorial's loop, fp32": Levers(batch, "fp32", fused=False, vocabulary=PLAIN, tutorial=True),
         ALL: best,
@@ -116,7 +115,7 @@ def rows_to_measure(batch: int, compiler: bool) -> dict[str, Levers]:
         f"micro-batch {batch // 4}": replace(best, microbatch=batch // 4),
     }
     if compiler:
-        rows["without compile"] = replace(best, compiled=False)
+        rows["without compile" if best.compiled else "with compile"] = replace(best, compiled=not best.compiled)
     return rows
 
 
@@ -153,13 +152,7 @@ def measure(job: Job, levers: Levers) -> list[float]:
     step = tutorial_step(trainer) if levers.tutorial else trainer.step
     if not levers.fused and not levers.tutorial:
         trainer.optimizer = _NotFused(trainer)
-    seconds = []
-    for number in range(1, WARM_UP + job.steps + 1):
-        start = time.perf_counter()
-        step(number)
-        if number > WARM_UP:
-            seconds.append(time.perf_counter() - start)
-    return seconds
+    return take_turns({ALL: step}, job.steps, WARM_UP)[ALL]
 
 
 def tutorial_step(trainer: Trainer) -> Callable[[int], None]:
@@ -205,24 +198,18 @@ def resnet50(batch: int, steps: int) -> list[float]:
         )
     )  # fmt: skip
     torch.backends.cudnn.benchmark = True
-    seconds = []
-    for number in range(1, WARM_UP + steps + 1):
-        start = time.perf_counter()
-        trainer.step(number)
-        seconds.append(time.perf_counter() - start)
-    return seconds[WARM_UP:]
+    return take_turns({ALL: trainer.step}, steps, WARM_UP)[ALL]
 
 
 def measured_peak(device: str, width: int) -> float:
     """FLOP/s of products of bf16 matrices, width x width: the fastest of ten."""
     a, b = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in range(2))
-    fastest = float("inf")
-    for _ in range(13):
-        start = time.perf_counter()
-        a @ b
+
+    def product(number: int) -> None:
+        torch.mm(a, b)
         wait_for(a.device)
-        fastest = min(fastest, time.perf_counter() - start)
-    return 2 * width**3 / fastest
+
+    return 2 * width**3 / min(take_turns({ALL: product}, 10, WARM_UP)[ALL])
 
 
 def datasheet_peak() -> float | None:
@@ -265,7 +252,8 @@ def images_row(seconds: list[float], batch: int) -> dict:
     """ResNet-50's row: images/s where the others have tokens/s."""
     spread = Spread.of(seconds)
     rate = f"{batch / spread.median:,.0f} images/s"
-    return {"run": f"ResNet-50, batch {batch}", **spread.columns(), "tokens/s": rate, "MFU": "", "time against all levers": ""}
+    name = f"ResNet-50, batch {batch}"
+    return {"run": name, **spread.columns(), "tokens/s": rate, "MFU": "", "time against all levers": ""}
 
 
 if __name__ == "__main__":

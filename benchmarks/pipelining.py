@@ -30,7 +30,8 @@ import torch.distributed as dist
 
 from benchmarks import figure, peers, ranks, table
 from benchmarks.timing import Spread, paired, take_turns
-from benchmarks.trainer import Trainer, balance_by_time, configured
+from benchmarks.trainer import TRANSFORMER, Trainer, configured
+from parallel.balance import equal_stages, seconds_per_layer
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,10 @@ class Case:
     unit: str
 
 
-_TRANSFORMER = (
-    "model=transformer", "model.d_model=256", "model.d_hid=1024", "model.n_layer=8", "model.dropout=0",
-    "data.max_vocabulary=6144", "data.seq_len=128", "train.grad_clip=null", "optim=sgd", "scheduler=constant",
-)  # fmt: skip
+_TRANSFORMER = (*TRANSFORMER, "model.dropout=0")  # drawn anew for each micro-batch here, for each partition elsewhere
 CASES = {
-    "resnet50": Case(("model=resnet50", "data.image_size=128"), 60, (4, 6, 10, 12, 15, 20, 30), (1, 2, 6, 12), "image"),
-    "transformer": Case(_TRANSFORMER, 32, (4, 8, 16, 32), (1, 2, 4, 8), "sequence"),
+    "resnet50": Case(("model=resnet50", "data.image_size=128"), 60, (6, 10, 12, 15, 20, 30), (1, 2, 6), "image"),
+    "transformer": Case(_TRANSFORMER, 16, (2, 4, 8, 16), (1, 2, 4), "sequence"),
 }
 QUICK = {
     "resnet50": Case(("model=resnet50", "data.image_size=64"), 6, (2, 3), (1, 3), "image"),
@@ -125,10 +123,9 @@ def contest(rank: int, model: str, case: dict, rounds: int) -> dict | None:
     ours = best_of([Way("pipelined", c, s, split) for s in ("1f1b", "gpipe") for c in case.chunks])
     neighbours = [(split[0] + d, split[1] - d) for d in (-1, 1)]
     ours = best_of([ours, *(replace(ours, balance=balance) for balance in neighbours if min(balance) > 0)])
-    finalists = [
-        Way("single"), Way("single", threads=ranks.RANKS), best_of(_naive(split)), ours,
-        replace(ours, precision="bf16"),
-    ]  # fmt: skip
+    finalists = [Way("single"), Way("pipelined", balance=ours.balance), ours, replace(ours, precision="bf16")]
+    if ranks.device_type() == "cpu":
+        finalists.insert(1, Way("single", threads=ranks.RANKS))
     for peer in peers.NAMES:
         best = best_of([Way(peer, chunks, balance=split) for chunks in case.peer_chunks])
         best_of([replace(best, checkpoint="except_last")])  # as the library comes, for the record
@@ -140,11 +137,6 @@ def contest(rank: int, model: str, case: dict, rounds: int) -> dict | None:
         "sweep": [{**way.columns(), "seconds a step": f"{min(times):.4f}"} for way, times in swept],
         "final": [{"way": asdict(way), "seconds": seconds[way.name]} for way in finalists],
     }
-
-
-def _naive(split: tuple[int, ...]) -> list[Way]:
-    """One chunk with the same split: where a stage waits for the other, none is better than another."""
-    return [Way("pipelined", 1, "gpipe", split)]
 
 
 class Arena:
@@ -160,8 +152,10 @@ class Arena:
         """Layers of each stage, by their time for a micro-batch on rank 0's core while the other core rests."""
         found: list = [None]
         if self.rank == 0:
-            setup = configured(_overrides(self.case, Way("single", chunks=self.case.chunks[len(self.case.chunks) // 2])))
-            found = [balance_by_time(setup.chain, setup.sample, ranks.RANKS)]
+            chunks = self.case.chunks[len(self.case.chunks) // 2]
+            setup = configured(_overrides(self.case, Way("single", chunks)))
+            seconds = seconds_per_layer(setup.plan, setup.chain, setup.sample, setup.cfg.seed, threads=1)
+            found = [equal_stages(seconds, ranks.RANKS)]
         dist.broadcast_object_list(found)
         return tuple(found[0])
 
@@ -200,8 +194,8 @@ class _Contender:
         alone = way.kind != "pipelined"
         if alone and rank != 0:
             return
-        trainer = Trainer(configured(_overrides(case, way if way.kind in ("single", "pipelined") else Way("single"))), rank)
-        self._run = trainer
+        model_of = Way("single") if way.kind in peers.NAMES else way
+        trainer = self._run = Trainer(configured(_overrides(case, model_of)), rank)
         if way.kind in peers.NAMES:
             cfg, chain = trainer.setup.cfg, trainer.setup.chain
             with self._cores():

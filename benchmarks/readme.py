@@ -76,7 +76,7 @@ def _farthest(rows: list[dict]) -> str:
     """The largest differences: of the losses, and of the gradient norms."""
     loss = max(float(row[key]) for row in rows for key in ("loss", "validation loss"))
     norm = max(float(row["gradient norm"]) for row in rows)
-    return f"{loss:.0e}, {norm:.0e}" if loss or norm else "0, 0"
+    return ", ".join(f"{difference:.0e}" if difference else "0" for difference in (loss, norm))
 
 
 TABLES: dict[str, Callable[[], list[dict]]] = {

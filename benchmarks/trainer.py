@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,14 +12,18 @@ from hydra.core.global_hydra import GlobalHydra
 from conf.schema import register
 from data.batch import Batch
 from data.loader import TrainBatches
-from models.chain import Chain
 from parallel.build import build_strategy
-from parallel.partition import block_partition
 from parallel.strategy import Options, StepResult
 from training.config import attributes, plain
 from training.optimizer import Optimizer
 from training.setup import Setup, prepare
 
+# A Transformer whose layers can be dealt to two stages in equal shares: the projection onto its words, most of the work
+# of a smaller one, costs as much as two of its eight layers.
+TRANSFORMER = (
+    "model=transformer", "model.d_model=256", "model.d_hid=1024", "model.n_layer=8", "data.max_vocabulary=6144",
+    "data.seq_len=128", "train.grad_clip=null", "optim=sgd", "scheduler=constant",
+)  # fmt: skip
 KEPT_BATCHES = 2  # read once and used in turn: reading is not what is measured
 
 
@@ -33,10 +36,13 @@ def configured(overrides: Sequence[str]) -> Setup:
 
 
 class Trainer:
-    """One rank's part in one layout. ``setup.plan`` may take fewer processes than there are ranks: then the first ones
-    build it and the others do not."""
+    """One rank's part in one layout.
 
-    def __init__(self, setup: Setup, rank: int = 0) -> None:
+    rank        in the layout, which may be smaller than the benchmark's two processes
+    local_rank  whose GPU it uses; the same, if not given
+    """
+
+    def __init__(self, setup: Setup, rank: int = 0, local_rank: int | None = None) -> None:
         cfg = setup.cfg
         self.setup = setup
         mesh = setup.plan.mesh(rank).connect(timeout_s=600.0)
@@ -46,11 +52,10 @@ class Trainer:
             comm_hook=cfg.parallel.comm_hook,
             compile=cfg.train.compile,
         )
-        self.strategy = build_strategy(setup.plan, setup.chain, mesh, options, setup.sample, rank)
+        place = rank if local_rank is None else local_rank
+        self.strategy = build_strategy(setup.plan, setup.chain, mesh, options, setup.sample, place)
         self.optimizer = Optimizer(plain(cfg.optim), self.strategy)
-        batches = TrainBatches(
-            setup.data.train, setup.plan.global_batch_size, cfg.seed, mesh.replica, mesh.dp
-        )
+        batches = TrainBatches(setup.data.train, setup.plan.global_batch_size, cfg.seed, mesh.replica, mesh.dp)
         self._batches = [batches[number] for number in range(1, KEPT_BATCHES + 1)]
 
     def batch(self, number: int) -> Batch:
@@ -72,33 +77,3 @@ def wait_for(device: torch.device) -> None:
     """Until the device has done what it was told."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def balance_by_time(chain: Chain, batch: Batch, parts: int = 2, repeats: int = 3) -> list[int]:
-    """How many layers each of ``parts`` gets, from the time that each layer's forward and backward takes here.
-
-    batch  one micro-batch; the fastest of ``repeats`` counts
-    """
-    layers = chain.build(chain.names, 0, torch.device("cpu"))
-    if chain.channels_last:
-        layers.to(memory_format=torch.channels_last)
-    seconds = [float("inf")] * len(chain.names)
-    for _ in range(repeats):
-        x = batch.inputs
-        for index, (name, layer) in enumerate(layers.items()):
-            x = x.detach().requires_grad_(x.is_floating_point())
-            start = time.perf_counter()
-            if name == chain.names[-1]:
-                _close(chain, layer, x, batch.targets).backward()
-            else:
-                y = layer(x)
-                y.backward(torch.ones_like(y))
-                x = y
-            seconds[index] = min(seconds[index], time.perf_counter() - start)
-    return block_partition(seconds, parts)
-
-
-def _close(chain: Chain, layer: torch.nn.Module, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    if hasattr(layer, "loss"):
-        return layer.loss(x, targets, None).loss
-    return chain.loss(layer(x), targets, None).loss

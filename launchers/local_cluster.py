@@ -124,15 +124,14 @@ class LocalCluster:
         """End all jobs and daemons; returns when they are gone. Does nothing where none runs."""
         if self._pids("slurmctld"):
             self._query("scancel", "--user", str(os.geteuid()), "--signal", "KILL", "--full")
-        # Steps are processes of their own, which outlive their node's daemon.
-        steps = [pid for node in self._names() for pid in _children(self._pids(f"slurmd-{node}"))]
         daemons = [pid for name in ("slurmctld", "slurmd-*", "munged") for pid in self._pids(name)]
         for pid in daemons:
             _kill(pid, signal.SIGTERM)
         deadline = time.monotonic() + _STOP_S
         while any(map(_alive, daemons)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        for pid in [*daemons, *steps, *_slurmstepds(self.folder)]:
+        # Jobs are processes of their own, which outlive their node's daemon.
+        for pid in [*daemons, *_job_processes(self.environment["SLURM_CONF"])]:
             _kill(pid, signal.SIGKILL)
 
     def _start_munge(self) -> None:
@@ -235,32 +234,19 @@ def _kill(pid: int, signum: int) -> None:
         pass
 
 
-def _processes() -> list[tuple[int, int, bytes]]:
-    """(pid, parent, command line and environment) of every process that can be read."""
+def _job_processes(conf: str) -> list[int]:
+    """Steps, and what they have started, of the cluster that ``conf`` describes, whoever their parent is now."""
     found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                text = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
-                found.append((int(entry.name), parent, text))
-            except OSError:
-                continue
+        try:
+            environment = (entry / "environ").read_bytes().split(b"\0")
+            command = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        in_job = command.startswith(b"slurmstepd") or any(line.startswith(b"SLURM_JOB_ID=") for line in environment)
+        if in_job and os.fsencode(f"SLURM_CONF={conf}") in environment and entry.name != str(os.getpid()):
+            found.append(int(entry.name))
     return found
-
-
-def _children(pids: list[int]) -> list[int]:
-    """Everything below ``pids``, deepest last."""
-    processes, found = _processes(), list(pids)
-    for pid in found:
-        found.extend(child for child, parent, _ in processes if parent == pid)
-    return found[len(pids) :]
-
-
-def _slurmstepds(folder: Path) -> list[int]:
-    """Steps and their jobs that belong to the cluster in ``folder``, whoever their parent is now."""
-    steps = [pid for pid, _, text in _processes() if b"slurmstepd" in text and os.fsencode(folder) in text]
-    return steps + _children(steps)
 
 
 def _tail(path: Path) -> str:

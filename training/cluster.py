@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launchers import World
 from launchers.slurm import Job, Task, submit, tasks_per_node, wait
-from launchers.slurm_worker import restarts
+from launchers.slurm_worker import Stopped, restarts
 from training.config import attributes, environment, plain
+from training.errors import USER_ERRORS
 
 
 @dataclass(frozen=True)
@@ -78,22 +80,30 @@ def run_as_job(setup, run_dir: Path) -> None:
 
 def run_in_task(world: World, tree: dict, run_dir: str) -> None:
     """What each task of the job runs."""
+    from launchers.failure import is_peer_error
     from launchers.neighbours import describe_places
     from training.checkpoint import newest
     from training.job import describe, together
     from training.run import run
     from training.setup import prepare
-    from training.sweep.record import FINISHED, RUNNING
+    from training.sweep.record import FAILED, FINISHED, RUNNING
 
     cfg, folder, begin = attributes(tree), Path(run_dir), time.monotonic()
     if restarts() > 0 and (cfg.train.resume is None or newest(folder / "checkpoints") is not None):
         cfg.train.resume = "auto"
-    with together(world, cfg.parallel.timeout_s) as (store, places):
-        setup = prepare(cfg, world.size)
-        if world.rank == 0:
-            note(folder, status=RUNNING)
-            print("\n".join(filter(None, [describe(setup), describe_places(places)])), flush=True)
-        run(cfg, folder, world, store, setup)
+    try:
+        with together(world, cfg.parallel.timeout_s) as (store, places):
+            setup = prepare(cfg, world.size)
+            if world.rank == 0:
+                note(folder, status=RUNNING)
+                print("\n".join(filter(None, [describe(setup), describe_places(places)])), flush=True)
+            run(cfg, folder, world, store, setup)
+    except Exception as error:
+        # Nobody else records it where the launcher did not wait.
+        if not isinstance(error, Stopped) and not is_peer_error(error):
+            text = str(error) if isinstance(error, USER_ERRORS) else traceback.format_exc()
+            note(folder, status=FAILED, error=f"rank {world.rank}: {text}")
+        raise
     if world.rank == 0:
         note(folder, status=FINISHED, seconds=time.monotonic() - begin)
 
