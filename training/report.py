@@ -46,8 +46,8 @@ def describe_plan(
     parts, unit = shares or ([stage.parameters / held for stage in plan.stages], "of the parameters")
     for stage in plan.stages:
         size = f"{_where(plan, stage.index):<22} {stage.parameters:>13,}"
-        share = f"  {parts[stage.index]:5.1%} {unit}" if len(plan.stages) > 1 else ""
-        lines.append(f"  stage {stage.index} {size}{share}  {_span(stage.layers)}")
+        share = f"  {parts[stage.index]:.1%} {unit}" if len(plan.stages) > 1 else ""
+        lines.append(f"  stage {stage.index} {size}  {_span(stage.layers)}{share}")
     return "\n".join(lines)
 
 

@@ -93,7 +93,7 @@ def _train(setup: Setup, strategy: Strategy, run_dir: Path) -> dict:
         outcome = loop.run(done + 1)
         test = {}
         if setup.data.test is not None and cfg.train.eval_every is not None:
-            test = _evaluate_split(setup, strategy, "test", recorder, outcome.steps)
+            test = _evaluate_split(setup, strategy, "test")
         ranks = _gather(strategy, outcome)
         summary = _summarise(setup, strategy, outcome, test, ranks)
     finally:
@@ -121,7 +121,8 @@ def _evaluate(setup: Setup, strategy: Strategy, run_dir: Path) -> dict:
     found = {}
     for prefix, source in (("val", setup.data.valid), ("test", setup.data.test)):
         if source is not None:
-            found[prefix] = _evaluate_split(setup, strategy, prefix, recorder, step)
+            found[prefix] = _evaluate_split(setup, strategy, prefix)
+            recorder.record({"step": step, **found[prefix]})
             recorder.say("  ".join(f"{k} {v:.6g}" for k, v in found[prefix].items()))
     outcome = Outcome(steps=step, best_val_loss=found.get("val", {}).get("val_loss"))
     summary = _summarise(setup, strategy, outcome, found.get("test", {}), _gather(strategy, outcome))
@@ -129,13 +130,11 @@ def _evaluate(setup: Setup, strategy: Strategy, run_dir: Path) -> dict:
     return summary
 
 
-def _evaluate_split(setup: Setup, strategy: Strategy, prefix: str, recorder: _Recorder, step: int) -> dict[str, float]:
-    """The results on the split that is there, "val" or "test", by their names in metrics.jsonl, where they go too."""
+def _evaluate_split(setup: Setup, strategy: Strategy, prefix: str) -> dict[str, float]:
+    """The results on the split that is there, "val" or "test", by their names in metrics.jsonl and summary.json."""
     source = setup.data.valid if prefix == "val" else setup.data.test
     result = evaluate(strategy, source, setup.cfg.train.eval_batches)
-    record = record_of(result, prefix, language=setup.tokens_per_sample is not None)
-    recorder.record({"step": step, **record})
-    return record
+    return record_of(result, prefix, language=setup.tokens_per_sample is not None)
 
 
 class _Rank(NamedTuple):

@@ -86,23 +86,14 @@ def test_metrics_hold_one_record_per_evaluation_with_exactly_these_fields(gpt2):
     for line in gpt2.evaluations:
         assert line["val_perplexity"] == pytest.approx(2.718281828 ** line["val_loss"], rel=1e-6)
     order = [line["step"] for line in gpt2.metrics]
-    assert order == sorted(order) and len(order) == 9
+    assert order == sorted(order) and len(order) == 8
 
 
 def test_metrics_of_numbers_have_no_tokens(toy):
     assert [types(line) for line in toy.steps] == [
         {k: t for k, t in STEP.items() if k != "tokens_per_s"}
     ] * 312
-    assert [types(line) for line in toy.metrics[-2:]] == [
-        {"step": int, "val_loss": float},
-        {"step": int, "test_loss": float},
-    ]
-
-
-def test_metrics_end_with_the_test_split(gpt2):
-    test = gpt2.metrics[-1]
-    assert types(test) == {"step": int, "test_loss": float, "test_perplexity": float}
-    assert test == {"step": 5, **{key: gpt2.summary[key] for key in ("test_loss", "test_perplexity")}}
+    assert types(toy.metrics[-1]) == {"step": int, "val_loss": float}
 
 
 def test_the_summary_has_all_its_fields_with_plausible_values(gpt2):
