@@ -7,6 +7,8 @@ from commandline import train
 
 from training.choices import candidates
 
+pytestmark = pytest.mark.slow
+
 COMMON = ["model=toy", "logger=none", "train.steps=4", "train.global_batch_size=4", "data.samples=40"]
 
 

@@ -90,6 +90,7 @@ def test_a_job_that_cannot_be_composed_is_a_row_too_and_a_mistake_of_all_is_an_e
     assert not (tmp_path / "wrong").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_sweep_with_a_table_of_what_is_there(tmp_path):
     folder = tmp_path / "sweep"
     overrides = [*QUICK, "logger=none", "train.steps=6,10000000,7", f"hydra.sweep.dir={folder}"]
