@@ -128,7 +128,7 @@ class LocalAgent(LocalElasticAgent):
         self._stop.check()
         # A worker that is done waits for the agent, so one that has ended has failed, whatever its exit code:
         # torch would wait for ever for the result of one that left with code 0.
-        ended = {rank for rank, process in enumerate(self._processes()) if process.exitcode is not None}
+        ended = self._ended()
         if not ended:
             result = super()._monitor_workers(worker_group)
             if result.state != WorkerState.FAILED:
@@ -149,6 +149,9 @@ class LocalAgent(LocalElasticAgent):
         # torch asks the name server for this machine's name for each event, which can take seconds where
         # there is none; and then nobody reads the event.
         return Event(name=LOCAL_ROLE, source=EventSource.AGENT)
+
+    def _ended(self) -> set[int]:
+        return {rank for rank, process in enumerate(self._processes()) if process.exitcode is not None}
 
     def _processes(self) -> list:
         # torch has no public view of a worker's exit code. Local rank and rank are the same here.

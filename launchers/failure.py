@@ -59,13 +59,15 @@ def is_peer_error(error: BaseException) -> bool:
 
 
 def write_report(path: str | os.PathLike, error: BaseException) -> dict:
-    """Writes `error` to `path` as JSON, whole or not at all, and returns it: {"traceback", "peer", "time"}.
+    """Writes `error` to `path` as JSON, whole or not at all, and returns it: {"message", "peer", "timestamp"}.
 
-    The traceback leaves out the launcher's own frame; time is in seconds since the epoch.
+    The message is the traceback without the launcher's own frame; the timestamp is in seconds since the epoch. Both
+    names are torch's, whose agent reads the file too when it is the first to see the process gone, and raises
+    KeyError without them.
     """
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, frames))
-    report = {"traceback": text, "peer": is_peer_error(error), "time": time.time()}
+    report = {"message": text, "peer": is_peer_error(error), "timestamp": time.time()}
     partial = Path(f"{path}.partial")
     partial.write_text(json.dumps(report))
     partial.replace(path)
@@ -90,7 +92,7 @@ def root_cause(deaths: list[Death], log_dir: str | os.PathLike) -> WorkerFailed:
     if death.exitcode < 0:
         return WorkerFailed(death.rank, "signal", _signal_text(death) + _log_tail(death.rank, log_dir))
     if death.report is not None:
-        return WorkerFailed(death.rank, "exception", death.report["traceback"])
+        return WorkerFailed(death.rank, "exception", death.report["message"])
     text = f"rank {death.rank} left with exit code {death.exitcode} before its work was done, raising nothing"
     return WorkerFailed(death.rank, "exit", text + _log_tail(death.rank, log_dir))
 
@@ -100,7 +102,7 @@ def _severity(death: Death) -> tuple[int, float]:
         return 0, death.rank
     if death.report is None:
         return 2, death.rank
-    return (3 if death.report["peer"] else 1), death.report["time"]
+    return (3 if death.report["peer"] else 1), death.report["timestamp"]
 
 
 def _signal_text(death: Death) -> str:
