@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 from launchers import World, connect
 from parallel.build import build_strategy
-from parallel.devices import keep_freed_memory, resolve_device_type, share_cores
+from parallel.devices import keep_freed_memory, share_cores
+from parallel.plan import Plan
+from parallel.precision import parameter_dtype
 from parallel.strategy import Options, Strategy
 from parallel.timeline import Interval, Recording, bubble_fraction, on_one_clock
 from training import checkpoint
@@ -52,10 +54,10 @@ def run(
     run_dir = Path(run_dir)
     os.environ.update(environment(cfg))
     share_cores(world.local_size, cfg.parallel.threads)
-    if resolve_device_type(cfg.device, world.size) == "cpu":
-        keep_freed_memory()
     _set_arithmetic(cfg.train)
     setup = setup or prepare(cfg, world.size)
+    if setup.plan.device_type == "cpu":
+        keep_freed_memory(_weights(setup.plan, world.rank))
     with _process_group(world, setup, store):
         mesh = setup.plan.mesh(world.rank).connect(cfg.parallel.timeout_s)
         options = Options(
@@ -274,6 +276,12 @@ def _process_group(world: World, setup: Setup, store: dist.Store | None) -> Iter
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def _weights(plan: Plan, rank: int) -> int:
+    """Bytes of the weights that ``rank`` holds."""
+    stages = plan.stages_of(plan.mesh(rank).position)
+    return sum(stage.parameters for stage in stages) * parameter_dtype(plan.precision).itemsize
 
 
 def _set_arithmetic(train: Any) -> None:
