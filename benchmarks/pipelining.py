@@ -42,17 +42,16 @@ class Case:
     batch: int
     chunks: tuple[int, ...]
     peer_chunks: tuple[int, ...]
-    unit: str
 
 
 _TRANSFORMER = (*TRANSFORMER, "model.dropout=0")  # drawn anew for each micro-batch here, for each partition elsewhere
 CASES = {
-    "resnet50": Case(("model=resnet50", "data.image_size=128"), 60, (6, 10, 12, 15, 20, 30), (1, 2, 6), "image"),
-    "transformer": Case(_TRANSFORMER, 16, (2, 4, 8, 16), (1, 2, 4), "sequence"),
+    "resnet50": Case(("model=resnet50", "data.image_size=128"), 60, (6, 10, 12, 15, 20, 30), (1, 2, 6)),
+    "transformer": Case(_TRANSFORMER, 16, (2, 4, 8, 16), (1, 2, 4)),
 }
 QUICK = {
-    "resnet50": Case(("model=resnet50", "data.image_size=64"), 6, (2, 3), (1, 3), "image"),
-    "transformer": Case((*_TRANSFORMER, "model.d_model=32", "data.seq_len=16"), 8, (2, 4), (1, 2), "sequence"),
+    "resnet50": Case(("model=resnet50", "data.image_size=64"), 6, (2, 3), (1, 3)),
+    "transformer": Case((*_TRANSFORMER, "model.d_model=32", "data.seq_len=16"), 8, (2, 4), (1, 2)),
 }
 
 
@@ -97,7 +96,7 @@ def main() -> None:
         configured(_overrides(case, Way("single")))  # downloads, tokens: once, and not on both ranks
         found = ranks.run("benchmarks.pipelining:contest", model, asdict(case), 1 if chosen.quick else chosen.rounds)
         swept += [{"model": model, **row} for row in found["sweep"]]
-        rows += [{"model": model, **row} for row in compare(found["final"], case)]
+        rows += [{"model": model, **row} for row in compare(found["final"], case.batch)]
     print(table.markdown(rows))
     about = {
         "device": ranks.device_type(), "cores": ranks.cores()[: ranks.RANKS], "rounds": chosen.rounds,
@@ -238,7 +237,7 @@ def _overrides(case: Case, way: Way) -> list[str]:
     ]  # fmt: skip
 
 
-def compare(final: list[dict], case: Case) -> list[dict]:
+def compare(final: list[dict], batch: int) -> list[dict]:
     """Rows of the table: seconds, throughput, and how many times as fast ``pipelined`` is as each (paired by round)."""
     seconds = {Way(**one["way"]).name: one["seconds"] for one in final}
     rows = []
@@ -249,7 +248,7 @@ def compare(final: list[dict], case: Case) -> list[dict]:
             {
                 **way.columns(),
                 **spread.columns(),
-                f"{case.unit}s/s": f"{case.batch / spread.median:.2f}",
+                "samples/s": f"{batch / spread.median:.2f}",
                 "pipelined is faster by": f"{paired(seconds, 'pipelined', way.name):.2f}x",
             }
         )
