@@ -41,10 +41,15 @@ ANSWERS = {
     "train.py --help": ["train.py", "--help"],
     "train.py model=nonsense (no such option)": ["train.py", "model=nonsense"],
     "train.py train.stpes=3 (no such key)": ["train.py", "train.stpes=3"],
-}
+    "train.py parallel.chunks=abc (a rule)": ["train.py", "parallel.chunks=abc"],
+    "train.py parallel=pipe_ddp train.global_batch_size=10 (a rule across sections)": [
+        "train.py", "parallel=pipe_ddp", "train.global_batch_size=10",
+    ],
+}  # fmt: skip
 RUNS = {
     "toy": ["parallel=single"],
     "toy parallel=pipelined (2 processes)": ["parallel=pipelined", "parallel.pp=2"],
+    "toy parallel=pipe_ddp (4 processes)": ["parallel=pipe_ddp"],
 }
 PARTS = ("Python, Hydra, composition", "imports, checks, plan", "processes, building", "first step")
 
@@ -128,7 +133,9 @@ def starts(repeats: int) -> list[dict]:
     for turn in range(repeats + 1):
         for name, arguments in ANSWERS.items():
             start = time.time()
-            subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True)
+            with tempfile.TemporaryDirectory() as folder:
+                run_dir = [f"hydra.run.dir={folder}/run"] if arguments[0] == "train.py" else []
+                subprocess.run([sys.executable, *arguments, *run_dir], cwd=ROOT, capture_output=True)
             answers[name].append(time.time() - start)
         for name, overrides in RUNS.items():
             runs[name].append(until_first_step(overrides))

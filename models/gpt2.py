@@ -7,7 +7,7 @@ the released code. ``models.huggingface`` maps names and shapes onto Hugging Fac
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch.nn.functional as F
@@ -126,6 +126,29 @@ def initialise(name: str, module: nn.Module, *, n_layer: int) -> None:
         module.bias.zero_()
 
 
+def resolve_size(
+    size: str = "124M",
+    n_layer: int | None = None,
+    n_head: int | None = None,
+    n_embd: int | None = None,
+    block_size: int | None = None,
+) -> Size:
+    """The numbers of ``size``, each replaced by the one that is given. Raises ValueError for those that cannot be."""
+    if size not in SIZES:
+        raise ValueError(f"model.size={size} is not one of {', '.join(SIZES)}")
+    given = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "block_size": block_size}
+    chosen = replace(SIZES[size], **{key: value for key, value in given.items() if value is not None})
+    for field in given:
+        if getattr(chosen, field) < 1:
+            raise ValueError(f"model.{field}={getattr(chosen, field)} must be at least 1")
+    if chosen.n_embd % chosen.n_head:
+        raise ValueError(
+            f"model.n_embd={chosen.n_embd} does not divide into model.n_head={chosen.n_head} equal heads; "
+            f"the nearest width that does is {max(1, round(chosen.n_embd / chosen.n_head)) * chosen.n_head}"
+        )
+    return chosen
+
+
 def gpt2(
     size: str = "124M",
     n_layer: int | None = None,
@@ -142,27 +165,11 @@ def gpt2(
     vocab_size  50257 is GPT-2's own; 50304 = 393 x 128 is faster on every device. The extra rows learn to be rare
     raises      ValueError for an unknown size or a width that its heads do not divide
     """
-    if size not in SIZES:
-        raise ValueError(f"model.size={size} is not one of {', '.join(SIZES)}")
-    base = SIZES[size]
-    chosen = Size(
-        n_layer=base.n_layer if n_layer is None else n_layer,
-        n_head=base.n_head if n_head is None else n_head,
-        n_embd=base.n_embd if n_embd is None else n_embd,
-        block_size=base.block_size if block_size is None else block_size,
-    )
-    for field in ("n_layer", "n_head", "n_embd", "block_size"):
-        if getattr(chosen, field) < 1:
-            raise ValueError(f"model.{field}={getattr(chosen, field)} must be at least 1")
+    chosen = resolve_size(size, n_layer, n_head, n_embd, block_size)
     if vocab_size < 1:
         raise ValueError(f"model.vocab_size={vocab_size} must be at least 1")
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"model.dropout={dropout} must lie in [0, 1)")
-    if chosen.n_embd % chosen.n_head:
-        raise ValueError(
-            f"model.n_embd={chosen.n_embd} does not divide into model.n_head={chosen.n_head} equal heads; "
-            f"the nearest width that does is {max(1, round(chosen.n_embd / chosen.n_head)) * chosen.n_head}"
-        )
     blocks = [Layer(f"h.{i}", partial(Block, chosen, dropout)) for i in range(chosen.n_layer)]
     return Chain(
         layers=[

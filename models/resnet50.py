@@ -14,6 +14,7 @@ from torch import nn
 from models.batchnorm import BatchNorm2d
 from models.chain import Chain, Layer, reset_parameters
 from models.losses import ClassCrossEntropy, Loss, OneHotSquaredError
+from models.pointwise import PointwiseConv2d
 from models.torchvision_loader import load_torchvision
 
 # Per group of blocks: how many, width of their 3x3 convolution, stride of the first.
@@ -80,5 +81,14 @@ def _bottleneck(channels: int, width: int, stride: int) -> nn.Module:
 
     shortcut = None
     if channels != 4 * width or stride != 1:
-        shortcut = nn.Sequential(nn.Conv2d(channels, 4 * width, 1, stride, bias=False), BatchNorm2d(4 * width))
-    return Bottleneck(channels, width, stride, shortcut, norm_layer=BatchNorm2d)
+        shortcut = nn.Sequential(_pointwise(channels, 4 * width, stride), BatchNorm2d(4 * width))
+    block = Bottleneck(channels, width, stride, shortcut, norm_layer=BatchNorm2d)
+    block.conv1 = _pointwise(channels, width)
+    block.conv3 = _pointwise(width, 4 * width)
+    return block
+
+
+def _pointwise(channels: int, width: int, stride: int = 1) -> nn.Conv2d:
+    if stride != 1:
+        return nn.Conv2d(channels, width, kernel_size=1, stride=stride, bias=False)
+    return PointwiseConv2d(channels, width, bias=False)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from parallel.plan import Plan
-from training.memory_estimate import MemoryEstimate
+from training.quoting import hydra_word
+
+if TYPE_CHECKING:  # they import torch, and the guard, which Hydra calls in sweeps too, asks only for a name
+    from parallel.plan import Plan
+    from training.memory_estimate import MemoryEstimate
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
@@ -100,7 +103,7 @@ def final_words(summary: dict, run_dir: Path, overrides: list[str], checkpoint: 
     lines.append(f"files: {run_dir}")
     if checkpoint is not None:
         # The link that the newest checkpoint always has.
-        link = _hydra_word(str(checkpoint.parent / "latest"))
+        link = hydra_word(str(checkpoint.parent / "latest"))
         dropped = ("mode=", "checkpoint=", "train.resume=", "hydra.")
         kept = [o for o in overrides if not o.startswith(dropped)]
         longer = [o for o in kept if not o.startswith(("train.steps=", "train.epochs="))]
@@ -108,11 +111,3 @@ def final_words(summary: dict, run_dir: Path, overrides: list[str], checkpoint: 
         lines.append(f"evaluate: python train.py {shlex.join(['mode=eval', f'checkpoint={link}', *kept])}")
         lines.append(f"go on:    python train.py {shlex.join([*further, *longer])}")
     return "\n".join(lines)
-
-
-def _hydra_word(text: str) -> str:
-    """``text`` as the value of an override: quoted where Hydra's grammar would read something into it."""
-    if re.fullmatch(r"[\w./:%@+-]+", text):
-        return text
-    escaped = text.replace("'", "\\'")
-    return f"'{escaped}'"

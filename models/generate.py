@@ -1,0 +1,55 @@
+"""Text from a language model, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from models.chain import Layers
+
+
+@torch.no_grad()
+def generate(
+    layers: Layers,
+    tokens: Sequence[int],
+    count: int,
+    *,
+    positions: int,
+    vocab_size: int,
+    temperature: float,
+    top_k: int | None,
+    seed: int,
+    device: torch.device,
+) -> list[int]:
+    """``count`` tokens that follow ``tokens`` (one at least).
+
+    layers       the whole model in evaluation mode: tokens [1, t] -> logits [1, t, at least vocab_size]
+    positions    the model sees at most so many tokens, the newest
+    vocab_size   only tokens below it are drawn (the model's vocabulary may be padded)
+    temperature  logits are divided by it; 0: the likeliest token, always
+    top_k        draw among the so many likeliest; None: all
+    seed         of the draws, which are made on the CPU: the same on every device that computes the same logits
+    """
+    generator = torch.Generator().manual_seed(seed)
+    *body, (_, head) = layers.items()
+    found = list(tokens)
+    for _ in range(count):
+        x = torch.tensor([found[-positions:]], device=device)
+        for _, layer in body:
+            x = layer(x)
+        logits = head(x[:, -1:])[0, 0, :vocab_size].float().cpu()
+        found.append(_draw(logits, temperature, top_k, generator))
+    return found[len(tokens) :]
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k is not None and top_k < len(logits):
+        least = logits.topk(top_k).values[-1]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    # The largest is 0 then, so that no temperature makes them overflow.
+    probabilities = torch.softmax((logits - logits.max()) / temperature, dim=0)
+    return int(torch.multinomial(probabilities, 1, generator=generator))
