@@ -6,13 +6,13 @@
 Two processes stay for the whole run, each on a core of its own, one thread each. First every way of running is swept
 over its chunk counts; then the best of each take turns, and the table has the median, fastest and slowest of them.
 Everything of a step is in its time: forward, backward, exchange and the update (plain SGD), in fp32 unless it says
-otherwise, ResNet-50 in channels_last for all of them. Every contender starts from the same weights: the first step's
+bf16, ResNet-50 in channels_last for all of them. Every contender starts from the same weights: the first step's
 losses must agree, or the benchmark ends.
 
 single               one process, one thread
 single, 2 threads    one process that has both cores, two threads in every operation: no pipeline at all
 naive                model parallel: two stages on two ranks, the whole batch as one chunk
-pipelined            this project, best schedule, chunks and split
+pipelined            this project, best schedule and chunks, stages of equal time
 torchgpipe           two partitions in one process, which has both cores; best chunks, without recomputation
 fairscale            likewise
 """
@@ -46,13 +46,16 @@ class Case:
 
 _TRANSFORMER = (*TRANSFORMER, "model.dropout=0")  # drawn anew for each micro-batch here, for each partition elsewhere
 CASES = {
-    "resnet50": Case(("model=resnet50", "data.image_size=128"), 60, (6, 10, 12, 15, 20, 30), (1, 2, 6)),
+    "resnet50": Case(("model=resnet50", "data.image_size=128"), 120, (4, 6, 8, 12, 20), (1, 2, 6)),
     "transformer": Case(_TRANSFORMER, 16, (2, 4, 8, 16), (1, 2, 4)),
 }
 QUICK = {
-    "resnet50": Case(("model=resnet50", "data.image_size=64"), 6, (2, 3), (1, 3)),
+    "resnet50": Case(("model=resnet50", "data.image_size=64"), 8, (2, 4), (1, 4)),
     "transformer": Case((*_TRANSFORMER, "model.d_model=32", "data.seq_len=16"), 8, (2, 4), (1, 2)),
 }
+
+
+SCHEDULES = {"1f1b": 1, "interleaved_1f1b": 2}  # stages a rank; gpipe's steps take as long as 1f1b's
 
 
 @dataclass(frozen=True)
@@ -71,11 +74,13 @@ class Way:
     def name(self) -> str:
         """By what this is known in tables."""
         if self.kind == "single":
-            return "single" if self.threads == 1 else f"single, {self.threads} threads"
+            return self._in_precision("single" if self.threads == 1 else f"single, {self.threads} threads")
         if self.kind == "pipelined":
-            name = "naive" if self.chunks == 1 else "pipelined"
-            return name if self.precision == "fp32" else f"{name}, {self.precision}"
+            return self._in_precision("naive" if self.chunks == 1 else "pipelined")
         return self.kind if self.checkpoint == "never" else f"{self.kind}, checkpoint={self.checkpoint}"
+
+    def _in_precision(self, name: str) -> str:
+        return name if self.precision == "fp32" else f"{name}, {self.precision}"
 
     def columns(self) -> dict[str, object]:
         """How it ran, as columns of a table."""
@@ -111,7 +116,8 @@ def contest(rank: int, model: str, case: dict, rounds: int) -> dict | None:
     """Both ranks' part: the sweep, then the best of each kind in turns."""
     case = Case(**case)
     arena = Arena(case, rank)
-    split = arena.split()
+    splits = arena.splits()
+    split = splits[1]
     swept: list[tuple[Way, list[float]]] = []
 
     def best_of(ways: list[Way]) -> Way:
@@ -119,10 +125,9 @@ def contest(rank: int, model: str, case: dict, rounds: int) -> dict | None:
         swept.extend(measured)
         return min(measured, key=lambda pair: min(pair[1]))[0]
 
-    ours = best_of([Way("pipelined", c, s, split) for s in ("1f1b", "gpipe") for c in case.chunks])
-    neighbours = [(split[0] + d, split[1] - d) for d in (-1, 1)]
-    ours = best_of([ours, *(replace(ours, balance=balance) for balance in neighbours if min(balance) > 0)])
-    finalists = [Way("single"), Way("pipelined", balance=ours.balance), ours, replace(ours, precision="bf16")]
+    ours = best_of([Way("pipelined", c, s, splits[v]) for s, v in SCHEDULES.items() for c in case.chunks])
+    finalists = [Way("single"), Way("pipelined", balance=split), ours]
+    finalists += [replace(way, precision="bf16") for way in finalists]
     if ranks.device_type() == "cpu":
         finalists.insert(1, Way("single", threads=ranks.RANKS))
     for peer in peers.NAMES:
@@ -147,16 +152,17 @@ class Arena:
         self.case, self.rank = case, rank
         self.first_loss: float | None = None
 
-    def split(self) -> tuple[int, ...]:
-        """Layers of each stage, by their time for a micro-batch on rank 0's core while the other core rests."""
+    def splits(self) -> dict[int, tuple[int, ...]]:
+        """Layers of each stage, for each number of stages a rank: by their time for a micro-batch on rank 0's core
+        while the other core rests."""
         found: list = [None]
         if self.rank == 0:
             chunks = self.case.chunks[len(self.case.chunks) // 2]
             setup = configured(_overrides(self.case, Way("single", chunks)))
             seconds = seconds_per_layer(setup.plan, setup.chain, setup.sample, setup.cfg.seed, threads=1)
-            found = [equal_stages(seconds, ranks.RANKS)]
+            found = [{v: tuple(equal_stages(seconds, v * ranks.RANKS)) for v in SCHEDULES.values()}]
         dist.broadcast_object_list(found)
-        return tuple(found[0])
+        return found[0]
 
     def one_by_one(self, ways: list[Way]) -> list[tuple[Way, list[float]]]:
         """Each way built, timed and taken down; (way, seconds) the same on both ranks."""
@@ -230,6 +236,7 @@ def _overrides(case: Case, way: Way) -> list[str]:
         layout = [
             "parallel=pipelined", "parallel.pp=2", f"parallel.chunks={way.chunks}",
             f"parallel.schedule={way.schedule}", f"parallel.balance=[{split}]",
+            f"parallel.stages_per_rank={len(way.balance) // ranks.RANKS}",
         ]  # fmt: skip
     return [
         *case.overrides, *layout, f"train.global_batch_size={case.batch}", f"train.precision={way.precision}",
