@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from launchers import stopping
+
+if __name__ == "__main__":
+    stopping.heed()  # what comes during the imports below, which take seconds, is not lost
+
 import secrets
 import sys
 from collections.abc import Iterator
@@ -14,7 +19,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from conf.schema import register
-from launchers import World
+from launchers import Interrupted, World
+from training.quoting import quote_values
 
 RUN_ID = secrets.token_hex(3)
 
@@ -39,11 +45,20 @@ def main(cfg: DictConfig) -> None:
 
 @contextmanager
 def clear_errors() -> Iterator[None]:
-    """What a user can act on is one message and exit code 1; a bug in here keeps its traceback."""
+    """What a user can act on is one message and exit code 1; a bug in here keeps its traceback.
+
+    A run that has stopped as it was told to, and can go on, leaves with stopping.EXIT_CODE; where it was told twice,
+    with 128 + the signal's number.
+    """
     try:
         yield
-    except KeyboardInterrupt as stopped:  # launchers.Interrupted, which says by what signal, is one
-        fail(str(stopped) or "stopped by SIGINT")
+    except stopping.Stopped as stopped:
+        print(stopped, end="\n" if str(stopped) else "", file=sys.stderr)
+        raise SystemExit(stopping.EXIT_CODE) from None
+    except Interrupted as interrupted:
+        fail(str(interrupted), interrupted.exit_code if interrupted.signum in stopping.SIGNALS else 1)
+    except KeyboardInterrupt:
+        fail("stopped by SIGINT")
     except Exception as error:
         from training.errors import USER_ERRORS
 
@@ -52,10 +67,10 @@ def clear_errors() -> Iterator[None]:
         fail(str(error))
 
 
-def fail(message: str) -> None:
-    """Say why on standard error and leave with exit code 1."""
+def fail(message: str, code: int = 1) -> None:
+    """Say why on standard error and leave."""
     print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(1)
+    raise SystemExit(code)
 
 
 if __name__ == "__main__":
@@ -67,5 +82,6 @@ if __name__ == "__main__":
         with clear_errors():
             follow(world)
     else:
+        sys.argv = quote_values(sys.argv)
         with clear_errors():
             main()

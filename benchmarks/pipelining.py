@@ -6,7 +6,7 @@
 Two processes stay for the whole run, each on a core of its own, one thread each. First every way of running is swept
 over its chunk counts; then the best of each take turns, and the table has the median, fastest and slowest of them.
 Everything of a step is in its time: forward, backward, exchange and the update (plain SGD), in fp32 unless it says
-bf16, ResNet-50 in channels_last for all of them. Every contender starts from the same weights: the first step's
+bf16, ResNet-50 in both memory formats, the same for all. Every contender starts from the same weights: the first step's
 losses must agree, or the benchmark ends.
 
 single               one process, one thread
@@ -46,11 +46,17 @@ class Case:
 
 _TRANSFORMER = (*TRANSFORMER, "model.dropout=0")  # drawn anew for each micro-batch here, for each partition elsewhere
 CASES = {
-    "resnet50": Case(("model=resnet50", "data.image_size=128"), 120, (4, 6, 8, 12, 20), (1, 2, 6)),
+    "resnet50": Case(("model=resnet50", "data.image_size=128"), 60, (4, 6, 10, 12), (1, 2, 6)),
+    "resnet50, contiguous": Case(
+        ("model=resnet50", "data.image_size=128", "model.channels_last=false"), 60, (4, 6, 10, 12), (1, 2, 6)
+    ),
     "transformer": Case(_TRANSFORMER, 16, (2, 4, 8, 16), (1, 2, 4)),
 }
 QUICK = {
     "resnet50": Case(("model=resnet50", "data.image_size=64"), 8, (2, 4), (1, 4)),
+    "resnet50, contiguous": Case(
+        ("model=resnet50", "data.image_size=64", "model.channels_last=false"), 8, (2, 4), (1, 4)
+    ),
     "transformer": Case((*_TRANSFORMER, "model.d_model=32", "data.seq_len=16"), 8, (2, 4), (1, 2)),
 }
 

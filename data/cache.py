@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from data import spare
 from data.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-_PROJECT = "one-word-parallel"
 _POLL_S = 0.1
 _SAY_AFTER_S = 5.0
 
@@ -36,25 +36,53 @@ def cached_folder(
     say so after 5 seconds, and give up after `timeout_s`. The folder appears by one rename after its files
     are on the disk.
 
+    Where the disk is full or not writable, the folder is built in a temporary place instead (see
+    data.spare), after a warning with the path and the free space; the next run tries `cache_dir` again.
+
     cache_dir: None for the user's cache folder (see default_cache_dir).
-    Raises DataError if the lock is held too long, or if the disk is full or not writable; nothing is left
-    behind then. Whatever `build` raises passes through, except OSError, which is taken for trouble with the
-    disk.
+    Raises DataError if the lock is held too long, if `cache_dir` cannot be a folder, or if no temporary
+    place can hold the data either; nothing is left behind then. Whatever `build` raises passes through,
+    except OSError, which is taken for trouble with the disk.
     """
     root = Path(cache_dir).expanduser() if cache_dir is not None else default_cache_dir()
     folder = root / name
     if folder.is_dir() and intact(folder):
         return folder
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with file_lock(root / f".{name}.lock", f"another process to build {folder}", timeout_s):
-            if not (folder.is_dir() and intact(folder)):
-                _build(folder, build)
-    except OSError as error:
-        raise DataError(
-            f"cannot write the data cache {folder}: {error.strerror or error}; {_free_space(root)}. "
-            "Free some space, or choose another place with data.cache_dir=FOLDER"
-        ) from error
+    for place in spare.places(make=False):  # what another rank of this run has had to build there
+        if (place / name).is_dir() and intact(place / name):
+            return place / name
+    problems: list[str] = []
+    for place in _one_after_the_other(root):
+        try:
+            found = _locked(place, name, build, intact, timeout_s)
+        except OSError as error:
+            problems.append(f"{place / name}: {error.strerror or error}; {_free_space(place)}")
+            if error.errno not in spare.DISK_TROUBLE:
+                break
+            continue
+        if problems:
+            spare.remove_at_exit(found)
+            logger.warning("cannot write the data cache %s. For this run the data lie in %s", problems[0], found)
+        return found
+    raise DataError(
+        f"cannot write the data cache {'. Nor '.join(problems)}. "
+        "Free some space, or choose another place with data.cache_dir=FOLDER"
+    )
+
+
+def _one_after_the_other(root: Path) -> Iterator[Path]:
+    yield root
+    yield from spare.places(make=True)
+
+
+def _locked(
+    root: Path, name: str, build: Callable[[Path], None], intact: Callable[[Path], bool], timeout_s: float
+) -> Path:
+    folder = root / name
+    root.mkdir(parents=True, exist_ok=True)
+    with file_lock(root / f".{name}.lock", f"another process to build {folder}", timeout_s):
+        if not (folder.is_dir() and intact(folder)):
+            _build(folder, build)
     return folder
 
 
@@ -63,7 +91,7 @@ def default_cache_dir() -> Path:
 
     The fall-back is announced by a warning, because a temporary folder is emptied sooner or later.
     """
-    preferred = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / _PROJECT
+    preferred = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / spare.PROJECT
     try:
         preferred.mkdir(parents=True, exist_ok=True)
         if os.access(preferred, os.W_OK | os.X_OK):
@@ -73,8 +101,9 @@ def default_cache_dir() -> Path:
         if error.errno == errno.ENOSPC:
             return preferred
         reason = error.strerror
-    # The user's id keeps two users of one machine out of each other's way.
-    fallback = Path(tempfile.gettempdir()) / f"{_PROJECT}-{os.getuid()}"
+    fallback = spare.own_folder(Path(tempfile.gettempdir()))
+    if fallback is None:
+        return preferred  # whose own error then says what is wrong
     logger.warning(
         "cannot cache data in %s (%s); using %s. Choose with data.cache_dir=FOLDER",
         preferred,

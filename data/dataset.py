@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 from data.errors import DataError
 from data.source import Source
+
+if TYPE_CHECKING:
+    from data.vocabulary import GPT2Vocabulary
+    from data.words import WordVocabulary
 
 
 class DataSet(ABC):
@@ -16,6 +21,8 @@ class DataSet(ABC):
         valid, test  Source, or None where there is no such split or it is smaller than one sample
         description  one line: what it is, and how much of it in each split
     From the start:
+        vocabulary   how text becomes tokens and tokens text (GPT2Vocabulary or WordVocabulary); None for data that is
+                     not language, and for tokens of an unknown vocabulary
         vocab_size   number of distinct tokens; None for data that is not language, and before prepare() where the text
                      decides (words)
         seq_len      tokens per sample; None for data that is not language
@@ -23,6 +30,7 @@ class DataSet(ABC):
         changing_shapes  whether training batches differ in shape from step to step (see data.buckets)
     """
 
+    vocabulary: GPT2Vocabulary | WordVocabulary | None = None
     vocab_size: int | None = None
     seq_len: int | None = None
     changing_shapes: bool = False

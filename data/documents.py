@@ -5,8 +5,10 @@ from __future__ import annotations
 import codecs
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -137,15 +139,28 @@ def _next_line(document: Document, position: int) -> int:
 def encode(documents: Iterable[Document], encoding: tiktoken.Encoding, end: int) -> Iterator[np.ndarray]:
     """The documents' tokens, each document followed by the token `end`, as int64 arrays in order.
 
-    Text that looks like a special token is encoded as the text that it is. A few threads, because encoding is
-    done outside Python's lock and more than four are seldom free.
+    A few threads, because encoding is done outside Python's lock and more than four are seldom free.
     """
     threads = min(4, os.cpu_count() or 1)
     for batch in _batches(documents):
         texts = [piece for piece in batch if piece is not None]
-        encoded = iter(encoding.encode_ordinary_batch(texts, num_threads=threads))
+        encoded = iter(encode_texts(texts, encoding, end, threads))
         tokens = [[end] if piece is None else next(encoded) for piece in batch]
         yield np.concatenate([np.asarray(part, dtype=np.int64) for part in tokens])
+
+
+def encode_texts(texts: Sequence[str], encoding: tiktoken.Encoding, end: int, threads: int = 1) -> list[list[int]]:
+    """Each text's tokens. Special tokens are recognised, but for ``end``: text that looks like it is the text that it
+    is."""
+    special = encoding.special_tokens_set - {encoding.decode([end])}
+    if not special:
+        encode_one = encoding.encode_ordinary
+    else:
+        encode_one = partial(encoding.encode, allowed_special=special, disallowed_special=())
+    if threads == 1:
+        return [encode_one(text) for text in texts]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(encode_one, texts))
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[str | None]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from data.documents import find_files
 from data.errors import DataError
 from data.row_tokens import PERIOD, BucketedRows, Share, TokenRows, cached_counts, key_of
 from data.rows import Rows
-from data.vocabulary import GPT2_VOCAB_SIZE
+from data.vocabulary import GPT2Vocabulary
 
 _CHECK_ALL, _CHECK_SOME = 1_000_000, 10_000
 _VALID, _TEST = 9, 19
@@ -36,8 +37,6 @@ class Jsonl(DataSet):
     spread, and the rest is checked as it is trained on.
     """
 
-    vocab_size = GPT2_VOCAB_SIZE
-
     def __init__(
         self,
         root: str | None = None,
@@ -46,10 +45,12 @@ class Jsonl(DataSet):
         bucket_by_length: bool = False,
         cache_dir: str | None = None,
         num_workers: int = 0,
+        extra_tokens: Any = None,
     ):
         """root: the file or folder. field: a name, or several whose texts are joined by newlines. seq_len: tokens
         per sample at most. bucket_by_length: training batches of similar length, padded to few widths; the first
         run counts the tokens of all training rows. cache_dir: for index and counts; None: the user's cache folder.
+        extra_tokens: tokens behind GPT-2's own (see data.extra_tokens).
 
         Raises DataError if root is not given, for a field that is no name, and if seq_len is not positive.
         """
@@ -63,6 +64,8 @@ class Jsonl(DataSet):
             raise DataError(f"data.field={field}: give a name or a list of names, as data.field=[question,answer]")
         self.fields = list(self.fields)
         self.root = Path(root).expanduser().absolute()
+        self.vocabulary = GPT2Vocabulary(extra_tokens)
+        self.vocab_size = self.vocabulary.size
         self.seq_len = seq_len
         self.changing_shapes = bucket_by_length
         self.cache_dir = cache_dir
@@ -85,10 +88,10 @@ class Jsonl(DataSet):
         kept = tuple(i for i in range(PERIOD) if i not in taken.values())
         train = Share(len(rows["train"]), kept)
         if self.changing_shapes:
-            counts = cached_counts(rows["train"], self.fields, self.cache_dir)
-            self.train = BucketedRows(rows["train"], train, self.fields, self.seq_len, counts)
+            counts = cached_counts(rows["train"], self.fields, self.vocabulary, self.cache_dir)
+            self.train = BucketedRows(rows["train"], train, self.fields, self.vocabulary, self.seq_len, counts)
         else:
-            self.train = TokenRows(rows["train"], train, self.fields, self.seq_len)
+            self.train = TokenRows(rows["train"], train, self.fields, self.vocabulary, self.seq_len)
         self.valid, self.test = self._held_out("valid", rows, taken), self._held_out("test", rows, taken)
         self.description = self._describe()
         self._prepared = True
@@ -100,7 +103,7 @@ class Jsonl(DataSet):
             part, share = rows["train"], Share(len(rows["train"]), (taken[split],))
         else:
             return None
-        return TokenRows(part, share, self.fields, self.seq_len) if len(share) else None
+        return TokenRows(part, share, self.fields, self.vocabulary, self.seq_len) if len(share) else None
 
     def _check(self, rows: Rows) -> None:
         def check(folder: Path) -> None:
@@ -119,7 +122,7 @@ class Jsonl(DataSet):
         parts = [f"{split} {len(source) if source else 0:,} rows" for split, source in splits]
         widths = self.train.widths if isinstance(self.train, BucketedRows) else (self.seq_len,)
         padded = f"padded to {' or '.join(map(str, widths))} tokens"
-        return f"JSON lines of {self.root}, GPT-2 tokens: {', '.join(parts)}, {padded}"
+        return f"JSON lines of {self.root}, {self.vocabulary.label}: {', '.join(parts)}, {padded}"
 
 
 def split_files(root: Path) -> dict[str, list[Path]]:

@@ -6,6 +6,7 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from data.columns import ColumnWindows
 from data.dataset import DataSet
@@ -40,6 +41,7 @@ class LanguageData(DataSet):
         max_vocabulary: int | None = None,
         batchify: bool = False,
         columns: int | None = None,
+        extra_tokens: Any = None,
     ):
         """seq_len: tokens per sample. cache_dir: where the tokens are kept; None: the user's cache folder.
 
@@ -49,6 +51,7 @@ class LanguageData(DataSet):
         max_vocabulary: so many words at most, the most frequent, <unk> included; None: all of them
         batchify:       train on the text in order, in `columns` columns (see ColumnWindows), instead of on
                         shuffled samples
+        extra_tokens:   tokens behind GPT-2's own (see data.extra_tokens)
         Raises DataError for a number that makes no sense, and for one that belongs to another choice.
         """
         super().__init__(num_workers)
@@ -59,11 +62,18 @@ class LanguageData(DataSet):
         self.seq_len = seq_len
         self.cache_dir = cache_dir
         self.columns = columns if batchify else None
-        self._vocabulary = self._choose(vocabulary, min_frequency, max_vocabulary)
+        self.vocabulary = self._choose(vocabulary, min_frequency, max_vocabulary, extra_tokens)
         self._prepared = False
 
-    def _choose(self, name: str, min_frequency: int | None, max_size: int | None) -> WordVocabulary | GPT2Vocabulary:
+    def _choose(
+        self, name: str, min_frequency: int | None, max_size: int | None, extra_tokens: Any
+    ) -> WordVocabulary | GPT2Vocabulary:
         if name == "words":
+            if extra_tokens:
+                raise DataError(
+                    "model.extra_tokens grows GPT-2's vocabulary, and data.vocabulary=words takes its words from the "
+                    "text; use data.vocabulary=gpt2, or leave model.extra_tokens out"
+                )
             return WordVocabulary(self.min_word_frequency if min_frequency is None else min_frequency, max_size)
         if name != "gpt2":
             raise DataError(f"data.vocabulary={name} is not one of gpt2, words")
@@ -73,19 +83,19 @@ class LanguageData(DataSet):
                     f"data.{key}={value} chooses among words, and GPT-2's vocabulary is fixed; leave it out or "
                     "set data.vocabulary=words"
                 )
-        return GPT2Vocabulary()
+        return GPT2Vocabulary(extra_tokens)
 
     @property
     def vocab_size(self) -> int | None:
-        return self._vocabulary.size
+        return self.vocabulary.size
 
     @property
     def words(self) -> list[str] | None:
-        return self._vocabulary.words
+        return self.vocabulary.words
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of some tokens. To be called after prepare()."""
-        return self._vocabulary.decode(tokens)
+        return self.vocabulary.decode(tokens)
 
     @abstractmethod
     def documents(self) -> Mapping[str, Sequence[Document]]:
@@ -102,10 +112,10 @@ class LanguageData(DataSet):
         documents = self.documents()
         files = cached_tokens(
             self.cache_dir,
-            f"{self.name}-{_fingerprint(documents, self._vocabulary.key)}",
-            lambda folder: self._vocabulary.encode(folder, documents),
+            f"{self.name}-{_fingerprint(documents, self.vocabulary.key)}",
+            lambda folder: self.vocabulary.encode(folder, documents),
         )
-        self._vocabulary.load(files["train"].parent)
+        self.vocabulary.load(files["train"].parent)
         self.train = self._train(files["train"])
         self.valid, self.test = (
             TokenWindows(files[split], self.seq_len) if count_tokens(files[split]) > self.seq_len else None
@@ -133,7 +143,7 @@ class LanguageData(DataSet):
             parts.append(f"{split} {tokens:,} tokens ({samples})")
         count = sum(len(part) for part in documents.values())
         columns = "" if self.columns is None else f", trained on in {self.columns} columns"
-        return f"{self.title()}, {count:,} documents, {self._vocabulary.label}{columns}: {', '.join(parts)}"
+        return f"{self.title()}, {count:,} documents, {self.vocabulary.label}{columns}: {', '.join(parts)}"
 
 
 def split_documents(documents: Sequence[Document]) -> dict[str, list[Document]]:

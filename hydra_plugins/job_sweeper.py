@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ class JobSweeper(BasicSweeper):
         """Run all jobs that ``arguments`` describe. Raises KeyboardInterrupt, and what a launcher raises."""
         from training.sweep.queue import compose_all, consecutive, open_folders
 
+        logging.getLogger("hydra._internal.core_plugins.basic_launcher").addFilter(_mask)
         loader = self.hydra_context.config_loader
         overrides = OverridesParser.create(config_loader=loader).parse_overrides([*self._parse_config(), *arguments])
         (jobs,) = self.split_arguments(overrides, None)
@@ -43,3 +45,11 @@ class JobSweeper(BasicSweeper):
                 self.hydra_context.callbacks.on_multirun_end(config=self.config, config_name=None)
             raise
         return results
+
+
+def _mask(record: logging.LogRecord) -> bool:
+    """Hydra announces each job with its overrides."""
+    from training.records.environment import mask_arguments
+
+    record.msg, record.args = mask_arguments([record.getMessage()])[0], ()
+    return True

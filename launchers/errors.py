@@ -11,7 +11,8 @@ class WorkerFailed(LaunchError):
     """A local worker ended before its work was done; this is the first cause, not what followed from it.
 
     rank: the global rank that failed first.
-    kind: "exception" (it raised), "signal" (it was killed) or "exit" (it left without raising).
+    kind: "exception" (it raised), "message" (so it did, what says all in its own words), "signal" (it was killed),
+    "exit" (it left without raising) or "stall" (the others waited for it in vain).
     text: for an exception that rank's own traceback, otherwise what happened and the last lines of its log.
     """
 

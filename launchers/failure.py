@@ -7,10 +7,13 @@ import os
 import signal
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from launchers.errors import WorkerFailed
+from launchers.processes import is_stopped
+from launchers.whereabouts import Whereabouts
 
 _LOG_LINES = 20
 
@@ -31,12 +34,28 @@ _PEER_MESSAGES = (
 class Death:
     """A worker that ended too early.
 
-    exitcode: as multiprocessing gives it, -N for signal N. report: write_report's, None where there is none.
+    exitcode: as multiprocessing gives it, -N for signal N. report: write_report's or write_stop's, None where there
+    is none.
     """
 
     rank: int
     exitcode: int
     report: dict | None
+
+    @property
+    def lost_a_peer(self) -> bool:
+        """Whether the worker says no more than that another went away, or did not answer."""
+        return self.exitcode >= 0 and self.report is not None and self.report.get("peer", False)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the worker's error would come again after a restart."""
+        return self.report is not None and self.report.get("repeats", False)
+
+    @property
+    def stopped(self) -> str | None:
+        """What a worker says that was told to stop and did."""
+        return self.report["message"] if self.report is not None and "stopped" in self.report else None
 
 
 def log_path(log_dir: str | os.PathLike, rank: int) -> Path:
@@ -59,19 +78,26 @@ def is_peer_error(error: BaseException) -> bool:
 
 
 def write_report(path: str | os.PathLike, error: BaseException) -> dict:
-    """Writes `error` to `path` as JSON, whole or not at all, and returns it: {"message", "peer", "timestamp"}.
+    """Writes `error` to `path` as JSON, whole or not at all, and returns that: {"message", "peer", "timestamp",
+    "repeats", "for_user"}.
 
     The message is the traceback without the launcher's own frame; the timestamp is in seconds since the epoch. Both
     names are torch's, whose agent reads the file too when it is the first to see the process gone, and raises
-    KeyError without them.
+    KeyError without them. "repeats" is the error's attribute of that name: it would come again after a restart.
+    "for_user" is its own words where it has that attribute, true: they say all that a user need know; else None.
     """
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, frames))
     report = {"message": text, "peer": is_peer_error(error), "timestamp": time.time()}
-    partial = Path(f"{path}.partial")
-    partial.write_text(json.dumps(report))
-    partial.replace(path)
+    report["repeats"] = getattr(error, "repeats", False)
+    report["for_user"] = str(error) if getattr(error, "for_user", False) else None
+    _write(path, report)
     return report
+
+
+def write_stop(path: str | os.PathLike, stopped: BaseException) -> None:
+    """Writes to `path` that the work has ended early because it was told to: {"message", "stopped", "timestamp"}."""
+    _write(path, {"message": str(stopped), "stopped": True, "timestamp": time.time()})
 
 
 def read_report(path: str | os.PathLike) -> dict | None:
@@ -92,9 +118,34 @@ def root_cause(deaths: list[Death], log_dir: str | os.PathLike) -> WorkerFailed:
     if death.exitcode < 0:
         return WorkerFailed(death.rank, "signal", _signal_text(death) + _log_tail(death.rank, log_dir))
     if death.report is not None:
-        return WorkerFailed(death.rank, "exception", death.report["message"])
+        words = death.report.get("for_user")
+        return WorkerFailed(death.rank, *(("message", words) if words else ("exception", death.report["message"])))
     text = f"rank {death.rank} left with exit code {death.exitcode} before its work was done, raising nothing"
     return WorkerFailed(death.rank, "exit", text + _log_tail(death.rank, log_dir))
+
+
+def stalled(
+    ranks: Mapping[int, Whereabouts], pids: Mapping[int, int], timeout_s: float | None
+) -> WorkerFailed:
+    """The error to show where the others have given up waiting for `ranks`, whose processes are `pids`.
+
+    timeout_s: how long they had waited, where that is known.
+    """
+    waited = "" if timeout_s is None else f" (parallel.timeout_s={timeout_s:g})"
+    lines = []
+    for rank, at in sorted(ranks.items()):
+        where = f"since step {at.step}" if at.step else "before step 1"
+        text = f"rank {rank} has not moved {where} for {at.silent_s:.0f} s{waited}: {at.doing}"
+        if is_stopped(pids[rank]):
+            text += f"; process {pids[rank]} was stopped, as by SIGSTOP"
+        lines.append(text)
+    return WorkerFailed(min(ranks), "stall", "\n".join(lines) + ". The other ranks have given up waiting for it")
+
+
+def _write(path: str | os.PathLike, report: dict) -> None:
+    partial = Path(f"{path}.partial")
+    partial.write_text(json.dumps(report))
+    partial.replace(path)
 
 
 def _severity(death: Death) -> tuple[int, float]:
@@ -102,7 +153,7 @@ def _severity(death: Death) -> tuple[int, float]:
         return 0, death.rank
     if death.report is None:
         return 2, death.rank
-    return (3 if death.report["peer"] else 1), death.report["timestamp"]
+    return (3 if death.lost_a_peer else 1), death.report["timestamp"]
 
 
 def _signal_text(death: Death) -> str:

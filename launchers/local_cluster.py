@@ -36,7 +36,6 @@ SlurmctldPort={controller_port}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-CryptoType=crypto/munge
 AuthInfo=socket={folder}/munge.socket
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 StateSaveLocation={folder}/state
@@ -58,7 +57,7 @@ SchedulerParameters=sched_interval=5,bf_interval=5,sched_min_interval=100000
 MpiDefault=none
 ReturnToService=2
 JobRequeue=1
-KillWait=5
+KillWait=10
 SlurmctldTimeout=30
 SlurmdTimeout=30
 NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr={address} Port={node_ports} CPUs={cpus} RealMemory={memory} \

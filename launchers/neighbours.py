@@ -8,12 +8,14 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from launchers.errors import LaunchError
 from launchers.loopback import LOOPBACK, is_loopback, listen
+from launchers.watch import Watch, say_farewell
 from launchers.world import World, master_address
 
 if TYPE_CHECKING:
@@ -50,11 +52,15 @@ class Neighbours:
     """
 
     def __init__(self, world: World, store: Store, timeout_s: float) -> None:
-        self._world, self._store, self._deadline = world, store, time.monotonic() + timeout_s
+        self._world, self._store = world, store
+        self._deadline = time.monotonic() + timeout_s
+        self._watches: list[Watch] = []
         self._listener = listen(_own_address(), 0)
         address, port = self._listener.getsockname()[:2]
         mine = [world.rank, world.local_rank == 0, node_name(), address, port]
-        self.places = [Place(*place) for place in self._exchange("place", mine)]
+        found = self._exchange("place", [mine, timeout_s])
+        self.places = [Place(*place) for place, _ in found]
+        self._patience_s = found[0][1]
         leaders = [place for place in self.places if place.leader]
         if len(leaders) > 1:
             me = self.places[world.rank]
@@ -64,6 +70,39 @@ class Neighbours:
             if failures := [line for lines in self._exchange("failures", failed) for line in lines]:
                 raise LaunchError("\n".join([*failures, _advice()]))
 
+    def watch(self, give_up: Callable[[LaunchError], None]) -> None:
+        """From now on ``give_up`` is called, in a thread, when the rank after this one dies without a word, or when the
+        next machine has not answered for two thirds of rank 0's ``timeout_s`` (only rank 0 need know it).
+
+        A rank that only waits would learn of neither before its own time is up. Raises LaunchError where this rank
+        cannot connect to one of the two.
+        """
+        me = self.places[self._world.rank]
+        for place in self._next():
+
+            def died(place: Place = place) -> None:
+                error = LaunchError(f"{place} has ended before its work was done, without a word")
+                error.__cause__ = ConnectionResetError()  # what launchers.failure takes for a consequence
+                give_up(error)
+
+            def lost(why: str, place: Place = place) -> None:
+                there = [other for other in self.places if _machine(other) == _machine(place)]
+                give_up(LaunchError(_lost(me, there, why)))
+
+            try:
+                self._watches.append(Watch((place.address, place.port), self._patience_s, died, lost))
+            except OSError as error:
+                why = (error.strerror or str(error)).lower()
+                raise LaunchError(f"{me} cannot connect to {place}: {why}\n{_advice()}") from error
+
+    def _next(self) -> list[Place]:
+        """The rank after this one, and the first rank of the machine after this one, both in a ring."""
+        me = self.places[self._world.rank]
+        leaders = [place for place in self.places if place.leader]
+        mine = next(n for n, leader in enumerate(leaders) if _machine(leader) == _machine(me))
+        chosen = self.places[(me.rank + 1) % len(self.places)], leaders[(mine + 1) % len(leaders)]
+        return [place for n, place in enumerate(chosen) if place != me and place not in chosen[:n]]
+
     def lost(self) -> str | None:
         """Which ranks cannot be reached any more, in words; None where all can, or have merely ended."""
         me = self.places[self._world.rank]
@@ -71,17 +110,28 @@ class Neighbours:
         gone = [(place, why) for place, why in _probe(others, _PROBE_S) if "refused" not in why]
         if not gone:
             return None
-        names = ", ".join(str(place) for place, _ in gone)
-        return f"{me} lost the connection to {names}: {gone[0][1]}. The network between them, or that machine, is down"
+        return _lost(me, [place for place, _ in gone], gone[0][1])
 
-    def close(self) -> None:
+    def running(self, ranks: list[int]) -> list[Place]:
+        """Those of ``ranks`` whose processes are there, be they stopped: their ports are still open."""
+        places = [self.places[rank] for rank in ranks if rank != self._world.rank]
+        gone = [place for place, _ in _probe(places, _PROBE_S)]
+        return [place for place in places if place not in gone]
+
+    def close(self, finished: bool = True) -> None:
+        """finished: this rank's work is done; otherwise those that watch it take it for dead."""
+        for watch in self._watches:
+            watch.close()
+        if finished:
+            say_farewell(self._listener)
         self._listener.close()
 
     def __enter__(self) -> Neighbours:
         return self
 
-    def __exit__(self, *exception) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *rest) -> None:
+        # Others than Exception are wishes to stop, which all ranks heed together.
+        self.close(finished=kind is None or not issubclass(kind, Exception))
 
     def _exchange(self, what: str, mine) -> list:
         """What each rank gave, by rank."""
@@ -111,6 +161,15 @@ def describe_places(places: list[Place]) -> str:
 def node_name() -> str:
     """This machine's name, as SLURM knows it where this is one of its nodes."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def _machine(place: Place) -> tuple[str, str]:
+    return place.node, place.address
+
+
+def _lost(me: Place, there: list[Place], why: str) -> str:
+    names = ", ".join(map(str, there))
+    return f"{me} lost the connection to {names}: {why}. The network between them, or that machine, is down"
 
 
 def _several_addresses(places: list[Place], node: str) -> bool:

@@ -9,9 +9,7 @@ import time
 from collections.abc import Iterable
 from multiprocessing.process import BaseProcess
 
-# Seconds between SIGTERM and SIGKILL: enough for a handler to write a line, short enough to be called "at
-# once".
-GRACE_S = 5.0
+_REAPED_S = 5.0
 _WATCH_S = 0.5
 
 
@@ -24,21 +22,29 @@ def lead_group() -> None:
     os.setpgid(0, 0)
 
 
-def end_processes(processes: Iterable[BaseProcess], grace_s: float = GRACE_S) -> None:
-    """Ends `processes` and their process groups: SIGTERM, after `grace_s` seconds SIGKILL. All are reaped."""
+def end_processes(processes: Iterable[BaseProcess]) -> None:
+    """Ends `processes` and their process groups by SIGKILL, stopped ones (SIGSTOP) too. All are reaped.
+
+    To a worker SIGTERM means to save and leave, which was asked for before, or is no longer wanted.
+    """
     processes = list(processes)
-    for process in processes:
-        _signal_group(process, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    # Also where the worker itself has gone: what it had started may not have listened.
+    # Also where the worker itself has gone: what it had started may still be there.
     for process in processes:
         _signal_group(process, signal.SIGKILL)
     for process in processes:
         # SIGKILL cannot be refused; only a process stuck in the kernel (a lost GPU) outlives it, and no wait
         # helps there.
-        process.join(grace_s)
+        process.join(_REAPED_S)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the process was stopped, as by SIGSTOP or a debugger; False where the system does not say (no /proc)."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name before it, in parentheses, may hold anything.
+            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except (OSError, IndexError):
+        return False
 
 
 def leave_with_parent(parent_pid: int) -> None:

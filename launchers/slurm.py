@@ -46,6 +46,7 @@ class Job:
     done: bool = False
     error: Exception | None = None
     state: State | None = field(default=None, repr=False)
+    held: bool = field(default=False, repr=False)  # until a time that the user has set (launcher.sbatch={begin: …})
     known: float = field(default_factory=time.monotonic, repr=False)
 
     @property
@@ -119,8 +120,10 @@ def submit(
     except (FailedJobError, FailedSubmissionError, ValueError) as error:
         words = said.getvalue().strip() or str(error)
         raise LaunchError(f"the queue does not take the job: {words.replace('sbatch: error: ', '')}") from None
+    held = "begin" in options.sbatch
     return [
-        Job(job.job_id, task, folder, processes, options.time_min) for job, task in zip(queued, tasks, strict=True)
+        Job(job.job_id, task, folder, processes, options.time_min, held=held)
+        for job, task in zip(queued, tasks, strict=True)
     ]
 
 
@@ -181,7 +184,8 @@ def _advance(job: Job, state: State | None, tell: Callable[[str], None]) -> None
         job.done = True
         job.error = explain(job.id, state, job.folder, job.task.log_dir, job.ranks, job.time_min)
         return
-    if state.waits and state.reason == "BeginTime" and before is not None and not before.waits:
+    job.held = job.held and state.waits
+    if state.waits and state.reason == "BeginTime" and not job.held:
         slurm_queue.start_soon(job.id)
     if before is None or before.waits != state.waits:
         where = f"waits in the queue ({state.reason})" if state.waits else f"runs on {state.nodes}"

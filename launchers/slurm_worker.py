@@ -9,41 +9,23 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NoReturn
 
-from launchers import slurm_queue
+from launchers import slurm_queue, stopping
 from launchers.errors import LaunchError
 from launchers.failure import log_path, write_report
+from launchers.stopping import Stopped
 from launchers.worker import PEER_DELAY_S, redirect_output
 from launchers.world import World
 
 # The signal that announces the time limit. It is blocked from the first instruction on (by BLOCK) and never delivered:
-# at step borders one asks whether it is pending. So it can strike nowhere, not in a loader's workers either.
+# launchers.stopping asks whether it is pending. So it can strike nowhere, not in a loader's workers either.
 SIGNAL = signal.SIGUSR2
 BLOCK = "env --block-signal=USR2"
 MAX_REQUEUES = 100
 _KILLED_S = 120.0
 
-
-class Stopped(Exception):
-    """The run has saved its state and ended early, as ``stop_wanted`` asked; it can go on from there."""
-
-
-_terminated = False
-
-
-def heed_termination() -> None:
-    """Have SIGTERM noted instead of ending this process: preemption sends it some seconds before SIGKILL."""
-
-    def note(signum, frame) -> None:
-        global _terminated
-        _terminated = True
-
-    signal.signal(signal.SIGTERM, note)
-
-
-def stop_wanted() -> bool:
-    """Whether this process was told that its time is nearly over. Asked at step borders; agree among ranks on it."""
-    return _terminated or SIGNAL in signal.sigpending()
+_reports: list[Path] = []  # this task's, once there is one
 
 
 def restarts(environ: Mapping[str, str] = os.environ) -> int:
@@ -68,10 +50,12 @@ def work(entry: Callable, args: tuple, folder: str, log_dir: str, max_requeues: 
     An exception is written to report_path and ends the process with code 1, without any clean-up that could wait for a
     peer. Stopped puts the job into the queue again.
     """
-    # submitit's own handler would only log it.
-    heed_termination()
+    # SIGTERM comes before SIGKILL in a preemption; submitit's own handlers would only log it.
+    stopping.heed()
+    stopping.expect_echo()
     world = World.detect() or World.alone()
     report = report_path(folder, job_id(), world.rank)
+    _reports.append(report)
     report.unlink(missing_ok=True)
     log = log_path(log_dir, world.rank)
     if world.rank > 0:
@@ -83,7 +67,7 @@ def work(entry: Callable, args: tuple, folder: str, log_dir: str, max_requeues: 
         except Stopped as stopped:
             go_on_later(world, str(stopped), max_requeues)
     except BaseException as error:
-        _fail(error, report)
+        leave(error)
     finally:
         sys.stdout.flush()
         if world.rank > 0 and log.exists() and log.stat().st_size == 0:
@@ -96,7 +80,7 @@ def go_on_later(world: World, why: str, max_requeues: int) -> None:
     Raises LaunchError where it was queued again ``max_requeues`` times already, where the queue refuses, and after
     SIGTERM: then the job was cancelled, or SLURM itself puts it into the queue again.
     """
-    if SIGNAL not in signal.sigpending():
+    if stopping.noted() == signal.SIGTERM and SIGNAL not in signal.sigpending():
         raise LaunchError(f"{why}, on SIGTERM")
     if restarts() >= max_requeues:
         raise LaunchError(f"{why}; it was queued again {restarts()} times already (launcher.max_requeues)")
@@ -107,10 +91,11 @@ def go_on_later(world: World, why: str, max_requeues: int) -> None:
     raise LaunchError(f"{why}, but the queue has not ended this attempt within {_KILLED_S:g} s")
 
 
-def _fail(error: BaseException, path: Path) -> None:
+def leave(error: BaseException) -> NoReturn:
+    """End this task as failed, from whichever thread, once ``work`` has begun."""
     traceback.print_exception(error)
     try:
-        if write_report(path, error)["peer"]:
+        if write_report(_reports[0], error)["peer"]:
             # So that the rank that broke the connection is seen to fail first.
             time.sleep(PEER_DELAY_S)
     finally:

@@ -10,13 +10,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from multiprocessing import resource_tracker
 
+from launchers.stopping import SIGNALS
+
 
 @contextmanager
 def spawning(env: Mapping[str, str]) -> Iterator[None]:
-    """Children spawned inside see `env` from the start, are deaf to Ctrl-C, and do not re-run this script."""
+    """Children spawned inside see `env` from the start, have SIGINT and the signals of launchers.stopping blocked
+    until they can handle them, and do not re-run this script."""
     with ExitStack() as stack:
         stack.enter_context(_environment(env))
-        stack.enter_context(_blocked_interrupt())
+        stack.enter_context(_blocked_signals())
         stack.enter_context(_hidden_main())
         yield
 
@@ -37,15 +40,17 @@ def _environment(env: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _blocked_interrupt() -> Iterator[None]:
-    """Ctrl-C reaches every process of the terminal; a child that is still importing would print a traceback.
+def _blocked_signals() -> Iterator[None]:
+    """Signals may reach every process of a terminal or a job; a child that is still importing would fall to them.
 
-    Children inherit the blocked signal, and ignore it once they can. Here it is delivered afterwards.
+    Children inherit the blocked signals. Here they are delivered afterwards.
     """
-    # Started first: starting it unblocks SIGINT.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    blocked = {signal.SIGINT, *SIGNALS}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
+        # It unblocks SIGINT and SIGTERM; the tracker, which ignores these two, keeps the others blocked.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.util
 import os
@@ -12,7 +13,8 @@ import threading
 import time
 import traceback
 
-from launchers.failure import log_path, write_report
+from launchers import stopping, whereabouts
+from launchers.failure import log_path, write_report, write_stop
 from launchers.loopback import use_loopback
 from launchers.processes import lead_group, leave_with_parent
 from launchers.world import World
@@ -22,16 +24,22 @@ PEER_DELAY_S = 2.5
 _LEAVE_S = 10.0
 
 
-def work(payload: bytes, parent_pid: int, log_dir: str) -> None:
+def work(payload: bytes, parent_pid: int, log_dir: str, board_path: str, stoppable: bool) -> None:
     """Runs `entry(world, *args)` from payload = pickle of (entry, args). The function that the agent starts.
 
     An exception is written to the file named by TORCHELASTIC_ERROR_FILE, and the process exits with code 1,
-    without any clean-up that could wait for a peer.
+    without any clean-up that could wait for a peer; with launchers.stopping.EXIT_CODE after a Stopped.
+    board_path: see launchers.whereabouts. stoppable: whether entry looks at launchers.stopping.
     """
     lead_group()
     leave_with_parent(parent_pid)
-    _heed_the_parent_only()
     world = World.detect()
+    board = whereabouts.Board(board_path)
+    whereabouts.publish(board, world.rank)
+    if stoppable:
+        stopping.heed()
+        stopping.also(board.stop_wanted)
+    _heed_the_parent_only()
     if world.rank > 0:
         redirect_output(log_path(log_dir, world.rank))
     try:
@@ -41,18 +49,23 @@ def work(payload: bytes, parent_pid: int, log_dir: str) -> None:
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             _leave(_exit_code(leaving))
+    except stopping.Stopped as stopped:
+        write_stop(os.environ["TORCHELASTIC_ERROR_FILE"], stopped)
+        _leave(stopping.EXIT_CODE)
     except BaseException as error:
         _fail(error, world)
-    # Done, but the others may not be: until then the parent must be able to end this process.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     multiprocessing.util.Finalize(None, _leave_in_time, exitpriority=1000)
 
 
+def restarts() -> int:
+    """How often the workers of this run were started anew before; 0 outside of run_workers."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
 def _heed_the_parent_only() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The parent blocked it while this process was being started.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # The parent blocked them while this process was being started.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *stopping.SIGNALS})
     # Meant for the agent alone (see launchers.agent).
     os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
 
@@ -94,8 +107,9 @@ def _leave(code: int) -> None:
     """Ends the process now: a normal exit destroys process groups, which can wait for peers that are gone."""
     for child in multiprocessing.active_children():
         child.terminate()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a log on a full disk
+            stream.flush()
     os._exit(code)
 
 

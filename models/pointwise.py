@@ -22,7 +22,7 @@ class PointwiseConv2d(nn.Conv2d):
         super().__init__(in_channels, out_channels, kernel_size=1, bias=bias)
 
     def forward(self, images: Tensor) -> Tensor:
-        if images.device.type != "cpu":
+        if images.device.type != "cpu" or not images.is_contiguous(memory_format=torch.channels_last):
             return super().forward(images)
         if torch.is_autocast_enabled("cpu") or images.dtype == torch.bfloat16:
             return F.linear(images.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)

@@ -22,7 +22,9 @@ GROUPS = {"layer1": (3, 64, 1), "layer2": (4, 128, 2), "layer3": (6, 256, 2), "l
 LOSSES: dict[str, Callable[[], Loss]] = {"mse": OneHotSquaredError, "cross_entropy": ClassCrossEntropy}
 
 
-def resnet50(in_channels: int = 3, num_classes: int = 1000, loss: str = "mse") -> Chain:
+def resnet50(
+    in_channels: int = 3, num_classes: int = 1000, loss: str = "mse", channels_last: bool = True
+) -> Chain:
     """A chain of 22 layers: four of the stem, 16 bottleneck blocks, pooling and the classifier.
 
     Images [b, in_channels, height, width] of any size, 32 pixels or more to be of use -> logits [b, num_classes]. In
@@ -30,6 +32,7 @@ def resnet50(in_channels: int = 3, num_classes: int = 1000, loss: str = "mse") -
 
     loss     mse: squared error to the one-hot class over all classes, as in the published experiment;
              cross_entropy: the usual one, with accuracy
+    channels_last  images with their channels innermost in memory: faster
     raises   ValueError for a number below 1 or an unknown loss
     source   The published experiment is PyTorch's tutorial on model parallelism, whose two halves (up to layer2, from
              layer3 on) are ``parallel.balance=[11,11]``.
@@ -53,7 +56,7 @@ def resnet50(in_channels: int = 3, num_classes: int = 1000, loss: str = "mse") -
         loss=LOSSES[loss](),
         initialise=initialise,
         limits={"channels": in_channels, "classes": num_classes},
-        channels_last=True,
+        channels_last=channels_last,
     )
 
 

@@ -46,16 +46,22 @@ class Options:
 class StepResult:
     """The same on every rank. ``loss``: mean over the ``terms`` of the global batch (tokens that are no padding, for
     a language model); ``grad_norm``: of the whole model, tied weights once, before clipping; ``stop``: some rank asked
-    to stop."""
+    to stop; ``spike``: the loss is above the limit that was given."""
 
     loss: float
     grad_norm: float
     stop: bool
     terms: float
+    spike: bool = False
 
     @property
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    @property
+    def usable(self) -> bool:
+        """Whether the weights may be updated."""
+        return self.finite and not self.spike
 
 
 class Strategy(ABC):
@@ -89,13 +95,17 @@ class Strategy(ABC):
 
     # -- the step --------------------------------------------------------------------------------------------------
 
-    def train_step(self, batch: Batch, step: int, stop: bool = False) -> StepResult:
+    def train_step(
+        self, batch: Batch, step: int, stop: bool = False, loss_limit: float = math.inf
+    ) -> StepResult:
         """Forward and backward of this replica's batch in ``plan.chunks`` micro-batches.
 
-        batch    this replica's equal share of the global batch (on any device)
-        step     counts from 1; dropout depends on it
-        stop     this rank's wish to end the run; the result says whether any rank has it
-        returns  numbers over the global batch; gradients are in place, averaged, summed over tied copies, unscaled
+        batch       this replica's equal share of the global batch (on any device)
+        step        counts from 1; dropout depends on it
+        stop        this rank's wish to end the run; the result says whether any rank has it
+        loss_limit  a larger loss is a spike; the same on every rank
+        returns     numbers over the global batch; gradients are in place, averaged, summed over tied copies, unscaled.
+                    Where they are not ``usable``, BatchNorm's running statistics are as before
         """
         batch = self._place(batch)
         terms = batch.targets.numel()
@@ -106,8 +116,8 @@ class Strategy(ABC):
             self._forward_backward(batch)
         self.timeline.end_step()
         self.tied.sum_gradients()
-        result = self._agree(terms, stop)
-        self.statistics.update(result.finite)
+        result = self._agree(terms, stop, loss_limit)
+        self.statistics.update(result.usable)
         return result
 
     def eval_step(self, batch: Batch) -> Tensor:
@@ -128,7 +138,7 @@ class Strategy(ABC):
     def _forward(self, batch: Batch) -> None:
         """Run the batch through this rank's stages without gradients."""
 
-    def _agree(self, terms: int, stop: bool) -> StepResult:
+    def _agree(self, terms: int, stop: bool, loss_limit: float) -> StepResult:
         """The step's one small all-reduce: loss, count, squared norm and the stop flag together.
 
         A number that is not finite on one rank makes the sum not finite on all, so all take the same decision.
@@ -150,13 +160,18 @@ class Strategy(ABC):
         factor /= self.loss_scale.factor
         self._multiply_gradients(factor)
         norm = math.sqrt(squares) * factor if math.isfinite(squares) else math.nan
-        return StepResult(loss / count if count else math.nan, norm, stops > 0, count)
+        mean = loss / count if count else math.nan
+        return StepResult(mean, norm, stops > 0, count, spike=mean > loss_limit)
 
     def all_sum(self, vector: Tensor) -> list[float]:
         """``vector`` added up over all ranks; the same numbers on every rank."""
         if self.mesh.size > 1:
             dist.all_reduce(vector)
         return vector.tolist()
+
+    def sum_of(self, *numbers: float) -> list[float]:
+        """Each of a few numbers added up over all ranks, who call it together."""
+        return self.all_sum(torch.tensor(numbers, dtype=_wide(self.device), device=self.device))
 
     def grad_norm(self) -> float:
         """The norm of the whole model's gradients as they stand. All ranks call it together."""
@@ -256,8 +271,7 @@ class Strategy(ABC):
 
     def _take_sums(self) -> Tensor:
         width = 2 + len(self.chain.loss.metrics)
-        dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        total = torch.zeros(width, dtype=dtype, device=self.device)
+        total = torch.zeros(width, dtype=_wide(self.device), device=self.device)
         for stage in self.stages:
             sums = stage.take_sums()
             if sums is not None:
@@ -266,18 +280,20 @@ class Strategy(ABC):
 
     def _squared_norm(self) -> Tensor:
         """Scalar in float64: this rank's share of the squared gradient norm. Replicas have equal gradients, so only
-        the first adds its own; a tied parameter adds where it is at home."""
+        the first adds its own, and the others 0, or NaN where theirs are not finite; a tied parameter adds where it is
+        at home."""
         gradients = [
             parameter.grad
             for stage in self.stages
             for name, parameter in stage.layers.named_parameters()
             if parameter.grad is not None and name not in self.chain.tied
         ]
-        dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        if self.mesh.replica != 0 or not gradients:
+        dtype = _wide(self.device)
+        if not gradients:
             return torch.zeros((), dtype=dtype, device=self.device)
         norms = torch._foreach_norm(gradients)
-        return torch.stack([n.to(self.device, dtype) for n in norms]).square().sum()
+        squares = torch.stack([n.to(self.device, dtype) for n in norms]).square().sum()
+        return squares if self.mesh.replica == 0 else squares * 0
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters() if p.grad is not None]
@@ -286,6 +302,11 @@ class Strategy(ABC):
         gradients = self._gradients()
         if gradients and factor != 1.0:  # a stage may have no parameters
             torch._foreach_mul_(gradients, factor)
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    """What sums over ranks are made in."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _as_float(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import readme
+from training.quoting import quote_values
 
 ROOT = Path(__file__).parents[1]
 TEXT = readme.README.read_text()
@@ -31,7 +32,7 @@ def test_tables_are_those_of_the_measurements():
 
 @pytest.mark.parametrize("command", sorted({command for command in COMMANDS if command}))
 def test_every_command_composes(command):
-    words = shlex.split(command.replace("--cfg job", ""))
+    words = quote_values(shlex.split(command.replace("--cfg job", "")))
     sweep = "-m" in words
     words = [word for word in words if word != "-m"]
     composed([re.sub(r",.*", "", word) if sweep else word for word in words])

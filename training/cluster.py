@@ -11,7 +11,7 @@ from typing import Any
 
 from launchers import World
 from launchers.slurm import Job, Task, submit, tasks_per_node, wait
-from launchers.slurm_worker import Stopped, restarts
+from launchers.slurm_worker import leave, restarts
 from training.config import attributes, environment, plain
 from training.errors import USER_ERRORS
 
@@ -82,17 +82,17 @@ def run_in_task(world: World, tree: dict, run_dir: str) -> None:
     """What each task of the job runs."""
     from launchers.failure import is_peer_error
     from launchers.neighbours import describe_places
-    from training.checkpoint import newest
     from training.job import describe, together
+    from training.resume import after_restart
     from training.run import run
     from training.setup import prepare
     from training.sweep.record import FAILED, FINISHED, RUNNING
 
     cfg, folder, begin = attributes(tree), Path(run_dir), time.monotonic()
-    if restarts() > 0 and (cfg.train.resume is None or newest(folder / "checkpoints") is not None):
-        cfg.train.resume = "auto"
+    if restarts() > 0:
+        after_restart(cfg, folder)
     try:
-        with together(world, cfg.parallel.timeout_s) as (store, places):
+        with together(world, cfg.parallel.timeout_s, leave) as (store, places):
             setup = prepare(cfg, world.size)
             if world.rank == 0:
                 note(folder, status=RUNNING)
@@ -100,8 +100,9 @@ def run_in_task(world: World, tree: dict, run_dir: str) -> None:
             run(cfg, folder, world, store, setup)
     except Exception as error:
         # Nobody else records it where the launcher did not wait.
-        if not isinstance(error, Stopped) and not is_peer_error(error):
-            text = str(error) if isinstance(error, USER_ERRORS) else traceback.format_exc()
+        if not is_peer_error(error):
+            error.for_user = isinstance(error, USER_ERRORS)
+            text = str(error) if error.for_user else traceback.format_exc()
             note(folder, status=FAILED, error=f"rank {world.rank}: {text}")
         raise
     if world.rank == 0:

@@ -14,3 +14,4 @@ class CheckpointError(TrainingError):
 
 
 USER_ERRORS = (TrainingError, PlanError, DataError, LaunchError)
+REPEATING = (TrainingError, PlanError, DataError)  # would come again if the run were started again

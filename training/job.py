@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launchers import LaunchError, World, connect, run_workers
+from launchers import Interrupted, LaunchError, WorkerFailed, World, connect, run_workers, stopping
+from launchers.stopping import Stopped
 from training.config import attributes, environment, plain
+from training.modes import ALONE, run_alone
 
 _KEY = "job"
 _MEET_TIMEOUT_S = 60.0
@@ -28,32 +31,83 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
     from training.setup import prepare
 
     cfg = attributes(plain(cfg))
+    if cfg.mode == "plan" or cfg.mode in ALONE:
+        stopping.at_once()
+    if cfg.mode in ALONE:
+        run_alone(cfg, run_dir, world)
+        return
     recall(cfg, run_dir)
-    settle_chunks(cfg, run_dir, world)
+    with _nothing_begun():
+        settle_chunks(cfg, run_dir, world)
     queued = world is None and cfg.launcher.name == "slurm"
     setup = prepare_here(cfg) if queued else prepare(cfg, world.size if world else None)
     if cfg.mode != "plan":
         from omegaconf import OmegaConf
 
-        print(OmegaConf.to_yaml(cfg).rstrip(), end="\n\n")
+        from training.records import mask_secrets
+
+        print(OmegaConf.to_yaml(attributes(mask_secrets(plain(cfg)))).rstrip(), end="\n\n")
     print(describe(setup), flush=True)
     if cfg.mode == "plan":
         _print_memory(setup)
         return
-    processes = setup.plan.processes
-    if world is not None:
-        _lead(setup, run_dir, world)
-    elif queued:
+    if queued:
         run_as_job(setup, run_dir)
-    elif processes == 1 and not isolated:
-        from training.run import run
+        return
+    processes = setup.plan.processes
+    try:
+        if world is not None:
+            _lead(setup, run_dir, world)
+        elif stopping.wanted():
+            raise Stopped("stopped before the first step")
+        elif processes == 1 and not isolated and not _restarts(cfg):
+            from training.run import run
 
-        run(cfg, run_dir, setup=setup)
-    else:
-        del setup  # the workers build their own
-        threads = cfg.parallel.threads
-        more = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-        run_workers(_work, (plain(cfg), str(run_dir)), processes, run_dir / "logs", env={**environment(cfg), **more})
+            run(cfg, run_dir, setup=setup)
+        else:
+            del setup  # the workers build their own
+            _start_workers(cfg, run_dir, processes)
+    except Stopped as stopped:
+        raise Stopped(f"{stopped}; {_way_on(cfg, run_dir)}") from None
+
+
+def _start_workers(cfg: Any, run_dir: Path, processes: int) -> None:
+    threads, timeout_s = cfg.parallel.threads, cfg.parallel.timeout_s
+    env = {**environment(cfg), **({} if threads is None else {"OMP_NUM_THREADS": str(threads)})}
+    args = plain(cfg), str(run_dir)
+    most, failures = _restarts(cfg), []
+
+    def tell(failure: WorkerFailed) -> None:
+        failures.append(failure)
+        print(f"{failure}\nrestart {len(failures)} of {most} (launcher.max_restarts)", file=sys.stderr, flush=True)
+
+    run_workers(_work, args, processes, run_dir / "logs", env, most, True, timeout_s, tell)
+
+
+def _restarts(cfg: Any) -> int:
+    from training.errors import TrainingError
+
+    most = cfg.launcher.get("max_restarts", 0)
+    if most < 0:
+        raise TrainingError(f"launcher.max_restarts={most} must be at least 0")
+    return most if cfg.mode == "train" else 0
+
+
+@contextmanager
+def _nothing_begun() -> Iterator[None]:
+    """A signal that the run would stop at stops what comes before it."""
+    try:
+        yield
+    except Interrupted as interrupted:
+        if interrupted.signum not in stopping.SIGNALS or stopping.insisted():
+            raise
+        raise Stopped("stopped before the first step; start it again with the same command") from None
+
+
+def _way_on(cfg: Any, run_dir: Path) -> str:
+    if cfg.mode != "train":
+        return "start it again with the same command"
+    return f"go on with the same command and train.resume=auto hydra.run.dir={run_dir}"
 
 
 def _print_memory(setup) -> None:
@@ -65,10 +119,22 @@ def _print_memory(setup) -> None:
 
 
 def _work(world: World, tree: dict, run_dir: str) -> None:
-    """What each local worker runs."""
+    """What each local worker runs, again after a restart: the run goes on by itself then."""
+    from launchers.worker import restarts
+    from training.errors import REPEATING, USER_ERRORS
+    from training.report import SUMMARY
+    from training.resume import after_restart
     from training.run import run
 
-    run(attributes(tree), Path(run_dir), world)
+    cfg, folder = attributes(tree), Path(run_dir)
+    if restarts() > 0:
+        after_restart(cfg, folder)
+        (folder / SUMMARY).unlink(missing_ok=True)  # not all ranks had left after it was written
+    try:
+        run(cfg, folder, world)
+    except USER_ERRORS as error:
+        error.for_user, error.repeats = True, isinstance(error, REPEATING)
+        raise
 
 
 def describe(setup) -> str:
@@ -80,27 +146,39 @@ def describe(setup) -> str:
 
 
 @contextmanager
-def together(world: World, timeout_s: float) -> Iterator[tuple[Any, list]]:
+def together(
+    world: World, timeout_s: float, give_up: Callable[[LaunchError], None]
+) -> Iterator[tuple[Any, list]]:
     """Meet the other ranks: (store, places by rank), or (None, []) for a rank that is alone.
 
     Raises LaunchError where ranks do not come or machines cannot reach each other, also later, in the middle of the
-    work, when a connection is lost: it names the ranks then.
+    work, when a connection is lost or a rank stands still: it names the ranks then. Where this rank waits meanwhile and
+    cannot raise, a thread calls ``give_up``, which ends the process.
     """
     from launchers.failure import is_peer_error
     from launchers.neighbours import Neighbours
+    from launchers.silence import silent_ranks
 
     store = connect(world, timeout_s)
     if store is None:
         yield None, []
         return
     with Neighbours(world, store, timeout_s) as neighbours:
+        neighbours.watch(give_up)
         try:
             yield store, neighbours.places
         except Exception as error:
-            lost = neighbours.lost() if is_peer_error(error) else None
-            if lost is None:
+            waits = is_peer_error(error)
+            reason = (neighbours.lost() if waits else None) or silent_ranks(world, store, neighbours, waits)
+            if reason is None:
                 raise
-            raise LaunchError(lost) from error
+            raise LaunchError(reason) from error
+
+
+def _leave(error: LaunchError, console: int = 2) -> None:
+    """End this process at once, from whichever thread: its main one waits for a rank that will not come."""
+    os.write(console, f"error: {error}\n".encode())
+    os._exit(1)
 
 
 def _lead(setup, run_dir: Path, world: World) -> None:
@@ -109,7 +187,7 @@ def _lead(setup, run_dir: Path, world: World) -> None:
     from training.run import run
 
     cfg = setup.cfg
-    with together(world, cfg.parallel.timeout_s) as (store, places):
+    with together(world, cfg.parallel.timeout_s, _leave) as (store, places):
         if store is not None:
             print(describe_places(places), flush=True)
             store.set(_KEY, json.dumps({"cfg": plain(cfg), "run_dir": str(run_dir)}))
@@ -126,16 +204,18 @@ def follow(world: World) -> None:
     from launchers.worker import redirect_output
     from training.run import run
 
-    with together(world, _MEET_TIMEOUT_S) as (store, _):
+    console = os.dup(2)
+    with together(world, _MEET_TIMEOUT_S, partial(_leave, console=console)) as (store, _):
         store.wait([_KEY], timedelta(seconds=_MEET_TIMEOUT_S))
         job = json.loads(store.get(_KEY))
         logs = Path(job["run_dir"]) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        console = os.dup(2)
         redirect_output(log_path(logs, world.rank))
         try:
             with _requeued(world):
                 run(attributes(job["cfg"]), Path(job["run_dir"]), world, store)
+        except Stopped:
+            raise Stopped from None  # rank 0 says it
         except BaseException:
             os.dup2(console, 2)
             raise
@@ -146,11 +226,12 @@ def follow(world: World) -> None:
 @contextmanager
 def _requeued(world: World) -> Iterator[None]:
     """A run in a batch script of the user's own that was told to stop goes on as a later attempt of the same job."""
-    from launchers.slurm_worker import MAX_REQUEUES, Stopped, go_on_later, heed_termination
+    from launchers.slurm_worker import MAX_REQUEUES, go_on_later
 
-    if world.origin == "slurm":
-        heed_termination()
+    stopping.expect_echo()
     try:
         yield
     except Stopped as stopped:
+        if world.origin != "slurm":
+            raise
         go_on_later(world, str(stopped), MAX_REQUEUES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from launchers import World, connect
+from launchers.stopping import Stopped
 from parallel.build import build_strategy
 from parallel.devices import keep_freed_memory, share_cores
 from parallel.plan import Plan
@@ -24,12 +25,15 @@ from training.checkpoint import Checkpoints
 from training.config import environment, plain
 from training.errors import TrainingError
 from training.evaluate import evaluate, record_of
+from training.init_from import start
 from training.instantiate import instantiate
-from training.loop import Loop, Outcome
+from training.loop import Loop, Outcome, due
 from training.memory_estimate import stage_activations
+from training.modes import checkpoint_of
 from training.optimizer import Optimizer
 from training.records import MetricsFile, Progress, describe, peak_memory_bytes, write_json
 from training.report import METRICS, SUMMARY, final_words
+from training.resume import resume
 from training.setup import Setup, prepare
 from training.trace import why_no_timeline, write_timeline
 
@@ -78,10 +82,15 @@ def run(
 
 def _train(setup: Setup, strategy: Strategy, run_dir: Path) -> dict:
     cfg = setup.cfg
-    checkpoints = Checkpoints(run_dir / "checkpoints", cfg.train.keep_checkpoints)
+    checkpoints = Checkpoints(
+        run_dir / "checkpoints", cfg.train.keep_checkpoints, strategy.mesh, cfg.parallel.timeout_s
+    )
     optimizer = Optimizer(plain(cfg.optim), strategy)
-    done = _resume(cfg, checkpoints, strategy, optimizer)
-    if done >= setup.total_steps:
+    resumed = resume(cfg.train.resume, checkpoints, strategy, optimizer)
+    if resumed.path is None:
+        start(cfg.model, setup.chain, strategy)
+    done = resumed.step
+    if done > setup.total_steps or (done == setup.total_steps and _is_complete(cfg, strategy, run_dir)):
         raise TrainingError(
             f"the checkpoint is at step {done} and the run ends at step {setup.total_steps}; set train.steps higher"
         )
@@ -92,13 +101,18 @@ def _train(setup: Setup, strategy: Strategy, run_dir: Path) -> dict:
     summary = None
     try:
         loop = Loop(setup, strategy, optimizer, checkpoints, recorder.record, recorder.show, recorder.say)
-        outcome = loop.run(done + 1)
+        loop.restore(resumed.progress, resumed.path)
+        outcome = loop.run(done + 1, recorder.lacks_evaluation(done))
         test = {}
         if setup.data.test is not None and cfg.train.eval_every is not None:
-            test = _evaluate_split(setup, strategy, "test")
+            try:
+                test = _evaluate_split(setup, strategy, "test")
+            except Stopped:
+                loop.stop(outcome.steps)
         ranks = _gather(strategy, outcome)
         summary = _summarise(setup, strategy, outcome, test, ranks)
     finally:
+        checkpoints.close()
         recorder.close(summary)
     if strategy.mesh.rank == 0:
         if cfg.train.trace and no_timeline is None:
@@ -107,28 +121,26 @@ def _train(setup: Setup, strategy: Strategy, run_dir: Path) -> dict:
     return summary
 
 
-def _resume(cfg: Any, checkpoints: Checkpoints, strategy: Strategy, optimizer: Optimizer) -> int:
-    """Load what ``train.resume`` names; returns the last step that is done, 0 for none."""
-    wanted = cfg.train.resume
-    if wanted is None:
-        return 0
-    path = checkpoint.newest(checkpoints.folder) if wanted == "auto" else Path(wanted)
-    return 0 if path is None else checkpoint.load(path, strategy, optimizer)
+def _is_complete(cfg: Any, strategy: Strategy, run_dir: Path) -> bool:
+    """Whether there is nothing left to do after the last step. Else the run was stopped in an evaluation after it."""
+    return cfg.train.resume != "auto" or strategy.sum_of((run_dir / SUMMARY).exists())[0] > 0
 
 
 def _evaluate(setup: Setup, strategy: Strategy, run_dir: Path) -> dict:
     """mode=eval: the validation and the test split under a checkpoint's weights."""
-    step = checkpoint.load(Path(setup.cfg.checkpoint), strategy)
+    step = checkpoint.load(checkpoint_of(setup.cfg), strategy)
     recorder = _Recorder(setup, strategy, run_dir, first_step=1)
-    found = {}
-    for prefix, source in (("val", setup.data.valid), ("test", setup.data.test)):
-        if source is not None:
-            found[prefix] = _evaluate_split(setup, strategy, prefix)
-            recorder.record({"step": step, **found[prefix]})
-            recorder.say("  ".join(f"{k} {v:.6g}" for k, v in found[prefix].items()))
-    outcome = Outcome(steps=step, best_val_loss=found.get("val", {}).get("val_loss"))
-    summary = _summarise(setup, strategy, outcome, found.get("test", {}), _gather(strategy, outcome))
-    recorder.close(summary)
+    found, summary = {}, None
+    try:
+        for prefix, source in (("val", setup.data.valid), ("test", setup.data.test)):
+            if source is not None:
+                found[prefix] = _evaluate_split(setup, strategy, prefix)
+                recorder.record({"step": step, **found[prefix]})
+                recorder.say("  ".join(f"{k} {v:.6g}" for k, v in found[prefix].items()))
+        outcome = Outcome(steps=step, best_val_loss=found.get("val", {}).get("val_loss"))
+        summary = _summarise(setup, strategy, outcome, found.get("test", {}), _gather(strategy, outcome))
+    finally:
+        recorder.close(summary)
     return summary
 
 
@@ -187,6 +199,7 @@ def _summarise(
         "steps": outcome.steps,
         "first_loss": outcome.first_loss,
         "final_loss": outcome.final_loss,
+        "skipped_steps": outcome.skipped,
         "best_val_loss": outcome.best_val_loss,
         **{"test_loss": None, **test},
         "step_time_s": step_time,
@@ -210,13 +223,23 @@ class _Recorder:
         if not self._talks:
             return
         cfg = setup.cfg
-        self._run_dir = run_dir
+        self._setup, self._run_dir = setup, run_dir
         write_json(run_dir / "environment.json", describe())
+        with suppress(OSError):
+            (run_dir / SUMMARY).unlink()  # of the run that this one goes on with: it speaks of fewer steps
         self._metrics = MetricsFile(run_dir / METRICS)
         if cfg.train.resume is not None:
             self._metrics.truncate_after(first_step - 1)
         self._logger = instantiate(plain(cfg.logger), run_dir=run_dir, run_config=plain(cfg), run_name=_run_name(cfg))
         self._progress = Progress(setup.total_steps, first_step, tokens=setup.tokens_per_sample is not None)
+
+    def lacks_evaluation(self, step: int) -> bool:
+        """Whether the run was stopped before or in the evaluation that was due after ``step``, so that it is on record
+        with its training only. As rank 0 knows; False on other ranks."""
+        if step == 0 or not self._talks or not due(self._setup.cfg.train.eval_every, step, self._setup.total_steps):
+            return False
+        lines = self._metrics.of_step(step)
+        return bool(lines) and not any("val_loss" in line for line in lines)
 
     def record(self, line: dict) -> None:
         if self._talks:
@@ -251,7 +274,8 @@ def _overrides(run_dir: Path) -> list[str]:
     from omegaconf import OmegaConf
 
     path = run_dir / ".hydra" / "overrides.yaml"
-    return list(OmegaConf.load(path)) if path.exists() else []
+    # Not resolved: a value may stand for a secret of the environment.
+    return OmegaConf.to_container(OmegaConf.load(path), resolve=False) if path.exists() else []
 
 
 @contextmanager
@@ -270,12 +294,18 @@ def _process_group(world: World, setup: Setup, store: dist.Store | None) -> Iter
         timeout=timedelta(seconds=timeout_s),
         **kwargs,
     )
+    stopped = None
     try:
-        yield
+        try:
+            yield
+        except Stopped as early:
+            stopped = early
         # All leave together: a rank that is gone early looks to its neighbours like one that died.
         dist.barrier()
     finally:
         dist.destroy_process_group()
+    if stopped is not None:
+        raise stopped
 
 
 def _weights(plan: Plan, rank: int) -> int:

@@ -20,10 +20,14 @@ from training.checkpoint import read_manifest
 from training.choices import layer_costs, settle_balance
 from training.config import environment, plain
 from training.errors import TrainingError
+from training.init_from import check_start
 from training.instantiate import instantiate
+from training.modes import checkpoint_of
+from training.new_tokens import grown
 from training.optimizer import check_optimizer
 
-_NOT_ARGUMENTS = ("name", "vocabulary")  # of the model's section: the option's name, and what the data should use
+# Of the model's section: the option's name, what the data should use, and what its weights start as.
+_NOT_ARGUMENTS = ("name", "vocabulary", "init_from", "extra_tokens")
 
 
 @dataclass
@@ -60,16 +64,15 @@ def prepare(cfg: Any, world_size: int | None = None) -> Setup:
     train = cfg.train
     check_train(cfg)
     environment(cfg)
-    for path in (cfg.checkpoint if cfg.mode == "eval" else None, train.resume):
-        if path not in (None, "auto"):
-            read_manifest(Path(path))
+    if cfg.mode == "eval":
+        read_manifest(checkpoint_of(cfg))
+    if train.resume not in (None, "auto"):
+        read_manifest(Path(train.resume))
     check_optimizer(plain(cfg.optim))
     instantiate(cfg.scheduler)
-    data = instantiate(cfg.data)
-    check_kind(data, cfg.model)
-    if "vocab_size" in cfg.model and cfg.model.vocab_size is None:
-        data.prepare()  # only the data knows how many words there are
-    chain = build_chain(cfg.model, data.vocab_size)
+    chain, data = model_and_data(cfg)
+    if cfg.mode != "eval" and train.resume is None:
+        check_start(cfg.model, chain)
     plan = _plan(cfg, chain, world_size)
     if data.changing_shapes and plan.pipelined:
         raise TrainingError(
@@ -105,12 +108,23 @@ def _plan(cfg: Any, chain: Chain, world_size: int | None) -> Plan:
     )
 
 
+def model_and_data(cfg: Any) -> tuple[Chain, DataSet]:
+    """The chain and the data set that ``cfg`` describes; the latter prepared only where the former needs it."""
+    data = instantiate(cfg.data)
+    check_kind(data, cfg.model)
+    if "vocab_size" in cfg.model and cfg.model.vocab_size is None:
+        data.prepare()  # only the data knows how many words there are
+    return build_chain(cfg.model, data.vocab_size), data
+
+
 def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
     """The chain that the section ``model`` describes; ``vocab_size`` is the data's, for a model that leaves its own
     to the data."""
     arguments = {key: value for key, value in model.items() if key not in _NOT_ARGUMENTS}
     if "vocab_size" in arguments and arguments["vocab_size"] is None:
         arguments["vocab_size"] = vocab_size
+    if model.get("extra_tokens") is not None:
+        arguments["vocab_size"] = grown(arguments["vocab_size"], model.extra_tokens)
     return instantiate(arguments)
 
 
@@ -127,7 +141,7 @@ def check_train(cfg: Any) -> None:
         raise TrainingError("neither train.steps nor train.epochs is set: say how long, for example train.steps=100")
     bounds = {
         "steps": 1, "global_batch_size": 1, "max_skipped": 0, "profile": 0, "keep_checkpoints": 1,
-        "eval_every": 0, "checkpoint_every": 0, "eval_batches": 1,
+        "eval_every": 0, "checkpoint_every": 0, "eval_batches": 1, "spike_rollback": 1,
     }  # fmt: skip
     for key, least in bounds.items():
         value = train[key]
@@ -137,13 +151,18 @@ def check_train(cfg: Any) -> None:
         value = train[key]
         if value is not None and not value > 0:
             raise TrainingError(f"train.{key}={value} must be above 0")
+    if train.spike_factor is not None and not train.spike_factor > 1:
+        raise TrainingError(f"train.spike_factor={train.spike_factor} must be above 1, such as 3")
+    if train.spike_rollback is not None and train.spike_factor is None:
+        raise TrainingError(
+            f"train.spike_rollback={train.spike_rollback} needs train.spike_factor, which says what a spike is; set it "
+            "to 3 for example"
+        )
     if train.deterministic and train.cudnn_benchmark:
         raise TrainingError(
             "train.cudnn_benchmark=true takes whichever algorithm was fastest this time, train.deterministic=true the "
             "same one every time: switch one of them off"
         )
-    if cfg.mode == "eval" and cfg.checkpoint is None:
-        raise TrainingError("mode=eval needs checkpoint=PATH, such as checkpoint=RUN_DIR/checkpoints/latest")
 
 
 def check_kind(data: DataSet, model: Any) -> None:

@@ -26,6 +26,7 @@ class Language:
     max_vocabulary: int | None = None  # words at most, <unk> included
     batchify: bool = False  # train on the text in order, in columns that are read side by side
     columns: int = "${train.global_batch_size}"  # with batchify; no other number fits
+    extra_tokens: Any = "${oc.select:model.extra_tokens,null}"  # behind GPT-2's own tokens; the model's
 
 
 @dataclass
@@ -60,6 +61,7 @@ class Tokens:
     vocab_size: int = 50257  # tokens are below it; 50257: GPT-2's
     cache_dir: str | None = None  # where it is noted that files have been checked; null: the user's cache folder
     num_workers: int = 0  # processes that read ahead; 0: one thread
+    extra_tokens: Any = "${oc.select:model.extra_tokens,null}"  # behind GPT-2's own tokens; the model's
 
 
 @dataclass
@@ -83,6 +85,7 @@ class Jsonl:
     bucket_by_length: bool = False  # true: training batches of similar length, padded to few widths
     cache_dir: str | None = None  # where the index is kept; null: the user's cache folder
     num_workers: int = 0  # processes that read ahead; 0: one thread
+    extra_tokens: Any = "${oc.select:model.extra_tokens,null}"  # behind GPT-2's own tokens; the model's
 
 
 @dataclass

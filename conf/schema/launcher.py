@@ -11,6 +11,7 @@ from hydra.core.config_store import ConfigStore
 @dataclass
 class Local:
     name: str = "local"
+    max_restarts: int = 0  # how often a run goes on from its newest checkpoint by itself when a process has died
 
 
 @dataclass

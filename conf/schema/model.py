@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
@@ -15,6 +16,7 @@ class Toy:
     in_features: int = 10
     hidden: int = 10
     out_features: int = 5
+    init_from: str | None = None  # start from exported weights: a folder or a .safetensors file
 
 
 Size = Enum("Size", {size: size for size in ("124M", "350M", "774M", "1558M", "tiny")})
@@ -32,6 +34,8 @@ class GPT2:
     block_size: int | None = None  # positions: the longest sequence, in tokens
     vocab_size: int = 50304  # 50257 is GPT-2's own; padded to a multiple of 128 it is faster on every device
     dropout: float = 0.0
+    init_from: str | None = None  # start from exported or Hugging Face weights: a folder or a .safetensors file
+    extra_tokens: Any = None  # behind GPT-2's own: {"<a>": "start of an entity", "<b>": null}
 
 
 @dataclass
@@ -46,6 +50,7 @@ class Transformer:
     dropout: float = 0.2
     max_len: int = 512  # positions: the longest sequence, in tokens
     vocab_size: int | None = None  # null: the data's
+    init_from: str | None = None  # start from exported weights: a folder or a .safetensors file
 
 
 ImageLoss = Enum("ImageLoss", {loss: loss for loss in ("mse", "cross_entropy")})
@@ -58,6 +63,8 @@ class ResNet50:
     in_channels: int = 3
     num_classes: int = 1000
     loss: ImageLoss = ImageLoss["mse"]  # mse: squared error to the one-hot class; cross_entropy: with accuracy
+    channels_last: bool = True  # images with their channels innermost in memory: faster, the same numbers
+    init_from: str | None = None  # start from exported weights: a folder or a .safetensors file
 
 
 @dataclass
@@ -67,6 +74,7 @@ class Classifier:
     in_channels: int = 3
     image_size: int = 32  # pixels a side
     num_classes: int = 10
+    init_from: str | None = None  # start from exported weights: a folder or a .safetensors file
 
 
 @dataclass
@@ -76,6 +84,7 @@ class ConvNet:
     in_channels: int = 1
     image_size: int = 28  # pixels a side
     num_classes: int = 10
+    init_from: str | None = None  # start from exported weights: a folder or a .safetensors file
 
 
 def register(store: ConfigStore) -> None:

@@ -20,6 +20,8 @@ class Mode(Enum):
     train = "train"
     eval = "eval"
     plan = "plan"
+    export = "export"
+    sample = "sample"
 
 
 class Precision(Enum):
@@ -38,7 +40,9 @@ class Train:
     precision: Precision = Precision.auto  # auto: bf16 where the device is fast at it, else fp32
     grad_clip: float | None = None  # largest norm of the whole model's gradient
     clip_value: float | None = None  # largest absolute value of a gradient element, before grad_clip
-    max_skipped: int = 10  # steps in a row whose loss or gradient is not finite, before the run gives up
+    max_skipped: int = 10  # steps in a row that are skipped, as their loss or gradient is not finite, before giving up
+    spike_factor: float | None = None  # skip steps whose loss is above so many times the mean of some twenty before it
+    spike_rollback: int | None = None  # so many spikes in a row: go back to the newest checkpoint's weights
     compile: bool = False  # torch.compile, layer by layer
     activation_checkpointing: bool = False  # recompute each layer's activations in the backward
     deterministic: bool = False  # same machine, same seed, same bits
@@ -56,11 +60,23 @@ class Train:
 
 
 @dataclass
+class Sample:
+    """For mode=sample."""
+
+    prompt: str = ""  # the text to go on from; GPT-2 can do without
+    tokens: int = 100  # how many to draw
+    temperature: float = 1.0  # logits are divided by it; 0: always the likeliest token
+    top_k: int | None = None  # draw among the so many likeliest tokens; null: all
+
+
+@dataclass
 class Root:
     seed: int = 1337
     device: Device = Device.auto
     mode: Mode = Mode.train
-    checkpoint: str | None = None  # for mode=eval
+    checkpoint: str | None = None  # for mode=eval, export and sample: a checkpoint or a run directory
+    export_to: str = "export"  # for mode=export: a folder in the run directory
+    sample: Sample = field(default_factory=Sample)
     train: Train = field(default_factory=Train)
     model: Any = None
     parallel: Any = None

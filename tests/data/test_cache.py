@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from data import cache
+from data import cache, spare
 from data.cache import cached_folder, default_cache_dir, file_lock
 from data.errors import DataError
 
@@ -83,6 +83,56 @@ def test_a_folder_that_is_no_longer_intact_is_built_again(tmp_path):
     (cached_folder(tmp_path, "key", build) / "a").unlink()
     folder = cached_folder(tmp_path, "key", build, intact=lambda folder: (folder / "a").exists())
     assert (folder / "a").read_text() == "a"
+
+
+def refusing(folder, number=errno.ENOSPC):
+    """A build that fails in the cache ``folder`` only."""
+
+    def build(temporary):
+        if folder in temporary.parents:
+            raise OSError(number, os.strerror(number))
+        (temporary / "whole").write_text("whole")
+
+    return build
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """Another disk, so to speak, for temporary files."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(spare, "_MEMORY", tmp_path / "no such place")
+    return folder
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
+def test_where_the_disk_cannot_take_them_data_lie_in_a_temporary_place_until_the_end(
+    number, tmp_path, temporary, monkeypatch, caplog
+):
+    at_exit = []
+    monkeypatch.setattr("atexit.register", lambda *call, **options: at_exit.append((call, options)))
+    root = tmp_path / "cache"
+    with caplog.at_level(logging.WARNING):
+        found = cached_folder(root, "key", refusing(root, number))
+    assert temporary in found.parents and (found / "whole").read_text() == "whole"
+    for words in (str(root / "key"), os.strerror(number), "MiB are free", str(found)):
+        assert words in caplog.text
+    caplog.clear()
+    assert cached_folder(root, "key", lambda folder: pytest.fail("built twice")) == found, "another rank finds it"
+    assert not caplog.records
+    [((function, folder), options)] = at_exit
+    function(folder, **options)
+    assert not found.exists()
+    assert cached_folder(root, "key", lambda folder: None) == root / "key", "the next run tries again"
+
+
+def test_a_temporary_place_that_others_can_write_to_is_not_used(tmp_path, temporary):
+    (temporary / f"one-word-parallel-{os.getuid()}").mkdir()
+    (temporary / f"one-word-parallel-{os.getuid()}").chmod(0o777)
+    root = tmp_path / "cache"
+    with pytest.raises(DataError, match="No space left"):
+        cached_folder(root, "key", refusing(root))
 
 
 def test_a_full_disk_is_an_error_with_path_and_free_space_and_leaves_nothing(tmp_path):

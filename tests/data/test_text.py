@@ -38,8 +38,8 @@ def test_the_vocabulary_is_gpt2s():
 
 def test_a_vocabulary_file_that_is_not_the_published_one_is_refused(tmp_path, monkeypatch):
     (tmp_path / "encoder.json").write_text("{}")
-    monkeypatch.setattr(vocabulary, "_encoder_file", lambda: tmp_path / "encoder.json")
-    gpt2.cache_clear()
+    monkeypatch.setattr(vocabulary, "_find", lambda name: tmp_path / "encoder.json")
+    vocabulary._encoding.cache_clear()
     with pytest.raises(DataError, match="sha256.*pip install"):
         gpt2()
 

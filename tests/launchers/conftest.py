@@ -1,5 +1,8 @@
-"""Makes the project and the worker functions of these tests importable, also in processes they start; a SLURM."""
+"""Makes the project and the worker functions of these tests importable, also in processes they start; a SLURM, and
+what the same run gives without one."""
 
+import argparse
+import functools
 import os
 import sys
 from pathlib import Path
@@ -14,12 +17,39 @@ os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHO
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory):
     """A real SLURM of two nodes on this machine, for the whole session; its commands find it by SLURM_CONF."""
-    from launchers.local_cluster import LocalCluster, missing
+    from clusters import started
 
-    if lacking := missing():
-        pytest.skip(f"no SLURM here: {lacking}")
-    folder = tmp_path_factory.mktemp("slurm") / "cluster"
-    with LocalCluster(folder, nodes=2) as started, pytest.MonkeyPatch.context() as patch:
-        for name, value in started.environment.items():
+    with started(tmp_path_factory.mktemp("slurm") / "cluster") as running, pytest.MonkeyPatch.context() as patch:
+        for name, value in running.environment.items():
             patch.setenv(name, value)
-        yield started
+        yield running
+
+
+@pytest.fixture(scope="session")
+def recipe(tmp_path_factory):
+    """Four steps of the tiny GPT-2 on a small text, two stages x two replicas."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text.txt").write_text(Path(argparse.__file__).read_text())
+    return [
+        "parallel=pipe_ddp", "model=gpt2", "model.size=tiny", "data=text", f"data.root={folder}/text.txt",
+        f"data.cache_dir={folder}/cache", "data.seq_len=32", "train.steps=4", "train.global_batch_size=16",
+        "train.precision=fp32", "optim=sgd", "scheduler=constant", "train.eval_batches=1", "logger=none",
+        "parallel.timeout_s=60",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def local_losses(recipe, tmp_path_factory):
+    """Starts ``recipe`` on this machine's own workers; call it for the losses."""
+    from commandline import Started
+
+    started = Started(recipe, tmp_path_factory.mktemp("local") / "run")
+
+    @functools.cache
+    def losses():
+        run = started.wait()
+        assert run.code == 0, run.console
+        return run.losses
+
+    yield losses
+    started.kill()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from commandline import wait_until
 
 from launchers import LaunchError, local_cluster
 from launchers.local_cluster import LocalCluster, missing
@@ -27,14 +28,13 @@ def daemons(folder):
     return found
 
 
+# The fixture skips a test where there can be no cluster.
 @pytest.mark.slurm
-def test_a_cluster_runs_jobs_on_loopback_only_and_leaves_nothing_behind(tmp_path):
-    if lacking := missing():
-        pytest.skip(f"no SLURM here: {lacking}")
-    with LocalCluster(tmp_path / "c", nodes=2) as cluster:
-        env = {**os.environ, **cluster.environment}
+def test_a_cluster_runs_jobs_on_loopback_only_and_leaves_nothing_behind(cluster, tmp_path):
+    with LocalCluster(tmp_path / "c", nodes=2) as another:
+        env = {**os.environ, **another.environment}
         done = subprocess.run(
-            ["srun", "-N2", "-n2", "printenv", "SLURMD_NODENAME"], env=env, capture_output=True, text=True, timeout=30
+            ["srun", "-N2", "-n2", "printenv", "SLURMD_NODENAME"], env=env, capture_output=True, text=True, timeout=60
         )
         assert sorted(done.stdout.split()) == ["n1", "n2"]
         running = daemons(tmp_path / "c")
@@ -47,9 +47,7 @@ def test_a_cluster_runs_jobs_on_loopback_only_and_leaves_nothing_behind(tmp_path
 
 
 @pytest.mark.slurm
-def test_the_command_line_starts_and_stops_one(tmp_path):
-    if lacking := missing():
-        pytest.skip(f"no SLURM here: {lacking}")
+def test_the_command_line_starts_and_stops_one(cluster, tmp_path):
     command = [sys.executable, "-m", "launchers.local_cluster"]
     folder = tmp_path / "c"
     try:
@@ -65,6 +63,17 @@ def test_the_command_line_starts_and_stops_one(tmp_path):
         subprocess.run([*command, "stop", folder], cwd=ROOT, timeout=60)
     assert daemons(folder) == []
     assert not folder.exists()
+
+
+@pytest.mark.slurm
+def test_nothing_is_left_of_a_cluster_whose_test_session_was_killed(cluster, tmp_path):
+    session = "import sys, time, clusters\nwith clusters.started(sys.argv[1]): print('up', flush=True), time.sleep(600)"
+    command = [sys.executable, "-c", session, str(tmp_path / "c")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "up\n"
+        assert len(daemons(tmp_path / "c")) >= 4
+        process.kill()
+    wait_until(lambda: not daemons(tmp_path / "c") and not (tmp_path / "c").exists(), 60, "an end of all daemons")
 
 
 def test_what_the_machine_lacks_is_said(monkeypatch, tmp_path):

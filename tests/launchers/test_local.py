@@ -8,7 +8,6 @@ import psutil
 import pytest
 
 from launchers import LaunchError, WorkerFailed, run_workers
-from launchers.agent import LocalAgent
 from launchers.loopback import is_loopback
 
 
@@ -72,15 +71,6 @@ def test_a_lost_connection_is_not_taken_for_the_cause(tmp_path):
     with pytest.raises(WorkerFailed, match="ValueError: the first error") as failed:
         run_workers(launched.wrap_lost_peer, (), 2, tmp_path)
     assert failed.value.rank == 1
-
-
-def test_a_worker_that_torch_sees_fail_first_is_reported_alike(tmp_path, monkeypatch):
-    # The worker ends just after the agent's own look, which is what an always empty one comes to.
-    monkeypatch.setattr(LocalAgent, "_ended", lambda agent: set())
-    with pytest.raises(WorkerFailed) as failed:
-        run_workers(launched.raise_on, (1,), 2, tmp_path)
-    assert (failed.value.rank, failed.value.kind) == (1, "exception")
-    assert failed.value.text.endswith("ValueError: bad luck on 1\n")
 
 
 def test_a_killed_worker_is_named(tmp_path):

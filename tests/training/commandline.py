@@ -105,6 +105,12 @@ class Started:
         found = [p for p in psutil.Process(self.process.pid).children() if _is_worker(p)]
         return sorted(found, key=lambda p: (p.create_time(), p.pid))
 
+    def launched(self) -> list[psutil.Process]:
+        """The ranks that torchrun, being the first process, has started, in their order. (In sessions of their own.)"""
+        below = psutil.Process(self.process.pid).children(recursive=True)
+        ranks = [p for p in below if str(TRAIN) in p.cmdline() and "RANK" in p.environ()]
+        return sorted(ranks, key=lambda process: int(process.environ()["RANK"]))
+
     def session(self) -> list[psutil.Process]:
         found = []
         for process in psutil.process_iter():
@@ -128,8 +134,12 @@ class Started:
         return Run(code, self._out.read_text(), self._err.read_text(), seconds, self.folder)
 
     def kill(self) -> None:
-        """End everything of the session that is left."""
-        for process in self.session():
+        """End everything of the session that is left, and what torchrun has started in others."""
+        try:
+            below = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            below = []
+        for process in [*self.session(), *below]:
             try:
                 process.kill()
             except psutil.NoSuchProcess:

@@ -10,6 +10,7 @@ import torch
 from composed import QUIET, compose, losses, records, run, run_on_rank, saved
 
 from training import checkpoint
+from training.checkpoint.manifest import sealed
 from training.config import plain
 from training.errors import CheckpointError
 
@@ -88,7 +89,7 @@ def test_the_state_of_the_optimizer_is_what_makes_it_so(train, uninterrupted, tm
     manifest = json.loads((bare / "manifest.json").read_text())
     for name in [name for name in manifest["files"] if name.startswith("optimizer")]:
         del manifest["files"][name]
-    (bare / "manifest.json").write_text(json.dumps(manifest))
+    (bare / "manifest.json").write_text(json.dumps(sealed(manifest)))
     rest = train("single", "rest", f"train.resume='{bare}'")
     assert losses(rest)[1:] != pytest.approx(losses(uninterrupted)[4:], rel=1e-5)
 
@@ -193,7 +194,7 @@ def test_only_the_newest_are_kept(tmp_path):
     rhythm = ["train.checkpoint_every=1", "train.keep_checkpoints=2"]
     run(tmp_path, "train.epochs=null", "train.steps=5", *rhythm)
     found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert found == ["latest", "step-00000004", "step-00000005"]
+    assert found == ["best", "latest", "step-00000004", "step-00000005"]
     assert os.readlink(tmp_path / "checkpoints" / "latest") == "step-00000005"
 
 

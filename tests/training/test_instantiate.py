@@ -62,7 +62,7 @@ def test_only_the_named_packages_are_open(target):
     "target",
     [
         "training.run.os.system",
-        "training.checkpoint.shutil.os.system",
+        "training.checkpoint.disk.shutil.os.system",
         "torch.nn.modules.module.torch.os.popen",
     ],
 )
@@ -75,7 +75,7 @@ def test_a_detour_through_an_allowed_module_runs_no_command(target, witness):
 
 @pytest.mark.parametrize(
     "target",
-    ["training.checkpoint.Path.touch", "training.checkpoint.shutil.copyfile", "training.checkpoint.os.mkdir"],
+    [f"training.checkpoint.disk.{name}" for name in ("Path.touch", "shutil.copyfile", "os.mkdir")],
 )
 def test_what_an_allowed_module_has_imported_is_not_allowed_with_it(target, witness, tmp_path):
     (tmp_path / "source").touch()
@@ -83,6 +83,57 @@ def test_what_an_allowed_module_has_imported_is_not_allowed_with_it(target, witn
     with pytest.raises(Exception, match="not allowed|blocklisted|authorized"):
         instantiate({"_target_": target, "_args_": arguments})
     assert not witness.exists()
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "torch.nn.modules.module.torch.load",
+        "torch.nn.modules.module.torch.hub.load",
+        "torch.nn.functional.importlib.import_module",
+        "torch.nn.parallel.distributed.dist.init_process_group",
+        "torch.nn.init.normal_",
+        "torch.optim.Adam.load_state_dict",
+        "torch.optim.optimizer.functools.partial",
+        "training.records.environment._run",
+        "training.records.write_json",
+        "training.records.metrics.log.handlers.clear",
+        "training.checkpoint.load",
+        "training.run.run",
+        "data.download.download",
+        "data.cache.cached_folder",
+        "data.digits.Path",
+        "models.gpt2.gpt2.__globals__.get",
+        "models.chain.Chain.__init__",
+        "models.chain.Layer.__subclasses__",
+        "parallel.stage.Stage.__class__",
+    ],
+)
+def test_functions_that_do_more_than_compute_and_whatever_is_private_are_refused(target):
+    for node in ({"_target_": target}, {"_target_": target, "_partial_": True, "_args_": ["x"]}):
+        with pytest.raises(TrainingError, match=f"_target_={target} is not allowed: it "):
+            instantiate(node)
+
+
+def test_a_target_among_further_arguments_is_refused_unless_they_are_data(witness):
+    run_config = {"parallel": {"env": system(witness)}}
+    logger = {"_target_": "training.records.NoLogger", "_recursive_": False, "_convert_": "all"}
+    assert instantiate(logger, run_config=run_config).url is None
+    with pytest.raises(TrainingError, match="_target_=os.system is not allowed"):
+        instantiate({**logger, "_recursive_": True}, run_config=run_config)
+    assert not witness.exists()
+
+
+@pytest.mark.parametrize("target", [["os.system"], 7, print, {"_target_": "os.system"}])
+def test_a_target_that_is_no_name_is_refused(target):
+    with pytest.raises(TrainingError, match="is not allowed"):
+        instantiate({"_target_": target})
+
+
+@pytest.mark.parametrize("target", ["models.nothing.here", "torch.optim.Adma", "training.lr.constant"])
+def test_a_name_that_names_nothing_is_a_users_mistake(target):
+    with pytest.raises(TrainingError, match=f"_target_={target} names nothing"):
+        instantiate({"_target_": target})
 
 
 def test_allowed_targets_are_built_with_further_arguments():

@@ -247,7 +247,7 @@ def test_a_checkpoint_on_the_way_that_cannot_be_written_is_a_warning(tmp_path, f
     full_disk(2)
     run(tmp_path, *SHORT, "train.checkpoint_every=2")
     found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert found == ["latest", "step-00000002", "step-00000006"]
+    assert found == ["best", "latest", "step-00000002", "step-00000006"]
     said = capsys.readouterr().err
     assert "warning: the checkpoint of step 4 could not be written" in said
     assert "No space left on device" in said and "MiB are free" in said

@@ -6,7 +6,7 @@ and the run goes on.
 
 from training.records.environment import describe, mask_secrets
 from training.records.memory import peak_memory_bytes
-from training.records.metrics import MetricsFile, write_json
+from training.records.metrics import MetricsFile, jsonable, write_json
 from training.records.progress import Progress
 from training.records.throughput import StepTimes
 from training.records.wandb_run import NoLogger, WandbRun
@@ -18,6 +18,7 @@ __all__ = [
     "StepTimes",
     "WandbRun",
     "describe",
+    "jsonable",
     "mask_secrets",
     "peak_memory_bytes",
     "write_json",

@@ -19,6 +19,7 @@ _SECRET_NAME = re.compile(
 _SECRET_VALUE = re.compile(
     r"\b(hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|AKIA[0-9A-Z]{16}|wandb_v\d_\w{16,}"
     r"|(?<![/\w])[0-9a-f]{40}(?![/\w]))")
+_SHORTEST_SECRET = 8  # characters; anything shorter may be a word that a file has for other reasons
 _URL_PASSWORD = re.compile(r"(\w+://[^/\s:@]*:)[^/\s@]+@")
 # `name=value`, `name: value` (inside {…}) and `--name=value`; a value ends where a list or mapping goes on.
 _ASSIGNMENT = re.compile(
@@ -75,9 +76,17 @@ def _mask_text(text: str) -> str:
             return match["name"] + match["sign"] + MASK
         return match[0]
 
+    for value in _secrets_of_environment():
+        text = text.replace(value, MASK)
     text = _URL_PASSWORD.sub(rf"\1{MASK}@", text)
     text = _ASSIGNMENT.sub(mask_assignment, text)
     return _SECRET_VALUE.sub(MASK, text)
+
+
+def _secrets_of_environment() -> list[str]:
+    """Values that a configuration may have taken from the environment: ``${oc.env:WANDB_API_KEY}``."""
+    named = (value for name, value in os.environ.items() if _SECRET_NAME.search(name))
+    return [value for value in named if len(value) >= _SHORTEST_SECRET and not os.path.exists(value)]
 
 
 def _git(tracked_file: Path) -> tuple[str | None, bool | None]:

@@ -6,9 +6,10 @@ import json
 import logging
 import math
 import os
-import shutil
 from collections import deque
 from pathlib import Path
+
+from training.records.disk import explain
 
 log = logging.getLogger("training")
 
@@ -63,8 +64,17 @@ class MetricsFile:
             return True
         except OSError as error:
             log.warning("%s still holds records after step %d: %s", self.path, step,
-                        _explain(self.path, error))
+                        explain(self.path, error))
             return False
+
+    def of_step(self, step: int) -> list[dict]:
+        """The records in the file whose "step" is `step`; none where it cannot be read."""
+        try:
+            lines = self.path.read_bytes().splitlines()
+        except OSError:
+            return []
+        likely = [line for line in lines if b'"step": %d' % step in line]
+        return [record for record in map(_parsed, likely) if record.get("step") == step]
 
     def close(self) -> None:
         """Write what is pending, force the file to the disk and close it. A later `write` opens it again."""
@@ -74,7 +84,7 @@ class MetricsFile:
             try:
                 os.fsync(self._fd)  # network file systems report a full disk only here
             except OSError as error:
-                log.warning("%s may be incomplete: %s", self.path, _explain(self.path, error))
+                log.warning("%s may be incomplete: %s", self.path, explain(self.path, error))
         self._close_fd()
         if self._pending or self._dropped:
             log.warning("%s lacks %d records: they could not be written before the end of the run",
@@ -91,7 +101,7 @@ class MetricsFile:
         except OSError as error:
             if not self._failing:
                 log.warning("cannot write %s: %s. Training goes on; up to %d records are kept in memory and "
-                            "written when that works again", self.path, _explain(self.path, error),
+                            "written when that works again", self.path, explain(self.path, error),
                             self._max_pending)
             self._failing = True
             self._cut_torn_line()
@@ -140,7 +150,7 @@ def write_json(path: str | os.PathLike, obj) -> bool:
         _replace(Path(path), (json.dumps(jsonable(obj), indent=2, allow_nan=False) + "\n").encode())
         return True
     except OSError as error:
-        log.warning("cannot write %s: %s. Training goes on without it", path, _explain(Path(path), error))
+        log.warning("cannot write %s: %s. Training goes on without it", path, explain(Path(path), error))
         return False
 
 
@@ -161,12 +171,18 @@ def jsonable(value):
     return str(value)
 
 
-def _is_up_to(line: bytes, step: int) -> bool:
+def _parsed(line: bytes) -> dict:
+    """The JSON object of a line; an empty one where it holds none."""
     try:
         record = json.loads(line)
     except ValueError:
-        return False
-    if not isinstance(record, dict):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _is_up_to(line: bytes, step: int) -> bool:
+    record = _parsed(line)
+    if not record:
         return False
     at = record.get("step")
     return not (isinstance(at, (int, float)) and at > step)
@@ -197,13 +213,3 @@ def _replace(path: Path, data: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def _explain(path: Path, error: OSError) -> str:
-    """The error's own words and the space left where `path` would be."""
-    try:
-        there = next(folder for folder in path.absolute().parents if folder.exists())
-        free = f"{shutil.disk_usage(there).free / 1e6:,.1f} MB free in {there}"
-    except OSError:
-        free = "free space unknown"
-    return f"{error.strerror or error} ({free})"

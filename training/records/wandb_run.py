@@ -6,14 +6,17 @@ import contextlib
 import logging
 import os
 import secrets
+import time
 from pathlib import Path
 
+from training.records.disk import DiskWatch, free_space
 from training.records.environment import mask_secrets
 
 log = logging.getLogger("training")
 
 INIT_TIMEOUT_S = 20.0
 FINISH_TIMEOUT_S = 30.0
+RETRY_S = 60.0  # between two tries to start on a disk that is full
 ID_FILE = "wandb_id.txt"
 
 
@@ -28,8 +31,9 @@ class WandbRun:
 
     The run's id is kept in `run_dir/wandb_id.txt`: a resumed training continues the same online run, and
     `wandb sync` merges its offline parts. No method raises; starting and finishing wait no longer than their
-    timeouts (seconds); after the first exception wandb is off for the rest of the run. `metrics.jsonl` is the
-    record of truth: wandb buffers, and does not notice a full disk.
+    timeouts (seconds). Where it cannot start it is tried again each minute or so; after an exception later on it is
+    off for the rest of the run. `metrics.jsonl` is the record of truth: wandb itself does not notice a full disk,
+    so that is watched for here and warned about.
     """
 
     def __init__(self, run_dir, run_config: dict, run_name: str | None = None, mode="offline",
@@ -38,16 +42,12 @@ class WandbRun:
         self._run_dir = Path(run_dir).absolute()
         self._timeouts = {"init_timeout": init_timeout_s, "finish_timeout": finish_timeout_s}
         self._run = None
-        try:
-            what = {"project": project or None, "group": group, "name": name or run_name, "tags": list(tags),
-                    "config": mask_secrets(run_config)}
-            self._run_dir.mkdir(parents=True, exist_ok=True)
-            if getattr(mode, "value", mode) == "online":
-                self._run = self._start_online(what)
-            if self._run is None:
-                self._run = self._start("offline", what)
-        except Exception as error:
-            self._turn_off("could not start", error)
+        self._mode = getattr(mode, "value", mode)
+        self._what = mask_secrets({"project": project or None, "group": group, "name": name or run_name,
+                                   "tags": list(tags), "config": run_config})
+        self._disk = DiskWatch(self._run_dir)
+        self._next_start: float | None = None  # None: it runs, or is off for good
+        self._open()
 
     @property
     def url(self) -> str | None:
@@ -59,6 +59,11 @@ class WandbRun:
 
         Records of one step are merged. wandb drops a step smaller than the newest it has seen.
         """
+        if self._disk.has_filled():
+            log.warning("wandb: the disk is full (%s); %s/wandb will lack what is logged meanwhile. Training goes on; "
+                        "metrics.jsonl will have every number", free_space(self._run_dir / "wandb"), self._run_dir)
+        if self._run is None and self._next_start is not None and time.monotonic() >= self._next_start:
+            self._open()
         if self._run is None:
             return
         try:
@@ -82,6 +87,21 @@ class WandbRun:
             wandb.teardown()  # the service keeps this run's folders; the next job of a sweep has its own
         except Exception as error:
             self._turn_off("could not finish", error)
+
+    def _open(self) -> None:
+        again, self._next_start = self._next_start is not None, None
+        try:
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            if self._mode == "online":
+                self._run = self._start_online(self._what)
+            if self._run is None:
+                self._run = self._start("offline", self._what)
+            if again:
+                log.warning("wandb could start now: it lacks what was logged before")
+        except Exception as error:
+            self._turn_off("could not start", error, quietly=again)
+            if isinstance(error, OSError) or self._disk.is_full():
+                self._next_start = time.monotonic() + RETRY_S
 
     def _start_online(self, what: dict):
         """The online run, or None, after a warning, where there can be none."""
@@ -116,10 +136,11 @@ class WandbRun:
         with _private_environment(self._run_dir, mode):
             return wandb.init(id=_run_id(self._run_dir), dir=str(self._run_dir), settings=settings, **what)
 
-    def _turn_off(self, what: str, error: Exception) -> None:
+    def _turn_off(self, what: str, error: Exception, quietly: bool = False) -> None:
         self._run = None
-        log.warning("wandb %s (%s). Training goes on without wandb; metrics.jsonl in %s has every number",
-                    what, _first_line(error), self._run_dir)
+        if not quietly:
+            log.warning("wandb %s (%s; %s). Training goes on without wandb; metrics.jsonl in %s has every number",
+                        what, _first_line(error), free_space(self._run_dir / "wandb"), self._run_dir)
         _close_service()
 
 

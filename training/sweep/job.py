@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launchers import World
+from launchers.stopping import Stopped
 from training.errors import USER_ERRORS
 from training.job import execute
 from training.records.environment import mask_arguments
@@ -36,6 +37,10 @@ def run_job(cfg: Any, hydra: Any, world: World | None) -> None:
 
     try:
         execute(cfg, folder, world, isolated=True)
+    except Stopped as stopped:
+        end(INTERRUPTED)
+        here = f"train.resume=auto hydra.sweep.dir={hydra.sweep.dir}"
+        raise Stopped(f"job {job.num} {stopped}\nThe sweep goes on with its own command and {here}") from None
     except KeyboardInterrupt:
         end(INTERRUPTED)
         raise

@@ -1,0 +1,108 @@
+"""Tokens that a run adds to GPT-2's vocabulary."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from data.errors import DataError
+from data.extra_tokens import parse_extra_tokens
+from data.jsonl import Jsonl
+from data.shards import Tokens
+from data.text import Text
+from data.vocabulary import GPT2Vocabulary, gpt2
+
+EXTRA = {"<a>": "start of an entity", "<b>": None}
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("One <a>Berlin<b> two.\n" * 200)
+    return path
+
+
+def first(data, count):
+    data.prepare()
+    return data.train.read(np.array([0]), 0)[0][0, :count].tolist()
+
+
+def test_they_stand_behind_gpt2s_own_tokens_in_their_order():
+    vocabulary = GPT2Vocabulary(EXTRA)
+    assert vocabulary.size == 50259
+    (tokens,) = vocabulary.encode_texts(["say <a>Berlin<b>"])
+    assert tokens == [*gpt2().encode_ordinary("say "), 50257, *gpt2().encode_ordinary("Berlin"), 50258]
+    assert vocabulary.decode(tokens) == "say <a>Berlin<b>"
+
+
+def test_a_text_is_encoded_with_each_as_a_single_token(text, tmp_path):
+    data = Text(str(text), seq_len=16, cache_dir=str(tmp_path / "cache"), extra_tokens=EXTRA)
+    tokens = first(data, 16)
+    assert data.vocab_size == 50259
+    assert data.decode(tokens).startswith("One <a>Berlin<b> two.\nOne <a>")
+    assert tokens.count(50257) == tokens.count(50258) == 2
+    assert "GPT-2 tokens and 2 of this run's own" in data.description
+
+
+def test_without_them_the_same_text_keeps_its_tokens_and_its_cache(text, tmp_path):
+    cache = tmp_path / "cache"
+    plain = first(Text(str(text), seq_len=16, cache_dir=str(cache)), 16)
+    before = {path.name for path in cache.iterdir()}
+    grown = first(Text(str(text), seq_len=16, cache_dir=str(cache), extra_tokens=EXTRA), 16)
+    assert max(plain) < 50257 and plain != grown
+    assert first(Text(str(text), seq_len=16, cache_dir=str(cache), extra_tokens={}), 16) == plain
+    assert len({path.name for path in cache.iterdir()} - before) == 2, "a folder of its own, and its lock"
+
+
+def test_text_that_looks_like_the_end_of_a_document_is_still_the_text_that_it_is():
+    (tokens,) = GPT2Vocabulary(EXTRA).encode_texts(["<|endoftext|><a>"])
+    assert 50256 not in tokens and tokens[-1] == 50257
+
+
+def test_rows_of_json_have_them_too(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{i} <b>"}) + "\n" for i in range(40)))
+    data = Jsonl(str(path), seq_len=8, cache_dir=str(tmp_path / "cache"), extra_tokens=EXTRA, bucket_by_length=True)
+    assert 50258 in first(data, 4)
+    assert data.vocab_size == 50259
+
+
+def test_shards_of_tokens_may_hold_them(tmp_path):
+    path = tmp_path / "train.bin"
+    np.full(100, 50258, dtype="<u2").tofile(path)
+    options = {"seq_len": 4, "format": "nanogpt", "cache_dir": str(tmp_path / "cache")}
+    assert first(Tokens(str(path), extra_tokens=EXTRA, **options), 4) == [50258] * 4
+    with pytest.raises(DataError, match="token 0 is 50,258"):
+        first(Tokens(str(path), **options), 4)
+
+
+def test_the_command_lines_json_and_a_mapping_are_the_same():
+    assert parse_extra_tokens(json.dumps(EXTRA)) == parse_extra_tokens(EXTRA) == EXTRA
+    assert parse_extra_tokens(None) == {}
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ("{<a>: x}", "is not JSON.*model.extra_tokens="),
+        (["<a>"], "must map tokens to descriptions"),
+        ("[1]", "must map tokens to descriptions"),
+        ({"": None}, "'' is no token"),
+        ({"a\nb": None}, "is no token"),
+        ({"<a>": 3}, "the description of <a> is 3"),
+        ({"<a>": ""}, "the description of <a> is ''"),
+        ({"<a>": None, "<a>b": None}, "<a>b begins with <a>"),
+        ({"<|endoftext|>": None}, "is one of GPT-2's own tokens"),
+        ({" the": None}, " the is one of GPT-2's own tokens"),
+    ],
+)
+def test_what_cannot_be_a_token_is_an_error_that_names_it(value, message):
+    with pytest.raises(DataError, match=message):
+        GPT2Vocabulary(value)
+
+
+def test_a_vocabulary_of_words_cannot_be_grown(text):
+    with pytest.raises(DataError, match="grows GPT-2's vocabulary.*data.vocabulary=gpt2"):
+        Text(str(text), vocabulary="words", extra_tokens=EXTRA)

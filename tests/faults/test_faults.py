@@ -1,0 +1,47 @@
+"""Runs that meet with faults, in short; all of them, by the hundred: python -m benchmarks.faults."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # ``faults``
+
+from faults.damage import damage  # noqa: E402
+from faults.kills import every_kill, kill, spaced  # noqa: E402
+from faults.plan import SAVE, STEP, Fault  # noqa: E402
+from faults.signals import interrupt, moments  # noqa: E402
+from faults.single_ranks import poison, stall  # noqa: E402
+
+
+def wrong(trials):
+    return [trial for trial in trials if not trial.survived or trial.equal is False or trial.problem]
+
+
+def test_kills_cover_each_rank_at_each_point_of_a_step_and_of_a_save():
+    kills = every_kill("pipe_ddp")
+    assert {(fault.rank, fault.point) for fault in kills} == {(r, p) for r in range(4) for p in (*STEP, *SAVE)}
+    assert sum(len(every_kill(strategy)) for strategy in ("ddp", "pipelined", "pipe_ddp")) >= 60
+
+
+def test_a_run_whose_ranks_are_killed_ends_with_the_same_bits(tmp_path):
+    faults = spaced([Fault("kill", 1, "backward", 0), Fault("kill", 0, "commit.publish", 0)])
+    assert not wrong(kill("pipelined", faults, tmp_path))
+
+
+def test_a_run_that_is_told_to_stop_saves_and_goes_on_to_the_same_bits(tmp_path):
+    assert not wrong(interrupt("single", moments("single", 1, seed=1), tmp_path))
+
+
+@pytest.mark.slow
+def test_a_damaged_newest_checkpoint_is_found_and_the_one_before_is_used(tmp_path):
+    assert not wrong(damage("single", tmp_path, ["bit-flipped"], ["model-00.safetensors"]))
+
+
+def test_all_ranks_skip_a_step_whose_gradient_is_not_finite_on_one(tmp_path):
+    assert not wrong([poison("ddp", 1, tmp_path)])
+
+
+@pytest.mark.slow
+def test_a_rank_that_no_longer_moves_is_named_and_the_run_ended(tmp_path):
+    assert not wrong([stall("pipelined", 1, tmp_path)])

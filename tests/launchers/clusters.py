@@ -1,0 +1,30 @@
+"""A real SLURM for tests, of which nothing is left however they end."""
+
+import os
+import shlex
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+from afterwards import afterwards
+
+from launchers import LaunchError
+from launchers.local_cluster import LocalCluster, missing
+
+
+@contextmanager
+def started(folder, nodes=2):
+    """A LocalCluster that has run a job; skips the test, with the reason, where there can be none."""
+    if lacking := missing():
+        pytest.skip(f"no SLURM here: {lacking}")
+    with afterwards(shlex.join([sys.executable, "-m", "launchers.local_cluster", "stop", str(folder)])):
+        cluster = LocalCluster(folder, nodes)
+        try:
+            cluster.start()
+            env = {**os.environ, **cluster.environment}
+            command = ["srun", f"--nodes={nodes}", "true"]
+            subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=60)
+        except (LaunchError, subprocess.SubprocessError) as error:
+            pytest.skip(f"no SLURM here: {error} {getattr(error, 'stderr', None) or ''}")
+        yield cluster

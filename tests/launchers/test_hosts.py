@@ -1,0 +1,79 @@
+"""One torchrun agent on each of two hosts: one run, the same losses, and a network that fails is named."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from contextlib import ExitStack
+
+import pytest
+from commandline import Run, wait_until
+from hosts import Hosts, lacking
+from slurm_commands import TOY
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture
+def hosts():
+    if reason := lacking():
+        pytest.skip(reason)
+    with ExitStack() as end:
+        try:
+            pair = end.enter_context(Hosts())
+        except (OSError, subprocess.SubprocessError) as error:
+            pytest.skip(f"no network namespaces here: {(getattr(error, 'stderr', None) or str(error)).strip()}")
+        yield pair
+
+
+def end(agents, timeout_s):
+    """Both agents' exit codes, and the seconds until each had ended."""
+    begin, ended = time.monotonic(), {}
+    try:
+        while len(ended) < len(agents) and time.monotonic() < begin + timeout_s:
+            for agent in agents:
+                if agent not in ended and agent.poll() is not None:
+                    ended[agent] = time.monotonic() - begin
+            time.sleep(0.05)
+        return [agent.poll() for agent in agents], list(ended.values())
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGKILL)
+                agent.wait()
+
+
+def test_two_torchrun_agents_give_the_same_losses_in_one_run_directory(hosts, recipe, local_losses, tmp_path):
+    outputs = [tmp_path / "a", tmp_path / "b"]
+    codes, _ = end(hosts.torchrun(recipe, tmp_path / "run", outputs), 150)
+    assert codes == [0, 0], "\n".join(path.read_text() for path in outputs)
+    assert Run(0, "", "", 0.0, tmp_path / "run").losses == pytest.approx(local_losses(), rel=1e-6)
+    assert re.search(r"10.213.77.1: ranks 0-1 .*10.213.77.2: ranks 2-3", outputs[0].read_text())
+
+
+def test_a_cable_that_is_cut_in_the_middle_ends_the_run_within_the_timeout_and_names_the_ranks(hosts, tmp_path):
+    outputs = [tmp_path / "a", tmp_path / "b"]
+    endless = [*TOY, "logger=none", "train.steps=10000000", "parallel=pipe_ddp", "parallel.timeout_s=30"]
+    agents = hosts.torchrun(endless, tmp_path / "run", outputs)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    try:
+        wait_until(lambda: metrics.exists() and metrics.stat().st_size > 1000, 120, "some steps")
+    finally:
+        hosts.cut()
+        codes, seconds = end(agents, 60)
+    said = [path.read_text() for path in outputs]
+    assert codes == [1, 1], said
+    assert max(seconds) < 30
+    assert re.search(r"lost the connection to rank 2 \([^)]*10.213.77.2\), rank 3 ", said[0])
+    assert re.search(r"lost the connection to rank 0 \([^)]*10.213.77.1\), rank 1 ", said[1])
+
+
+def test_hosts_that_cannot_reach_each_other_are_named_before_the_run_starts(hosts, tmp_path):
+    outputs = [tmp_path / "a", tmp_path / "b"]
+    wrong = ({}, {"GLOO_SOCKET_IFNAME": "lo"})
+    toy = [*TOY, "logger=none", "train.steps=2", "parallel=pipe_ddp", "parallel.timeout_s=20"]
+    codes, _ = end(hosts.torchrun(toy, tmp_path / "run", outputs, wrong), 90)
+    assert codes == [1, 1]
+    assert re.search(r"rank 0 \(.*10.213.77.1\) cannot connect to rank 2 \(.*127.0.0.1\): ", outputs[0].read_text())
+    assert "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; here there are lo (127.0.0.1), cable" in outputs[0].read_text()

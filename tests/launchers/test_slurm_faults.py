@@ -1,0 +1,72 @@
+"""However a job ends, the command that queued it says why and ends with code 1, and nothing stays in the queue."""
+
+import os
+import signal
+import time
+
+import pytest
+from slurm_commands import TOY, TWO_NODES, Job, ask, queue
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+
+ENDLESS = [*TOY, "logger=none", "train.steps=100000000", *TWO_NODES]
+TWO_RANKS = ["parallel=ddp", "parallel.dp=2"]
+THREE_NODES = ["parallel=ddp", "parallel.dp=3", "train.global_batch_size=6", "launcher.nodes=3"]
+COMMANDS = {
+    "raise": TWO_RANKS,
+    "leave": ["parallel=pipe_ddp"],
+    "kill": TWO_RANKS,
+    "cancel": TWO_RANKS,
+    "nodes": THREE_NODES,
+    "memory": [*TWO_RANKS, "launcher.mem_gb=1000"],
+}
+STRIKES = {
+    "raise": lambda job: os.kill(job.rank(1), signal.SIGRTMIN + 1),
+    "leave": lambda job: os.kill(job.rank(3), signal.SIGRTMIN + 2),
+    "kill": lambda job: os.kill(job.rank(1), signal.SIGKILL),
+    "cancel": lambda job: job.tell_slurm("scancel"),
+}
+WORDS = {
+    "raise": ["error: rank 1 raised\nTraceback", "ValueError: bad luck"],
+    "leave": ["error: rank 3 left with exit code 0 before its work was done"],
+    "kill": ["error: rank 1 was killed by signal 9 (SIGKILL)"],
+    "cancel": ["error: job ", " was cancelled"],
+    "nodes": ["can never start: it asks for more nodes than the partition has"],
+    "memory": ["the queue does not take the job: ", "Memory specification can not be satisfied"],
+}
+
+
+@pytest.fixture(scope="module")
+def ended(cluster, tmp_path_factory):
+    """All commands at once, each struck as soon as it has made some steps: name -> (run, seconds until its end)."""
+    folder = tmp_path_factory.mktemp("faults")
+    jobs = {name: Job(cluster, [*ENDLESS, *words], folder / name) for name, words in COMMANDS.items()}
+    begin = {name: time.monotonic() for name in COMMANDS.keys() - STRIKES.keys()}
+    found, deadline = {}, time.monotonic() + 200
+    try:
+        while len(found) < len(jobs) and time.monotonic() < deadline:
+            for name, job in jobs.items():
+                if name not in begin and job.steps() >= 5:
+                    STRIKES[name](job)
+                    begin[name] = time.monotonic()
+                if name not in found and job.process.poll() is not None:
+                    found[name] = job.wait(), time.monotonic() - begin.get(name, 0.0)
+            time.sleep(0.1)
+        yield found
+    finally:
+        for job in jobs.values():
+            job.kill()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_command_says_why_within_a_minute_and_ends_with_code_1(ended, name):
+    assert name in ended, f"no end; {sorted(ended)} have ended"
+    run, seconds = ended[name]
+    assert [words for words in WORDS[name] if words not in run.stderr] == [], run.console
+    assert run.code == 1
+    assert seconds < 60
+
+
+def test_nothing_stays_in_the_queue_and_no_accounting_was_asked(ended, cluster):
+    assert queue(cluster) == ""
+    assert "accounting_storage/none" in ask(cluster, "scontrol", "show", "config")

@@ -1,0 +1,114 @@
+"""A process that heeds the signals to stop: the first is noted, a second one ends it at once."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SIGNALS = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
+# Reads lines: "ask" is answered by whether a stop is wanted, "busy" by a second in one call that holds no lock.
+PROCESS = """
+import hashlib, sys
+from launchers import stopping
+{before}
+stopping.heed()
+print("ready", flush=True)
+for line in sys.stdin:
+    if line == "busy\\n":
+        print("begun", flush=True)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10_000_000)
+    print(stopping.wanted(), stopping.noted(), flush=True)
+"""
+
+
+@pytest.fixture
+def process():
+    started = []
+
+    def start(before="", prefix=()):
+        one = subprocess.Popen(
+            [*prefix, sys.executable, "-c", PROCESS.format(before=before)],
+            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        started.append(one)
+        assert one.stdout.readline() == "ready\n"
+        return one
+
+    yield start
+    for one in started:
+        one.kill()
+        one.communicate()
+
+
+def ask(process, what="ask"):
+    process.stdin.write(f"{what}\n")
+    process.stdin.flush()
+    return process.stdout.readline().strip()
+
+
+def until(process, answer, timeout_s=20):
+    deadline = time.monotonic() + timeout_s
+    while (given := ask(process)) != answer:
+        assert time.monotonic() < deadline, f"{given}, not {answer}, for {timeout_s} s"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_a_signal_is_noted_and_nothing_else_happens(process, signum):
+    one = process()
+    assert ask(one) == "False None"
+    one.send_signal(signum)
+    until(one, f"True {int(signum)}")
+
+
+def test_a_second_signal_ends_the_process_with_a_code_that_names_it(process):
+    one = process()
+    one.send_signal(signal.SIGUSR1)
+    until(one, f"True {int(signal.SIGUSR1)}")
+    time.sleep(1.2)
+    one.send_signal(signal.SIGTERM)
+    assert one.wait(20) == 128 + signal.SIGTERM
+    assert "error: stopped by SIGTERM at once" in one.stderr.read()
+
+
+def test_a_second_signal_does_not_wait_for_what_the_process_is_doing(process):
+    one = process()
+    one.send_signal(signal.SIGTERM)
+    until(one, f"True {int(signal.SIGTERM)}")
+    assert ask(one, "busy") == "begun"
+    time.sleep(1.2)
+    one.send_signal(signal.SIGTERM)
+    assert one.wait(20) == 128 + signal.SIGTERM
+    assert one.stdout.read() == "", "it was in the middle of it"
+
+
+def test_what_comes_right_after_is_the_same_wish(process):
+    one = process()
+    for signum in SIGNALS:
+        one.send_signal(signum)
+    time.sleep(0.5)
+    assert one.poll() is None
+    assert ask(one).startswith("True")
+
+
+def test_where_there_is_nothing_to_save_the_first_signal_ends_the_process(process):
+    one = process("stopping.at_once()")
+    one.send_signal(signal.SIGUSR2)
+    assert one.wait(20) == 128 + signal.SIGUSR2
+
+
+def test_an_ignored_signal_stays_ignored(process):
+    one = process("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    one.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    assert ask(one) == "False None"
+
+
+def test_a_signal_that_is_blocked_from_outside_is_a_wish_too(process):
+    one = process("import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})")
+    one.send_signal(signal.SIGUSR2)
+    until(one, "True None")

@@ -1,0 +1,161 @@
+"""A real full disk: a small tmpfs under a run of the command line. Training goes on, and what is good stays good."""
+
+import os
+import subprocess
+
+import pytest
+from commandline import Started, train, wait_until
+
+from training.checkpoint import newest_whole
+
+START_S = 120
+# Some seconds, of which the disk is full for most.
+STEPS = 1500
+SAVE_EVERY = 50
+RECIPE = [
+    "train.epochs=null",
+    f"train.steps={STEPS}",
+    f"train.checkpoint_every={SAVE_EVERY}",
+    "train.eval_every=null",
+    "device=cpu",
+]
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """``disk(MiB)``: a file system of that size of its own."""
+    mounted = []
+
+    def mount(size):
+        where = tmp_path / f"disk-{len(mounted)}"
+        where.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}m", "tmpfs", str(where)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        except FileNotFoundError:
+            pytest.skip("needs the command mount")
+        if done.returncode:
+            pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
+        mounted.append(where)
+        return where
+
+    yield mount
+    for where in mounted:
+        subprocess.run(["umount", "--lazy", str(where)], check=True, timeout=20)
+
+
+def fill(folder):
+    """A file that leaves not one byte."""
+    path = folder / "filler"
+    with open(path, "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+    return path
+
+
+@pytest.fixture
+def start(tmp_path):
+    """``start(run directory, …)``: the console is not on that disk."""
+    started = []
+
+    def begin(folder, *overrides):
+        run = Started([*RECIPE, *overrides, f"hydra.run.dir='{folder}'"], tmp_path / "run", own_folder=False)
+        run.folder, run.console_folder = folder, tmp_path
+        started.append(run)
+        return run
+
+    yield begin
+    for run in started:
+        run.kill()
+
+
+def said(run):
+    return "".join((run.console_folder / f"run.console.{kind}").read_text() for kind in ("out", "err"))
+
+
+def until(run, condition, what):
+    def reached():
+        assert run.process.poll() is None, f"it ended before {what}: {said(run)}"
+        return condition()
+
+    wait_until(reached, START_S, f"{what}: {said(run)}")
+
+
+def checkpoints(run):
+    return sorted((run.folder / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize("layout", ["single", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_a_disk_that_is_full_for_a_while_costs_nothing_but_a_warning(layout, disk, start):
+    root = disk(8)
+    run = start(root / "run", f"parallel={layout}", "logger=none")
+    until(run, lambda: len(checkpoints(run)) >= 1, "the first checkpoint")
+    filler = fill(root)
+    until(run, lambda: "the checkpoint of step" in said(run), "a warning about a checkpoint")
+    until(run, lambda: "metrics.jsonl: No space left" in said(run), "a warning about the metrics")
+    assert newest_whole(run.folder / "checkpoints", pytest.fail) is not None
+    filler.unlink()
+    ended = run.wait()
+    assert ended.code == 0, ended.console
+    assert [line["step"] for line in ended.steps] == list(range(1, STEPS + 1)), "no line is lost, none is doubled"
+    for words in (str(root), "free", "training goes on"):
+        assert words in ended.console
+    assert newest_whole(run.folder / "checkpoints", pytest.fail).name == f"step-{STEPS:08d}"
+    assert ended.summary["steps"] == STEPS
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_an_error_and_the_last_good_checkpoint_loads(disk, start, tmp_path):
+    root = disk(8)
+    run = start(root / "run", "parallel=single", "logger=none")
+    until(run, lambda: len(checkpoints(run)) >= 2, "two checkpoints")
+    fill(root)
+    ended = run.wait()
+    assert ended.code not in (0, 75), ended.console
+    assert f"the checkpoint of step {STEPS} could not be written" in ended.stderr
+    assert str(root) in ended.stderr and "free" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    good = newest_whole(run.folder / "checkpoints", pytest.fail)
+    again = train(["mode=eval", f"checkpoint='{good}'", "logger=none", "device=cpu"], tmp_path / "eval")
+    assert again.code == 0, again.console
+
+
+def test_a_run_directory_that_cannot_be_written_is_an_error_before_anything_starts(disk, tmp_path):
+    root = disk(1)
+    subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True, timeout=20)
+    ended = train([f"hydra.run.dir='{root}/run'"], tmp_path / "run", own_folder=False)
+    assert ended.code == 1
+    assert ended.stderr.startswith(f"error: the run directory {root}/run cannot be written: Read-only file system; ")
+    assert "MiB are free" in ended.stderr and "hydra.run.dir" in ended.stderr
+
+
+def test_a_full_cache_is_replaced_for_this_run_after_a_warning(disk, tmp_path, text):
+    root = disk(1)
+    fill(root)
+    overrides = [o for o in text if not o.startswith("data.cache_dir=")]
+    ended = train(
+        ["model=gpt2", "model.size=tiny", *overrides, f"data.cache_dir={root}/cache", "train.steps=1",
+         "train.eval_every=null", "train.global_batch_size=4", "parallel=ddp", "logger=none", "device=cpu"],
+        tmp_path / "run",
+    )  # fmt: skip
+    assert ended.code == 0, ended.console
+    assert ended.console.count("cannot write the data cache") == 1
+    for words in (f"{root}/cache", "No space left on device", "MiB are free", "For this run the data lie in"):
+        assert words in ended.console
+    where = ended.console.partition("For this run the data lie in ")[2].split()[0]
+    assert not os.path.exists(where), "it is removed with the run"
+
+
+@pytest.mark.slow
+def test_wandb_on_a_full_disk_is_warned_about_and_the_run_goes_on(disk, start):
+    root = disk(8)
+    run = start(root / "run", "parallel=single")
+    until(run, lambda: len(checkpoints(run)) >= 1, "the first checkpoint")
+    filler = fill(root)
+    until(run, lambda: "wandb: the disk is full" in said(run), "a warning about wandb")
+    filler.unlink()
+    ended = run.wait()
+    assert ended.code == 0, ended.console
+    assert f"{root}/run/wandb" in ended.console

@@ -1,0 +1,238 @@
+"""Starting from exported or Hugging Face weights, with a vocabulary that grows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from composed import QUIET, compose, config, losses, run, run_on_rank, saved
+from safetensors.torch import load_file, save_file
+
+from data.errors import DataError
+from data.vocabulary import gpt2
+from models.torchvision_loader import load_torchvision
+from training.config import plain
+from training.errors import TrainingError
+from training.job import execute
+from training.new_tokens import grown
+from training.quoting import quote_values
+from training.setup import prepare
+
+LAYOUTS = {
+    "model_parallel": (1, ["parallel=model_parallel", "parallel.chunks=4"]),
+    "ddp": (2, ["parallel=ddp", "parallel.dp=2", "parallel.chunks=2"]),
+    "pipelined": (2, ["parallel=pipelined", "parallel.chunks=4"]),
+    "pipe_ddp": (4, ["parallel=pipe_ddp", "parallel.dp=2", "parallel.chunks=2"]),
+}
+EMBEDDING = "embedding.wte.weight"
+(EXTRA,) = quote_values(['model.extra_tokens={"<a>": "start of an entity", "<b>": null}'])
+NO_STEP = ["train.steps=1", "optim.lr=0", "train.eval_every=null"]
+
+
+@pytest.fixture(scope="module")
+def recipe(text):
+    """Two layers, dropout, SGD."""
+    sizes = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=32", "model.dropout=0.1"]
+    length = ["train.steps=3", "train.global_batch_size=8", "train.precision=fp32", "train.eval_batches=1"]
+    return [*sizes, *text, *length, "optim=sgd", "optim.lr=0.1", "scheduler=constant"]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A folder as Hugging Face's, with weights of some size."""
+    pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
+    load_torchvision()
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = tmp_path_factory.mktemp("published")
+    torch.manual_seed(5)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=4, n_embd=32, n_positions=256))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape))
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def altered(published, tmp_path):
+    """``altered(change)``: a copy of it with a changed dictionary of tensors."""
+
+    def make(change):
+        folder = shutil.copytree(published, tmp_path / "altered")
+        state = load_file(folder / "model.safetensors")
+        change(state)
+        save_file(state, folder / "model.safetensors")
+        return folder
+
+    return make
+
+
+def begin(ranks, layout, folder, *overrides):
+    processes, where = LAYOUTS[layout]
+    folder.mkdir()
+    tree = plain(compose(*QUIET, *overrides, *where))
+    ranks.run(processes, run_on_rank, tree, str(folder), str(folder / "meeting"))
+
+
+@pytest.fixture(scope="module")
+def reference(recipe, published, tmp_path_factory):
+    """What ``single`` does from the published weights with two more tokens."""
+    folder = tmp_path_factory.mktemp("reference")
+    run(folder, *recipe, EXTRA, f"model.init_from='{published}'", "parallel.chunks=4")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["pipelined", "pipe_ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("model_parallel", "ddp"))],
+)
+def test_every_strategy_starts_from_the_same_weights(ranks, recipe, published, reference, tmp_path, layout):
+    folder = tmp_path / "run"
+    begin(ranks, layout, folder, *recipe, EXTRA, f"model.init_from='{published}'")
+    assert losses(folder) == pytest.approx(losses(reference), rel=1e-5)
+    ours, wanted = saved(folder, 3), saved(reference, 3)
+    for name, tensor in wanted.items():
+        assert (ours[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
+
+
+def test_the_first_weights_are_the_files_and_the_new_rows_means_of_its_rows(recipe, published, tmp_path):
+    run(tmp_path, *recipe, EXTRA, f"model.init_from='{published}'", *NO_STEP)
+    ours, theirs = saved(tmp_path, 1), load_file(published / "model.safetensors")
+    assert torch.equal(ours["h.1.mlp.c_fc.weight"], theirs["transformer.h.1.mlp.c_fc.weight"].t())
+    rows = theirs["transformer.wte.weight"]
+    assert ours[EMBEDDING].shape == (50304, 32) and torch.equal(ours[EMBEDDING][:50257], rows)
+    described = rows[gpt2().encode_ordinary("start of an entity")].mean(dim=0)
+    assert torch.allclose(ours[EMBEDDING][50257], described, atol=1e-6)
+    assert torch.allclose(ours[EMBEDDING][50258:], rows.mean(dim=0).expand(46, -1), atol=1e-6)
+
+
+def test_the_rule_holds_for_drawn_weights_too_and_all_others_stay(ranks, recipe, tmp_path):
+    run(tmp_path / "plain", *recipe, *NO_STEP)
+    begin(ranks, "pipelined", tmp_path / "grown", *recipe, EXTRA, *NO_STEP)
+    before, after = (saved(tmp_path / name, 1)[EMBEDDING] for name in ("plain", "grown"))
+    changed = (before != after).any(dim=1).nonzero().flatten().tolist()
+    assert changed == [50257, 50258]
+    assert torch.allclose(after[50258], before[:50257].mean(dim=0), atol=1e-7)
+    described = before[gpt2().encode_ordinary("start of an entity")].mean(dim=0)
+    assert torch.allclose(after[50257], described, atol=1e-7)
+
+
+def test_a_run_that_goes_on_keeps_what_its_new_rows_have_learned(recipe, published, reference, tmp_path):
+    resume = f"train.resume='{reference / 'checkpoints' / 'latest'}'"
+    gone = f"model.init_from='{tmp_path / 'gone'}'"  # needed for the first start only
+    run(tmp_path, *recipe, EXTRA, gone, resume, "train.steps=4", "optim.lr=0")
+    assert torch.equal(saved(tmp_path, 4)[EMBEDDING], saved(reference, 3)[EMBEDDING])
+
+
+def test_an_export_with_its_tokens_is_started_from_as_it_is(recipe, reference, tmp_path):
+    export = ["mode=export", f"checkpoint='{reference}'", "parallel=pipe_ddp"]
+    execute(config(*recipe, EXTRA, *export), tmp_path, None)
+    folder = tmp_path / "export"
+    assert json.loads((folder / "config.json").read_text())["vocab_size"] == 50259
+    (more,) = quote_values(['model.extra_tokens={"<a>": "the", "<b>": null, "<c>": "the"}'])
+    run(tmp_path / "again", *recipe, more, f"model.init_from='{folder}'", *NO_STEP)
+    again, wanted = saved(tmp_path / "again", 1), saved(reference, 3)
+    assert torch.equal(again[EMBEDDING][:50259], wanted[EMBEDDING][:50259]), "trained rows stay"
+    assert torch.allclose(again[EMBEDDING][50259], wanted[EMBEDDING][gpt2().encode_ordinary("the")[0]], atol=1e-6)
+    assert torch.equal(again["h.0.attn.c_attn.weight"], wanted["h.0.attn.c_attn.weight"])
+    with pytest.raises(TrainingError, match='has the tokens <a>, <b> .*begins otherwise: empty.*"<a>": null, "<b>"'):
+        prepare(config(*recipe, f"model.init_from='{folder}'"))
+
+
+def test_the_exported_tokenizer_knows_the_new_tokens(recipe, reference, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers comes with transformers (requirements-dev.txt)")
+    execute(config(*recipe, EXTRA, "mode=export", f"checkpoint='{reference}'"), tmp_path, None)
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "export" / "tokenizer.json"))
+    assert theirs.encode("say <a>x<b>").ids == gpt2(("<a>", "<b>")).encode("say <a>x<b>", allowed_special="all")
+
+
+@pytest.mark.parametrize(
+    "vocab_size, extra, wanted",
+    [(50304, 2, 50304), (50304, 47, 50304), (50304, 48, 50432), (50257, 2, 50259), (60000, 2, 60000), (9, 0, 9)],
+)
+def test_the_vocabulary_grows_only_where_its_padding_does_not_do(vocab_size, extra, wanted):
+    assert grown(vocab_size, {f"<{i}>": None for i in range(extra)}) == wanted
+
+
+def test_tokens_beyond_the_padding(recipe, published, tmp_path):
+    many = json.dumps({f"<{i}>": "entity" if i == 49 else None for i in range(50)})
+    (extra,) = quote_values([f"model.extra_tokens={many}"])
+    run(tmp_path, *recipe, extra, f"model.init_from='{published}'", *NO_STEP)
+    rows = saved(tmp_path, 1)[EMBEDDING]
+    assert len(rows) == 50432
+    entity = rows[gpt2().encode_ordinary("entity")].mean(dim=0)
+    assert torch.allclose(rows[50257 + 49], entity, atol=1e-6)
+    assert torch.allclose(rows[50257 + 48], rows[:50257].mean(dim=0), atol=1e-6)
+
+
+def test_fewer_words_than_gpt2s_cannot_be_grown(recipe):
+    with pytest.raises(TrainingError, match="behind GPT-2's 50257 tokens, model.vocab_size=1000 is less"):
+        prepare(config(*recipe, EXTRA, "model.vocab_size=1000"))
+
+
+def test_what_is_no_json_is_an_error_that_shows_how_to_write_it(recipe):
+    with pytest.raises(DataError, match="is not JSON"):
+        prepare(config(*recipe, "model.extra_tokens='{<a>: x}'"))
+
+
+# -- files that do not fit ---------------------------------------------------------------------------------------------
+
+
+def test_other_sizes_are_named(recipe, published):
+    with pytest.raises(TrainingError, match=r"has 4 heads, the model 8; set model.n_head=4"):
+        prepare(config(*recipe, "model.n_head=8", f"model.init_from='{published}'"))
+    with pytest.raises(TrainingError, match=r"wte.weight has \(50257, 32\), the model \(50304, 64\).* and \d+ more"):
+        prepare(config(*recipe, "model.n_embd=64", f"model.init_from='{published}'"))
+    with pytest.raises(TrainingError, match=r"transformer.h.1.\S+ is not the model's"):
+        prepare(config(*recipe, "model.n_layer=1", f"model.init_from='{published}'"))
+    with pytest.raises(TrainingError, match=r"h.2.ln_1.weight is missing"):
+        prepare(config(*recipe, "model.n_layer=3", f"model.init_from='{published}'"))
+
+
+def test_more_words_than_the_model_has_are_named(recipe, altered):
+    folder = altered(lambda state: state.update({"transformer.wte.weight": torch.zeros(50305, 32)}))
+    with pytest.raises(TrainingError, match=r"wte.weight has \(50305, 32\), the model \(50304, 32\)"):
+        prepare(config(*recipe, f"model.init_from='{folder}'"))
+
+
+def test_the_published_file_has_no_prefix(recipe, published, tmp_path):
+    state = load_file(published / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in state.items() if name != "lm_head.weight"}
+    save_file({**bare, "h.0.attn.bias": torch.ones(1, 1, 4, 4)}, tmp_path / "gpt2.safetensors")
+    run(tmp_path / "run", *recipe, f"model.init_from='{tmp_path / 'gpt2.safetensors'}'", *NO_STEP)
+    assert torch.equal(saved(tmp_path / "run", 1)["h.0.ln_1.weight"], bare["h.0.ln_1.weight"])
+
+
+def test_a_pickle_is_refused_with_the_way_out(recipe, tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
+    for path in (tmp_path, tmp_path / "pytorch_model.bin"):
+        with pytest.raises(TrainingError, match="pytorch_model.bin is a pickle.*convert.*save_file.*weights_only=True"):
+            prepare(config(*recipe, f"model.init_from='{path}'"))
+
+
+def test_what_is_no_weights_is_named(recipe, reference, tmp_path):
+    def problem(path):
+        with pytest.raises(TrainingError) as error:
+            prepare(config(*recipe, f"model.init_from='{path}'"))
+        return str(error.value)
+
+    assert "nowhere does not exist" in problem(tmp_path / "nowhere")
+    assert "holds no model.safetensors" in problem(tmp_path)
+    assert "is a checkpoint: export it first" in problem(reference / "checkpoints" / "latest")
+    (tmp_path / "broken.safetensors").write_bytes(b"{" * 100)
+    assert "broken.safetensors cannot be read as safetensors" in problem(tmp_path / "broken.safetensors")
+
+
+def test_any_other_model_starts_from_its_own_export(tmp_path):
+    length = ["train.epochs=null", "train.steps=2"]
+    run(tmp_path / "run", *length)
+    execute(config(*length, "mode=export", f"checkpoint='{tmp_path / 'run'}'"), tmp_path, None)
+    from_export = f"model.init_from='{tmp_path / 'export'}'"
+    run(tmp_path / "again", *length, "train.steps=1", "optim.lr=0", from_export)
+    again, wanted = saved(tmp_path / "again", 1), saved(tmp_path / "run", 2)
+    assert all(torch.equal(again[name], wanted[name]) for name in wanted)
+    with pytest.raises(TrainingError, match=r"net1.weight has \(10, 10\), the model \(20, 10\)"):
+        prepare(config(*length, from_export, "model.hidden=20"))

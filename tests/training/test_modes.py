@@ -1,0 +1,261 @@
+"""mode=eval, export and sample on one checkpoint, saved on two stages."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+import torch
+from commandline import train
+from composed import QUIET, compose, config, records, run, run_on_rank, saved
+from safetensors.torch import load_file
+
+from models.torchvision_loader import load_torchvision
+from training.config import plain
+from training.errors import CheckpointError, TrainingError
+from training.job import execute
+
+LAYOUTS = {
+    "single": (1, []),
+    "model_parallel": (1, ["parallel=model_parallel", "parallel.chunks=2"]),
+    "ddp": (2, ["parallel=ddp", "parallel.dp=2"]),
+    "pipelined": (2, ["parallel=pipelined", "parallel.chunks=2"]),
+    "pipe_ddp": (4, ["parallel=pipe_ddp", "parallel.dp=2", "parallel.chunks=2"]),
+}
+
+
+@pytest.fixture(scope="module")
+def model(text):
+    sizes = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=32", "model.block_size=32"]
+    return [*sizes, *text, "train.global_batch_size=8", "train.eval_batches=2", "train.precision=fp32"]
+
+
+@pytest.fixture(scope="module")
+def begin(ranks, tmp_path_factory):
+    """``begin("ddp", …)`` runs that layout and returns its folder."""
+
+    def start(layout, *overrides):
+        processes, where = LAYOUTS[layout]
+        folder = tmp_path_factory.mktemp(layout)
+        tree = plain(compose(*QUIET, *overrides, *where))
+        ranks.run(processes, run_on_rank, tree, str(folder), str(folder / "meeting"))
+        return folder
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def trained(begin, model):
+    """The run directory of three steps on two stages, evaluated at the end."""
+    return begin("pipelined", *model, "train.steps=3", "optim.lr=1e-2")
+
+
+@pytest.fixture(scope="module")
+def words(text, tmp_path_factory):
+    """A trained transformer on words: its overrides and its run directory."""
+    sizes = ["model=transformer", "model.d_model=16", "model.d_hid=16", "model.n_layer=1", *text]
+    folder = tmp_path_factory.mktemp("words")
+    run(folder, *sizes, "train.steps=2", "train.eval_every=null", "train.global_batch_size=4")
+    return sizes, folder
+
+
+def do(folder, *overrides, capsys=None):
+    """One command in this process; returns what it printed."""
+    folder.mkdir(exist_ok=True)
+    execute(config(*overrides), folder, None)
+    return capsys.readouterr().out if capsys else None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_strategy_finds_the_validation_loss_that_the_training_found(begin, model, trained, layout):
+    folder = begin(layout, *model, "mode=eval", f"checkpoint='{trained}'")
+    wanted = json.loads((trained / "summary.json").read_text())
+    found = json.loads((folder / "summary.json").read_text())
+    assert found["best_val_loss"] == pytest.approx(wanted["best_val_loss"], rel=1e-5)
+    assert found["test_loss"] == pytest.approx(wanted["test_loss"], rel=1e-5)
+    assert (found["steps"], found["parallel"]) == (3, layout)
+    assert [line["step"] for line in records(folder)] == [3, 3]
+
+
+@pytest.mark.parametrize("name", ["", "checkpoints/latest", "checkpoints/best", "checkpoints/step-00000003"])
+def test_a_checkpoint_is_named_by_itself_a_link_or_its_run(model, trained, tmp_path, capsys, name):
+    said = do(tmp_path, *model, "mode=sample", f"checkpoint='{trained / name}'", "sample.tokens=3", capsys=capsys)
+    assert said.strip("\n")
+
+
+@pytest.mark.parametrize("mode", ["eval", "export", "sample"])
+def test_without_a_checkpoint_the_way_out_is_said(tmp_path, model, mode):
+    with pytest.raises(TrainingError, match=f"mode={mode} needs checkpoint=PATH"):
+        do(tmp_path, *model, f"mode={mode}")
+    with pytest.raises(CheckpointError, match="no checkpoint at .*nowhere"):
+        do(tmp_path, *model, f"mode={mode}", f"checkpoint='{tmp_path / 'nowhere'}'")
+
+
+@pytest.mark.parametrize("mode", ["eval", "export", "sample"])
+def test_a_checkpoint_of_another_size_is_refused_by_name(tmp_path, model, trained, mode):
+    with pytest.raises(CheckpointError, match=r"\.weight has .*expected"):
+        do(tmp_path, *model, "model.n_embd=64", f"mode={mode}", f"checkpoint='{trained}'")
+
+
+def test_one_process_is_enough_and_more_are_refused(tmp_path, model, trained):
+    from launchers import World
+
+    cfg = config(*model, "parallel=pipe_ddp", "mode=export", f"checkpoint='{trained}'")
+    with pytest.raises(TrainingError, match="mode=export is one process and 4 were started"):
+        execute(cfg, tmp_path, World(0, 4, 0, 4, "torchrun"))
+
+
+# -- export ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exported(model, trained, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("export")
+    do(folder, *model, "parallel=pipe_ddp", "parallel.pp=3", "mode=export", f"checkpoint='{trained}'")
+    return folder / "export"
+
+
+@torch.no_grad()
+def test_transformers_gives_the_same_logits(model, trained, exported):
+    pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
+    load_torchvision()  # or transformers fails where torchvision does not fit a CPU torch
+    from transformers import AutoTokenizer, GPT2LMHeadModel
+
+    from training.alone import restore
+
+    theirs, info = GPT2LMHeadModel.from_pretrained(exported, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ours = restore(config(*model, "mode=export", f"checkpoint='{trained}'"), "cpu").strategy.stages[0]
+    tokens = torch.randint(0, 50257, (2, 32), generator=torch.Generator().manual_seed(1))
+    logits, wanted = ours.eval().layers(tokens), theirs.eval()(tokens).logits
+    assert (logits.shape[-1], wanted.shape[-1]) == (50304, 50257)
+    assert (logits[..., :50257] - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    assert AutoTokenizer.from_pretrained(exported)("Hello, I'm").input_ids == [15496, 11, 314, 1101]
+
+
+def test_the_tokenizer_beside_it_is_gpt2s(exported):
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers comes with transformers (requirements-dev.txt)")
+    from data.vocabulary import gpt2
+
+    text = "def f(x):\n\treturn  'é' # It's 12  \n\n<|x|>"
+    theirs = tokenizers.Tokenizer.from_file(str(exported / "tokenizer.json"))
+    assert theirs.encode(text).ids == gpt2().encode_ordinary(text)
+    assert theirs.decode(gpt2().encode_ordinary(text)) == text
+    assert theirs.get_vocab_size() == 50257
+
+
+def test_the_folder_is_said_and_is_whole(model, trained, tmp_path, capsys):
+    said = do(tmp_path, *model, "mode=export", f"checkpoint='{trained}'", "export_to=deep/er", capsys=capsys)
+    folder = tmp_path / "deep" / "er"
+    assert f"exported gpt2 after step 3 to {folder}" in said
+    names = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    with pytest.raises(TrainingError, match="is there already; choose another export_to="):
+        do(tmp_path, *model, "mode=export", f"checkpoint='{trained}'", "export_to=deep/er")
+
+
+@pytest.mark.parametrize("name", ["../out", "/tmp/out", "a/../../out", ".", ""])
+def test_nothing_is_exported_outside_of_the_run_directory(model, trained, tmp_path, name):
+    with pytest.raises(TrainingError, match="must be a folder in the run directory"):
+        do(tmp_path, *model, "mode=export", f"checkpoint='{trained}'", f"export_to='{name}'")
+
+
+def test_a_transformer_goes_as_its_state_and_its_words(words, tmp_path):
+    sizes, trained = words
+    do(tmp_path, *sizes, "mode=export", f"checkpoint='{trained}'")
+    state = load_file(tmp_path / "export" / "model.safetensors")
+    wanted = saved(trained, 2)
+    assert state.keys() == wanted.keys() and all(torch.equal(state[name], wanted[name]) for name in wanted)
+    listed = (tmp_path / "export" / "vocabulary.txt").read_text().splitlines()
+    assert listed[0] == "<unk>" and len(listed) == len(state["encoder.embedding.weight"])
+
+
+def test_a_resnet_loads_into_torchvision_with_its_buffers(tmp_path):
+    model = ["model=resnet50", "model.num_classes=7", "data.samples=20", "data.image_size=32"]
+    run(tmp_path / "run", *model, "train.steps=1", "train.global_batch_size=4", "train.eval_every=null")
+    do(tmp_path, *model, "mode=export", f"checkpoint='{tmp_path / 'run'}'")
+    state = load_file(tmp_path / "export" / "model.safetensors")
+    load_torchvision()
+    from torchvision.models import resnet50
+
+    theirs = resnet50(num_classes=7)
+    theirs.load_state_dict(state)
+    assert theirs.bn1.running_mean.abs().sum() > 0, "statistics of the training, not the initial zeros"
+
+
+# -- sample ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def say(model, trained, tmp_path, capsys):
+    def draw(*options):
+        return do(tmp_path, *model, "mode=sample", f"checkpoint='{trained}'", *options, capsys=capsys)
+
+    return draw
+
+
+def test_the_text_goes_on_from_the_prompt_and_depends_on_the_seed_alone(say):
+    text = say("sample.prompt='def main'", "sample.tokens=12")
+    assert text.startswith("def main") and len(text) > 12
+    assert say("sample.prompt='def main'", "sample.tokens=12", "parallel=pipe_ddp") == text
+    assert say("sample.prompt='def main'", "sample.tokens=12", "seed=7") != text
+
+
+def test_temperature_0_and_one_likeliest_are_the_same_text(say):
+    assert say("sample.temperature=0", "sample.tokens=8") == say("sample.top_k=1", "sample.tokens=8")
+
+
+def test_more_tokens_than_the_model_has_positions(say):
+    assert say(f"sample.prompt='{'a b c ' * 20}'", "sample.tokens=40").startswith("a b c")
+
+
+def test_a_model_of_words_speaks_in_words(words, tmp_path, capsys, caplog):
+    sizes, trained = words
+    ask = [*sizes, "mode=sample", f"checkpoint='{trained}'", "sample.tokens=5"]
+    said = do(tmp_path, *ask, "sample.prompt='The parser xyzzy'", capsys=capsys)
+    assert said.startswith("the parser <unk> ") and len(said.split()) == 8
+    assert "read as <unk>: xyzzy" in caplog.text
+    with pytest.raises(TrainingError, match="needs some to go on from: sample.prompt="):
+        do(tmp_path, *ask)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["model=resnet50"], "model=resnet50 is no language model; model=gpt2 and"),
+        (["model=gpt2", "sample.tokens=0"], "sample.tokens=0 must be at least 1"),
+        (["model=gpt2", "sample.temperature=-1"], "sample.temperature=-1.0 must be 0"),
+        (["model=gpt2", "sample.top_k=0"], "sample.top_k=0 must be at least 1"),
+    ],
+)
+def test_what_cannot_be_sampled_is_an_error_before_anything_loads(tmp_path, overrides, message):
+    with pytest.raises(TrainingError, match=message):
+        do(tmp_path, *overrides, "mode=sample", "checkpoint=nowhere")
+
+
+# -- the whole way, as a user types it ---------------------------------------------------------------------------------
+
+
+EXTRA = """'model.extra_tokens={"<a>": "start of an entity", "<b>": null}'"""
+
+
+def test_extra_tokens_and_a_prompt_as_a_shell_gives_them(model, trained, tmp_path):
+    """The checkpoint's vocabulary is padded: the two tokens take rows that it has."""
+    line = f"""{EXTRA} mode=sample checkpoint={trained} sample.prompt="if (x, [<a>]): it's" sample.tokens=4"""
+    sampled = train([*model, *shlex.split(line)], tmp_path / "sample")
+    assert sampled.code == 0, sampled.console
+    assert sampled.stdout.startswith("if (x, [<a>]): it's")
+
+
+@pytest.mark.slow
+def test_from_training_with_extra_tokens_to_text_on_the_command_line(model, tmp_path):
+    line = [*model, *shlex.split(EXTRA), "parallel=pipe_ddp", "parallel.chunks=2", "logger=none", "device=cpu"]
+    trained = train([*line, "train.steps=1", "train.eval_every=null"], tmp_path / "run")
+    assert trained.code == 0, trained.console
+    assert "2 of this run's own" in trained.stdout
+    for mode, wanted in (("export", "exported gpt2 after step 1"), ("eval", "val_loss"), ("sample", "<a>")):
+        more = [f"mode={mode}", f"checkpoint={tmp_path}/run", "sample.prompt=<a>"]
+        done = train([*line, *more], tmp_path / mode)
+        assert done.code == 0, done.console
+        assert wanted in done.stdout

@@ -1,0 +1,63 @@
+"""Values that a user types in a shell, on their way through Hydra's grammar."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+from composed import compose, config
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from training.config import plain
+from training.instantiate import instantiate
+from training.quoting import hydra_word, quote_values, quoted
+
+
+def seen(text):
+    """What Hydra reads."""
+    return OverridesParser.create().parse_override(f"key={text}").value()
+
+
+TEXTS = ["", "a b", "it's", 'say "x"', "\\", "end\\", "\\'", "a\\\\'b", "f(x, [1]):", "{}", "=,", "a\\\n"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_any_text_comes_through_quotes_unchanged(text):
+    assert seen(quoted(text)) == text
+
+
+def test_a_path_needs_no_quotes():
+    assert hydra_word("/a/b-1.c") == "/a/b-1.c"
+
+
+def typed(line):
+    """The arguments of a command line as a shell gives them, composed."""
+    return compose(*quote_values(shlex.split(line)))
+
+
+def test_extra_tokens_are_typed_as_json():
+    cfg = typed("""model=gpt2 'model.extra_tokens={"<a>": "start of an \\"entity\\", it'"'"'s", "<b>": null}'""")
+    assert json.loads(cfg.model.extra_tokens) == {"<a>": 'start of an "entity", it\'s', "<b>": None}
+    assert cfg.data.extra_tokens == cfg.model.extra_tokens
+
+
+@pytest.mark.parametrize("prompt", ["def f(x, y=1):", "Once upon a time", "it's {a: 1}", "[", "1", "null", "a,b", ""])
+def test_a_prompt_is_any_text(prompt):
+    assert typed(f"model=gpt2 {shlex.quote(f'sample.prompt={prompt}')}").sample.prompt == prompt
+
+
+def test_what_is_quoted_for_hydra_already_stays():
+    assert typed("""model=gpt2 "sample.prompt='a b'" """).sample.prompt == "a b"
+    line = ["model=gpt2", "model.extra_tokens='{\"<a>\": null}'", "sample.prompt", "train.steps=3", "-m"]
+    assert quote_values(line) == line
+
+
+def test_a_plain_mapping_works_as_well_where_its_words_are_plain():
+    cfg = config("model=gpt2", "model.extra_tokens={entity_begins: start of it, entity_ends: null}")
+    assert plain(cfg.data.extra_tokens) == {"entity_begins": "start of it", "entity_ends": None}
+    assert instantiate(cfg.data).vocabulary.extra == ("entity_begins", "entity_ends")
+
+
+def test_models_that_take_no_extra_tokens_leave_the_data_without():
+    assert typed("model=transformer").data.extra_tokens is None

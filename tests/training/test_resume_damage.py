@@ -1,0 +1,165 @@
+"""A damaged checkpoint is found, named, and the newest whole one taken in its place."""
+
+import os
+import shutil
+
+import pytest
+from composed import losses, records, run
+
+from training.errors import CheckpointError
+
+RECIPE = ["train.epochs=null", "train.steps=6", "optim.momentum=0.9", "train.checkpoint_every=2"]
+
+
+def truncate(folder):
+    path = folder / "model-00.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+    return path
+
+
+def zero(folder):
+    path = folder / "model-00.safetensors"
+    path.write_bytes(bytes(path.stat().st_size))
+    return path
+
+
+def flip_a_bit(folder):
+    path = folder / "optimizer-00.safetensors"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return path
+
+
+def delete_a_file(folder):
+    path = folder / "optimizer-00.safetensors"
+    path.unlink()
+    return path
+
+
+def break_the_manifest(folder):
+    path = folder / "manifest.json"
+    os.truncate(path, path.stat().st_size // 2)
+    return path
+
+
+def change_the_manifest(folder):
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"step": 6', '"step": 4'))
+    return path
+
+
+def delete_the_manifest(folder):
+    (folder / "manifest.json").unlink()
+    return folder
+
+
+DAMAGES = [
+    truncate, zero, flip_a_bit, delete_a_file, break_the_manifest, change_the_manifest, delete_the_manifest
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of six steps with checkpoints of steps 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(folder, *RECIPE)
+    return folder
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    """The same, as if it had been killed after step 6; to be damaged."""
+    folder = shutil.copytree(whole, tmp_path / "run", symlinks=True)
+    (folder / "summary.json").unlink()
+    return folder
+
+
+def step(folder, number):
+    return folder / "checkpoints" / f"step-{number:08d}"
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
+def test_auto_takes_the_one_before_a_damaged_one_and_says_so(copy, whole, capsys, damage):
+    path = damage(step(copy, 6))
+    run(copy, *RECIPE, "train.resume=auto")
+    said = capsys.readouterr()
+    (warning,) = [line for line in said.err.splitlines() if "it is not used" in line]
+    assert warning.startswith("warning: ") and str(path) in warning
+    assert f"going on from {step(copy, 4)}" in said.out
+    assert [line["step"] for line in records(copy) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert losses(copy) == losses(whole)
+    assert os.readlink(copy / "checkpoints" / "latest") == "step-00000006"
+
+
+def test_auto_goes_back_as_far_as_it_must(copy, whole, capsys):
+    truncate(step(copy, 6))
+    flip_a_bit(step(copy, 4))
+    run(copy, *RECIPE, "train.resume=auto")
+    said = capsys.readouterr()
+    assert said.err.count("it is not used") == 2
+    assert f"going on from {step(copy, 2)}" in said.out
+    assert losses(copy) == losses(whole)
+
+
+def test_auto_starts_anew_where_none_is_whole(copy, whole, capsys):
+    for number in (2, 4, 6):
+        zero(step(copy, number))
+    run(copy, *RECIPE, "train.resume=auto")
+    assert "this run starts at step 1" in capsys.readouterr().out
+    assert [line["step"] for line in records(copy) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert losses(copy) == losses(whole)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
+def test_a_damaged_one_that_was_asked_for_is_an_error_that_names_a_whole_one(copy, tmp_path, damage):
+    path = damage(step(copy, 6))
+    with pytest.raises(CheckpointError) as error:
+        run(tmp_path / "other", *RECIPE, "train.steps=8", f"train.resume='{step(copy, 6)}'")
+    assert str(path) in str(error.value)
+    assert f"the newest whole one there is {step(copy, 4)}" in str(error.value)
+
+
+def test_where_no_other_is_whole_the_error_says_so(copy, tmp_path):
+    for number in (2, 4, 6):
+        flip_a_bit(step(copy, number))
+    with pytest.raises(CheckpointError, match="no other one in .*checkpoints is whole"):
+        run(tmp_path / "other", *RECIPE, "train.steps=8", f"train.resume='{step(copy, 6)}'")
+
+
+@pytest.mark.parametrize(
+    "name", ["", "checkpoints", "checkpoints/latest", "checkpoints/best", "checkpoints/step-00000006"]
+)
+def test_a_run_its_checkpoints_and_each_of_them_can_be_named(copy, tmp_path, name):
+    run(tmp_path / "other", *RECIPE, "train.steps=8", f"train.resume='{copy / name}'")
+    assert [line["step"] for line in records(tmp_path / "other") if "loss" in line] == [7, 8]
+
+
+def test_going_back_to_an_older_one_leaves_the_newer_ones_under_another_name(copy, whole, capsys):
+    """Else a later train.resume=auto would go on from what this run has left behind."""
+    run(copy, *RECIPE, f"train.resume='{step(copy, 2)}'")
+    assert losses(copy) == losses(whole)
+    assert "is kept as unused-step-00000006" in capsys.readouterr().err
+    kept = {path.name for path in (copy / "checkpoints").iterdir() if path.is_dir() and not path.is_symlink()}
+    assert kept == {f"{prefix}step-{n:08d}" for n in (4, 6) for prefix in ("", "unused-")} | {"step-00000002"}
+
+
+def test_a_run_that_was_killed_after_its_last_checkpoint_is_completed(copy, whole):
+    """All steps are done; the test split and the summary are not."""
+    resumed = run(copy, *RECIPE, "train.resume=auto")
+    lines = (whole / "metrics.jsonl").read_text()
+    assert (copy / "metrics.jsonl").read_text() == lines
+    assert resumed["steps"] == 6 and resumed["first_loss"] == losses(whole)[0]
+    assert resumed["test_loss"] is not None
+
+
+def test_steps_after_the_checkpoint_are_trained_and_recorded_once(copy, whole):
+    """Killed after step 5, its newest checkpoint being of step 4, with half a line written."""
+    shutil.rmtree(step(copy, 6))
+    (copy / "checkpoints" / "latest").unlink()
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(lines[:5]) + lines[5][:20])
+    run(copy, *RECIPE, "train.resume=auto")
+    assert [line["step"] for line in records(copy)] == [line["step"] for line in records(whole)]
+    assert losses(copy) == losses(whole)
+    assert os.readlink(copy / "checkpoints" / "latest") == "step-00000006"

@@ -1,0 +1,89 @@
+"""What one layout saved any other goes on from: the next ten losses are those of the uninterrupted single run."""
+
+import pytest
+from composed import QUIET, compose, losses, records, run_on_rank, saved
+
+from training.config import plain
+
+# Micro-batches of equal size in every layout.
+LAYOUTS = {
+    "single": (1, ["parallel=single", "parallel.chunks=4"]),
+    "model_parallel": (1, ["parallel=model_parallel", "parallel.chunks=4"]),
+    "ddp": (2, ["parallel=ddp", "parallel.dp=2", "parallel.chunks=2"]),
+    "pipelined": (2, ["parallel=pipelined", "parallel.chunks=4"]),
+    "pipe_ddp": (4, ["parallel=pipe_ddp", "parallel.dp=2", "parallel.chunks=2"]),
+}
+NAMES = list(LAYOUTS)
+RING = list(zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True))
+SAVED, NEXT = 2, 10
+COMMON = [
+    "train.epochs=null",
+    "train.global_batch_size=8",
+    "train.precision=fp64",
+    "train.eval_batches=4",
+    "scheduler=constant",
+    "optim=adamw",
+    "optim.lr=1e-3",
+]
+
+
+@pytest.fixture(scope="session")
+def models(text):
+    """GPT-2, whose head is its embedding, at the other end of the pipeline; a network with running statistics."""
+    gpt2 = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=32", "model.dropout=0.1", *text]
+    gpt2 += ["data.vocabulary=words", "data.seq_len=16", "model.n_head=2"]  # small: what is compared is the layouts
+    return {"gpt2": [*gpt2, *COMMON], "convnet": ["model=convnet", *COMMON]}
+
+
+@pytest.fixture(scope="session")
+def train(ranks, models, tmp_path_factory):
+    """``train("gpt2", "ddp", …)``: the run's folder."""
+
+    def begin(model, layout, *more):
+        folder = tmp_path_factory.mktemp(f"{model}-{layout}")
+        processes, overrides = LAYOUTS[layout]
+        tree = plain(compose(*QUIET, *models[model], *overrides, *more))
+        ranks.run(processes, run_on_rank, tree, str(folder), str(folder / "meeting"))
+        return folder
+
+    return begin
+
+
+@pytest.fixture(scope="session")
+def start(train):
+    """``start("gpt2", "ddp")``: the folder of a run that has saved step 2. That of single went on to the end."""
+    known = {}
+
+    def get(model, layout):
+        if (model, layout) not in known:
+            end = SAVED + NEXT if layout == "single" else SAVED
+            rhythm = [f"train.checkpoint_every={SAVED}", "train.keep_checkpoints=99", f"train.steps={end}"]
+            known[model, layout] = train(model, layout, *rhythm)
+        return known[model, layout]
+
+    return get
+
+
+def check(start, train, model, before, after):
+    single = start(model, "single")
+    path = start(model, before) / "checkpoints" / f"step-{SAVED:08d}"
+    rest = train(model, after, f"train.resume='{path}'", f"train.steps={SAVED + NEXT}")
+    assert [line["step"] for line in records(rest) if "loss" in line] == list(range(SAVED + 1, SAVED + NEXT + 1))
+    assert losses(rest) == pytest.approx(losses(single)[SAVED:], rel=1e-5)
+    assert records(rest)[-1]["val_loss"] == pytest.approx(records(single)[-1]["val_loss"], rel=1e-5)
+    shapes = [{k: t.shape for k, t in saved(run, SAVED + NEXT).items()} for run in (rest, single)]
+    assert shapes[0] == shapes[1], "each tensor once, whatever the layout"
+
+
+@pytest.mark.parametrize("before, after", RING, ids=lambda name: name)
+@pytest.mark.parametrize("model", ["gpt2", "convnet"])
+def test_around_the_layouts(start, train, model, before, after):
+    check(start, train, model, before, after)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", NAMES)
+@pytest.mark.parametrize("before", NAMES)
+@pytest.mark.parametrize("model", ["gpt2", "convnet"])
+def test_from_every_layout_to_every_other(start, train, model, before, after):
+    check(start, train, model, before, after)

@@ -1,0 +1,248 @@
+"""What a run must not do: listen to the network, write secrets down, write elsewhere, unpickle what it was given."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from commandline import ROOT, Started, environment, train, wait_until
+
+TOY = ["device=cpu", "train.steps=3", "train.epochs=null"]
+LISTEN = "0A"
+LOOPBACK = re.compile(r"0100007F|0{24}01000000|0{16}FFFF00000100007F")  # 127.0.0.1, ::1, ::ffff:127.0.0.1
+SECRETS = {
+    "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
+    "HF_TOKEN": "hf_environmentEnvironmentEnv",
+    "MY_SERVICE_PASSWORD": "correct-horse-battery",
+}
+ON_THE_COMMAND_LINE = "tell-nobody-of-this"
+
+
+# -- the network ---------------------------------------------------------------------------------------------------
+
+
+def listening(pids):
+    """(process, address in hex) of each TCP socket on which one of them listens."""
+    inodes = {}
+    for pid in pids:
+        try:
+            for descriptor in os.scandir(f"/proc/{pid}/fd"):
+                match = re.fullmatch(r"socket:\[(\d+)]", os.readlink(descriptor.path))
+                if match:
+                    inodes[match[1]] = pid
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    found = set()
+    for table in ("tcp", "tcp6"):
+        path = Path("/proc/net") / table
+        lines = path.read_text().splitlines()[1:] if path.exists() else []
+        for _, local, _, state, *_, inode in (line.split()[:10] for line in lines):
+            if state == LISTEN and inode in inodes:
+                found.add((inodes[inode], local.partition(":")[0]))
+    return found
+
+
+def everybody(run):
+    """The processes of a run: wandb's service is at the head of a session of its own."""
+    children = psutil.Process(run.process.pid).children(recursive=True)
+    return {process.pid: process for process in (*run.session(), *children)}
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's /proc/net/tcp")
+def test_a_run_on_one_machine_listens_on_loopback_only(tmp_path):
+    endless = ["train.steps=10000000", "train.epochs=null", "device=cpu", "train.eval_every=null"]
+    run = Started(["parallel=pipe_ddp", "data.num_workers=1", *endless], tmp_path / "run")
+    try:
+        metrics, seen = run.folder / "metrics.jsonl", set()
+
+        def trains():
+            assert run.process.poll() is None, run.wait().console
+            seen.update(listening(everybody(run)))
+            return metrics.exists() and metrics.read_text().count("\n") >= 20
+
+        wait_until(trains, 120, "twenty steps")
+        family = everybody(run)
+        names = [" ".join(process.cmdline()) for process in family.values()]
+        assert any("wandb-core" in name for name in names) and len(family) > 8, names
+        seen.update(listening(family))
+        assert len({pid for pid, _ in seen}) > 1, "gloo listens in every rank, and the launcher's store does"
+        elsewhere = {(pid, address) for pid, address in seen if not LOOPBACK.fullmatch(address)}
+        assert not elsewhere, names
+    finally:
+        run.kill()
+
+
+# -- secrets -------------------------------------------------------------------------------------------------------
+
+
+def leaks(folder, *secrets):
+    """(file, secret) wherever a file of ``folder``, or its name, has one of the secrets in it."""
+    found = []
+    for path in folder.rglob("*"):
+        content = path.read_bytes() if path.is_file() else b""
+        found += [(path, s) for s in secrets if s.encode() in content or s in path.name]
+    return found
+
+
+@pytest.mark.parametrize("layout", [pytest.param("single", marks=pytest.mark.slow), "ddp"])
+def test_no_secret_is_written_or_shown(layout, tmp_path):
+    given = [
+        f"parallel.env={{OTHER_API_KEY: {ON_THE_COMMAND_LINE}, HARMLESS: to-be-seen}}",
+        "logger.name='run of ${oc.env:MY_SERVICE_PASSWORD}'",
+        "logger.tags=['https://me:tell-nobody-of-this@host/x']",
+    ]
+    run = train([f"parallel={layout}", *TOY, *given], tmp_path / "run", env=SECRETS)
+    assert run.code == 0, run.console
+    secrets = [*SECRETS.values(), ON_THE_COMMAND_LINE]
+    assert not leaks(run.folder, *secrets)
+    assert not [secret for secret in secrets if secret in run.console]
+    assert "to-be-seen" in (run.folder / ".hydra" / "config.yaml").read_text()
+    assert "OTHER_API_KEY: '***'" in (run.folder / ".hydra" / "config.yaml").read_text()
+
+
+def test_no_secret_is_in_what_a_sweep_or_a_failed_run_leaves(tmp_path):
+    secret = f"parallel.env={{OTHER_API_KEY: {ON_THE_COMMAND_LINE}}}"
+    bad = "optim.lr=-1,0.1"
+    sweep = train(
+        ["-m", *TOY, secret, bad, "logger=none", f"hydra.sweep.dir='{tmp_path}/sweep'"],
+        tmp_path / "sweep",
+        own_folder=False,
+        env=SECRETS,
+    )
+    assert (tmp_path / "sweep" / "report.html").exists(), sweep.console
+    secrets = [*SECRETS.values(), ON_THE_COMMAND_LINE]
+    assert not leaks(tmp_path / "sweep", *secrets)
+    assert not [s for s in secrets if s in sweep.console]
+
+
+# -- file names ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["hydra.output_subdir=../elsewhere", "hydra.output_subdir=/tmp/elsewhere", "hydra.output_subdir=a/../../elsewhere"],
+)
+def test_a_name_that_leads_out_of_the_run_directory_is_refused(override, tmp_path):
+    run = train([*TOY, "logger=none", override], tmp_path / "runs" / "run", cwd=ROOT)
+    assert run.code == 1
+    assert run.stderr.startswith("error: hydra.output_subdir=") and "leads out of the run directory" in run.stderr
+    assert not list(tmp_path.rglob("elsewhere*"))
+
+
+@pytest.fixture(autouse=True)
+def place_for_consoles(tmp_path):
+    (tmp_path / "runs").mkdir()
+
+
+def test_a_sweeps_job_directory_stays_in_the_sweeps(tmp_path):
+    sweep = ["-m", *TOY, "logger=none", f"hydra.sweep.dir='{tmp_path}/sweep'", "hydra.sweep.subdir=../elsewhere"]
+    run = train(sweep, tmp_path / "sweep", own_folder=False)
+    assert run.code == 1 and "hydra.sweep.subdir=../elsewhere leads out of" in run.stderr, run.console
+    assert not list(tmp_path.rglob("elsewhere*"))
+
+
+def test_names_of_a_users_choice_make_no_files_elsewhere(tmp_path):
+    names = ["logger.name=../../escaped", "logger.project=../escaped", "logger.group=/../escaped"]
+    run = train([*TOY, *names], tmp_path / "runs" / "run")
+    assert run.code == 0, run.console
+    assert not list(tmp_path.rglob("*escaped*"))
+    consoles = {"run.console.out", "run.console.err"}
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"run", *consoles}
+
+
+def test_a_checkpoint_whose_manifest_names_files_elsewhere_is_refused(tmp_path):
+    from training.checkpoint import read_manifest
+    from training.errors import CheckpointError
+
+    folder = tmp_path / "checkpoints" / "step-00000001"
+    folder.mkdir(parents=True)
+    outside = tmp_path / "outside.safetensors"
+    outside.write_bytes(b"x")
+    for name in ("../../outside.safetensors", str(outside)):
+        files = {name: {"bytes": 1, "sha256": "0"}}
+        manifest = {"format": 1, "step": 1, "optimizer": "torch.optim.SGD", "layout": {}, "files": files}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(CheckpointError):
+            read_manifest(folder)
+
+
+# -- pickles -------------------------------------------------------------------------------------------------------
+
+# Pickles between the processes of one run, which nobody else can send, and a data set whose hashes are checked first.
+UNPICKLING = {"launchers/worker.py", "launchers/spawning.py", "data/cifar10.py"}
+
+
+UNPICKLERS = re.compile(r"((c?pickle|torch|joblib|dill|shelve|marshal)\.(load|loads|open)|.*Unpickler)")
+
+
+def test_no_other_code_unpickles():
+    found = set()
+    for package in ("models", "data", "parallel", "training", "launchers", "conf", "hydra_plugins"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                call = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+                allows = isinstance(node, ast.keyword) and node.arg == "allow_pickle"
+                if allows or UNPICKLERS.fullmatch(call):
+                    found.add(path.relative_to(ROOT).as_posix())
+    assert found <= UNPICKLING
+
+
+# Runs in a process of its own, whose every way to a pickle is closed once all is imported.
+CLOSED = """
+import json, pickle, sys
+from pathlib import Path
+import numpy, torch, torch._dynamo, torch.utils.data
+from hydra import compose, initialize_config_dir
+from conf.schema import register
+from training.config import attributes, plain
+from training.run import run
+
+def closed(*args, **kwargs):
+    raise AssertionError("something was unpickled")
+
+class Closed(pickle.Unpickler):
+    __init__ = closed
+
+register()
+configs = {}
+with initialize_config_dir(str(Path("conf").absolute()), version_base="1.3"):
+    for name, overrides in json.loads(sys.argv[2]).items():
+        configs[name] = attributes(plain(compose("train", overrides)))
+pickle.load = pickle.loads = pickle._load = torch.load = torch.jit.load = closed
+pickle.Unpickler = Closed
+for name, cfg in configs.items():
+    print(name, file=sys.stderr)
+    folder = Path(sys.argv[1]) / name
+    folder.mkdir()
+    run(cfg, folder)
+print("all runs", file=sys.stderr)
+"""
+REAL = ROOT.parent / "shared" / "data"
+SMALL = ["train.steps=2", "train.epochs=null", "train.eval_batches=1", "logger=none", "device=cpu"]
+TINY = ["model=gpt2", "model.size=tiny", "train.global_batch_size=4", "data.seq_len=16"]
+DATA = {
+    "random_regression": [],
+    "digits": ["model=classifier", "data=digits"],
+    "random_images": ["model=convnet", "data=random_images", "data.image_size=28"],
+    "wikitext2": [*TINY, "data=wikitext2", f"data.root='{REAL}/wikitext-2'"],
+    "jsonl": [*TINY, "data=jsonl", f"data.root='{REAL}/gsm8k'", "data.field=question"],
+    "mnist": ["model=convnet", "data=mnist", f"data.root='{REAL}/MNIST'"],
+}
+
+
+def test_neither_data_nor_checkpoints_are_unpickled(tmp_path, text):
+    """Of the data sets that are downloads, those that lie in ../shared/data."""
+    cache = [override for override in text if override.startswith("data.cache_dir=")]
+    roots = {"wikitext2": REAL / "wikitext-2", "jsonl": REAL / "gsm8k", "mnist": REAL / "MNIST"}
+    here = {name: [*o, *cache, *SMALL] for name, o in DATA.items() if name not in roots or roots[name].exists()}
+    here["text"] = [*TINY, *text, "data.seq_len=16", *SMALL]
+    latest = f"checkpoint='{tmp_path}/text/checkpoints/latest'"
+    here["a checkpoint"] = [*here["text"], "mode=eval", latest]
+    command = [sys.executable, "-c", CLOSED, str(tmp_path), json.dumps(here)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and done.stderr.endswith("all runs\n"), done.stderr

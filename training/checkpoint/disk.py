@@ -1,0 +1,60 @@
+"""What it takes for files to be on the disk, and for an error to say why they are not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+
+def flush(file) -> None:
+    """Force an open file to the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def flush_folder(folder: Path) -> None:
+    """Force a folder's entries (names, renames) to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Whole under its name, or not there. Raises OSError."""
+    partial = path.with_name(f".{path.name}.tmp")
+    with open(partial, "w") as file:
+        json.dump(content, file, indent=1)
+        flush(file)
+    os.replace(partial, path)
+
+
+def sha256(path: Path) -> str:
+    """Of a file's content, in hexadecimal. Raises OSError."""
+    digest = hashlib.sha256()  # Python 3.10 has no hashlib.file_digest
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint. It loses its name first, so that half of it is never taken for one."""
+    doomed = folder if folder.name.startswith(".") else folder.with_name(f".{folder.name}.removed.tmp")
+    if doomed != folder:
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.replace(folder, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def explain(error: BaseException, folder: Path) -> str:
+    """An error's words, and the space that is left where it happened."""
+    there = next((place for place in (folder, *folder.parents) if place.is_dir()), folder)
+    try:
+        return f"{error}; {shutil.disk_usage(there).free / 2**20:,.0f} MiB are free at {there}"
+    except OSError:
+        return f"{error} at {folder}"

@@ -1,0 +1,96 @@
+"""What a rank writes into a checkpoint, copied first: training changes the originals while the copy is written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("training")
+
+RESERVE = 512 * 2**20  # bytes that a copy leaves free
+
+
+@dataclass
+class Share:
+    """One stage's part of a checkpoint: tensors by name, by file."""
+
+    stage: int
+    files: dict[str, dict[str, Tensor]]
+
+
+def shares_of(strategy: Any, optimizer: Any) -> list[Share]:
+    """What this rank writes: its stages, where it is of the first replica. Tied copies stand only at home."""
+    if strategy.mesh.replica != 0:
+        return []
+    tied = strategy.chain.tied
+    shares = []
+    for plan, stage in zip(strategy.plan.stages_of(strategy.mesh.position), strategy.stages, strict=True):
+        weights = {k: v for k, v in stage.layers.state_dict().items() if k not in tied}
+        states = {
+            f"{name}/{key}": value
+            for name, parameter in stage.layers.named_parameters()
+            if name not in tied
+            for key, value in optimizer.state_of(parameter).items()
+            if torch.is_tensor(value)
+        }
+        files = {f"{kind}-{plan.index:02d}.safetensors": t for kind, t in (("model", weights), ("optimizer", states))}
+        shares.append(Share(plan.index, {name: tensors for name, tensors in files.items() if tensors}))
+    return shares
+
+
+def copied(shares: list[Share], writers: int) -> list[Share] | None:
+    """``shares`` as they are now, or None where memory does not allow copies.
+
+    writers  how many processes of this machine may be copying as much at the same time
+    On a GPU the copy stays there where it fits: that takes milliseconds, the way to main memory does not.
+    """
+    tensors = [t for share in shares for part in share.files.values() for t in part.values()]
+    roomy = _roomy_devices(tensors)
+    in_memory = sum(t.nbytes for t in tensors if t.device not in roomy)
+    if in_memory * writers + RESERVE > available_memory():
+        log.debug("too little memory to copy %.1f MiB: the checkpoint is written at once", in_memory / 2**20)
+        return None
+    copies = [
+        Share(s.stage, {name: {k: _copy(t, roomy) for k, t in part.items()} for name, part in s.files.items()})
+        for s in shares
+    ]
+    for device in roomy:
+        torch.cuda.synchronize(device)
+    return copies
+
+
+@torch.no_grad()
+def _copy(tensor: Tensor, roomy: set[torch.device]) -> Tensor:
+    where = tensor.device if tensor.device in roomy else "cpu"
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=where).copy_(tensor)
+
+
+def _roomy_devices(tensors: Iterable[Tensor]) -> set[torch.device]:
+    """GPUs with room for another copy of what is on them."""
+    wanted: dict[torch.device, int] = {}
+    for tensor in tensors:
+        if tensor.device.type == "cuda":
+            wanted[tensor.device] = wanted.get(tensor.device, 0) + tensor.nbytes
+    return {device for device, size in wanted.items() if torch.cuda.mem_get_info(device)[0] > size + RESERVE}
+
+
+def available_memory() -> float:
+    """Bytes that processes could still take here, by the kernel and by the container; infinite where neither says."""
+    found = [float("inf")]
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        found.append(int(fields["MemAvailable"].split()[0]) * 1024)
+    except (OSError, KeyError, ValueError):
+        pass
+    group = Path("/sys/fs/cgroup")
+    try:
+        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):  # no limit reads "max"
+        pass
+    return min(found)

@@ -1,0 +1,45 @@
+"""``model.extra_tokens``: GPT-2's vocabulary grown, and what the new rows start as."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from data.extra_tokens import parse_extra_tokens
+from data.vocabulary import GPT2_VOCAB_SIZE, gpt2
+from models.huggingface import EMBEDDING
+from models.new_rows import fill_new_rows
+from parallel.strategy import Strategy
+from training.errors import TrainingError
+
+_PADDED_TO = 128
+
+
+def grown(vocab_size: int, extra_tokens: Any) -> int:
+    """The model's vocabulary with room for the extra tokens, which stand from 50,257 on.
+
+    They take padding where there is some; a vocabulary that was padded to a multiple of 128 stays one.
+    Raises TrainingError where the model lacks some of GPT-2's own tokens.
+    """
+    extra = parse_extra_tokens(extra_tokens)
+    if not extra:
+        return vocab_size
+    if vocab_size < GPT2_VOCAB_SIZE:
+        raise TrainingError(
+            f"model.extra_tokens stand behind GPT-2's {GPT2_VOCAB_SIZE} tokens, model.vocab_size={vocab_size} is less; "
+            f"set model.vocab_size={GPT2_VOCAB_SIZE} or more"
+        )
+    wanted = GPT2_VOCAB_SIZE + len(extra)
+    step = _PADDED_TO if vocab_size % _PADDED_TO == 0 else 1
+    return max(vocab_size, -(-wanted // step) * step)
+
+
+def add_tokens(extra_tokens: Any, strategy: Strategy, known: int = 0) -> None:
+    """Set the new tokens' rows in every copy of the embedding that this rank holds: each is the mean of the rows of
+    its description's tokens, or of all of GPT-2's where it has none. The first ``known`` have their rows already."""
+    extra = parse_extra_tokens(extra_tokens)
+    if len(extra) == known:
+        return
+    sources = [None if words is None else gpt2().encode_ordinary(words) for words in extra.values()]
+    for name, parameter in strategy.named_parameters():
+        if name == EMBEDDING:
+            fill_new_rows(parameter, GPT2_VOCAB_SIZE, sources, known)
