@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -43,6 +44,7 @@ def main() -> None:
     options.add_argument("--only", default="", help="groups whose name begins so")
     options.add_argument("--work", type=Path, help="folder for the runs")
     chosen = options.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the run under way is ended too
     work = chosen.work or Path(tempfile.mkdtemp(prefix="faults-"))
     work.mkdir(parents=True, exist_ok=True)
     trials: list[Trial] = []

@@ -234,9 +234,10 @@ class Strategy(ABC):
                 canonical = self.chain.canonical(name)
                 if canonical not in state:
                     raise KeyError(f"{canonical} is not among the {len(state)} tensors given")
-                if state[canonical].shape != tensor.shape:
-                    raise ValueError(f"{canonical} has {tuple(state[canonical].shape)}, expected {tuple(tensor.shape)}")
-                tensor.copy_(state[canonical])
+                given = state[canonical]  # once: it may be read from a file here
+                if given.shape != tensor.shape:
+                    raise ValueError(f"{canonical} has {tuple(given.shape)}, expected {tuple(tensor.shape)}")
+                tensor.copy_(given)
 
     def close(self) -> None:
         """Let go of what refers to process groups, before they are destroyed."""
