@@ -38,6 +38,7 @@ def test_a_damaged_newest_checkpoint_is_found_and_the_one_before_is_used(tmp_pat
     assert not wrong(damage("single", tmp_path, ["bit-flipped"], ["model-00.safetensors"]))
 
 
+@pytest.mark.slow
 def test_all_ranks_skip_a_step_whose_gradient_is_not_finite_on_one(tmp_path):
     assert not wrong([poison("ddp", 1, tmp_path)])
 

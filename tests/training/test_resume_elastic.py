@@ -51,6 +51,7 @@ def check(begun, rank, reference):
     assert {key: ended.summary[key] for key in keys} == {key: summary[key] for key in keys}
 
 
+@pytest.mark.slow  # tests/faults has the kills of the default suite
 def test_a_killed_process_restarts_the_run_which_ends_with_the_same_numbers(started, text, tmp_path):
     def reference():
         return run(tmp_path / "whole", *RECIPE, *text), losses(tmp_path / "whole")

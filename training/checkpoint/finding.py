@@ -45,7 +45,7 @@ def newest_whole(folder: Path, warn: Callable[[str], None]) -> Path | None:
         problem = problem_of(path)
         if problem is None:
             return path
-        warn(problem)
+        warn(f"damaged checkpoint {path.name}: {problem}")
     return None
 
 
