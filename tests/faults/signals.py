@@ -12,7 +12,7 @@ from faults.table import Trial
 
 EXIT_CODE = 75
 WITHIN_S = 10.0
-_PER_SIGNAL = 4  # steps
+_PER_SIGNAL = 40  # steps: some pass, of a few milliseconds each, until a signal has reached all ranks
 
 
 def moments(strategy: str, count: int, seed: int) -> list[Fault]:
