@@ -68,6 +68,12 @@ def jsonl() -> list[dict]:
     return [{title: row[key] for key, title in shown.items()} for row in table.read("jsonl")]
 
 
+def faults() -> list[dict]:
+    """A row a kind of fault and strategy, without the problems' texts."""
+    return [{key: row[key] for key in ("fault", "strategy", "tried", "survived", "steps lost", "bits equal")}
+            for row in table.read("faults")]  # fmt: skip
+
+
 def _strategy(row: dict) -> str:
     return row["run"].split()[0].removeprefix("parallel=")
 
@@ -84,6 +90,7 @@ TABLES: dict[str, Callable[[], list[dict]]] = {
     "schedules": schedules,
     "gpt2_step": lambda: table.read("gpt2_step"),
     "jsonl": jsonl,
+    "faults": faults,
 }
 
 if __name__ == "__main__":

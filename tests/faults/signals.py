@@ -7,7 +7,7 @@ from pathlib import Path
 
 from faults.compare import corrupt, differences
 from faults.plan import EVALUATION, MOMENT, SAVE, STEP, Fault
-from faults.runs import SAVE_EVERY, Ended, launch
+from faults.runs import Ended, launch
 from faults.table import Trial
 
 EXIT_CODE = 75
@@ -31,7 +31,7 @@ def moments(strategy: str, count: int, seed: int) -> list[Fault]:
 
 def interrupt(strategy: str, faults: list[Fault], folder: Path) -> list[Trial]:
     """A run that is told to stop, resumed, told to stop, … to its end, against one that is left alone."""
-    steps = max(fault.step for fault in faults) + SAVE_EVERY
+    steps = max(fault.step for fault in faults) + _PER_SIGNAL  # the last one is to arrive before the end, too
     undisturbed = launch(strategy, steps, folder / "undisturbed")
     assert undisturbed.run.code == 0, undisturbed.run.console
     trials = []
