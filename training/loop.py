@@ -82,6 +82,8 @@ class Loop:
                 now = time.perf_counter()
                 self._note(step, result, lr, skipped, seconds=now - clock)
                 advance()
+                if step == first_step and self._saves_on_the_way():
+                    self.checkpoints.make_room(self.strategy, self.optimizer)
                 stop = result.stop and step < total
                 if due(config.eval_every, step, total) and not stop:
                     stop = not self._evaluate(step)
@@ -174,6 +176,13 @@ class Loop:
     def _is_best(self, step: int) -> bool:
         """Whether ``step`` has the lowest validation loss so far, and checkpoints are wanted at all."""
         return self.outcome.best_step == step and self.config.checkpoint_every is not None
+
+    def _saves_on_the_way(self) -> bool:
+        """Whether checkpoints are to be written while training goes on, for their step or for their evaluation."""
+        config, total = self.config, self.setup.total_steps
+        if config.checkpoint_every is None:
+            return False
+        return any(every is not None and 0 < every < total for every in (config.checkpoint_every, config.eval_every))
 
     def _save(self, step: int, needed: bool) -> None:
         """``needed``: wait until it is on the disk, and raise CheckpointError where it cannot be written."""

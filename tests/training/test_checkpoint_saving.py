@@ -9,9 +9,10 @@ import pytest
 import torch
 from composed import losses, records, run, saved
 
-from training.checkpoint import commit, snapshot, writing
+from training.checkpoint import checkpoints, commit, snapshot, writing
 from training.checkpoint.manifest import parse_manifest
 from training.checkpoint.paths import sidecar_name
+from training.checkpoint.room import Room
 from training.checkpoint.snapshot import Share
 from training.errors import CheckpointError
 
@@ -57,6 +58,41 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(t
     assert min(seen) >= 3
     assert same_bits(tmp_path, plainly)
     assert names(tmp_path) == ["best", "latest", "step-00000002", "step-00000004", "step-00000006"]
+
+
+def test_every_save_copies_into_the_memory_that_was_taken_after_the_first_step(tmp_path, plainly, monkeypatch):
+    touch, copied, taken, used = Room.touch, snapshot.copied, [], []
+
+    def noted_touch(room, tensors):
+        touch(room, tensors)
+        taken.append({room.place(name, tensor).data_ptr() for name, tensor in tensors.items()})
+
+    def noted_copies(*args):
+        copies = copied(*args)
+        used.append({t.data_ptr() for share in copies for part in share.files.values() for t in part.values()})
+        return copies
+
+    monkeypatch.setattr(Room, "touch", noted_touch)
+    monkeypatch.setattr(checkpoints, "copied", noted_copies)
+    run(tmp_path, *EVERY_2)
+    assert used == [*taken, *taken] and len(taken) == 1  # steps 2 and 4; the last is not copied
+    assert same_bits(tmp_path, plainly)
+
+
+def test_a_copy_made_while_its_memory_is_still_being_taken_is_whole():
+    tensors = {str(i): torch.randn(1 << 18) for i in range(64)}
+    share = Share(0, {"model-00.safetensors": tensors})
+    for _ in range(5):
+        room = Room()
+        snapshot.make_room([share], 1, room)
+        (copy,) = snapshot.copied([share], 1, room)
+        time.sleep(0.02)  # for a thread that does not stop, to spoil it
+        assert all(torch.equal(copy.files["model-00.safetensors"][name], tensor) for name, tensor in tensors.items())
+
+
+def test_who_saves_at_the_end_only_takes_no_memory_for_copies(tmp_path, monkeypatch):
+    monkeypatch.setattr(Room, "touch", lambda room, tensors: pytest.fail("nothing is copied in this run"))
+    run(tmp_path, *STEPS, "train.checkpoint_every=0", "train.eval_every=0")
 
 
 def test_without_memory_for_a_copy_a_checkpoint_is_written_at_once(tmp_path, plainly, monkeypatch):

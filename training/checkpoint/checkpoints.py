@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,12 +14,12 @@ from training.checkpoint.disk import explain
 from training.checkpoint.manifest import make_manifest
 from training.checkpoint.meeting import gather
 from training.checkpoint.paths import draft_name, drafts, step_name
-from training.checkpoint.snapshot import Share, copied, shares_of
+from training.checkpoint.room import Room, stand_back
+from training.checkpoint.snapshot import Share, copied, make_room, shares_of
 from training.checkpoint.writing import write_share
 from training.errors import CheckpointError
 
 _ROUND_S = 0.2  # between two looks of all ranks at whether all are done
-_NICE = 10  # a save in the background takes the processor when training leaves it
 _LEAVE_S = 10.0  # what a run that has failed still gives a save to end
 
 
@@ -42,8 +40,14 @@ class Checkpoints:
         self._token = gather(mesh, token)[0]
         self._attempts = 0
         self._save: _Save | None = None
+        self._room = Room()
         self._saved_step: int | None = None
         self._complaint: str | None = None
+
+    def make_room(self, strategy: Any, optimizer: Any) -> None:
+        """Take the memory for the copies of saves to come, beside the training. After a step, which makes the
+        optimizer's state."""
+        make_room(shares_of(strategy, optimizer), self._mesh.pp, self._room)
 
     def save(self, strategy: Any, optimizer: Any, step: int, progress: dict | None = None, wait: bool = False) -> Path:
         """Begin to write a checkpoint of ``step``, once the save before is done; every rank calls it.
@@ -63,11 +67,12 @@ class Checkpoints:
         draft = self.folder / draft_name(step, f"{self._token}-{self._attempts}")
         stages = len(strategy.plan.stages)
         work = (draft, final, manifest, stages, self._keep, self._timeout_s) if self._mesh.rank == 0 else None
-        self._save = _Save(step, draft, shares_of(strategy, optimizer), work)
+        save = _Save(step, draft, shares_of(strategy, optimizer), work)
         if not wait:
-            self._save.copy_or_write(self._mesh.pp)
-            self._save.stands_back = True
-        self._save.start()
+            save.copy_or_write(self._mesh.pp, self._room)
+            save.stands_back = True
+        save.start()
+        self._save = save
         if wait:
             error = self.settle()
             if error is not None:
@@ -86,6 +91,8 @@ class Checkpoints:
                 break
         error = next((problem for _, problem in answers if problem is not None), None)
         self._save = None
+        if not save.done:
+            self._room = Room()  # it was given up, and its thread may read the old one still
         if error is None:
             self._saved_step = save.step
             return None
@@ -111,6 +118,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Give a save that is under way time to end, on a rank that leaves early."""
+        self._room.settle()
         if self._save is not None:
             self._save.join(_LEAVE_S)
 
@@ -139,17 +147,17 @@ class _Save(threading.Thread):
     def done(self) -> bool:
         return not self.is_alive()
 
-    def copy_or_write(self, writers: int) -> None:
+    def copy_or_write(self, writers: int, room: Room) -> None:
         """Copy the tensors, or write them at once where memory does not allow that. On return weights may change."""
-        copies = copied(self._shares, writers)
+        copies = copied(self._shares, writers, room)
         if copies is None:
             self._write()
         else:
             self._shares = copies
 
     def run(self) -> None:
-        if self.stands_back and sys.platform == "linux":  # where threads have priorities of their own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        if self.stands_back:
+            stand_back()
         self._write()
         if self._commit_work is None:
             return

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from training.checkpoint.room import Room
+
 log = logging.getLogger("training")
 
 RESERVE = 512 * 2**20  # bytes that a copy leaves free
@@ -44,20 +46,35 @@ def shares_of(strategy: Any, optimizer: Any) -> list[Share]:
     return shares
 
 
-def copied(shares: list[Share], writers: int) -> list[Share] | None:
+def make_room(shares: list[Share], writers: int, room: Room) -> None:
+    """Have ``room`` ready for the copies of ``shares`` before they are wanted, where memory allows."""
+    tensors = _by_name(shares)
+    roomy = _roomy_devices(tensors.values())
+    wanted = {name: tensor for name, tensor in tensors.items() if tensor.device not in roomy}
+    if _fits(wanted, writers, room):
+        room.touch(wanted)
+
+
+def copied(shares: list[Share], writers: int, room: Room) -> list[Share] | None:
     """``shares`` as they are now, or None where memory does not allow copies.
 
     writers  how many processes of this machine may be copying as much at the same time
+    room     where copies go in main memory, over those of the save before
     On a GPU the copy stays there where it fits: that takes milliseconds, the way to main memory does not.
     """
-    tensors = [t for share in shares for part in share.files.values() for t in part.values()]
-    roomy = _roomy_devices(tensors)
-    in_memory = sum(t.nbytes for t in tensors if t.device not in roomy)
-    if in_memory * writers + RESERVE > available_memory():
-        log.debug("too little memory to copy %.1f MiB: the checkpoint is written at once", in_memory / 2**20)
+    room.settle()
+    tensors = _by_name(shares)
+    roomy = _roomy_devices(tensors.values())
+    if not _fits({name: t for name, t in tensors.items() if t.device not in roomy}, writers, room):
+        log.debug("too little memory to copy the tensors: the checkpoint is written at once")
         return None
+
+    @torch.no_grad()
+    def copy(name: str, tensor: Tensor) -> Tensor:
+        return tensor.clone() if tensor.device in roomy else room.place(name, tensor).copy_(tensor)
+
     copies = [
-        Share(s.stage, {name: {k: _copy(t, roomy) for k, t in part.items()} for name, part in s.files.items()})
+        Share(s.stage, {file: {k: copy(k, t) for k, t in part.items()} for file, part in s.files.items()})
         for s in shares
     ]
     for device in roomy:
@@ -65,10 +82,13 @@ def copied(shares: list[Share], writers: int) -> list[Share] | None:
     return copies
 
 
-@torch.no_grad()
-def _copy(tensor: Tensor, roomy: set[torch.device]) -> Tensor:
-    where = tensor.device if tensor.device in roomy else "cpu"
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=where).copy_(tensor)
+def _by_name(shares: list[Share]) -> dict[str, Tensor]:
+    return {name: tensor for share in shares for part in share.files.values() for name, tensor in part.items()}
+
+
+def _fits(tensors: dict[str, Tensor], writers: int, room: Room) -> bool:
+    lacking = room.lacking(tensors)
+    return lacking == 0 or lacking * writers + RESERVE <= available_memory()
 
 
 def _roomy_devices(tensors: Iterable[Tensor]) -> set[torch.device]:
