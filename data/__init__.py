@@ -10,7 +10,7 @@
     regression.py                                            numbers
     language.py     what the text options share: documents -> cached tokens -> windows
     documents.py vocabulary.py words.py tokens.py cache.py   the steps of that
-    spare.py        where cached data go when their disk is full
+    spare.py disk.py  where cached data go when their disk is full; how that is said
     columns.py      the same tokens in order, side by side
     rows.py row_tokens.py buckets.py                         rows of JSON, their tokens, batches of like length
     images.py download.py                                    what the image options share

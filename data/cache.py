@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from data import spare
+from data.disk import explain, flush_path
 from data.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ def cached_folder(
         try:
             found = _locked(place, name, build, intact, timeout_s)
         except OSError as error:
-            problems.append(f"{place / name}: {error.strerror or error}; {_free_space(place)}")
+            problems.append(f"{place / name}: {explain(error, place)}")
             if error.errno not in spare.DISK_TROUBLE:
                 break
             continue
@@ -150,26 +151,9 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
         temporary.mkdir()
         build(temporary)
         for path in [*(p for p in temporary.rglob("*") if p.is_file()), temporary]:
-            _fsync(path)
+            flush_path(path)
         temporary.rename(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _fsync(folder.parent)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _free_space(root: Path) -> str:
-    while not root.exists() and root != root.parent:
-        root = root.parent
-    try:
-        return f"{shutil.disk_usage(root).free / 2**20:,.0f} MiB are free in {root}"
-    except OSError:
-        return f"the free space in {root} is unknown"
+    flush_path(folder.parent)

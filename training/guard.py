@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, NoReturn
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from data.disk import explain
 from launchers import World
 from training.records.environment import mask_secrets
 from training.report import METRICS
@@ -77,8 +77,5 @@ def _why_not_writable(folder: Path) -> str | None:
             file.write(b"\n" * 4096)
             file.flush()
     except OSError as error:
-        try:
-            return f"{error.strerror or error}; {shutil.disk_usage(there).free / 2**20:,.1f} MiB are free at {there}"
-        except OSError:
-            return f"{error.strerror or error} at {there}"
+        return explain(error, there)
     return None

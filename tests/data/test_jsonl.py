@@ -121,7 +121,7 @@ def test_files_of_a_folder_are_the_splits_that_their_names_say(tmp_path, prepare
 
 def test_gsm8k_has_its_own_test_split_and_is_read_without_a_list(prepared):
     if not GSM8K.is_dir():
-        pytest.skip(f"the real gsm8k is not in {GSM8K}")
+        pytest.skip("GSM8K, which is not part of the repository, does not lie in ../shared/data/gsm8k")
     data = prepared(GSM8K, field=["question", "answer"], seq_len=256, bucket_by_length=True)
     assert (len(data.train), len(data.valid), len(data.test)) == (7473 - 374, 374, 1319)
     row = json.loads((GSM8K / "test.jsonl").read_text().splitlines()[7])
@@ -169,9 +169,7 @@ def test_a_corrupt_row_is_found_before_training_and_nothing_is_kept_of_the_check
         assert caches(cache) == {"rows"}
 
 
-def test_of_very_many_rows_some_are_checked_before_and_the_others_when_they_are_read(
-    tmp_path, prepared, monkeypatch
-):
+def test_of_very_many_rows_some_are_checked_before_and_the_others_when_they_are_read(tmp_path, prepared, monkeypatch):
     monkeypatch.setattr(jsonl_module, "_CHECK_ALL", 200)
     monkeypatch.setattr(jsonl_module, "_CHECK_SOME", 150)
     root = write(tmp_path / "a.jsonl", map(str, range(300)))

@@ -7,8 +7,16 @@ from pathlib import Path
 
 from commandline import ROOT
 
+from data.loader import TrainBatches
 from training.config import attributes, plain
 
+# Ranks and command line of each strategy, all with four micro-batches a step: to be compared with `single`'s four.
+LAYOUTS = {
+    "model_parallel": (1, ["parallel=model_parallel", "parallel.chunks=4"]),
+    "ddp": (2, ["parallel=ddp", "parallel.dp=2", "parallel.chunks=2"]),
+    "pipelined": (2, ["parallel=pipelined", "parallel.chunks=4"]),
+    "pipe_ddp": (4, ["parallel=pipe_ddp", "parallel.dp=2", "parallel.chunks=2", "parallel.order=pp_dp"]),
+}
 QUIET = ("logger=none", "device=cpu", "parallel.threads=1")
 
 
@@ -79,3 +87,14 @@ def saved(folder: Path, step: int, kind: str = "model") -> dict:
         assert not found.keys() & tensors.keys(), "a tensor stands in two files"
         found |= tensors
     return found
+
+
+def change_batches(monkeypatch, steps, change) -> None:
+    """The batches of ``steps`` are read as ``change(batch)``."""
+    read = TrainBatches.__getitem__
+
+    def changed(self, step):
+        batch = read(self, step)
+        return change(batch) if step in steps else batch
+
+    monkeypatch.setattr(TrainBatches, "__getitem__", changed)

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from composed import QUIET, compose, losses, records, run, run_on_rank, saved
+from composed import LAYOUTS, QUIET, compose, losses, records, run, run_on_rank, saved
 
 from training import checkpoint
 from training.checkpoint.manifest import sealed
@@ -15,12 +15,6 @@ from training.config import plain
 from training.errors import CheckpointError
 
 SINGLE = ["parallel=single", "parallel.chunks=4"]
-LAYOUTS = {
-    "model_parallel": (1, ["parallel=model_parallel", "parallel.chunks=4"]),
-    "ddp": (2, ["parallel=ddp", "parallel.dp=2", "parallel.chunks=2"]),
-    "pipelined": (2, ["parallel=pipelined", "parallel.chunks=4"]),
-    "pipe_ddp": (4, ["parallel=pipe_ddp", "parallel.dp=2", "parallel.chunks=2", "parallel.order=pp_dp"]),
-}
 
 
 @pytest.fixture(scope="module")

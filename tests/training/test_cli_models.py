@@ -197,7 +197,7 @@ def test_every_experiment_has_a_plan(name, tmp_path, capsys):
         overrides += otherwise
     elif folder is not None:
         compose(*overrides)
-        pytest.skip(f"no {folder} in ../shared/data")
+        pytest.skip(f"{folder}, which is not part of the repository, does not lie in ../shared/data: composed, not planned")
     execute(config(*overrides), tmp_path, None)
     said = capsys.readouterr().out
     assert f"{PARAMETERS[name]} parameters" in said
@@ -208,7 +208,7 @@ def test_every_experiment_has_a_plan(name, tmp_path, capsys):
 @pytest.mark.slow
 def test_one_epoch_of_mnist_reads_98_percent_of_the_test_digits_on_one_process_and_on_two(tmp_path):
     if not (REAL / "MNIST").is_dir():
-        pytest.skip("no MNIST in ../shared/data")
+        pytest.skip("MNIST, which is not part of the repository, does not lie in ../shared/data")
     recipe = ["experiment=convnet_mnist", f"data.root={REAL / 'MNIST'}", "logger=none", "device=cpu"]
     single = train([*recipe, "parallel.threads=2"], tmp_path / "single")
     ddp = train([*recipe, "parallel=ddp", "parallel.dp=2"], tmp_path / "ddp")

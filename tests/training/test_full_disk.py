@@ -33,9 +33,9 @@ def disk(tmp_path):
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=20)
         except FileNotFoundError:
-            pytest.skip("needs the command mount")
+            pytest.skip("needs the command mount, for a small disk to fill (Linux)")
         if done.returncode:
-            pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
+            pytest.skip(f"a small disk to fill needs root: mount says {done.stderr.strip().rpartition(': ')[2]}")
         mounted.append(where)
         return where
 

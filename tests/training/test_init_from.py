@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from composed import QUIET, compose, config, losses, run, run_on_rank, saved
+from composed import LAYOUTS, QUIET, compose, config, losses, run, run_on_rank, saved
 from safetensors.torch import load_file, save_file
 
 from data.errors import DataError
@@ -20,12 +20,6 @@ from training.new_tokens import grown
 from training.quoting import quote_values
 from training.setup import prepare
 
-LAYOUTS = {
-    "model_parallel": (1, ["parallel=model_parallel", "parallel.chunks=4"]),
-    "ddp": (2, ["parallel=ddp", "parallel.dp=2", "parallel.chunks=2"]),
-    "pipelined": (2, ["parallel=pipelined", "parallel.chunks=4"]),
-    "pipe_ddp": (4, ["parallel=pipe_ddp", "parallel.dp=2", "parallel.chunks=2"]),
-}
 EMBEDDING = "embedding.wte.weight"
 (EXTRA,) = quote_values(['model.extra_tokens={"<a>": "start of an entity", "<b>": null}'])
 NO_STEP = ["train.steps=1", "optim.lr=0", "train.eval_every=null"]

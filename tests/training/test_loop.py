@@ -7,10 +7,9 @@ import os
 
 import pytest
 import torch
-from composed import losses, records, run, saved, steps
+from composed import change_batches, losses, records, run, saved, steps
 
 from data.batch import Batch
-from data.loader import TrainBatches
 from training.errors import CheckpointError, TrainingError
 
 SHORT = ["train.epochs=null", "train.steps=6"]
@@ -21,20 +20,12 @@ EVERY_STEP = ["train.checkpoint_every=1", "train.keep_checkpoints=100"]
 def poison(monkeypatch):
     """``poison(3, 4)``: the batches of steps 3 and 4 hold a NaN."""
 
-    def at(*bad):
-        read = TrainBatches.__getitem__
+    def poisoned(batch):
+        inputs = batch.inputs.clone()
+        inputs[0, 0] = math.nan
+        return Batch(inputs, batch.targets)
 
-        def poisoned(self, step):
-            batch = read(self, step)
-            if step not in bad:
-                return batch
-            inputs = batch.inputs.clone()
-            inputs[0, 0] = math.nan
-            return Batch(inputs, batch.targets)
-
-        monkeypatch.setattr(TrainBatches, "__getitem__", poisoned)
-
-    return at
+    return lambda *bad: change_batches(monkeypatch, bad, poisoned)
 
 
 def distance(folder, step):
@@ -67,9 +58,7 @@ def test_too_many_such_steps_in_a_row_end_the_run_with_advice(tmp_path, poison):
         run(tmp_path, *SHORT, "train.max_skipped=2")
     said = str(error.value)
     assert "step 4" in said and "3 steps in a row (train.max_skipped=2)" in said
-    assert all(
-        way in said for way in ("optim.lr", "train.grad_clip", "train.precision=fp32", "debug=anomaly")
-    )
+    assert all(way in said for way in ("optim.lr", "train.grad_clip", "train.precision=fp32", "debug=anomaly"))
     assert [line["step"] for line in steps(tmp_path)] == [1, 2, 3]
     assert not (tmp_path / "summary.json").exists()
 
@@ -132,16 +121,12 @@ def test_clipping_by_value_comes_before_clipping_by_norm(tmp_path):
     assert distance(tmp_path / "loose", 2)[1] == pytest.approx(0.001, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    "every, expected", [("2", [2, 4, 5]), ("5", [5]), ("7", [5]), ("0", [5]), ("null", [])]
-)
+@pytest.mark.parametrize("every, expected", [("2", [2, 4, 5]), ("5", [5]), ("7", [5]), ("0", [5]), ("null", [])])
 def test_evaluations_and_checkpoints_come_as_often_as_asked_and_at_the_end(tmp_path, every, expected):
     rhythm = [f"train.eval_every={every}", f"train.checkpoint_every={every}", "train.keep_checkpoints=9"]
     summary = run(tmp_path, "train.epochs=null", "train.steps=5", *rhythm)
     assert [line["step"] for line in records(tmp_path) if "val_loss" in line] == expected
-    assert sorted(path.name for path in tmp_path.glob("checkpoints/step-*")) == [
-        f"step-{s:08d}" for s in expected
-    ]
+    assert sorted(path.name for path in tmp_path.glob("checkpoints/step-*")) == [f"step-{s:08d}" for s in expected]
     assert (summary["best_val_loss"] is None) == (expected == [])
 
 
@@ -254,9 +239,7 @@ def test_a_checkpoint_on_the_way_that_cannot_be_written_is_a_warning(tmp_path, f
     assert (tmp_path / "summary.json").exists()
 
 
-def test_a_final_checkpoint_that_cannot_be_written_is_an_error_and_leaves_the_last_good_one(
-    tmp_path, full_disk
-):
+def test_a_final_checkpoint_that_cannot_be_written_is_an_error_and_leaves_the_last_good_one(tmp_path, full_disk):
     full_disk(2)
     with pytest.raises(CheckpointError, match="step 6 could not be written.*No space left on device"):
         run(tmp_path, *SHORT, "train.checkpoint_every=3")

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from data.disk import explain
 from training.records import WandbRun
-from training.records.disk import DiskWatch, explain
+from training.records.disk import DiskWatch
 
 
 @pytest.fixture
@@ -35,8 +36,8 @@ def test_a_disk_that_fills_up_is_noticed_once_each_time_and_not_looked_at_all_th
 
 def test_an_error_is_told_with_the_space_that_is_left_where_the_file_would_be(disk, tmp_path):
     disk.free = 12_345_678
-    told = explain(tmp_path / "no" / "such" / "file", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    assert told == f"No space left on device (12.3 MB free in {tmp_path})"
+    told = explain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), tmp_path / "no" / "such" / "file")
+    assert told == f"No space left on device; 11.8 MiB are free at {tmp_path}"
 
 
 def test_wandb_that_cannot_start_on_a_full_disk_is_tried_again_later(disk, tmp_path, monkeypatch, caplog):
@@ -54,7 +55,7 @@ def test_wandb_that_cannot_start_on_a_full_disk_is_tried_again_later(disk, tmp_p
     with caplog.at_level(logging.WARNING, logger="training"):
         run = WandbRun(tmp_path / "run", {})
         run.log({"loss": 1.0}, 1)
-        assert started == ["offline"] and "could not start" in caplog.text and "0.0 MB free" in caplog.text
+        assert started == ["offline"] and "could not start" in caplog.text and "0.0 MiB are free" in caplog.text
         now[0] += 61
         run.log({"loss": 1.0}, 2)
         assert len(started) == 2 and caplog.text.count("could not start") == 1

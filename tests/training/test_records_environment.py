@@ -28,7 +28,7 @@ def test_neither_environment_nor_host_name_is_recorded(monkeypatch):
 
 def test_a_commit_is_found_with_its_dirty_flag_and_only_for_files_that_it_holds(tmp_path):
     if subprocess.run(["git", "--version"], capture_output=True).returncode:
-        pytest.skip("needs git")
+        pytest.skip("needs the command git, whose commit is looked up")
     assert _git(tmp_path / "code.py") == (None, None)
 
     def git(*command):

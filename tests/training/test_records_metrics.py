@@ -71,7 +71,7 @@ def test_a_full_disk_is_warned_about_once_and_made_good_when_there_is_space_agai
         file.write({"step": step})
         assert records(path) == [{"step": 1}]
     assert len(caplog.records) == 1
-    assert str(path) in caplog.text and "MB free" in caplog.text and "No space left" in caplog.text
+    assert str(path) in caplog.text and "MiB are free" in caplog.text and "No space left" in caplog.text
     disk.room = None
     file.write({"step": 5})
     assert [record["step"] for record in records(path)] == [1, 2, 3, 4, 5]

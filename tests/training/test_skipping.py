@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from composed import config, losses, run, saved, steps
+from composed import change_batches, config, losses, run, saved, steps
 from skipping_ranks import same, train_spoilt
 
 from data.batch import Batch
@@ -62,16 +62,10 @@ def test_a_nan_on_one_rank_has_all_ranks_skip_that_step(ranks, tmp_path, layout,
 def jumps(monkeypatch):
     """``jumps(15, 16)``: the targets of these steps are so far off that the loss is a thousand times as large."""
 
-    def at(*bad):
-        read = TrainBatches.__getitem__
+    def far_off(batch):
+        return Batch(batch.inputs, batch.targets + 100)
 
-        def far_off(self, step):
-            batch = read(self, step)
-            return Batch(batch.inputs, batch.targets + 100) if step in bad else batch
-
-        monkeypatch.setattr(TrainBatches, "__getitem__", far_off)
-
-    return at
+    return lambda *bad: change_batches(monkeypatch, bad, far_off)
 
 
 TWENTY = ["train.epochs=null", "train.steps=20", "train.checkpoint_every=6", "train.keep_checkpoints=9"]

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from data.disk import free_space
 from training.checkpoint.commit import amend, commit, size_of
-from training.checkpoint.disk import explain
 from training.checkpoint.manifest import make_manifest
 from training.checkpoint.meeting import gather
 from training.checkpoint.paths import draft_name, drafts, step_name
@@ -129,7 +129,7 @@ class Checkpoints:
             try:
                 amend(final, manifest)
             except (OSError, CheckpointError) as failure:
-                error = explain(failure, final)
+                error = f"{failure}; {free_space(final)}"
         self._complaint = gather(self._mesh, error)[0]
 
 
@@ -165,7 +165,9 @@ class _Save(threading.Thread):
             if self.error is None:
                 commit(*self._commit_work)
         except Exception as error:
-            self.error = str(error) if isinstance(error, CheckpointError) else explain(error, self.draft.parent)
+            self.error = str(error)
+            if not isinstance(error, CheckpointError):
+                self.error += f"; {free_space(self.draft.parent)}"
         if self.error is not None:
             shutil.rmtree(self.draft, ignore_errors=True)
 

@@ -7,7 +7,8 @@ import os
 import time
 from pathlib import Path
 
-from training.checkpoint.disk import flush_folder, remove, write_json
+from data.disk import flush_path
+from training.checkpoint.disk import remove, write_json
 from training.checkpoint.manifest import FORMAT, parse_manifest, sealed
 from training.checkpoint.paths import BEST, LATEST, MANIFEST, sidecar_name, step_folders
 from training.errors import CheckpointError
@@ -60,7 +61,7 @@ def write_manifest(draft: Path, manifest: dict, files: dict[str, dict]) -> None:
     write_json(draft / MANIFEST, sealed({**manifest, "files": files}))
     for path in draft.glob("stage-*.json"):
         path.unlink()
-    flush_folder(draft)
+    flush_path(draft)
 
 
 def publish(draft: Path, final: Path) -> None:
@@ -68,7 +69,7 @@ def publish(draft: Path, final: Path) -> None:
     if final.exists():
         remove(final)
     os.replace(draft, final)
-    flush_folder(final.parent)
+    flush_path(final.parent)
 
 
 def point(folder: Path, name: str, target: str) -> None:
@@ -77,7 +78,7 @@ def point(folder: Path, name: str, target: str) -> None:
     link.unlink(missing_ok=True)
     link.symlink_to(target)
     os.replace(link, folder / name)
-    flush_folder(folder)
+    flush_path(folder)
 
 
 def remove_old(folder: Path, keep: int) -> None:

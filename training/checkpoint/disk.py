@@ -1,4 +1,4 @@
-"""What it takes for files to be on the disk, and for an error to say why they are not."""
+"""Files of a checkpoint: flushed, whole under their names, hashed, removed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,6 @@ def flush(file) -> None:
     """Force an open file to the disk."""
     file.flush()
     os.fsync(file.fileno())
-
-
-def flush_folder(folder: Path) -> None:
-    """Force a folder's entries (names, renames) to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -49,12 +40,3 @@ def remove(folder: Path) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
         os.replace(folder, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def explain(error: BaseException, folder: Path) -> str:
-    """An error's words, and the space that is left where it happened."""
-    there = next((place for place in (folder, *folder.parents) if place.is_dir()), folder)
-    try:
-        return f"{error}; {shutil.disk_usage(there).free / 2**20:,.0f} MiB are free at {there}"
-    except OSError:
-        return f"{error} at {folder}"

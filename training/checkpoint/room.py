@@ -1,7 +1,7 @@
 """Main memory that a save's copies go to, the same at every save.
 
-Copying is quick; the kernel handing out fresh memory is not: for GPT-2's weights and AdamW's state it takes a third of a
-training step, against a hundredth for the copy itself.
+Copying is quick; the kernel handing out fresh memory is not: for GPT-2's weights and AdamW's state that takes a third
+of a training step, against a hundredth for the copy itself.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from training.checkpoint.disk import explain, flush, sha256, write_json
+from data.disk import free_space
+from training.checkpoint.disk import flush, sha256, write_json
 from training.checkpoint.paths import sidecar_name
 from training.checkpoint.snapshot import Share
 
@@ -20,7 +21,7 @@ def write_share(draft: Path, share: Share) -> str | None:
         leave_sidecar(draft, share.stage, {"files": write_stage(draft, share)})
         return None
     except Exception as error:
-        text = explain(error, draft.parent)
+        text = f"{error}; {free_space(draft.parent)}"
     for name in share.files:  # room for the sidecar, and for others
         with suppress(OSError):
             (draft / name).unlink()

@@ -11,20 +11,6 @@ FULL_BYTES = 64 * 1024
 _LOOK_EVERY_S = 0.25
 
 
-def explain(path: Path, error: OSError) -> str:
-    """The error's own words and the space left where ``path`` would be."""
-    return f"{error.strerror or error} ({free_space(path)})"
-
-
-def free_space(path: Path) -> str:
-    """"12.3 MB free in FOLDER", the nearest folder above ``path`` that exists."""
-    try:
-        there = next(folder for folder in path.absolute().parents if folder.exists())
-        return f"{shutil.disk_usage(there).free / 1e6:,.1f} MB free in {there}"
-    except OSError:
-        return "free space unknown"
-
-
 class DiskWatch:
     """Notices when the disk that holds ``folder`` becomes full."""
 

@@ -9,7 +9,7 @@ import os
 from collections import deque
 from pathlib import Path
 
-from training.records.disk import explain
+from data.disk import explain
 
 log = logging.getLogger("training")
 
@@ -64,7 +64,7 @@ class MetricsFile:
             return True
         except OSError as error:
             log.warning("%s still holds records after step %d: %s", self.path, step,
-                        explain(self.path, error))
+                        explain(error, self.path))
             return False
 
     def of_step(self, step: int) -> list[dict]:
@@ -84,7 +84,7 @@ class MetricsFile:
             try:
                 os.fsync(self._fd)  # network file systems report a full disk only here
             except OSError as error:
-                log.warning("%s may be incomplete: %s", self.path, explain(self.path, error))
+                log.warning("%s may be incomplete: %s", self.path, explain(error, self.path))
         self._close_fd()
         if self._pending or self._dropped:
             log.warning("%s lacks %d records: they could not be written before the end of the run",
@@ -101,7 +101,7 @@ class MetricsFile:
         except OSError as error:
             if not self._failing:
                 log.warning("cannot write %s: %s. Training goes on; up to %d records are kept in memory and "
-                            "written when that works again", self.path, explain(self.path, error),
+                            "written when that works again", self.path, explain(error, self.path),
                             self._max_pending)
             self._failing = True
             self._cut_torn_line()
@@ -150,7 +150,7 @@ def write_json(path: str | os.PathLike, obj) -> bool:
         _replace(Path(path), (json.dumps(jsonable(obj), indent=2, allow_nan=False) + "\n").encode())
         return True
     except OSError as error:
-        log.warning("cannot write %s: %s. Training goes on without it", path, explain(Path(path), error))
+        log.warning("cannot write %s: %s. Training goes on without it", path, explain(error, Path(path)))
         return False
 
 

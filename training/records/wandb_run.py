@@ -9,7 +9,8 @@ import secrets
 import time
 from pathlib import Path
 
-from training.records.disk import DiskWatch, free_space
+from data.disk import free_space
+from training.records.disk import DiskWatch
 from training.records.environment import mask_secrets
 
 log = logging.getLogger("training")
