@@ -197,7 +197,7 @@ def test_every_experiment_has_a_plan(name, tmp_path, capsys):
         overrides += otherwise
     elif folder is not None:
         compose(*overrides)
-        pytest.skip(f"{folder}, which is not part of the repository, does not lie in ../shared/data: composed, not planned")
+        pytest.skip(f"{folder}, which is not part of the repository, is not in ../shared/data: only composed")
     execute(config(*overrides), tmp_path, None)
     said = capsys.readouterr().out
     assert f"{PARAMETERS[name]} parameters" in said
