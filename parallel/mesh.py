@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -63,6 +64,14 @@ class Mesh:
         self.pp_group = self.new_group([self.pipeline(r) for r in range(self.dp)], timeout_s)
         self.dp_group = self.new_group([self.replicas(p) for p in range(self.pp)], timeout_s)
         return self
+
+    def gather(self, value: Any) -> list:
+        """Everyone's value, by rank. All ranks call it together."""
+        if self.size == 1:
+            return [value]
+        answers: list = [None] * self.size
+        dist.all_gather_object(answers, value)
+        return answers
 
     def new_group(self, lines: Sequence[Sequence[int]], timeout_s: float) -> dist.ProcessGroup | None:
         """Make one group for each line of ranks (all ranks take part); returns the one this rank is in."""

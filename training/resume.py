@@ -10,7 +10,6 @@ from typing import Any
 from parallel.strategy import Strategy
 from training import checkpoint
 from training.checkpoint import Checkpoints
-from training.checkpoint.meeting import gather
 from training.errors import CheckpointError
 from training.optimizer import Optimizer
 
@@ -41,7 +40,7 @@ def resume(wanted: str | None, checkpoints: Checkpoints, strategy: Strategy, opt
             found = _choose(wanted, checkpoints.folder)
         except CheckpointError as error:
             problem = str(error)
-    problem, found = gather(strategy.mesh, (problem, found))[0]
+    problem, found = strategy.mesh.gather((problem, found))[0]
     if problem is not None:
         raise CheckpointError(problem)
     own = found is None or found.parent == checkpoints.folder.resolve()

@@ -24,15 +24,11 @@ class Rank(NamedTuple):
 
 def gather(strategy: Strategy, outcome: Outcome) -> list[Rank]:
     """Every rank's numbers, its intervals on one clock. All ranks call it."""
-    several = strategy.mesh.size > 1
-    if several:
+    if strategy.mesh.size > 1:
         dist.barrier()
     recording = Recording.of(strategy.timeline)
     mine = (peak_memory_bytes(strategy.device), outcome.times.median_after_warmup(), recording)
-    everyone = [mine]
-    if several:
-        everyone = [None] * strategy.mesh.size
-        dist.all_gather_object(everyone, mine)
+    everyone = strategy.mesh.gather(mine)
     intervals = on_one_clock([recording for *_, recording in everyone])
     return [Rank(peak, seconds, steps) for (peak, seconds, _), steps in zip(everyone, intervals, strict=True)]
 

@@ -12,7 +12,6 @@ from typing import Any
 from data.disk import free_space
 from training.checkpoint.commit import amend, commit, size_of
 from training.checkpoint.manifest import make_manifest
-from training.checkpoint.meeting import gather
 from training.checkpoint.paths import draft_name, drafts, step_name
 from training.checkpoint.room import Room, stand_back
 from training.checkpoint.snapshot import Share, copied, make_room, shares_of
@@ -37,7 +36,7 @@ class Checkpoints:
             for left in drafts(self.folder):
                 shutil.rmtree(left, ignore_errors=True)
             token = secrets.token_hex(3)
-        self._token = gather(mesh, token)[0]
+        self._token = mesh.gather(token)[0]
         self._attempts = 0
         self._save: _Save | None = None
         self._room = Room()
@@ -86,7 +85,7 @@ class Checkpoints:
         if save is None:
             return None
         while True:
-            answers = gather(self._mesh, save.wait(_ROUND_S, self._timeout_s))
+            answers = self._mesh.gather(save.wait(_ROUND_S, self._timeout_s))
             if all(done for done, _ in answers):
                 break
         error = next((problem for _, problem in answers if problem is not None), None)
@@ -130,7 +129,7 @@ class Checkpoints:
                 amend(final, manifest)
             except (OSError, CheckpointError) as failure:
                 error = f"{failure}; {free_space(final)}"
-        self._complaint = gather(self._mesh, error)[0]
+        self._complaint = self._mesh.gather(error)[0]
 
 
 class _Save(threading.Thread):

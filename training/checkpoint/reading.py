@@ -10,7 +10,6 @@ from torch import Tensor
 
 from training.checkpoint.finding import instead_of, read_manifest
 from training.checkpoint.manifest import first_damaged
-from training.checkpoint.meeting import gather
 from training.checkpoint.paths import checkpoint_folder
 from training.errors import CheckpointError
 
@@ -67,7 +66,7 @@ def _verify(path: Path, manifest: dict, strategy: Any) -> None:
     if strategy.mesh.rank == 0:
         damage = first_damaged(path, manifest)
         damage = damage and damage + instead_of(path)
-    damage = gather(strategy.mesh, damage)[0]
+    damage = strategy.mesh.gather(damage)[0]
     if damage is not None:
         raise CheckpointError(damage)
 
