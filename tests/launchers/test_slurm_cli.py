@@ -33,18 +33,26 @@ def test_two_nodes_give_the_losses_of_one_machine(cluster, recipe, local_losses,
 
 def test_without_waiting_the_command_returns_at_once_and_says_how_to_follow(cluster, tmp_path):
     toy = [*TOY, "logger=none", "train.steps=2", "parallel=ddp", "parallel.dp=2", "launcher.wait=false"]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    run = train(cluster, toy, tmp_path / "run")
-    assert run.code == 0, run.console
-    job = re.search(r"^job (\d+) is queued", run.stdout, re.MULTILINE).group(1)
-    assert f"follow: tail -F {tmp_path}/run/slurm/{job}_0_log.out" in run.stdout
-    assert f"scancel {job}" in run.stdout
-    # Of processor time: how long that takes depends on what else the machine does.
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
-    assert not (tmp_path / "run" / "summary.json").exists(), "returned before the job's end"
-    wait_until(lambda: (tmp_path / "run" / "summary.json").exists(), 90, "the job's end")
-    wait_until(lambda: queue(cluster) == "", 60, "an empty queue")
+    spent = []
+    for folder in (tmp_path / "run", tmp_path / "again"):
+        before = processor_seconds()
+        run = train(cluster, toy, folder)
+        spent.append(processor_seconds() - before)
+        assert run.code == 0, run.console
+        job = re.search(r"^job (\d+) is queued", run.stdout, re.MULTILINE).group(1)
+        assert f"follow: tail -F {folder}/slurm/{job}_0_log.out" in run.stdout
+        assert f"scancel {job}" in run.stdout
+        assert not (folder / "summary.json").exists(), "returned before the job's end"
+        wait_until((folder / "summary.json").exists, 90, "the job's end")
+        wait_until(lambda: queue(cluster) == "", 60, "an empty queue")
+    # The better of two: a machine with other work to do slows a process by its caches too.
+    assert min(spent) < 5
+
+
+def processor_seconds():
+    """Of commands that have ended. How long they took depends on what else the machine does."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_a_batch_script_of_ones_own_gives_the_same_losses(cluster, recipe, local_losses, tmp_path, monkeypatch):
