@@ -22,7 +22,7 @@ def explain(error: BaseException, path: Path) -> str:
 
 
 def free_space(path: Path) -> str:
-    """ "12.3 MiB are free at FOLDER": ``path``, or the nearest folder above it that exists."""
+    """As in "12.3 MiB are free at FOLDER": ``path``, or the nearest folder above it that exists."""
     try:
         there = next(place for place in (path.absolute(), *path.absolute().parents) if place.is_dir())
         return f"{shutil.disk_usage(there).free / 2**20:,.1f} MiB are free at {there}"

@@ -32,7 +32,7 @@ from training.recorder import Recorder
 from training.report import SUMMARY, final_words
 from training.resume import resume
 from training.setup import Setup, prepare
-from training.summary import gather, summarise
+from training.summary import known_of_ranks, summarise
 from training.trace import why_no_timeline, write_timeline
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "mps": "gloo"}
@@ -107,7 +107,7 @@ def _train(setup: Setup, strategy: Strategy, run_dir: Path) -> dict:
                 test = _evaluate_split(setup, strategy, "test")
             except Stopped:
                 loop.stop(outcome.steps)
-        ranks = gather(strategy, outcome)
+        ranks = known_of_ranks(strategy, outcome)
         summary = summarise(setup, strategy, outcome, test, ranks)
     finally:
         checkpoints.close()
@@ -136,7 +136,7 @@ def _evaluate(setup: Setup, strategy: Strategy, run_dir: Path) -> dict:
                 recorder.record({"step": step, **found[prefix]})
                 recorder.say("  ".join(f"{k} {v:.6g}" for k, v in found[prefix].items()))
         outcome = Outcome(steps=step, best_val_loss=found.get("val", {}).get("val_loss"))
-        summary = summarise(setup, strategy, outcome, found.get("test", {}), gather(strategy, outcome))
+        summary = summarise(setup, strategy, outcome, found.get("test", {}), known_of_ranks(strategy, outcome))
     finally:
         recorder.close(summary)
     return summary

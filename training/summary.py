@@ -22,7 +22,7 @@ class Rank(NamedTuple):
     intervals: list[list[Interval]]
 
 
-def gather(strategy: Strategy, outcome: Outcome) -> list[Rank]:
+def known_of_ranks(strategy: Strategy, outcome: Outcome) -> list[Rank]:
     """Every rank's numbers, its intervals on one clock. All ranks call it."""
     if strategy.mesh.size > 1:
         dist.barrier()

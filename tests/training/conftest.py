@@ -1,8 +1,9 @@
-"""What the tests of training share: a small text, and runs of the command line."""
+"""What the tests of training share: a small text, small disks, and runs of the command line."""
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +18,29 @@ def text(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("text")
     (folder / "text.txt").write_text(Path(argparse.__file__).read_text())
     return ["data=text", f"data.root={folder}/text.txt", f"data.cache_dir={folder}/cache", "data.seq_len=32"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """``small_disk("8m")``: a file system of that size of its own; skips the test where none can be mounted."""
+    mounted = []
+
+    def mount(size):
+        where = tmp_path / f"disk-{len(mounted)}"
+        where.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(where)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        except FileNotFoundError:
+            pytest.skip("needs the command mount, for a small disk to fill (Linux)")
+        if done.returncode:
+            pytest.skip(f"a small disk to fill needs root: mount says {done.stderr.strip().rpartition(': ')[2]}")
+        mounted.append(where)
+        return where
+
+    yield mount
+    for where in mounted:
+        subprocess.run(["umount", "--lazy", str(where)], check=True, timeout=20)
 
 
 @pytest.fixture(scope="session")

@@ -21,29 +21,6 @@ RECIPE = [
 ]
 
 
-@pytest.fixture
-def disk(tmp_path):
-    """``disk(MiB)``: a file system of that size of its own."""
-    mounted = []
-
-    def mount(size):
-        where = tmp_path / f"disk-{len(mounted)}"
-        where.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size}m", "tmpfs", str(where)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-        except FileNotFoundError:
-            pytest.skip("needs the command mount, for a small disk to fill (Linux)")
-        if done.returncode:
-            pytest.skip(f"a small disk to fill needs root: mount says {done.stderr.strip().rpartition(': ')[2]}")
-        mounted.append(where)
-        return where
-
-    yield mount
-    for where in mounted:
-        subprocess.run(["umount", "--lazy", str(where)], check=True, timeout=20)
-
-
 def fill(folder):
     """A file that leaves not one byte."""
     path = folder / "filler"
@@ -89,8 +66,8 @@ def checkpoints(run):
 
 
 @pytest.mark.parametrize("layout", ["single", pytest.param("ddp", marks=pytest.mark.slow)])
-def test_a_disk_that_is_full_for_a_while_costs_nothing_but_a_warning(layout, disk, start):
-    root = disk(8)
+def test_a_disk_that_is_full_for_a_while_costs_nothing_but_a_warning(layout, small_disk, start):
+    root = small_disk("8m")
     run = start(root / "run", f"parallel={layout}", "logger=none")
     until(run, lambda: len(checkpoints(run)) >= 1, "the first checkpoint")
     filler = fill(root)
@@ -107,8 +84,10 @@ def test_a_disk_that_is_full_for_a_while_costs_nothing_but_a_warning(layout, dis
     assert ended.summary["steps"] == STEPS
 
 
-def test_a_disk_that_stays_full_ends_the_run_with_an_error_and_the_last_good_checkpoint_loads(disk, start, tmp_path):
-    root = disk(8)
+def test_a_disk_that_stays_full_ends_the_run_with_an_error_and_the_last_good_checkpoint_loads(
+    small_disk, start, tmp_path
+):
+    root = small_disk("8m")
     run = start(root / "run", "parallel=single", "logger=none")
     until(run, lambda: len(checkpoints(run)) >= 2, "two checkpoints")
     fill(root)
@@ -122,8 +101,8 @@ def test_a_disk_that_stays_full_ends_the_run_with_an_error_and_the_last_good_che
     assert again.code == 0, again.console
 
 
-def test_a_run_directory_that_cannot_be_written_is_an_error_before_anything_starts(disk, tmp_path):
-    root = disk(1)
+def test_a_run_directory_that_cannot_be_written_is_an_error_before_anything_starts(small_disk, tmp_path):
+    root = small_disk("1m")
     subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True, timeout=20)
     ended = train([f"hydra.run.dir='{root}/run'"], tmp_path / "run", own_folder=False)
     assert ended.code == 1
@@ -131,8 +110,8 @@ def test_a_run_directory_that_cannot_be_written_is_an_error_before_anything_star
     assert "MiB are free" in ended.stderr and "hydra.run.dir" in ended.stderr
 
 
-def test_a_full_cache_is_replaced_for_this_run_after_a_warning(disk, tmp_path, text):
-    root = disk(1)
+def test_a_full_cache_is_replaced_for_this_run_after_a_warning(small_disk, tmp_path, text):
+    root = small_disk("1m")
     fill(root)
     overrides = [o for o in text if not o.startswith("data.cache_dir=")]
     ended = train(
@@ -149,8 +128,8 @@ def test_a_full_cache_is_replaced_for_this_run_after_a_warning(disk, tmp_path, t
 
 
 @pytest.mark.slow
-def test_wandb_on_a_full_disk_is_warned_about_and_the_run_goes_on(disk, start):
-    root = disk(8)
+def test_wandb_on_a_full_disk_is_warned_about_and_the_run_goes_on(small_disk, start):
+    root = small_disk("8m")
     run = start(root / "run", "parallel=single")
     until(run, lambda: len(checkpoints(run)) >= 1, "the first checkpoint")
     filler = fill(root)

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: flushed, whole under their names, hashed, removed."""
+"""Files of a checkpoint: whole under their names, hashed, removed."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ import shutil
 from pathlib import Path
 
 
-def flush(file) -> None:
-    """Force an open file to the disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
 def write_json(path: Path, content: dict) -> None:
     """Whole under its name, or not there. Raises OSError."""
     partial = path.with_name(f".{path.name}.tmp")
     with open(partial, "w") as file:
         json.dump(content, file, indent=1)
-        flush(file)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(partial, path)
 
 

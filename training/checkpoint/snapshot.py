@@ -48,11 +48,9 @@ def shares_of(strategy: Any, optimizer: Any) -> list[Share]:
 
 def make_room(shares: list[Share], writers: int, room: Room) -> None:
     """Have ``room`` ready for the copies of ``shares`` before they are wanted, where memory allows."""
-    tensors = _by_name(shares)
-    roomy = _roomy_devices(tensors.values())
-    wanted = {name: tensor for name, tensor in tensors.items() if tensor.device not in roomy}
-    if _fits(wanted, writers, room):
-        room.touch(wanted)
+    tensors, _ = _for_main_memory(shares)
+    if _fits(tensors, writers, room):
+        room.touch(tensors)
 
 
 def copied(shares: list[Share], writers: int, room: Room) -> list[Share] | None:
@@ -63,9 +61,8 @@ def copied(shares: list[Share], writers: int, room: Room) -> list[Share] | None:
     On a GPU the copy stays there where it fits: that takes milliseconds, the way to main memory does not.
     """
     room.settle()
-    tensors = _by_name(shares)
-    roomy = _roomy_devices(tensors.values())
-    if not _fits({name: t for name, t in tensors.items() if t.device not in roomy}, writers, room):
+    tensors, roomy = _for_main_memory(shares)
+    if not _fits(tensors, writers, room):
         log.debug("too little memory to copy the tensors: the checkpoint is written at once")
         return None
 
@@ -82,8 +79,11 @@ def copied(shares: list[Share], writers: int, room: Room) -> list[Share] | None:
     return copies
 
 
-def _by_name(shares: list[Share]) -> dict[str, Tensor]:
-    return {name: tensor for share in shares for part in share.files.values() for name, tensor in part.items()}
+def _for_main_memory(shares: list[Share]) -> tuple[dict[str, Tensor], set[torch.device]]:
+    """The tensors by name whose copies go to main memory, and the GPUs that have room for those of theirs."""
+    tensors = {name: tensor for share in shares for part in share.files.values() for name, tensor in part.items()}
+    roomy = _roomy_devices(tensors.values())
+    return {name: tensor for name, tensor in tensors.items() if tensor.device not in roomy}, roomy
 
 
 def _fits(tensors: dict[str, Tensor], writers: int, room: Room) -> bool:

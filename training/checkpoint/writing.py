@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from data.disk import free_space
-from training.checkpoint.disk import flush, sha256, write_json
+from data.disk import flush_path, free_space
+from training.checkpoint.disk import sha256, write_json
 from training.checkpoint.paths import sidecar_name
 from training.checkpoint.snapshot import Share
 
@@ -42,8 +42,7 @@ def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> dict:
     import safetensors.torch
 
     safetensors.torch.save_file({name: _in_memory(tensor) for name, tensor in tensors.items()}, path)
-    with open(path, "rb+") as file:
-        flush(file)
+    flush_path(path)
     # Read again and not hashed on the way: it comes out of the page cache, and save_file writes without a copy.
     return {"sha256": sha256(path), "bytes": path.stat().st_size}
 
