@@ -6,13 +6,14 @@
 Two processes stay for the whole run, each on a core of its own, one thread each. First every way of running is swept
 over its chunk counts; then the best of each take turns, and the table has the median, fastest and slowest of them.
 Everything of a step is in its time: forward, backward, exchange and the update (plain SGD), in fp32 unless it says
-bf16, ResNet-50 in both memory formats, the same for all. Every contender starts from the same weights: the first step's
+bf16, ResNet-50 with the published experiment's batch and in both memory formats, the same for all. Every contender starts from the same weights: the first step's
 losses must agree, or the benchmark ends.
 
 single               one process, one thread
 single, 2 threads    one process that has both cores, two threads in every operation: no pipeline at all
 naive                model parallel: two stages on two ranks, the whole batch as one chunk
-pipelined            this project, best schedule and chunks, stages of equal time
+pipelined            this project, best schedule and chunks, stages of equal time (parallel.balance=time)
+pipelined, uniform   the same with as many layers in each stage
 torchgpipe           two partitions in one process, which has both cores; best chunks, without recomputation
 fairscale            likewise
 """
@@ -46,9 +47,9 @@ class Case:
 
 _TRANSFORMER = (*TRANSFORMER, "model.dropout=0")  # drawn anew for each micro-batch here, for each partition elsewhere
 CASES = {
-    "resnet50": Case(("model=resnet50", "data.image_size=128"), 60, (4, 6, 10, 12), (1, 2, 6)),
+    "resnet50": Case(("model=resnet50", "data.image_size=128"), 120, (6, 8, 10), (1, 2, 6)),
     "resnet50, contiguous": Case(
-        ("model=resnet50", "data.image_size=128", "model.channels_last=false"), 60, (4, 6, 10, 12), (1, 2, 6)
+        ("model=resnet50", "data.image_size=128", "model.channels_last=false"), 120, (6, 8, 10), (1, 2, 6)
     ),
     "transformer": Case(_TRANSFORMER, 16, (2, 4, 8, 16), (1, 2, 4)),
 }
@@ -75,6 +76,7 @@ class Way:
     precision: str = "fp32"
     threads: int = 1
     checkpoint: str = "never"
+    uniform: bool = False
 
     @property
     def name(self) -> str:
@@ -82,7 +84,8 @@ class Way:
         if self.kind == "single":
             return self._in_precision("single" if self.threads == 1 else f"single, {self.threads} threads")
         if self.kind == "pipelined":
-            return self._in_precision("naive" if self.chunks == 1 else "pipelined")
+            name = "naive" if self.chunks == 1 else "pipelined"
+            return self._in_precision(f"{name}, uniform" if self.uniform else name)
         return self.kind if self.checkpoint == "never" else f"{self.kind}, checkpoint={self.checkpoint}"
 
     def _in_precision(self, name: str) -> str:
@@ -134,6 +137,9 @@ def contest(rank: int, model: str, case: dict, rounds: int) -> dict | None:
     ours = best_of([Way("pipelined", c, s, splits[v]) for s, v in SCHEDULES.items() for c in case.chunks])
     finalists = [Way("single"), Way("pipelined", balance=split), ours]
     finalists += [replace(way, precision="bf16") for way in finalists]
+    uniform = tuple(equal_stages([1.0] * sum(ours.balance), len(ours.balance)))
+    if uniform != ours.balance:
+        finalists.append(replace(ours, balance=uniform, uniform=True))
     if ranks.device_type() == "cpu":
         finalists.insert(1, Way("single", threads=ranks.RANKS))
     for peer in peers.NAMES:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,50 +18,56 @@ from parallel.schedules import in_flight
 from parallel.stage import Stage
 from parallel.trace import trace
 
-REPEATS = 5
+ROUNDS = 5
 # A partition that promises less than this over the uniform one is noise of the measurement.
 _LEAST_GAIN = 0.03
 
 
 def seconds_per_layer(plan: Plan, chain: Chain, sample: Batch, seed: int, threads: int | None) -> list[float]:
-    """Forward plus backward of each layer, in seconds: the median of some runs on the micro-batch ``sample``.
+    """Forward plus backward of each layer on the micro-batch ``sample``, in seconds: the fastest of some rounds.
 
-    One layer is built at a time, as a stage of its own, on the run's device with the threads that a rank will have.
-    The last one's time includes the loss. No random state outside of the layers is touched.
+    A round goes through the whole chain, so that a machine that is slow for a while is slow for all layers alike. One
+    layer is built at a time, as a stage of its own, on the run's device with the threads that a rank will have. The
+    last one's time includes the loss. No random state outside of the layers is touched.
     """
     device = local_device(plan.device_type, 0)
-    dtype = parameter_dtype(plan.precision)
     sample = sample.to(device)
-    x = sample.inputs.to(dtype) if sample.inputs.is_floating_point() else sample.inputs
     state = torch.default_generator.get_state()
-    seconds = []
     try:
-        with _threads(threads or max(1, usable_cores() // plan.processes) if device.type == "cpu" else None):
-            for name in chain.names:
-                stage = Stage(chain, [name], seed=seed, device=device, dtype=dtype)
-                x, times = _run(stage, x, sample, plan, first=name == chain.names[0])
-                seconds.append(statistics.median(times))
+        with (
+            _threads(threads or max(1, usable_cores() // plan.processes) if device.type == "cpu" else None),
+            autocast(plan.precision, device.type),
+        ):
+            rounds = [_round(plan, chain, sample, seed, device) for _ in range(ROUNDS)]
     finally:
         torch.default_generator.set_state(state)
-    return seconds
+    return [min(times) for times in zip(*rounds, strict=True)]
 
 
-def _run(stage: Stage, x: torch.Tensor, sample: Batch, plan: Plan, first: bool) -> tuple[torch.Tensor, list[float]]:
-    """The layer's output and its times; the first micro-batch, which casts the weights, is not counted."""
-    times = []
-    stage.begin(training=True, step=1, loss_scale=1 / sample.targets.numel())
-    with autocast(plan.precision, stage.device.type):
-        for index in range(1 + REPEATS):
-            entering = x.detach().requires_grad_(x.is_floating_point() and not first)
-            _wait_for(stage.device)
+def _round(plan: Plan, chain: Chain, sample: Batch, seed: int, device: torch.device) -> list[float]:
+    """Seconds of each layer, measured once."""
+    dtype = parameter_dtype(plan.precision)
+    x = sample.inputs.to(dtype) if sample.inputs.is_floating_point() else sample.inputs
+    seconds = []
+    for name in chain.names:
+        stage = Stage(chain, [name], seed=seed, device=device, dtype=dtype)
+        stage.begin(training=True, step=1, loss_scale=1 / sample.targets.numel())
+        for index in range(2):  # the first micro-batch casts the weights and makes their gradients
+            entering = x.detach().requires_grad_(x.is_floating_point() and name != chain.names[0])
+            _wait_for(device)
             start = time.perf_counter()
-            leaving = stage(entering, torch.tensor([index]), sample.targets, sample.weights)
+            if stage.ends_chain:
+                leaving = stage(entering, torch.tensor([index]), sample.targets, sample.weights)
+            else:
+                leaving = stage.run(entering, index)
             if leaving.requires_grad:
                 leaving.backward(torch.ones_like(leaving))
-            _wait_for(stage.device)
-            times.append(time.perf_counter() - start)
-    stage.end()
-    return leaving.detach(), times[1:]
+            _wait_for(device)
+            elapsed = time.perf_counter() - start
+        stage.end()
+        seconds.append(elapsed)
+        x = leaving
+    return seconds
 
 
 def bytes_per_layer(plan: Plan, chain: Chain, sample: Batch, tensors_per_parameter: int) -> list[float]:

@@ -70,16 +70,22 @@ class Stage(nn.Module):
                     the scalar to differentiate: the summed loss times ``loss_scale``
         """
         index = int(microbatch.flatten()[0])
+        if self.chain.channels_last and x.dim() == 4:
+            x = x.contiguous(memory_format=torch.channels_last)  # what another stage sends comes in plain order
         if not self.ends_chain or targets is None:
-            return self._run(self.layers.items(), x, index).contiguous()
+            return self.run(x, index).contiguous()
         sums = self._loss(x, index, targets, weights)
         self.sums.append(sums.stack())
         return sums.loss * self.loss_scale
 
+    def run(self, x: Tensor, index: int) -> Tensor:
+        """Micro-batch ``index`` through all layers, in the memory format that the last one leaves it in."""
+        return self._run(self.layers.items(), x, index)
+
     def _loss(self, x: Tensor, index: int, targets: Tensor, weights: Tensor | None) -> Sums:
         *body, (name, last) = self.layers.items()
         if not hasattr(last, "loss"):
-            return self.chain.loss(self._run(self.layers.items(), x, index), targets, weights)
+            return self.chain.loss(self.run(x, index), targets, weights)
         x = self._run(body, x, index)
         self._seed(name, index)
         return last.loss(x, targets, weights)

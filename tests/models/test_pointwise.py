@@ -23,11 +23,12 @@ def alike(images, bias, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("count", [1, 3, 15, 16, 20])
-def test_outputs_and_gradients_are_those_of_a_convolution(count, memory_format):
+def test_outputs_and_gradients_are_those_of_a_convolution(count, dtype, memory_format):
     images = torch.randn(count, 5, 6, 4).to(memory_format=memory_format)
     for bias in (True, False):
-        for ours, theirs in zip(*alike(images, bias), strict=True):
+        for ours, theirs in zip(*alike(images, bias, dtype), strict=True):
             torch.testing.assert_close(ours, theirs)
 
 
