@@ -6,8 +6,8 @@
 Two processes stay for the whole run, each on a core of its own, one thread each. First every way of running is swept
 over its chunk counts; then the best of each take turns, and the table has the median, fastest and slowest of them.
 Everything of a step is in its time: forward, backward, exchange and the update (plain SGD), in fp32 unless it says
-bf16, ResNet-50 with the published experiment's batch and in both memory formats, the same for all. Every contender starts from the same weights: the first step's
-losses must agree, or the benchmark ends.
+bf16, ResNet-50 with the published experiment's batch and in both memory formats, the same for all. Every contender
+starts from the same weights: the first step's losses must agree, or the benchmark ends.
 
 single               one process, one thread
 single, 2 threads    one process that has both cores, two threads in every operation: no pipeline at all
