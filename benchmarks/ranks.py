@@ -23,6 +23,8 @@ from launchers.local import run_workers
 from parallel.devices import keep_freed_memory
 
 RANKS = 2
+# One heap for all threads: a peer's worker threads would each keep one of their own, of gigabytes, until the end.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 TIMEOUT_S = 600.0
 
 
@@ -39,7 +41,7 @@ def run(entry: str, *args: Any) -> Any:
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        run_workers(_work, (entry, args, str(result)), RANKS, folder, env={"OMP_NUM_THREADS": "1"})
+        run_workers(_work, (entry, args, str(result)), RANKS, folder, env=_ENVIRONMENT)
         return json.loads(result.read_text())
 
 

@@ -68,6 +68,28 @@ def jsonl() -> list[dict]:
     return [{title: row[key] for key, title in shown.items()} for row in table.read("jsonl")]
 
 
+def pipelining() -> list[dict]:
+    """A row a model and way of running, without the fastest and slowest."""
+    return [
+        {
+            "model": row["model"],
+            "run": row["run"],
+            "chunks": f"{row['chunks']} {row['schedule']}".strip(),
+            "layers of each stage": row["split"],
+            "seconds a step": row["seconds a step (median)"],
+            "samples/s": row["samples/s"],
+            "`pipelined` is faster by": row["pipelined is faster by"],
+        }
+        for row in table.read("pipelining")
+    ]
+
+
+def published_figures() -> list[dict]:
+    """A row a bar of the third chart, and the points of the curve."""
+    shown = ("run", "split size", "mean", "standard deviation", "images/s", "against single")
+    return [{key: row[key] for key in shown} for row in table.read("published_figures")]
+
+
 def faults() -> list[dict]:
     """A row a kind of fault and strategy, without the problems' texts."""
     return [{key: row[key] for key in ("fault", "strategy", "tried", "survived", "steps lost", "bits equal")}
@@ -88,7 +110,12 @@ def _farthest(rows: list[dict]) -> str:
 TABLES: dict[str, Callable[[], list[dict]]] = {
     "parity": parity,
     "schedules": schedules,
-    "gpt2_step": lambda: table.read("gpt2_step"),
+    "pipelining": pipelining,
+    "published_figures": published_figures,
+    "ddp": lambda: table.read("ddp"),
+    "overhead_loop": lambda: table.read("overhead_loop"),
+    "overhead_start": lambda: table.read("overhead_start"),
+    "gpt2": lambda: table.read("gpt2"),
     "jsonl": jsonl,
     "faults": faults,
 }
