@@ -10,6 +10,8 @@ from matplotlib.figure import Figure
 
 from benchmarks.timing import Spread
 
+_WIDE = 7  # more names than this do not fit beside each other
+
 BLUE, GREY, GREEN, ORANGE = "#0072b2", "#8a8a8a", "#009e73", "#d55e00"
 
 
@@ -34,7 +36,10 @@ def bars(axes: Axes, spreads: Mapping[str, Spread], unit: str, ours: Sequence[st
     colours = [BLUE if name in ours else GREY for name in names]
     drawn = axes.bar(range(len(names)), middle, yerr=reach, color=colours, width=0.62, capsize=4, ecolor="#333333")
     axes.bar_label(drawn, [f"{value:.3g}" for value in middle], padding=3)
-    axes.set_xticks(range(len(names)), [name.replace(", ", ",\n").replace(" (", "\n(") for name in names])
+    if len(names) > _WIDE:
+        axes.set_xticks(range(len(names)), names, rotation=35, ha="right")
+    else:
+        axes.set_xticks(range(len(names)), [name.replace(", ", ",\n").replace(" (", "\n(") for name in names])
     axes.set_ylabel(unit)
 
 

@@ -117,10 +117,12 @@ def whole_loop(setup, folder: Path) -> Callable[[int], None]:
     trainer = Trainer(setup)
     metrics = MetricsFile(folder / "metrics.jsonl")
     progress = Progress(setup.total_steps, tokens=True)
+    cfg, mesh = setup.cfg, trainer.strategy.mesh
+    checkpoints = Checkpoints(folder / "checkpoints", cfg.train.keep_checkpoints, mesh, cfg.parallel.timeout_s)
 
     def step(number: int) -> None:
         one = dataclasses.replace(setup, total_steps=number)
-        parts = trainer.strategy, trainer.optimizer, Checkpoints(folder)
+        parts = trainer.strategy, trainer.optimizer, checkpoints
         Loop(one, *parts, metrics.write, progress.update, progress.say).run(first_step=number)
 
     return step

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import pytest
 
-from benchmarks import ddp, gpt2, pipelining, published_figures
+from benchmarks import ddp, gpt2, overhead, pipelining, published_figures
 from benchmarks.pipelining import Way
 from models.gpt2 import SIZES
 from models.gpt2 import gpt2 as chain_of_gpt2
@@ -79,3 +79,9 @@ def test_mfu_is_useful_work_over_the_peak():
     work = 8 * 64 * gpt2.flop_per_token(SIZES["tiny"], 64, 50304)
     (row,) = gpt2.tabulate({gpt2.ALL: [2.0]}, ways, job, peak=work)
     assert (row["MFU"], row["tokens/s"]) == ("50.0%", "256")
+
+
+def test_the_loop_and_the_bare_step_beside_it_are_both_measured():
+    seconds = overhead.loop_and_bare("tiny", rounds=2)
+    assert set(seconds) == {overhead.BARE, overhead.LOOP}
+    assert all(len(times) == 2 and min(times) > 0 for times in seconds.values())
