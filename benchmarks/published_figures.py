@@ -45,7 +45,7 @@ def main() -> None:
 def measure(rank: int, batch: int, image: int, splits: list[int], repeats: int) -> dict[str, list[float]]:
     """Seconds of each batch by the name of the run: SINGLE, NAIVE, and the split sizes as words."""
     layout = ["parallel=pipelined", "parallel.pp=2", "parallel.balance=[11,11]"]
-    ways = {SINGLE: ["parallel=single"], NAIVE: layout}
+    ways = {SINGLE: ["parallel=single"], NAIVE: [*layout, "parallel.chunks=1"]}
     ways |= {str(split): [*layout, f"parallel.chunks={batch // split}"] for split in splits}
     common = [
         "model=resnet50", f"data.image_size={image}", f"train.global_batch_size={batch}", "train.precision=fp32",
