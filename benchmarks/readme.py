@@ -84,6 +84,12 @@ def pipelining() -> list[dict]:
     ]
 
 
+def published_figures() -> list[dict]:
+    """A row a bar of the third chart, and the points of the curve."""
+    shown = ("run", "split size", "mean", "standard deviation", "images/s", "against single")
+    return [{key: row[key] for key in shown} for row in table.read("published_figures")]
+
+
 def faults() -> list[dict]:
     """A row a kind of fault and strategy, without the problems' texts."""
     return [{key: row[key] for key in ("fault", "strategy", "tried", "survived", "steps lost", "bits equal")}
@@ -105,6 +111,7 @@ TABLES: dict[str, Callable[[], list[dict]]] = {
     "parity": parity,
     "schedules": schedules,
     "pipelining": pipelining,
+    "published_figures": published_figures,
     "ddp": lambda: table.read("ddp"),
     "overhead_loop": lambda: table.read("overhead_loop"),
     "overhead_start": lambda: table.read("overhead_start"),
