@@ -85,7 +85,7 @@ def pipelining() -> list[dict]:
 
 
 def published_figures() -> list[dict]:
-    """A row a bar of the third chart, and the points of the curve."""
+    """A row a bar and a point of the curve, without median, fastest and slowest."""
     shown = ("run", "split size", "mean", "standard deviation", "images/s", "against single")
     return [{key: row[key] for key in shown} for row in table.read("published_figures")]
 

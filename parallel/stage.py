@@ -70,8 +70,6 @@ class Stage(nn.Module):
                     the scalar to differentiate: the summed loss times ``loss_scale``
         """
         index = int(microbatch.flatten()[0])
-        if self.chain.channels_last and x.dim() == 4:
-            x = x.contiguous(memory_format=torch.channels_last)  # what another stage sends comes in plain order
         if not self.ends_chain or targets is None:
             return self.run(x, index).contiguous()
         sums = self._loss(x, index, targets, weights)
@@ -91,6 +89,8 @@ class Stage(nn.Module):
         return last.loss(x, targets, weights)
 
     def _run(self, layers: Sequence[tuple[str, nn.Module]], x: Tensor, index: int) -> Tensor:
+        if self.chain.channels_last and x.dim() == 4:
+            x = x.contiguous(memory_format=torch.channels_last)  # data, and what another stage sends, is in plain order
         for name, layer in layers:
             if self.recompute and torch.is_grad_enabled():
                 # The layer seeds itself, in the recomputation too, so there is no random state to preserve.

@@ -26,5 +26,6 @@ def started(folder, nodes=2):
             command = ["srun", f"--nodes={nodes}", "true"]
             subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=60)
         except (LaunchError, subprocess.SubprocessError) as error:
-            pytest.skip(f"no SLURM here: {error} {getattr(error, 'stderr', None) or ''}")
+            words = f"{error} {getattr(error, 'stderr', None) or ''}".strip()
+            pytest.skip(f"SLURM is installed here and does not run a job: {words.replace(str(folder), 'FOLDER')}")
         yield cluster
