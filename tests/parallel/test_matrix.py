@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from cases import Layout, Recipe, assert_same_training
+from cases import Layout, Recipe
+from comparing import assert_same_training
 
 TOLERANCE = 1e-5  # relative, in float32
 

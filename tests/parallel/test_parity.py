@@ -7,7 +7,8 @@ import math
 
 import pytest
 import torch
-from cases import VOCABULARY, Layout, Recipe, Result, assert_same_training, weights_of
+from cases import VOCABULARY, Layout, Recipe, Result
+from comparing import assert_same_training, weights_of
 
 TOLERANCE = 1e-5  # relative, in float32
 

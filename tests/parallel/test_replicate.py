@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from cases import Layout, Recipe, assert_same_training
+from cases import Layout, Recipe
+from comparing import assert_same_training
 
 GPT2 = Recipe("gpt2", global_batch=16, lr=0.2, clip=0.25, steps=6)
 LAYOUTS = [Layout("ddp", dp=2, chunks=2), Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule="1f1b")]

@@ -79,6 +79,16 @@ def cli(tmp_path_factory, text):
     return get
 
 
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory):
+    """`python train.py` with nothing said but where to: one process, two epochs. In a folder with a space."""
+    from commandline import train
+
+    run = train(["logger=none"], tmp_path_factory.mktemp("toy") / "my first run")
+    assert run.code == 0, run.console
+    return run
+
+
 @pytest.fixture
 def deterministic_again():
     """Undoes what train.deterministic sets for the whole process."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commandline import ROOT, TRAIN, Started, environment, train
+from commandline import ROOT, TRAIN, environment
 
 PIPE_DDP = ["parallel=pipe_ddp", "parallel.chunks=4"]  # as test_cli_matrix has it: the run is shared
 TINY_PARAMETERS = 50304 * 64 + 256 * 64 + 6 * (12 * 64 * 64 + 13 * 64) + 2 * 64
@@ -61,14 +61,6 @@ def types(record):
 def gpt2(cli):
     """A pipeline of two stages, twice: 4 processes, with wandb."""
     return cli(*PIPE_DDP)
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    """`python train.py` with nothing said but where to: one process, two epochs. In a folder with a space."""
-    run = train(["logger=none"], tmp_path_factory.mktemp("toy") / "my first run")
-    assert run.code == 0, run.console
-    return run
 
 
 def test_metrics_hold_one_record_per_step_with_exactly_these_fields(gpt2):
@@ -280,50 +272,3 @@ def test_printed_paths_come_through_the_shell_and_hydra_as_they_are(toy, name):
         found = {override.key_or_group: override.value() for override in overrides}
         assert found[key] == link
         assert found["model.hidden"] == 20
-
-
-def test_two_runs_started_at_once_get_a_directory_each(tmp_path):
-    overrides = ["train.epochs=null", "train.steps=1", "train.eval_every=null", "logger=none"]
-    both = [Started(overrides, tmp_path / f"run{i}", cwd=tmp_path, own_folder=False) for i in (0, 1)]
-    try:
-        assert [one.wait().code for one in both] == [0, 0]
-    finally:
-        for one in both:
-            one.kill()
-    found = sorted((tmp_path / "outputs").glob("*/*"))
-    assert len(found) == 2
-    for folder in found:
-        # The time to the second, and what tells two of the same second apart.
-        assert re.fullmatch(r"\d\d-\d\d-\d\d-[0-9a-f]{6}", folder.name)
-        assert (folder / "summary.json").exists()
-    assert found[0].name[-6:] != found[1].name[-6:]
-
-
-def contents(folder):
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
-
-
-@pytest.mark.parametrize("overrides", [["seed=1"], ["mode=plan"]], ids=str)
-def test_a_directory_that_holds_another_run_is_refused_and_left_untouched(toy, overrides):
-    before = contents(toy.folder)
-    run = train([*overrides, "logger=none"], toy.folder, tag="second")
-    assert run.code == 1
-    assert f"{toy.folder} holds another run" in run.stderr
-    assert "hydra.run.dir" in run.stderr and "train.resume=auto" in run.stderr
-    assert "Traceback" not in run.console
-    assert contents(toy.folder) == before
-
-
-def test_a_sweep_directory_that_holds_another_sweep_is_refused_and_left_untouched(tmp_path):
-    sweep = ["-m", "train.epochs=null", "train.steps=1", "train.eval_every=null", "logger=none"]
-    sweep.append(f"hydra.sweep.dir={tmp_path}/sweep")
-    first = train([*sweep, "seed=1,2"], tmp_path / "run", own_folder=False)
-    assert first.code == 0, first.console
-    folder = tmp_path / "sweep"
-    assert all((folder / job / "summary.json").exists() for job in "01")
-    before = {name: content for name, content in contents(folder).items() if name[0] in "01"}
-    second = train([*sweep, "seed=3,4"], tmp_path / "run", own_folder=False)
-    assert {name: content for name, content in contents(folder).items() if name[0] in "01"} == before
-    assert second.code == 1
-    assert "holds another run" in second.stderr
