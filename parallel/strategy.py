@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from data.batch import Batch
 from models.chain import Chain
 from parallel.batchnorm import RunningStatistics
+from parallel.gradients import Gradients, sum_dtype
 from parallel.mesh import Mesh
 from parallel.plan import Plan
 from parallel.precision import LossScale, autocast, parameter_dtype
@@ -89,6 +90,7 @@ class Strategy(ABC):
             for stage in self.stages:
                 stage.compile()
         self.tied = TiedParameters(plan, chain, self.stages, mesh, options.timeout_s)
+        self.gradients = Gradients(self.stages, chain, mesh, self.device)
         self.statistics = RunningStatistics(self.stages, plan.chunks, mesh.dp_group)
         if options.sync_batchnorm:
             self.statistics.synchronise()
@@ -150,7 +152,7 @@ class Strategy(ABC):
                 loss,
                 count,
                 torch.full_like(loss, terms if has_loss else 0),
-                self._squared_norm().to(loss),
+                self.gradients.squared_norm().to(loss),
                 torch.full_like(loss, stop),
             ]
         )
@@ -158,7 +160,7 @@ class Strategy(ABC):
         # Gradients were divided by the number of terms; where some were padding, by too many.
         factor = assumed / count if count else 1.0
         factor /= self.loss_scale.factor
-        self._multiply_gradients(factor)
+        self.gradients.multiply(factor)
         norm = math.sqrt(squares) * factor if math.isfinite(squares) else math.nan
         mean = loss / count if count else math.nan
         return StepResult(mean, norm, stops > 0, count, spike=mean > loss_limit)
@@ -171,33 +173,24 @@ class Strategy(ABC):
 
     def sum_of(self, *numbers: float) -> list[float]:
         """Each of a few numbers added up over all ranks, who call it together."""
-        return self.all_sum(torch.tensor(numbers, dtype=_wide(self.device), device=self.device))
+        return self.all_sum(torch.tensor(numbers, dtype=sum_dtype(self.device), device=self.device))
 
     def grad_norm(self) -> float:
         """The norm of the whole model's gradients as they stand. All ranks call it together."""
-        return math.sqrt(self.all_sum(self._squared_norm()[None])[0])
+        return math.sqrt(self.all_sum(self.gradients.squared_norm()[None])[0])
 
     def clip_grad_norm_(self, max_norm: float, norm: float) -> None:
         """Scale gradients so that their norm, which is ``norm`` now, is at most ``max_norm`` (as
         ``nn.utils.clip_grad_norm_`` does)."""
-        self._multiply_gradients(min(1.0, max_norm / (norm + 1e-6)))
+        self.gradients.multiply(min(1.0, max_norm / (norm + 1e-6)))
 
     def clip_grad_value_(self, limit: float) -> None:
         """Clamp every gradient element to [-limit, limit]."""
-        gradients = self._gradients()
-        if gradients:
-            torch._foreach_clamp_min_(gradients, -limit)
-            torch._foreach_clamp_max_(gradients, limit)
+        self.gradients.clamp(limit)
 
     def zero_grad(self) -> None:
-        """Forget the last step's gradients. Replicated ones are views of DDP's buckets and stay so, zeroed: gradients
-        of their own beside the buckets would be the model's size in memory once more."""
-        gradients = self._gradients()
-        if self.mesh.dp_group is not None and gradients:
-            torch._foreach_zero_(gradients)
-            return
-        for parameter in self.parameters():
-            parameter.grad = None
+        """Forget the last step's gradients."""
+        self.gradients.clear()
 
     # -- this rank's share -----------------------------------------------------------------------------------------
 
@@ -272,43 +265,12 @@ class Strategy(ABC):
 
     def _take_sums(self) -> Tensor:
         width = 2 + len(self.chain.loss.metrics)
-        total = torch.zeros(width, dtype=_wide(self.device), device=self.device)
+        total = torch.zeros(width, dtype=sum_dtype(self.device), device=self.device)
         for stage in self.stages:
             sums = stage.take_sums()
             if sums is not None:
                 total += sums.to(self.device)
         return total
-
-    def _squared_norm(self) -> Tensor:
-        """Scalar in float64: this rank's share of the squared gradient norm. Replicas have equal gradients, so only
-        the first adds its own, and the others 0, or NaN where theirs are not finite; a tied parameter adds where it is
-        at home."""
-        gradients = [
-            parameter.grad
-            for stage in self.stages
-            for name, parameter in stage.layers.named_parameters()
-            if parameter.grad is not None and name not in self.chain.tied
-        ]
-        dtype = _wide(self.device)
-        if not gradients:
-            return torch.zeros((), dtype=dtype, device=self.device)
-        norms = torch._foreach_norm(gradients)
-        squares = torch.stack([n.to(self.device, dtype) for n in norms]).square().sum()
-        return squares if self.mesh.replica == 0 else squares * 0
-
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.parameters() if p.grad is not None]
-
-    def _multiply_gradients(self, factor: float) -> None:
-        gradients = self._gradients()
-        if gradients and factor != 1.0:  # a stage may have no parameters
-            torch._foreach_mul_(gradients, factor)
-
-
-def _wide(device: torch.device) -> torch.dtype:
-    """What sums over ranks are made in."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
 
 def _as_float(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return tensor.to(dtype) if tensor is not None and tensor.is_floating_point() else tensor
