@@ -84,14 +84,10 @@ def _bottleneck(channels: int, width: int, stride: int) -> nn.Module:
 
     shortcut = None
     if channels != 4 * width or stride != 1:
-        shortcut = nn.Sequential(_pointwise(channels, 4 * width, stride), BatchNorm2d(4 * width))
+        shortcut = nn.Sequential(
+            PointwiseConv2d(channels, 4 * width, bias=False, stride=stride), BatchNorm2d(4 * width)
+        )
     block = Bottleneck(channels, width, stride, shortcut, norm_layer=BatchNorm2d)
-    block.conv1 = _pointwise(channels, width)
-    block.conv3 = _pointwise(width, 4 * width)
+    block.conv1 = PointwiseConv2d(channels, width, bias=False)
+    block.conv3 = PointwiseConv2d(width, 4 * width, bias=False)
     return block
-
-
-def _pointwise(channels: int, width: int, stride: int = 1) -> nn.Conv2d:
-    if stride != 1:
-        return nn.Conv2d(channels, width, kernel_size=1, stride=stride, bias=False)
-    return PointwiseConv2d(channels, width, bias=False)

@@ -15,20 +15,21 @@ def passed(layer, images):
     return [output, images.grad, *(parameter.grad for parameter in layer.parameters())]
 
 
-def alike(images, bias, dtype=torch.float64):
+def alike(images, bias, dtype=torch.float64, stride=1):
     torch.manual_seed(1)
-    ours, torchs = PointwiseConv2d(5, 7, bias), nn.Conv2d(5, 7, 1, bias=bias)
+    ours, torchs = PointwiseConv2d(5, 7, bias, stride), nn.Conv2d(5, 7, 1, stride, bias=bias)
     torchs.load_state_dict(ours.state_dict())
     return passed(ours.to(dtype), images.to(dtype)), passed(torchs.to(dtype), images.to(dtype))
 
 
 @pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("stride", [1, 2, 3])
 @pytest.mark.parametrize("count", [1, 3, 15, 16, 20])
-def test_outputs_and_gradients_are_those_of_a_convolution(count, dtype, memory_format):
-    images = torch.randn(count, 5, 6, 4).to(memory_format=memory_format)
+def test_outputs_and_gradients_are_those_of_a_convolution(count, stride, dtype, memory_format):
+    images = torch.randn(count, 5, 7, 4).to(memory_format=memory_format)
     for bias in (True, False):
-        for ours, theirs in zip(*alike(images, bias, dtype), strict=True):
+        for ours, theirs in zip(*alike(images, bias, dtype, stride), strict=True):
             torch.testing.assert_close(ours, theirs)
 
 
@@ -42,9 +43,11 @@ def test_channels_stay_innermost():
     assert PointwiseConv2d(5, 7)(images).is_contiguous(memory_format=torch.channels_last)
 
 
-def test_bf16_stays_within_its_rounding():
-    images = torch.randn(3, 5, 6, 4)
-    layer = PointwiseConv2d(5, 7)
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_bf16_stays_within_its_rounding(stride, memory_format):
+    images = torch.randn(3, 5, 6, 4).to(memory_format=memory_format)
+    layer = PointwiseConv2d(5, 7, stride=stride)
     exact = layer(images)
     with torch.autocast("cpu", torch.bfloat16):
         rounded = layer(images)
