@@ -18,14 +18,14 @@ from models.batchnorm import BatchNorm2d
 from models.chain import Chain
 
 NAMES = ("torchgpipe", "fairscale")
+DEFAULT_CHECKPOINT = "except_last"  # of both
 
 
 class Peer:
     """``chain`` with the weights that this project draws for it, under one of ``NAMES``; plain SGD.
 
     balance     layers of each partition
-    checkpoint  which micro-batches recompute their activations; both libraries' default is "except_last", "never" is
-                what this project does
+    checkpoint  which micro-batches recompute their activations: "never" is what this project does
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Peer:
         seed: int,
         lr: float,
         device_type: str = "cpu",
-        checkpoint: str = "never",
+        checkpoint: str = DEFAULT_CHECKPOINT,
     ) -> None:
         devices = ["cpu" if device_type == "cpu" else f"cuda:{i}" for i in range(len(balance))]
         self._pipe = _class(name)(

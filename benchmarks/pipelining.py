@@ -14,8 +14,10 @@ single, 2 threads    one process that has both cores, two threads in every opera
 naive                model parallel: two stages on two ranks, the whole batch as one chunk
 pipelined            this project, best schedule and chunks, stages of equal time (parallel.balance=time)
 pipelined, uniform   the same with as many layers in each stage
-torchgpipe           two partitions in one process, which has both cores; best chunks, without recomputation
-fairscale            likewise
+torchgpipe           as it comes: two partitions in one process, which has both cores; all but the last micro-batch
+                     recompute their activations, the library's default; the C library's allocator; best chunks
+torchgpipe, tuned    with what this project does: no recomputation, freed memory kept (parallel.devices); best chunks
+fairscale            likewise, as it comes and tuned
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ class Way:
     balance: tuple[int, ...] = ()
     precision: str = "fp32"
     threads: int = 1
-    checkpoint: str = "never"
+    tuned: bool = False
     uniform: bool = False
 
     @property
@@ -86,7 +88,7 @@ class Way:
         if self.kind == "pipelined":
             name = "naive" if self.chunks == 1 else "pipelined"
             return self._in_precision(f"{name}, uniform" if self.uniform else name)
-        return self.kind if self.checkpoint == "never" else f"{self.kind}, checkpoint={self.checkpoint}"
+        return f"{self.kind}, tuned" if self.tuned else self.kind
 
     def _in_precision(self, name: str) -> str:
         return name if self.precision == "fp32" else f"{name}, {self.precision}"
@@ -130,9 +132,9 @@ def contest(rank: int, model: str, case: dict, rounds: int) -> dict | None:
     swept: list[tuple[Way, list[float]]] = []
 
     def best_of(ways: list[Way]) -> Way:
-        measured = arena.one_by_one(ways)
-        swept.extend(measured)
-        return min(measured, key=lambda pair: min(pair[1]))[0]
+        measured = arena.in_turns(ways, Arena.SWEEP_ROUNDS)
+        swept.extend(measured.items())
+        return min(ways, key=lambda way: min(measured[way]))
 
     ours = best_of([Way("pipelined", c, s, splits[v]) for s, v in SCHEDULES.items() for c in case.chunks])
     finalists = [Way("single"), Way("pipelined", balance=split), ours]
@@ -143,15 +145,14 @@ def contest(rank: int, model: str, case: dict, rounds: int) -> dict | None:
     if ranks.device_type() == "cpu":
         finalists.insert(1, Way("single", threads=ranks.RANKS))
     for peer in peers.NAMES:
-        best = best_of([Way(peer, chunks, balance=split) for chunks in case.peer_chunks])
-        best_of([replace(best, checkpoint="except_last")])  # as the library comes, for the record
-        finalists.append(best)
+        for tuned in (False, True):
+            finalists.append(best_of([Way(peer, n, balance=split, tuned=tuned) for n in case.peer_chunks]))
     seconds = arena.in_turns(finalists, rounds)
     if rank != 0:
         return None
     return {
         "sweep": [{**way.columns(), "seconds a step": f"{min(times):.4f}"} for way, times in swept],
-        "final": [{"way": asdict(way), "seconds": seconds[way.name]} for way in finalists],
+        "final": [{"way": asdict(way), "seconds": seconds[way]} for way in finalists],
     }
 
 
@@ -176,21 +177,18 @@ class Arena:
         dist.broadcast_object_list(found)
         return found[0]
 
-    def one_by_one(self, ways: list[Way]) -> list[tuple[Way, list[float]]]:
-        """Each way built, timed and taken down; (way, seconds) the same on both ranks."""
-        return [(way, self.in_turns([way], self.SWEEP_ROUNDS)[way.name]) for way in ways]
-
-    def in_turns(self, ways: list[Way], rounds: int) -> dict[str, list[float]]:
-        """Seconds of every way's steps, taken in turns; rank 0's measurements on both ranks."""
-        contenders = {way.name: _Contender(way, self.case, self.rank) for way in ways}
-        for way, contender in zip(ways, contenders.values(), strict=True):
+    def in_turns(self, ways: list[Way], rounds: int) -> dict[Way, list[float]]:
+        """Seconds of every way's steps, taken in turns, after one step of each that builds what is kept, and one that
+        warms up; rank 0's measurements on both ranks."""
+        contenders = {way: _Contender(way, self.case, self.rank) for way in ways}
+        for way, contender in contenders.items():
             self._check(way, contender.step(1))
-        seconds = [take_turns({n: c.step for n, c in contenders.items()}, rounds, warm_up=0, meet=dist.barrier)]
+        seconds = [take_turns({w: c.step for w, c in contenders.items()}, rounds, meet=dist.barrier)]
         dist.broadcast_object_list(seconds)
         for contender in contenders.values():
             contender.close()
         if self.rank == 0:
-            shown = ", ".join(f"{w.name} x{w.chunks} {w.schedule}: {min(seconds[0][w.name]):.3f} s" for w in ways)
+            shown = ", ".join(f"{w.name} x{w.chunks} {w.schedule}: {min(seconds[0][w]):.3f} s" for w in ways)
             print(shown, file=sys.stderr, flush=True)
         return seconds[0]
 
@@ -208,18 +206,15 @@ class _Contender:
 
     def __init__(self, way: Way, case: Case, rank: int) -> None:
         self._way, self._rank, self._run = way, rank, None
-        alone = way.kind != "pipelined"
-        if alone and rank != 0:
+        if way.kind != "pipelined" and rank != 0:
             return
-        model_of = Way("single") if way.kind in peers.NAMES else way
-        trainer = self._run = Trainer(configured(_overrides(case, model_of)), rank)
-        if way.kind in peers.NAMES:
-            cfg, chain = trainer.setup.cfg, trainer.setup.chain
-            with self._cores():
-                self._run = peers.Peer(
-                    way.kind, chain, trainer.batch, way.balance, way.chunks, cfg.seed, cfg.optim.lr,
-                    ranks.device_type(), way.checkpoint,
-                )  # fmt: skip
+        with self._cores():
+            if way.kind not in peers.NAMES:
+                self._run = Trainer(configured(_overrides(case, way)), rank)
+            elif way.tuned:
+                self._run = _peer(way, case)
+            else:
+                self._run = ranks.Apart(_peer, way, case)
 
     @contextmanager
     def _cores(self) -> Iterator[None]:
@@ -238,6 +233,15 @@ class _Contender:
     def close(self) -> None:
         if self._run is not None:
             self._run.close()
+
+
+def _peer(way: Way, case: Case) -> peers.Peer:
+    trainer = Trainer(configured(_overrides(case, Way("single"))))
+    cfg, chain = trainer.setup.cfg, trainer.setup.chain
+    checkpoint = "never" if way.tuned else peers.DEFAULT_CHECKPOINT
+    return peers.Peer(
+        way.kind, chain, trainer.batch, way.balance, way.chunks, cfg.seed, cfg.optim.lr, ranks.device_type(), checkpoint
+    )
 
 
 def _overrides(case: Case, way: Way) -> list[str]:

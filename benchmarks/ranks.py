@@ -7,9 +7,11 @@ same allocator and the same noise.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
@@ -25,6 +27,7 @@ from parallel.devices import keep_freed_memory
 RANKS = 2
 # One heap for all threads: a peer's worker threads would each keep one of their own, of gigabytes, until the end.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+_ALLOCATOR = ("MALLOC_ARENA_MAX", "THP_MEM_ALLOC_ENABLE")  # the second is set by keep_freed_memory
 TIMEOUT_S = 600.0
 
 
@@ -89,6 +92,51 @@ def on_all_cores(rank: int, threads: int) -> Iterator[None]:
     finally:
         torch.set_num_threads(1)
         stay_on_core(rank)
+
+
+class Apart:
+    """What ``build(*args)`` returns, in a process of its own with the C library's allocator as it comes, on the cores
+    that this thread may use, one thread in an operation. build, args: picklable."""
+
+    def __init__(self, build: Callable, *args: Any) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._process = ProcessPoolExecutor(1, spawn, initializer=torch.set_num_threads, initargs=(1,))
+        with _without(*_ALLOCATOR):
+            self._process.submit(_build, build, args).result()
+
+    def step(self, number: int) -> float:
+        """What its ``step`` returns."""
+        return self._process.submit(_step, number).result()
+
+    def close(self) -> None:
+        """Its ``close``, and the process's end."""
+        self._process.submit(_close).result()
+        self._process.shutdown()
+
+
+_built: list = []  # in the process apart
+
+
+def _build(build: Callable, args: tuple) -> None:
+    _built.append(build(*args))
+
+
+def _step(number: int) -> float:
+    return _built[0].step(number)
+
+
+def _close() -> None:
+    _built.pop().close()
+
+
+@contextmanager
+def _without(*names: str) -> Iterator[None]:
+    """This process's environment lacks ``names`` meanwhile."""
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(before)
 
 
 _ALL = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -34,17 +37,17 @@ class Spread:
 
 
 def take_turns(
-    contenders: Mapping[str, Callable[[int], object]],
+    contenders: Mapping[Key, Callable[[int], object]],
     rounds: int,
     warm_up: int = 1,
     meet: Callable[[], object] = lambda: None,
-) -> dict[str, list[float]]:
+) -> dict[Key, list[float]]:
     """Seconds of each contender's step in each round, the rounds of ``warm_up`` left out.
 
     contenders  name -> step(number); numbers count from 1, the same for all contenders of a round
     meet        called before and after each step: where several processes measure together, a barrier
     """
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    seconds: dict[Key, list[float]] = {name: [] for name in contenders}
     for number in range(1, warm_up + rounds + 1):
         for name, step in contenders.items():
             meet()

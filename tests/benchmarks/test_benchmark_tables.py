@@ -22,7 +22,7 @@ def test_each_contender_of_pipelining_is_compared_with_the_best_pipeline():
 def test_a_way_is_named_by_what_sets_it_apart():
     assert Way("single", threads=2).name == "single, 2 threads"
     assert Way("pipelined", 4, precision="bf16").name == "pipelined, bf16"
-    assert Way("fairscale", checkpoint="except_last").name == "fairscale, checkpoint=except_last"
+    assert (Way("fairscale").name, Way("fairscale", tuned=True).name) == ("fairscale", "fairscale, tuned")
 
 
 def test_every_batch_can_be_cut_into_its_chunks():
