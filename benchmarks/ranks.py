@@ -11,8 +11,8 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -100,33 +100,37 @@ class Apart:
 
     def __init__(self, build: Callable, *args: Any) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self._process = ProcessPoolExecutor(1, spawn, initializer=torch.set_num_threads, initargs=(1,))
+        self._line, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(theirs, build, args), daemon=True)
         with _without(*_ALLOCATOR):
-            self._process.submit(_build, build, args).result()
+            self._process.start()
+        theirs.close()
+        self._answer()
 
     def step(self, number: int) -> float:
-        """What its ``step`` returns."""
-        return self._process.submit(_step, number).result()
+        """What its ``step`` returns; RuntimeError where the process has died."""
+        self._line.send(number)
+        return self._answer()
 
     def close(self) -> None:
-        """Its ``close``, and the process's end."""
-        self._process.submit(_close).result()
-        self._process.shutdown()
+        """Ends the process, without the peers' clean-up, which may wait for threads of theirs for ever."""
+        self._process.kill()
+        self._process.join()
+
+    def _answer(self) -> Any:
+        try:
+            return self._line.recv()
+        except EOFError:
+            self._process.join()
+            raise RuntimeError(f"the process apart has died with exit code {self._process.exitcode}") from None
 
 
-_built: list = []  # in the process apart
-
-
-def _build(build: Callable, args: tuple) -> None:
-    _built.append(build(*args))
-
-
-def _step(number: int) -> float:
-    return _built[0].step(number)
-
-
-def _close() -> None:
-    _built.pop().close()
+def _serve(line: Connection, build: Callable, args: tuple) -> None:
+    torch.set_num_threads(1)
+    built = build(*args)
+    line.send(None)
+    while True:
+        line.send(built.step(line.recv()))
 
 
 @contextmanager
