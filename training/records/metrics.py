@@ -8,6 +8,7 @@ import math
 import os
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 from data.disk import explain
 
@@ -152,6 +153,17 @@ def write_json(path: str | os.PathLike, obj) -> bool:
     except OSError as error:
         log.warning("cannot write %s: %s. Training goes on without it", path, explain(error, Path(path)))
         return False
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`; none where there is no file, and without what a killed job left half written."""
+    found = []
+    try:
+        for line in path.read_text().splitlines():
+            found.append(json.loads(line))
+    except (OSError, ValueError):
+        pass
+    return found
 
 
 def jsonable(value):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from training.records.metrics import read_records
 from training.records.throughput import after_warmup
 from training.report import METRICS, SUMMARY
 from training.sweep.record import FINISHED, Job, label, read_jobs, swept_keys, values
@@ -100,7 +101,7 @@ def read_table(folder: Path) -> Table:
     rows = [Row(job, path, label(job, keys), values(job)) for path, job in found]
     for row in rows:
         row.summary = _json(row.folder / SUMMARY) if row.finished else {}
-        steps = [line for line in _lines(row.folder / METRICS) if "step_time_s" in line]
+        steps = [line for line in read_records(row.folder / METRICS) if "step_time_s" in line]
         row.times = list(after_warmup([line["step_time_s"] for line in steps if line["step_time_s"] is not None]))
         row.curve = [(line["step"], line["loss"]) for line in steps if line.get("loss") is not None]
     table = Table(folder, keys, rows)
@@ -153,14 +154,3 @@ def _json(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a half written last line of a killed job is left out."""
-    found = []
-    try:
-        for line in path.read_text().splitlines():
-            found.append(json.loads(line))
-    except (OSError, ValueError):
-        pass
-    return found
