@@ -69,10 +69,10 @@ def pipelining(path: Path, rows: Sequence[Mapping], swept: Sequence[Mapping]) ->
         left.tick_params(axis="x", labelsize="small")
         lines: dict[str, list] = {}
         for row in swept:
-            if row["model"] == model and "checkpoint" not in row["run"] and row["run"] != "naive":
+            if row["model"] == model:
                 name = f"{row['run']} {row['schedule']}".strip()
                 lines.setdefault(name, []).append((float(row["chunks"]), float(row["seconds a step"])))
-        curve(right, _fastest(lines), "chunks", "seconds a step")
+        curve(right, lines, "chunks", "seconds a step")
         left.set_title(model)
     drawing.savefig(path)
     return path
@@ -81,10 +81,3 @@ def pipelining(path: Path, rows: Sequence[Mapping], swept: Sequence[Mapping]) ->
 def spread_of(row: Mapping) -> Spread:
     """What ``Spread.columns`` wrote into a row."""
     return Spread(*(float(row[key]) for key in ("seconds a step (median)", "fastest", "slowest")))
-
-
-def _fastest(lines: Mapping[str, list]) -> dict[str, list[tuple[float, float]]]:
-    """One point for each x: the lowest (several splits may have been tried)."""
-    return {
-        name: [(x, min(y for at, y in line if at == x)) for x in {at for at, _ in line}] for name, line in lines.items()
-    }
