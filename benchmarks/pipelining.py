@@ -107,7 +107,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     chosen = options.parse_args()
-    rows, swept = [], []
+    rows, swept = ([] if chosen.quick else _kept(name, chosen.models) for name in ("pipelining", "pipelining_sweep"))
     for model in chosen.models:
         case = (QUICK if chosen.quick else CASES)[model]
         configured(_overrides(case, Way("single")))  # downloads, tokens: once, and not on both ranks
@@ -117,11 +117,16 @@ def main() -> None:
     print(table.markdown(rows))
     about = {
         "device": ranks.device_type(), "cores": ranks.cores()[: ranks.RANKS], "rounds": chosen.rounds,
-        "cases": {model: asdict(CASES[model]) for model in chosen.models},
+        "measured": {model: asdict(CASES[model]) for model in chosen.models},
     }  # fmt: skip
     table.write("pipelining_sweep", swept, chosen.quick, **about)
     path = table.write("pipelining", rows, chosen.quick, **about)
     print(f"written to {path} and {figure.pipelining(path.with_suffix('.png'), rows, swept)}")
+
+
+def _kept(name: str, anew: list[str]) -> list[dict]:
+    """What the table says of models that are not measured ``anew``."""
+    return [row for row in table.read(name) if row["model"] not in anew]
 
 
 def contest(rank: int, model: str, case: dict, rounds: int) -> dict | None:
@@ -132,13 +137,13 @@ def contest(rank: int, model: str, case: dict, rounds: int) -> dict | None:
     split = splits[1]
     swept: list[tuple[Way, list[float]]] = []
 
-    def best_of(ways: list[Way], rounds: int = 2) -> Way:
+    def best_of(ways: list[Way], rounds: int = 1) -> Way:
         measured = arena.in_turns(ways, rounds)
         swept.extend(measured.items())
         return min(ways, key=lambda way: statistics.median(measured[way]))
 
     # More rounds than for the peers: their counts lie far apart, these do not.
-    ours = best_of([Way("pipelined", c, s, splits[v]) for s, v in SCHEDULES.items() for c in case.chunks], rounds=4)
+    ours = best_of([Way("pipelined", c, s, splits[v]) for s, v in SCHEDULES.items() for c in case.chunks], rounds=3)
     finalists = [Way("single"), Way("pipelined", balance=split), ours]
     finalists += [replace(way, precision="bf16") for way in finalists]
     uniform = tuple(equal_stages([1.0] * sum(ours.balance), len(ours.balance)))

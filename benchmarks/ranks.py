@@ -26,8 +26,8 @@ from parallel.devices import keep_freed_memory
 
 RANKS = 2
 # One heap for all threads: a peer's worker threads would each keep one of their own, of gigabytes, until the end.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-_ALLOCATOR = ("MALLOC_ARENA_MAX", "THP_MEM_ALLOC_ENABLE")  # the second is set by keep_freed_memory
+_HEAPS = "MALLOC_ARENA_MAX"
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", _HEAPS: "1"}
 TIMEOUT_S = 600.0
 
 
@@ -102,7 +102,7 @@ class Apart:
         spawn = multiprocessing.get_context("spawn")
         self._line, theirs = spawn.Pipe()
         self._process = spawn.Process(target=_serve, args=(theirs, build, args), daemon=True)
-        with _without(*_ALLOCATOR):
+        with _without(_HEAPS):
             self._process.start()
         theirs.close()
         self._answer()
@@ -134,13 +134,14 @@ def _serve(line: Connection, build: Callable, args: tuple) -> None:
 
 
 @contextmanager
-def _without(*names: str) -> Iterator[None]:
-    """This process's environment lacks ``names`` meanwhile."""
-    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+def _without(name: str) -> Iterator[None]:
+    """This process's environment lacks ``name`` meanwhile."""
+    before = os.environ.pop(name, None)
     try:
         yield
     finally:
-        os.environ.update(before)
+        if before is not None:
+            os.environ[name] = before
 
 
 _ALL = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

@@ -16,7 +16,7 @@ class AllocatorTold:
     """1.0 where the environment tells the allocator something."""
 
     def step(self, number):
-        return float("MALLOC_ARENA_MAX" in os.environ or "THP_MEM_ALLOC_ENABLE" in os.environ)
+        return float("MALLOC_ARENA_MAX" in os.environ)
 
 
 class Dying:
