@@ -272,5 +272,6 @@ class Strategy(ABC):
                 total += sums.to(self.device)
         return total
 
+
 def _as_float(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return tensor.to(dtype) if tensor is not None and tensor.is_floating_point() else tensor
