@@ -107,7 +107,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     chosen = options.parse_args()
-    rows, swept = ([] if chosen.quick else _kept(name, chosen.models) for name in ("pipelining", "pipelining_sweep"))
+    rows, swept = [], []
     for model in chosen.models:
         case = (QUICK if chosen.quick else CASES)[model]
         configured(_overrides(case, Way("single")))  # downloads, tokens: once, and not on both ranks
@@ -115,18 +115,21 @@ def main() -> None:
         swept += [{"model": model, **row} for row in found["sweep"]]
         rows += [{"model": model, **row} for row in compare(found["final"], case.batch)]
     print(table.markdown(rows))
-    about = {
-        "device": ranks.device_type(), "cores": ranks.cores()[: ranks.RANKS], "rounds": chosen.rounds,
-        "measured": {model: asdict(CASES[model]) for model in chosen.models},
-    }  # fmt: skip
+    measured = {model: {"rounds": chosen.rounds, **asdict(CASES[model])} for model in chosen.models}
+    if not chosen.quick:  # the others keep what was measured before
+        rows, swept = _with_the_others(rows, "pipelining"), _with_the_others(swept, "pipelining_sweep")
+        measured = {**table.facts("pipelining")["measured"], **measured}
+    about = {"device": ranks.device_type(), "cores": ranks.cores()[: ranks.RANKS], "measured": measured}
     table.write("pipelining_sweep", swept, chosen.quick, **about)
     path = table.write("pipelining", rows, chosen.quick, **about)
     print(f"written to {path} and {figure.pipelining(path.with_suffix('.png'), rows, swept)}")
 
 
-def _kept(name: str, anew: list[str]) -> list[dict]:
-    """What the table says of models that are not measured ``anew``."""
-    return [row for row in table.read(name) if row["model"] not in anew]
+def _with_the_others(rows: list[dict], name: str) -> list[dict]:
+    """The rows, and the table's own of models that they do not speak of, in the order of CASES."""
+    anew = {row["model"] for row in rows}
+    kept = [row for row in table.read(name) if row["model"] not in anew]
+    return sorted(kept + rows, key=lambda row: list(CASES).index(row["model"]))
 
 
 def contest(rank: int, model: str, case: dict, rounds: int) -> dict | None:
@@ -142,7 +145,7 @@ def contest(rank: int, model: str, case: dict, rounds: int) -> dict | None:
         swept.extend(measured.items())
         return min(ways, key=lambda way: statistics.median(measured[way]))
 
-    # More rounds than for the peers: their counts lie far apart, these do not.
+    # More rounds than for the peers: these lie within a few percent of each other.
     ours = best_of([Way("pipelined", c, s, splits[v]) for s, v in SCHEDULES.items() for c in case.chunks], rounds=3)
     finalists = [Way("single"), Way("pipelined", balance=split), ours]
     finalists += [replace(way, precision="bf16") for way in finalists]

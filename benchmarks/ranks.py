@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from pkgutil import resolve_name
@@ -108,8 +108,9 @@ class Apart:
         self._answer()
 
     def step(self, number: int) -> float:
-        """What its ``step`` returns; RuntimeError where the process has died."""
-        self._line.send(number)
+        """What its ``step`` returns; RuntimeError where the process has died or does not answer."""
+        with suppress(BrokenPipeError):  # it has died: so says the answer
+            self._line.send(number)
         return self._answer()
 
     def close(self) -> None:
@@ -119,8 +120,10 @@ class Apart:
 
     def _answer(self) -> Any:
         try:
+            if not self._line.poll(TIMEOUT_S):
+                raise RuntimeError(f"waited {TIMEOUT_S:g} s for a step of the process apart")
             return self._line.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self._process.join()
             raise RuntimeError(f"the process apart has died with exit code {self._process.exitcode}") from None
 

@@ -37,6 +37,11 @@ def read(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def facts(name: str) -> dict:
+    """What results/NAME.json says of the rows."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
 def markdown(rows: list[dict]) -> str:
     """The rows as a table for a README."""
     columns = list(rows[0])

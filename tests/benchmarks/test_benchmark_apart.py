@@ -51,3 +51,10 @@ def test_its_allocator_is_as_it_comes_and_ours_stays_as_it_was(apart, monkeypatc
 def test_its_death_is_an_error_and_not_a_wait(apart):
     with pytest.raises(RuntimeError, match="died with exit code 7"):
         apart(Dying).step(1)
+
+
+def test_a_step_after_its_death_is_an_error_too(apart):
+    process = apart(Doubler)
+    process.close()
+    with pytest.raises(RuntimeError, match="died with exit code -9"):
+        process.step(1)
