@@ -24,6 +24,9 @@ _ROOT = Path(__file__).resolve().parents[1]
 _UNKNOWN_S = 20.0  # for how long the queue may not know a job, or not answer, before that is taken for the truth
 _SILENT_S = 300.0
 _GONE_S = 60.0
+# SLURM tells an attempt's credential from the one before by whole seconds: a job that is started in the second in which
+# it was stopped ends as FAILED ("job credential revoked").
+_STOPPED_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class Job:
     error: Exception | None = None
     state: State | None = field(default=None, repr=False)
     held: bool = field(default=False, repr=False)  # until a time that the user has set (launcher.sbatch={begin: …})
+    again: float | None = field(default=None, repr=False)  # since when it is seen in the queue, to go on
+    lifted: bool = field(default=False, repr=False)
     known: float = field(default_factory=time.monotonic, repr=False)
 
     @property
@@ -185,8 +190,13 @@ def _advance(job: Job, state: State | None, tell: Callable[[str], None]) -> None
         job.error = explain(job.id, state, job.folder, job.task.log_dir, job.ranks, job.time_min)
         return
     job.held = job.held and state.waits
-    if state.waits and state.reason == "BeginTime" and not job.held:
-        slurm_queue.start_soon(job.id)
+    if not state.waits:
+        job.again, job.lifted = None, False
+    elif state.reason == "BeginTime" and not job.held and not job.lifted:
+        job.again = job.again or now
+        if now - job.again >= _STOPPED_S:
+            slurm_queue.start_soon(job.id)
+            job.lifted = True
     if before is None or before.waits != state.waits:
         where = f"waits in the queue ({state.reason})" if state.waits else f"runs on {state.nodes}"
         tell(f"job {job.id} {where}")

@@ -91,7 +91,10 @@ def requeue(job: str) -> None:
 
 
 def start_soon(job: str) -> None:
-    """Lift the two minutes for which SLURM holds a job back that was queued again. A refusal does no harm."""
+    """Lift the two minutes for which SLURM holds a job back that was queued again. A refusal does no harm.
+
+    Not in the second in which the job was stopped: its nodes would refuse it.
+    """
     _run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
 
 
