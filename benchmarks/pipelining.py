@@ -3,8 +3,9 @@
     pip install --no-deps -r benchmarks/requirements.txt
     python -m benchmarks.pipelining [--models resnet50 transformer] [--rounds 7] [--quick]
 
-Two processes stay for the whole run, each on a core of its own, one thread each. First every way of running is swept
-over its chunk counts; then the best of each take turns, and the table has the median, fastest and slowest of them.
+Two processes, each on a core of its own, one thread each. First every way of running is swept over its chunk counts;
+then the best of each take turns with ``pipelined``, a few at a time in fresh processes, and the table has the median,
+fastest and slowest of them.
 Everything of a step is in its time: forward, backward, exchange and the update (plain SGD), in fp32 unless it says
 bf16, ResNet-50 with the published experiment's batch and in both memory formats, the same for all. Every contender
 starts from the same weights: the first step's losses must agree, or the benchmark ends.
@@ -111,9 +112,10 @@ def main() -> None:
     for model in chosen.models:
         case = (QUICK if chosen.quick else CASES)[model]
         configured(_overrides(case, Way("single")))  # downloads, tokens: once, and not on both ranks
-        found = ranks.run("benchmarks.pipelining:contest", model, asdict(case), 1 if chosen.quick else chosen.rounds)
-        swept += [{"model": model, **row} for row in found["sweep"]]
-        rows += [{"model": model, **row} for row in compare(found["final"], case.batch)]
+        contest = Contest(case)
+        groups = contest.finals(1 if chosen.quick else chosen.rounds)
+        swept += [{"model": model, **row} for row in sweep_rows(contest.swept)]
+        rows += [{"model": model, **row} for row in final_rows(groups, case.batch)]
     print(table.markdown(rows))
     measured = {model: {"rounds": chosen.rounds, **asdict(CASES[model])} for model in chosen.models}
     if not chosen.quick:  # the others keep what was measured before
@@ -132,82 +134,86 @@ def _with_the_others(rows: list[dict], name: str) -> list[dict]:
     return sorted(kept + rows, key=lambda row: list(CASES).index(row["model"]))
 
 
-def contest(rank: int, model: str, case: dict, rounds: int) -> dict | None:
-    """Both ranks' part: the sweep, then the best of each kind in turns."""
-    case = Case(**case)
-    arena = Arena(case, rank)
-    splits = arena.splits()
-    split = splits[1]
-    swept: list[tuple[Way, list[float]]] = []
+class Contest:
+    """The ways of running one case, measured a few at a time in two fresh processes: what many contenders leave in a
+    process's memory slows those most that use it in small pieces, the pipelines."""
 
-    def best_of(ways: list[Way], rounds: int = 1) -> Way:
-        measured = arena.in_turns(ways, rounds)
-        swept.extend(measured.items())
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.swept: dict[Way, list[float]] = {}
+        self._first_loss: float | None = None
+
+    def finals(self, rounds: int) -> list[dict[Way, list[float]]]:
+        """Seconds of the best way of each kind, in groups; ``pipelined`` is in each."""
+        splits = ranks.run("benchmarks.pipelining:splits", asdict(self.case))
+        balance = {v: tuple(split) for v, split in zip(SCHEDULES.values(), splits, strict=True)}
+        naive = Way("pipelined", balance=balance[1])
+        # More rounds than for the peers: these lie within a few percent of each other.
+        ours = self._best_of(
+            [Way("pipelined", c, s, balance[v]) for s, v in SCHEDULES.items() for c in self.case.chunks], rounds=3
+        )
+        groups = [[Way("single"), naive]]
+        also = []
+        if ranks.device_type() == "cpu":
+            also.append(Way("single", threads=ranks.RANKS))
+        uniform = tuple(equal_stages([1.0] * sum(ours.balance), len(ours.balance)))
+        if uniform != ours.balance:
+            also.append(replace(ours, balance=uniform, uniform=True))
+        if also:
+            groups.append(also)
+        groups.append([replace(way, precision="bf16") for way in (Way("single"), naive, ours)])
+        for peer in peers.NAMES:
+            groups.append(
+                [
+                    self._best_of([Way(peer, n, balance=balance[1], tuned=tuned) for n in self.case.peer_chunks])
+                    for tuned in (False, True)
+                ]
+            )
+        return [self.in_turns([*group, ours], rounds) for group in groups]
+
+    def _best_of(self, ways: list[Way], rounds: int = 1) -> Way:
+        measured = self.in_turns(ways, rounds)
+        self.swept |= measured
         return min(ways, key=lambda way: statistics.median(measured[way]))
 
-    # More rounds than for the peers: these lie within a few percent of each other.
-    ours = best_of([Way("pipelined", c, s, splits[v]) for s, v in SCHEDULES.items() for c in case.chunks], rounds=3)
-    finalists = [Way("single"), Way("pipelined", balance=split), ours]
-    finalists += [replace(way, precision="bf16") for way in finalists]
-    uniform = tuple(equal_stages([1.0] * sum(ours.balance), len(ours.balance)))
-    if uniform != ours.balance:
-        finalists.append(replace(ours, balance=uniform, uniform=True))
-    if ranks.device_type() == "cpu":
-        finalists.insert(1, Way("single", threads=ranks.RANKS))
-    for peer in peers.NAMES:
-        for tuned in (False, True):
-            finalists.append(best_of([Way(peer, n, balance=split, tuned=tuned) for n in case.peer_chunks]))
-    seconds = arena.in_turns(finalists, rounds)
-    if rank != 0:
-        return None
-    return {
-        "sweep": [{**way.columns(), "seconds a step": f"{statistics.median(times):.4f}"} for way, times in swept],
-        "final": [{"way": asdict(way), "seconds": seconds[way]} for way in finalists],
-    }
-
-
-class Arena:
-    """Builds contenders on both ranks and times them. Rank 0 says which won, so that both go on with the same."""
-
-    def __init__(self, case: Case, rank: int) -> None:
-        self.case, self.rank = case, rank
-        self.first_loss: float | None = None
-
-    def splits(self) -> dict[int, tuple[int, ...]]:
-        """Layers of each stage, for each number of stages a rank: by their time for a micro-batch on rank 0's core
-        while the other core rests."""
-        found: list = [None]
-        if self.rank == 0:
-            chunks = self.case.chunks[len(self.case.chunks) // 2]
-            setup = configured(_overrides(self.case, Way("single", chunks)))
-            seconds = seconds_per_layer(setup.plan, setup.chain, setup.sample, setup.cfg.seed, threads=1)
-            found = [{v: tuple(equal_stages(seconds, v * ranks.RANKS)) for v in SCHEDULES.values()}]
-        dist.broadcast_object_list(found)
-        return found[0]
-
     def in_turns(self, ways: list[Way], rounds: int) -> dict[Way, list[float]]:
-        """Seconds of every way's steps, taken in turns, after one step of each that builds what is kept, and one that
-        warms up; rank 0's measurements on both ranks."""
-        contenders = {way: _Contender(way, self.case, self.rank) for way in ways}
-        for way, contender in contenders.items():
-            self._check(way, contender.step(1))
-        seconds = [take_turns({w: c.step for w, c in contenders.items()}, rounds, meet=dist.barrier)]
-        dist.broadcast_object_list(seconds)
-        for contender in contenders.values():
-            contender.close()
-        if self.rank == 0:
-            medians = {way: statistics.median(times) for way, times in seconds[0].items()}
-            shown = ", ".join(f"{w.name} x{w.chunks} {w.schedule}: {t:.3f} s" for w, t in medians.items())
-            print(shown, file=sys.stderr, flush=True)
-        return seconds[0]
+        """Seconds of every way's steps. Raises RuntimeError where one starts from another loss than the others."""
+        found = ranks.run("benchmarks.pipelining:turns", asdict(self.case), [asdict(way) for way in ways], rounds)
+        for way, loss in zip(ways, found["losses"], strict=True):
+            self._first_loss = self._first_loss or loss
+            # BatchNorm makes the loss depend on the chunks, so ways are compared up to that: coarsely.
+            if not math.isclose(loss, self._first_loss, rel_tol=0.05):
+                raise RuntimeError(
+                    f"{way} starts from loss {loss}, the others from {self._first_loss}: not the same model"
+                )
+        seconds = dict(zip(ways, found["seconds"], strict=True))
+        shown = (f"{w.name} x{w.chunks} {w.schedule}: {statistics.median(t):.3f} s" for w, t in seconds.items())
+        print(", ".join(shown), file=sys.stderr, flush=True)
+        return seconds
 
-    def _check(self, way: Way, loss: float | None) -> None:
-        """BatchNorm makes the loss depend on the chunks, so ways are compared up to that: coarsely."""
-        if self.rank != 0 or loss is None:
-            return
-        self.first_loss = loss if self.first_loss is None else self.first_loss
-        if not math.isclose(loss, self.first_loss, rel_tol=0.05):
-            raise RuntimeError(f"{way} starts from loss {loss}, the others from {self.first_loss}: not the same model")
+
+def splits(rank: int, case: dict) -> list[list[int]]:
+    """Layers of each stage, for each of SCHEDULES: by their time for a micro-batch on rank 0's core while the other
+    core rests."""
+    if rank != 0:
+        return []
+    case = Case(**case)
+    chunks = case.chunks[len(case.chunks) // 2]
+    setup = configured(_overrides(case, Way("single", chunks)))
+    seconds = seconds_per_layer(setup.plan, setup.chain, setup.sample, setup.cfg.seed, threads=1)
+    return [equal_stages(seconds, stages * ranks.RANKS) for stages in SCHEDULES.values()]
+
+
+def turns(rank: int, case: dict, ways: list[dict], rounds: int) -> dict[str, list]:
+    """Both ranks' part: each way's first loss, and its seconds in each round, taken in turns, after one step of each
+    that builds what is kept, and one that warms up."""
+    case, ways = Case(**case), [Way(**way) for way in ways]
+    contenders = {way: _Contender(way, case, rank) for way in ways}
+    losses = [contender.step(1) for contender in contenders.values()]
+    seconds = take_turns({way: c.step for way, c in contenders.items()}, rounds, meet=dist.barrier)
+    for contender in contenders.values():
+        contender.close()
+    return {"losses": losses, "seconds": [seconds[way] for way in ways]}
 
 
 class _Contender:
@@ -269,22 +275,27 @@ def _overrides(case: Case, way: Way) -> list[str]:
     ]  # fmt: skip
 
 
-def compare(final: list[dict], batch: int) -> list[dict]:
-    """Rows of the table: seconds, throughput, and how many times as fast ``pipelined`` is as each (paired by round)."""
-    seconds = {Way(**one["way"]).name: one["seconds"] for one in final}
-    rows = []
-    for one in final:
-        way = Way(**one["way"])
-        spread = Spread.of(one["seconds"])
-        rows.append(
-            {
+def sweep_rows(swept: dict[Way, list[float]]) -> list[dict]:
+    """Rows of the sweep's table: every way and its median."""
+    return [{**way.columns(), "seconds a step": f"{statistics.median(times):.4f}"} for way, times in swept.items()]
+
+
+def final_rows(groups: list[dict[Way, list[float]]], batch: int) -> list[dict]:
+    """Rows of the table: seconds, throughput, and how many times as fast ``pipelined`` is as each, paired by the rounds
+    of their group. ``pipelined`` itself has one row, of the first group."""
+    rows: dict[str, dict] = {}
+    for group in groups:
+        seconds = {way.name: times for way, times in group.items()}
+        for way, times in group.items():
+            spread = Spread.of(times)
+            measured = {
                 **way.columns(),
                 **spread.columns(),
                 "samples/s": f"{batch / spread.median:.2f}",
                 "pipelined is faster by": f"{paired(seconds, 'pipelined', way.name):.2f}x",
             }
-        )
-    return rows
+            rows.setdefault(way.name, measured)
+    return list(rows.values())
 
 
 if __name__ == "__main__":

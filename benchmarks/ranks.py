@@ -1,7 +1,7 @@
-"""Two processes that stay for a whole benchmark, each on a core (or a GPU) of its own.
+"""Two processes that stay for a while, each on a core (or a GPU) of its own.
 
-Every contender is built in the same two processes and steps in its turn, so that all of them meet the same caches, the
-same allocator and the same noise.
+The contenders of a comparison are built in the same two processes and step in turns, so that all of them meet the same
+caches, the same allocator and the same noise.
 """
 
 from __future__ import annotations
