@@ -201,7 +201,7 @@ def splits(rank: int, case: dict) -> list[list[int]]:
     chunks = case.chunks[len(case.chunks) // 2]
     setup = configured(_overrides(case, Way("single", chunks)))
     seconds = seconds_per_layer(setup.plan, setup.chain, setup.sample, setup.cfg.seed, threads=1)
-    return [equal_stages(seconds, stages * ranks.RANKS) for stages in SCHEDULES.values()]
+    return [equal_stages(seconds, stages * ranks.RANKS, ranks.RANKS, chunks) for stages in SCHEDULES.values()]
 
 
 def turns(rank: int, case: dict, ways: list[dict], rounds: int) -> dict[str, list]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import permutations
 
 import torch
 
@@ -87,13 +88,35 @@ def bytes_per_layer(plan: Plan, chain: Chain, sample: Batch, tensors_per_paramet
     ]
 
 
-def equal_stages(costs: Sequence[float], stages: int) -> list[int]:
-    """Layers of each stage so that the dearest stage costs least; uniform where that is as good."""
+def equal_stages(costs: Sequence[float], stages: int, ranks: int | None = None, chunks: int = 1) -> list[int]:
+    """Layers of each stage so that a step of ``chunks`` micro-batches costs least; uniform where it is nearly as good.
+
+    ranks    where fewer than ``stages``, stage i runs on rank i % ranks, and what counts most is a rank's sum
+    returns  the best split where each rank has one stage; else the best that moving layers between two stages leads to
+    """
+    ranks = ranks or stages
+
+    def cost(counts: Sequence[int]) -> float:
+        each = stage_costs(costs, counts)
+        # The dearest rank never waits at best, once the others' stages have filled the pipeline.
+        return chunks * max(sum(each[rank::ranks]) for rank in range(ranks)) + (ranks - 1) * max(each)
+
     share, extra = divmod(len(costs), stages)
     uniform = [share + (i < extra) for i in range(stages)]
     best = block_partition(costs, stages)
-    worth_it = max(stage_costs(costs, best)) < (1 - _LEAST_GAIN) * max(stage_costs(costs, uniform))
-    return best if worth_it else uniform
+    while stages > ranks:
+        better = min(_moves(best), key=cost, default=best)
+        if cost(better) >= cost(best):
+            break
+        best = better
+    return best if cost(best) < (1 - _LEAST_GAIN) * cost(uniform) else uniform
+
+
+def _moves(counts: Sequence[int]) -> Iterator[list[int]]:
+    """Every split in which one stage has some layers fewer and another as many more."""
+    for giver, taker in permutations(range(len(counts)), 2):
+        for moved in range(1, counts[giver]):
+            yield [n - moved * (i == giver) + moved * (i == taker) for i, n in enumerate(counts)]
 
 
 def stage_costs(costs: Sequence[float], counts: Sequence[int]) -> list[float]:

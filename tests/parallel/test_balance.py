@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import combinations
 
 import pytest
 import torch
@@ -71,6 +72,28 @@ def test_bytes_grow_with_parameters_and_with_activations():
 )
 def test_the_dearest_stage_costs_least(costs, stages, counts):
     assert equal_stages(costs, stages) == counts
+
+
+def test_where_a_rank_runs_several_stages_the_dearest_rank_costs_least():
+    # Cut into four equal blocks, the second rank would have the 2 twice.
+    costs = [1, 1, 1, 2, 1, 1, 1, 2]
+    assert equal_stages(costs, 4) == [2, 2, 2, 2]
+    counts = equal_stages(costs, 4, ranks=2, chunks=8)
+    each = [sum(costs[sum(counts[:i]) : sum(counts[: i + 1])]) for i in range(4)]
+    assert each[0] + each[2] == each[1] + each[3] == 5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_looped_split_is_about_as_good_as_any(seed):
+    costs = torch.rand(12, generator=torch.Generator().manual_seed(seed)).tolist()
+
+    def step(counts):
+        each = [sum(costs[sum(counts[:i]) : sum(counts[: i + 1])]) for i in range(4)]
+        return 8 * max(each[0] + each[2], each[1] + each[3]) + max(each)
+
+    cuts = combinations(range(1, 12), 3)
+    best = min(step([b - a for a, b in zip((0, *cut), (*cut, 12), strict=True)]) for cut in cuts)
+    assert step(equal_stages(costs, 4, ranks=2, chunks=8)) <= 1.05 * best
 
 
 def test_noise_does_not_move_layers():
