@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from data.batch import Batch
 from parallel.schedules import SCHEDULES, schedule_class
+from parallel.stage import Stage
 from parallel.strategy import Strategy
 from parallel.timeline import (
     BACKWARD,
@@ -45,8 +46,8 @@ class Pipeline(Strategy):
                 plan.index,
                 len(self.plan.stages),
                 self.device,
-                input_args=_example(borders[plan.index], requires_grad=plan.index > 0),
-                output_args=_example(borders[plan.index + 1], requires_grad=True),
+                input_args=_example(stage, borders[plan.index], sent=plan.index > 0),
+                output_args=_example(stage, borders[plan.index + 1], sent=True),
                 group=self.mesh.pp_group,
             )
             for stage, plan in zip(self.stages, self.plan.stages_of(self.mesh.position), strict=True)
@@ -122,6 +123,7 @@ def _already_a_loss(output: Tensor, target: Tensor) -> Tensor:
     return output
 
 
-def _example(border: Border, requires_grad: bool) -> Tensor:
+def _example(stage: Stage, border: Border, sent: bool) -> Tensor:
+    """Without memory: the batch's inputs, or what passes between stages and has a gradient."""
     example = torch.empty(border.shape, dtype=border.dtype, device="meta")
-    return example.requires_grad_(requires_grad and border.dtype.is_floating_point)
+    return stage.as_sent(example).requires_grad_(border.dtype.is_floating_point) if sent else example

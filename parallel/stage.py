@@ -38,7 +38,7 @@ class Stage(nn.Module):
         self.layers = chain.build(names, seed, device, dtype)
         if chain.channels_last:
             self.layers.to(memory_format=torch.channels_last)  # convolutions follow their weights
-        self.ends_chain = names[-1] == chain.names[-1]
+        self.begins_chain, self.ends_chain = names[0] == chain.names[0], names[-1] == chain.names[-1]
         self.step = 0
         self.loss_scale = 1.0
         self.sums: list[Tensor] = []
@@ -63,18 +63,33 @@ class Stage(nn.Module):
     ) -> Tensor:
         """One micro-batch.
 
-        x           [b, ...] the batch's inputs, or what the stage before gave
+        x           [b, ...] the batch's inputs, or what the stage before gave (``as_sent``)
         microbatch  [1 or more] int64, equal: the micro-batch's index in the global batch: dropout is drawn for it
         targets     [b, ...] and weights [b], used by the stage that ends the chain and ignored by the others
-        returns     the next stage's input, contiguous; from the stage that ends the chain, where targets are given,
-                    the scalar to differentiate: the summed loss times ``loss_scale``
+        returns     the next stage's input; from the stage that ends the chain, where targets are given, the scalar to
+                    differentiate: the summed loss times ``loss_scale``
         """
         index = int(microbatch.flatten()[0])
-        if not self.ends_chain or targets is None:
+        if not self.begins_chain:
+            x = self._as_received(x)
+        if not self.ends_chain:
+            return self.as_sent(self.run(x, index))
+        if targets is None:
             return self.run(x, index).contiguous()
         sums = self._loss(x, index, targets, weights)
         self.sums.append(sums.stack())
         return sums.loss * self.loss_scale
+
+    def as_sent(self, x: Tensor) -> Tensor:
+        """``x`` as it goes to the next stage: contiguous; images in channels_last, [b, c, h, w], as the [b, h, w, c]
+        that lies in memory, so that neither they nor their gradients are put into another order on either side."""
+        return (x.permute(0, 2, 3, 1) if self._images(x) else x).contiguous()
+
+    def _as_received(self, x: Tensor) -> Tensor:
+        return x.permute(0, 3, 1, 2) if self._images(x) else x
+
+    def _images(self, x: Tensor) -> bool:
+        return self.chain.channels_last and x.dim() == 4
 
     def run(self, x: Tensor, index: int) -> Tensor:
         """Micro-batch ``index`` through all layers, in the memory format that the last one leaves it in."""
@@ -89,8 +104,8 @@ class Stage(nn.Module):
         return last.loss(x, targets, weights)
 
     def _run(self, layers: Sequence[tuple[str, nn.Module]], x: Tensor, index: int) -> Tensor:
-        if self.chain.channels_last and x.dim() == 4:
-            x = x.contiguous(memory_format=torch.channels_last)  # data, and what another stage sends, is in plain order
+        if self._images(x):
+            x = x.contiguous(memory_format=torch.channels_last)  # data comes in plain order
         for name, layer in layers:
             if self.recompute and torch.is_grad_enabled():
                 # The layer seeds itself, in the recomputation too, so there is no random state to preserve.

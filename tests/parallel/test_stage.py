@@ -98,6 +98,27 @@ def test_a_stage_in_the_middle_ignores_the_targets_and_gives_something_contiguou
     assert out.is_contiguous()
 
 
+def test_images_in_channels_last_and_their_gradients_cross_a_border_as_they_lie_in_memory():
+    def convolution() -> nn.Module:
+        return nn.Conv2d(3, 3, 3)
+
+    layers = [Layer("first", convolution), Layer("relu", nn.ReLU), Layer("last", convolution)]
+    chain = Chain(layers, loss=SquaredError(), channels_last=True)
+    before, after = stage(chain, ["first", "relu"]), stage(chain, ["last"])
+    gradients = []
+    before.layers["relu"].register_full_backward_pre_hook(lambda module, given: gradients.extend(given))
+
+    images, index = drawn(2, 3, 8, 9), torch.tensor([0])
+    sent = before(images, index)
+    assert sent.shape == (2, 6, 7, 3) and sent.is_contiguous()
+    received = sent.detach().requires_grad_()
+    out = after(received, index)
+    assert torch.equal(out, stage(chain)(images, index))
+    out.square().sum().backward()
+    sent.backward(received.grad)
+    assert [gradient.is_contiguous(memory_format=torch.channels_last) for gradient in gradients] == [True]
+
+
 def test_without_targets_the_last_stage_gives_the_model_s_output():
     chain = gpt2(size="tiny", vocab_size=50)
     logits = stage(chain).eval()(torch.zeros(2, 5, dtype=torch.int64), torch.tensor([0]))
