@@ -3,9 +3,8 @@
     pip install --no-deps -r benchmarks/requirements.txt
     python -m benchmarks.pipelining [--models resnet50 transformer] [--rounds 7] [--quick]
 
-Two processes, each on a core of its own, one thread each. First every way of running is swept over its chunk counts;
-then the best of each take turns with ``pipelined``, a few at a time in fresh processes, and the table has the median,
-fastest and slowest of them.
+Every way of running has processes of its own, each on a core, one thread each. First it is swept over its chunk counts;
+then the best of each take turns with ``pipelined``, a few at a time, and the table has the median, fastest and slowest.
 Everything of a step is in its time: forward, backward, exchange and the update (plain SGD), in fp32 unless it says
 bf16, ResNet-50 with the published experiment's batch and in both memory formats, the same for all. Every contender
 starts from the same weights: the first step's losses must agree, or the benchmark ends.
@@ -27,11 +26,7 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-
-import torch.distributed as dist
 
 from benchmarks import figure, peers, ranks, table
 from benchmarks.timing import Spread, paired, take_turns
@@ -135,8 +130,7 @@ def _with_the_others(rows: list[dict], name: str) -> list[dict]:
 
 
 class Contest:
-    """The ways of running one case, measured a few at a time in two fresh processes: what many contenders leave in a
-    process's memory slows those most that use it in small pieces, the pipelines."""
+    """The ways of running one case, each in processes of its own, a few at a time, as many as fit into memory."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -165,31 +159,41 @@ class Contest:
         for peer in peers.NAMES:
             groups.append(
                 [
-                    self._best_of([Way(peer, n, balance=balance[1], tuned=tuned) for n in self.case.peer_chunks])
+                    self._best_peer([Way(peer, n, balance=balance[1], tuned=tuned) for n in self.case.peer_chunks])
                     for tuned in (False, True)
                 ]
             )
         return [self.in_turns([*group, ours], rounds) for group in groups]
 
-    def _best_of(self, ways: list[Way], rounds: int = 1) -> Way:
+    def _best_of(self, ways: list[Way], rounds: int) -> Way:
         measured = self.in_turns(ways, rounds)
         self.swept |= measured
         return min(ways, key=lambda way: statistics.median(measured[way]))
 
+    def _best_peer(self, ways: list[Way]) -> Way:
+        """One after the other: three that hold all of a batch's activations would not fit into memory at once."""
+        for way in ways:
+            self.swept |= self.in_turns([way], rounds=1)
+        return min(ways, key=lambda way: self.swept[way])
+
     def in_turns(self, ways: list[Way], rounds: int) -> dict[Way, list[float]]:
-        """Seconds of every way's steps. Raises RuntimeError where one starts from another loss than the others."""
-        found = ranks.run("benchmarks.pipelining:turns", asdict(self.case), [asdict(way) for way in ways], rounds)
-        for way, loss in zip(ways, found["losses"], strict=True):
-            self._first_loss = self._first_loss or loss
-            # BatchNorm makes the loss depend on the chunks, so ways are compared up to that: coarsely.
-            if not math.isclose(loss, self._first_loss, rel_tol=0.05):
-                raise RuntimeError(
-                    f"{way} starts from loss {loss}, the others from {self._first_loss}: not the same model"
-                )
-        seconds = dict(zip(ways, found["seconds"], strict=True))
+        """Seconds of every way's steps, after one step of each that builds what is kept, and one that warms up. Raises
+        RuntimeError where one starts from another loss than the others."""
+        contenders = {way: _start(way, self.case) for way in ways}
+        for way, contender in contenders.items():
+            self._check(way, contender.step(1))
+        seconds = take_turns({way: contender.step for way, contender in contenders.items()}, rounds)
+        for contender in contenders.values():
+            contender.close()
         shown = (f"{w.name} x{w.chunks} {w.schedule}: {statistics.median(t):.3f} s" for w, t in seconds.items())
         print(", ".join(shown), file=sys.stderr, flush=True)
         return seconds
+
+    def _check(self, way: Way, loss: float) -> None:
+        """BatchNorm makes the loss depend on the chunks, so ways are compared up to that: coarsely."""
+        self._first_loss = self._first_loss or loss
+        if not math.isclose(loss, self._first_loss, rel_tol=0.05):
+            raise RuntimeError(f"{way} starts from loss {loss}, the others from {self._first_loss}: not the same model")
 
 
 def splits(rank: int, case: dict) -> list[list[int]]:
@@ -204,53 +208,30 @@ def splits(rank: int, case: dict) -> list[list[int]]:
     return [equal_stages(seconds, stages * ranks.RANKS, ranks.RANKS, chunks) for stages in SCHEDULES.values()]
 
 
-def turns(rank: int, case: dict, ways: list[dict], rounds: int) -> dict[str, list]:
-    """Both ranks' part: each way's first loss, and its seconds in each round, taken in turns, after one step of each
-    that builds what is kept, and one that warms up."""
-    case, ways = Case(**case), [Way(**way) for way in ways]
-    contenders = {way: _Contender(way, case, rank) for way in ways}
-    losses = [contender.step(1) for contender in contenders.values()]
-    seconds = take_turns({way: c.step for way, c in contenders.items()}, rounds, meet=dist.barrier)
-    for contender in contenders.values():
-        contender.close()
-    return {"losses": losses, "seconds": [seconds[way] for way in ways]}
+def _start(way: Way, case: Case) -> ranks.Apart:
+    """The contender. One in a single process may use both cores where its library or its threads can."""
+    if way.kind in peers.NAMES:
+        return ranks.Apart(_peer, asdict(way), asdict(case), wide=True, kept=way.tuned)
+    size = ranks.RANKS if way.kind == "pipelined" else 1
+    return ranks.Apart(_trainer, _overrides(case, way), size=size, threads=way.threads, wide=way.threads > 1)
 
 
-class _Contender:
-    """One way, on this rank: nothing where the other rank does all of it."""
+class _Steps:
+    """A trainer whose step is its loss."""
 
-    def __init__(self, way: Way, case: Case, rank: int) -> None:
-        self._way, self._rank, self._run = way, rank, None
-        if way.kind != "pipelined" and rank != 0:
-            return
-        with self._cores():
-            if way.kind not in peers.NAMES:
-                self._run = Trainer(configured(_overrides(case, way)), rank)
-            elif way.tuned:
-                self._run = _peer(way, case)
-            else:
-                self._run = ranks.Apart(_peer, way, case)
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
 
-    @contextmanager
-    def _cores(self) -> Iterator[None]:
-        """A contender in one process has both cores; with one thread in an operation, unless it asks for more."""
-        wide = self._way.kind in peers.NAMES or self._way.threads > 1
-        with ranks.on_all_cores(self._rank, self._way.threads) if wide else nullcontext():
-            yield
-
-    def step(self, number: int) -> float | None:
-        if self._run is None:
-            return None
-        with self._cores():
-            found = self._run.step(number)
-        return found if isinstance(found, float) else found.loss
-
-    def close(self) -> None:
-        if self._run is not None:
-            self._run.close()
+    def step(self, number: int) -> float:
+        return self._trainer.step(number).loss
 
 
-def _peer(way: Way, case: Case) -> peers.Peer:
+def _trainer(rank: int, overrides: list[str]) -> _Steps:
+    return _Steps(Trainer(configured(overrides), rank))
+
+
+def _peer(rank: int, way: dict, case: dict) -> peers.Peer:
+    way, case = Way(**way), Case(**case)
     trainer = Trainer(configured(_overrides(case, Way("single"))))
     cfg, chain = trainer.setup.cfg, trainer.setup.chain
     checkpoint = "never" if way.tuned else peers.DEFAULT_CHECKPOINT

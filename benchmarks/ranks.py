@@ -1,8 +1,5 @@
-"""Two processes that stay for a while, each on a core (or a GPU) of its own.
-
-The contenders of a comparison are built in the same two processes and step in turns, so that all of them meet the same
-caches, the same allocator and the same noise.
-"""
+"""Two processes that stay for a while, each on a core (or a GPU) of its own: for all contenders of a comparison
+(``run``), or for each contender anew (``Apart``)."""
 
 from __future__ import annotations
 
@@ -10,9 +7,11 @@ import json
 import multiprocessing
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 from launchers import World, connect
 from launchers.local import run_workers
+from launchers.store import use_loopback
 from parallel.devices import keep_freed_memory
 
 RANKS = 2
@@ -29,6 +29,7 @@ RANKS = 2
 _HEAPS = "MALLOC_ARENA_MAX"
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", _HEAPS: "1"}
 TIMEOUT_S = 600.0
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def device_type() -> str:
@@ -56,8 +57,7 @@ def _work(world: World, entry: str, args: tuple, result: str) -> None:
         stay_on_core(world.rank)
         keep_freed_memory()
     torch.set_num_threads(1)
-    backend = {"cpu": "gloo", "cuda": "nccl"}[kind]
-    dist.init_process_group(backend, store=connect(world, TIMEOUT_S), rank=world.rank, world_size=world.size)
+    dist.init_process_group(BACKENDS[kind], store=connect(world, TIMEOUT_S), rank=world.rank, world_size=world.size)
     try:
         found = resolve_name(entry)(world.rank, *args)
         if world.rank == 0:
@@ -72,79 +72,121 @@ def cores() -> list[int]:
     return sorted(_ALL)
 
 
-def stay_on_core(rank: int) -> None:
-    """This thread, and those that it starts from now on, run on one core."""
+def stay_on_core(rank: int, all_ranks: bool = False) -> None:
+    """This thread, and those that it starts from now on, run on the rank's core, or on those of all ranks."""
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {cores()[rank % len(_ALL)]})
-
-
-@contextmanager
-def on_all_cores(rank: int, threads: int) -> Iterator[None]:
-    """This process may use every core of both ranks, with ``threads`` threads in an operation; the other rank waits."""
-    if device_type() == "cuda":
-        yield
-        return
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, set(cores()[:RANKS]))
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(1)
-        stay_on_core(rank)
+        os.sched_setaffinity(0, cores()[:RANKS] if all_ranks else {cores()[rank % len(_ALL)]})
 
 
 class Apart:
-    """What ``build(*args)`` returns, in a process of its own with the C library's allocator as it comes, on the cores
-    that this thread may use, one thread in an operation. build, args: picklable."""
+    """What ``build(rank, *args)`` returns, in ``size`` processes of its own, connected by torch.distributed where they
+    are several, so that no other contender's memory is in their way. build, args: picklable.
 
-    def __init__(self, build: Callable, *args: Any) -> None:
+    threads  in an operation
+    wide     whether one process may run on the cores of all ranks; else each stays on its own
+    kept     whether freed memory is kept (``parallel.devices``); else the C library's allocator is as it comes
+    """
+
+    def __init__(
+        self, build: Callable, *args: Any, size: int = 1, threads: int = 1, wide: bool = False, kept: bool = True
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory()
         spawn = multiprocessing.get_context("spawn")
-        self._line, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(theirs, build, args), daemon=True)
-        with _without(_HEAPS):
-            self._process.start()
-        theirs.close()
+        self._lines: list[Connection] = []
+        self._processes = []
+        with _environment({"OMP_NUM_THREADS": "1", _HEAPS: "1" if kept else None}):
+            for rank in range(size):
+                ours, theirs = spawn.Pipe()
+                place = _Place(rank, size, f"{self._folder.name}/meeting", threads, wide, kept)
+                process = spawn.Process(target=_serve, args=(theirs, place, build, args), daemon=True)
+                process.start()
+                theirs.close()
+                self._lines.append(ours)
+                self._processes.append(process)
         self._answer()
 
     def step(self, number: int) -> float:
-        """What its ``step`` returns; RuntimeError where the process has died or does not answer."""
-        with suppress(BrokenPipeError):  # it has died: so says the answer
-            self._line.send(number)
+        """All its processes' ``step(number)`` at once; what rank 0's returns. RuntimeError where a process has died or
+        does not answer."""
+        for line in self._lines:
+            with suppress(BrokenPipeError):  # it has died: so says the answer
+                line.send(number)
         return self._answer()
 
     def close(self) -> None:
-        """Ends the process, without the peers' clean-up, which may wait for threads of theirs for ever."""
-        self._process.kill()
-        self._process.join()
+        """Ends the processes, without the peers' clean-up, which may wait for threads of theirs for ever."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._folder.cleanup()
 
     def _answer(self) -> Any:
-        try:
-            if not self._line.poll(TIMEOUT_S):
-                raise RuntimeError(f"waited {TIMEOUT_S:g} s for a step of the process apart")
-            return self._line.recv()
-        except (EOFError, ConnectionResetError):
-            self._process.join()
-            raise RuntimeError(f"the process apart has died with exit code {self._process.exitcode}") from None
+        """Rank 0's, once all have answered."""
+        deadline, answers, open_lines = time.monotonic() + TIMEOUT_S, {}, list(self._lines)
+        while open_lines:
+            ready = wait(open_lines, deadline - time.monotonic())
+            if not ready:
+                raise RuntimeError(f"waited {TIMEOUT_S:g} s for a step of the processes apart")
+            for line in ready:
+                try:
+                    answers[line] = line.recv()
+                except (EOFError, ConnectionResetError):
+                    process = self._processes[self._lines.index(line)]
+                    process.join()
+                    raise RuntimeError(f"a process apart has died with exit code {process.exitcode}") from None
+                open_lines.remove(line)
+        return answers[self._lines[0]]
 
 
-def _serve(line: Connection, build: Callable, args: tuple) -> None:
-    torch.set_num_threads(1)
-    built = build(*args)
+@dataclass(frozen=True)
+class _Place:
+    """Where a process of a contender apart runs, and how. ``meeting``: a file for its ranks to meet by."""
+
+    rank: int
+    size: int
+    meeting: str
+    threads: int
+    wide: bool
+    kept: bool
+
+
+def _serve(line: Connection, place: _Place, build: Callable, args: tuple) -> None:
+    kind = device_type()
+    if kind == "cuda":
+        torch.cuda.set_device(place.rank)
+    else:
+        stay_on_core(place.rank, place.wide)
+        if place.kept:
+            keep_freed_memory()
+    torch.set_num_threads(place.threads)
+    if place.size > 1:
+        use_loopback()
+        store = dist.FileStore(place.meeting, place.size)
+        dist.init_process_group(BACKENDS[kind], store=store, rank=place.rank, world_size=place.size)
+    built = build(place.rank, *args)
     line.send(None)
     while True:
         line.send(built.step(line.recv()))
 
 
 @contextmanager
-def _without(name: str) -> Iterator[None]:
-    """This process's environment lacks ``name`` meanwhile."""
-    before = os.environ.pop(name, None)
+def _environment(changes: dict[str, str | None]) -> Iterator[None]:
+    """This process's environment, for those that it starts meanwhile; None: without."""
+    before = {name: os.environ.get(name) for name in changes}
+    _set(changes)
     try:
         yield
     finally:
-        if before is not None:
-            os.environ[name] = before
+        _set(before)
+
+
+def _set(variables: dict[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 _ALL = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
