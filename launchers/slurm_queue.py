@@ -86,7 +86,8 @@ def cancel(jobs: Iterable[str]) -> None:
 def requeue(job: str) -> None:
     """Stop ``job``'s processes and put it into the queue again. Raises LaunchError where that is refused."""
     done = _run(["scontrol", "requeue", job])
-    if done.returncode:
+    # Below 0: asked by the job itself, scontrol is one of the processes that are stopped, maybe before it returns.
+    if done.returncode > 0:
         raise LaunchError(f"scontrol requeue {job}: {done.stderr.strip()}")
 
 

@@ -1,10 +1,13 @@
-"""What the waiting command does about a job that was queued again: against a made-up queue."""
+"""A job that is queued again, and what the waiting command does about it: against a made-up queue."""
 
+import signal
+import subprocess
 import time
 
 import pytest
 
 from launchers import slurm, slurm_queue
+from launchers.errors import LaunchError
 
 STOPPED_S = 0.3
 BEGIN_S = 1.0  # in place of SLURM's two minutes
@@ -57,3 +60,19 @@ def test_a_stopped_job_goes_on_soon_but_not_in_the_second_in_which_it_was_stoppe
 
 def test_a_job_that_the_user_has_held_until_a_time_is_left_alone(lifted):
     assert lifted(times=1, held=True) == []
+
+
+def requeue_with(monkeypatch, code, words=""):
+    answer = subprocess.CompletedProcess(["scontrol"], code, "", words)
+    monkeypatch.setattr(slurm_queue.subprocess, "run", lambda *args, **kwargs: answer)
+    slurm_queue.requeue("7")
+
+
+def test_a_requeue_that_is_stopped_with_the_job_it_stops_has_not_failed(monkeypatch):
+    requeue_with(monkeypatch, 0)
+    requeue_with(monkeypatch, -signal.SIGTERM)
+
+
+def test_a_requeue_that_is_refused_says_why(monkeypatch):
+    with pytest.raises(LaunchError, match="scontrol requeue 7: Invalid job id"):
+        requeue_with(monkeypatch, 1, "Invalid job id specified")
