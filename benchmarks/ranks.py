@@ -8,8 +8,8 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -19,9 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launchers import World, connect
-from launchers.local import run_workers
-from launchers.store import use_loopback
+from launchers import World, connect, run_workers, use_loopback
+from launchers.environment import changed_environment
 from parallel.devices import keep_freed_memory
 
 RANKS = 2
@@ -94,7 +93,7 @@ class Apart:
         spawn = multiprocessing.get_context("spawn")
         self._lines: list[Connection] = []
         self._processes = []
-        with _environment({"OMP_NUM_THREADS": "1", _HEAPS: "1" if kept else None}):
+        with changed_environment({"OMP_NUM_THREADS": "1", _HEAPS: "1" if kept else None}):
             for rank in range(size):
                 ours, theirs = spawn.Pipe()
                 place = _Place(rank, size, f"{self._folder.name}/meeting", threads, wide, kept)
@@ -168,25 +167,6 @@ def _serve(line: Connection, place: _Place, build: Callable, args: tuple) -> Non
     line.send(None)
     while True:
         line.send(built.step(line.recv()))
-
-
-@contextmanager
-def _environment(changes: dict[str, str | None]) -> Iterator[None]:
-    """This process's environment, for those that it starts meanwhile; None: without."""
-    before = {name: os.environ.get(name) for name in changes}
-    _set(changes)
-    try:
-        yield
-    finally:
-        _set(before)
-
-
-def _set(variables: dict[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 _ALL = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

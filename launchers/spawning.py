@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import types
@@ -10,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from multiprocessing import resource_tracker
 
+from launchers.environment import changed_environment
 from launchers.stopping import SIGNALS
 
 
@@ -18,25 +18,11 @@ def spawning(env: Mapping[str, str]) -> Iterator[None]:
     """Children spawned inside see `env` from the start, have SIGINT and the signals of launchers.stopping blocked
     until they can handle them, and do not re-run this script."""
     with ExitStack() as stack:
-        stack.enter_context(_environment(env))
+        # torch's agent sets a worker's environment after it has imported torch: too late for OMP_NUM_THREADS.
+        stack.enter_context(changed_environment(env))
         stack.enter_context(_blocked_signals())
         stack.enter_context(_hidden_main())
         yield
-
-
-@contextmanager
-def _environment(env: Mapping[str, str]) -> Iterator[None]:
-    # torch's agent sets a worker's environment after it has imported torch: too late for OMP_NUM_THREADS.
-    before = {name: os.environ.get(name) for name in env}
-    os.environ.update(env)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextmanager

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import secrets
 import time
 from pathlib import Path
 
 from data.disk import free_space
+from launchers.environment import changed_environment
 from training.records.disk import DiskWatch
 from training.records.environment import mask_secrets
 
@@ -171,20 +171,8 @@ def _private_environment(run_dir: Path, mode: str):
                                       "WANDB_MODE": mode, "WANDB_SERVICE": None}
     for kind in ("cache", "data", "artifact"):
         changes[f"WANDB_{kind.upper()}_DIR"] = str(run_dir / "wandb" / kind)
-    before = {name: os.environ.get(name) for name in changes}
-    _set_environment(changes)
-    try:
+    with changed_environment(changes):
         yield
-    finally:
-        _set_environment(before)
-
-
-def _set_environment(values: dict[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def _close_service() -> None:
