@@ -83,7 +83,9 @@ class Stage(nn.Module):
     def as_sent(self, x: Tensor) -> Tensor:
         """``x`` as it goes to the next stage: contiguous; images in channels_last, [b, c, h, w], as the [b, h, w, c]
         that lies in memory, so that neither they nor their gradients are put into another order on either side."""
-        return (x.permute(0, 2, 3, 1) if self._images(x) else x).contiguous()
+        x = (x.permute(0, 2, 3, 1) if self._images(x) else x).contiguous()
+        # Where input and weight gradients are taken apart, torch detaches what was sent in place: a view refuses.
+        return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
 
     def _as_received(self, x: Tensor) -> Tensor:
         return x.permute(0, 3, 1, 2) if self._images(x) else x

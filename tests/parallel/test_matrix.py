@@ -1,10 +1,15 @@
-"""Six models under five strategies: all the same training. ``python -m benchmarks.parity`` makes the README's table."""
+"""Six models under five strategies, and images under each schedule: all the same training.
+
+``python -m benchmarks.parity`` makes the README's table.
+"""
 
 from __future__ import annotations
 
 import pytest
 from cases import Layout, Recipe
 from comparing import assert_same_training
+
+from parallel.schedules import NAMES, SCHEDULES
 
 TOLERANCE = 1e-5  # relative, in float32
 
@@ -33,3 +38,12 @@ def test_every_model_trains_under_every_strategy_as_in_one_process(trained, mode
     assert reference.losses[-1] < reference.losses[0], "nothing was learned: the comparison would say little"
     assert reference.evaluations
     assert_same_training(trained(layout, recipe), reference, 1e-10 if recipe.precision == "fp64" else TOLERANCE)
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if SCHEDULES[name].looped and name in NAMES])
+def test_stages_that_end_in_views_train_as_in_one_process(trained, schedule):
+    """Images in channels_last cross the first two borders, what a pooling flattened the third."""
+    recipe = RECIPES["resnet50"]
+    (reference,) = trained(Layout("single", chunks=4), recipe)
+    layout = Layout("pipelined", pp=2, chunks=4, schedule=schedule, balance=(6, 8, 7, 1))
+    assert_same_training(trained(layout, recipe), reference, 1e-10)
