@@ -14,6 +14,7 @@ single, 2 threads    one process that has both cores, two threads in every opera
 naive                model parallel: two stages on two ranks, the whole batch as one chunk
 pipelined            this project, best schedule and chunks, stages of equal time (parallel.balance=time)
 pipelined, uniform   the same with as many layers in each stage
+pipelined, whole     the same with every backward in one piece: interleaved_1f1b instead of interleaved_split_drain
 torchgpipe           as it comes: two partitions in one process, which has both cores; all but the last micro-batch
                      recompute their activations, the library's default; the C library's allocator; best chunks
 torchgpipe, tuned    with what this project does: no recomputation, freed memory kept (parallel.devices); best chunks
@@ -26,6 +27,7 @@ import argparse
 import math
 import statistics
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 from benchmarks import figure, peers, ranks, table
@@ -46,9 +48,9 @@ class Case:
 
 _TRANSFORMER = (*TRANSFORMER, "model.dropout=0")  # drawn anew for each micro-batch here, for each partition elsewhere
 CASES = {
-    "resnet50": Case(("model=resnet50", "data.image_size=128"), 120, (6, 8, 10), (1, 2, 6)),
+    "resnet50": Case(("model=resnet50", "data.image_size=128"), 120, (4, 6, 8), (1, 2, 6)),
     "resnet50, contiguous": Case(
-        ("model=resnet50", "data.image_size=128", "model.channels_last=false"), 120, (6, 8, 10), (1, 2, 6)
+        ("model=resnet50", "data.image_size=128", "model.channels_last=false"), 120, (4, 6, 8), (1, 2, 6)
     ),
     "transformer": Case(_TRANSFORMER, 16, (2, 4, 8, 16), (1, 2, 4)),
 }
@@ -61,7 +63,8 @@ QUICK = {
 }
 
 
-SCHEDULES = {"1f1b": 1, "interleaved_1f1b": 2}  # stages a rank; gpipe's steps take as long as 1f1b's
+SCHEDULES = {"1f1b": 1, "interleaved_split_drain": 2}  # stages a rank; gpipe's steps take as long as 1f1b's
+WHOLE = "interleaved_1f1b"  # what interleaved_split_drain is without taking backwards apart
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Way:
         if self.kind == "single":
             return self._in_precision("single" if self.threads == 1 else f"single, {self.threads} threads")
         if self.kind == "pipelined":
-            name = "naive" if self.chunks == 1 else "pipelined"
+            name = "naive" if self.chunks == 1 else "pipelined, whole" if self.schedule == WHOLE else "pipelined"
             return self._in_precision(f"{name}, uniform" if self.uniform else name)
         return f"{self.kind}, tuned" if self.tuned else self.kind
 
@@ -142,10 +145,8 @@ class Contest:
         splits = ranks.run("benchmarks.pipelining:splits", asdict(self.case))
         balance = {v: tuple(split) for v, split in zip(SCHEDULES.values(), splits, strict=True)}
         naive = Way("pipelined", balance=balance[1])
-        # More rounds than for the peers: these lie within a few percent of each other.
-        ours = self._best_of(
-            [Way("pipelined", c, s, balance[v]) for s, v in SCHEDULES.items() for c in self.case.chunks], rounds=3
-        )
+        chunks = self.case.chunks
+        ours = self._best_of([Way("pipelined", c, s, balance[v]) for c in chunks] for s, v in SCHEDULES.items())
         groups = [[Way("single"), naive]]
         also = []
         if ranks.device_type() == "cpu":
@@ -153,6 +154,8 @@ class Contest:
         uniform = tuple(equal_stages([1.0] * sum(ours.balance), len(ours.balance)))
         if uniform != ours.balance:
             also.append(replace(ours, balance=uniform, uniform=True))
+        if ours.schedule == "interleaved_split_drain":
+            also.append(replace(ours, schedule=WHOLE))
         if also:
             groups.append(also)
         groups.append([replace(way, precision="bf16") for way in (Way("single"), naive, ours)])
@@ -165,10 +168,13 @@ class Contest:
             )
         return [self.in_turns([*group, ours], rounds) for group in groups]
 
-    def _best_of(self, ways: list[Way], rounds: int) -> Way:
-        measured = self.in_turns(ways, rounds)
+    def _best_of(self, groups: Iterable[list[Way]]) -> Way:
+        """More rounds than for the peers: these lie within a few percent of each other."""
+        measured: dict[Way, list[float]] = {}
+        for ways in groups:
+            measured |= self.in_turns(ways, rounds=3)
         self.swept |= measured
-        return min(ways, key=lambda way: statistics.median(measured[way]))
+        return min(measured, key=lambda way: statistics.median(measured[way]))
 
     def _best_peer(self, ways: list[Way]) -> Way:
         """One after the other: three that hold all of a batch's activations would not fit into memory at once."""

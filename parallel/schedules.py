@@ -8,6 +8,7 @@ gradients and half for the weights':
     interleaved_1f1b         1f1b with several stages a rank, dealt round robin  bubble (p-1) / (v m + p-1)
     looped_bfs               gpipe with several stages a rank                    bubble (p-1) / (v m + p-1)
     interleaved_zero_bubble  interleaved_1f1b whose weight gradients fill gaps   bubble (p-1) / (3 v m + p-1)
+    interleaved_split_drain  the same in the last 2 (p-1) micro-batches only     the same; a little more from p = 4 on
 
 Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2019 and 2021 (PipeDream-flush, interleaved), Lamy-Poirier 2022
 (looped BFS), Qi et al. 2023 (zero bubble, there ZB-H1).
@@ -16,6 +17,7 @@ Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2019 and 2021 (PipeDream-fl
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pkgutil import resolve_name
 
 from parallel.errors import PlanError
 
@@ -24,14 +26,14 @@ from parallel.errors import PlanError
 class Schedule:
     """What is particular about a schedule.
 
-    torch_class     its name in torch.distributed.pipelining.schedules
+    class_name      module and name of what runs it
     looped          whether a rank runs several stages
     rounds          whether chunks go in rounds of as many as there are ranks
-    splits_backward whether gradients of inputs and of weights are taken at different times
+    splits_backward whether gradients of inputs and of weights are taken at different times, somewhere in a step
     refused         why it cannot be used, where it cannot
     """
 
-    torch_class: str
+    class_name: str
     looped: bool = False
     rounds: bool = False
     splits_backward: bool = False
@@ -40,19 +42,26 @@ class Schedule:
 
 _V_SHAPED = (
     "torch 2.13's evaluation hangs under it (rank 0 runs the first stage and the last); "
-    "parallel.schedule=interleaved_zero_bubble is the zero-bubble schedule that works"
+    "parallel.schedule=interleaved_zero_bubble is a zero-bubble schedule that works"
 )
 
+_TORCH = "torch.distributed.pipelining.schedules"
+
 SCHEDULES = {
-    "gpipe": Schedule("ScheduleGPipe"),
-    "1f1b": Schedule("Schedule1F1B"),
-    "interleaved_1f1b": Schedule("ScheduleInterleaved1F1B", looped=True, rounds=True),
-    "looped_bfs": Schedule("ScheduleLoopedBFS", looped=True),
+    "gpipe": Schedule(f"{_TORCH}:ScheduleGPipe"),
+    "1f1b": Schedule(f"{_TORCH}:Schedule1F1B"),
+    "interleaved_1f1b": Schedule(f"{_TORCH}:ScheduleInterleaved1F1B", looped=True, rounds=True),
+    "looped_bfs": Schedule(f"{_TORCH}:ScheduleLoopedBFS", looped=True),
     "interleaved_zero_bubble": Schedule(
-        "ScheduleInterleavedZeroBubble", looped=True, rounds=True, splits_backward=True
+        f"{_TORCH}:ScheduleInterleavedZeroBubble", looped=True, rounds=True, splits_backward=True
     ),
-    "zbv_zero_bubble": Schedule("ScheduleZBVZeroBubble", looped=True, splits_backward=True, refused=_V_SHAPED),
-    "dualpipev": Schedule("ScheduleDualPipeV", looped=True, splits_backward=True, refused=_V_SHAPED),
+    "interleaved_split_drain": Schedule(
+        "parallel.split_drain:ScheduleInterleavedSplitDrain", looped=True, rounds=True, splits_backward=True
+    ),
+    "zbv_zero_bubble": Schedule(
+        f"{_TORCH}:ScheduleZBVZeroBubble", looped=True, splits_backward=True, refused=_V_SHAPED
+    ),
+    "dualpipev": Schedule(f"{_TORCH}:ScheduleDualPipeV", looped=True, splits_backward=True, refused=_V_SHAPED),
 }
 NAMES = tuple(name for name, schedule in SCHEDULES.items() if not schedule.refused)
 
@@ -121,13 +130,15 @@ def in_flight(schedule: str, ranks: int, chunks: int, per_rank: int, rank: int) 
     if schedule == "1f1b":
         return min(chunks, ranks - rank)
     warm_up = (per_rank - 1) * ranks + 2 * (ranks - 1 - rank) + 1
-    # Activations whose weight gradients wait are held on: never more than a round of them.
-    waiting = ranks if SCHEDULES[schedule].splits_backward else 0
-    return min(chunks, -(-warm_up // per_rank) + 1 + waiting)
+    held = -(-warm_up // per_rank) + 1
+    # Activations whose weight gradients wait are held on: never more than a round of them, or than are put off.
+    if schedule == "interleaved_zero_bubble":
+        held += ranks
+    if schedule == "interleaved_split_drain":
+        held = max(held, 2 * (ranks - 1))
+    return min(chunks, held)
 
 
 def schedule_class(schedule: str) -> type:
-    """The class of torch.distributed.pipelining that runs ``schedule``."""
-    from torch.distributed.pipelining import schedules
-
-    return getattr(schedules, SCHEDULES[schedule].torch_class)
+    """The class that runs ``schedule``: torch's, or this project's that gives torch's another order."""
+    return resolve_name(SCHEDULES[schedule].class_name)

@@ -29,6 +29,7 @@ from parallel.schedules import (
         ("interleaved_1f1b", 4, 8, 2, 3 / 19),
         ("looped_bfs", 2, 4, 2, 1 / 9),
         ("interleaved_zero_bubble", 2, 4, 2, 0.04),
+        ("interleaved_split_drain", 2, 4, 2, 0.04),
         ("gpipe", 1, 4, 1, 0.0),
     ],
 )
@@ -57,7 +58,7 @@ def test_no_schedule_holds_more_micro_batches_than_there_are(chunks):
 
 
 def test_stages_a_rank():
-    assert [stages_per_rank(name, None) for name in NAMES] == [1, 1, 2, 2, 2]
+    assert [stages_per_rank(name, None) for name in NAMES] == [1, 1, 2, 2, 2, 2]
     assert stages_per_rank("interleaved_1f1b", 3) == 3
     with pytest.raises(PlanError, match="stages_per_rank=0 must be at least 1"):
         stages_per_rank("interleaved_1f1b", 0)
@@ -77,7 +78,7 @@ def test_interleaved_chunks_are_accepted_exactly_where_torch_accepts_them(chunks
 def test_every_name_has_its_class():
     assert [schedule_class(name).__name__ for name in NAMES] == [
         "ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleLoopedBFS",
-        "ScheduleInterleavedZeroBubble",
+        "ScheduleInterleavedZeroBubble", "ScheduleInterleavedSplitDrain",
     ]  # fmt: skip
 
 
@@ -88,6 +89,8 @@ def test_schedules_that_are_not_right_are_refused_with_the_reason():
             check_schedule(name, replicas=1)
     with pytest.raises(PlanError, match="dp=2 replicas is refused: torch skips.*144530.*interleaved_1f1b"):
         check_schedule("interleaved_zero_bubble", replicas=2)
+    with pytest.raises(PlanError, match="interleaved_split_drain with parallel.dp=2 replicas is refused"):
+        check_schedule("interleaved_split_drain", replicas=2)
     for name in NAMES:
         check_schedule(name, replicas=1)
 
