@@ -1,6 +1,6 @@
 """The promise in numbers: six models under five strategies, each compared with its own ``parallel=single``.
 
-    python -m benchmarks.parity            measures (36 runs of the command line), writes results/parity.csv
+    python -m benchmarks.parity            measures (39 runs of the command line), writes results/parity.csv
     python -m benchmarks.readme            puts what it found into the README
 
 Runs the real command line, with SGD on micro-batches of the same size, and takes the largest relative difference of
@@ -51,6 +51,9 @@ MORE_LAYOUTS = {
         ["parallel=model_parallel", "parallel.pp=4"],
         ["parallel=pipelined", "parallel.pp=2", "parallel.schedule=gpipe"],
         ["parallel=pipelined", "parallel.pp=2", "parallel.schedule=interleaved_1f1b"],
+        ["parallel=pipelined", "parallel.pp=2", "parallel.schedule=looped_bfs"],
+        ["parallel=pipelined", "parallel.pp=2", "parallel.schedule=interleaved_zero_bubble"],
+        ["parallel=pipelined", "parallel.pp=2", "parallel.schedule=interleaved_split_drain"],
         ["parallel=pipelined", "parallel.pp=4", "parallel.schedule=1f1b"],
         ["parallel=pipe_ddp", "parallel.dp=2", "parallel.pp=2", "parallel.schedule=gpipe"],
         ["parallel=pipe_ddp", "parallel.dp=2", "parallel.pp=2", "parallel.schedule=interleaved_1f1b"],

@@ -27,7 +27,6 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 from benchmarks import figure, peers, ranks, table
@@ -146,7 +145,7 @@ class Contest:
         balance = {v: tuple(split) for v, split in zip(SCHEDULES.values(), splits, strict=True)}
         naive = Way("pipelined", balance=balance[1])
         chunks = self.case.chunks
-        ours = self._best_of([Way("pipelined", c, s, balance[v]) for c in chunks] for s, v in SCHEDULES.items())
+        ours = self._best_of([Way("pipelined", c, s, balance[v]) for c in chunks for s, v in SCHEDULES.items()])
         groups = [[Way("single"), naive]]
         also = []
         if ranks.device_type() == "cpu":
@@ -168,13 +167,15 @@ class Contest:
             )
         return [self.in_turns([*group, ours], rounds) for group in groups]
 
-    def _best_of(self, groups: Iterable[list[Way]]) -> Way:
-        """More rounds than for the peers: these lie within a few percent of each other."""
-        measured: dict[Way, list[float]] = {}
-        for ways in groups:
-            measured |= self.in_turns(ways, rounds=3)
-        self.swept |= measured
-        return min(measured, key=lambda way: statistics.median(measured[way]))
+    def _best_of(self, ways: list[Way]) -> Way:
+        """The fastest of ways a few percent apart: judged against the first, beside which each of them runs."""
+        first, *others = ways
+        speeds = {first: 1.0}
+        for i in range(0, len(others), 3):
+            measured = self.in_turns([first, *others[i : i + 3]], rounds=5)
+            self.swept |= measured
+            speeds |= {way: paired(measured, way, first) for way in measured}
+        return max(speeds, key=speeds.__getitem__)
 
     def _best_peer(self, ways: list[Way]) -> Way:
         """One after the other: three that hold all of a batch's activations would not fit into memory at once."""

@@ -59,6 +59,6 @@ def take_turns(
     return seconds
 
 
-def paired(seconds: Mapping[str, Sequence[float]], one: str, other: str) -> float:
+def paired(seconds: Mapping[Key, Sequence[float]], one: Key, other: Key) -> float:
     """How many times as long ``other`` takes as ``one``: the median over the rounds, where both had the same noise."""
     return statistics.median(b / a for a, b in zip(seconds[one], seconds[other], strict=True))
