@@ -124,18 +124,18 @@ def ideal_bubble(schedule: str, ranks: int, chunks: int, per_rank: int) -> float
 
 
 def in_flight(schedule: str, ranks: int, chunks: int, per_rank: int, rank: int) -> int:
-    """At most how many micro-batches' activations one stage of ``rank`` holds at a time."""
+    """At most how many micro-batches' activations a stage of ``rank`` holds at a time, on average over its stages."""
     if schedule in ("gpipe", "looped_bfs"):
         return chunks
     if schedule == "1f1b":
         return min(chunks, ranks - rank)
     warm_up = (per_rank - 1) * ranks + 2 * (ranks - 1 - rank) + 1
     held = -(-warm_up // per_rank) + 1
-    # Activations whose weight gradients wait are held on: never more than a round of them, or than are put off.
+    # Activations whose weight gradients wait are held on: never more than a round of them, or than are taken apart.
     if schedule == "interleaved_zero_bubble":
         held += ranks
     if schedule == "interleaved_split_drain":
-        held = max(held, 2 * (ranks - 1))
+        held = max(held, 2 * ranks - 1)
     return min(chunks, held)
 
 

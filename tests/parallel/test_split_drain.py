@@ -81,12 +81,19 @@ def test_every_gradient_is_taken_once_and_only_the_last_are_taken_apart(ranks, p
         assert len(actions) == 2 * len(every) + len(apart)
 
 
-@pytest.mark.parametrize("chunks", [2, 4, 8])
-def test_two_ranks_hold_no_more_micro_batches_than_interleaved_1f1b(chunks):
-    for rank, actions in split_drain(interleaved(2, 2, chunks), chunks).items():
-        held, most = dict.fromkeys((rank, rank + 2), 0), 0
-        for action in actions:
-            held[action.stage_index] += {FORWARD: 1, BACKWARD_INPUT: 0}.get(action.computation_type, -1)
-            most = max(most, *held.values())
-        assert most <= in_flight("interleaved_split_drain", 2, chunks, 2, rank)
-        assert most <= in_flight("interleaved_1f1b", 2, chunks, 2, rank)
+def most_held(actions: list) -> int:
+    """Forwards whose activations some gradient still needs, of all stages of a rank."""
+    held, most = 0, 0
+    for action in actions:
+        held += {FORWARD: 1, BACKWARD_INPUT: 0}.get(action.computation_type, -1)
+        most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize("ranks, per_rank, chunks", [*SIZES, (8, 2, 32)])
+def test_a_rank_holds_no_more_activations_than_is_said_of_it(ranks, per_rank, chunks):
+    whole = interleaved(ranks, per_rank, chunks)
+    for rank, actions in split_drain(whole, chunks).items():
+        sizes = ranks, chunks, per_rank, rank
+        assert most_held(actions) <= per_rank * in_flight("interleaved_split_drain", *sizes)
+        assert most_held(list(filter(None, whole[rank]))) <= per_rank * in_flight("interleaved_1f1b", *sizes)
