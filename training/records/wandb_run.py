@@ -160,8 +160,7 @@ class NoLogger:
         """Do nothing."""
 
 
-@contextlib.contextmanager
-def _private_environment(run_dir: Path, mode: str):
+def _private_environment(run_dir: Path, mode: str) -> contextlib.AbstractContextManager[None]:
     """While wandb's service starts: keep it silent, inside `run_dir`, and from reporting its errors home.
 
     No setting does this. The environment is put back, so that no other child inherits it: neither these nor
@@ -171,8 +170,7 @@ def _private_environment(run_dir: Path, mode: str):
                                       "WANDB_MODE": mode, "WANDB_SERVICE": None}
     for kind in ("cache", "data", "artifact"):
         changes[f"WANDB_{kind.upper()}_DIR"] = str(run_dir / "wandb" / kind)
-    with changed_environment(changes):
-        yield
+    return changed_environment(changes)
 
 
 def _close_service() -> None:
