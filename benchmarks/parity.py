@@ -53,7 +53,7 @@ MORE_LAYOUTS = {
         ["parallel=pipelined", "parallel.pp=2", "parallel.schedule=interleaved_1f1b"],
         ["parallel=pipelined", "parallel.pp=2", "parallel.schedule=looped_bfs"],
         ["parallel=pipelined", "parallel.pp=2", "parallel.schedule=interleaved_zero_bubble"],
-        ["parallel=pipelined", "parallel.pp=2", "parallel.schedule=interleaved_split_drain"],
+        ["parallel=pipelined", "parallel.pp=2", "parallel.schedule=planned"],
         ["parallel=pipelined", "parallel.pp=4", "parallel.schedule=1f1b"],
         ["parallel=pipe_ddp", "parallel.dp=2", "parallel.pp=2", "parallel.schedule=gpipe"],
         ["parallel=pipe_ddp", "parallel.dp=2", "parallel.pp=2", "parallel.schedule=interleaved_1f1b"],

@@ -14,7 +14,8 @@ single, 2 threads    one process that has both cores, two threads in every opera
 naive                model parallel: two stages on two ranks, the whole batch as one chunk
 pipelined            this project, best schedule and chunks, stages of equal time (parallel.balance=time)
 pipelined, uniform   the same with as many layers in each stage
-pipelined, whole     the same with every backward in one piece: interleaved_1f1b instead of interleaved_split_drain
+pipelined, whole     interleaved_1f1b instead of planned: every backward in one piece, in the usual order, its own
+                     stages of equal time
 torchgpipe           as it comes: two partitions in one process, which has both cores; all but the last micro-batch
                      recompute their activations, the library's default; the C library's allocator; best chunks
 torchgpipe, tuned    with what this project does: no recomputation, freed memory kept (parallel.devices); best chunks
@@ -33,6 +34,7 @@ from benchmarks import figure, peers, ranks, table
 from benchmarks.timing import Spread, paired, take_turns
 from benchmarks.trainer import TRANSFORMER, Trainer, configured
 from parallel.balance import equal_stages, seconds_per_layer
+from parallel.pipeline import MEASURED_STEPS
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,8 @@ QUICK = {
 }
 
 
-SCHEDULES = {"1f1b": 1, "interleaved_split_drain": 2}  # stages a rank; gpipe's steps take as long as 1f1b's
-WHOLE = "interleaved_1f1b"  # what interleaved_split_drain is without taking backwards apart
+WHOLE = "interleaved_1f1b"  # planned's like, in its usual order
+SCHEDULES = {"1f1b": 1, "planned": 2, WHOLE: 2}  # stages a rank; gpipe's steps take as long as 1f1b's
 
 
 @dataclass(frozen=True)
@@ -141,27 +143,29 @@ class Contest:
 
     def finals(self, rounds: int) -> list[dict[Way, list[float]]]:
         """Seconds of the best way of each kind, in groups; ``pipelined`` is in each."""
-        splits = ranks.run("benchmarks.pipelining:splits", asdict(self.case))
-        balance = {v: tuple(split) for v, split in zip(SCHEDULES.values(), splits, strict=True)}
-        naive = Way("pipelined", balance=balance[1])
-        chunks = self.case.chunks
-        ours = self._best_of([Way("pipelined", c, s, balance[v]) for c in chunks for s, v in SCHEDULES.items()])
+        ways = [Way("pipelined", chunks, schedule) for chunks in self.case.chunks for schedule in SCHEDULES]
+        ways += [replace(way, schedule=WHOLE) for way in ways if way.schedule == "planned"]
+        splits = ranks.run("benchmarks.pipelining:splits", asdict(self.case), [asdict(way) for way in ways])
+        ways = [replace(way, balance=tuple(split)) for way, split in zip(ways, splits, strict=True)]
+        halves = next(way.balance for way in ways if SCHEDULES[way.schedule] == 1)
+        naive = Way("pipelined", balance=halves)
+        ours = self._best_of([way for way in ways if way.schedule != WHOLE])
         groups = [[Way("single"), naive]]
-        also = []
+        also: list[Way] = []
         if ranks.device_type() == "cpu":
             also.append(Way("single", threads=ranks.RANKS))
         uniform = tuple(equal_stages([1.0] * sum(ours.balance), len(ours.balance)))
         if uniform != ours.balance:
             also.append(replace(ours, balance=uniform, uniform=True))
-        if ours.schedule == "interleaved_split_drain":
-            also.append(replace(ours, schedule=WHOLE))
+        if ours.schedule == "planned":
+            also += [way for way in ways if (way.chunks, way.schedule) == (ours.chunks, WHOLE)]
         if also:
             groups.append(also)
         groups.append([replace(way, precision="bf16") for way in (Way("single"), naive, ours)])
         for peer in peers.NAMES:
             groups.append(
                 [
-                    self._best_peer([Way(peer, n, balance=balance[1], tuned=tuned) for n in self.case.peer_chunks])
+                    self._best_peer([Way(peer, n, balance=halves, tuned=tuned) for n in self.case.peer_chunks])
                     for tuned in (False, True)
                 ]
             )
@@ -184,12 +188,14 @@ class Contest:
         return min(ways, key=lambda way: self.swept[way])
 
     def in_turns(self, ways: list[Way], rounds: int) -> dict[Way, list[float]]:
-        """Seconds of every way's steps, after one step of each that builds what is kept, and one that warms up. Raises
+        """Seconds of every way's steps, after one step of each that builds what is kept, and those that warm up. Raises
         RuntimeError where one starts from another loss than the others."""
         contenders = {way: _start(way, self.case) for way in ways}
         for way, contender in contenders.items():
             self._check(way, contender.step(1))
-        seconds = take_turns({way: contender.step for way, contender in contenders.items()}, rounds)
+        # A planned order is settled after some steps, the one above among them.
+        warm_up = MEASURED_STEPS - 1 if any(way.schedule == "planned" for way in ways) else 1
+        seconds = take_turns({way: contender.step for way, contender in contenders.items()}, rounds, warm_up)
         for contender in contenders.values():
             contender.close()
         shown = (f"{w.name} x{w.chunks} {w.schedule}: {statistics.median(t):.3f} s" for w, t in seconds.items())
@@ -203,16 +209,19 @@ class Contest:
             raise RuntimeError(f"{way} starts from loss {loss}, the others from {self._first_loss}: not the same model")
 
 
-def splits(rank: int, case: dict) -> list[list[int]]:
-    """Layers of each stage, for each of SCHEDULES: by their time for a micro-batch on rank 0's core while the other
-    core rests."""
+def splits(rank: int, case: dict, ways: list[dict]) -> list[list[int]]:
+    """Layers of each stage, for each of the ways: by their time for a micro-batch of middling size on rank 0's core
+    while the other core rests."""
     if rank != 0:
         return []
     case = Case(**case)
     chunks = case.chunks[len(case.chunks) // 2]
     setup = configured(_overrides(case, Way("single", chunks)))
     seconds = seconds_per_layer(setup.plan, setup.chain, setup.sample, setup.cfg.seed, threads=1)
-    return [equal_stages(seconds, stages * ranks.RANKS, ranks.RANKS, chunks) for stages in SCHEDULES.values()]
+    return [
+        equal_stages(seconds, SCHEDULES[way.schedule] * ranks.RANKS, ranks.RANKS, way.chunks, way.schedule)
+        for way in (Way(**way) for way in ways)
+    ]
 
 
 def _start(way: Way, case: Case) -> ranks.Apart:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import permutations
 
@@ -88,11 +88,14 @@ def bytes_per_layer(plan: Plan, chain: Chain, sample: Batch, tensors_per_paramet
     ]
 
 
-def equal_stages(costs: Sequence[float], stages: int, ranks: int | None = None, chunks: int = 1) -> list[int]:
+def equal_stages(
+    costs: Sequence[float], stages: int, ranks: int | None = None, chunks: int = 1, schedule: str | None = None
+) -> list[int]:
     """Layers of each stage so that a step of ``chunks`` micro-batches costs least; uniform where it is nearly as good.
 
-    ranks    where fewer than ``stages``, stage i runs on rank i % ranks, and what counts most is a rank's sum
-    returns  the best split where each rank has one stage; else the best that moving layers between two stages leads to
+    ranks     where fewer than ``stages``, stage i runs on rank i % ranks, and what counts most is a rank's sum
+    schedule  planned: what counts is when its order ends
+    returns   the best split where each rank has one stage; else the best that moving layers between two stages leads to
     """
     ranks = ranks or stages
 
@@ -103,13 +106,26 @@ def equal_stages(costs: Sequence[float], stages: int, ranks: int | None = None, 
 
     share, extra = divmod(len(costs), stages)
     uniform = [share + (i < extra) for i in range(stages)]
-    best = block_partition(costs, stages)
-    while stages > ranks:
-        better = min(_moves(best), key=cost, default=best)
-        if cost(better) >= cost(best):
-            break
-        best = better
+    best = blocks = block_partition(costs, stages)
+    if stages > ranks:
+        best = _descend(blocks, cost)
+    if schedule == "planned":
+        from parallel.order import expected_end  # a second of imports that others do without
+
+        def cost(counts: Sequence[int]) -> float:
+            return expected_end(stage_costs(costs, counts), ranks, chunks)
+
+        best = min(_descend(blocks, cost), _descend(best, cost), key=cost)
     return best if cost(best) < (1 - _LEAST_GAIN) * cost(uniform) else uniform
+
+
+def _descend(counts: list[int], cost: Callable[[Sequence[int]], float]) -> list[int]:
+    """The split that moves lead to from ``counts``, each the one that gains most, until none gains anything."""
+    while True:
+        better = min(_moves(counts), key=cost, default=counts)
+        if cost(better) >= cost(counts):
+            return counts
+        counts = better
 
 
 def _moves(counts: Sequence[int]) -> Iterator[list[int]]:

@@ -13,13 +13,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from data.batch import Batch
+from parallel.planned import SchedulePlanned, stage_seconds
 from parallel.schedules import SCHEDULES, schedule_class
 from parallel.stage import Stage
-from parallel.strategy import Strategy
+from parallel.strategy import StepResult, Strategy
 from parallel.timeline import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -31,6 +33,9 @@ from parallel.timeline import (
     now,
 )
 from parallel.trace import Border
+
+# After so many steps, the warm-up among them, a planned order is planned anew from what they took.
+MEASURED_STEPS = 4
 
 
 class Pipeline(Strategy):
@@ -59,6 +64,23 @@ class Pipeline(Strategy):
             loss_fn=_already_a_loss,
             scale_grads=False,
         )
+
+    def train_step(self, *args, **kwargs) -> StepResult:
+        result = super().train_step(*args, **kwargs)
+        # A GPU's host clock does not see when its kernels run.
+        if isinstance(self._schedule, SchedulePlanned) and self.device.type == "cpu":
+            self._plan_anew()
+        return result
+
+    def _plan_anew(self) -> None:
+        if len(self.timeline.steps) != MEASURED_STEPS:
+            return
+        known = [stage_seconds(list(self.timeline.steps))]
+        if self.mesh.pp_group is not None:
+            known *= self.mesh.pp
+            dist.all_gather_object(known, known[0], self.mesh.pp_group)
+        seconds = {stage: times for of_rank in known for stage, times in of_rank.items()}
+        self._schedule.plan([seconds[stage] for stage in range(len(self.plan.stages))])
 
     def _forward_backward(self, batch: Batch) -> None:
         self._run(self._schedule.step, batch)

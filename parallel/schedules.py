@@ -8,10 +8,10 @@ gradients and half for the weights':
     interleaved_1f1b         1f1b with several stages a rank, dealt round robin  bubble (p-1) / (v m + p-1)
     looped_bfs               gpipe with several stages a rank                    bubble (p-1) / (v m + p-1)
     interleaved_zero_bubble  interleaved_1f1b whose weight gradients fill gaps   bubble (p-1) / (3 v m + p-1)
-    interleaved_split_drain  the same in the last 2 (p-1) micro-batches only     the same; a little more from p = 4 on
+    planned                  the order that ends first, from measured times      the same
 
 Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2019 and 2021 (PipeDream-flush, interleaved), Lamy-Poirier 2022
-(looped BFS), Qi et al. 2023 (zero bubble, there ZB-H1).
+(looped BFS), Qi et al. 2023 (zero bubble, there ZB-H1; and orders planned from measured times).
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ SCHEDULES = {
     "interleaved_zero_bubble": Schedule(
         f"{_TORCH}:ScheduleInterleavedZeroBubble", looped=True, rounds=True, splits_backward=True
     ),
-    "interleaved_split_drain": Schedule(
-        "parallel.split_drain:ScheduleInterleavedSplitDrain", looped=True, rounds=True, splits_backward=True
-    ),
+    "planned": Schedule("parallel.planned:SchedulePlanned", looped=True, splits_backward=True),
     "zbv_zero_bubble": Schedule(
         f"{_TORCH}:ScheduleZBVZeroBubble", looped=True, splits_backward=True, refused=_V_SHAPED
     ),
@@ -129,14 +127,24 @@ def in_flight(schedule: str, ranks: int, chunks: int, per_rank: int, rank: int) 
         return chunks
     if schedule == "1f1b":
         return min(chunks, ranks - rank)
-    warm_up = (per_rank - 1) * ranks + 2 * (ranks - 1 - rank) + 1
-    held = -(-warm_up // per_rank) + 1
-    # Activations whose weight gradients wait are held on: never more than a round of them, or than are taken apart.
+    if schedule == "planned":
+        return -(-most_held(ranks, chunks, per_rank, rank, spare=ranks) // per_rank)
+    held = -(-_warm_up(ranks, per_rank, rank) // per_rank) + 1
+    # Activations whose weight gradients wait are held on: never more than a round of them.
     if schedule == "interleaved_zero_bubble":
         held += ranks
-    if schedule == "interleaved_split_drain":
-        held = max(held, 2 * ranks - 1)
     return min(chunks, held)
+
+
+def most_held(ranks: int, chunks: int, per_rank: int, rank: int, spare: int) -> int:
+    """At most how many activations, one for each stage and micro-batch, a planned order has ``rank`` hold at a time:
+    interleaved 1F1B's, and ``spare`` more."""
+    return min(chunks * per_rank, _warm_up(ranks, per_rank, rank) + spare)
+
+
+def _warm_up(ranks: int, per_rank: int, rank: int) -> int:
+    """Forwards of interleaved 1F1B on ``rank`` before its first backward."""
+    return (per_rank - 1) * ranks + 2 * (ranks - 1 - rank) + 1
 
 
 def schedule_class(schedule: str) -> type:

@@ -68,7 +68,7 @@ def layer_costs(cfg: Any, plan: Plan, chain: Chain, sample: Batch) -> list[float
 
 def settle_balance(cfg: Any, plan: Plan, costs: list[float]) -> None:
     """Replace the word in the configuration by the number of layers of each stage."""
-    cfg.parallel.balance = equal_stages(costs, len(plan.stages), plan.pp, plan.chunks)
+    cfg.parallel.balance = equal_stages(costs, len(plan.stages), plan.pp, plan.chunks, plan.schedule)
 
 
 @dataclass

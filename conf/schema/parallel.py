@@ -10,7 +10,7 @@ from hydra.core.config_store import ConfigStore
 
 SCHEDULES = (
     "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble",
-    "interleaved_split_drain", "zbv_zero_bubble", "dualpipev",  # the last two: known, and refused with the reason
+    "planned", "zbv_zero_bubble", "dualpipev",  # the last two: known, and refused with the reason
 )  # fmt: skip
 Schedule = Enum("Schedule", {name: name for name in SCHEDULES})
 
@@ -33,7 +33,7 @@ class Parallel:
     pp: int = 1  # stages, one process each (times stages_per_rank); model_parallel: all in one process
     chunks: Any = 1  # micro-batches per replica and step; where nothing is pipelined: gradient accumulation; auto
     schedule: Schedule = Schedule.gpipe  # order of forwards and backwards in a pipeline
-    stages_per_rank: int | None = None  # null: what the schedule needs (interleaved and looped: 2, else 1)
+    stages_per_rank: int | None = None  # null: what the schedule needs (interleaved, looped, planned: 2, else 1)
     balance: Any = "uniform"  # how layers are dealt to stages: uniform, time or size (measured), or [7,7]
     order: Order = Order.dp_pp  # dp_pp: the ranks of a pipeline are neighbours; pp_dp: those of a stage are
     devices: list[str] | None = None  # model_parallel: one a stage, such as [cuda:0,cuda:1]; data_parallel: all of them

@@ -53,3 +53,13 @@ def _one_step(recipe: Recipe, layout: Layout):
 
 def _tied_norm(strategy) -> float:
     return dict(strategy.named_parameters())["embedding.wte.weight"].grad.norm().item()
+
+
+def orders_of_a_planned_run(layout: Layout, recipe: Recipe) -> list[dict[int, list[str]]]:
+    """What all ranks do in each of six steps, as this one knows it."""
+    plan, strategy = build(layout, recipe)
+    batch_at, seen = chain_and_batches(recipe)[1], []
+    for step in range(1, 7):
+        seen.append({rank: list(map(str, actions)) for rank, actions in strategy._schedule.pipeline_order.items()})
+        strategy.train_step(batch_at(step), step)
+    return seen

@@ -8,12 +8,14 @@ from itertools import combinations
 import pytest
 import torch
 from cases import Layout, parallel_section
+from orders import span
 from torch import nn
 
 from data.batch import Batch
 from models.chain import Chain, Layer
 from models.losses import SquaredError
-from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer, stage_shares
+from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer, stage_costs, stage_shares
+from parallel.order import StageSeconds, best_order
 from parallel.plan import make_plan
 
 
@@ -94,6 +96,20 @@ def test_a_looped_split_is_about_as_good_as_any(seed):
     cuts = combinations(range(1, 12), 3)
     best = min(step([b - a for a, b in zip((0, *cut), (*cut, 12), strict=True)]) for cut in cuts)
     assert step(equal_stages(costs, 4, ranks=2, chunks=8)) <= 1.05 * best
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_stages_of_a_planned_pipeline_are_cut_for_its_order(seed):
+    """Whose end is reckoned in orders that were planned for the true times, by another sum than the one that chose."""
+    costs = torch.rand(14, generator=torch.Generator().manual_seed(seed)).tolist()
+
+    def end(schedule: str | None) -> float:
+        each = stage_costs(costs, equal_stages(costs, 4, ranks=2, chunks=4, schedule=schedule))
+        seconds = [StageSeconds(cost / 3, cost * 2 / 3, cost / 3, cost * 0.36) for cost in each]
+        return span(best_order(seconds, 2, 4), seconds)
+
+    assert end("planned") <= 1.01 * end(None)
+    assert end("planned") <= 1.10 * (4 * sum(costs) / 2)
 
 
 def test_noise_does_not_move_layers():

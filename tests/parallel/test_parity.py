@@ -39,7 +39,7 @@ GPT2_LAYOUTS = [
     Layout("pipelined", pp=2, chunks=4, schedule="1f1b", balance="size"),
     Layout("pipelined", pp=2, chunks=8, schedule="looped_bfs"),
     Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule="looped_bfs"),
-    *(Layout("pipelined", pp=2, chunks=8, schedule=f"interleaved_{s}") for s in ("zero_bubble", "split_drain")),
+    *(Layout("pipelined", pp=2, chunks=8, schedule=s) for s in ("interleaved_zero_bubble", "planned")),
 ]
 
 

@@ -29,7 +29,7 @@ from parallel.schedules import (
         ("interleaved_1f1b", 4, 8, 2, 3 / 19),
         ("looped_bfs", 2, 4, 2, 1 / 9),
         ("interleaved_zero_bubble", 2, 4, 2, 0.04),
-        ("interleaved_split_drain", 2, 4, 2, 0.04),
+        ("planned", 2, 4, 2, 0.04),
         ("gpipe", 1, 4, 1, 0.0),
     ],
 )
@@ -78,7 +78,7 @@ def test_interleaved_chunks_are_accepted_exactly_where_torch_accepts_them(chunks
 def test_every_name_has_its_class():
     assert [schedule_class(name).__name__ for name in NAMES] == [
         "ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleLoopedBFS",
-        "ScheduleInterleavedZeroBubble", "ScheduleInterleavedSplitDrain",
+        "ScheduleInterleavedZeroBubble", "SchedulePlanned",
     ]  # fmt: skip
 
 
@@ -89,8 +89,8 @@ def test_schedules_that_are_not_right_are_refused_with_the_reason():
             check_schedule(name, replicas=1)
     with pytest.raises(PlanError, match="dp=2 replicas is refused: torch skips.*144530.*interleaved_1f1b"):
         check_schedule("interleaved_zero_bubble", replicas=2)
-    with pytest.raises(PlanError, match="interleaved_split_drain with parallel.dp=2 replicas is refused"):
-        check_schedule("interleaved_split_drain", replicas=2)
+    with pytest.raises(PlanError, match="planned with parallel.dp=2 replicas is refused"):
+        check_schedule("planned", replicas=2)
     for name in NAMES:
         check_schedule(name, replicas=1)
 
