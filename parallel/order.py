@@ -112,8 +112,7 @@ class _ListScheduling:
         self._clock = [0.0 for _ in ranks]
         self._holds = [0 for _ in ranks]
         self._put_off: list[list[_Action]] = [[] for _ in ranks]
-        self._forwards, self._backwards = [0] * stages, [0] * stages  # so many micro-batches are done
-        self._forward_ended: list[list[float]] = [[] for _ in range(stages)]
+        self._forward_ended: list[list[float]] = [[] for _ in range(stages)]  # of micro-batches 0, 1, …
         self._backward_ended: list[list[float]] = [[] for _ in range(stages)]
         upcoming = {rank: self._next(rank) for rank in ranks}
         while (first := min(filter(None, upcoming.values()), default=None)) is not None:
@@ -127,15 +126,15 @@ class _ListScheduling:
         """(when, how urgent, …, rank, action): what this rank does next, as far as can be seen now."""
         found = []
         stages = range(rank, len(self.seconds), self.ranks)
-        for stage in stages:
-            chunk = self._backwards[stage]
+        for i, stage in enumerate(stages):
+            chunk = len(self._backward_ended[stage])
             if chunk < self.chunks:
                 two_parts = stage > 0 and chunk >= self.chunks - self.apart
                 action = _Action(stage, BACKWARD_INPUT if two_parts else FULL_BACKWARD, chunk)
                 found.append((self._backward_ready(stage, chunk), 0, chunk, -stage, rank, action))
-            chunk = self._forwards[stage]
+            chunk = len(self._forward_ended[stage])
             # Room stays for the rank's later stages, else what the earlier ones gave could never come back.
-            if chunk < self.chunks and self._holds[rank] + len(stages[stages.index(stage) :]) <= self.held[rank]:
+            if chunk < self.chunks and self._holds[rank] + len(stages) - i <= self.held[rank]:
                 found.append((self._forward_ready(stage, chunk), 1, 0, -stage, rank, _Action(stage, FORWARD, chunk)))
         now = self._clock[rank]
         found = [(max(when, now), *rest) for when, *rest in found if when < math.inf]
@@ -166,14 +165,12 @@ class _ListScheduling:
         stage, kind, chunk = action.stage_index, action.computation_type, action.microbatch_index
         end = start + getattr(self.seconds[stage], _FIELDS[kind])
         if kind == FORWARD:
-            self._forwards[stage] += 1
             self._forward_ended[stage].append(end)
             self._holds[rank] += 1
         elif kind == BACKWARD_WEIGHT:
             self._put_off[rank].pop(0)
             self._holds[rank] -= 1
         else:
-            self._backwards[stage] += 1
             self._backward_ended[stage].append(end)
             if kind == BACKWARD_INPUT:
                 self._put_off[rank].append(_Action(stage, BACKWARD_WEIGHT, chunk))

@@ -63,3 +63,11 @@ def orders_of_a_planned_run(layout: Layout, recipe: Recipe) -> list[dict[int, li
         seen.append({rank: list(map(str, actions)) for rank, actions in strategy._schedule.pipeline_order.items()})
         strategy.train_step(batch_at(step), step)
     return seen
+
+
+def gradients_of_a_planned_step(layout: Layout, recipe: Recipe, seconds: list) -> dict[str, torch.Tensor]:
+    """This rank's, of one step in the order that is best for these times of each stage."""
+    _, strategy = build(layout, recipe)
+    strategy._schedule.plan(seconds)
+    strategy.train_step(chain_and_batches(recipe)[1](1), 1)
+    return {name: parameter.grad for name, parameter in strategy.named_parameters()}
