@@ -14,8 +14,6 @@ single, 2 threads    one process that has both cores, two threads in every opera
 naive                model parallel: two stages on two ranks, the whole batch as one chunk
 pipelined            this project, best schedule and chunks, stages of equal time (parallel.balance=time)
 pipelined, uniform   the same with as many layers in each stage
-pipelined, whole     interleaved_1f1b instead of planned: every backward in one piece, in the usual order, its own
-                     stages of equal time
 torchgpipe           as it comes: two partitions in one process, which has both cores; all but the last micro-batch
                      recompute their activations, the library's default; the C library's allocator; best chunks
 torchgpipe, tuned    with what this project does: no recomputation, freed memory kept (parallel.devices); best chunks
@@ -64,8 +62,8 @@ QUICK = {
 }
 
 
-WHOLE = "interleaved_1f1b"  # planned's like, in its usual order
-SCHEDULES = {"1f1b": 1, "planned": 2, WHOLE: 2}  # stages a rank; gpipe's steps take as long as 1f1b's
+# Stages a rank; gpipe's steps take as long as 1f1b's.
+SCHEDULES = {"1f1b": 1, "interleaved_1f1b": 2, "planned": 2}
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class Way:
         if self.kind == "single":
             return self._in_precision("single" if self.threads == 1 else f"single, {self.threads} threads")
         if self.kind == "pipelined":
-            name = "naive" if self.chunks == 1 else "pipelined, whole" if self.schedule == WHOLE else "pipelined"
+            name = "naive" if self.chunks == 1 else "pipelined"
             return self._in_precision(f"{name}, uniform" if self.uniform else name)
         return f"{self.kind}, tuned" if self.tuned else self.kind
 
@@ -144,21 +142,18 @@ class Contest:
     def finals(self, rounds: int) -> list[dict[Way, list[float]]]:
         """Seconds of the best way of each kind, in groups; ``pipelined`` is in each."""
         ways = [Way("pipelined", chunks, schedule) for chunks in self.case.chunks for schedule in SCHEDULES]
-        ways += [replace(way, schedule=WHOLE) for way in ways if way.schedule == "planned"]
         splits = ranks.run("benchmarks.pipelining:splits", asdict(self.case), [asdict(way) for way in ways])
         ways = [replace(way, balance=tuple(split)) for way, split in zip(ways, splits, strict=True)]
         halves = next(way.balance for way in ways if SCHEDULES[way.schedule] == 1)
         naive = Way("pipelined", balance=halves)
-        ours = self._best_of([way for way in ways if way.schedule != WHOLE])
+        ours = self._best_of(ways)
         groups = [[Way("single"), naive]]
-        also: list[Way] = []
+        also = []
         if ranks.device_type() == "cpu":
             also.append(Way("single", threads=ranks.RANKS))
         uniform = tuple(equal_stages([1.0] * sum(ours.balance), len(ours.balance)))
         if uniform != ours.balance:
             also.append(replace(ours, balance=uniform, uniform=True))
-        if ours.schedule == "planned":
-            also += [way for way in ways if (way.chunks, way.schedule) == (ours.chunks, WHOLE)]
         if also:
             groups.append(also)
         groups.append([replace(way, precision="bf16") for way in (Way("single"), naive, ours)])
