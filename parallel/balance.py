@@ -12,7 +12,7 @@ import torch
 from data.batch import Batch
 from models.chain import Chain
 from parallel.devices import local_device, usable_cores
-from parallel.partition import block_partition
+from parallel.partition import block_partition, even_split
 from parallel.plan import Plan
 from parallel.precision import autocast, parameter_dtype
 from parallel.schedules import in_flight
@@ -104,17 +104,17 @@ def equal_stages(
         # The dearest rank never waits at best, once the others' stages have filled the pipeline.
         return chunks * max(sum(each[rank::ranks]) for rank in range(ranks)) + (ranks - 1) * max(each)
 
-    share, extra = divmod(len(costs), stages)
-    uniform = [share + (i < extra) for i in range(stages)]
+    def planned_cost(counts: Sequence[int]) -> float:
+        from parallel.order import expected_end  # a second of imports that others do without
+
+        return expected_end(stage_costs(costs, counts), ranks, chunks)
+
+    uniform = even_split(len(costs), stages)
     best = blocks = block_partition(costs, stages)
     if stages > ranks:
         best = _descend(blocks, cost)
     if schedule == "planned":
-        from parallel.order import expected_end  # a second of imports that others do without
-
-        def cost(counts: Sequence[int]) -> float:
-            return expected_end(stage_costs(costs, counts), ranks, chunks)
-
+        cost = planned_cost
         best = min(_descend(blocks, cost), _descend(best, cost), key=cost)
     return best if cost(best) < (1 - _LEAST_GAIN) * cost(uniform) else uniform
 

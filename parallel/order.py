@@ -56,7 +56,7 @@ def best_order(seconds: Sequence[StageSeconds], ranks: int, chunks: int) -> Orde
     worked out. No rank holds more activations than ``most_held`` allows."""
     best, earliest = None, math.inf
     for spare in dict.fromkeys((0, ranks // 2, ranks)):
-        held = [most_held(ranks, chunks, len(seconds) // ranks, rank, spare) for rank in range(ranks)]
+        held = _most_held(len(seconds), ranks, chunks, spare)
         for apart in _numbers_apart(ranks, chunks):
             for patience in _PATIENCE:
                 planned = _ListScheduling(seconds, ranks, chunks, held, apart, patience)
@@ -69,11 +69,16 @@ def expected_end(costs: Sequence[float], ranks: int, chunks: int) -> float:
     """About when the best order ends, found fast, for stages whose forward and backward together take ``costs``."""
     scale = UNMEASURED.forward + UNMEASURED.backward
     seconds = [StageSeconds(*(cost / scale * part for part in UNMEASURED)) for cost in costs]
-    held = [most_held(ranks, chunks, len(costs) // ranks, rank, spare=ranks) for rank in range(ranks)]
+    held = _most_held(len(costs), ranks, chunks, spare=ranks)
     return min(
         _ListScheduling(seconds, ranks, chunks, held, apart, patience=0.0).end
         for apart in {0, min(chunks, 2 * (ranks - 1))}
     )
+
+
+def _most_held(stages: int, ranks: int, chunks: int, spare: int) -> list[int]:
+    """Of each rank."""
+    return [most_held(ranks, chunks, stages // ranks, rank, spare) for rank in range(ranks)]
 
 
 def _numbers_apart(ranks: int, chunks: int) -> list[int]:

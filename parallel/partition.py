@@ -21,8 +21,7 @@ def deal(names: Sequence[str], stages: int, balance: str | Sequence[int], costs:
             f"set parallel.pp={len(names)} or less"
         )
     if balance in ("uniform", "time"):  # until it has been measured
-        share, extra = divmod(len(names), stages)
-        counts = [share + (i < extra) for i in range(stages)]
+        counts = even_split(len(names), stages)
     elif balance == "size":
         counts = block_partition(costs, stages)
     elif isinstance(balance, str):
@@ -34,6 +33,12 @@ def deal(names: Sequence[str], stages: int, balance: str | Sequence[int], costs:
         counts = _explicit(list(balance), len(names), stages)
     starts = [sum(counts[:i]) for i in range(stages)]
     return [list(names[s : s + n]) for s, n in zip(starts, counts, strict=True)]
+
+
+def even_split(layers: int, stages: int) -> list[int]:
+    """Layers of each stage, as many in each; what is over goes to the first ones."""
+    share, extra = divmod(layers, stages)
+    return [share + (i < extra) for i in range(stages)]
 
 
 def block_partition(costs: Sequence[float], parts: int) -> list[int]:
@@ -68,5 +73,4 @@ def _explicit(counts: list[int], layers: int, stages: int) -> list[int]:
 
 
 def _example(layers: int, stages: int) -> str:
-    share, extra = divmod(layers, stages)
-    return str([share + (i < extra) for i in range(stages)]).replace(" ", "")
+    return str(even_split(layers, stages)).replace(" ", "")

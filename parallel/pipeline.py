@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
@@ -75,10 +74,7 @@ class Pipeline(Strategy):
     def _plan_anew(self) -> None:
         if len(self.timeline.steps) != MEASURED_STEPS:
             return
-        known = [stage_seconds(list(self.timeline.steps))]
-        if self.mesh.pp_group is not None:
-            known *= self.mesh.pp
-            dist.all_gather_object(known, known[0], self.mesh.pp_group)
+        known = self.mesh.gather(stage_seconds(list(self.timeline.steps)))
         seconds = {stage: times for of_rank in known for stage, times in of_rank.items()}
         self._schedule.plan([seconds[stage] for stage in range(len(self.plan.stages))])
 
