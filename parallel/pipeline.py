@@ -14,23 +14,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage
 
 from data.batch import Batch
+from parallel.boxes import Boxes, open_boxes
+from parallel.pipe_stage import PipeStage
 from parallel.planned import SchedulePlanned, stage_seconds
 from parallel.schedules import SCHEDULES, schedule_class
 from parallel.stage import Stage
 from parallel.strategy import StepResult, Strategy
-from parallel.timeline import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    RECEIVE_ACTIVATION,
-    RECEIVE_GRADIENT,
-    Timeline,
-    now,
-)
 from parallel.trace import Border
 
 # After so many steps, the warm-up among them, a planned order is planned anew from what they took.
@@ -43,9 +34,13 @@ class Pipeline(Strategy):
     def __init__(self, *args, borders: Sequence[Border], **kwargs) -> None:
         """``borders``: for each stage of the plan, the tensor it receives, then the loss; one micro-batch each."""
         super().__init__(*args, **kwargs)
+        self._boxes = {plan.index: Boxes() for plan in self.plan.stages_of(self.mesh.position)}
+        if self.device.type == "cpu":
+            self._boxes = open_boxes(self.plan, self.mesh, borders, self.options.timeout_s)
         self._pipe_stages = [
-            _TimedStage(
+            PipeStage(
                 self.timeline,
+                self._boxes[plan.index],
                 self._replicate(stage),
                 plan.index,
                 len(self.plan.stages),
@@ -95,45 +90,12 @@ class Pipeline(Strategy):
         run(*inputs, microbatch=indices, target=indices, return_outputs=False, **extra)
 
     def close(self) -> None:
+        for boxes in self._boxes.values():
+            boxes.close()
+        self._boxes.clear()
         self._pipe_stages.clear()
         self._schedule = None
         super().close()
-
-
-class _TimedStage(PipelineStage):
-    """A stage that notes when its forwards, backwards and receives ran (waiting for neighbours is in the last only)."""
-
-    def __init__(self, timeline: Timeline, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self._timeline = timeline
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int):
-        operations = super().get_fwd_recv_ops(fwd_chunk_id)
-        if operations:
-            self._timeline.post(RECEIVE_ACTIVATION, self.stage_index, fwd_chunk_id)
-        return operations
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int):
-        operations = super().get_bwd_recv_ops(bwd_chunk_id)
-        if operations:
-            self._timeline.post(RECEIVE_GRADIENT, self.stage_index, bwd_chunk_id)
-        return operations
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
-        start = self._timeline.begin(RECEIVE_ACTIVATION, self.stage_index, fwd_chunk_id)
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._timeline.note(FORWARD, self.stage_index, fwd_chunk_id, start)
-        return output
-
-    def backward_one_chunk(self, bwd_chunk_id: int, loss=None, full_backward: bool = True, last_backward: bool = False):
-        start = self._timeline.begin(RECEIVE_GRADIENT, self.stage_index, bwd_chunk_id)
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        self._timeline.note(BACKWARD if full_backward else BACKWARD_INPUT, self.stage_index, bwd_chunk_id, start)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False):
-        start = now()
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        self._timeline.note(BACKWARD_WEIGHT, self.stage_index, bwd_chunk_id, start)
 
 
 def _already_a_loss(output: Tensor, target: Tensor) -> Tensor:

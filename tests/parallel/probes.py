@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import os
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from cases import Layout, Recipe, build, chain_and_batches
@@ -71,3 +78,45 @@ def gradients_of_a_planned_step(layout: Layout, recipe: Recipe, seconds: list) -
     strategy._schedule.plan(seconds)
     strategy.train_step(chain_and_batches(recipe)[1](1), 1)
     return {name: parameter.grad for name, parameter in strategy.named_parameters()}
+
+
+def boxes_of_stages(layout: Layout, recipe: Recipe) -> dict[int, tuple[set[str], set[str]]]:
+    """Of each of this rank's stages, what it receives and what it sends by shared memory."""
+    _, strategy = build(layout, recipe)
+    return {stage: (set(boxes.inboxes), set(boxes.outboxes)) for stage, boxes in strategy._boxes.items()}
+
+
+def gradients_by_memory_and_by_network(layout: Layout, recipe: Recipe) -> list[dict[str, torch.Tensor]]:
+    """This rank's of three steps and an evaluation between them: by shared memory, and on a system without it."""
+    found = []
+    for broken in (False, True):
+        with mock.patch.object(os, "memfd_create", side_effect=OSError) if broken else nullcontext():
+            plan, strategy = build(layout, recipe)
+        assert any(boxes.inboxes for boxes in strategy._boxes.values()) is not broken
+        batch_at = chain_and_batches(recipe)[1]
+        for step in (1, 2, 3):
+            strategy.train_step(batch_at(step).chunks(plan.dp)[strategy.mesh.replica], step)
+            if step == 2:
+                continue
+            strategy.eval_step(batch_at(step).chunks(plan.dp)[strategy.mesh.replica])
+        found.append({name: parameter.grad for name, parameter in strategy.named_parameters()})
+    return found
+
+
+def pipes_of_a_strategy(layout: Layout, recipe: Recipe) -> tuple[int, int]:
+    """How many pipes and pieces of shared memory this rank has open more than before: while a strategy is there, and
+    once it is closed."""
+
+    def count() -> int:
+        gc.collect()
+        entries = map(str, Path("/proc/self/fd").iterdir())
+        links = Counter(os.readlink(entry) for entry in entries if os.path.islink(entry))
+        # gloo has pipes too, whose ends are both here.
+        return sum(link.startswith(("pipe:", "/memfd:")) and times == 1 for link, times in links.items())
+
+    before = count()
+    _, strategy = build(layout, recipe)
+    strategy.train_step(chain_and_batches(recipe)[1](1), 1)
+    during = count()
+    strategy.close()
+    return during - before, count() - before
