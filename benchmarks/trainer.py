@@ -50,6 +50,7 @@ class Trainer:
             seed=cfg.seed,
             bucket_mb=cfg.parallel.bucket_mb,
             comm_hook=cfg.parallel.comm_hook,
+            shared_memory=cfg.parallel.shared_memory,
             compile=cfg.train.compile,
         )
         place = rank if local_rank is None else local_rank

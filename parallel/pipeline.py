@@ -35,7 +35,7 @@ class Pipeline(Strategy):
         """``borders``: for each stage of the plan, the tensor it receives, then the loss; one micro-batch each."""
         super().__init__(*args, **kwargs)
         self._boxes = {plan.index: Boxes() for plan in self.plan.stages_of(self.mesh.position)}
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and self.options.shared_memory:
             self._boxes = open_boxes(self.plan, self.mesh, borders, self.options.timeout_s)
         self._pipe_stages = [
             PipeStage(

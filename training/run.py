@@ -68,6 +68,7 @@ def run(
             bucket_mb=cfg.parallel.bucket_mb,
             comm_hook=cfg.parallel.comm_hook,
             sync_batchnorm=cfg.parallel.sync_batchnorm,
+            shared_memory=cfg.parallel.shared_memory,
             recompute=cfg.train.activation_checkpointing,
             compile=cfg.train.compile,
         )

@@ -6,6 +6,7 @@ import gc
 import os
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -87,12 +88,15 @@ def boxes_of_stages(layout: Layout, recipe: Recipe) -> dict[int, tuple[set[str],
 
 
 def gradients_by_memory_and_by_network(layout: Layout, recipe: Recipe) -> list[dict[str, torch.Tensor]]:
-    """This rank's of three steps and an evaluation between them: by shared memory, and on a system without it."""
+    """This rank's after three steps and evaluations between them: by shared memory, on a system without it, and where
+    it is not wanted."""
+    without = mock.patch.object(os, "memfd_create", side_effect=OSError)
     found = []
-    for broken in (False, True):
-        with mock.patch.object(os, "memfd_create", side_effect=OSError) if broken else nullcontext():
-            plan, strategy = build(layout, recipe)
-        assert any(boxes.inboxes for boxes in strategy._boxes.values()) is not broken
+    for system, wanted in ((nullcontext(), True), (without, True), (nullcontext(), False)):
+        with system:
+            plan, strategy = build(layout, replace(recipe, shared_memory=wanted))
+        boxes = any(boxes.inboxes or boxes.outboxes for boxes in strategy._boxes.values())
+        assert boxes is (system is not without and wanted)
         batch_at = chain_and_batches(recipe)[1]
         for step in (1, 2, 3):
             strategy.train_step(batch_at(step).chunks(plan.dp)[strategy.mesh.replica], step)
