@@ -103,7 +103,7 @@ class Outbox:
             raise FileNotFoundError(f"{place}/{address.memory} is something else")
         with open(f"{place}/{address.memory}", "r+b", buffering=0) as memory:
             self._slots = _map(memory, slots, size)
-        self._pipe = open(f"{place}/{address.pipe}", "wb", buffering=0)  # noqa: SIM115 (kept open)
+        self._pipe = _open(os.open(f"{place}/{address.pipe}", os.O_WRONLY), "wb")
 
     def put(self, number: int, tensor: Tensor) -> None:
         """Copy ``tensor`` to the receiver. What was there under this number must not be in use any more. Raises

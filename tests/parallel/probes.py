@@ -99,10 +99,10 @@ def gradients_by_memory_and_by_network(layout: Layout, recipe: Recipe) -> list[d
         assert boxes is (system is not without and wanted)
         batch_at = chain_and_batches(recipe)[1]
         for step in (1, 2, 3):
-            strategy.train_step(batch_at(step).chunks(plan.dp)[strategy.mesh.replica], step)
-            if step == 2:
-                continue
-            strategy.eval_step(batch_at(step).chunks(plan.dp)[strategy.mesh.replica])
+            batch = batch_at(step).chunks(plan.dp)[strategy.mesh.replica]
+            strategy.train_step(batch, step)
+            if step != 2:
+                strategy.eval_step(batch)
         found.append({name: parameter.grad for name, parameter in strategy.named_parameters()})
     return found
 
