@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import permutations
+from itertools import combinations, pairwise, permutations
 
 import torch
 
@@ -22,6 +23,10 @@ from parallel.trace import trace
 ROUNDS = 5
 # A partition that promises less than this over the uniform one is noise of the measurement.
 _LEAST_GAIN = 0.03
+# What all splits may have the simulated ranks do, two pieces for each stage and micro-batch: a second or two.
+_MOST_PIECES = 50_000
+
+Cost = Callable[[Sequence[int]], float]  # of a step, given how many layers each stage has
 
 
 def seconds_per_layer(plan: Plan, chain: Chain, sample: Batch, seed: int, threads: int | None) -> list[float]:
@@ -95,7 +100,8 @@ def equal_stages(
 
     ranks     where fewer than ``stages``, stage i runs on rank i % ranks, and what counts most is a rank's sum
     schedule  planned: what counts is when its order ends
-    returns   the best split where each rank has one stage; else the best that moving layers between two stages leads to
+    returns   the best split; where ranks have several stages and splits are too many to try, the best that moving
+              layers between two stages leads to
     """
     ranks = ranks or stages
 
@@ -110,16 +116,30 @@ def equal_stages(
         return expected_end(stage_costs(costs, counts), ranks, chunks)
 
     uniform = even_split(len(costs), stages)
-    best = blocks = block_partition(costs, stages)
-    if stages > ranks:
-        best = _descend(blocks, cost)
+    blocks = block_partition(costs, stages)
     if schedule == "planned":
+        best = _cheapest(planned_cost, len(costs), chunks, [blocks, _cheapest(cost, len(costs), chunks, [blocks])])
         cost = planned_cost
-        best = min(_descend(blocks, cost), _descend(best, cost), key=cost)
+    else:
+        best = _cheapest(cost, len(costs), chunks, [blocks]) if stages > ranks else blocks
     return best if cost(best) < (1 - _LEAST_GAIN) * cost(uniform) else uniform
 
 
-def _descend(counts: list[int], cost: Callable[[Sequence[int]], float]) -> list[int]:
+def _cheapest(cost: Cost, layers: int, chunks: int, starts: Sequence[list[int]]) -> list[int]:
+    """The cheapest split of all; where they are too many, the cheapest that moves from ``starts`` lead to."""
+    stages = len(starts[0])
+    if math.comb(layers - 1, stages - 1) * stages * chunks <= _MOST_PIECES:
+        return min(_splits(layers, stages), key=cost)
+    return min((_descend(start, cost) for start in starts), key=cost)
+
+
+def _splits(layers: int, stages: int) -> Iterator[list[int]]:
+    """Every way to deal layers to stages in their order, at least one each."""
+    for cuts in combinations(range(1, layers), stages - 1):
+        yield [end - start for start, end in pairwise((0, *cuts, layers))]
+
+
+def _descend(counts: list[int], cost: Cost) -> list[int]:
     """The split that moves lead to from ``counts``, each the one that gains most, until none gains anything."""
     while True:
         better = min(_moves(counts), key=cost, default=counts)

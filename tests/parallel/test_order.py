@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import Layout, Recipe
 from orders import PART, interleaved, span
-from probes import gradients_of_a_planned_step, orders_of_a_planned_run
+from probes import gradients_of_a_planned_step, operators_of_a_planned_step, orders_of_a_planned_run
 from torch.distributed.pipelining.schedules import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD
 
 from parallel.order import UNMEASURED, StageSeconds, best_order
@@ -123,12 +123,12 @@ def test_what_a_stage_takes_is_the_least_of_the_steps_after_the_warm_up():
     steps = [step(0.5, 0.5), step(0.5, 0.5), step(2.0, 5.0), step(3.0, 4.0), step(9.0, 3.0)]
     times = stage_seconds(steps)[1]
     assert (times.forward, times.backward) == (2.0, 3.0)
-    assert times.inputs + times.weights == pytest.approx(3.0 * 1.05)  # never seen in two parts: estimated
+    assert times.inputs + times.weights == pytest.approx(3.0 * 1.025)  # never seen in two parts: estimated
 
 
 def test_a_backward_that_was_only_seen_in_two_parts_is_estimated_in_one():
     parts = [Interval(kind, 0, 0, 0.0, takes) for kind, takes in
-             [("forward", 1.0), ("backward_input", 1.0), ("backward_weight", 1.1)]]  # fmt: skip
+             [("forward", 1.0), ("backward_input", 1.0), ("backward_weight", 1.05)]]  # fmt: skip
     assert stage_seconds([parts] * 3)[0] == pytest.approx(UNMEASURED)
 
 
@@ -151,3 +151,16 @@ def test_gradients_are_the_same_bit_for_bit_in_whatever_order(ranks, model):
     two_parts = ranks.run(2, gradients_of_a_planned_step, layout, recipe, cheap)
     for one, other in zip(whole, two_parts, strict=True):
         assert one and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_backward_in_two_parts_does_no_operator_twice(ranks):
+    layout = Layout("pipelined", pp=2, chunks=4, schedule="planned")
+    recipe = Recipe("resnet50", global_batch=8, lr=0.1)
+    dear, cheap = [StageSeconds(1, 2, 2, 2)] * 4, [StageSeconds(1, 2, 0.5, 0.5)] * 4
+    whole = ranks.run(2, operators_of_a_planned_step, layout, recipe, dear)
+    two_parts = ranks.run(2, operators_of_a_planned_step, layout, recipe, cheap)
+    norms, relus = "aten::native_batch_norm_backward", "aten::threshold_backward"
+    for one, other in zip(whole, two_parts, strict=True):
+        assert one[norms] > 0 and one[relus] > 0
+        assert (other[norms], other[relus]) == (one[norms], one[relus])
+        assert other["aten::convolution_backward"] > one["aten::convolution_backward"]  # those, once for each part
