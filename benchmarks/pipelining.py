@@ -48,9 +48,9 @@ class Case:
 
 _TRANSFORMER = (*TRANSFORMER, "model.dropout=0")  # drawn anew for each micro-batch here, for each partition elsewhere
 CASES = {
-    "resnet50": Case(("model=resnet50", "data.image_size=128"), 120, (4, 6, 8), (1, 2, 6)),
+    "resnet50": Case(("model=resnet50", "data.image_size=128"), 120, (3, 4, 6), (1, 2, 6)),
     "resnet50, contiguous": Case(
-        ("model=resnet50", "data.image_size=128", "model.channels_last=false"), 120, (4, 6, 8), (1, 2, 6)
+        ("model=resnet50", "data.image_size=128", "model.channels_last=false"), 120, (3, 4, 6), (1, 2, 6)
     ),
     "transformer": Case(_TRANSFORMER, 16, (2, 4, 8, 16), (1, 2, 4)),
 }
