@@ -1,8 +1,8 @@
 """The order in which a pipeline's ranks work that ends earliest, given how long each stage takes.
 
 Zero-bubble schedules (Qi et al. 2023, who plan theirs likewise) take the gradients of inputs and of weights apart: the
-former go on to the neighbour at once, the latter, for which nobody waits, fill gaps. A backward in two parts costs more
-than in one piece, so here only the last micro-batches' are, as many as pay.
+former go on to the neighbour at once, the latter, for which nobody waits, fill gaps. A backward in two parts costs a
+little more than in one piece, so here only the last micro-batches' are, as many as pay.
 
 An order is made by list scheduling: again and again the rank that can act first does, a backward before a forward, the
 deepest stage's first, and a weight gradient where nothing else is there to do. That is tried with more and fewer
