@@ -5,7 +5,7 @@ from __future__ import annotations
 from launchers import stopping
 
 if __name__ == "__main__":
-    stopping.heed()  # what comes during the imports below, which take seconds, is not lost
+    stopping.install_handlers()  # what comes during the imports below, which take seconds, is not lost
 
 import secrets
 import sys
@@ -38,7 +38,7 @@ def main(cfg: DictConfig) -> None:
 
             run_job(cfg, hydra_section, World.detect())
         else:
-            from training.job import execute
+            from training.app import execute
 
             execute(cfg, Path(hydra_section.runtime.output_dir), World.detect())
 
@@ -60,9 +60,9 @@ def clear_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         fail("stopped by SIGINT")
     except Exception as error:
-        from training.errors import USER_ERRORS
+        from common.errors import UserError
 
-        if not isinstance(error, USER_ERRORS):
+        if not isinstance(error, UserError):
             raise
         fail(str(error))
 
@@ -77,7 +77,7 @@ if __name__ == "__main__":
     with clear_errors():
         world = World.detect()
     if world is not None and world.rank > 0:
-        from training.job import follow
+        from training.app import follow
 
         with clear_errors():
             follow(world)

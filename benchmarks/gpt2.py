@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from benchmarks import figure, table
 from benchmarks.timing import Spread, take_turns
 from benchmarks.trainer import Trainer, configured, wait_for
+from common.errors import TrainingError
 from models.gpt2 import SIZES, Size
 from parallel.devices import keep_freed_memory
-from training.errors import TrainingError
 from training.setup import check_compiler
 
 DATASHEET = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "4090": 165e12}  # FLOP/s, dense bf16

@@ -31,7 +31,7 @@ from parallel.devices import keep_freed_memory
 from parallel.precision import autocast
 from training.checkpoint import Checkpoints
 from training.loop import Loop
-from training.records import MetricsFile, Progress
+from training.reporting import MetricsFile, Progress
 
 ROOT = Path(__file__).parents[1]
 BARE, LOOP = "bare step", "loop"

@@ -14,7 +14,6 @@ single, 2 threads    one process that has both cores, two threads in every opera
 naive                model parallel: two stages on two ranks, the whole batch as one chunk
 pipelined            this project, best schedule and chunks, stages of equal time (parallel.balance=time)
 pipelined, uniform   the same with as many layers in each stage
-pipelined, by gloo   the same as pipelined, its tensors sent through gloo and not handed over by shared memory
 torchgpipe           as it comes: two partitions in one process, which has both cores; all but the last micro-batch
                      recompute their activations, the library's default; the C library's allocator; best chunks
 torchgpipe, tuned    with what this project does: no recomputation, freed memory kept (parallel.devices); best chunks
@@ -79,7 +78,6 @@ class Way:
     threads: int = 1
     tuned: bool = False
     uniform: bool = False
-    by_gloo: bool = False
 
     @property
     def name(self) -> str:
@@ -88,7 +86,7 @@ class Way:
             return self._in_precision("single" if self.threads == 1 else f"single, {self.threads} threads")
         if self.kind == "pipelined":
             name = "naive" if self.chunks == 1 else "pipelined"
-            name += ", uniform" * self.uniform + ", by gloo" * self.by_gloo
+            name += ", uniform" * self.uniform
             return self._in_precision(name)
         return f"{self.kind}, tuned" if self.tuned else self.kind
 
@@ -153,7 +151,6 @@ class Contest:
         groups = [[Way("single"), naive]]
         also = []
         if ranks.device_type() == "cpu":
-            groups.append([replace(ours, by_gloo=True)])
             also.append(Way("single", threads=ranks.RANKS))
         uniform = tuple(equal_stages([1.0] * sum(ours.balance), len(ours.balance)))
         if uniform != ours.balance:
@@ -264,7 +261,6 @@ def _overrides(case: Case, way: Way) -> list[str]:
             "parallel=pipelined", "parallel.pp=2", f"parallel.chunks={way.chunks}",
             f"parallel.schedule={way.schedule}", f"parallel.balance=[{split}]",
             f"parallel.stages_per_rank={len(way.balance) // ranks.RANKS}",
-            f"parallel.shared_memory={str(not way.by_gloo).lower()}",
         ]  # fmt: skip
     return [
         *case.overrides, *layout, f"train.global_batch_size={case.batch}", f"train.precision={way.precision}",

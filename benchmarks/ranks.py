@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from common.machine import changed_environment
 from launchers import World, connect, run_workers, use_loopback
-from launchers.environment import changed_environment
 from parallel.devices import keep_freed_memory
 
 RANKS = 2

@@ -8,7 +8,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from training.records import describe
+from training.reporting import describe
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -14,7 +14,7 @@ from data.batch import Batch
 from data.loader import TrainBatches
 from parallel.build import build_strategy
 from parallel.strategy import Options, StepResult
-from training.config import attributes, plain
+from training.config import to_config, to_dict
 from training.optimizer import Optimizer
 from training.setup import Setup, prepare
 
@@ -32,7 +32,7 @@ def configured(overrides: Sequence[str]) -> Setup:
     register()
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(Path(__file__).parents[1] / "conf"), version_base="1.3"):
-        return prepare(attributes(plain(compose("train", list(overrides)))))
+        return prepare(to_config(to_dict(compose("train", list(overrides)))))
 
 
 class Trainer:
@@ -50,12 +50,11 @@ class Trainer:
             seed=cfg.seed,
             bucket_mb=cfg.parallel.bucket_mb,
             comm_hook=cfg.parallel.comm_hook,
-            shared_memory=cfg.parallel.shared_memory,
             compile=cfg.train.compile,
         )
         place = rank if local_rank is None else local_rank
         self.strategy = build_strategy(setup.plan, setup.chain, mesh, options, setup.sample, place)
-        self.optimizer = Optimizer(plain(cfg.optim), self.strategy)
+        self.optimizer = Optimizer(to_dict(cfg.optim), self.strategy)
         batches = TrainBatches(setup.data.train, setup.plan.global_batch_size, cfg.seed, mesh.replica, mesh.dp)
         self._batches = [batches[number] for number in range(1, KEPT_BATCHES + 1)]
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from common.errors import DataError
+from common.files import explain, flush_path
 from data import spare
-from data.disk import explain, flush_path
-from data.errors import DataError
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from common.errors import DataError
 from data.cache import cached_folder
 from data.download import download
-from data.errors import DataError
 from data.images import ImageData, Images, Labelled, crop_and_flip, hold_out
 from data.source import Source
 

@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 
-from data.errors import DataError
+from common.errors import DataError
 from data.tokens import TokenFile, TokenWindows
 
 

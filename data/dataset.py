@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from data.errors import DataError
+from common.errors import DataError
 from data.source import Source
 
 if TYPE_CHECKING:

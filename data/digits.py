@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.errors import DataError
+from common.errors import DataError
 from data.images import ImageData, Images, Labelled, hold_out
 from data.source import Source
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data.errors import DataError
+from common.errors import DataError
 
 if TYPE_CHECKING:
     import tiktoken

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.errors import DataError
+from common.errors import DataError
 
 _REACH_S = 8.0  # for any of the servers to answer at all
 _SILENCE_S = 10.0  # without a byte
@@ -44,7 +44,7 @@ def download(name: str, folder: Path, ways_out: str) -> None:
 
 def _torchvision(name: str, ways_out: str) -> Any:
     # A matter of how torchvision is installed and not of models, although the module lies there.
-    from models.torchvision_loader import load_torchvision
+    from common.torchvision_loader import load_torchvision
 
     try:
         load_torchvision()

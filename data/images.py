@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.errors import DataError
 from data.dataset import DataSet
-from data.errors import DataError
 from data.shuffle import permute
 from data.source import Source
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from common.errors import DataError
 from data.cache import cached_folder
 from data.dataset import DataSet
 from data.documents import find_files
-from data.errors import DataError
 from data.row_tokens import PERIOD, BucketedRows, Share, TokenRows, cached_counts, key_of
 from data.rows import Rows
 from data.vocabulary import GPT2Vocabulary

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.errors import DataError
 from data.columns import ColumnWindows
 from data.dataset import DataSet
 from data.documents import Document, split_by_position, text_problem
-from data.errors import DataError
 from data.tokens import TokenWindows, cached_tokens, count_tokens
 from data.vocabulary import GPT2Vocabulary
 from data.words import WordVocabulary

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from common.errors import DataError
 from data.batch import Batch
 from data.buckets import Buckets, VariableLength
-from data.errors import DataError
 from data.shuffle import permute
 from data.source import Source
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data.errors import DataError
+from common.errors import DataError
 from data.images import ImageData
 from data.source import Source
 

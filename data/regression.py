@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from common.errors import DataError
 from data.dataset import DataSet
-from data.errors import DataError
 from data.source import InMemory
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from common.errors import DataError
 from data.cache import cached_folder
-from data.errors import DataError
 
 # To be raised when the same files give another index: old ones are then left alone, not misread.
 _INDEX_FORMAT = 1

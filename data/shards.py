@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from common.errors import DataError
 from data.cache import cached_folder
 from data.dataset import DataSet
-from data.errors import DataError
 from data.source import Concatenated, Source
 from data.tokens import TokenFile, TokenWindows
 from data.vocabulary import GPT2_VOCAB_SIZE, GPT2Vocabulary

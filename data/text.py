@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from common.errors import DataError
 from data.documents import Document, find_files, whole_file
-from data.errors import DataError
 from data.language import LanguageData, only_text, split_documents
 
 logger = logging.getLogger(__name__)

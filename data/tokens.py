@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.errors import DataError
 from data.cache import cached_folder
-from data.errors import DataError
 from data.source import Source
 
 if TYPE_CHECKING:

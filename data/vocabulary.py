@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from common.errors import DataError
 from data.documents import Document, encode, encode_texts
-from data.errors import DataError
 from data.extra_tokens import parse_extra_tokens
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from common.errors import DataError
 from data.cache import cached_folder
 from data.documents import Document, text_problem, whole_file
-from data.errors import DataError
 from data.language import LanguageData
 
 _NAMES = ("{}.txt", "wiki.{}.tokens", "wiki.{}.raw")

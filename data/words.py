@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from common.errors import DataError
 from data.documents import Document
-from data.errors import DataError
 
 UNKNOWN = "<unk>"
 _FILE = "vocabulary.txt"

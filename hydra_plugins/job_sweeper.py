@@ -49,7 +49,7 @@ class JobSweeper(BasicSweeper):
 
 def _mask(record: logging.LogRecord) -> bool:
     """Hydra announces each job with its overrides."""
-    from training.records.environment import mask_arguments
+    from training.reporting.environment import mask_arguments
 
     record.msg, record.args = mask_arguments([record.getMessage()])[0], ()
     return True

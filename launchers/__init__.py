@@ -10,7 +10,8 @@ Ranks are read here and nowhere else.
 Importing this package does not import torch.
 """
 
-from launchers.errors import Interrupted, LaunchError, WorkerFailed
+from common.errors import LaunchError
+from launchers.errors import Interrupted, WorkerFailed
 from launchers.local import run_workers
 from launchers.store import connect, use_loopback
 from launchers.world import World

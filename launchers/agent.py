@@ -17,11 +17,11 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from launchers.errors import WorkerFailed
 from launchers.failure import Death, read_report, root_cause, stalled
+from launchers.heartbeat import Board
 from launchers.loopback import LOOPBACK, listen
 from launchers.processes import end_processes, is_stopped
 from launchers.signals import StopSignals
 from launchers.spawning import spawning
-from launchers.whereabouts import Board
 from launchers.worker import PEER_DELAY_S, work
 from launchers.world import LOCAL_ROLE
 

@@ -2,9 +2,7 @@
 
 import signal
 
-
-class LaunchError(RuntimeError):
-    """The processes of a run could not be described, started or brought together."""
+from common.errors import LaunchError
 
 
 class WorkerFailed(LaunchError):

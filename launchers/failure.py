@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.errors import UserError
 from launchers.errors import WorkerFailed
+from launchers.heartbeat import Whereabouts
 from launchers.processes import is_stopped
-from launchers.whereabouts import Whereabouts
 
 _LOG_LINES = 20
 
@@ -84,13 +85,13 @@ def write_report(path: str | os.PathLike, error: BaseException) -> dict:
     The message is the traceback without the launcher's own frame; the timestamp is in seconds since the epoch. Both
     names are torch's, whose agent reads the file too when it is the first to see the process gone, and raises
     KeyError without them. "repeats" is the error's attribute of that name: it would come again after a restart.
-    "for_user" is its own words where it has that attribute, true: they say all that a user need know; else None.
+    "for_user" is the message of a UserError, which needs no traceback; None for other errors.
     """
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, frames))
     report = {"message": text, "peer": is_peer_error(error), "timestamp": time.time()}
     report["repeats"] = getattr(error, "repeats", False)
-    report["for_user"] = str(error) if getattr(error, "for_user", False) else None
+    report["for_user"] = str(error) if isinstance(error, UserError) else None
     _write(path, report)
     return report
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from launchers.errors import LaunchError, WorkerFailed
+from common.errors import LaunchError
+from launchers.errors import WorkerFailed
 from launchers.failure import log_path
 from launchers.signals import StopSignals
 from launchers.stopping import Stopped

@@ -22,7 +22,7 @@ import sys
 import time
 from pathlib import Path
 
-from launchers.errors import LaunchError
+from common.errors import LaunchError
 from launchers.loopback import LOOPBACK
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")

@@ -4,7 +4,7 @@ import ipaddress
 import os
 import socket
 
-from launchers.errors import LaunchError
+from common.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
 

@@ -55,7 +55,7 @@ class StopSignals:
 
     def check(self) -> None:
         """Raises Interrupted when a signal has come since this was entered."""
-        signum = self._noted or stopping.insisted() or (None if self._stoppable else stopping.noted())
+        signum = self._noted or stopping.second_signal() or (None if self._stoppable else stopping.noted())
         if signum is not None:
             raise Interrupted(signum)
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.errors import LaunchError
 from launchers import slurm_queue
-from launchers.errors import Interrupted, LaunchError
+from launchers.errors import Interrupted
 from launchers.signals import StopSignals
 from launchers.slurm_failure import explain
 from launchers.slurm_queue import State

@@ -7,7 +7,7 @@ import re
 import signal
 from pathlib import Path
 
-from launchers.errors import LaunchError
+from common.errors import LaunchError
 from launchers.failure import Death, read_report, root_cause
 from launchers.slurm_queue import State
 from launchers.slurm_worker import report_path

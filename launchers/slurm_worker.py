@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from common.errors import LaunchError
 from launchers import slurm_queue, stopping
-from launchers.errors import LaunchError
 from launchers.failure import log_path, write_report
 from launchers.stopping import Stopped
 from launchers.worker import PEER_DELAY_S, redirect_output
@@ -51,7 +51,7 @@ def work(entry: Callable, args: tuple, folder: str, log_dir: str, max_requeues: 
     peer. Stopped puts the job into the queue again.
     """
     # SIGTERM comes before SIGKILL in a preemption; submitit's own handlers would only log it.
-    stopping.heed()
+    stopping.install_handlers()
     stopping.expect_echo()
     world = World.detect() or World.alone()
     report = report_path(folder, job_id(), world.rank)

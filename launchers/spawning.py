@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from multiprocessing import resource_tracker
 
-from launchers.environment import changed_environment
+from common.machine import changed_environment
 from launchers.stopping import SIGNALS
 
 

@@ -42,7 +42,7 @@ class _Heard:
 _heard = _Heard()
 
 
-def heed() -> None:
+def install_handlers() -> None:
     """From now on the SIGNALS are noted; a second one ends this process at once, with exit code 128 + its number.
 
     A thread takes note of them, so that neither a long kernel nor a wait for another rank delays that. Call it in the
@@ -77,7 +77,7 @@ def noted() -> int | None:
     return _heard.first[0] if _heard.first else None
 
 
-def insisted() -> int | None:
+def second_signal() -> int | None:
     """The second signal, where one came while `held`."""
     return _heard.second
 

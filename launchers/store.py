@@ -9,7 +9,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from launchers.errors import LaunchError
+from common.errors import LaunchError
 from launchers.loopback import is_loopback, listen, use_loopback
 from launchers.world import World, master_address
 

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 
-from launchers import stopping, whereabouts
+from launchers import heartbeat, stopping
 from launchers.failure import log_path, write_report, write_stop
 from launchers.loopback import use_loopback
 from launchers.processes import lead_group, leave_with_parent
@@ -29,15 +29,15 @@ def work(payload: bytes, parent_pid: int, log_dir: str, board_path: str, stoppab
 
     An exception is written to the file named by TORCHELASTIC_ERROR_FILE, and the process exits with code 1,
     without any clean-up that could wait for a peer; with launchers.stopping.EXIT_CODE after a Stopped.
-    board_path: see launchers.whereabouts. stoppable: whether entry looks at launchers.stopping.
+    board_path: see launchers.heartbeat. stoppable: whether entry looks at launchers.stopping.
     """
     lead_group()
     leave_with_parent(parent_pid)
     world = World.detect()
-    board = whereabouts.Board(board_path)
-    whereabouts.publish(board, world.rank)
+    board = heartbeat.Board(board_path)
+    heartbeat.publish(board, world.rank)
     if stoppable:
-        stopping.heed()
+        stopping.install_handlers()
         stopping.also(board.stop_wanted)
     _heed_the_parent_only()
     if world.rank > 0:

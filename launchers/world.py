@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from launchers.errors import LaunchError
+from common.errors import LaunchError
 from launchers.loopback import is_loopback
 from launchers.slurm_step import is_step, step_environment
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from models.losses import Loss
-from models.seeds import fold, seeded
+from models.seeds import derive_seed, seeded
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerSpec:
     """``name`` may hold dots (``h.0``); ``build`` gives the module, on whatever device is current."""
 
     name: str
@@ -56,7 +56,7 @@ class Chain:
     channels_last  whether images are computed on faster with their channels innermost in memory
     """
 
-    layers: Sequence[Layer]
+    layers: Sequence[LayerSpec]
     loss: Loss
     tied: Mapping[str, str] = field(default_factory=dict)
     initialise: Callable[[str, nn.Module], None] = reset_parameters
@@ -104,7 +104,7 @@ class Chain:
                 continue
             done |= own
             module.to_empty(device="cpu", recurse=False)
-            with seeded(fold(seed, self._canonical_module(name))), torch.no_grad():
+            with seeded(derive_seed(seed, self._canonical_module(name))), torch.no_grad():
                 self.initialise(name, module)
             _move(module, device, dtype)
         layers.tie(self.tied)  # the original has memory now, its alias gets it here

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from models.chain import Chain, Layer
+from models.chain import Chain, LayerSpec
 from models.losses import ClassCrossEntropy
 
 CHANNELS = (16, 32, 64)
@@ -37,9 +37,9 @@ def classifier(in_channels: int = 3, image_size: int = 32, num_classes: int = 10
     widths = pairwise((side * side * CHANNELS[-1], *WIDTHS))
     return Chain(
         layers=[
-            *(Layer(f"conv{i}", partial(_convolution, a, b)) for i, (a, b) in enumerate(channels, start=1)),
-            *(Layer(f"fc{i}", partial(_linear, a, b)) for i, (a, b) in enumerate(widths, start=1)),
-            Layer(f"fc{len(WIDTHS) + 1}", partial(nn.Linear, WIDTHS[-1], num_classes)),
+            *(LayerSpec(f"conv{i}", partial(_convolution, a, b)) for i, (a, b) in enumerate(channels, start=1)),
+            *(LayerSpec(f"fc{i}", partial(_linear, a, b)) for i, (a, b) in enumerate(widths, start=1)),
+            LayerSpec(f"fc{len(WIDTHS) + 1}", partial(nn.Linear, WIDTHS[-1], num_classes)),
         ],
         loss=ClassCrossEntropy(),
         limits={"channels": in_channels, "image_size": image_size, "classes": num_classes},

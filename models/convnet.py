@@ -7,7 +7,7 @@ from functools import partial
 from torch import nn
 
 from models.batchnorm import BatchNorm2d
-from models.chain import Chain, Layer
+from models.chain import Chain, LayerSpec
 from models.losses import ClassCrossEntropy
 
 
@@ -27,9 +27,9 @@ def convnet(in_channels: int = 1, image_size: int = 28, num_classes: int = 10) -
         raise ValueError(f"model.image_size={image_size} is halved twice: it must be at least 4")
     return Chain(
         layers=[
-            Layer("layer1", partial(_block, in_channels, 16)),
-            Layer("layer2", lambda: _block(16, 32).append(nn.Flatten())),
-            Layer("fc", partial(nn.Linear, side * side * 32, num_classes)),
+            LayerSpec("layer1", partial(_block, in_channels, 16)),
+            LayerSpec("layer2", lambda: _block(16, 32).append(nn.Flatten())),
+            LayerSpec("fc", partial(nn.Linear, side * side * 32, num_classes)),
         ],
         loss=ClassCrossEntropy(),
         limits={"channels": in_channels, "image_size": image_size, "classes": num_classes},

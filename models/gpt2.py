@@ -13,7 +13,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.chain import Chain, Layer
+from models.chain import Chain, LayerSpec
 from models.fused_head import FusedHead
 from models.losses import TokenCrossEntropy
 
@@ -170,12 +170,12 @@ def gpt2(
         raise ValueError(f"model.vocab_size={vocab_size} must be at least 1")
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"model.dropout={dropout} must lie in [0, 1)")
-    blocks = [Layer(f"h.{i}", partial(Block, chosen, dropout)) for i in range(chosen.n_layer)]
+    blocks = [LayerSpec(f"h.{i}", partial(Block, chosen, dropout)) for i in range(chosen.n_layer)]
     return Chain(
         layers=[
-            Layer("embedding", partial(Embedding, chosen, vocab_size, dropout)),
+            LayerSpec("embedding", partial(Embedding, chosen, vocab_size, dropout)),
             *blocks,
-            Layer("head", partial(Head, chosen, vocab_size)),
+            LayerSpec("head", partial(Head, chosen, vocab_size)),
         ],
         loss=TokenCrossEntropy(),
         tied={"head.lm_head.weight": "embedding.wte.weight"},

@@ -11,11 +11,11 @@ from functools import partial
 
 from torch import nn
 
+from common.torchvision_loader import load_torchvision
 from models.batchnorm import BatchNorm2d
-from models.chain import Chain, Layer, reset_parameters
+from models.chain import Chain, LayerSpec, reset_parameters
 from models.losses import ClassCrossEntropy, Loss, OneHotSquaredError
 from models.pointwise import PointwiseConv2d
-from models.torchvision_loader import load_torchvision
 
 # Per group of blocks: how many, width of their 3x3 convolution, stride of the first.
 GROUPS = {"layer1": (3, 64, 1), "layer2": (4, 128, 2), "layer3": (6, 256, 2), "layer4": (3, 512, 2)}
@@ -44,14 +44,14 @@ def resnet50(
         raise ValueError(f"model.loss={loss} is not one of {', '.join(LOSSES)}")
     return Chain(
         layers=[
-            Layer("conv1", partial(nn.Conv2d, in_channels, 64, kernel_size=7, stride=2, padding=3, bias=False)),
-            Layer("bn1", partial(BatchNorm2d, 64)),
+            LayerSpec("conv1", partial(nn.Conv2d, in_channels, 64, kernel_size=7, stride=2, padding=3, bias=False)),
+            LayerSpec("bn1", partial(BatchNorm2d, 64)),
             # Not in place, unlike torchvision's: it may be a stage's first layer, whose input is not its own.
-            Layer("relu", nn.ReLU),
-            Layer("maxpool", partial(nn.MaxPool2d, kernel_size=3, stride=2, padding=1)),
+            LayerSpec("relu", nn.ReLU),
+            LayerSpec("maxpool", partial(nn.MaxPool2d, kernel_size=3, stride=2, padding=1)),
             *_blocks(),
-            Layer("avgpool", lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())),
-            Layer("fc", partial(nn.Linear, 2048, num_classes)),
+            LayerSpec("avgpool", lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())),
+            LayerSpec("fc", partial(nn.Linear, 2048, num_classes)),
         ],
         loss=LOSSES[loss](),
         initialise=initialise,
@@ -68,11 +68,11 @@ def initialise(name: str, module: nn.Module) -> None:
         reset_parameters(name, module)
 
 
-def _blocks() -> list[Layer]:
+def _blocks() -> list[LayerSpec]:
     layers, channels = [], 64
     for group, (blocks, width, stride) in GROUPS.items():
         for i in range(blocks):
-            layers.append(Layer(f"{group}.{i}", partial(_bottleneck, channels, width, stride if i == 0 else 1)))
+            layers.append(LayerSpec(f"{group}.{i}", partial(_bottleneck, channels, width, stride if i == 0 else 1)))
             channels = 4 * width
     return layers
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 
-def fold(*parts: int | str) -> int:
+def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed from any integers and words; the same on every machine and Python version."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from models.chain import Chain, Layer
+from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
 
 
@@ -16,9 +16,9 @@ def toy(in_features: int = 10, hidden: int = 10, out_features: int = 5) -> Chain
     """
     return Chain(
         layers=[
-            Layer("net1", lambda: nn.Linear(in_features, hidden)),
-            Layer("relu", nn.ReLU),
-            Layer("net2", lambda: nn.Linear(hidden, out_features)),
+            LayerSpec("net1", lambda: nn.Linear(in_features, hidden)),
+            LayerSpec("relu", nn.ReLU),
+            LayerSpec("net2", lambda: nn.Linear(hidden, out_features)),
         ],
         loss=SquaredError(),
     )

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.chain import Chain, Layer, reset_parameters
+from models.chain import Chain, LayerSpec, reset_parameters
 from models.fused_head import FusedHead
 from models.losses import TokenCrossEntropy
 
@@ -158,9 +158,9 @@ def transformer(
     layer = partial(TransformerLayer, d_model, n_head, d_hid, dropout)
     return Chain(
         layers=[
-            Layer("encoder", partial(Encoder, vocab_size, d_model, max_len, dropout)),
-            *(Layer(f"layers.{i}", layer) for i in range(n_layer)),
-            Layer("decoder", partial(Decoder, vocab_size, d_model)),
+            LayerSpec("encoder", partial(Encoder, vocab_size, d_model, max_len, dropout)),
+            *(LayerSpec(f"layers.{i}", layer) for i in range(n_layer)),
+            LayerSpec("decoder", partial(Decoder, vocab_size, d_model)),
         ],
         loss=TokenCrossEntropy(),
         initialise=initialise,

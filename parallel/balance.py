@@ -10,15 +10,16 @@ from itertools import combinations, pairwise, permutations
 
 import torch
 
+from common.machine import usable_cores
 from data.batch import Batch
 from models.chain import Chain
-from parallel.devices import local_device, usable_cores
+from parallel.devices import local_device
 from parallel.partition import block_partition, even_split
 from parallel.plan import Plan
 from parallel.precision import autocast, parameter_dtype
 from parallel.schedules import in_flight
+from parallel.shape_inference import trace
 from parallel.stage import Stage
-from parallel.trace import trace
 
 ROUNDS = 5
 # A partition that promises less than this over the uniform one is noise of the measurement.

@@ -7,11 +7,11 @@ import torch
 from data.batch import Batch
 from models.chain import Chain
 from parallel.devices import local_device
-from parallel.in_process import InProcess
+from parallel.local import LocalStrategy
 from parallel.mesh import Mesh
 from parallel.plan import Plan
+from parallel.shape_inference import TensorSpec, trace
 from parallel.strategy import Options, Strategy
-from parallel.trace import Border, trace
 
 
 def build_strategy(
@@ -27,14 +27,14 @@ def build_strategy(
     else:
         devices = [local_device(plan.device_type, local_rank)]
     if not plan.pipelined:
-        return InProcess(plan, chain, mesh, devices, options)
+        return LocalStrategy(plan, chain, mesh, devices, options)
     from parallel.pipeline import Pipeline  # a second of imports that the other strategies do without
 
     return Pipeline(plan, chain, mesh, devices, options, borders=stage_borders(plan, chain, sample))
 
 
-def stage_borders(plan: Plan, chain: Chain, sample: Batch) -> list[Border]:
+def stage_borders(plan: Plan, chain: Chain, sample: Batch) -> list[TensorSpec]:
     """What stages 0, 1, … receive for one micro-batch, and last the loss."""
     traced = trace(chain, sample.inputs, sample.targets, plan.precision, plan.device_type)
     output = {t.name: t.output for t in traced}
-    return [Border(tuple(sample.inputs.shape), sample.inputs.dtype)] + [output[s.layers[-1]] for s in plan.stages]
+    return [TensorSpec(tuple(sample.inputs.shape), sample.inputs.dtype)] + [output[s.layers[-1]] for s in plan.stages]

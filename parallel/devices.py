@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import os
 
 import torch
 
-from parallel.errors import PlanError
+from common.errors import PlanError
+from common.machine import usable_cores
 
 
 def resolve_device_type(wanted: str, processes: int | None = None) -> str:
@@ -26,13 +26,6 @@ def resolve_device_type(wanted: str, processes: int | None = None) -> str:
 def device_count(device_type: str) -> int | None:
     """How many devices there are; None for CPUs, whose cores any number of processes may share."""
     return {"cuda": torch.cuda.device_count, "mps": lambda: 1, "cpu": lambda: None}[device_type]()
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on (its affinity mask where the system has one)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def local_device(device_type: str, local_rank: int) -> torch.device:

@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import (
     _Action,
 )
 
-from parallel.schedules import most_held
+from parallel.schedules import max_in_flight
 
 Orders = dict[int, list[_Action]]  # rank -> what it computes, in order
 
@@ -53,7 +53,7 @@ UNMEASURED = StageSeconds(1.0, 2.0, 1.0, 1.05)
 
 def best_order(seconds: Sequence[StageSeconds], ranks: int, chunks: int) -> Orders:
     """The order for ``chunks`` micro-batches that ends first; stage i runs on rank i % ranks. The same wherever it is
-    worked out. No rank holds more activations than ``most_held`` allows."""
+    worked out. No rank holds more activations than ``max_in_flight`` allows."""
     best, earliest = None, math.inf
     for spare in dict.fromkeys((0, ranks // 2, ranks)):
         held = _most_held(len(seconds), ranks, chunks, spare)
@@ -78,7 +78,7 @@ def expected_end(costs: Sequence[float], ranks: int, chunks: int) -> float:
 
 def _most_held(stages: int, ranks: int, chunks: int, spare: int) -> list[int]:
     """Of each rank."""
-    return [most_held(ranks, chunks, stages // ranks, rank, spare) for rank in range(ranks)]
+    return [max_in_flight(ranks, chunks, stages // ranks, rank, spare) for rank in range(ranks)]
 
 
 def _numbers_apart(ranks: int, chunks: int) -> list[int]:

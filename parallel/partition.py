@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from parallel.errors import PlanError
+from common.errors import PlanError
 
 
 def deal(names: Sequence[str], stages: int, balance: str | Sequence[int], costs: Sequence[int]) -> list[list[str]]:

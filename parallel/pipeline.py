@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from data.batch import Batch
-from parallel.boxes import Boxes, open_boxes
 from parallel.pipe_stage import PipeStage
 from parallel.planned import SchedulePlanned, stage_seconds
 from parallel.schedules import SCHEDULES, schedule_class
+from parallel.shape_inference import TensorSpec
 from parallel.stage import Stage
 from parallel.strategy import StepResult, Strategy
-from parallel.trace import Border
 
 # After so many steps, the warm-up among them, a planned order is planned anew from what they took.
 MEASURED_STEPS = 4
@@ -31,16 +30,12 @@ MEASURED_STEPS = 4
 class Pipeline(Strategy):
     """``pipelined`` is this with one replica, ``pipe_ddp`` with several."""
 
-    def __init__(self, *args, borders: Sequence[Border], **kwargs) -> None:
+    def __init__(self, *args, borders: Sequence[TensorSpec], **kwargs) -> None:
         """``borders``: for each stage of the plan, the tensor it receives, then the loss; one micro-batch each."""
         super().__init__(*args, **kwargs)
-        self._boxes = {plan.index: Boxes() for plan in self.plan.stages_of(self.mesh.position)}
-        if self.device.type == "cpu" and self.options.shared_memory:
-            self._boxes = open_boxes(self.plan, self.mesh, borders, self.options.timeout_s)
         self._pipe_stages = [
             PipeStage(
                 self.timeline,
-                self._boxes[plan.index],
                 self._replicate(stage),
                 plan.index,
                 len(self.plan.stages),
@@ -90,9 +85,6 @@ class Pipeline(Strategy):
         run(*inputs, microbatch=indices, target=indices, return_outputs=False, **extra)
 
     def close(self) -> None:
-        for boxes in self._boxes.values():
-            boxes.close()
-        self._boxes.clear()
         self._pipe_stages.clear()
         self._schedule = None
         super().close()
@@ -103,7 +95,7 @@ def _already_a_loss(output: Tensor, target: Tensor) -> Tensor:
     return output
 
 
-def _example(stage: Stage, border: Border, sent: bool) -> Tensor:
+def _example(stage: Stage, border: TensorSpec, sent: bool) -> Tensor:
     """Without memory: the batch's inputs, or what passes between stages and has a gradient."""
     example = torch.empty(border.shape, dtype=border.dtype, device="meta")
     return stage.as_sent(example).requires_grad_(border.dtype.is_floating_point) if sent else example

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from common.errors import PlanError
 from models.chain import Chain, is_within
 from parallel.devices import device_count, resolve_device_type
-from parallel.errors import PlanError
 from parallel.mesh import Mesh
 from parallel.partition import deal
 from parallel.precision import resolve_precision

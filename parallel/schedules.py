@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pkgutil import resolve_name
 
-from parallel.errors import PlanError
+from common.errors import PlanError
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def in_flight(schedule: str, ranks: int, chunks: int, per_rank: int, rank: int) 
     if schedule == "1f1b":
         return min(chunks, ranks - rank)
     if schedule == "planned":
-        return -(-most_held(ranks, chunks, per_rank, rank, spare=ranks) // per_rank)
+        return -(-max_in_flight(ranks, chunks, per_rank, rank, spare=ranks) // per_rank)
     held = -(-_warm_up(ranks, per_rank, rank) // per_rank) + 1
     # Activations whose weight gradients wait are held on: never more than a round of them.
     if schedule == "interleaved_zero_bubble":
@@ -136,7 +136,7 @@ def in_flight(schedule: str, ranks: int, chunks: int, per_rank: int, rank: int) 
     return min(chunks, held)
 
 
-def most_held(ranks: int, chunks: int, per_rank: int, rank: int, spare: int) -> int:
+def max_in_flight(ranks: int, chunks: int, per_rank: int, rank: int, spare: int) -> int:
     """At most how many activations, one for each stage and micro-batch, a planned order has ``rank`` hold at a time:
     interleaved 1F1B's, and ``spare`` more."""
     return min(chunks * per_rank, _warm_up(ranks, per_rank, rank) + spare)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from models.batchnorm import BatchNorm2d
 from models.chain import Chain
 from models.losses import Sums
-from models.seeds import fold, seed_generator
+from models.seeds import derive_seed, seed_generator
 
 
 class Stage(nn.Module):
@@ -132,7 +132,7 @@ class Stage(nn.Module):
 
     def _seed(self, name: str, index: int) -> None:
         if self.training:
-            seed_generator(self.device, fold(self.seed, self.step, index, name))
+            seed_generator(self.device, derive_seed(self.seed, self.step, index, name))
 
     def compile(self) -> None:
         """Compile each layer in place (``nn.Module.compile``), so that names stay."""

@@ -32,15 +32,13 @@ from parallel.timeline import Timeline
 @dataclass(frozen=True)
 class Options:
     """How stages are run, whatever the layout. ``bucket_mb``: DDP's bucket in MiB; ``comm_hook``: what gradients are
-    sent as (none | bf16 | fp16); ``timeout_s``: the longest that a rank waits for another; ``shared_memory``: whether
-    stages on one machine's CPU hand tensors over by it."""
+    sent as (none | bf16 | fp16); ``timeout_s``: the longest that a rank waits for another."""
 
     seed: int
     timeout_s: float = 300.0
     bucket_mb: float = 25.0
     comm_hook: str = "none"
     sync_batchnorm: bool = False
-    shared_memory: bool = True
     recompute: bool = False
     compile: bool = False
 

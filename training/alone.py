@@ -12,7 +12,7 @@ from parallel.plan import make_plan
 from parallel.strategy import Options, Strategy
 from training import checkpoint
 from training.checkpoint import read_manifest
-from training.config import attributes, plain
+from training.config import to_config, to_dict
 from training.modes import checkpoint_of
 from training.setup import model_and_data
 
@@ -37,7 +37,7 @@ def restore(cfg: Any, device: str) -> Restored:
     read_manifest(path)  # before anything takes time
     share_cores(1, cfg.parallel.threads)
     chain, data = model_and_data(cfg)
-    parallel = attributes({**plain(cfg.parallel), **_ALONE, "devices": None})
+    parallel = to_config({**to_dict(cfg.parallel), **_ALONE, "devices": None})
     plan = make_plan(parallel, chain, global_batch_size=1, device=device, precision=cfg.train.precision)
     strategy = build_strategy(plan, chain, plan.mesh(0), Options(seed=cfg.seed), sample=None)
     return Restored(chain, data, strategy, checkpoint.load(path, strategy))

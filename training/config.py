@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from parallel.errors import PlanError
+from common.errors import PlanError
 
 
-def plain(cfg: Any) -> dict:
+def to_dict(cfg: Any) -> dict:
     """A dict of dicts, lists, numbers and words, interpolations resolved, enum members by name."""
     from omegaconf import OmegaConf
 
@@ -16,7 +16,7 @@ def plain(cfg: Any) -> dict:
     return OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
 
 
-def attributes(tree: dict) -> Any:
+def to_config(tree: dict) -> Any:
     """The reverse, for reading: ``cfg.train.steps`` over plain data."""
     from omegaconf import OmegaConf
 

@@ -7,7 +7,7 @@ import time
 
 from data.loader import EvalBatches
 from data.source import Source
-from launchers import stopping, whereabouts
+from launchers import heartbeat, stopping
 from launchers.stopping import Stopped
 from parallel.strategy import Strategy
 
@@ -25,7 +25,7 @@ def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str,
     border = _Border(strategy)
     total = None
     for done, batch in enumerate(batches, 1):
-        whereabouts.note(whereabouts.here().step, f"evaluating, batch {done} of {len(batches)}")
+        heartbeat.note(heartbeat.here().step, f"evaluating, batch {done} of {len(batches)}")
         sums = strategy.eval_step(batch)
         total = sums if total is None else total + sums
         if done < len(batches) and border.stops(done):

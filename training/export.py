@@ -19,13 +19,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from common.errors import CheckpointError, TrainingError
 from data.dataset import DataSet
 from data.huggingface_tokenizer import tokenizer_files
 from data.vocabulary import END_OF_TEXT, GPT2Vocabulary
 from models.gpt2 import resolve_size
 from models.huggingface import EMBEDDING, to_huggingface
 from training.alone import restore
-from training.errors import CheckpointError, TrainingError
 
 WEIGHTS = "model.safetensors"
 

@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from data.disk import explain
+from common.files import explain
 from launchers import World
-from training.records.environment import mask_secrets
-from training.report import METRICS
+from training.reporting.console import METRICS
+from training.reporting.environment import mask_secrets
 
 
 def refuse(message: str) -> NoReturn:

@@ -7,7 +7,7 @@ from importlib import import_module
 from types import FunctionType, ModuleType
 from typing import Any
 
-from training.errors import USER_ERRORS, TrainingError
+from common.errors import TrainingError, UserError
 
 ALLOWED = ("models.", "data.", "parallel.", "training.", "torch.nn.", "torch.optim.")
 # A model may be built by a function: it only computes. Functions elsewhere also write files and start processes.
@@ -31,7 +31,7 @@ def instantiate(node: Any, **arguments: Any) -> Any:
         return hydra_instantiate(node, **arguments)
     except InstantiationException as wrapped:
         cause = wrapped.__cause__
-        if isinstance(cause, USER_ERRORS):
+        if isinstance(cause, UserError):
             raise cause from None
         if isinstance(cause, ValueError):
             raise TrainingError(str(cause)) from cause

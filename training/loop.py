@@ -14,7 +14,7 @@ import torch
 
 from data.batch import Batch
 from data.loader import TrainBatches, train_loader
-from launchers import stopping, whereabouts
+from launchers import heartbeat, stopping
 from launchers.stopping import Stopped
 from parallel.strategy import StepResult, Strategy
 from training.checkpoint import Checkpoints
@@ -22,7 +22,7 @@ from training.evaluate import evaluate, record_of
 from training.instantiate import instantiate
 from training.optimizer import Optimizer
 from training.profiling import profiler
-from training.records import StepTimes, jsonable
+from training.reporting import StepTimes, jsonable
 from training.rollback import roll_back
 from training.setup import Setup
 from training.skipping import Skipping
@@ -92,7 +92,7 @@ class Loop:
                 if due(config.checkpoint_every, step, total) or self._is_best(step):
                     self._save(step, needed=step == total)
                 self._complain()
-                whereabouts.note(step, "reading data")
+                heartbeat.note(step, "reading data")
                 clock = time.perf_counter()
         return self.outcome
 
@@ -106,19 +106,19 @@ class Loop:
     def _begin(self, done: int, unevaluated: bool) -> None:
         """``done`` steps are behind, and saved."""
         self.outcome.steps = self._loaded_step = done
-        whereabouts.note(done, "meeting the other ranks")
+        heartbeat.note(done, "meeting the other ranks")
         stops, unevaluated = self.strategy.sum_of(stopping.wanted(), unevaluated)
         if stops or (unevaluated and not self._evaluate(done)):
             self.stop(done)
         if self._is_best(done):
             self._save(done, needed=False)
-        whereabouts.note(done, "reading data")
+        heartbeat.note(done, "reading data")
 
     def _step(self, step: int, batch: Batch) -> tuple[StepResult, float, str]:
         """Gradients, clipping, update; the last is why the update was left out, in words, or empty. Every rank takes
         the same decisions: they follow from agreed numbers."""
         strategy, config = self.strategy, self.config
-        whereabouts.note(step - 1, f"in step {step}")
+        heartbeat.note(step - 1, f"in step {step}")
         result = strategy.train_step(batch, step, stopping.wanted(), self.skipping.loss_limit)
         lr = self.optimizer.base_lr * self.schedule.factor(step, self.setup.total_steps, self.setup.per_epoch)
         strategy.loss_scale.update(result.finite)
@@ -161,7 +161,7 @@ class Loop:
         """False where it was stopped on the way."""
         if self.setup.data.valid is None:
             return True
-        whereabouts.note(step, "evaluating")
+        heartbeat.note(step, "evaluating")
         try:
             result = evaluate(self.strategy, self.setup.data.valid, self.config.eval_batches)
         except Stopped:
@@ -186,7 +186,7 @@ class Loop:
 
     def _save(self, step: int, needed: bool) -> None:
         """``needed``: wait until it is on the disk, and raise CheckpointError where it cannot be written."""
-        whereabouts.note(step, "saving a checkpoint")
+        heartbeat.note(step, "saving a checkpoint")
         progress = jsonable(self.progress())
         self.outcome.checkpoint = self.checkpoints.save(self.strategy, self.optimizer, step, progress, wait=needed)
 

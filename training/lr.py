@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from training.errors import TrainingError
+from common.errors import TrainingError
 
 
 class Constant:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from common.errors import TrainingError
 from launchers import World
-from training.errors import TrainingError
 
 ALONE = ("export", "sample")
 

@@ -8,8 +8,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from common.errors import TrainingError
 from parallel.strategy import Strategy
-from training.errors import TrainingError
 from training.instantiate import instantiate
 
 _FUSED = ("cpu", "cuda", "mps")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from common.errors import TrainingError
 from launchers import World, connect
 from launchers.stopping import Stopped
 from parallel.build import build_strategy
@@ -21,19 +22,18 @@ from parallel.precision import parameter_dtype
 from parallel.strategy import Options, Strategy
 from training import checkpoint
 from training.checkpoint import Checkpoints
-from training.config import environment, plain
-from training.errors import TrainingError
+from training.checkpoint.init_from import start
+from training.checkpoint.resume import resume
+from training.config import environment, to_dict
 from training.evaluate import evaluate, record_of
-from training.init_from import start
 from training.loop import Loop, Outcome
 from training.modes import checkpoint_of
 from training.optimizer import Optimizer
-from training.recorder import Recorder
-from training.report import SUMMARY, final_words
-from training.resume import resume
+from training.reporting.console import SUMMARY, final_words
+from training.reporting.recorder import Recorder
+from training.reporting.summary import known_of_ranks, summarise
+from training.reporting.timeline_files import why_no_timeline, write_timeline
 from training.setup import Setup, prepare
-from training.summary import known_of_ranks, summarise
-from training.trace import why_no_timeline, write_timeline
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "mps": "gloo"}
 
@@ -68,7 +68,6 @@ def run(
             bucket_mb=cfg.parallel.bucket_mb,
             comm_hook=cfg.parallel.comm_hook,
             sync_batchnorm=cfg.parallel.sync_batchnorm,
-            shared_memory=cfg.parallel.shared_memory,
             recompute=cfg.train.activation_checkpointing,
             compile=cfg.train.compile,
         )
@@ -84,7 +83,7 @@ def _train(setup: Setup, strategy: Strategy, run_dir: Path) -> dict:
     checkpoints = Checkpoints(
         run_dir / "checkpoints", cfg.train.keep_checkpoints, strategy.mesh, cfg.parallel.timeout_s
     )
-    optimizer = Optimizer(plain(cfg.optim), strategy)
+    optimizer = Optimizer(to_dict(cfg.optim), strategy)
     resumed = resume(cfg.train.resume, checkpoints, strategy, optimizer)
     if resumed.path is None:
         start(cfg.model, setup.chain, strategy)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from common.errors import TrainingError
 from data.vocabulary import GPT2Vocabulary
 from data.words import WordVocabulary, basic_english
 from models.generate import generate
 from parallel.precision import autocast
 from training.alone import restore
-from training.errors import TrainingError
 
 logger = logging.getLogger(__name__)
 

@@ -10,20 +10,20 @@ from typing import Any
 
 import numpy as np
 
+from common.errors import TrainingError
 from data.batch import Batch
 from data.dataset import DataSet
 from data.loader import TrainBatches
 from models.chain import Chain
 from parallel.balance import stage_shares
 from parallel.plan import Plan, make_plan
+from training.autotune import layer_costs, settle_balance
 from training.checkpoint import read_manifest
-from training.choices import layer_costs, settle_balance
-from training.config import environment, plain
-from training.errors import TrainingError
-from training.init_from import check_start
+from training.checkpoint.init_from import check_start
+from training.checkpoint.new_tokens import grown
+from training.config import environment, to_dict
 from training.instantiate import instantiate
 from training.modes import checkpoint_of
-from training.new_tokens import grown
 from training.optimizer import check_optimizer
 
 # Of the model's section: the option's name, what the data should use, and what its weights start as.
@@ -59,7 +59,7 @@ def prepare(cfg: Any, world_size: int | None = None) -> Setup:
 
     cfg         the composed configuration
     world_size  the number of processes where they are started already (torchrun), else None
-    raises      one of training.errors.USER_ERRORS, with the numbers and a way out
+    raises      UserError, with the numbers and a way out
     """
     train = cfg.train
     check_train(cfg)
@@ -68,7 +68,7 @@ def prepare(cfg: Any, world_size: int | None = None) -> Setup:
         read_manifest(checkpoint_of(cfg))
     if train.resume not in (None, "auto"):
         read_manifest(Path(train.resume))
-    check_optimizer(plain(cfg.optim))
+    check_optimizer(to_dict(cfg.optim))
     instantiate(cfg.scheduler)
     chain, data = model_and_data(cfg)
     if cfg.mode != "eval" and train.resume is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from common.errors import TrainingError
 from parallel.strategy import StepResult
-from training.errors import TrainingError
 
 _SETTLED = 10  # so many losses must be known before one can be called a jump
 _SHARE = 0.05  # of a new loss in the running mean, which so reaches back about twenty steps

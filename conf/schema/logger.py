@@ -17,7 +17,7 @@ class Mode(Enum):
 class Wandb:
     """Weights & Biases. `name` is the run's display name; null takes the one that the training gives it."""
 
-    _target_: str = "training.records.WandbRun"
+    _target_: str = "training.reporting.WandbRun"
     # The run's whole configuration is an argument of the call: its own `_target_`s are data there.
     _recursive_: bool = False
     _convert_: str = "all"
@@ -32,7 +32,7 @@ class Wandb:
 class NoLogger:
     """No logger: metrics.jsonl and summary.json only."""
 
-    _target_: str = "training.records.NoLogger"
+    _target_: str = "training.reporting.NoLogger"
     _recursive_: bool = False
     _convert_: str = "all"
 

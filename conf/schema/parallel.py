@@ -42,7 +42,6 @@ class Parallel:
     bucket_mb: float = 25.0  # DistributedDataParallel's gradient bucket, in MiB
     comm_hook: CommHook = CommHook.none  # what gradients are sent as between replicas: none (as they are), bf16, fp16
     sync_batchnorm: bool = False  # BatchNorm over the replicas' micro-batches together
-    shared_memory: bool = True  # on CPUs, stages on one machine hand tensors over by it; false: through gloo
     env: Any = None  # environment of the workers, such as {NCCL_DEBUG: INFO, GLOO_SOCKET_IFNAME: eth0}
 
 

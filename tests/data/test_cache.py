@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import DataError
 from data import cache, spare
 from data.cache import cached_folder, default_cache_dir, file_lock
-from data.errors import DataError
 
 REPOSITORY = Path(__file__).parents[2]
 

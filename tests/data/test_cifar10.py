@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from common.errors import DataError
 from data import cifar10, download
 from data.cifar10 import CIFAR10
-from data.errors import DataError
 
 NAMES = [*cifar10._FILES["train"], *cifar10._FILES["test"]]
 

@@ -5,8 +5,8 @@ import pickle
 import numpy as np
 import pytest
 
+from common.errors import DataError
 from data.columns import ColumnWindows
-from data.errors import DataError
 from data.loader import TrainBatches
 from data.text import Text
 from data.tokens import TokenWindows, cached_tokens

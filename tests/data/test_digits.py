@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from common.errors import DataError
 from data import digits
 from data.digits import Digits
-from data.errors import DataError
 
 
 def prepared(**settings) -> Digits:

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from data.errors import DataError
+from common.errors import DataError
 from data.extra_tokens import parse_extra_tokens
 from data.jsonl import Jsonl
 from data.shards import Tokens

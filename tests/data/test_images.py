@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.errors import DataError
+from common.errors import DataError
 from data.images import Images, Labelled, crop_and_flip, hold_out, recolour, resize
 
 

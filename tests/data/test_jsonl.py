@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from common.errors import DataError
 from data import jsonl as jsonl_module
-from data.errors import DataError
 from data.jsonl import Jsonl, split_files
 from data.loader import EvalBatches, TrainBatches
 from data.row_tokens import Share

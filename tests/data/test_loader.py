@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from data.errors import DataError
+from common.errors import DataError
 from data.loader import EvalBatches, TrainBatches, train_loader
 from data.source import InMemory, Source
 

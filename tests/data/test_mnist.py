@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from common.errors import DataError
 from data import download
-from data.errors import DataError
 from data.mnist import MNIST
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.errors import DataError
+from common.errors import DataError
 from data.regression import RandomRegression
 
 

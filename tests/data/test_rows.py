@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.errors import DataError
 from data import rows as rows_module
-from data.errors import DataError
 from data.rows import Rows
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.errors import DataError
+from common.errors import DataError
 from data.loader import EvalBatches
 from data.shards import Tokens
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.errors import DataError
 from data import documents as documents_module
 from data import vocabulary, wikitext2
 from data.documents import encode, whole_file
-from data.errors import DataError
 from data.text import Stdlib, Text
 from data.vocabulary import END_OF_TEXT, gpt2
 from data.wikitext2 import WikiText2

@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from data.errors import DataError
+from common.errors import DataError
 from data.tokens import TokenWindows, cached_tokens, token_dtype
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.errors import DataError
 from data import documents
 from data.documents import whole_file
-from data.errors import DataError
 from data.text import Stdlib, Text
 from data.wikitext2 import WikiText2
 from data.words import basic_english, choose_words, count_words, encode_words

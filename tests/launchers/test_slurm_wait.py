@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from common.errors import LaunchError
 from launchers import slurm, slurm_queue
-from launchers.errors import LaunchError
 
 STOPPED_S = 0.3
 BEGIN_S = 1.0  # in place of SLURM's two minutes

@@ -15,7 +15,7 @@ PROCESS = """
 import hashlib, sys
 from launchers import stopping
 {before}
-stopping.heed()
+stopping.install_handlers()
 print("ready", flush=True)
 for line in sys.stdin:
     if line == "busy\\n":

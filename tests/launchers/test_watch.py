@@ -9,7 +9,7 @@ import pytest
 from launchers import World, watch
 from launchers.failure import is_peer_error
 from launchers.loopback import LOOPBACK, listen
-from launchers.neighbours import Neighbours
+from launchers.peer_check import PeerCheck
 from launchers.watch import Watch, say_farewell
 
 
@@ -58,7 +58,7 @@ def pair(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "29500")  # only its machine is asked for
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
-        meet = lambda rank: Neighbours(World(rank, 2, rank, 2, "environment"), store, 60)  # noqa: E731
+        meet = lambda rank: PeerCheck(World(rank, 2, rank, 2, "environment"), store, 60)  # noqa: E731
         both = list(pool.map(meet, range(2)))
     yield both
     for rank in both:

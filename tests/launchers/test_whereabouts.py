@@ -1,7 +1,7 @@
 """The page on which workers note how far they have come, and the launching process that it wants them to stop."""
 
 from launchers.failure import stalled
-from launchers.whereabouts import Board, Whereabouts
+from launchers.heartbeat import Board, Whereabouts
 
 
 def test_what_one_process_writes_another_reads(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.chain import Chain, Layer
+from models.chain import Chain, LayerSpec
 from models.gpt2 import gpt2
 from models.losses import SquaredError
 from models.toy import toy
@@ -66,12 +66,12 @@ def test_a_skeleton_takes_no_memory():
 def test_building_a_stage_builds_nothing_else():
     built = []
 
-    def layer(name: str) -> Layer:
+    def layer(name: str) -> LayerSpec:
         def build() -> nn.Module:
             built.append(name)
             return nn.Linear(2, 2)
 
-        return Layer(name, build)
+        return LayerSpec(name, build)
 
     Chain([layer(name) for name in "abcd"], loss=SquaredError()).build(["b", "c"], 1, CPU)
     assert built == ["b", "c"]
@@ -112,7 +112,7 @@ def test_an_unknown_layer_is_an_error_that_lists_the_known():
 
 def test_layers_of_one_name_are_an_error_that_names_them():
     with pytest.raises(ValueError, match=r"more than once: \['a'\]"):
-        Chain([Layer("a", nn.ReLU), Layer("b", nn.ReLU), Layer("a", nn.ReLU)], loss=SquaredError())
+        Chain([LayerSpec("a", nn.ReLU), LayerSpec("b", nn.ReLU), LayerSpec("a", nn.ReLU)], loss=SquaredError())
 
 
 def test_a_chain_without_layers_is_an_error():
@@ -128,7 +128,7 @@ class Scale(nn.Module):
 
 def test_a_layer_that_cannot_be_initialised_is_an_error_and_no_memory_of_chance():
     with pytest.raises(TypeError, match=r"layer 'scale' \(Scale\) holds parameters but has no reset_parameters\(\)"):
-        Chain([Layer("scale", Scale)], loss=SquaredError()).build(["scale"], 1, CPU)
+        Chain([LayerSpec("scale", Scale)], loss=SquaredError()).build(["scale"], 1, CPU)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from common.torchvision_loader import load_torchvision
 from models.gpt2 import gpt2
 from models.huggingface import from_huggingface, to_huggingface
-from models.torchvision_loader import load_torchvision
 
 CPU = torch.device("cpu")
 SMALL = dict(size="tiny", n_layer=3, n_head=4, n_embd=32, block_size=48)

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
+from common.torchvision_loader import load_torchvision
 from models.batchnorm import BatchNorm2d
 from models.losses import ClassCrossEntropy, OneHotSquaredError
 from models.resnet50 import resnet50
-from models.torchvision_loader import load_torchvision
 
 CPU, DOUBLE = torch.device("cpu"), torch.float64
 CHAIN = resnet50()

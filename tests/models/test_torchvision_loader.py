@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from models.torchvision_loader import load_torchvision
+from common.torchvision_loader import load_torchvision
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,6 @@ class Recipe:
     sync_batchnorm: bool = False
     interleaved: bool = False  # the batch's halves in turn, a quarter of the batch at a time
     comm_hook: str = "none"
-    shared_memory: bool = True
     overflow_at_step: int | None = None  # of one parameter's gradient, in the first layer only
 
 
@@ -185,7 +184,6 @@ def build(layout: Layout, recipe: Recipe) -> tuple[Plan, Strategy]:
         recompute=recipe.recompute,
         sync_batchnorm=recipe.sync_batchnorm,
         comm_hook=recipe.comm_hook,
-        shared_memory=recipe.shared_memory,
     )
     return plan, build_strategy(plan, chain, mesh, options, sample)
 

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import os
 from collections import Counter
-from contextlib import nullcontext
-from dataclasses import replace
-from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -88,48 +82,3 @@ def operators_of_a_planned_step(layout: Layout, recipe: Recipe, seconds: list) -
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         strategy.train_step(chain_and_batches(recipe)[1](1), 1)
     return Counter({event.key: event.count for event in profile.key_averages()})
-
-
-def boxes_of_stages(layout: Layout, recipe: Recipe) -> dict[int, tuple[set[str], set[str]]]:
-    """Of each of this rank's stages, what it receives and what it sends by shared memory."""
-    _, strategy = build(layout, recipe)
-    return {stage: (set(boxes.inboxes), set(boxes.outboxes)) for stage, boxes in strategy._boxes.items()}
-
-
-def gradients_by_memory_and_by_network(layout: Layout, recipe: Recipe) -> list[dict[str, torch.Tensor]]:
-    """This rank's after three steps and evaluations between them: by shared memory, on a system without it, and where
-    it is not wanted."""
-    without = mock.patch.object(os, "memfd_create", side_effect=OSError)
-    found = []
-    for system, wanted in ((nullcontext(), True), (without, True), (nullcontext(), False)):
-        with system:
-            plan, strategy = build(layout, replace(recipe, shared_memory=wanted))
-        boxes = any(boxes.inboxes or boxes.outboxes for boxes in strategy._boxes.values())
-        assert boxes is (system is not without and wanted)
-        batch_at = chain_and_batches(recipe)[1]
-        for step in (1, 2, 3):
-            batch = batch_at(step).chunks(plan.dp)[strategy.mesh.replica]
-            strategy.train_step(batch, step)
-            if step != 2:
-                strategy.eval_step(batch)
-        found.append({name: parameter.grad for name, parameter in strategy.named_parameters()})
-    return found
-
-
-def pipes_of_a_strategy(layout: Layout, recipe: Recipe) -> tuple[int, int]:
-    """How many pipes and pieces of shared memory this rank has open more than before: while a strategy is there, and
-    once it is closed."""
-
-    def count() -> int:
-        gc.collect()
-        entries = map(str, Path("/proc/self/fd").iterdir())
-        links = Counter(os.readlink(entry) for entry in entries if os.path.islink(entry))
-        # gloo has pipes too, whose ends are both here.
-        return sum(link.startswith(("pipe:", "/memfd:")) and times == 1 for link, times in links.items())
-
-    before = count()
-    _, strategy = build(layout, recipe)
-    strategy.train_step(chain_and_batches(recipe)[1](1), 1)
-    during = count()
-    strategy.close()
-    return during - before, count() - before

@@ -12,7 +12,7 @@ from orders import span
 from torch import nn
 
 from data.batch import Batch
-from models.chain import Chain, Layer
+from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
 from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer, stage_costs, stage_shares
 from parallel.order import StageSeconds, best_order
@@ -32,7 +32,7 @@ class Sleepy(nn.Linear):
 
 
 def chain_of(*layers) -> Chain:
-    named = [Layer(f"l{i}", build) for i, build in enumerate(layers)]
+    named = [LayerSpec(f"l{i}", build) for i, build in enumerate(layers)]
     return Chain(named, loss=SquaredError())
 
 

@@ -94,7 +94,7 @@ def test_the_order_can_be_run_to_its_end(ranks, per_rank, chunks):
     assert span(best_order(seconds, ranks, chunks), seconds) >= 3 * per_rank * chunks
 
 
-def most_held(actions: list) -> int:
+def max_in_flight(actions: list) -> int:
     """Forwards whose activations some gradient still needs, of all stages of a rank."""
     held, most = 0, 0
     for action in actions:
@@ -108,9 +108,9 @@ def test_a_rank_holds_no_more_activations_than_is_said_of_it(ranks, per_rank, ch
     held = {name: [per_rank * in_flight(name, ranks, chunks, per_rank, rank) for rank in range(ranks)]
             for name in ("planned", "interleaved_1f1b")}  # fmt: skip
     for rank, actions in best_order([TICK] * (ranks * per_rank), ranks, chunks).items():
-        assert most_held(actions) <= held["planned"][rank]
+        assert max_in_flight(actions) <= held["planned"][rank]
     for rank, actions in interleaved(ranks, per_rank, chunks).items():
-        assert most_held(actions) <= held["interleaved_1f1b"][rank]
+        assert max_in_flight(actions) <= held["interleaved_1f1b"][rank]
 
 
 def test_what_a_stage_takes_is_the_least_of_the_steps_after_the_warm_up():

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from parallel.errors import PlanError
+from common.errors import PlanError
 from parallel.partition import block_partition, deal
 
 NAMES = list("abcdefg")

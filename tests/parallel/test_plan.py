@@ -8,9 +8,9 @@ import pytest
 import torch
 from cases import Layout, parallel_section
 
+from common.errors import PlanError
 from models.gpt2 import gpt2
 from models.toy import toy
-from parallel.errors import PlanError
 from parallel.plan import Plan, make_plan
 
 

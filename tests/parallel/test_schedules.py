@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel.errors import PlanError
+from common.errors import PlanError
 from parallel.schedules import (
     NAMES,
     SCHEDULES,

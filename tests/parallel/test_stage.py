@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.chain import Chain, Layer
+from models.chain import Chain, LayerSpec
 from models.gpt2 import gpt2
 from models.losses import SquaredError
 from models.toy import toy
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def dropouts(count: int = 3) -> Chain:
-    return Chain([Layer(f"drop{i}", lambda: nn.Dropout(0.5)) for i in range(count)], loss=SquaredError())
+    return Chain([LayerSpec(f"drop{i}", lambda: nn.Dropout(0.5)) for i in range(count)], loss=SquaredError())
 
 
 def stage(chain: Chain, names: list[str] | None = None, seed: int = 3, step: int = 1, **more) -> Stage:
@@ -92,7 +92,7 @@ def test_sums_of_micro_batches_add_up_and_are_taken_once():
 
 
 def test_a_stage_in_the_middle_ignores_the_targets_and_gives_something_contiguous():
-    chain = Chain([Layer("turn", Transpose), Layer("end", nn.Identity)], loss=SquaredError())
+    chain = Chain([LayerSpec("turn", Transpose), LayerSpec("end", nn.Identity)], loss=SquaredError())
     out = stage(chain, ["turn"])(torch.ones(3, 4), torch.tensor([0]), targets=torch.zeros(3))
     assert out.shape == (4, 3)
     assert out.is_contiguous()
@@ -102,7 +102,7 @@ def test_images_in_channels_last_and_their_gradients_cross_a_border_as_they_lie_
     def convolution() -> nn.Module:
         return nn.Conv2d(3, 3, 3)
 
-    layers = [Layer("first", convolution), Layer("relu", nn.ReLU), Layer("last", convolution)]
+    layers = [LayerSpec("first", convolution), LayerSpec("relu", nn.ReLU), LayerSpec("last", convolution)]
     chain = Chain(layers, loss=SquaredError(), channels_last=True)
     before, after = stage(chain, ["first", "relu"]), stage(chain, ["last"])
     gradients = []

@@ -9,7 +9,7 @@ from cases import Layout, Recipe, chain_and_batches, parallel_section
 from parallel.build import stage_borders
 from parallel.plan import make_plan
 from parallel.precision import autocast, parameter_dtype
-from parallel.trace import Border, trace
+from parallel.shape_inference import TensorSpec, trace
 
 RECIPES = {name: Recipe(name, global_batch=6, lr=0.1) for name in ("toy", "gpt2")}
 
@@ -37,14 +37,14 @@ def test_every_border_is_what_a_real_forward_gives(model, precision):
                 x = layer.loss(x, targets, None).loss
             else:
                 x = chain.loss(layer(x), targets, None).loss
-            real.append((name, Border(tuple(x.shape), x.dtype)))
+            real.append((name, TensorSpec(tuple(x.shape), x.dtype)))
     assert [(t.name, t.output) for t in borders] == real
 
 
 def test_autocast_shows_at_a_border():
     """In bf16 the toy's first Linear gives bf16; a border declared float32 would corrupt silently."""
-    assert traced("toy", "bf16")[2][0].output == Border((6, 10), torch.bfloat16)
-    assert traced("toy", "fp32")[2][0].output == Border((6, 10), torch.float32)
+    assert traced("toy", "bf16")[2][0].output == TensorSpec((6, 10), torch.bfloat16)
+    assert traced("toy", "fp32")[2][0].output == TensorSpec((6, 10), torch.float32)
 
 
 def test_a_stage_s_border_is_that_of_its_last_layer_and_the_last_gives_the_loss():
@@ -53,12 +53,12 @@ def test_a_stage_s_border_is_that_of_its_last_layer_and_the_last_gives_the_loss(
     plan = make_plan(section, chain, global_batch_size=6, device="cpu", precision="bf16")
     borders = stage_borders(plan, chain, batch_at(0).chunks(2)[0])
     assert borders == [
-        Border((3, 10), torch.float32), Border((3, 10), torch.bfloat16), Border((), torch.float32),
+        TensorSpec((3, 10), torch.float32), TensorSpec((3, 10), torch.bfloat16), TensorSpec((), torch.float32),
     ]  # fmt: skip
 
 
 def test_a_border_shows_its_shape_its_dtype_and_its_bytes():
-    border = Border((2, 16, 8), torch.bfloat16)
+    border = TensorSpec((2, 16, 8), torch.bfloat16)
     assert str(border) == "2x16x8 bfloat16"
     assert border.bytes == 512
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from commandline import ROOT
 
 from data.loader import TrainBatches
-from training.config import attributes, plain
+from training.config import to_config, to_dict
 
 # Ranks and command line of each strategy, all with four micro-batches a step: to be compared with `single`'s four.
 LAYOUTS = {
@@ -33,7 +33,7 @@ def compose(*overrides: str):
 
 def config(*overrides: str):
     """The same as the training gets it: plain values. One thread, no logger."""
-    return attributes(plain(compose(*QUIET, *overrides)))
+    return to_config(to_dict(compose(*QUIET, *overrides)))
 
 
 def run(folder: Path, *overrides: str) -> dict:
@@ -61,7 +61,7 @@ def run_on_rank(tree: dict, folder: str, meeting: str) -> dict:
         dist.barrier()
         dist.destroy_process_group()
         store = dist.FileStore(meeting, size)
-    return training(attributes(tree), Path(folder), World(rank, size, rank, size, "local"), store)
+    return training(to_config(tree), Path(folder), World(rank, size, rank, size, "local"), store)
 
 
 def records(folder: Path) -> list[dict]:

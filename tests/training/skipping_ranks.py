@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from composed import run_on_rank
 
-from parallel.in_process import InProcess
+from parallel.local import LocalStrategy
 from parallel.strategy import Strategy
 
 
@@ -30,7 +30,7 @@ def train_spoilt(tree: dict, folder: str, meeting: str, step: int, rank: int, wh
 def _spoilt(bad: int, what: str) -> Iterator[None]:
     from parallel.pipeline import Pipeline
 
-    now, originals = [0], [(kind, kind._forward_backward) for kind in (InProcess, Pipeline)]
+    now, originals = [0], [(kind, kind._forward_backward) for kind in (LocalStrategy, Pipeline)]
     sums, train_step = Strategy._take_sums, Strategy.train_step
 
     def counted(self, batch, step, *args):

@@ -9,10 +9,10 @@ import pytest
 import torch
 from composed import LAYOUTS, QUIET, compose, losses, records, run, run_on_rank, saved
 
+from common.errors import CheckpointError
 from training import checkpoint
 from training.checkpoint.manifest import sealed
-from training.config import plain
-from training.errors import CheckpointError
+from training.config import to_dict
 
 SINGLE = ["parallel=single", "parallel.chunks=4"]
 
@@ -41,7 +41,7 @@ def train(ranks, recipe, tmp_path):
         processes, overrides = (1, SINGLE) if layout == "single" else LAYOUTS[layout]
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
-        tree = plain(compose(*QUIET, *recipe, *overrides, *more))
+        tree = to_dict(compose(*QUIET, *recipe, *overrides, *more))
         ranks.run(processes, run_on_rank, tree, str(folder), str(tmp_path / f"{name}.meeting"))
         return folder
 

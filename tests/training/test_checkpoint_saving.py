@@ -9,12 +9,12 @@ import pytest
 import torch
 from composed import losses, records, run, saved
 
+from common.errors import CheckpointError
 from training.checkpoint import checkpoints, commit, snapshot, writing
 from training.checkpoint.manifest import parse_manifest
 from training.checkpoint.paths import sidecar_name
 from training.checkpoint.room import Room
 from training.checkpoint.snapshot import Share
-from training.errors import CheckpointError
 
 STEPS = ["train.epochs=null", "train.steps=6", "optim.momentum=0.9"]
 EVERY_2 = [*STEPS, "train.checkpoint_every=2", "train.keep_checkpoints=9"]

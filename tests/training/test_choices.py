@@ -5,7 +5,7 @@ import json
 import pytest
 from commandline import train
 
-from training.choices import candidates
+from training.autotune import candidates
 
 pytestmark = pytest.mark.slow
 

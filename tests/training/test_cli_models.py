@@ -6,7 +6,7 @@ import pytest
 from commandline import ROOT, Started, train
 from composed import compose, config, losses, run, saved
 
-from training.job import execute
+from training.app import execute
 
 REAL = ROOT.parent / "shared" / "data"
 SHORT = ["logger=none", "device=cpu", "train.epochs=null"]

@@ -10,13 +10,12 @@ import torch
 from composed import LAYOUTS, QUIET, compose, config, losses, run, run_on_rank, saved
 from safetensors.torch import load_file, save_file
 
-from data.errors import DataError
+from common.errors import DataError, TrainingError
+from common.torchvision_loader import load_torchvision
 from data.vocabulary import gpt2
-from models.torchvision_loader import load_torchvision
-from training.config import plain
-from training.errors import TrainingError
-from training.job import execute
-from training.new_tokens import grown
+from training.app import execute
+from training.checkpoint.new_tokens import grown
+from training.config import to_dict
 from training.quoting import quote_values
 from training.setup import prepare
 
@@ -67,7 +66,7 @@ def altered(published, tmp_path):
 def begin(ranks, layout, folder, *overrides):
     processes, where = LAYOUTS[layout]
     folder.mkdir()
-    tree = plain(compose(*QUIET, *overrides, *where))
+    tree = to_dict(compose(*QUIET, *overrides, *where))
     ranks.run(processes, run_on_rank, tree, str(folder), str(folder / "meeting"))
 
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from data.errors import DataError
-from training.errors import TrainingError
+from common.errors import DataError, TrainingError
 from training.instantiate import instantiate
 
 
@@ -95,9 +94,9 @@ def test_what_an_allowed_module_has_imported_is_not_allowed_with_it(target, witn
         "torch.nn.init.normal_",
         "torch.optim.Adam.load_state_dict",
         "torch.optim.optimizer.functools.partial",
-        "training.records.environment._run",
-        "training.records.write_json",
-        "training.records.metrics.log.handlers.clear",
+        "training.reporting.environment._run",
+        "training.reporting.write_json",
+        "training.reporting.metrics.log.handlers.clear",
         "training.checkpoint.load",
         "training.run.run",
         "data.download.download",
@@ -117,7 +116,7 @@ def test_functions_that_do_more_than_compute_and_whatever_is_private_are_refused
 
 def test_a_target_among_further_arguments_is_refused_unless_they_are_data(witness):
     run_config = {"parallel": {"env": system(witness)}}
-    logger = {"_target_": "training.records.NoLogger", "_recursive_": False, "_convert_": "all"}
+    logger = {"_target_": "training.reporting.NoLogger", "_recursive_": False, "_convert_": "all"}
     assert instantiate(logger, run_config=run_config).url is None
     with pytest.raises(TrainingError, match="_target_=os.system is not allowed"):
         instantiate({**logger, "_recursive_": True}, run_config=run_config)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from training.errors import TrainingError
+from common.errors import TrainingError
 from training.lr import Constant, CosineWarmup, Step
 
 PEAK = 6e-4

@@ -6,7 +6,7 @@ import pytest
 from commandline import train
 from composed import config
 
-from training.job import execute
+from training.app import execute
 
 
 @pytest.fixture(scope="module")

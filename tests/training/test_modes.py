@@ -11,10 +11,10 @@ from commandline import train
 from composed import QUIET, compose, config, records, run, run_on_rank, saved
 from safetensors.torch import load_file
 
-from models.torchvision_loader import load_torchvision
-from training.config import plain
-from training.errors import CheckpointError, TrainingError
-from training.job import execute
+from common.errors import CheckpointError, TrainingError
+from common.torchvision_loader import load_torchvision
+from training.app import execute
+from training.config import to_dict
 
 LAYOUTS = {
     "single": (1, []),
@@ -38,7 +38,7 @@ def begin(ranks, tmp_path_factory):
     def start(layout, *overrides):
         processes, where = LAYOUTS[layout]
         folder = tmp_path_factory.mktemp(layout)
-        tree = plain(compose(*QUIET, *overrides, *where))
+        tree = to_dict(compose(*QUIET, *overrides, *where))
         ranks.run(processes, run_on_rank, tree, str(folder), str(folder / "meeting"))
         return folder
 

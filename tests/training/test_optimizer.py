@@ -6,7 +6,7 @@ from composed import QUIET, compose, config, losses, run, run_on_rank, saved, st
 
 from parallel.build import build_strategy
 from parallel.strategy import Options
-from training.config import plain
+from training.config import to_dict
 from training.optimizer import Optimizer
 from training.setup import prepare
 
@@ -22,7 +22,7 @@ def toy():
         setup = prepare(cfg)
         mesh = setup.plan.mesh(0).connect(timeout_s=60)
         strategy = build_strategy(setup.plan, setup.chain, mesh, Options(seed=1), setup.sample, 0)
-        return strategy, Optimizer(plain(cfg.optim), strategy)
+        return strategy, Optimizer(to_dict(cfg.optim), strategy)
 
     return build
 
@@ -88,7 +88,7 @@ def test_a_rank_without_parameters_takes_part(ranks, tmp_path, optim):
         "parallel.chunks=4",
     ]
     run(tmp_path / "single", *recipe)
-    tree = plain(compose(*QUIET, *recipe, "parallel=pipelined", "parallel.pp=3", "parallel.chunks=4"))
+    tree = to_dict(compose(*QUIET, *recipe, "parallel=pipelined", "parallel.pp=3", "parallel.chunks=4"))
     (tmp_path / "three").mkdir()
     summary, *others = ranks.run(3, run_on_rank, tree, str(tmp_path / "three"), str(tmp_path / "meeting"))
     assert [stage["parameters"] for stage in summary["stages"]] == [110, 0, 55]

@@ -9,7 +9,7 @@ import pytest
 from composed import compose, config
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from training.config import plain
+from training.config import to_dict
 from training.instantiate import instantiate
 from training.quoting import hydra_word, quote_values, quoted
 
@@ -55,7 +55,7 @@ def test_what_is_quoted_for_hydra_already_stays():
 
 def test_a_plain_mapping_works_as_well_where_its_words_are_plain():
     cfg = config("model=gpt2", "model.extra_tokens={entity_begins: start of it, entity_ends: null}")
-    assert plain(cfg.data.extra_tokens) == {"entity_begins": "start of it", "entity_ends": None}
+    assert to_dict(cfg.data.extra_tokens) == {"entity_begins": "start of it", "entity_ends": None}
     assert instantiate(cfg.data).vocabulary.extra == ("entity_begins", "entity_ends")
 
 

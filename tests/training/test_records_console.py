@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from training.records import Progress, StepTimes, peak_memory_bytes
-from training.records.progress import duration
+from training.reporting import Progress, StepTimes, peak_memory_bytes
+from training.reporting.progress import duration
 
 
 class Terminal(io.StringIO):
@@ -118,7 +118,7 @@ def test_durations_are_told_in_two_units(seconds, text):
 
 def test_peak_memory_grows_with_what_was_allocated_and_does_not_fall_again():
     # In a process of its own: this one may have had a higher peak already.
-    script = ("from training.records import peak_memory_bytes as peak\nimport sys\nbefore = peak('cpu')\n"
+    script = ("from training.reporting import peak_memory_bytes as peak\nimport sys\nbefore = peak('cpu')\n"
               "x = bytearray(b'x') * 200_000_000\nfull = peak('cpu')\ndel x\n"
               "assert peak('cpu') > 0.99 * full\n"
               "assert 'torch' not in sys.modules and 'wandb' not in sys.modules\nprint(full - before)")

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from data.disk import explain
-from training.records import WandbRun
-from training.records.disk import DiskWatch
+from common.files import explain
+from training.reporting import WandbRun
+from training.reporting.disk import DiskWatch
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_wandb_that_cannot_start_on_a_full_disk_is_tried_again_later(disk, tmp_p
         return SimpleNamespace(log=lambda *args, **options: None, url=None)
 
     monkeypatch.setattr(WandbRun, "_start", start)
-    monkeypatch.setattr("training.records.wandb_run.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("training.reporting.wandb_run.time.monotonic", lambda: now[0])
     disk.free = 0
     with caplog.at_level(logging.WARNING, logger="training"):
         run = WandbRun(tmp_path / "run", {})

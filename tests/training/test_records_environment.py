@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from training.records import describe, mask_secrets
-from training.records.environment import _git, mask_arguments
+from training.reporting import describe, mask_secrets
+from training.reporting.environment import _git, mask_arguments
 
 
 def test_the_description_is_json_and_names_code_machine_and_packages():

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from training.records import MetricsFile, write_json
+from training.reporting import MetricsFile, write_json
 
 
 def records(path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from training.records import NoLogger, WandbRun
+from training.reporting import NoLogger, WandbRun
 
 wandb = pytest.importorskip("wandb")
 
@@ -45,7 +45,7 @@ def losses(run_dir):
 
 SCRIPT = """
 import os, signal, sys
-from training.records import WandbRun
+from training.reporting import WandbRun
 handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 before = dict(os.environ)
 config = {"lr": 0.5, "hub": {"api_key": "abcdefgh12345678"}}
@@ -104,7 +104,7 @@ def test_a_wandb_that_fails_is_warned_about_once_and_left_alone(tmp_path, monkey
 
 KILLED = """
 import sys, time, psutil
-from training.records import WandbRun
+from training.reporting import WandbRun
 run = WandbRun(sys.argv[1], {}, finish_timeout_s=2)
 run.log({"loss": 1.0}, 1)
 service, = [child for child in psutil.Process().children() if "wandb-core" in child.name()]

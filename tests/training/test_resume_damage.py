@@ -6,7 +6,7 @@ import shutil
 import pytest
 from composed import losses, records, run
 
-from training.errors import CheckpointError
+from common.errors import CheckpointError
 
 RECIPE = ["train.epochs=null", "train.steps=6", "optim.momentum=0.9", "train.checkpoint_every=2"]
 

@@ -4,8 +4,8 @@ import pytest
 from commandline import Started, train, wait_until
 from composed import config, losses, run
 
-from training.errors import TrainingError
-from training.job import execute
+from common.errors import TrainingError
+from training.app import execute
 
 RECIPE = [
     "model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=32", "logger=none", "device=cpu",

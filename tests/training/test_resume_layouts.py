@@ -3,7 +3,7 @@
 import pytest
 from composed import QUIET, compose, losses, records, run_on_rank, saved
 
-from training.config import plain
+from training.config import to_dict
 
 # Micro-batches of equal size in every layout.
 LAYOUTS = {
@@ -42,7 +42,7 @@ def train(ranks, models, tmp_path_factory):
     def begin(model, layout, *more):
         folder = tmp_path_factory.mktemp(f"{model}-{layout}")
         processes, overrides = LAYOUTS[layout]
-        tree = plain(compose(*QUIET, *models[model], *overrides, *more))
+        tree = to_dict(compose(*QUIET, *models[model], *overrides, *more))
         ranks.run(processes, run_on_rank, tree, str(folder), str(folder / "meeting"))
         return folder
 

@@ -156,8 +156,8 @@ def test_names_of_a_users_choice_make_no_files_elsewhere(tmp_path):
 
 
 def test_a_checkpoint_whose_manifest_names_files_elsewhere_is_refused(tmp_path):
+    from common.errors import CheckpointError
     from training.checkpoint import read_manifest
-    from training.errors import CheckpointError
 
     folder = tmp_path / "checkpoints" / "step-00000001"
     folder.mkdir(parents=True)
@@ -199,7 +199,7 @@ from pathlib import Path
 import numpy, torch, torch._dynamo, torch.utils.data
 from hydra import compose, initialize_config_dir
 from conf.schema import register
-from training.config import attributes, plain
+from training.config import to_config, to_dict
 from training.run import run
 
 def closed(*args, **kwargs):
@@ -212,7 +212,7 @@ register()
 configs = {}
 with initialize_config_dir(str(Path("conf").absolute()), version_base="1.3"):
     for name, overrides in json.loads(sys.argv[2]).items():
-        configs[name] = attributes(plain(compose("train", overrides)))
+        configs[name] = to_config(to_dict(compose("train", overrides)))
 pickle.load = pickle.loads = pickle._load = torch.load = torch.jit.load = closed
 pickle.Unpickler = Closed
 for name, cfg in configs.items():

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 from composed import config
 
-from training.errors import USER_ERRORS
+from common.errors import UserError
 from training.setup import prepare, total_steps
 
 TINY = ["model=gpt2", "model.size=tiny"]
@@ -72,14 +72,14 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_cannot_run_is_refused_before_it_starts_with_numbers_and_a_way_out(case):
     overrides, wanted = CASES[case]
-    with pytest.raises(USER_ERRORS) as error:
+    with pytest.raises(UserError) as error:
         prepare(config(*overrides))
     assert [words for words in wanted if words not in str(error.value)] == [], str(error.value)
 
 
 @pytest.mark.skipif(find_spec("datasets") is not None, reason="Hugging Face datasets is installed here")
 def test_wikitext_without_a_folder_and_without_a_downloader_says_both_ways_out(tmp_path):
-    with pytest.raises(USER_ERRORS) as error:
+    with pytest.raises(UserError) as error:
         prepare(config(*TINY, "data=wikitext2", f"data.cache_dir={tmp_path}"))
     assert "data.root=" in str(error.value) and "pip install datasets" in str(error.value)
 
@@ -89,7 +89,7 @@ def test_gpus_that_are_not_there_are_missed_by_name():
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    with pytest.raises(USER_ERRORS, match="device=cuda but this machine has none; here are: cpu"):
+    with pytest.raises(UserError, match="device=cuda but this machine has none; here are: cpu"):
         prepare(config("device=cuda"))
 
 

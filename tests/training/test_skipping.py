@@ -8,10 +8,10 @@ import torch
 from composed import change_batches, config, losses, run, saved, steps
 from skipping_ranks import same, train_spoilt
 
+from common.errors import TrainingError
 from data.batch import Batch
 from data.loader import TrainBatches
-from training.config import plain
-from training.errors import TrainingError
+from training.config import to_dict
 
 RECIPE = ["train.epochs=null", "train.steps=4", "train.global_batch_size=16", "optim=adamw", "train.checkpoint_every=1",
           "train.keep_checkpoints=9", "train.eval_every=null", "train.precision=fp32"]  # fmt: skip
@@ -26,7 +26,7 @@ LAYOUTS = {
 def spoilt(ranks, tmp_path, layout, rank, what):
     """[(summary, tensors)] by rank, of a training in which ``rank`` has a NaN in step 3."""
     size, overrides = LAYOUTS[layout]
-    tree = plain(config("model=convnet", *RECIPE, f"parallel={layout}", *overrides))
+    tree = to_dict(config("model=convnet", *RECIPE, f"parallel={layout}", *overrides))
     folder = tmp_path / "run"
     folder.mkdir()
     return ranks.run(size, train_spoilt, tree, str(folder), str(tmp_path / "meeting"), 3, rank, what)

@@ -10,9 +10,9 @@ from commandline import train as train_cli
 from composed import QUIET, compose, config, run, run_on_rank
 
 from parallel.timeline import Interval
-from training.config import plain
+from training.config import to_dict
+from training.reporting.timeline_files import step_of_median_duration, transfers, why_no_timeline, write_timeline
 from training.setup import prepare
-from training.trace import step_of_median_duration, transfers, why_no_timeline, write_timeline
 
 SHORT = ["train.epochs=null", "train.steps=3", "train.eval_every=null", "train.checkpoint_every=null"]
 
@@ -56,7 +56,7 @@ def test_the_picture_is_a_png_of_the_steady_step_of_median_duration(written):
 
 
 def test_the_picture_has_a_row_for_each_stage_and_a_number_on_each_block():
-    from training.trace_figure import draw
+    from training.reporting.timeline_figure import draw
 
     figure = draw(dict(enumerate(gpipe())), "toy: gpipe", "step 7")
     (axes,) = figure.axes
@@ -73,7 +73,7 @@ def test_the_picture_has_a_row_for_each_stage_and_a_number_on_each_block():
 
 
 def test_a_rank_of_several_stages_is_one_row_and_its_stages_differ_in_shade():
-    from training.trace_figure import draw
+    from training.reporting.timeline_figure import draw
 
     def rank(*stages):
         return [Interval(kind, s, 0, t / 100, (t + 1) / 100) for t, (kind, s) in enumerate(
@@ -95,7 +95,7 @@ def test_a_rank_of_several_stages_is_one_row_and_its_stages_differ_in_shade():
 
 
 def test_numbers_that_do_not_fit_their_blocks_are_left_out():
-    from training.trace_figure import draw
+    from training.reporting.timeline_figure import draw
 
     step = [Interval("forward", 0, m, m / 1e3, (m + 1) / 1e3) for m in range(500)]
     assert not list(draw({0: step}, "", "").axes[0].texts)
@@ -170,7 +170,7 @@ def test_a_pipeline_on_a_gpu_is_not_drawn_by_the_clock_of_its_host(plan):
 
 def test_a_pipelined_run_leaves_both_files(ranks, tmp_path):
     layout = ["parallel=pipelined", "parallel.chunks=4", "parallel.schedule=1f1b", "train.trace=true"]
-    tree = plain(compose(*QUIET, *SHORT, *layout))
+    tree = to_dict(compose(*QUIET, *SHORT, *layout))
     summary, _ = ranks.run(2, run_on_rank, tree, str(tmp_path), str(tmp_path / "meeting"))
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     content = json.loads((tmp_path / "timeline.json").read_text())

@@ -22,8 +22,8 @@ A save goes through these phases; a run that is killed in any of them leaves the
 """
 
 from training.checkpoint.checkpoints import Checkpoints
-from training.checkpoint.finding import locate, newest, newest_whole, read_manifest, settle_on
+from training.checkpoint.finding import locate, newest, newest_whole, read_manifest, set_current
 from training.checkpoint.paths import MANIFEST
 from training.checkpoint.reading import load
 
-__all__ = ["MANIFEST", "Checkpoints", "load", "locate", "newest", "newest_whole", "read_manifest", "settle_on"]
+__all__ = ["MANIFEST", "Checkpoints", "load", "locate", "newest", "newest_whole", "read_manifest", "set_current"]

@@ -9,14 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from data.disk import free_space
+from common.errors import CheckpointError
+from common.files import free_space
 from training.checkpoint.commit import amend, commit, size_of
 from training.checkpoint.manifest import make_manifest
 from training.checkpoint.paths import draft_name, drafts, step_name
-from training.checkpoint.room import Room, stand_back
+from training.checkpoint.room import Room, lower_priority
 from training.checkpoint.snapshot import Share, copied, make_room, shares_of
 from training.checkpoint.writing import write_share
-from training.errors import CheckpointError
 
 _ROUND_S = 0.2  # between two looks of all ranks at whether all are done
 _LEAVE_S = 10.0  # what a run that has failed still gives a save to end
@@ -110,7 +110,7 @@ class Checkpoints:
         said, self._complaint = self._complaint, None
         return said
 
-    def went_on_from(self, path: Path) -> None:
+    def resumed_from(self, path: Path) -> None:
         """The run has loaded ``path``: a save of the same step has nothing to add to it, if it is of this run."""
         if path.resolve().parent == self.folder.resolve():
             self._saved_step = int(path.resolve().name.partition("-")[2])
@@ -156,7 +156,7 @@ class _Save(threading.Thread):
 
     def run(self) -> None:
         if self.stands_back:
-            stand_back()
+            lower_priority()
         self._write()
         if self._commit_work is None:
             return

@@ -7,11 +7,11 @@ import os
 import time
 from pathlib import Path
 
-from data.disk import flush_path
+from common.errors import CheckpointError
+from common.files import flush_path
 from training.checkpoint.disk import remove, write_json
 from training.checkpoint.manifest import FORMAT, parse_manifest, sealed
 from training.checkpoint.paths import BEST, LATEST, MANIFEST, sidecar_name, step_folders
-from training.errors import CheckpointError
 
 _POLL_S = 0.02
 

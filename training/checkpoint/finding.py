@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from common.errors import CheckpointError
 from training.checkpoint.commit import point
 from training.checkpoint.disk import remove
 from training.checkpoint.manifest import first_damaged, manifest_at
 from training.checkpoint.paths import BEST, LATEST, UNUSED, checkpoint_folder, step_folders, step_name, step_of
-from training.errors import CheckpointError
 
 
 def read_manifest(path: Path) -> dict:
@@ -22,7 +22,7 @@ def read_manifest(path: Path) -> dict:
     try:
         return manifest_at(path)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{instead_of(checkpoint_folder(path))}") from error
+        raise CheckpointError(f"{error}{suggest_alternative(checkpoint_folder(path))}") from error
 
 
 def newest(folder: Path) -> Path | None:
@@ -57,7 +57,7 @@ def locate(path: Path) -> Path:
     folder = checkpoint_folder(path)
     problem = problem_of(folder, path)
     if problem is not None:
-        raise CheckpointError(f"{problem}{instead_of(folder)}")
+        raise CheckpointError(f"{problem}{suggest_alternative(folder)}")
     return folder.resolve()
 
 
@@ -70,7 +70,7 @@ def problem_of(folder: Path, called: Path | None = None) -> str | None:
     return first_damaged(folder, manifest)
 
 
-def instead_of(path: Path) -> str:
+def suggest_alternative(path: Path) -> str:
     """Which other checkpoint beside a damaged one is whole, as the end of a sentence; empty where there is no other."""
     folder = path.resolve()
     others = [other for other in reversed(step_folders(folder.parent)) if other != folder]
@@ -82,7 +82,7 @@ def instead_of(path: Path) -> str:
     )
 
 
-def settle_on(folder: Path, path: Path | None, best_step: int | None, say: Callable[[str], None]) -> None:
+def set_current(folder: Path, path: Path | None, best_step: int | None, say: Callable[[str], None]) -> None:
     """Make ``path`` the newest checkpoint of the run directory's ``folder``, as this run goes on from it (None: from
     the beginning). Newer ones, damaged or left behind on purpose, keep their files under another name."""
     step = 0 if path is None else step_of(path)

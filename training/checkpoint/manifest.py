@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from common.errors import CheckpointError
 from training.checkpoint.disk import sha256
 from training.checkpoint.paths import MANIFEST, checkpoint_folder
-from training.errors import CheckpointError
 
 FORMAT = 2  # 1 had no checksum of the manifest itself
 _KEYS = {"step": int, "optimizer": str, "layout": dict, "loss_scale": dict, "files": dict}

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from training.checkpoint.finding import instead_of, read_manifest
+from common.errors import CheckpointError
+from training.checkpoint.finding import read_manifest, suggest_alternative
 from training.checkpoint.manifest import first_damaged
 from training.checkpoint.paths import checkpoint_folder
-from training.errors import CheckpointError
 
 
 def load(path: Path, strategy: Any, optimizer: Any | None = None, verified: bool = False) -> int:
@@ -65,7 +65,7 @@ def _verify(path: Path, manifest: dict, strategy: Any) -> None:
     damage = None
     if strategy.mesh.rank == 0:
         damage = first_damaged(path, manifest)
-        damage = damage and damage + instead_of(path)
+        damage = damage and damage + suggest_alternative(path)
     damage = strategy.mesh.gather(damage)[0]
     if damage is not None:
         raise CheckpointError(damage)

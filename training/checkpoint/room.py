@@ -51,14 +51,14 @@ class Room:
             self._toucher = None
 
     def _touch(self, places: list[Tensor]) -> None:
-        stand_back()
+        lower_priority()
         for place in places:
             if self._enough.is_set():
                 return
             ctypes.memset(place.data_ptr(), 0, place.nbytes)  # unlike zero_, on this thread alone
 
 
-def stand_back() -> None:
+def lower_priority() -> None:
     """The calling thread takes the processor when training leaves it, where threads have priorities of their own."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

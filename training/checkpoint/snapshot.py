@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from common.machine import available_memory
 from training.checkpoint.room import Room
 
 log = logging.getLogger("training")
@@ -98,19 +98,3 @@ def _roomy_devices(tensors: Iterable[Tensor]) -> set[torch.device]:
         if tensor.device.type == "cuda":
             wanted[tensor.device] = wanted.get(tensor.device, 0) + tensor.nbytes
     return {device for device, size in wanted.items() if torch.cuda.mem_get_info(device)[0] > size + RESERVE}
-
-
-def available_memory() -> float:
-    """Bytes that processes could still take here, by the kernel and by the container; infinite where neither says."""
-    found = [float("inf")]
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        found.append(int(fields["MemAvailable"].split()[0]) * 1024)
-    except (OSError, KeyError, ValueError):
-        pass
-    group = Path("/sys/fs/cgroup")
-    try:
-        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):  # no limit reads "max"
-        pass
-    return min(found)

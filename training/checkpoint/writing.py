@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from data.disk import flush_path, free_space
+from common.files import flush_path, free_space
 from training.checkpoint.disk import sha256, write_json
 from training.checkpoint.paths import sidecar_name
 from training.checkpoint.snapshot import Share

@@ -9,13 +9,13 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
+from common.errors import UserError
 from launchers import Interrupted
 from launchers.slurm import wait
-from training.choices import recall, settle_chunks
-from training.cluster import Ready, note, prepare_here, queue, ready
-from training.config import attributes, plain
-from training.errors import USER_ERRORS
-from training.records.environment import mask_arguments
+from training.autotune import recall, settle_chunks
+from training.config import to_config, to_dict
+from training.reporting.environment import mask_arguments
+from training.slurm_job import Ready, note, prepare_here, queue, ready
 from training.sweep.job import show_as_group
 from training.sweep.record import FAILED, INTERRUPTED, WAITING, Job, write_job
 
@@ -27,11 +27,11 @@ def check(cfg: Any) -> Ready | None:
     write_job(folder, Job(hydra.job.num, tuple(mask_arguments(list(hydra.overrides.task))), WAITING))
     show_as_group(cfg, Path(hydra.sweep.dir), hydra.job.num)
     try:
-        cfg = attributes(plain(cfg))
+        cfg = to_config(to_dict(cfg))
         recall(cfg, folder)
         settle_chunks(cfg, folder, None)
         return ready(prepare_here(cfg), folder)
-    except USER_ERRORS as error:
+    except UserError as error:
         _fail(folder, error)
         return None
 
@@ -47,7 +47,7 @@ def run_all(runs: list[Ready]) -> None:
         folder = alike[0].run_dir.parent / f"slurm-{index}"
         try:
             queued = queue(alike, folder, alike[0].tree["model"]["name"])
-        except USER_ERRORS as error:
+        except UserError as error:
             for run in alike:
                 _fail(run.run_dir, error)
             continue

@@ -8,11 +8,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from common.errors import UserError
 from launchers import World
 from launchers.stopping import Stopped
-from training.errors import USER_ERRORS
-from training.job import execute
-from training.records.environment import mask_arguments
+from training.app import execute
+from training.reporting.environment import mask_arguments
 from training.sweep.record import FAILED, FINISHED, INTERRUPTED, RUNNING, Job, label, read_jobs, swept_keys, write_job
 
 
@@ -45,7 +45,7 @@ def run_job(cfg: Any, hydra: Any, world: World | None) -> None:
         end(INTERRUPTED)
         raise
     except Exception as error:
-        text = str(error) if isinstance(error, USER_ERRORS) else traceback.format_exc()
+        text = str(error) if isinstance(error, UserError) else traceback.format_exc()
         end(FAILED, text)
         print(f"error: job {job.num}: {text}", file=sys.stderr)
     else:

@@ -16,7 +16,7 @@ from omegaconf import open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from training.guard import refuse
-from training.records.environment import mask_arguments
+from training.reporting.environment import mask_arguments
 from training.sweep.record import FAILED, FINISHED, RUNNING, SUPERSEDED, WAITING, Job, read_job, write_job
 
 

@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from training.records.metrics import write_json
+from training.reporting.metrics import write_json
 
 JOB = "job.json"
 SUPERSEDED = "superseded"  # the folder, beside the jobs, of what earlier attempts at them have left

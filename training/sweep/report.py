@@ -6,7 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from training.records.environment import mask_arguments
+from training.reporting.environment import mask_arguments
 from training.sweep.page import COLUMNS, page
 from training.sweep.record import FINISHED, RUNNING, WAITING
 from training.sweep.table import Table, read_table, write_csv

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from training.records.metrics import read_records
-from training.records.throughput import after_warmup
-from training.report import METRICS, SUMMARY
+from training.reporting.console import METRICS, SUMMARY
+from training.reporting.metrics import read_records
+from training.reporting.throughput import after_warmup
 from training.sweep.record import FINISHED, Job, label, read_jobs, swept_keys, values
 
 SPREAD = (10, 90)  # percentiles of the steps after the warm-up
@@ -60,7 +60,7 @@ class Row:
         lines = [line.strip() for line in (self.job.error or "").splitlines() if line.strip()]
         if not lines:
             return {"waiting": "not started", "running": "no end is recorded"}.get(self.job.status, "")
-        return lines[-1].removeprefix("training.errors.") if _is_traceback(lines) else lines[0]
+        return lines[-1].removeprefix("common.errors.") if _is_traceback(lines) else lines[0]
 
 
 @dataclass

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from parallel.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, WORK, Interval, work_span
-from training.trace import transfers
+from training.reporting.timeline_files import transfers
 
 # Told apart by their lightness too: without colours, and by eyes that see fewer of them.
 _COLOURS = {FORWARD: "#0072b2", BACKWARD: "#e69f00", BACKWARD_INPUT: "#e69f00", BACKWARD_WEIGHT: "#8fd3bd"}

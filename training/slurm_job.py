@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.errors import UserError
 from launchers import World
 from launchers.slurm import Job, Task, submit, tasks_per_node, wait
 from launchers.slurm_worker import leave, restarts
-from training.config import attributes, environment, plain
-from training.errors import USER_ERRORS
+from training.config import environment, to_config, to_dict
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def prepare_here(cfg: Any):
     world_size = None if per_node is None else launcher.nodes * per_node
     if launcher.gpus_per_node is None or torch.cuda.is_available():
         return prepare(cfg, world_size)
-    setup = prepare(attributes({**plain(cfg), "device": "cpu"}), world_size)
+    setup = prepare(to_config({**to_dict(cfg), "device": "cpu"}), world_size)
     setup.cfg.device = cfg.device
     return setup
 
@@ -51,12 +51,12 @@ def prepare_here(cfg: Any):
 def ready(setup, run_dir: Path) -> Ready:
     """Raises LaunchError where the processes do not fit the nodes."""
     tasks_per_node(setup.cfg.launcher, setup.plan.processes)
-    return Ready(plain(setup.cfg), Path(run_dir).absolute(), setup.plan.processes)
+    return Ready(to_dict(setup.cfg), Path(run_dir).absolute(), setup.plan.processes)
 
 
 def queue(runs: list[Ready], folder: Path, name: str) -> list[Job]:
     """Submit ``runs``, all of one shape; as one array where there are several."""
-    cfg = attributes(runs[0].tree)
+    cfg = to_config(runs[0].tree)
     threads = cfg.parallel.threads
     env = environment(cfg) if threads is None else {**environment(cfg), "OMP_NUM_THREADS": str(threads)}
     tasks = [Task((run.tree, str(run.run_dir)), str(run.run_dir / "logs")) for run in runs]
@@ -81,18 +81,18 @@ def run_as_job(setup, run_dir: Path) -> None:
 def run_in_task(world: World, tree: dict, run_dir: str) -> None:
     """What each task of the job runs."""
     from launchers.failure import is_peer_error
-    from launchers.neighbours import describe_places
-    from training.job import describe, together
-    from training.resume import after_restart
+    from launchers.peer_check import describe_places
+    from training.app import describe, rendezvous
+    from training.checkpoint.resume import after_restart
     from training.run import run
     from training.setup import prepare
     from training.sweep.record import FAILED, FINISHED, RUNNING
 
-    cfg, folder, begin = attributes(tree), Path(run_dir), time.monotonic()
+    cfg, folder, begin = to_config(tree), Path(run_dir), time.monotonic()
     if restarts() > 0:
         after_restart(cfg, folder)
     try:
-        with together(world, cfg.parallel.timeout_s, leave) as (store, places):
+        with rendezvous(world, cfg.parallel.timeout_s, leave) as (store, places):
             setup = prepare(cfg, world.size)
             if world.rank == 0:
                 note(folder, status=RUNNING)
@@ -101,8 +101,7 @@ def run_in_task(world: World, tree: dict, run_dir: str) -> None:
     except Exception as error:
         # Nobody else records it where the launcher did not wait.
         if not is_peer_error(error):
-            error.for_user = isinstance(error, USER_ERRORS)
-            text = str(error) if error.for_user else traceback.format_exc()
+            text = str(error) if isinstance(error, UserError) else traceback.format_exc()
             note(folder, status=FAILED, error=f"rank {world.rank}: {text}")
         raise
     if world.rank == 0:

@@ -6,8 +6,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from launchers import whereabouts
-from launchers.neighbours import Neighbours
+from launchers import heartbeat
+from launchers.peer_check import PeerCheck
 from launchers.world import World
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _ANSWER_S = 6.0
 _POLL_S = 0.1
 
 
-def silent_ranks(world: World, store: Store, neighbours: Neighbours, waits: bool) -> str | None:
+def silent_ranks(world: World, store: Store, neighbours: PeerCheck, waits: bool) -> str | None:
     """Called by each rank that fails: ``waits`` where it is for another rank's sake. Then the ranks that still run and
     have not failed, in words; None where there are none.
 
@@ -44,7 +44,7 @@ def silent_ranks(world: World, store: Store, neighbours: Neighbours, waits: bool
     running = neighbours.running(found[0] if found else [0])
     if not running:
         return None
-    step = whereabouts.here().step
+    step = heartbeat.here().step
     since = f"since step {step}" if step else "before step 1"
     return (
         f"{', '.join(map(str, running))} has not moved {since}, and the other ranks have given up waiting "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from common.errors import TrainingError
 from data.extra_tokens import parse_extra_tokens
 from data.vocabulary import GPT2_VOCAB_SIZE, gpt2
 from models.huggingface import EMBEDDING
 from models.new_rows import fill_new_rows
 from parallel.strategy import Strategy
-from training.errors import TrainingError
 
 _PADDED_TO = 128
 

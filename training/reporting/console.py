@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from training.quoting import hydra_word
 
 if TYPE_CHECKING:  # they import torch, and the guard, which Hydra calls in sweeps too, asks only for a name
+    from parallel.memory import MemoryEstimate
     from parallel.plan import Plan
-    from training.memory_estimate import MemoryEstimate
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"

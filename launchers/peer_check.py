@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from launchers.errors import LaunchError
+from common.errors import LaunchError
 from launchers.loopback import LOOPBACK, is_loopback, listen
 from launchers.watch import Watch, say_farewell
 from launchers.world import World, master_address
@@ -41,7 +41,7 @@ class Place:
         return f"rank {self.rank} ({self.node}, {self.address})"
 
 
-class Neighbours:
+class PeerCheck:
     """The places of all ranks of ``world``, which must all construct one. ``places`` is by rank.
 
     Where several machines take part, one rank of each tries to reach one of each other, through the interface that
@@ -126,7 +126,7 @@ class Neighbours:
             say_farewell(self._listener)
         self._listener.close()
 
-    def __enter__(self) -> Neighbours:
+    def __enter__(self) -> PeerCheck:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest) -> None:

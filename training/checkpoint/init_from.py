@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.errors import TrainingError
 from data.extra_tokens import parse_extra_tokens
 from data.huggingface_tokenizer import added_tokens
 from models.chain import Chain
 from models.gpt2 import resolve_size
 from models.huggingface import EMBEDDING, PREFIX, convert, pad, their_name
 from parallel.strategy import Strategy
-from training.errors import TrainingError
-from training.new_tokens import add_tokens
+from training.checkpoint.new_tokens import add_tokens
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SHOWN = 3

@@ -10,7 +10,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from data.disk import explain
+from common.files import explain
 
 log = logging.getLogger("training")
 

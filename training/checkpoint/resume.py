@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.errors import CheckpointError
 from parallel.strategy import Strategy
 from training import checkpoint
 from training.checkpoint import Checkpoints
-from training.errors import CheckpointError
 from training.optimizer import Optimizer
 
 AUTO = "auto"
@@ -53,11 +53,11 @@ def resume(wanted: str | None, checkpoints: Checkpoints, strategy: Strategy, opt
         if strategy.mesh.rank == 0 and checkpoints.folder.is_dir():
             say = _warn if wanted != AUTO else lambda text: None  # the damaged ones have had their line
             try:
-                checkpoint.settle_on(checkpoints.folder, found, resumed.progress.get("best_step"), say)
+                checkpoint.set_current(checkpoints.folder, found, resumed.progress.get("best_step"), say)
             except OSError as error:
                 _warn(f"{checkpoints.folder} cannot be changed: {error}")
         if found is not None:
-            checkpoints.went_on_from(found)
+            checkpoints.resumed_from(found)
     return resumed
 
 

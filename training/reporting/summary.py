@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from parallel.memory import stage_activations
 from parallel.strategy import Strategy
 from parallel.timeline import Interval, Recording, bubble_fraction, on_one_clock
 from training.loop import Outcome
-from training.memory_estimate import stage_activations
-from training.records import peak_memory_bytes
+from training.reporting import peak_memory_bytes
 from training.setup import Setup
 
 

@@ -19,7 +19,7 @@ from parallel.precision import autocast, parameter_dtype
 
 
 @dataclass(frozen=True)
-class Border:
+class TensorSpec:
     """A tensor that crosses from one layer to the next."""
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class LayerTrace:
     compute dtype, once for all micro-batches of a step."""
 
     name: str
-    output: Border
+    output: TensorSpec
     kept: int
     cast: int
 
@@ -71,7 +71,7 @@ def trace(chain: Chain, inputs: Tensor, targets: Tensor, precision: str, device_
                     last = layer is chain.layers[-1]
                     output = _close(chain, module, received, wanted) if last else module(received)
                     sizes.append(kept.bytes - before)
-            border = Border(tuple(output.shape), output.dtype)
+            border = TensorSpec(tuple(output.shape), output.dtype)
             traces.append(LayerTrace(layer.name, border, kept=sizes[1], cast=sizes[0] - sizes[1]))
             x = output
     return traces

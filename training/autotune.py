@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from common.errors import PlanError
+from common.machine import available_memory
 from data.batch import Batch
 from launchers import WorkerFailed, World, run_workers
 from models.chain import Chain
 from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer
 from parallel.devices import resolve_device_type
-from parallel.errors import PlanError
+from parallel.memory import tensors_per_parameter
 from parallel.plan import Plan
 from training.checkpoint import newest, read_manifest
-from training.config import attributes, environment, plain
-from training.memory_estimate import tensors_per_parameter
-from training.records import write_json
-from training.records.metrics import read_records
-from training.report import METRICS, SUMMARY
+from training.config import environment, to_config, to_dict
+from training.reporting import write_json
+from training.reporting.console import METRICS, SUMMARY
+from training.reporting.metrics import read_records
 
 CHOICES = "choices.json"
 AUTO = "auto"
@@ -63,7 +65,7 @@ def layer_costs(cfg: Any, plan: Plan, chain: Chain, sample: Batch) -> list[float
         return None
     if cfg.parallel.balance == "time":
         return seconds_per_layer(plan, chain, sample, cfg.seed, cfg.parallel.threads)
-    return bytes_per_layer(plan, chain, sample, tensors_per_parameter(plain(cfg.optim)))
+    return bytes_per_layer(plan, chain, sample, tensors_per_parameter(to_dict(cfg.optim)))
 
 
 def settle_balance(cfg: Any, plan: Plan, costs: list[float]) -> None:
@@ -95,14 +97,14 @@ def settle_chunks(cfg: Any, run_dir: Path, world: World | None) -> None:
             "parallel.chunks=auto starts trial runs of its own on this machine: it needs mode=train, launcher=local "
             "and no torchrun. Let it choose once, and give the number here"
         )
-    limit = _free_memory() if resolve_device_type(cfg.device) == "cpu" else None
+    limit = available_memory() if resolve_device_type(cfg.device) == "cpu" else math.inf
     print("parallel.chunks=auto: a few steps with each", flush=True)
     trials: list[Trial] = []
     for chunks in candidates(cfg.train.global_batch_size):
         trial = _try(cfg, chunks)
         if trial is None:
             continue
-        if limit is not None and (trial.peak_memory_bytes or 0) > limit:
+        if (trial.peak_memory_bytes or 0) > limit:
             trial.problem = f"needs more than the {limit / 2**30:.1f} GiB that are free"
         trials.append(trial)
         print(_row(trial), flush=True)
@@ -155,7 +157,7 @@ def _try(cfg: Any, chunks: int) -> Trial | None:
 
     trial = copy.deepcopy(cfg)
     trial.parallel.chunks = chunks
-    trial.logger = {"_target_": "training.records.NoLogger", "_recursive_": False, "_convert_": "all"}
+    trial.logger = {"_target_": "training.reporting.NoLogger", "_recursive_": False, "_convert_": "all"}
     trial.train.update(steps=_TRIAL_STEPS, epochs=None, eval_every=None, checkpoint_every=None, resume=None)
     trial.train.update(profile=0, trace=False)
     try:
@@ -163,7 +165,7 @@ def _try(cfg: Any, chunks: int) -> Trial | None:
     except PlanError:
         return None
     with tempfile.TemporaryDirectory() as folder:
-        args = (plain(trial), folder)
+        args = (to_dict(trial), folder)
         try:
             run_workers(_work, args, plan.processes, Path(folder) / "logs", env=environment(trial))
         except WorkerFailed as failure:
@@ -181,7 +183,7 @@ def _work(world: World, tree: dict, folder: str) -> None:
 
     if world.rank == 0:
         redirect_output(log_path(Path(folder) / "logs", 0))
-    run(attributes(tree), Path(folder), world)
+    run(to_config(tree), Path(folder), world)
 
 
 def _reason(failure: WorkerFailed) -> str:
@@ -194,13 +196,3 @@ def _row(trial: Trial) -> str:
         return f"  chunks {trial.chunks:>4}   {trial.problem}"
     time, memory = f"{trial.step_time_s * 1e3:>9.1f} ms a step", f"{trial.peak_memory_bytes / 2**30:.2f} GiB"
     return f"  chunks {trial.chunks:>4}   {time}   {memory}   {trial.problem}".rstrip()
-
-
-def _free_memory() -> int | None:
-    """Bytes of main memory that processes could still take; None where the system does not say."""
-    try:
-        with open("/proc/meminfo") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None

@@ -4,12 +4,12 @@ Nothing in here may end a training run: a lost server, a full disk or a closed t
 and the run goes on.
 """
 
-from training.records.environment import describe, mask_secrets
-from training.records.memory import peak_memory_bytes
-from training.records.metrics import MetricsFile, jsonable, write_json
-from training.records.progress import Progress
-from training.records.throughput import StepTimes
-from training.records.wandb_run import NoLogger, WandbRun
+from training.reporting.environment import describe, mask_secrets
+from training.reporting.memory import peak_memory_bytes
+from training.reporting.metrics import MetricsFile, jsonable, write_json
+from training.reporting.progress import Progress
+from training.reporting.throughput import StepTimes
+from training.reporting.wandb_run import NoLogger, WandbRun
 
 __all__ = [
     "MetricsFile",

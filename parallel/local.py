@@ -18,7 +18,7 @@ from parallel.stage import Stage
 from parallel.strategy import Strategy
 
 
-class InProcess(Strategy):
+class LocalStrategy(Strategy):
     """``single``: one stage; ``model_parallel``: several, one device after the other; ``ddp``: one, replicated."""
 
     def __init__(self, *args, **kwargs) -> None:

@@ -8,10 +8,10 @@ import secrets
 import time
 from pathlib import Path
 
-from data.disk import free_space
-from launchers.environment import changed_environment
-from training.records.disk import DiskWatch
-from training.records.environment import mask_secrets
+from common.files import free_space
+from common.machine import changed_environment
+from training.reporting.disk import DiskWatch
+from training.reporting.environment import mask_secrets
 
 log = logging.getLogger("training")
 

@@ -64,7 +64,7 @@ def write_timeline(run_dir: Path, plan: Plan, model: str, ranks: Sequence[Steps]
     ranks      for each rank of the run its steps' intervals, all on one clock
     last_step  the number of the newest step in there
     """
-    from training.trace_figure import draw
+    from training.reporting.timeline_figure import draw
 
     replicas = [plan.mesh(0).pipeline(replica) for replica in range(plan.dp)]
     first = [ranks[rank] for rank in replicas[0]]

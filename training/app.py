@@ -13,7 +13,7 @@ from typing import Any
 
 from launchers import Interrupted, LaunchError, WorkerFailed, World, connect, run_workers, stopping
 from launchers.stopping import Stopped
-from training.config import attributes, environment, plain
+from training.config import environment, to_config, to_dict
 from training.modes import ALONE, run_alone
 
 _KEY = "job"
@@ -24,13 +24,13 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
     """Run the composed configuration ``cfg``; rank 0's part where ``world`` says that there are others.
 
     isolated  in processes of its own even where one is enough, so that nothing is left here for a next job
-    Raises one of training.errors.USER_ERRORS; everything that can be checked is, before any process starts.
+    Raises UserError; everything that can be checked is, before any process starts.
     """
-    from training.choices import recall, settle_chunks
-    from training.cluster import prepare_here, run_as_job
+    from training.autotune import recall, settle_chunks
     from training.setup import prepare
+    from training.slurm_job import prepare_here, run_as_job
 
-    cfg = attributes(plain(cfg))
+    cfg = to_config(to_dict(cfg))
     if cfg.mode == "plan" or cfg.mode in ALONE:
         stopping.at_once()
     if cfg.mode in ALONE:
@@ -44,9 +44,9 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
     if cfg.mode != "plan":
         from omegaconf import OmegaConf
 
-        from training.records import mask_secrets
+        from training.reporting import mask_secrets
 
-        print(OmegaConf.to_yaml(attributes(mask_secrets(plain(cfg)))).rstrip(), end="\n\n")
+        print(OmegaConf.to_yaml(to_config(mask_secrets(to_dict(cfg)))).rstrip(), end="\n\n")
     print(describe(setup), flush=True)
     if cfg.mode == "plan":
         _print_memory(setup)
@@ -74,7 +74,7 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
 def _start_workers(cfg: Any, run_dir: Path, processes: int) -> None:
     threads, timeout_s = cfg.parallel.threads, cfg.parallel.timeout_s
     env = {**environment(cfg), **({} if threads is None else {"OMP_NUM_THREADS": str(threads)})}
-    args = plain(cfg), str(run_dir)
+    args = to_dict(cfg), str(run_dir)
     most, failures = _restarts(cfg), []
 
     def tell(failure: WorkerFailed) -> None:
@@ -85,7 +85,7 @@ def _start_workers(cfg: Any, run_dir: Path, processes: int) -> None:
 
 
 def _restarts(cfg: Any) -> int:
-    from training.errors import TrainingError
+    from common.errors import TrainingError
 
     most = cfg.launcher.get("max_restarts", 0)
     if most < 0:
@@ -99,7 +99,7 @@ def _nothing_begun() -> Iterator[None]:
     try:
         yield
     except Interrupted as interrupted:
-        if interrupted.signum not in stopping.SIGNALS or stopping.insisted():
+        if interrupted.signum not in stopping.SIGNALS or stopping.second_signal():
             raise
         raise Stopped("stopped before the first step; start it again with the same command") from None
 
@@ -111,42 +111,37 @@ def _way_on(cfg: Any, run_dir: Path) -> str:
 
 
 def _print_memory(setup) -> None:
-    from training.memory_estimate import estimate_memory
-    from training.report import describe_memory
+    from parallel.memory import estimate_memory
+    from training.reporting.console import describe_memory
 
-    optim = plain(setup.cfg.optim)
+    optim = to_dict(setup.cfg.optim)
     print("\n" + describe_memory(estimate_memory(setup.plan, setup.chain, setup.sample, optim)))
 
 
 def _work(world: World, tree: dict, run_dir: str) -> None:
     """What each local worker runs, again after a restart: the run goes on by itself then."""
     from launchers.worker import restarts
-    from training.errors import REPEATING, USER_ERRORS
-    from training.report import SUMMARY
-    from training.resume import after_restart
+    from training.checkpoint.resume import after_restart
+    from training.reporting.console import SUMMARY
     from training.run import run
 
-    cfg, folder = attributes(tree), Path(run_dir)
+    cfg, folder = to_config(tree), Path(run_dir)
     if restarts() > 0:
         after_restart(cfg, folder)
         (folder / SUMMARY).unlink(missing_ok=True)  # not all ranks had left after it was written
-    try:
-        run(cfg, folder, world)
-    except USER_ERRORS as error:
-        error.for_user, error.repeats = True, isinstance(error, REPEATING)
-        raise
+    run(cfg, folder, world)
 
 
 def describe(setup) -> str:
     """The plan in words."""
-    from training.report import describe_plan
+    from training.reporting.console import describe_plan
 
     described = (setup.cfg.model.name, setup.data.description, setup.tokens_per_sample, setup.shares)
     return describe_plan(setup.plan, *described)
 
 
 @contextmanager
-def together(
+def rendezvous(
     world: World, timeout_s: float, give_up: Callable[[LaunchError], None]
 ) -> Iterator[tuple[Any, list]]:
     """Meet the other ranks: (store, places by rank), or (None, []) for a rank that is alone.
@@ -156,20 +151,20 @@ def together(
     cannot raise, a thread calls ``give_up``, which ends the process.
     """
     from launchers.failure import is_peer_error
-    from launchers.neighbours import Neighbours
-    from launchers.silence import silent_ranks
+    from launchers.peer_check import PeerCheck
+    from launchers.stall_detection import silent_ranks
 
     store = connect(world, timeout_s)
     if store is None:
         yield None, []
         return
-    with Neighbours(world, store, timeout_s) as neighbours:
-        neighbours.watch(give_up)
+    with PeerCheck(world, store, timeout_s) as peer_check:
+        peer_check.watch(give_up)
         try:
-            yield store, neighbours.places
+            yield store, peer_check.places
         except Exception as error:
             waits = is_peer_error(error)
-            reason = (neighbours.lost() if waits else None) or silent_ranks(world, store, neighbours, waits)
+            reason = (peer_check.lost() if waits else None) or silent_ranks(world, store, peer_check, waits)
             if reason is None:
                 raise
             raise LaunchError(reason) from error
@@ -183,14 +178,14 @@ def _leave(error: LaunchError, console: int = 2) -> None:
 
 def _lead(setup, run_dir: Path, world: World) -> None:
     """Rank 0 under torchrun or srun: tell the other ranks what to run and where."""
-    from launchers.neighbours import describe_places
+    from launchers.peer_check import describe_places
     from training.run import run
 
     cfg = setup.cfg
-    with together(world, cfg.parallel.timeout_s, _leave) as (store, places):
+    with rendezvous(world, cfg.parallel.timeout_s, _leave) as (store, places):
         if store is not None:
             print(describe_places(places), flush=True)
-            store.set(_KEY, json.dumps({"cfg": plain(cfg), "run_dir": str(run_dir)}))
+            store.set(_KEY, json.dumps({"cfg": to_dict(cfg), "run_dir": str(run_dir)}))
         with _requeued(world):
             run(cfg, run_dir, world, store, setup)
 
@@ -205,7 +200,7 @@ def follow(world: World) -> None:
     from training.run import run
 
     console = os.dup(2)
-    with together(world, _MEET_TIMEOUT_S, partial(_leave, console=console)) as (store, _):
+    with rendezvous(world, _MEET_TIMEOUT_S, partial(_leave, console=console)) as (store, _):
         store.wait([_KEY], timedelta(seconds=_MEET_TIMEOUT_S))
         job = json.loads(store.get(_KEY))
         logs = Path(job["run_dir"]) / "logs"
@@ -213,7 +208,7 @@ def follow(world: World) -> None:
         redirect_output(log_path(logs, world.rank))
         try:
             with _requeued(world):
-                run(attributes(job["cfg"]), Path(job["run_dir"]), world, store)
+                run(to_config(job["cfg"]), Path(job["run_dir"]), world, store)
         except Stopped:
             raise Stopped from None  # rank 0 says it
         except BaseException:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from parallel.strategy import Strategy
-from training.config import plain
+from training.config import to_dict
 from training.instantiate import instantiate
 from training.loop import due
-from training.records import MetricsFile, Progress, describe, write_json
-from training.report import METRICS, SUMMARY
+from training.reporting import MetricsFile, Progress, describe, write_json
+from training.reporting.console import METRICS, SUMMARY
 from training.setup import Setup
 
 
@@ -30,7 +30,9 @@ class Recorder:
         self._metrics = MetricsFile(run_dir / METRICS)
         if cfg.train.resume is not None:
             self._metrics.truncate_after(first_step - 1)
-        self._logger = instantiate(plain(cfg.logger), run_dir=run_dir, run_config=plain(cfg), run_name=_run_name(cfg))
+        self._logger = instantiate(
+            to_dict(cfg.logger), run_dir=run_dir, run_config=to_dict(cfg), run_name=_run_name(cfg)
+        )
         self._progress = Progress(setup.total_steps, first_step, tokens=setup.tokens_per_sample is not None)
 
     def lacks_evaluation(self, step: int) -> bool:

@@ -9,7 +9,7 @@ from models.chain import Chain
 from parallel.plan import Plan
 from parallel.precision import parameter_dtype
 from parallel.schedules import in_flight
-from parallel.trace import trace
+from parallel.shape_inference import trace
 
 # Measured on Linux: a worker that has imported torch, its pipelining and wandb, and set gloo up.
 PROCESS_BYTES = 350 * 2**20
