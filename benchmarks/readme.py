@@ -1,4 +1,4 @@
-"""The README's tables of measurements, made from benchmarks/results/*.csv.
+"""The tables of measurements in the README and in docs/, made from benchmarks/results/*.csv.
 
     python -m benchmarks.readme
 
@@ -13,13 +13,15 @@ from pathlib import Path
 
 from benchmarks import table
 
-README = Path(__file__).parents[1] / "README.md"
+_ROOT = Path(__file__).parents[1]
+PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
 STRATEGIES = ("model_parallel", "ddp", "pipelined", "pipe_ddp")
 _BLOCK = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
 def main() -> None:
-    README.write_text(updated(README.read_text()))
+    for page in PAGES:
+        page.write_text(updated(page.read_text()))
 
 
 def updated(text: str) -> str:
@@ -84,6 +86,15 @@ def pipelining() -> list[dict]:
     ]
 
 
+def speed() -> list[dict]:
+    """One row per model: how many times as fast ``pipelined`` is as the others."""
+    rows = table.read("pipelining")
+    others = ("single", "naive", "torchgpipe", "torchgpipe, tuned", "fairscale", "fairscale, tuned")
+    factors = {(row["model"], row["run"]): row["pipelined is faster by"] for row in rows}
+    models = dict.fromkeys(row["model"] for row in rows)
+    return [{"model": model, **{other: factors[model, other] for other in others}} for model in models]
+
+
 def published_figures() -> list[dict]:
     """A row a bar and a point of the curve, without median, fastest and slowest."""
     shown = ("run", "split size", "mean", "standard deviation", "images/s", "against single")
@@ -111,6 +122,7 @@ TABLES: dict[str, Callable[[], list[dict]]] = {
     "parity": parity,
     "schedules": schedules,
     "pipelining": pipelining,
+    "speed": speed,
     "published_figures": published_figures,
     "ddp": lambda: table.read("ddp"),
     "overhead_loop": lambda: table.read("overhead_loop"),

@@ -1,4 +1,4 @@
-"""The README: its tables are those of the measurements, its commands compose, what it names is there."""
+"""README and docs/: their tables are those of the measurements, their commands compose, what they name exists."""
 
 import re
 import shlex
@@ -10,9 +10,10 @@ from benchmarks import readme
 from training.quoting import quote_values
 
 ROOT = Path(__file__).parents[1]
-TEXT = readme.README.read_text()
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in readme.PAGES}
+TEXT = "\n".join(PAGES.values())
 CODE = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL))
-COMMANDS = [line.partition("train.py ")[2].partition(" #")[0] for line in TEXT.splitlines() if line.startswith("    ")]
+COMMANDS = re.findall(r"^ {4}(?:python|torchrun|pip) .*?train\.py (.*?)(?: #.*)?$", TEXT, flags=re.MULTILINE)
 
 
 def composed(words: list[str]):
@@ -25,20 +26,28 @@ def composed(words: list[str]):
         return hydra.compose("train", words)
 
 
-def test_tables_are_those_of_the_measurements():
-    assert readme.updated(TEXT) == TEXT, "python -m benchmarks.readme"
+def test_the_readme_is_one_page():
+    assert len(PAGES["README.md"].splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_tables_are_those_of_the_measurements(page):
+    assert readme.updated(PAGES[page]) == PAGES[page], "python -m benchmarks.readme"
+
+
+def test_every_table_has_a_page():
     assert set(re.findall(r"<!-- table: (\w+) -->", TEXT)) == readme.TABLES.keys()
 
 
 @pytest.mark.parametrize("command", sorted({command for command in COMMANDS if command}))
 def test_every_command_composes(command):
-    words = quote_values(shlex.split(command.replace("--cfg job", "")))
+    words = quote_values(shlex.split(command.replace("--cfg job", "").replace("--help", "")))
     sweep = "-m" in words
     words = [word for word in words if word != "-m"]
     composed([re.sub(r",.*", "", word) if sweep else word for word in words])
 
 
-def test_every_setting_that_it_names_exists():
+def test_every_setting_that_they_name_exists():
     """`parallel.comm_hook=bf16` and the like, in running text and in tables."""
     from omegaconf import OmegaConf
 
@@ -58,7 +67,14 @@ def test_every_option_is_in_its_table(group):
     assert set(re.findall(r"^\| `(\w+)[` ]", table, flags=re.MULTILINE)) == options
 
 
-def test_every_file_that_it_names_is_there():
+def test_every_file_that_they_name_exists():
     named = [word for word in CODE if re.fullmatch(r"[a-z_/]+\.(py|yaml|json|csv)", word) and "/" in word]
-    assert len(named) > 10
+    assert len(named) > 5
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page):
+    links = re.findall(r"\]\(([^)#]+)(?:#[\w-]+)?\)", PAGES[page])
+    local = [link for link in links if not link.startswith("http")]
+    assert [link for link in local if not ((ROOT / page).parent / link).exists()] == []
