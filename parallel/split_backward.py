@@ -1,0 +1,160 @@
+"""A stage's backward in two parts: the gradients of its inputs now, those of its weights later.
+
+Zero-bubble schedules (Qi et al. 2023) send the inputs' gradients on at once and fill gaps with the weights'. torch has
+the same in ``torch.distributed.pipelining._backward``, which is private, differs between its releases, and in 2.11 fails
+on custom autograd functions. This one uses the public autograd graph only.
+
+A *boundary* node is one that lies on a path from the outputs to the inputs and has an edge that leads to weights only.
+The first part runs backward to the inputs and notes the gradients that enter each boundary node. The second part starts
+there, so it computes nothing again but what boundary nodes share between their inputs and their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+
+@dataclass
+class _Group:
+    """Weights that are reached from the same boundary nodes, and the gradients that have entered these."""
+
+    weights: list[Tensor]
+    boundary: list[Node]
+    entered: dict[Node, tuple[Tensor | None, ...]] = field(default_factory=dict)
+
+
+@dataclass
+class DeferredWeights:
+    """What ``backward_weights`` needs. ``outputs`` keeps the graph alive until then."""
+
+    outputs: list[Tensor]
+    groups: list[_Group]
+
+
+def backward_inputs(
+    outputs: Sequence[Tensor],
+    gradients: Sequence[Tensor | None] | None,
+    inputs: Sequence[Tensor],
+    weights: Iterable[Tensor],
+) -> tuple[list[Tensor | None], DeferredWeights]:
+    """Computes the gradients of ``inputs`` and defers those of ``weights``.
+
+    Args:
+        outputs: What the stage returned; those without a graph are ignored.
+        gradients: Their gradients; None where ``outputs`` is a scalar loss.
+        inputs: Tensors whose gradients are wanted now. Their ``grad`` is not touched.
+        weights: Leaf tensors whose gradients ``backward_weights`` accumulates into ``grad``.
+
+    Returns:
+        The gradient of each input, None for one that needs none, and what ``backward_weights`` takes.
+    """
+    pairs = [
+        (output, torch.ones_like(output) if gradients is None else gradients[i])
+        for i, output in enumerate(outputs)
+        if output.requires_grad
+    ]
+    roots = [_node(output) for output, _ in pairs]
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    groups = _groups(roots, {_node(tensor) for tensor in wanted}, {_node(w): w for w in weights if w.requires_grad})
+    hooks = [node.register_prehook(_note(group, node)) for group in groups for node in group.boundary]
+    try:
+        answers = iter(
+            torch.autograd.grad(
+                [output for output, _ in pairs],
+                wanted,
+                [gradient for _, gradient in pairs],
+                retain_graph=True,
+                allow_unused=True,
+            )
+        )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [next(answers) if t.requires_grad else None for t in inputs], DeferredWeights([o for o, _ in pairs], groups)
+
+
+def backward_weights(deferred: DeferredWeights) -> None:
+    """Accumulates the deferred gradients into the weights' ``grad``."""
+    for group in deferred.groups:
+        edges, gradients, hooks = [], [], []
+        for node, entered in group.entered.items():
+            for i, gradient in enumerate(entered):
+                if gradient is not None:
+                    edges.append(GradientEdge(node, i))
+                    gradients.append(gradient)
+            if len(group.entered) > 1:
+                # A path from one boundary node to another must not add to what is known to enter there.
+                hooks.append(node.register_prehook(lambda _, entered=entered: entered))
+        if not edges:
+            continue
+        try:
+            computed = torch.autograd.grad(edges, group.weights, gradients, retain_graph=True, allow_unused=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for weight, gradient in zip(group.weights, computed, strict=True):
+            if gradient is not None:
+                weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+    deferred.groups.clear()
+    deferred.outputs.clear()
+
+
+def _node(tensor: Tensor) -> Node:
+    """The node that makes ``tensor``; for a leaf the one that accumulates its gradient."""
+    if tensor.grad_fn is not None:
+        return tensor.grad_fn
+    return tensor.view_as(tensor).grad_fn.next_functions[0][0]
+
+
+def _note(group: _Group, node: Node):
+    def hook(entered: tuple[Tensor | None, ...]) -> None:
+        group.entered[node] = entered
+
+    return hook
+
+
+def _groups(roots: Sequence[Node], inputs: set[Node], weights: dict[Node, Tensor]) -> list[_Group]:
+    """The weights that can be reached, grouped by the boundary nodes that lead to them."""
+    order = _children_first(roots)
+    on_path: set[Node] = set()
+    reached: dict[Node, frozenset[Node]] = {}  # off the path: the weights below a node
+    boundary: dict[Node, list[Node]] = {}  # by weight
+    for node in order:
+        children = [child for child, _ in node.next_functions if child is not None]
+        below = frozenset().union(*(reached.get(child, ()) for child in children if child not in on_path))
+        if node in inputs or any(child in on_path for child in children):
+            on_path.add(node)
+            for weight in below:
+                boundary.setdefault(weight, []).append(node)
+        else:
+            reached[node] = below | {node} if node in weights else below
+    for root in roots:  # an output that no input leads to
+        if root not in on_path:
+            for weight in reached[root]:
+                boundary.setdefault(weight, []).append(root)
+    groups: dict[tuple[Node, ...], _Group] = {}
+    for weight, nodes in boundary.items():
+        group = groups.setdefault(tuple(nodes), _Group([], nodes))
+        group.weights.append(weights[weight])
+    return list(groups.values())
+
+
+def _children_first(roots: Sequence[Node]) -> list[Node]:
+    """All nodes below ``roots``, each after those that its edges lead to."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack = [(root, False) for root in roots]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack.extend((child, False) for child, _ in node.next_functions if child is not None)
+    return order

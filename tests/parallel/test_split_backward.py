@@ -1,0 +1,92 @@
+"""A backward in two parts gives the gradients of a whole one, bit for bit, and accumulates them late."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models.fused_cross_entropy import fused_cross_entropy
+from parallel.split_backward import backward_inputs, backward_weights
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def residual_blocks():
+    model, x = nn.Sequential(Block(), Block()), torch.randn(4, WIDTH, requires_grad=True)
+    return model, x, lambda: model(x)
+
+
+def one_layer_used_three_times():
+    layer, block = nn.Linear(WIDTH, WIDTH), Block()
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    return nn.ModuleList([layer, block]), x, lambda: layer(block(layer(torch.relu(layer(x)))))
+
+
+def a_custom_function_that_ends_in_a_loss():
+    block, head = Block(), nn.Linear(WIDTH, 32)
+    x, targets = torch.randn(4, WIDTH, requires_grad=True), torch.tensor([1, 2, 3, 4])
+
+    def loss() -> torch.Tensor:
+        return 0.5 * fused_cross_entropy(block(x), head.weight, head.weight.detach(), targets, head.bias)
+
+    return nn.ModuleList([block, head]), x, loss
+
+
+def convolutions():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 1))
+    x = torch.randn(2, 3, 8, 8, requires_grad=True)
+    return model, x, lambda: model(x)
+
+
+def a_weight_beside_the_path():
+    block, layer = Block(), nn.Linear(WIDTH, WIDTH)
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    return nn.ModuleList([block, layer]), x, lambda: layer(block(x)) * block(x) + layer.weight.sum()
+
+
+CASES = [
+    residual_blocks,
+    one_layer_used_three_times,
+    a_custom_function_that_ends_in_a_loss,
+    convolutions,
+    a_weight_beside_the_path,
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("vectors_early", [False, True], ids=["all weights late", "only matrices late"])
+def test_both_parts_together_are_the_whole_backward(case, vectors_early):
+    torch.manual_seed(0)
+    model, x, run = case()
+    weights = list(model.parameters())
+    output = run()
+    gradients = None if output.dim() == 0 else [torch.randn_like(output)]
+    whole = dict(zip([x, *weights], torch.autograd.grad(output, [x, *weights], gradients), strict=True))
+
+    early = [weight for weight in weights if weight.dim() < 2] if vectors_early else []
+    late = [weight for weight in weights if all(weight is not other for other in early)]
+    found, deferred = backward_inputs([run()], gradients, [x, *early], late)
+    assert all(weight.grad is None for weight in weights)
+    backward_weights(deferred)
+
+    for tensor, gradient in zip([x, *early, *late], [*found, *(weight.grad for weight in late)], strict=True):
+        assert torch.equal(gradient, whole[tensor])
+
+
+def test_outputs_and_inputs_without_gradients_are_left_out():
+    layer, tokens = nn.Linear(WIDTH, WIDTH), torch.arange(4)
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    y = layer(x)
+    found, deferred = backward_inputs([y, tokens], [torch.ones_like(y), None], [tokens, x], layer.parameters())
+    backward_weights(deferred)
+    assert found[0] is None and found[1].shape == x.shape
+    assert layer.weight.grad is not None
