@@ -1,8 +1,8 @@
 """A stage's backward in two parts: the gradients of its inputs now, those of its weights later.
 
 Zero-bubble schedules (Qi et al. 2023) send the inputs' gradients on at once and fill gaps with the weights'. torch has
-the same in ``torch.distributed.pipelining._backward``, which is private, differs between its releases, and in 2.11 fails
-on custom autograd functions. This one uses the public autograd graph only.
+the same in ``torch.distributed.pipelining._backward``, which is private, differs between releases, and in 2.11 fails on
+custom autograd functions. This one uses the public autograd graph only.
 
 A *boundary* node is one that lies on a path from the outputs to the inputs and has an edge that leads to weights only.
 The first part runs backward to the inputs and notes the gradients that enter each boundary node. The second part starts
