@@ -1,4 +1,4 @@
-"""Random images of random classes: input for measuring speed, of which nothing can be learned but by heart."""
+"""Random images of random classes: input for measuring speed, which a model can only memorise."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.errors import DataError
+from data.dataset import Source
 from data.images import ImageData
-from data.source import Source
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,10 +32,19 @@ class RandomImages(ImageData):
         cache_dir: str | None = None,
         num_workers: int = 0,
     ):
-        """samples: how many to train on; valid and test hold a tenth of that each, at least one.
+        """Checks the arguments.
 
-        image_size: pixels a side. cache_dir: not needed, taken so that all data sets take it.
-        Raises DataError for a number below 1, or a negative seed.
+        Args:
+            samples: To train on; a tenth as many each to validate and to test, at least one.
+            image_size: Pixels a side.
+            channels: 1 for grey, 3 for colours.
+            num_classes: Labels are from 0 to below it.
+            seed: Of images and classes; the run's seed.
+            cache_dir: Not used: nothing is written.
+            num_workers: Processes that read ahead; 0: one thread.
+
+        Raises:
+            DataError: A number is out of range.
         """
         super().__init__(image_size, channels, num_classes, cache_dir, num_workers)
         if samples < 1:
@@ -45,9 +54,11 @@ class RandomImages(ImageData):
         self.samples, self.seed = samples, seed
 
     def title(self) -> str:
+        """Returns the name of the data set."""
         return "random images"
 
     def splits(self) -> dict[str, Source]:
+        """Returns the three splits, each with random numbers of its own."""
         few = max(1, self.samples // 10)
         sizes = {"train": self.samples, "valid": few, "test": few}
         return {

@@ -116,7 +116,7 @@ def test_a_missing_file_is_named_with_the_ways_out(published):
 
 
 def test_offline_is_an_error_with_both_ways_out_that_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(download, "_reachable", lambda urls: False)
+    monkeypatch.setattr(download, "reachable", lambda urls: False)
     with pytest.raises(DataError, match="no server that has it can be reached.*data.root=FOLDER.*a network"):
         CIFAR10(cache_dir=str(tmp_path)).prepare()
     assert [path.name for path in tmp_path.iterdir()] == [".cifar10.lock"]
@@ -128,7 +128,7 @@ def test_what_torchvision_leaves_is_read(tmp_path, monkeypatch, published):
 
     whole.url = "http://somewhere"
     monkeypatch.setattr(download, "_torchvision", lambda name, ways_out: whole)
-    monkeypatch.setattr(download, "_reachable", lambda urls: urls == ["http://somewhere"])
+    monkeypatch.setattr(download, "reachable", lambda urls: urls == ["http://somewhere"])
     data = CIFAR10(cache_dir=str(tmp_path / "cache"))
     data.prepare()
     assert len(data.train) == 90

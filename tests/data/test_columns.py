@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from common.errors import DataError
-from data.columns import ColumnWindows
 from data.loader import TrainBatches
 from data.text import Text
-from data.tokens import TokenWindows, cached_tokens
+from data.token_windows import ColumnWindows, TokenWindows, cached_tokens
 
 
 def test_a_sample_is_a_window_of_a_column_and_its_targets_the_tokens_that_follow():

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from common.errors import DataError
-from data.extra_tokens import parse_extra_tokens
 from data.jsonl import Jsonl
-from data.shards import Tokens
 from data.text import Text
-from data.vocabulary import GPT2Vocabulary, gpt2
+from data.tokens import Tokens
+from data.vocabulary import GPT2Vocabulary, gpt2, parse_extra_tokens
 
 EXTRA = {"<a>": "start of an entity", "<b>": None}
 
@@ -41,7 +40,7 @@ def test_a_text_is_encoded_with_each_as_a_single_token(text, tmp_path):
     data = Text(str(text), seq_len=16, cache_dir=str(tmp_path / "cache"), extra_tokens=EXTRA)
     tokens = first(data, 16)
     assert data.vocab_size == 50259
-    assert data.decode(tokens).startswith("One <a>Berlin<b> two.\nOne <a>")
+    assert data.vocabulary.decode(tokens).startswith("One <a>Berlin<b> two.\nOne <a>")
     assert tokens.count(50257) == tokens.count(50258) == 2
     assert "GPT-2 tokens and 2 of this run's own" in data.description
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from common.errors import DataError
+from data.dataset import InMemory, Source
 from data.loader import EvalBatches, TrainBatches, train_loader
-from data.source import InMemory, Source
 
 
 def numbered(n: int) -> InMemory:

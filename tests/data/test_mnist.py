@@ -162,7 +162,7 @@ class TestDownload:
             raise RuntimeError("Error downloading\n  train-images")
 
         monkeypatch.setattr(download, "_torchvision", lambda name, ways_out: breaks_off)
-        monkeypatch.setattr(download, "_reachable", lambda urls: True)
+        monkeypatch.setattr(download, "reachable", lambda urls: True)
         breaks_off.mirrors = ["http://somewhere"]
         before = socket.getdefaulttimeout()
         message = self.fails(tmp_path)
@@ -178,7 +178,7 @@ class TestDownload:
 
         whole.mirrors = ["http://somewhere"]
         monkeypatch.setattr(download, "_torchvision", lambda name, ways_out: whole)
-        monkeypatch.setattr(download, "_reachable", lambda urls: True)
+        monkeypatch.setattr(download, "reachable", lambda urls: True)
         for _ in range(2):
             data = MNIST(cache_dir=str(tmp_path / "cache"))
             data.prepare()

@@ -14,7 +14,8 @@ from common.errors import DataError
 from data import documents as documents_module
 from data import vocabulary, wikitext2
 from data.documents import encode, whole_file
-from data.text import Stdlib, Text
+from data.stdlib import Stdlib
+from data.text import Text
 from data.vocabulary import END_OF_TEXT, gpt2
 from data.wikitext2 import WikiText2
 
@@ -193,7 +194,7 @@ def fake_datasets(monkeypatch, load_dataset) -> None:
     module.__spec__ = importlib.machinery.ModuleSpec("datasets", None)
     module.load_dataset = load_dataset
     monkeypatch.setitem(sys.modules, "datasets", module)
-    monkeypatch.setattr(wikitext2, "_reachable", lambda url: True)
+    monkeypatch.setattr(wikitext2, "reachable", lambda urls: True)
 
 
 def test_wikitext2_that_cannot_be_downloaded_names_both_ways_out(tmp_path, monkeypatch):
@@ -208,7 +209,7 @@ def test_wikitext2_that_cannot_be_downloaded_names_both_ways_out(tmp_path, monke
 
 def test_a_download_of_wikitext2_that_hangs_ends_with_an_error(tmp_path, monkeypatch):
     fake_datasets(monkeypatch, lambda *_: threading.Event().wait(30))
-    monkeypatch.setattr(wikitext2, "_DOWNLOAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(wikitext2, "_DOWNLOAD_S", 0.2)
     with pytest.raises(DataError, match="took more than.*data.root=FOLDER"):
         WikiText2(cache_dir=str(tmp_path)).prepare()
 

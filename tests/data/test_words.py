@@ -9,7 +9,8 @@ import pytest
 from common.errors import DataError
 from data import documents
 from data.documents import whole_file
-from data.text import Stdlib, Text
+from data.stdlib import Stdlib
+from data.text import Text
 from data.wikitext2 import WikiText2
 from data.words import basic_english, choose_words, count_words, encode_words
 
@@ -49,9 +50,9 @@ def test_the_vocabulary_goes_by_frequency_then_by_the_alphabet_and_starts_with_u
 def test_only_the_training_split_makes_the_vocabulary_and_other_words_are_unk(tmp_path):
     (tmp_path / "text").write_text("one two\n" * 93 + "one six\n" * 7)
     data = words_of(tmp_path / "text", tmp_path, min_frequency=1)
-    assert data.words == ["<unk>", "one", "two"] and data.vocab_size == 3
+    assert data.vocabulary.words == ["<unk>", "one", "two"] and data.vocab_size == 3
     assert set(tokens_of(data.train)) == {1, 2} and set(tokens_of(data.test)) == {0, 1}
-    assert data.decode(tokens_of(data.test)[:2]) == "one <unk>"
+    assert data.vocabulary.decode(tokens_of(data.test)[:2]) == "one <unk>"
     assert "3 words: train 182 tokens" in data.description
 
 
@@ -80,18 +81,18 @@ def test_reading_in_pieces_does_not_change_the_words(tmp_path, monkeypatch):
 def test_the_number_of_words_is_unknown_before_the_text_is_read(tmp_path):
     (tmp_path / "text").write_text("some words\n" * 100)
     data = Text(str(tmp_path / "text"), 2, str(tmp_path / "cache"), vocabulary="words")
-    assert data.vocab_size is None and data.words is None
+    assert data.vocab_size is None and data.vocabulary.words is None
     data.prepare()
-    assert data.vocab_size == 3 and data.words[0] == "<unk>"
+    assert data.vocab_size == 3 and data.vocabulary.words[0] == "<unk>"
 
 
 def test_words_are_counted_once_and_again_for_another_frequency_or_size(tmp_path, monkeypatch):
     (tmp_path / "text").write_text("a b\n" * 50 + "c\n" + "a b\n" * 50)
-    assert words_of(tmp_path / "text", tmp_path).words == ["<unk>", "a", "b"]
-    assert words_of(tmp_path / "text", tmp_path, min_frequency=1).words == ["<unk>", "a", "b", "c"]
-    assert words_of(tmp_path / "text", tmp_path, max_vocabulary=2).words == ["<unk>", "a"]
+    assert words_of(tmp_path / "text", tmp_path).vocabulary.words == ["<unk>", "a", "b"]
+    assert words_of(tmp_path / "text", tmp_path, min_frequency=1).vocabulary.words == ["<unk>", "a", "b", "c"]
+    assert words_of(tmp_path / "text", tmp_path, max_vocabulary=2).vocabulary.words == ["<unk>", "a"]
     monkeypatch.setattr("data.words.count_words", lambda _: pytest.fail("counted a second time"))
-    assert words_of(tmp_path / "text", tmp_path).words == ["<unk>", "a", "b"]
+    assert words_of(tmp_path / "text", tmp_path).vocabulary.words == ["<unk>", "a", "b"]
 
 
 def test_a_damaged_vocabulary_is_built_again(tmp_path):
@@ -99,13 +100,13 @@ def test_a_damaged_vocabulary_is_built_again(tmp_path):
     words_of(tmp_path / "text", tmp_path)
     [file] = (tmp_path / "cache").glob("*/vocabulary.txt")
     file.write_text("<unk>\nso")
-    assert words_of(tmp_path / "text", tmp_path).words == ["<unk>", "some", "words"]
+    assert words_of(tmp_path / "text", tmp_path).vocabulary.words == ["<unk>", "some", "words"]
 
 
 def test_the_standard_library_as_words_leaves_out_rare_ones(tmp_path):
     data = Stdlib(64, str(tmp_path), vocabulary="words")
     data.prepare()
-    assert data.words[0] == "<unk>" and "self" in data.words[:20]
+    assert data.vocabulary.words[0] == "<unk>" and "self" in data.vocabulary.words[:20]
     tokens = np.bincount(tokens_of(data.train), minlength=data.vocab_size)
     assert 5_000 < data.vocab_size < 40_000
     assert tokens[0] / tokens.sum() < 0.1
@@ -131,10 +132,10 @@ def test_senseless_choices_are_errors_that_name_the_key(bad, message):
 def test_the_real_wikitext2_has_its_published_words(tmp_path):
     data = WikiText2(str(WIKITEXT2), 35, str(tmp_path), vocabulary="words", batchify=True, columns=20)
     data.prepare()
-    assert data.vocab_size == len(set(data.words)) == 28_782
-    assert data.words[:6] == ["<unk>", "the", ",", ".", "of", "and"]
+    assert data.vocab_size == len(set(data.vocabulary.words)) == 28_782
+    assert data.vocabulary.words[:6] == ["<unk>", "the", ",", ".", "of", "and"]
     for part in ("train 2,049,990 tokens", "valid 214,417 tokens", "test 241,859 tokens"):
         assert part in data.description
     assert len(data.train) == 20 * ((2_049_990 // 20 - 1) // 35)
     first = data.train.read(np.array([0]), 0)[0][0].tolist()
-    assert data.decode(first).startswith("= valkyria chronicles iii = senjō no valkyria 3 <unk> chronicles (")
+    assert data.vocabulary.decode(first).startswith("= valkyria chronicles iii = senjō no valkyria 3 <unk> chronicles (")

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from common.errors import DataError
-from data.regression import RandomRegression
+from data.random_regression import RandomRegression
 
 
 def prepared(**settings) -> RandomRegression:
