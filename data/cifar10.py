@@ -6,6 +6,7 @@ import hashlib
 import pickle
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -48,10 +49,8 @@ class CIFAR10(ImageData):
         augment: bool = True,
         image_size: int = 32,
         channels: int = 3,
-        num_classes: int = 10,
         seed: int = 1337,
-        cache_dir: str | None = None,
-        num_workers: int = 0,
+        **options: Any,
     ):
         """Checks the arguments; prepare() reads the data.
 
@@ -60,15 +59,13 @@ class CIFAR10(ImageData):
             augment: Train on random crops with a margin of 4 pixels and mirror images, new ones in each epoch.
             image_size: Pixels a side.
             channels: 3, or 1 for grey.
-            num_classes: Labels are from 0 to below it.
             seed: Of the augmentation; the run's seed.
-            cache_dir: Where the download is kept; null: the user's cache folder.
-            num_workers: Processes that read ahead; 0: one thread.
+            **options: The others of data.images.ImageData.
 
         Raises:
-            DataError: A number is out of range.
+            DataError: An argument is out of range.
         """
-        super().__init__(image_size, channels, num_classes, cache_dir, num_workers)
+        super().__init__(image_size, channels, **options)
         self.root = None if not root else Path(root).expanduser().absolute()
         self.augment, self.seed = augment, seed
 

@@ -22,28 +22,6 @@ class Digits(ImageData):
     Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI, 1998 (the test part).
     """
 
-    def __init__(
-        self,
-        image_size: int = 28,
-        channels: int = 1,
-        num_classes: int = 10,
-        cache_dir: str | None = None,
-        num_workers: int = 0,
-    ):
-        """Checks the arguments; prepare() reads the data.
-
-        Args:
-            image_size: Pixels a side.
-            channels: 1, or 3 that are equal.
-            num_classes: Labels are from 0 to below it.
-            cache_dir: Not used: nothing is written.
-            num_workers: Processes that read ahead; 0: one thread.
-
-        Raises:
-            DataError: A number is out of range.
-        """
-        super().__init__(image_size, channels, num_classes, cache_dir, num_workers)
-
     def title(self) -> str:
         """Returns the name of the data set."""
         return "scikit-learn's handwritten digits"

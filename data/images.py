@@ -32,9 +32,25 @@ class ImageData(DataSet):
     """
 
     def __init__(
-        self, image_size: int, channels: int, num_classes: int, cache_dir: str | None = None, num_workers: int = 0
+        self,
+        image_size: int = 28,
+        channels: int = 1,
+        num_classes: int = 10,
+        cache_dir: str | None = None,
+        num_workers: int = 0,
     ):
-        """Raises DataError for a number below 1."""
+        """Checks the arguments; prepare() reads the data.
+
+        Args:
+            image_size: Pixels a side.
+            channels: 1 for grey, 3 for colours; grey images have three equal ones then.
+            num_classes: Labels are from 0 to below it.
+            cache_dir: Where downloads are kept; null: the user's cache folder.
+            num_workers: Processes that read ahead; 0: one thread.
+
+        Raises:
+            DataError: A number is out of range.
+        """
         super().__init__(num_workers)
         for name, value in {"image_size": image_size, "channels": channels, "num_classes": num_classes}.items():
             if value < 1:

@@ -13,7 +13,7 @@ from data.dataset import DataSet
 from data.documents import find_files
 from data.row_tokens import PERIOD, BucketedRows, Share, TokenRows, cached_counts, key_of
 from data.rows import Rows
-from data.vocabulary import GPT2Vocabulary
+from data.vocabulary import ExtraTokens, GPT2Vocabulary
 
 _CHECK_ALL, _CHECK_SOME = 1_000_000, 10_000
 _VALID, _TEST = 9, 19
@@ -42,7 +42,7 @@ class Jsonl(DataSet):
         bucket_by_length: bool = False,
         cache_dir: str | None = None,
         num_workers: int = 0,
-        extra_tokens: str | dict[str, str | None] | None = None,
+        extra_tokens: ExtraTokens = None,
     ):
         """Checks the arguments; prepare() reads the data.
 

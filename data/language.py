@@ -6,6 +6,7 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from common.errors import DataError
 from data.dataset import DataSet
@@ -34,17 +35,28 @@ class LanguageData(DataSet):
 
     def __init__(
         self,
-        seq_len: int,
-        cache_dir: str | None,
-        num_workers: int,
-        vocabulary: str,
-        min_frequency: int | None,
-        max_vocabulary: int | None,
-        batchify: bool,
-        columns: int | None,
-        extra_tokens: ExtraTokens,
+        seq_len: int = 256,
+        cache_dir: str | None = None,
+        num_workers: int = 0,
+        vocabulary: Literal["gpt2", "words"] = "gpt2",
+        min_frequency: int | None = None,
+        max_vocabulary: int | None = None,
+        batchify: bool = False,
+        columns: int | None = None,
+        extra_tokens: ExtraTokens = None,
     ):
-        """The arguments are those of data.text.Text, but for ``root``.
+        """Checks the arguments; prepare() reads the data.
+
+        Args:
+            seq_len: Tokens per sample.
+            cache_dir: Where tokens and downloads are kept; null: the user's cache folder.
+            num_workers: Processes that read ahead; 0: one thread.
+            vocabulary: GPT-2's tokens, or the words of the training split.
+            min_frequency: Rarer words become <unk>; null: 5 (wikitext2: 1, as published).
+            max_vocabulary: Words at most, <unk> included; null: all.
+            batchify: Train on the text in order, in columns that are read side by side.
+            columns: The number of columns with batchify: the global batch size.
+            extra_tokens: Tokens behind GPT-2's own; the model's.
 
         Raises:
             DataError: A number is out of range, or an option belongs to the other vocabulary.

@@ -7,6 +7,7 @@ import math
 import struct
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,29 +33,17 @@ class MNIST(ImageData):
     Other data in this format (Fashion-MNIST, EMNIST) is read too, and a twelfth of it is to validate.
     """
 
-    def __init__(
-        self,
-        root: str | None = None,
-        image_size: int = 28,
-        channels: int = 1,
-        num_classes: int = 10,
-        cache_dir: str | None = None,
-        num_workers: int = 0,
-    ):
+    def __init__(self, root: str | None = None, **options: Any):
         """Checks the arguments; prepare() reads the data.
 
         Args:
             root: The folder of the four files, or one that holds it as MNIST/raw or raw; null: download them.
-            image_size: Pixels a side.
-            channels: 1, or 3 that are equal.
-            num_classes: Labels are from 0 to below it.
-            cache_dir: Where the download is kept; null: the user's cache folder.
-            num_workers: Processes that read ahead; 0: one thread.
+            **options: Those of data.images.ImageData.
 
         Raises:
-            DataError: A number is out of range.
+            DataError: An argument is out of range.
         """
-        super().__init__(image_size, channels, num_classes, cache_dir, num_workers)
+        super().__init__(**options)
         self.root = None if not root else Path(root).expanduser().absolute()
 
     def title(self) -> str:

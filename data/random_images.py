@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,8 +29,7 @@ class RandomImages(ImageData):
         channels: int = 3,
         num_classes: int = 1000,
         seed: int = 1337,
-        cache_dir: str | None = None,
-        num_workers: int = 0,
+        **options: Any,
     ):
         """Checks the arguments.
 
@@ -40,13 +39,12 @@ class RandomImages(ImageData):
             channels: 1 for grey, 3 for colours.
             num_classes: Labels are from 0 to below it.
             seed: Of images and classes; the run's seed.
-            cache_dir: Not used: nothing is written.
-            num_workers: Processes that read ahead; 0: one thread.
+            **options: The others of data.images.ImageData.
 
         Raises:
-            DataError: A number is out of range.
+            DataError: An argument is out of range.
         """
-        super().__init__(image_size, channels, num_classes, cache_dir, num_workers)
+        super().__init__(image_size, channels, num_classes, **options)
         if samples < 1:
             raise DataError(f"data.samples={samples}: it must be at least 1")
         if seed < 0:

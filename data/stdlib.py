@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import sysconfig
 from pathlib import Path
-from typing import Literal
 
 from common.errors import DataError
 from data.documents import Document, find_files, only_text, split_documents, whole_file
@@ -22,38 +21,6 @@ class Stdlib(LanguageData):
     """
 
     name = "stdlib"
-
-    def __init__(
-        self,
-        seq_len: int = 256,
-        cache_dir: str | None = None,
-        num_workers: int = 0,
-        vocabulary: Literal["gpt2", "words"] = "gpt2",
-        min_frequency: int | None = None,
-        max_vocabulary: int | None = None,
-        batchify: bool = False,
-        columns: int | None = None,
-        extra_tokens: str | dict[str, str | None] | None = None,
-    ):
-        """Checks the arguments; prepare() reads the data.
-
-        Args:
-            seq_len: Tokens per sample.
-            cache_dir: Where tokens are kept; null: the user's cache folder.
-            num_workers: Processes that read ahead; 0: one thread.
-            vocabulary: GPT-2's tokens, or the words of the training split.
-            min_frequency: Rarer words become <unk>; null: 5.
-            max_vocabulary: Words at most, <unk> included; null: all.
-            batchify: Train on the text in order, in columns that are read side by side.
-            columns: The number of columns with batchify: the global batch size.
-            extra_tokens: Tokens behind GPT-2's own; the model's.
-
-        Raises:
-            DataError: A number is out of range, or an option belongs to the other vocabulary.
-        """
-        super().__init__(
-            seq_len, cache_dir, num_workers, vocabulary, min_frequency, max_vocabulary, batchify, columns, extra_tokens
-        )
 
     def title(self) -> str:
         """Returns the name of the data set, with the version of Python."""

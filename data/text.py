@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from common.errors import DataError
 from data.documents import Document, find_files, only_text, split_documents, whole_file
@@ -23,39 +23,17 @@ class Text(LanguageData):
 
     name = "text"
 
-    def __init__(
-        self,
-        root: str | None = None,
-        seq_len: int = 256,
-        cache_dir: str | None = None,
-        num_workers: int = 0,
-        vocabulary: Literal["gpt2", "words"] = "gpt2",
-        min_frequency: int | None = None,
-        max_vocabulary: int | None = None,
-        batchify: bool = False,
-        columns: int | None = None,
-        extra_tokens: str | dict[str, str | None] | None = None,
-    ):
+    def __init__(self, root: str | None = None, **options: Any):
         """Checks the arguments; prepare() reads the data.
 
         Args:
             root: The file or folder of text; it must be given.
-            seq_len: Tokens per sample.
-            cache_dir: Where tokens are kept; null: the user's cache folder.
-            num_workers: Processes that read ahead; 0: one thread.
-            vocabulary: GPT-2's tokens, or the words of the training split.
-            min_frequency: Rarer words become <unk>; null: 5.
-            max_vocabulary: Words at most, <unk> included; null: all.
-            batchify: Train on the text in order, in columns that are read side by side.
-            columns: The number of columns with batchify: the global batch size.
-            extra_tokens: Tokens behind GPT-2's own; the model's.
+            **options: Those of data.language.LanguageData.
 
         Raises:
-            DataError: ``root`` is not given, a number is out of range, or an option belongs to the other vocabulary.
+            DataError: ``root`` is not given, or another argument is out of range.
         """
-        super().__init__(
-            seq_len, cache_dir, num_workers, vocabulary, min_frequency, max_vocabulary, batchify, columns, extra_tokens
-        )
+        super().__init__(**options)
         if not root:
             raise DataError("data=text needs to know which text: data.root=FILE_OR_FOLDER")
         self.root = Path(root).expanduser().absolute()

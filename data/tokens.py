@@ -14,7 +14,7 @@ from common.errors import DataError
 from data.cache import cached_folder
 from data.dataset import DataSet, Source
 from data.token_windows import Concatenated, TokenFile, TokenWindows
-from data.vocabulary import GPT2_VOCAB_SIZE, GPT2Vocabulary
+from data.vocabulary import GPT2_VOCAB_SIZE, ExtraTokens, GPT2Vocabulary
 
 FORMATS = ("auto", "llmc", "nanogpt")
 MAGIC, VERSION = 20240520, 1
@@ -42,10 +42,10 @@ class Tokens(DataSet):
         root: str | None = None,
         seq_len: int = 256,
         format: Literal["auto", "llmc", "nanogpt"] = "auto",
-        vocab_size: int = 50257,
+        vocab_size: int = GPT2_VOCAB_SIZE,
         cache_dir: str | None = None,
         num_workers: int = 0,
-        extra_tokens: str | dict[str, str | None] | None = None,
+        extra_tokens: ExtraTokens = None,
     ):
         """Checks the arguments; prepare() reads the data.
 

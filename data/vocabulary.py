@@ -25,7 +25,7 @@ ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf6367
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 _ENCODER, _MERGES = "encoder.json", "vocab.bpe"
 _EXAMPLE = """'model.extra_tokens={"<a>": "start of an entity", "<b>": null}'"""
-# As parse_extra_tokens takes them.
+# What parse_extra_tokens takes.
 ExtraTokens = str | Mapping[str, str | None] | None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from common.errors import DataError
 from data.cache import cached_folder
@@ -27,39 +27,17 @@ class WikiText2(LanguageData):
     name = "wikitext2"
     min_word_frequency = 1  # as published: rare words are <unk> in the files already
 
-    def __init__(
-        self,
-        root: str | None = None,
-        seq_len: int = 256,
-        cache_dir: str | None = None,
-        num_workers: int = 0,
-        vocabulary: Literal["gpt2", "words"] = "gpt2",
-        min_frequency: int | None = None,
-        max_vocabulary: int | None = None,
-        batchify: bool = False,
-        columns: int | None = None,
-        extra_tokens: str | dict[str, str | None] | None = None,
-    ):
+    def __init__(self, root: str | None = None, **options: Any):
         """Checks the arguments; prepare() reads the data.
 
         Args:
             root: A folder with train.txt, valid.txt and test.txt; null: download them.
-            seq_len: Tokens per sample.
-            cache_dir: Where tokens and downloads are kept; null: the user's cache folder.
-            num_workers: Processes that read ahead; 0: one thread.
-            vocabulary: GPT-2's tokens, or the words of the training split.
-            min_frequency: Rarer words become <unk>; null: 1, as published.
-            max_vocabulary: Words at most, <unk> included; null: all.
-            batchify: Train on the text in order, in columns that are read side by side.
-            columns: The number of columns with batchify: the global batch size.
-            extra_tokens: Tokens behind GPT-2's own; the model's.
+            **options: Those of data.language.LanguageData.
 
         Raises:
-            DataError: A number is out of range, or an option belongs to the other vocabulary.
+            DataError: An argument is out of range.
         """
-        super().__init__(
-            seq_len, cache_dir, num_workers, vocabulary, min_frequency, max_vocabulary, batchify, columns, extra_tokens
-        )
+        super().__init__(**options)
         self.root = None if not root else Path(root).expanduser().absolute()
 
     def title(self) -> str:
