@@ -73,16 +73,6 @@ def test_of_racing_processes_one_builds_and_all_get_the_whole(tmp_path):
     assert (tmp_path / "builds.log").read_text() == "built\n"
 
 
-def test_a_build_that_raises_leaves_nothing(tmp_path):
-    def build(folder):
-        build_whole(folder)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        cached_folder(tmp_path / "cache", "key", build)
-    assert visible(tmp_path / "cache") == []
-
-
 def test_a_killed_build_is_cleared_away_by_the_next(tmp_path):
     killed = start_builder(tmp_path, 60)
     end = time.monotonic() + 10

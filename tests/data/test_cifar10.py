@@ -1,4 +1,4 @@
-"""CIFAR-10, on small files in its format; what is not the known one is never unpickled."""
+"""CIFAR-10, on small files in its format; what is not the published one is never unpickled."""
 
 import hashlib
 import os

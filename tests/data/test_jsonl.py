@@ -39,7 +39,7 @@ def caches(cache: Path) -> set[str]:
     return {path.name.split("-")[0] for path in cache.iterdir() if path.is_dir()}
 
 
-def test_a_sample_is_a_text_and_its_end_padded_and_shifted(tmp_path, rows_of):
+def test_a_sample_is_a_text_and_its_end_padded_or_cut_and_shifted(tmp_path, rows_of):
     data = rows_of(write(tmp_path / "a.jsonl", ["Hello, I'm a language model,", "", "Hello"]), seq_len=10)
     inputs, targets = data.train.read(np.array([0, 2, 1]), epoch=0)
     assert inputs.dtype == targets.dtype == torch.int64
@@ -47,12 +47,8 @@ def test_a_sample_is_a_text_and_its_end_padded_and_shifted(tmp_path, rows_of):
     assert inputs.tolist() == [hello + [END_OF_TEXT] * 2, hello[:1] + [END_OF_TEXT] * 9, [END_OF_TEXT] * 10]
     assert targets.tolist() == [hello[1:] + [END_OF_TEXT, -100, -100], [END_OF_TEXT] + [-100] * 9, [-100] * 10]
     assert (data.vocab_size, data.seq_len, data.changing_shapes) == (50257, 10, False)
-
-
-def test_a_long_text_is_cut_to_seq_len_and_one_more(tmp_path, rows_of):
-    data = rows_of(write(tmp_path / "a.jsonl", ["Hello, I'm a language model,"]), seq_len=4)
-    inputs, targets = data.train.read(np.array([0]), 0)
-    assert inputs.tolist() == [[15496, 11, 314, 1101]] and targets.tolist() == [[11, 314, 1101, 257]]
+    inputs, targets = rows_of(tmp_path / "a.jsonl", seq_len=4).train.read(np.array([0]), 0)
+    assert inputs.tolist() == [hello[:4]] and targets.tolist() == [hello[1:5]], "cut to seq_len + 1"
 
 
 def test_reading_is_pure_and_a_started_process_reads_the_same(tmp_path, rows_of):

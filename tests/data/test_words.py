@@ -43,9 +43,11 @@ def test_the_vocabulary_goes_by_frequency_then_by_the_alphabet_and_starts_with_u
     assert choose_words(counts, max_size=4) == ["<unk>", "a", "b", "c"]
 
 
-def test_only_the_training_split_makes_the_vocabulary_and_other_words_are_unk(tmp_path, words_of):
+def test_only_the_training_split_makes_the_vocabulary_and_other_words_are_unk(tmp_path):
     (tmp_path / "text").write_text("one two\n" * 93 + "one six\n" * 7)
-    data = words_of(tmp_path / "text", min_frequency=1)
+    data = Text(str(tmp_path / "text"), cache_dir=str(tmp_path), seq_len=2, vocabulary="words", min_frequency=1)
+    assert data.vocab_size is None and data.vocabulary.words is None, "the text decides"
+    data.prepare()
     assert data.vocabulary.words == ["<unk>", "one", "two"] and data.vocab_size == 3
     assert set(tokens_of(data.train)) == {1, 2} and set(tokens_of(data.test)) == {0, 1}
     assert data.vocabulary.decode(tokens_of(data.test)[:2]) == "one <unk>"
@@ -72,14 +74,6 @@ def test_reading_in_pieces_does_not_change_the_words(tmp_path, monkeypatch):
     assert count_words([whole_file(tmp_path / "text")]) == counts == Counter(basic_english(text))
     tokens = encoded([tmp_path / "text"], words)
     assert [words[token] for token in tokens] == basic_english(text)
-
-
-def test_the_number_of_words_is_unknown_before_the_text_is_read(tmp_path):
-    (tmp_path / "text").write_text("some words\n" * 100)
-    data = Text(str(tmp_path / "text"), seq_len=2, cache_dir=str(tmp_path / "cache"), vocabulary="words")
-    assert data.vocab_size is None and data.vocabulary.words is None
-    data.prepare()
-    assert data.vocab_size == 3 and data.vocabulary.words[0] == "<unk>"
 
 
 def test_words_are_counted_once_and_again_for_another_frequency_or_size(tmp_path, words_of, monkeypatch):
