@@ -56,7 +56,7 @@ def cached_folder(
     # The name does not change from process to process, so that the other ranks of a run find what one has built.
     spare = Path(tempfile.gettempdir()) / f"{_PROJECT}-{os.getuid()}"
     for place in (root, spare):
-        if (place / name).is_dir() and intact(place / name) and (place == root or _is_private(place)):
+        if (place == root or _is_private(place)) and (place / name).is_dir() and intact(place / name):
             return place / name
     try:
         return _build_under_lock(root / name, build, intact, timeout_s)

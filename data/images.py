@@ -43,7 +43,7 @@ class ImageData(DataSet):
 
         Args:
             image_size: Pixels a side.
-            channels: 1 for grey, 3 for colours; grey images have three equal ones then.
+            channels: 1 for grey, 3 for colours; grey images are given as three equal channels then.
             num_classes: Labels are from 0 to below it.
             cache_dir: Where downloads are kept; null: the user's cache folder.
             num_workers: Processes that read ahead; 0: one thread.

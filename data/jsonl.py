@@ -11,7 +11,7 @@ from common.errors import DataError
 from data.cache import cached_folder
 from data.dataset import DataSet
 from data.documents import find_files
-from data.row_tokens import PERIOD, BucketedRows, Share, TokenRows, cached_counts, key_of
+from data.row_tokens import PERIOD, BucketedRows, RowSelection, TokenRows, cached_counts, key_of
 from data.rows import Rows
 from data.vocabulary import ExtraTokens, GPT2Vocabulary
 
@@ -91,7 +91,7 @@ class Jsonl(DataSet):
         if rows.keys() == {"train"}:
             taken["test"] = _TEST
         kept = tuple(i for i in range(PERIOD) if i not in taken.values())
-        train = Share(len(rows["train"]), kept)
+        train = RowSelection(len(rows["train"]), kept)
         if self.changing_shapes:
             counts = cached_counts(rows["train"], self.fields, self.vocabulary, self.cache_dir)
             self.train = BucketedRows(rows["train"], train, self.fields, self.vocabulary, self.seq_len, counts)
@@ -103,12 +103,12 @@ class Jsonl(DataSet):
 
     def _held_out(self, split: str, rows: dict[str, Rows], taken: dict[str, int]) -> TokenRows | None:
         if split in rows:
-            part, share = rows[split], Share(len(rows[split]), tuple(range(PERIOD)))
+            part, selection = rows[split], RowSelection(len(rows[split]), tuple(range(PERIOD)))
         elif split in taken:
-            part, share = rows["train"], Share(len(rows["train"]), (taken[split],))
+            part, selection = rows["train"], RowSelection(len(rows["train"]), (taken[split],))
         else:
             return None
-        return TokenRows(part, share, self.fields, self.vocabulary, self.seq_len) if len(share) else None
+        return TokenRows(part, selection, self.fields, self.vocabulary, self.seq_len) if len(selection) else None
 
     def _check(self, rows: Rows) -> None:
         def check(folder: Path) -> None:

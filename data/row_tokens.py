@@ -30,7 +30,7 @@ _SLOWEST_ENCODED_BYTES_PER_S = 0.5e6
 
 
 @dataclass(frozen=True)
-class Share:
+class RowSelection:
     """A fixed part of every 20 rows, by arithmetic instead of a list.
 
     Attributes:
@@ -55,12 +55,13 @@ class TokenRows(Source):
     """Language-model samples, one per row."""
 
     def __init__(
-        self, rows: Rows, share: Share, fields: Sequence[str], vocabulary: GPT2Vocabulary, seq_len: int
+        self, rows: Rows, selection: RowSelection, fields: Sequence[str], vocabulary: GPT2Vocabulary, seq_len: int
     ):
-        self.rows, self.share, self.fields, self.vocabulary, self.seq_len = rows, share, fields, vocabulary, seq_len
+        self.rows, self.selection, self.fields = rows, selection, fields
+        self.vocabulary, self.seq_len = vocabulary, seq_len
 
     def __len__(self) -> int:
-        return len(self.share)
+        return len(self.selection)
 
     def read(self, indices: np.ndarray, epoch: int, width: int | None = None) -> tuple[Tensor, Tensor]:
         """Returns inputs and targets, both int64 [b, width].
@@ -75,7 +76,7 @@ class TokenRows(Source):
         """
         import torch
 
-        texts = self.rows.texts(self.share.row(indices), self.fields)
+        texts = self.rows.texts(self.selection.row(indices), self.fields)
         shape = (len(texts), width or self.seq_len)
         inputs, targets = np.full(shape, END_OF_TEXT, np.int64), np.full(shape, PADDING_TARGET, np.int64)
         for i, encoded in enumerate(self.vocabulary.encode_texts(texts)):
@@ -91,21 +92,21 @@ class BucketedRows(TokenRows, VariableLength):
     def __init__(
         self,
         rows: Rows,
-        share: Share,
+        selection: RowSelection,
         fields: Sequence[str],
         vocabulary: GPT2Vocabulary,
         seq_len: int,
         counts: Path,
     ):
         """The arguments are those of TokenRows, and ``counts``, the file of cached_counts."""
-        super().__init__(rows, share, fields, vocabulary, seq_len)
+        super().__init__(rows, selection, fields, vocabulary, seq_len)
         self.widths = bucket_widths(seq_len)
         self.path = counts
         self._map()
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
         """Returns the positions filled: the tokens of a row less the last, which is only a target."""
-        return np.minimum(self.counts[self.share.row(indices)].astype(np.int64) - 1, self.seq_len)
+        return np.minimum(self.counts[self.selection.row(indices)].astype(np.int64) - 1, self.seq_len)
 
     def _map(self) -> None:
         self.counts = np.memmap(self.path, dtype=np.uint32, mode="r")

@@ -12,7 +12,7 @@ from common.errors import DataError
 from data import jsonl as jsonl_module
 from data.jsonl import Jsonl, split_files
 from data.loader import EvalBatches, TrainBatches
-from data.row_tokens import Share
+from data.row_tokens import RowSelection
 from data.vocabulary import END_OF_TEXT, gpt2
 
 
@@ -72,10 +72,10 @@ def test_every_row_is_in_one_split_the_10th_and_20th_of_20_held_out(tmp_path, ro
 
 
 @pytest.mark.parametrize("kept", [(0,), (19,), tuple(range(20)), (3, 5, 18)])
-def test_a_share_is_the_rows_that_a_list_would_have(kept):
+def test_a_selection_is_the_rows_that_a_list_would_have(kept):
     for rows in range(65):
-        share = Share(rows, kept)
-        assert share.row(np.arange(len(share))).tolist() == [i for i in range(rows) if i % 20 in kept]
+        selection = RowSelection(rows, kept)
+        assert selection.row(np.arange(len(selection))).tolist() == [i for i in range(rows) if i % 20 in kept]
 
 
 @pytest.mark.parametrize(
