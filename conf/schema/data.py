@@ -31,7 +31,7 @@ class Language:
 
 @dataclass
 class Stdlib(Language):
-    _target_: str = "data.text.Stdlib"
+    _target_: str = "data.stdlib.Stdlib"
 
 
 @dataclass
@@ -54,7 +54,7 @@ class TokenFormat(str, Enum):
 
 @dataclass
 class Tokens:
-    _target_: str = "data.shards.Tokens"
+    _target_: str = "data.tokens.Tokens"
     root: str | None = None  # the .bin file or the folder of such files; it must be given
     seq_len: int = 256  # tokens per sample
     format: TokenFormat = TokenFormat.auto  # llmc: with a header; nanogpt: without; auto: llmc, by its header
@@ -66,7 +66,7 @@ class Tokens:
 
 @dataclass
 class RandomRegression:
-    _target_: str = "data.regression.RandomRegression"
+    _target_: str = "data.random_regression.RandomRegression"
     samples: int = 10_000  # to train on; a tenth as many each to validate and to test
     in_features: int = 10
     out_features: int = 5
