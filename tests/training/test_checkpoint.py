@@ -11,7 +11,7 @@ from composed import LAYOUTS, QUIET, compose, losses, records, run, run_on_rank,
 
 from common.errors import CheckpointError
 from training import checkpoint
-from training.checkpoint.manifest import sealed
+from training.checkpoint.manifest import with_checksum
 from training.config import to_dict
 
 SINGLE = ["parallel=single", "parallel.chunks=4"]
@@ -83,7 +83,7 @@ def test_the_state_of_the_optimizer_is_what_makes_it_so(train, uninterrupted, tm
     manifest = json.loads((bare / "manifest.json").read_text())
     for name in [name for name in manifest["files"] if name.startswith("optimizer")]:
         del manifest["files"][name]
-    (bare / "manifest.json").write_text(json.dumps(sealed(manifest)))
+    (bare / "manifest.json").write_text(json.dumps(with_checksum(manifest)))
     rest = train("single", "rest", f"train.resume='{bare}'")
     assert losses(rest)[1:] != pytest.approx(losses(uninterrupted)[4:], rel=1e-5)
 
