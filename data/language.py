@@ -6,7 +6,7 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from common.errors import DataError
 from data.columns import ColumnWindows
@@ -36,7 +36,7 @@ class LanguageData(DataSet):
         seq_len: int = 256,
         cache_dir: str | None = None,
         num_workers: int = 0,
-        vocabulary: str = "gpt2",
+        vocabulary: Literal["gpt2", "words"] = "gpt2",
         min_frequency: int | None = None,
         max_vocabulary: int | None = None,
         batchify: bool = False,

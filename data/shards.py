@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -42,7 +42,7 @@ class Tokens(DataSet):
         self,
         root: str | None = None,
         seq_len: int = 256,
-        format: str = "auto",
+        format: Literal["auto", "llmc", "nanogpt"] = "auto",
         vocab_size: int = GPT2_VOCAB_SIZE,
         cache_dir: str | None = None,
         num_workers: int = 0,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -150,7 +151,7 @@ def resolve_size(
 
 
 def gpt2(
-    size: str = "124M",
+    size: Literal["124M", "350M", "774M", "1558M", "tiny"] = "124M",
     n_layer: int | None = None,
     n_head: int | None = None,
     n_embd: int | None = None,

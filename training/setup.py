@@ -21,8 +21,7 @@ from training.autotune import layer_costs, settle_balance
 from training.checkpoint import read_manifest
 from training.checkpoint.init_from import check_start
 from training.checkpoint.new_tokens import grown
-from training.config import environment, to_dict
-from training.instantiate import instantiate
+from training.config import environment, instantiate, to_dict
 from training.modes import checkpoint_of
 from training.optimizer import check_optimizer
 
@@ -95,6 +94,14 @@ def prepare(cfg: Any, world_size: int | None = None) -> Setup:
         setup.plan = _plan(cfg, chain, world_size)
         setup.shares = stage_shares(costs, [len(stage.layers) for stage in setup.plan.stages]), unit
     return setup
+
+
+def describe(setup: Setup) -> str:
+    """The plan of a run, for its console."""
+    from training.reporting.console import describe_plan
+
+    described = (setup.cfg.model.name, setup.data.description, setup.tokens_per_sample, setup.shares)
+    return describe_plan(setup.plan, *described)
 
 
 def _plan(cfg: Any, chain: Chain, world_size: int | None) -> Plan:

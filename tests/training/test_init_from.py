@@ -16,7 +16,7 @@ from data.vocabulary import gpt2
 from training.app import execute
 from training.checkpoint.new_tokens import grown
 from training.config import to_dict
-from training.quoting import quote_values
+from training.config import quote_values
 from training.setup import prepare
 
 EMBEDDING = "embedding.wte.weight"

@@ -3,7 +3,7 @@
 import pytest
 
 from common.errors import DataError, TrainingError
-from training.instantiate import instantiate
+from training.config import instantiate
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def system(path):
         lambda bad: bad,
         lambda bad: {"_target_": "torch.nn.Sequential", "first": bad},
         lambda bad: {"_target_": "torch.nn.Sequential", "_args_": [bad]},
-        lambda bad: {"_target_": "training.lr.Constant", "deep": {"deeper": [[{"deepest": bad}]]}},
+        lambda bad: {"_target_": "training.optimizer.Constant", "deep": {"deeper": [[{"deepest": bad}]]}},
         lambda bad: [bad],
     ],
     ids=["itself", "an argument", "a positional argument", "far down", "in a list"],
@@ -129,7 +129,7 @@ def test_a_target_that_is_no_name_is_refused(target):
         instantiate({"_target_": target})
 
 
-@pytest.mark.parametrize("target", ["models.nothing.here", "torch.optim.Adma", "training.lr.constant"])
+@pytest.mark.parametrize("target", ["models.nothing.here", "torch.optim.Adma", "training.optimizer.constant"])
 def test_a_name_that_names_nothing_is_a_users_mistake(target):
     with pytest.raises(TrainingError, match=f"_target_={target} names nothing"):
         instantiate({"_target_": target})
@@ -155,5 +155,5 @@ def test_a_plain_value_error_becomes_a_message_for_the_user():
 
 def test_a_mistake_in_the_code_keeps_its_own_error():
     with pytest.raises(Exception, match="takes no arguments") as error:
-        instantiate({"_target_": "training.lr.Constant", "surplus": 1})
+        instantiate({"_target_": "training.optimizer.Constant", "surplus": 1})
     assert not isinstance(error.value, TrainingError)

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from training.quoting import hydra_word
+from training.config import hydra_word
 
 if TYPE_CHECKING:  # they import torch, and the guard, which Hydra calls in sweeps too, asks only for a name
     from parallel.memory import MemoryEstimate

@@ -8,7 +8,7 @@ from typing import Any
 
 from parallel.strategy import Strategy
 from training.config import to_dict
-from training.instantiate import instantiate
+from training.config import instantiate
 from training.loop import due
 from training.reporting import MetricsFile, Progress, describe, write_json
 from training.reporting.console import METRICS, SUMMARY

@@ -6,7 +6,9 @@ import contextlib
 import logging
 import secrets
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from common.files import free_space
 from common.machine import changed_environment
@@ -37,8 +39,9 @@ class WandbRun:
     so that is watched for here and warned about.
     """
 
-    def __init__(self, run_dir, run_config: dict, run_name: str | None = None, mode="offline",
-                 project: str = "", group: str | None = None, name: str | None = None, tags=(),
+    def __init__(self, run_dir, run_config: dict, run_name: str | None = None,
+                 mode: Literal["offline", "online"] = "offline",
+                 project: str = "", group: str | None = None, name: str | None = None, tags: Sequence[str] = (),
                  init_timeout_s: float = INIT_TIMEOUT_S, finish_timeout_s: float = FINISH_TIMEOUT_S):
         self._run_dir = Path(run_dir).absolute()
         self._timeouts = {"init_timeout": init_timeout_s, "finish_timeout": finish_timeout_s}
