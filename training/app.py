@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launchers import Interrupted, LaunchError, WorkerFailed, World, connect, run_workers, stopping
+from launchers import Interrupted, LaunchError, WorkerFailed, World, run_workers, stopping
 from launchers.stopping import Stopped
 from training.config import environment, to_config, to_dict
 from training.modes import ALONE, run_alone
@@ -140,36 +140,6 @@ def describe(setup) -> str:
     return describe_plan(setup.plan, *described)
 
 
-@contextmanager
-def rendezvous(
-    world: World, timeout_s: float, give_up: Callable[[LaunchError], None]
-) -> Iterator[tuple[Any, list]]:
-    """Meet the other ranks: (store, places by rank), or (None, []) for a rank that is alone.
-
-    Raises LaunchError where ranks do not come or machines cannot reach each other, also later, in the middle of the
-    work, when a connection is lost or a rank stands still: it names the ranks then. Where this rank waits meanwhile and
-    cannot raise, a thread calls ``give_up``, which ends the process.
-    """
-    from launchers.failure import is_peer_error
-    from launchers.peer_check import PeerCheck
-    from launchers.stall_detection import silent_ranks
-
-    store = connect(world, timeout_s)
-    if store is None:
-        yield None, []
-        return
-    with PeerCheck(world, store, timeout_s) as peer_check:
-        peer_check.watch(give_up)
-        try:
-            yield store, peer_check.places
-        except Exception as error:
-            waits = is_peer_error(error)
-            reason = (peer_check.lost() if waits else None) or silent_ranks(world, store, peer_check, waits)
-            if reason is None:
-                raise
-            raise LaunchError(reason) from error
-
-
 def _leave(error: LaunchError, console: int = 2) -> None:
     """End this process at once, from whichever thread: its main one waits for a rank that will not come."""
     os.write(console, f"error: {error}\n".encode())
@@ -178,7 +148,7 @@ def _leave(error: LaunchError, console: int = 2) -> None:
 
 def _lead(setup, run_dir: Path, world: World) -> None:
     """Rank 0 under torchrun or srun: tell the other ranks what to run and where."""
-    from launchers.peer_check import describe_places
+    from launchers.peer_check import describe_places, rendezvous
     from training.run import run
 
     cfg = setup.cfg
@@ -196,6 +166,7 @@ def follow(world: World) -> None:
     from datetime import timedelta
 
     from launchers.failure import log_path
+    from launchers.peer_check import rendezvous
     from launchers.worker import redirect_output
     from training.run import run
 

@@ -81,8 +81,8 @@ def run_as_job(setup, run_dir: Path) -> None:
 def run_in_task(world: World, tree: dict, run_dir: str) -> None:
     """What each task of the job runs."""
     from launchers.failure import is_peer_error
-    from launchers.peer_check import describe_places
-    from training.app import describe, rendezvous
+    from launchers.peer_check import describe_places, rendezvous
+    from training.app import describe
     from training.checkpoint.resume import after_restart
     from training.run import run
     from training.setup import prepare
