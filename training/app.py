@@ -143,6 +143,8 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
     if cfg.mode == "plan" or cfg.mode in ALONE:
         stopping.at_once()
     if cfg.mode in ALONE:
+        from training.modes import run_alone
+
         run_alone(cfg, run_dir, world)
         return
     recall(cfg, run_dir)

@@ -27,13 +27,12 @@ from training.checkpoint.resume import resume
 from training.config import environment, to_dict
 from training.evaluate import evaluate, record_of
 from training.loop import Loop, Outcome
-from training.modes import checkpoint_of
 from training.optimizer import Optimizer
 from training.reporting.console import SUMMARY, final_words
 from training.reporting.recorder import Recorder
 from training.reporting.summary import known_of_ranks, summarise
 from training.reporting.timeline_files import why_no_timeline, write_timeline
-from training.setup import Setup, prepare
+from training.setup import Setup, checkpoint_of, prepare
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "mps": "gloo"}
 

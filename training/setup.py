@@ -22,7 +22,6 @@ from training.checkpoint import read_manifest
 from training.checkpoint.init_from import check_start
 from training.checkpoint.new_tokens import grown
 from training.config import environment, instantiate, to_dict
-from training.modes import checkpoint_of
 from training.optimizer import check_optimizer
 
 # Of the model's section: the option's name, what the data should use, and what its weights start as.
@@ -133,6 +132,20 @@ def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
     if model.get("extra_tokens") is not None:
         arguments["vocab_size"] = grown(arguments["vocab_size"], model.extra_tokens)
     return instantiate(arguments)
+
+
+def checkpoint_of(cfg: Any) -> Path:
+    """What ``checkpoint`` names: a checkpoint, or a run directory, whose newest one is meant.
+
+    Raises:
+        TrainingError: Where nothing is named. Whether it exists and is complete is checked by those who read it.
+    """
+    if cfg.checkpoint is None:
+        raise TrainingError(
+            f"mode={cfg.mode} needs checkpoint=PATH: a run directory, or one of its checkpoints, such as "
+            "RUN_DIR/checkpoints/latest"
+        )
+    return Path(cfg.checkpoint).expanduser()
 
 
 def total_steps(steps: int | None, epochs: float | None, per_epoch: int) -> int:
