@@ -170,7 +170,10 @@ _LANGUAGE_MODEL_KEYS = {
     "vocabulary": (str, "gpt2"),  # what its data should use: gpt2 | words
     "extra_tokens": (Any, None),  # behind GPT-2's own tokens: {"<a>": "start of an entity", "<b>": null}
 }
-_OPTIMIZER_KEYS = {"decay_vectors": (bool, False)}  # weight decay on biases and norms too
+_OPTIMIZER_KEYS = {
+    "decay_vectors": (bool, False),  # weight decay on biases and norms too
+    "others": (Any, None),  # a second optimizer for the parameters that are not matrices: {_target_: ..., lr: ...}
+}
 # Parameters that the program supplies itself: they are not keys of the configuration.
 _SUPPLIED = {"optim": ("params",), "logger": ("run_dir", "run_config", "run_name")}
 # The YAML's own target; an indented one is that of a model, whose file sets other sections as well.

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import TrainingError
+from conf.schema import own_keys
 from data.batch import Batch
 from data.dataset import DataSet
 from data.loader import TrainBatches
@@ -23,9 +24,6 @@ from training.checkpoint.init_from import check_start
 from training.checkpoint.new_tokens import grown
 from training.config import environment, instantiate, to_dict
 from training.optimizer import check_optimizer
-
-# Of the model's section: the option's name, what the data should use, and what its weights start as.
-_NOT_ARGUMENTS = ("name", "vocabulary", "init_from", "extra_tokens")
 
 
 @dataclass
@@ -126,12 +124,18 @@ def model_and_data(cfg: Any) -> tuple[Chain, DataSet]:
 def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
     """The chain that the section ``model`` describes; ``vocab_size`` is the data's, for a model that leaves its own
     to the data."""
-    arguments = {key: value for key, value in model.items() if key not in _NOT_ARGUMENTS}
+    arguments = {key: value for key, value in model.items() if key not in own_keys("model")}
     if "vocab_size" in arguments and arguments["vocab_size"] is None:
         arguments["vocab_size"] = vocab_size
-    if model.get("extra_tokens") is not None:
+    elif model.get("extra_tokens") is not None:
         arguments["vocab_size"] = grown(arguments["vocab_size"], model.extra_tokens)
-    return instantiate(arguments)
+    chain = instantiate(arguments)
+    if model.get("extra_tokens") is not None and chain.embedding is None:
+        raise TrainingError(
+            f"model.extra_tokens: model={model.name} does not say which parameter is its embedding (Chain.embedding), "
+            "so its vocabulary cannot grow; leave model.extra_tokens out"
+        )
+    return chain
 
 
 def checkpoint_of(cfg: Any) -> Path:
