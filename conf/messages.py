@@ -1,24 +1,31 @@
-"""Errors of Hydra and OmegaConf in one line, with the nearest key or option that exists."""
+"""What the user reads about an error: of Hydra's and OmegaConf's one line, with the nearest key or option that exists."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from hydra.errors import MissingConfigException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
+from common.errors import UserError
 
-def explain(error: Exception) -> str:
-    """What is wrong with a configuration: its key, what it should be, and the nearest that exists.
+
+def explain(error: Exception) -> str | None:
+    """The message for the user about an error that the user can act on.
 
     Args:
-        error: An exception of Hydra's or of OmegaConf's.
+        error: Any exception.
 
     Returns:
-        One line.
+        The message of a ``UserError``. One line for an exception of Hydra's or OmegaConf's: the key, what it should be,
+        and the nearest that exists. None for an error of the program's own.
     """
+    if isinstance(error, UserError):
+        return str(error)
+    if not isinstance(error, (HydraException, OmegaConfBaseException)):
+        return None
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
         return f"there is no '{error.missing_cfg_file}'{_nearest(f'{group}={{}}', name, error.options)}"

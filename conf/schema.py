@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import MISSING, dataclass, field, make_dataclass
 from enum import Enum
+from functools import cache
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -188,6 +189,7 @@ def own_keys(group: str) -> set[str]:
     }.get(group, set())
 
 
+@cache  # once per process
 def register() -> None:
     """Put all schemas into Hydra's ConfigStore, as ``schema/...``, from where conf/ pulls them in."""
     store = ConfigStore.instance()

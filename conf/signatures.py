@@ -80,7 +80,7 @@ def _own_parameters(module: str, args: ast.arguments) -> Iterator[Parameter]:
 def _parameter(module: str, arg: ast.arg, default: ast.expr | None) -> Parameter:
     kind = _kind(module, arg.annotation, arg.arg)
     value = MISSING if default is None else _value(module, default)
-    if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(value, str):
+    if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(value, str) and value in kind.__members__:
         value = kind[value]
     if value is None:
         kind = Any if kind is Any else Optional[kind]
@@ -116,7 +116,7 @@ def _kind(module: str, node: ast.expr | None, name: str) -> Any:
         if node.value.id == "Literal":
             words = [word.value for word in inside if isinstance(word, ast.Constant)]
             text = len(words) == len(inside) and all(isinstance(word, str) for word in words)
-            return Enum(name, {word: word for word in words}) if text else Any
+            return Enum(name, {word: word for word in words}, type=str) if text else Any
         if node.value.id in _LISTS:
             kinds = {_kind(module, n, name) for n in inside if not _is(n, ...)}
             return list[kinds.pop()] if len(kinds) == 1 and kinds <= set(_SIMPLE.values()) else Any

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from conf import help_page
 from launchers import Interrupted, LaunchError, WorkerFailed, World, run_workers, stopping
 from launchers.stopping import Stopped
 from training.config import environment, quote_values, to_config, to_dict
@@ -48,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compose_and_run(arguments: Sequence[str], world: World | None) -> None:
+    if {"-h", "--help"} & set(arguments):  # Hydra's own page takes seconds
+        print(help_page(), end="")
+        return
     import hydra
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
@@ -102,7 +106,9 @@ def clear_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         _fail("stopped by SIGINT")
     except Exception as error:
-        message = message_of(error)
+        from conf.messages import explain
+
+        message = explain(error)
         if message is None:
             raise
         _fail(message)
@@ -113,33 +119,26 @@ def _fail(message: str, code: int = 1) -> None:
     raise SystemExit(code)
 
 
-def message_of(error: BaseException) -> str | None:
-    """What to tell the user about ``error``; None for an error of the program's own."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    from common.errors import UserError
-
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, (HydraException, OmegaConfBaseException)):
-        from conf.messages import explain
-
-        return explain(error)
-    return None
-
-
 def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False) -> None:
-    """Run the composed configuration ``cfg``; rank 0's part where ``world`` says that there are others.
+    """Run a composed configuration; on rank 0 of existing ranks, lead them.
 
-    isolated  in processes of its own even where one is enough, so that nothing is left here for a next job
-    Raises UserError; everything that can be checked is, before any process starts.
+    Everything that can be checked is checked before any process starts.
+
+    Args:
+        cfg: The configuration.
+        run_dir: The run directory, which exists.
+        world: The ranks that exist already; None where this process starts what the run needs.
+        isolated: Run in separate processes even where one is enough, so that nothing is left here for the next job.
+
+    Raises:
+        UserError: For what the user can act on.
+        Stopped: For a run that was told to stop.
     """
-    from training.autotune import recall, settle_chunks
+    cfg = to_config(to_dict(cfg))  # before the imports: an interpolation that cannot be resolved is an error at once
+    from training.autotune import choose_chunks, recall
     from training.setup import describe, prepare
     from training.slurm_job import prepare_here, run_as_job
 
-    cfg = to_config(to_dict(cfg))
     if cfg.mode == "plan" or cfg.mode in ALONE:
         stopping.at_once()
     if cfg.mode in ALONE:
@@ -149,7 +148,7 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
         return
     recall(cfg, run_dir)
     with _nothing_begun():
-        settle_chunks(cfg, run_dir, world)
+        choose_chunks(cfg, run_dir, world)
     queued = world is None and cfg.launcher.name == "slurm"
     setup = prepare_here(cfg) if queued else prepare(cfg, world.size if world else None)
     if cfg.mode != "plan":
@@ -179,7 +178,7 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
             del setup  # the workers build their own
             _start_workers(cfg, run_dir, processes)
     except Stopped as stopped:
-        raise Stopped(f"{stopped}; {_way_on(cfg, run_dir)}") from None
+        raise Stopped(f"{stopped}; {_how_to_resume(cfg, run_dir)}") from None
 
 
 def _start_workers(cfg: Any, run_dir: Path, processes: int) -> None:
@@ -206,7 +205,7 @@ def _restarts(cfg: Any) -> int:
 
 @contextmanager
 def _nothing_begun() -> Iterator[None]:
-    """A signal that the run would stop at stops what comes before it."""
+    """Before the first step, a signal that stops a run ends the preparations."""
     try:
         yield
     except Interrupted as interrupted:
@@ -215,7 +214,7 @@ def _nothing_begun() -> Iterator[None]:
         raise Stopped("stopped before the first step; start it again with the same command") from None
 
 
-def _way_on(cfg: Any, run_dir: Path) -> str:
+def _how_to_resume(cfg: Any, run_dir: Path) -> str:
     if cfg.mode != "train":
         return "start it again with the same command"
     return f"go on with the same command and train.resume=auto hydra.run.dir={run_dir}"
@@ -230,7 +229,7 @@ def _print_memory(setup) -> None:
 
 
 def _work(world: World, tree: dict, run_dir: str) -> None:
-    """What each local worker runs, again after a restart: the run goes on by itself then."""
+    """What each local worker runs. After a restart it resumes from the newest checkpoint."""
     from launchers.worker import restarts
     from training.checkpoint.resume import after_restart
     from training.reporting.console import SUMMARY
@@ -244,7 +243,7 @@ def _work(world: World, tree: dict, run_dir: str) -> None:
 
 
 def _leave(error: LaunchError, console: int = 2) -> None:
-    """End this process at once, from whichever thread: its main one waits for a rank that will not come."""
+    """End this process at once, from any thread: the main thread waits for a rank that will not come."""
     os.write(console, f"error: {error}\n".encode())
     os._exit(1)
 
@@ -264,8 +263,13 @@ def _lead(setup, run_dir: Path, world: World) -> None:
 
 
 def follow(world: World) -> None:
-    """A rank other than 0 under torchrun or srun: wait for rank 0's job, so that there is one run directory and one
-    configuration, and run it. Says nothing on the console unless it fails."""
+    """Run rank 0's job on another rank, under torchrun or srun.
+
+    The configuration and the run directory are rank 0's, so that there is one of each. Prints nothing unless it fails.
+
+    Args:
+        world: Who this rank is.
+    """
     from datetime import timedelta
 
     from launchers.failure import log_path
@@ -294,7 +298,7 @@ def follow(world: World) -> None:
 
 @contextmanager
 def _requeued(world: World) -> Iterator[None]:
-    """A run in a batch script of the user's own that was told to stop goes on as a later attempt of the same job."""
+    """A run in a user's batch script that was told to stop is queued again as the same job."""
     from launchers.slurm_worker import MAX_REQUEUES, go_on_later
 
     stopping.expect_echo()
