@@ -163,5 +163,5 @@ def test_the_seed_of_the_run_is_the_seed_of_the_data():
 
 
 def test_the_workers_environment_is_set_as_the_schema_says():
-    """conf/schema/parallel.py: "such as {NCCL_DEBUG: INFO}"."""
+    """conf/schema.py: "such as {NCCL_DEBUG: INFO}"."""
     assert compose("parallel.env={NCCL_DEBUG: INFO}").parallel.env == {"NCCL_DEBUG": "INFO"}
