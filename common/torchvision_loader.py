@@ -1,4 +1,4 @@
-"""Import torchvision also where its compiled extension does not fit the installed torch.
+"""Imports torchvision also where its compiled extension does not fit the installed torch.
 
 The wheel on the package index is built against CUDA torch. With a CPU torch the extension cannot load, and
 ``import torchvision`` fails in ``operator torchvision::nms does not exist`` although models, datasets and
@@ -15,11 +15,11 @@ _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
-_declared: list = []  # a Library's declarations end with its life
+_declared: list = []  # declarations end when their Library is deleted
 
 
 def load_torchvision() -> ModuleType:
-    """torchvision, imported. A pair of torch and torchvision that fit each other is left untouched."""
+    """Returns torchvision. Nothing is declared where torch and torchvision fit each other."""
     try:
         return importlib.import_module("torchvision")
     except RuntimeError as error:

@@ -1,20 +1,20 @@
-"""What a model is computed on: batches as a function of (seed, step), and the data sets they are cut from.
+"""What a model is computed on: batches as a function of (seed, step), and the data sets that they are made of.
 
-    source.py       Source: samples by index                 data set -> samples
-    shuffle.py      a keyed permutation without a list       step -> sample indices
-    loader.py       train and evaluation batches, prefetched
+    dataset.py      DataSet: what every `data=` option offers. Source: samples by index
+    shuffle.py      a keyed permutation without a list
+    buckets.py      batches of samples of similar length
+    loader.py       train and evaluation batches, read ahead
     batch.py        what a step gets
-    dataset.py      DataSet: what every `data=` option offers
-    text.py wikitext2.py jsonl.py shards.py                  the `data=` options: language
-    random_images.py digits.py mnist.py cifar10.py           images
-    regression.py                                            numbers
-    language.py     what the text options share: documents -> cached tokens -> windows
-    documents.py vocabulary.py words.py tokens.py cache.py   the steps of that
-    spare.py disk.py  where cached data go when their disk is full; how that is said
-    columns.py      the same tokens in order, side by side
-    rows.py row_tokens.py buckets.py                         rows of JSON, their tokens, batches of like length
-    images.py download.py                                    what the image options share
 
-The package knows of replicas no more than (dp_rank, dp_size), and imports nothing else of the project (but, where it
-downloads, the shim that makes torchvision import).
+    Data sets, each in the file of its name: stdlib, text, wikitext2, jsonl and tokens (language), random_images,
+    digits, mnist and cifar10 (images), random_regression (numbers)
+
+    language.py     what data sets of text share: documents -> cached tokens -> windows
+    documents.py vocabulary.py words.py token_windows.py     the steps of that
+    rows.py row_tokens.py                                    what jsonl needs: rows by number, and their tokens
+    images.py       what data sets of images share
+    cache.py download.py                                     folders that are built once; downloads with time limits
+    huggingface_tokenizer.py                                 GPT-2's tokenizer in Hugging Face's files
+
+The package knows nothing of replicas but (dp_rank, dp_size), and imports nothing of this project but common.
 """

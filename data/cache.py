@@ -1,26 +1,30 @@
-"""Folders that are built once, whole or not at all, however many processes ask for them."""
+"""Folders of cached data, built once, whole or not at all, however many processes ask for them."""
 
 from __future__ import annotations
 
+import atexit
 import errno
-import fcntl
 import logging
 import os
 import shutil
+import stat
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from common.errors import DataError
-from common.files import explain, flush_path
-from data import spare
+from common.files import atomic_folder, explain
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.1
-_SAY_AFTER_S = 5.0
+_PROJECT = "one-word-parallel"
+_WARN_AFTER_S = 5.0
+_WAY_OUT = "Free some space, or choose another folder with data.cache_dir=FOLDER"
+# Errors that another disk may not have. Any other, such as a path that cannot be a folder, the user has to correct.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
 
 def cached_folder(
@@ -30,130 +34,100 @@ def cached_folder(
     intact: Callable[[Path], bool] = Path.is_dir,
     timeout_s: float = 900.0,
 ) -> Path:
-    """The folder `cache_dir`/`name`, filled by `build(temporary folder)` if it is not there yet.
+    """Returns the folder ``cache_dir/name``, built first where it does not exist.
 
-    `name` must name the content (carry a hash of all that it depends on): a folder that exists is never
-    rebuilt, unless `intact(folder)` is false. One process builds, under a file lock; the others wait for it,
-    say so after 5 seconds, and give up after `timeout_s`. The folder appears by one rename after its files
-    are on the disk.
+    One process builds under a file lock and the others wait. The folder appears by one rename after its files are on
+    the disk. If the disk is full or not writable, the folder is built in the system's temporary folder instead, after a
+    warning, and removed when this process ends; the next run tries ``cache_dir`` again.
 
-    Where the disk is full or not writable, the folder is built in a temporary place instead (see
-    data.spare), after a warning with the path and the free space; the next run tries `cache_dir` again.
+    Args:
+        cache_dir: The folder that holds all cached data; None for the user's cache folder.
+        name: Names the content: it carries a hash of everything that the content depends on.
+        build: Fills the empty folder that it is given. An OSError is taken for an error of the disk; whatever else it
+            raises passes through.
+        intact: Whether a folder that exists can be used. One that cannot is built again.
+        timeout_s: Seconds to wait for another process that builds the same folder. Waiting is reported after 5.
 
-    cache_dir: None for the user's cache folder (see default_cache_dir).
-    Raises DataError if the lock is held too long, if `cache_dir` cannot be a folder, or if no temporary
-    place can hold the data either; nothing is left behind then. Whatever `build` raises passes through,
-    except OSError, which is taken for trouble with the disk.
+    Raises:
+        DataError: The lock is held for too long, ``cache_dir`` cannot be a folder, or the temporary folder cannot hold
+            the data either. Nothing is left behind.
     """
     root = Path(cache_dir).expanduser() if cache_dir is not None else default_cache_dir()
-    folder = root / name
-    if folder.is_dir() and intact(folder):
-        return folder
-    for place in spare.places(make=False):  # what another rank of this run has had to build there
-        if (place / name).is_dir() and intact(place / name):
+    # The name does not change from process to process, so that the other ranks of a run find what one has built.
+    spare = Path(tempfile.gettempdir()) / f"{_PROJECT}-{os.getuid()}"
+    for place in (root, spare):
+        if (place / name).is_dir() and intact(place / name) and (place == root or _is_private(place)):
             return place / name
-    problems: list[str] = []
-    for place in _one_after_the_other(root):
-        try:
-            found = _locked(place, name, build, intact, timeout_s)
-        except OSError as error:
-            problems.append(f"{place / name}: {explain(error, place)}")
-            if error.errno not in spare.DISK_TROUBLE:
-                break
-            continue
-        if problems:
-            spare.remove_at_exit(found)
-            logger.warning("cannot write the data cache %s. For this run the data lie in %s", problems[0], found)
-        return found
-    raise DataError(
-        f"cannot write the data cache {'. Nor '.join(problems)}. "
-        "Free some space, or choose another place with data.cache_dir=FOLDER"
-    )
-
-
-def _one_after_the_other(root: Path) -> Iterator[Path]:
-    yield root
-    yield from spare.places(make=True)
-
-
-def _locked(
-    root: Path, name: str, build: Callable[[Path], None], intact: Callable[[Path], bool], timeout_s: float
-) -> Path:
-    folder = root / name
-    root.mkdir(parents=True, exist_ok=True)
-    with file_lock(root / f".{name}.lock", f"another process to build {folder}", timeout_s):
-        if not (folder.is_dir() and intact(folder)):
-            _build(folder, build)
+    try:
+        return _build_under_lock(root / name, build, intact, timeout_s)
+    except OSError as error:
+        problem = f"cannot write the data cache {root / name}: {explain(error, root)}"
+        if cache_dir is not None and error.errno not in _DISK_ERRORS:
+            raise DataError(f"{problem}. {_WAY_OUT}") from error
+    try:
+        spare.mkdir(mode=0o700, exist_ok=True)
+        if not _is_private(spare):
+            raise PermissionError(errno.EACCES, "other users can write there")
+        folder = _build_under_lock(spare / name, build, intact, timeout_s)
+    except OSError as error:
+        raise DataError(f"{problem}. Nor {spare / name}: {explain(error, spare)}. {_WAY_OUT}") from error
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    logger.warning("%s. For this run the data lie in %s", problem, folder)
     return folder
 
 
 def default_cache_dir() -> Path:
-    """$XDG_CACHE_HOME (or ~/.cache)/one-word-parallel; a temporary folder where that cannot be written.
-
-    The fall-back is announced by a warning, because a temporary folder is emptied sooner or later.
-    """
-    preferred = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / spare.PROJECT
-    try:
-        preferred.mkdir(parents=True, exist_ok=True)
-        if os.access(preferred, os.W_OK | os.X_OK):
-            return preferred
-        reason = "it is not writable"
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            return preferred
-        reason = error.strerror
-    fallback = spare.own_folder(Path(tempfile.gettempdir()))
-    if fallback is None:
-        return preferred  # whose own error then says what is wrong
-    logger.warning(
-        "cannot cache data in %s (%s); using %s. Choose with data.cache_dir=FOLDER",
-        preferred,
-        reason,
-        fallback,
-    )
-    return fallback
+    """Returns ``$XDG_CACHE_HOME/one-word-parallel``, by default ``~/.cache/one-word-parallel``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / _PROJECT
 
 
 @contextmanager
 def file_lock(path: Path, waiting_for: str, timeout_s: float) -> Iterator[None]:
-    """Holds an exclusive lock on the file `path`; the system frees it when its holder dies, however that is.
+    """Holds an exclusive lock on a file, which the system releases when its holder ends, however that is.
 
-    Raises DataError, which says what it was `waiting_for`, after `timeout_s` seconds.
+    Args:
+        path: The file. It stays after the lock is released.
+        waiting_for: What another holder does, for messages.
+        timeout_s: Seconds to wait for another holder.
+
+    Raises:
+        DataError: Another process holds the lock for longer than that.
+        OSError: The file cannot be written.
     """
-    start, said = time.monotonic(), False
-    with open(path, "ab") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                waited = time.monotonic() - start
-            if waited > timeout_s:
-                raise DataError(
-                    f"waited {waited:.0f} s for {waiting_for}, which holds the lock {path}. "
-                    "End that process if it is stuck, or choose another place with data.cache_dir=FOLDER"
-                )
-            if waited > _SAY_AFTER_S and not said:
-                logger.warning("waiting for %s (lock %s, at most %.0f s)", waiting_for, path, timeout_s)
-                said = True
-            time.sleep(_POLL_S)
-        # The file stays: removing it would let a third process lock a new file of the same name.
-        yield
-
-
-def _build(folder: Path, build: Callable[[Path], None]) -> None:
-    """Builds in a folder beside `folder`, flushes it to the disk, renames it. To be called under the lock."""
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    # Under the lock these can only be what a killed process left, or a folder that is no longer intact.
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    lock = FileLock(path)
     try:
-        temporary.mkdir()
-        build(temporary)
-        for path in [*(p for p in temporary.rglob("*") if p.is_file()), temporary]:
-            flush_path(path)
-        temporary.rename(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    flush_path(folder.parent)
+        lock.acquire(timeout=min(_WARN_AFTER_S, timeout_s))
+    except Timeout:
+        logger.warning("waiting for %s (lock %s, at most %.0f s)", waiting_for, path, timeout_s)
+        try:
+            lock.acquire(timeout=max(0.0, timeout_s - _WARN_AFTER_S))
+        except Timeout:
+            raise DataError(
+                f"waited {timeout_s:.0f} s for {waiting_for}, which holds the lock {path}. "
+                "End that process if it hangs, or choose another folder with data.cache_dir=FOLDER"
+            ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _build_under_lock(
+    folder: Path, build: Callable[[Path], None], intact: Callable[[Path], bool], timeout_s: float
+) -> Path:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with file_lock(folder.with_name(f".{folder.name}.lock"), f"another process to build {folder}", timeout_s):
+        if not (folder.is_dir() and intact(folder)):
+            shutil.rmtree(folder, ignore_errors=True)
+            with atomic_folder(folder) as draft:
+                build(draft)
+    return folder
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether a folder is this user's own and nobody else can write to it."""
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022

@@ -6,14 +6,15 @@ import hashlib
 import pickle
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from common.errors import DataError
 from data.cache import cached_folder
+from data.dataset import Source
 from data.download import download
 from data.images import ImageData, Images, Labelled, crop_and_flip, hold_out
-from data.source import Source
 
 # Of the pixels of the training images: red, green and blue.
 _MEAN = tuple(255 * value for value in (0.4914, 0.4822, 0.4465))
@@ -48,26 +49,36 @@ class CIFAR10(ImageData):
         augment: bool = True,
         image_size: int = 32,
         channels: int = 3,
-        num_classes: int = 10,
         seed: int = 1337,
-        cache_dir: str | None = None,
-        num_workers: int = 0,
+        **options: Any,
     ):
-        """root: the published folder cifar-10-batches-py, or the one that holds it; None: download it.
+        """Checks the arguments; prepare() reads the data.
 
-        augment: train on random cuts with a margin of 4 pixels and mirror images, new ones each epoch (see
-        data.images.crop_and_flip). image_size: pixels a side. channels: 3, or 1 for grey. seed: of the augmentation.
-        cache_dir: where a download is kept; None: the user's cache folder. Raises DataError for a number below 1.
+        Args:
+            root: The folder cifar-10-batches-py, or the one that holds it; null: download it.
+            augment: Train on random crops with a margin of 4 pixels and mirror images, new ones in each epoch.
+            image_size: Pixels a side.
+            channels: 3, or 1 for grey.
+            seed: Of the augmentation; the run's seed.
+            **options: The others of data.images.ImageData.
+
+        Raises:
+            DataError: An argument is out of range.
         """
-        super().__init__(image_size, channels, num_classes, cache_dir, num_workers)
+        super().__init__(image_size, channels, **options)
         self.root = None if not root else Path(root).expanduser().absolute()
         self.augment, self.seed = augment, seed
 
     def title(self) -> str:
-        return "CIFAR-10" + (", cut and mirrored at random" if self.augment else "")
+        """Returns the name of the data set, and how it is augmented."""
+        return "CIFAR-10" + (", cropped and mirrored at random" if self.augment else "")
 
     def splits(self) -> dict[str, Source]:
-        """Raises DataError if a file is missing or not the published one, or if the download fails."""
+        """Returns the three splits.
+
+        Raises:
+            DataError: A file is missing or not the published one, or the download fails.
+        """
         root = self.root
         if root is None:
             root = cached_folder(self.cache_dir, "cifar10", lambda folder: download("CIFAR10", folder, _WAYS_OUT))
@@ -89,15 +100,15 @@ class CIFAR10(ImageData):
 
 
 def _batch(path: Path, md5: str) -> dict:
-    """The file's content. These are pickles, which can run any code: none but the published bytes is unpickled."""
+    """Returns the file's content. Pickles can run any code, so only the published bytes are unpickled."""
     try:
         content = path.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}. {_WAYS_OUT}") from error
-    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if found != md5:
+    actual = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if actual != md5:
         raise DataError(
-            f"{path} ({len(content):,} bytes, MD5 {found}) is damaged or another file: the published one has MD5 "
+            f"{path} ({len(content):,} bytes, MD5 {actual}) is damaged or another file: the published one has MD5 "
             f"{md5}. {_WAYS_OUT}"
         )
     return pickle.loads(content, encoding="latin1")

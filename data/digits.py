@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits: real images that come with a package, so that no download is needed."""
+"""Scikit-learn's handwritten digits: real images that come with a package, so no download is needed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import DataError
+from data.dataset import Source
 from data.images import ImageData, Images, Labelled, hold_out
-from data.source import Source
 
 # Of all pixels, which run from 0 to 16.
 _MEAN, _STD = 4.884, 6.017
@@ -22,25 +22,16 @@ class Digits(ImageData):
     Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI, 1998 (the test part).
     """
 
-    def __init__(
-        self,
-        image_size: int = 28,
-        channels: int = 1,
-        num_classes: int = 10,
-        cache_dir: str | None = None,
-        num_workers: int = 0,
-    ):
-        """image_size: pixels a side. channels: 1, or 3 that are equal.
-
-        cache_dir: not needed, taken so that all data sets take it. Raises DataError for a number below 1.
-        """
-        super().__init__(image_size, channels, num_classes, cache_dir, num_workers)
-
     def title(self) -> str:
+        """Returns the name of the data set."""
         return "scikit-learn's handwritten digits"
 
     def splits(self) -> dict[str, Source]:
-        """Raises DataError if scikit-learn is not installed."""
+        """Returns the three splits.
+
+        Raises:
+            DataError: scikit-learn is not installed.
+        """
         table = np.loadtxt(_file(), delimiter=",", dtype=np.uint8)
         images, labels = table[:, :-1].reshape(-1, 1, 8, 8), table[:, -1].astype(np.int64)
         stored = Labelled(images, labels, self.num_classes, self.title())
@@ -52,7 +43,7 @@ class Digits(ImageData):
 
 
 def _file() -> Path:
-    """Where scikit-learn keeps the digits. Importing it takes a second and 100 MB, and every process would."""
+    """Returns scikit-learn's file. Importing the package would cost every process a second and 100 MB."""
     package = importlib.util.find_spec("sklearn")
     places = (package and package.submodule_search_locations) or ()
     for place in places:

@@ -1,4 +1,4 @@
-"""Text files as documents: found, checked, cut into pieces and encoded."""
+"""Text files as documents: listing, checking, splitting and encoding them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.errors import DataError
+from common.machine import usable_cores
 
 if TYPE_CHECKING:
     import tiktoken
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _BLOCK_BYTES = 1 << 20
 _PIECE_CHARS = 1 << 16
 _BATCH_CHARS = 1 << 22
+_MINIMUM_DOCUMENTS = 20
 # Line ends where GPT-2's pattern splits words in any case, so that the pieces' tokens are the text's tokens:
 # a lone newline between two other characters, or one before a space and a word.
 _CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\n)(?= \S)")
@@ -30,18 +32,21 @@ _CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\n)(?= \S)")
 
 @dataclass(frozen=True)
 class Document:
-    """The bytes [start, end) of a file, as UTF-8 text."""
+    """The bytes [start, end) of a file, as UTF-8 text. Its length is in bytes."""
 
     path: Path
     start: int
     end: int
 
     def __len__(self) -> int:
-        """Bytes."""
         return self.end - self.start
 
     def blocks(self) -> Iterator[bytes]:
-        """The bytes, 1 MiB at a time. Raises DataError if the file cannot be read."""
+        """Yields the bytes, 1 MiB at a time.
+
+        Raises:
+            DataError: The file cannot be read.
+        """
         try:
             with open(self.path, "rb") as file:
                 file.seek(self.start)
@@ -54,14 +59,18 @@ class Document:
             raise DataError(f"cannot read {self.path}: {reason}. Check the file and data.root=") from error
 
     def text(self) -> Iterator[str]:
-        """The text, about 1 MiB at a time; line ends are kept as they are. Raises UnicodeDecodeError."""
+        """Yields the text, about 1 MiB at a time, with its line ends as they are.
+
+        Raises:
+            UnicodeDecodeError: It is not UTF-8.
+        """
         decoder = codecs.getincrementaldecoder("utf-8")()
         for block in self.blocks():
             yield decoder.decode(block)
         yield decoder.decode(b"", final=True)
 
     def pieces(self) -> Iterator[str]:
-        """The text in pieces of about 64 Ki characters that can be encoded one by one."""
+        """Yields the text in pieces of about 64 Ki characters that can be encoded one by one."""
         held = ""
         for text in self.text():
             held += text
@@ -74,7 +83,7 @@ class Document:
                 start = cut.start()
             held = held[start:]
             if len(held) > _BATCH_CHARS:
-                # Megabytes without a line: a cut inside costs one odd token, holding on costs all the memory.
+                # Megabytes without a line end: a cut anywhere costs one odd token, keeping them costs memory.
                 yield held
                 held = ""
         if held:
@@ -82,25 +91,28 @@ class Document:
 
 
 def whole_file(path: Path) -> Document:
-    """The document that is all of a file."""
+    """Returns a whole file as one document."""
     return Document(path, 0, path.stat().st_size)
 
 
 def find_files(root: Path, skip_folders: Collection[str] = (), suffix: str = "") -> list[Path]:
-    """The non-empty files under `root` that end in `suffix`, by name: in one order on every machine.
+    """Returns the files under a folder that are not empty, sorted by name: in one order on every machine.
 
-    Hidden files and folders (.git) are left out, and folders named in `skip_folders`.
+    Args:
+        root: The folder. Hidden files and folders (.git) in it are left out.
+        skip_folders: Names of folders to leave out.
+        suffix: How the files' names end.
     """
-    found = []
+    files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in skip_folders and not name.startswith(".")]
         paths = (Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith("."))
-        found += [path for path in paths if path.is_file() and path.stat().st_size]
-    return sorted(found, key=lambda path: path.relative_to(root).parts)
+        files += [path for path in paths if path.is_file() and path.stat().st_size]
+    return sorted(files, key=lambda path: path.relative_to(root).parts)
 
 
 def text_problem(document: Document) -> str | None:
-    """Why the document is not text (a byte 0, or not UTF-8), in words; None if it is."""
+    """Returns why a document is not text (a byte 0, or not UTF-8), in words; None if it is."""
     position = document.start
     decoder = codecs.getincrementaldecoder("utf-8")()
     for block in chain(document.blocks(), [b""]):
@@ -114,10 +126,42 @@ def text_problem(document: Document) -> str | None:
     return None
 
 
-def split_by_position(document: Document, shares: Iterable[float]) -> list[Document]:
-    """Cuts a document at the line ends next to the given shares of its length: [0.9, 0.05, 0.05] gives three.
+def split_documents(documents: Sequence[Document]) -> dict[str, list[Document]]:
+    """Returns about 90 % of the text as "train" and 5 % each as "valid" and "test", always the same.
 
-    The parts cover it without overlap; some are empty if it has few lines.
+    From 20 documents on, of every 20 the 10th goes to valid and the 20th to test. With fewer, each document is cut at
+    90 % and 95 % of its length instead.
+    """
+    if len(documents) >= _MINIMUM_DOCUMENTS:
+        chosen = {"valid": documents[9::20], "test": documents[19::20]}
+        rest = [document for i, document in enumerate(documents) if i % 20 not in (9, 19)]
+        return {"train": rest, **{split: list(part) for split, part in chosen.items()}}
+    cut = [split_by_position(document, (0.90, 0.05, 0.05)) for document in documents]
+    names = ("train", "valid", "test")
+    return {split: [parts[i] for parts in cut if len(parts[i])] for i, split in enumerate(names)}
+
+
+def only_text(documents: Sequence[Document]) -> tuple[list[Document], list[str]]:
+    """Returns the documents that are UTF-8 text, and for each of the others its path and what is wrong with it."""
+    good, bad = [], []
+    for document in documents:
+        problem = text_problem(document)
+        if problem is None:
+            good.append(document)
+        else:
+            bad.append(f"{document.path}: {problem}")
+    return good, bad
+
+
+def split_by_position(document: Document, shares: Iterable[float]) -> list[Document]:
+    """Cuts a document at the line ends next to some shares of its length.
+
+    Args:
+        document: The document.
+        shares: Of the length, with a sum of 1: (0.9, 0.05, 0.05) gives three parts.
+
+    Returns:
+        The parts, which cover the document without overlap. Some are empty if it has few lines.
     """
     cuts, total = [document.start], 0.0
     for share in list(shares)[:-1]:
@@ -132,16 +176,19 @@ def _next_line(document: Document, position: int) -> int:
     newline = window.find(b"\n")
     if newline >= 0:
         return position + newline + 1
-    # No line end near: the next character then. In UTF-8 only the first byte of one is outside 0x80-0xBF.
+    # No line end near: cut at the next character. In UTF-8 only the first byte of one is outside 0x80-0xBF.
     return position + next((i for i, byte in enumerate(window) if byte & 0xC0 != 0x80), len(window))
 
 
 def encode(documents: Iterable[Document], encoding: tiktoken.Encoding, end: int) -> Iterator[np.ndarray]:
-    """The documents' tokens, each document followed by the token `end`, as int64 arrays in order.
+    """Yields the documents' tokens in order, as int64 arrays.
 
-    A few threads, because encoding is done outside Python's lock and more than four are seldom free.
+    Args:
+        documents: The documents.
+        encoding: Encodes their text. It releases Python's lock, so up to four threads encode.
+        end: The token that follows each document.
     """
-    threads = min(4, os.cpu_count() or 1)
+    threads = min(4, usable_cores())
     for batch in _batches(documents):
         texts = [piece for piece in batch if piece is not None]
         encoded = iter(encode_texts(texts, encoding, end, threads))
@@ -150,8 +197,14 @@ def encode(documents: Iterable[Document], encoding: tiktoken.Encoding, end: int)
 
 
 def encode_texts(texts: Sequence[str], encoding: tiktoken.Encoding, end: int, threads: int = 1) -> list[list[int]]:
-    """Each text's tokens. Special tokens are recognised, but for ``end``: text that looks like it is the text that it
-    is."""
+    """Returns each text's tokens.
+
+    Args:
+        texts: The texts.
+        encoding: Encodes them. Its special tokens are recognised in the text, except ``end``.
+        end: The token that ends a document. Text that looks like it is encoded as the characters that it is made of.
+        threads: How many threads encode.
+    """
     special = encoding.special_tokens_set - {encoding.decode([end])}
     if not special:
         encode_one = encoding.encode_ordinary
@@ -164,7 +217,7 @@ def encode_texts(texts: Sequence[str], encoding: tiktoken.Encoding, end: int, th
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[str | None]]:
-    """Pieces of text, and None after each document's last, in lists of about 4 Mi characters."""
+    """Yields pieces of text, and None after each document's last, in lists of about 4 Mi characters."""
     batch: list[str | None] = []
     size = 0
     for document in documents:

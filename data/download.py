@@ -1,4 +1,4 @@
-"""Downloads of published data sets by torchvision, which by itself waits for ever where a network does not answer."""
+"""Downloads of published data sets, with limits on how long a network may take to answer."""
 
 from __future__ import annotations
 
@@ -16,79 +16,105 @@ from typing import Any
 from common.errors import DataError
 
 _REACH_S = 8.0  # for any of the servers to answer at all
-_SILENCE_S = 10.0  # without a byte
-_WHOLE_S = 840.0  # less than others wait for the cache (data.cache.cached_folder)
+_STALLED_S = 10.0  # without a byte
+_DOWNLOAD_S = 840.0  # less than other processes wait for the cache (data.cache.cached_folder)
 
 
-def download(name: str, folder: Path, ways_out: str) -> None:
-    """Lets torchvision.datasets.`name` download its files into `folder`, and check their hashes.
+def download(name: str, folder: Path, way_out: str) -> None:
+    """Downloads the files of a data set of torchvision, which checks their hashes.
 
-    Raises DataError, which ends with `ways_out`: within 8 seconds if no server answers, if a server falls silent for
-    10 seconds, after 14 minutes, or if torchvision is not installed. A full disk is an OSError.
+    Args:
+        name: The class in ``torchvision.datasets``.
+        folder: Where the files go.
+        way_out: What the user can do where it fails; it ends the message.
+
+    Raises:
+        DataError: No server answers within 8 seconds, a server sends nothing for 10 seconds, the download takes more
+            than 14 minutes, or torchvision is not installed.
+        OSError: The disk is full.
     """
-    kind = _torchvision(name, ways_out)
-    if not _within(_REACH_S, lambda: _reachable(getattr(kind, "mirrors", None) or [kind.url]), otherwise=False):
-        raise DataError(f"{name} is to be downloaded, and no server that has it can be reached. {ways_out}")
+    kind = _torchvision(name, way_out)
+    if not reachable(getattr(kind, "mirrors", None) or [kind.url]):
+        raise DataError(f"{name} is to be downloaded, and no server that has it can be reached. {way_out}")
     before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_SILENCE_S)
+    socket.setdefaulttimeout(_STALLED_S)
     try:
-        _within(_WHOLE_S, lambda: kind(folder, download=True))
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise DataError(f"downloading {name} failed ({reason}). {ways_out}") from error
+        fetch(name, lambda: kind(folder, download=True), _DOWNLOAD_S, way_out)
     finally:
         socket.setdefaulttimeout(before)
 
 
-def _torchvision(name: str, ways_out: str) -> Any:
-    # A matter of how torchvision is installed and not of models, although the module lies there.
+def fetch(what: str, work: Callable[[], Any], timeout_s: float, way_out: str) -> Any:
+    """Returns the result of a function that downloads.
+
+    Args:
+        what: The name of the data, for the message.
+        work: The function.
+        timeout_s: Seconds that it may take.
+        way_out: What the user can do where it fails; it ends the message.
+
+    Raises:
+        DataError: It fails or takes longer.
+        OSError: The disk is full.
+    """
+    try:
+        return _within(timeout_s, work)
+    except DataError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise DataError(f"downloading {what} failed ({reason}). {way_out}") from error
+
+
+def reachable(urls: Sequence[str]) -> bool:
+    """Whether one of some servers answers within 8 seconds, be it with an HTTP error."""
+    try:
+        return _within(_REACH_S, lambda: any(_answers(url, _REACH_S / len(urls)) for url in urls))
+    except TimeoutError:
+        return False
+
+
+def _answers(url: str, timeout_s: float) -> bool:
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=timeout_s).close()
+    except urllib.error.HTTPError:
+        return True
+    except (OSError, http.client.HTTPException):
+        return False
+    return True
+
+
+def _within(timeout_s: float, work: Callable[[], Any]) -> Any:
+    """Returns work()'s result, or raises its error, or TimeoutError.
+
+    It runs in a daemon thread because one that hangs in a name look-up or a socket cannot be ended, only left behind.
+    """
+    outcome: queue.Queue = queue.Queue()
+
+    def run() -> None:
+        try:
+            outcome.put((work(), None))
+        except BaseException as error:
+            outcome.put((None, error))
+
+    threading.Thread(target=run, name="download", daemon=True).start()
+    try:
+        result, error = outcome.get(timeout=timeout_s)
+    except queue.Empty:
+        raise TimeoutError(f"took more than {timeout_s:.0f} s") from None
+    if error is not None:
+        raise error
+    return result
+
+
+def _torchvision(name: str, way_out: str) -> Any:
     from common.torchvision_loader import load_torchvision
 
     try:
         load_torchvision()
         from torchvision import datasets
     except ImportError as error:
-        raise DataError(f"torchvision, which downloads {name}, cannot be imported ({error}). {ways_out}") from error
+        raise DataError(f"torchvision, which downloads {name}, cannot be imported ({error}). {way_out}") from error
     return getattr(datasets, name)
-
-
-def _reachable(urls: Sequence[str]) -> bool:
-    for url in urls:
-        try:
-            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=_REACH_S / len(urls)).close()
-            return True
-        except urllib.error.HTTPError:
-            return True
-        except (OSError, http.client.HTTPException):
-            continue
-    return False
-
-
-_NO_DEFAULT: Any = object()
-
-
-def _within(seconds: float, work: Callable[[], Any], otherwise: Any = _NO_DEFAULT) -> Any:
-    """work()'s result; after `seconds` it is `otherwise`, or a TimeoutError.
-
-    The thread is a daemon because one that hangs in a name look-up cannot be ended, only left behind.
-    """
-    result: queue.Queue = queue.Queue()
-
-    def run() -> None:
-        try:
-            result.put((work(), None))
-        except BaseException as error:
-            result.put((None, error))
-
-    threading.Thread(target=run, name="download", daemon=True).start()
-    try:
-        value, error = result.get(timeout=seconds)
-    except queue.Empty:
-        if otherwise is not _NO_DEFAULT:
-            return otherwise
-        raise TimeoutError(f"took more than {seconds:.0f} s") from None
-    if error is not None:
-        raise error
-    return value

@@ -1,4 +1,4 @@
-"""GPT-2's tokenizer as Hugging Face writes it beside a model: tokenizer.json, whole, and tokenizer_config.json."""
+"""GPT-2's tokenizer as Hugging Face writes it beside a model: tokenizer.json and tokenizer_config.json."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ _TOKENIZER, _ADDED = "tokenizer.json", "added_tokens.json"
 
 
 def tokenizer_files(extra: tuple[str, ...], positions: int) -> dict[str, str]:
-    """The files' contents by name.
+    """Returns the files' contents by name.
 
-    extra      tokens behind GPT-2's own, the first of which is 50,257
-    positions  the longest sequence that the model takes, in tokens
+    Args:
+        extra: Tokens behind GPT-2's own, the first of which is 50,257.
+        positions: The longest sequence that the model takes, in tokens.
     """
-    whole = {
+    tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -46,22 +47,24 @@ def tokenizer_files(extra: tuple[str, ...], positions: int) -> dict[str, str]:
         "model_max_length": positions,
         **dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
     }
-    return {_TOKENIZER: json.dumps(whole, ensure_ascii=False), "tokenizer_config.json": json.dumps(config, indent=1)}
+    whole = json.dumps(tokenizer, ensure_ascii=False)
+    return {_TOKENIZER: whole, "tokenizer_config.json": json.dumps(config, indent=1)}
 
 
 def added_tokens(folder: Path) -> dict[str, int]:
-    """The tokens behind GPT-2's own that the tokenizer in ``folder`` has, in the order of their numbers.
+    """Returns the tokens behind GPT-2's own of a Hugging Face tokenizer, in the order of their numbers.
 
-    None are found where there is no tokenizer, or one that cannot be read.
+    Args:
+        folder: Where the tokenizer is. The result is empty where there is none that can be read.
     """
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     try:
         if (folder / _TOKENIZER).exists():
             entries = json.loads((folder / _TOKENIZER).read_text(encoding="utf-8"))["added_tokens"]
-            found = {entry["content"]: entry["id"] for entry in entries}
+            numbers = {entry["content"]: entry["id"] for entry in entries}
         elif (folder / _ADDED).exists():
-            found = json.loads((folder / _ADDED).read_text(encoding="utf-8"))
-        behind = [(number, token) for token, number in found.items() if number >= GPT2_VOCAB_SIZE]
+            numbers = json.loads((folder / _ADDED).read_text(encoding="utf-8"))
+        behind = [(number, token) for token, number in numbers.items() if number >= GPT2_VOCAB_SIZE]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
     return {token: number for number, token in sorted(behind)}

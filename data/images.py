@@ -1,4 +1,4 @@
-"""What the image data sets share: labelled uint8 images in memory, and batches of normalised floats cut from them."""
+"""What the image data sets share: labelled uint8 images in memory, and batches of normalised floats made of them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.errors import DataError
-from data.dataset import DataSet
+from data.dataset import DataSet, Source
 from data.shuffle import permute
-from data.source import Source
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,15 +23,34 @@ _LUMA = (0.299, 0.587, 0.114)  # red, green and blue in a grey value (ITU-R BT.6
 
 
 class ImageData(DataSet):
-    """Images [b, channels, image_size, image_size] fp32, and their classes int64 [b] in [0, num_classes).
+    """Images fp32 [b, channels, image_size, image_size], and their classes int64 [b] in [0, num_classes).
 
-    image_shape: (channels, image_size, image_size), of one sample; known from the start, as num_classes is
+    Attributes:
+        image_shape: (channels, image_size, image_size) of one sample.
+        num_classes: The number of classes.
+        cache_dir: Where downloads are kept; None for the user's cache folder.
     """
 
     def __init__(
-        self, image_size: int, channels: int, num_classes: int, cache_dir: str | None = None, num_workers: int = 0
+        self,
+        image_size: int = 28,
+        channels: int = 1,
+        num_classes: int = 10,
+        cache_dir: str | None = None,
+        num_workers: int = 0,
     ):
-        """Raises DataError for a number below 1."""
+        """Checks the arguments; prepare() reads the data.
+
+        Args:
+            image_size: Pixels a side.
+            channels: 1 for grey, 3 for colours; grey images have three equal ones then.
+            num_classes: Labels are from 0 to below it.
+            cache_dir: Where downloads are kept; null: the user's cache folder.
+            num_workers: Processes that read ahead; 0: one thread.
+
+        Raises:
+            DataError: A number is out of range.
+        """
         super().__init__(num_workers)
         for name, value in {"image_size": image_size, "channels": channels, "num_classes": num_classes}.items():
             if value < 1:
@@ -44,13 +62,18 @@ class ImageData(DataSet):
 
     @abstractmethod
     def splits(self) -> Mapping[str, Source]:
-        """The sources "train", "valid" and "test", of which the last two may be empty. Raises DataError."""
+        """Returns the sources "train", "valid" and "test", of which the last two may be empty.
+
+        Raises:
+            DataError: The data is wrong or missing.
+        """
 
     @abstractmethod
     def title(self) -> str:
-        """What the images are, in a few words, for the description."""
+        """Returns what the images are, in a few words, for the description."""
 
     def prepare(self) -> None:
+        """Reads the splits. See DataSet."""
         if self._prepared:
             return
         splits = self.splits()
@@ -64,9 +87,16 @@ class ImageData(DataSet):
 
 @dataclass(frozen=True)
 class Labelled:
-    """images: uint8 [n, channels, height, width]; labels: int64 [n]; origin: what error messages call them.
+    """Images and their labels.
 
-    Raises DataError if there is none, if their numbers differ, or for a label outside [0, num_classes).
+    Attributes:
+        images: uint8 [n, channels, height, width].
+        labels: int64 [n], each in [0, num_classes).
+        num_classes: The number of classes.
+        origin: What error messages call the data.
+
+    Raises:
+        DataError: There are no images, the numbers of images and labels differ, or a label is out of range.
     """
 
     images: np.ndarray
@@ -85,15 +115,22 @@ class Labelled:
             raise DataError(
                 f"{self.origin}: the label of sample {bad[0]} is {self.labels[bad[0]]}, and those of "
                 f"{self.num_classes} classes are 0 to {self.num_classes - 1} ({len(bad):,} of {len(self.labels):,} "
-                "labels are outside). Mend the file, or raise data.num_classes, which is model.num_classes by default"
+                "labels are outside). Correct the file or raise data.num_classes, which is model.num_classes by default"
             )
 
 
 def hold_out(labels: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The samples of all `labels` ([n]) as two sorted lists of indices: the rest, and `count` held out.
+    """Holds out some samples, with the same share of each class to within one sample.
 
-    The share of each class is kept to within one sample. The same for the same labels, whatever the run's seed:
-    else a checkpoint might be tested on what another run had trained it on.
+    The choice depends on the labels alone, not on the run's seed: otherwise a checkpoint might be tested on what
+    another run had trained it on.
+
+    Args:
+        labels: Of all samples, [n].
+        count: How many to hold out.
+
+    Returns:
+        The indices of the other samples and of those held out, both sorted.
     """
     shuffled = permute(np.arange(len(labels)), len(labels), key=(0,))
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
@@ -114,11 +151,19 @@ class Images(Source):
         shape: tuple[int, int, int],
         augment: Augment | None = None,
     ):
-        """rows: int64 [len], which of the images. mean, std: of the pixels as stored, one each per channel stored.
+        """Checks that the images can be given in the shape asked for.
 
-        shape: of the samples, (channels, height, width): grey is repeated as colours, colours are mixed to grey,
-        and other sizes are interpolated (bilinear; averaging where they shrink).
-        Raises DataError for other changes of the channels.
+        Args:
+            stored: The images.
+            rows: int64 [len], which of the images.
+            mean: Of the pixels as stored, one number per stored channel.
+            std: The standard deviation of the same.
+            shape: (channels, height, width) of the samples. Grey is repeated as colours, colours are mixed to grey, and
+                other sizes are interpolated (bilinear, with antialiasing where they shrink).
+            augment: Changes the images of a batch, by their indices and the epoch.
+
+        Raises:
+            DataError: Other numbers of channels would have to be converted.
         """
         stored_channels = stored.images.shape[1]
         if shape[0] != stored_channels and {shape[0], stored_channels} != {1, 3}:
@@ -133,6 +178,7 @@ class Images(Source):
         return len(self._rows)
 
     def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
+        """Returns images fp32 [b, *shape] and classes int64 [b]."""
         import torch
 
         rows = self._rows[indices]
@@ -144,7 +190,7 @@ class Images(Source):
 
 
 def recolour(images: Tensor, channels: int) -> Tensor:
-    """[b, 1 or 3, h, w] -> [b, channels, h, w], channels being 1 or 3."""
+    """Converts images [b, 1 or 3, h, w] to [b, channels, h, w], where ``channels`` is 1 or 3."""
     if images.shape[1] == channels:
         return images
     if channels == 3:
@@ -154,7 +200,7 @@ def recolour(images: Tensor, channels: int) -> Tensor:
 
 
 def resize(images: Tensor, size: int) -> Tensor:
-    """[b, c, h, w] -> [b, c, size, size], bilinear."""
+    """Interpolates images [b, c, h, w] to [b, c, size, size], bilinearly."""
     import torch.nn.functional as F
 
     height, width = images.shape[2:]
@@ -164,17 +210,23 @@ def resize(images: Tensor, size: int) -> Tensor:
 
 
 def crop_and_flip(images: np.ndarray, indices: np.ndarray, epoch: int, seed: int, padding: int = 4) -> np.ndarray:
-    """Each image [c, h, w] of a batch cut at random from itself with `padding` black pixels around, and mirrored
-    half of the time: the published augmentation of CIFAR-10.
+    """Pads each image, crops it at random to its size, and mirrors it half of the time: CIFAR-10's augmentation.
 
-    indices: int64 [b]. What happens to an image depends on (seed, epoch, its index) alone.
+    What happens to an image depends on (seed, epoch, its index) alone.
+
+    Args:
+        images: uint8 [b, c, h, w].
+        indices: Of the images, int64 [b].
+        epoch: The epoch.
+        seed: The run's seed.
+        padding: Black pixels on each side.
     """
     height, width = images.shape[2:]
     padded = np.pad(images, ((0, 0), (0, 0), (padding, padding), (padding, padding)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
     # A permutation of so many numbers is as good as a random number of 62 bits for each index.
     random = permute(indices, 2**62, key=(seed, epoch, 1))
-    places = 2 * padding + 1
-    top, left, mirrored = random % places, random // places % places, random // places**2 % 2 == 1
-    cut = windows[np.arange(len(images)), :, top, left]
-    return np.where(mirrored[:, None, None, None], cut[..., ::-1], cut)
+    offsets = 2 * padding + 1
+    top, left, mirrored = random % offsets, random // offsets % offsets, random // offsets**2 % 2 == 1
+    cropped = windows[np.arange(len(images)), :, top, left]
+    return np.where(mirrored[:, None, None, None], cropped[..., ::-1], cropped)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +13,7 @@ from data.dataset import DataSet
 from data.documents import find_files
 from data.row_tokens import PERIOD, BucketedRows, Share, TokenRows, cached_counts, key_of
 from data.rows import Rows
-from data.vocabulary import GPT2Vocabulary
+from data.vocabulary import ExtraTokens, GPT2Vocabulary
 
 _CHECK_ALL, _CHECK_SOME = 1_000_000, 10_000
 _VALID, _TEST = 9, 19
@@ -23,36 +21,42 @@ _WORDS = {"train": "train", "test": "test", **dict.fromkeys(("valid", "validatio
 
 
 class Jsonl(DataSet):
-    """A file or a folder of *.jsonl files, each row a JSON object that holds its text in `field`.
+    """A file or a folder of *.jsonl files, each row a JSON object that holds its text in one or several fields.
 
-    A sample is a row's tokens and <|endoftext|>, cut to seq_len + 1 tokens, as inputs and as targets shifted by
-    one, padded with <|endoftext|> and with targets that do not count.
+    A sample is a row's tokens and <|endoftext|>, cut to seq_len + 1 tokens, as inputs and as targets shifted by one,
+    padded with <|endoftext|> and with targets that do not count.
 
-    Splits: files in a folder whose path says valid (validation, val, dev) or test are these splits, all others are
-    for training. Without a valid file the 10th of every 20 training rows goes to valid; if there is no test file
-    either, the 20th to test.
+    Splits: files in a folder whose path says valid (validation, val, dev) or test are these splits, all others are for
+    training. Without a valid file the 10th of every 20 training rows goes to valid; without a test file as well, the
+    20th to test.
 
-    Rows are found by an index on the disk, read and encoded when they are needed (see data.rows). prepare() reads
-    all rows of files of up to 1 million once, to find what is wrong with them; of more rows it reads 10,000, evenly
-    spread, and the rest is checked as it is trained on.
+    Rows are read and encoded when they are needed, by an index on the disk (see data.rows). prepare() checks up to 1
+    million rows once; of more rows it checks 10,000, evenly spread, and the others as they are trained on.
     """
 
     def __init__(
         self,
         root: str | None = None,
-        field: str | Sequence[str] = "text",
+        field: str | list[str] = "text",
         seq_len: int = 256,
         bucket_by_length: bool = False,
         cache_dir: str | None = None,
         num_workers: int = 0,
-        extra_tokens: Any = None,
+        extra_tokens: ExtraTokens = None,
     ):
-        """root: the file or folder. field: a name, or several whose texts are joined by newlines. seq_len: tokens
-        per sample at most. bucket_by_length: training batches of similar length, padded to few widths; the first
-        run counts the tokens of all training rows. cache_dir: for index and counts; None: the user's cache folder.
-        extra_tokens: tokens behind GPT-2's own (see data.extra_tokens).
+        """Checks the arguments; prepare() reads the data.
 
-        Raises DataError if root is not given, for a field that is no name, and if seq_len is not positive.
+        Args:
+            root: The file or the folder of *.jsonl files; it must be given.
+            field: The name of the text in a row, or a list of names whose texts are joined by newlines.
+            seq_len: Tokens per row; longer rows are cut, shorter ones padded.
+            bucket_by_length: Training batches of similar length, padded to few widths; the first run counts all tokens.
+            cache_dir: Where index and counts are kept; null: the user's cache folder.
+            num_workers: Processes that read ahead; 0: one thread.
+            extra_tokens: Tokens behind GPT-2's own; the model's.
+
+        Raises:
+            DataError: ``root`` is not given, ``field`` is not a name or a list of names, or a number is out of range.
         """
         super().__init__(num_workers)
         if not root:
@@ -72,9 +76,10 @@ class Jsonl(DataSet):
         self._prepared = False
 
     def prepare(self) -> None:
-        """Builds the index, checks rows and counts tokens, unless that was done before.
+        """Builds the index, checks rows and counts tokens, unless the cache says that it was done before.
 
-        Raises DataError if there are no rows, or for a row without its text: names file and line.
+        Raises:
+            DataError: There are no rows, or a row is without its text. It names the file and the line.
         """
         if self._prepared:
             return
@@ -114,7 +119,7 @@ class Jsonl(DataSet):
                 for indices in np.array_split(np.linspace(0, len(rows) - 1, _CHECK_SOME, dtype=np.int64), 100):
                     rows.texts(indices, self.fields)
 
-        # An empty folder says that it was done.
+        # An empty folder in the cache says that the rows were checked.
         cached_folder(self.cache_dir, f"checked-{key_of(rows, self.fields)}", check, timeout_s=rows.patience_s())
 
     def _describe(self) -> str:
@@ -126,9 +131,13 @@ class Jsonl(DataSet):
 
 
 def split_files(root: Path) -> dict[str, list[Path]]:
-    """The files of "train" and, where files say so, of "valid" and "test".
+    """Returns the files of "train" and, where their paths say so, of "valid" and "test".
 
-    Raises DataError if `root` does not exist, is empty, or holds nothing to train on.
+    Args:
+        root: A file or a folder.
+
+    Raises:
+        DataError: It does not exist, is empty, or holds nothing to train on.
     """
     if not root.exists():
         raise DataError(f"data.root={root} does not exist; give a file of JSON lines or a folder of *.jsonl files")

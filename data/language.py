@@ -6,26 +6,28 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from common.errors import DataError
-from data.columns import ColumnWindows
 from data.dataset import DataSet
-from data.documents import Document, split_by_position, text_problem
-from data.tokens import TokenWindows, cached_tokens, count_tokens
-from data.vocabulary import GPT2Vocabulary
+from data.documents import Document
+from data.token_windows import ColumnWindows, TokenWindows, cached_tokens, count_tokens
+from data.vocabulary import ExtraTokens, GPT2Vocabulary
 from data.words import WordVocabulary
 
-# To be raised when the same documents give other tokens: old caches are then left alone, not misread.
+# To be raised when the same documents give other tokens: old caches are then ignored, not misread.
 _CACHE_FORMAT = 1
-_MINIMUM_DOCUMENTS = 20
 
 
 class LanguageData(DataSet):
     """Text as tokens: GPT-2's, or the words of the training split by the basic-English rules.
 
-    vocab_size   for words None before prepare(), because the text decides
-    words        after prepare(), for words: each by its token; None for GPT-2's tokens
+    Attributes:
+        name: The data set's name in the cache.
+        min_word_frequency: Words of the training split that occur less often are <unk>, unless ``min_frequency`` says
+            otherwise.
+        vocab_size: For words None before prepare(), because the text decides.
+        columns: The number of columns that training reads side by side; None for shuffled samples.
     """
 
     name: str
@@ -41,18 +43,23 @@ class LanguageData(DataSet):
         max_vocabulary: int | None = None,
         batchify: bool = False,
         columns: int | None = None,
-        extra_tokens: Any = None,
+        extra_tokens: ExtraTokens = None,
     ):
-        """seq_len: tokens per sample. cache_dir: where the tokens are kept; None: the user's cache folder.
+        """Checks the arguments; prepare() reads the data.
 
-        vocabulary:     gpt2 | words
-        min_frequency:  words that occur less often in the training split are <unk>; None: the data set's
-                        min_word_frequency
-        max_vocabulary: so many words at most, the most frequent, <unk> included; None: all of them
-        batchify:       train on the text in order, in `columns` columns (see ColumnWindows), instead of on
-                        shuffled samples
-        extra_tokens:   tokens behind GPT-2's own (see data.extra_tokens)
-        Raises DataError for a number that makes no sense, and for one that belongs to another choice.
+        Args:
+            seq_len: Tokens per sample.
+            cache_dir: Where tokens and downloads are kept; null: the user's cache folder.
+            num_workers: Processes that read ahead; 0: one thread.
+            vocabulary: GPT-2's tokens, or the words of the training split.
+            min_frequency: Rarer words become <unk>; null: 5 (wikitext2: 1, as published).
+            max_vocabulary: Words at most, <unk> included; null: all.
+            batchify: Train on the text in order, in columns that are read side by side.
+            columns: The number of columns with batchify: the global batch size.
+            extra_tokens: Tokens behind GPT-2's own; the model's.
+
+        Raises:
+            DataError: A number is out of range, or an option belongs to the other vocabulary.
         """
         super().__init__(num_workers)
         if seq_len < 1:
@@ -66,7 +73,7 @@ class LanguageData(DataSet):
         self._prepared = False
 
     def _choose(
-        self, name: str, min_frequency: int | None, max_size: int | None, extra_tokens: Any
+        self, name: str, min_frequency: int | None, max_size: int | None, extra_tokens: ExtraTokens
     ) -> WordVocabulary | GPT2Vocabulary:
         if name == "words":
             if extra_tokens:
@@ -87,26 +94,23 @@ class LanguageData(DataSet):
 
     @property
     def vocab_size(self) -> int | None:
+        """The number of distinct tokens."""
         return self.vocabulary.size
-
-    @property
-    def words(self) -> list[str] | None:
-        return self.vocabulary.words
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens. To be called after prepare()."""
-        return self.vocabulary.decode(tokens)
 
     @abstractmethod
     def documents(self) -> Mapping[str, Sequence[Document]]:
-        """The text of "train", "valid" and "test". Raises DataError if there is none."""
+        """Returns the documents of "train", "valid" and "test".
+
+        Raises:
+            DataError: There is no text.
+        """
 
     @abstractmethod
     def title(self) -> str:
-        """What the text is, in a few words, for the description."""
+        """Returns what the text is, in a few words, for the description."""
 
     def prepare(self) -> None:
-        """Encodes the text, unless that was done before: the cache goes by a hash of the text itself."""
+        """Encodes the text, unless the cache has its tokens, under a hash of the text itself."""
         if self._prepared:
             return
         documents = self.documents()
@@ -146,35 +150,8 @@ class LanguageData(DataSet):
         return f"{self.title()}, {count:,} documents, {self.vocabulary.label}{columns}: {', '.join(parts)}"
 
 
-def split_documents(documents: Sequence[Document]) -> dict[str, list[Document]]:
-    """About 90 % of the text to train on and 5 % each to validate and test, the same documents every time.
-
-    From 20 documents on, of every 20 the 10th goes to valid and the 20th to test. With fewer, each document
-    is cut at its 90 % and 95 % instead.
-    """
-    if len(documents) >= _MINIMUM_DOCUMENTS:
-        chosen = {"valid": documents[9::20], "test": documents[19::20]}
-        rest = [document for i, document in enumerate(documents) if i % 20 not in (9, 19)]
-        return {"train": rest, **{split: list(part) for split, part in chosen.items()}}
-    cut = [split_by_position(document, (0.90, 0.05, 0.05)) for document in documents]
-    names = ("train", "valid", "test")
-    return {split: [parts[i] for parts in cut if len(parts[i])] for i, split in enumerate(names)}
-
-
-def only_text(documents: Sequence[Document]) -> tuple[list[Document], list[str]]:
-    """The documents that are UTF-8 text, and for each of the others its path and what is wrong with it."""
-    good, bad = [], []
-    for document in documents:
-        problem = text_problem(document)
-        if problem is None:
-            good.append(document)
-        else:
-            bad.append(f"{document.path}: {problem}")
-    return good, bad
-
-
 def _fingerprint(documents: Mapping[str, Sequence[Document]], vocabulary: str) -> str:
-    """A hash of what the tokens depend on: text, its cut into documents and splits, vocabulary, format."""
+    """Returns a hash of what the tokens depend on: text, its documents and splits, vocabulary, format."""
     whole = hashlib.sha256(f"{_CACHE_FORMAT} {vocabulary}".encode())
     for split in sorted(documents):
         whole.update(f" {split} {len(documents[split])}".encode())

@@ -1,4 +1,4 @@
-"""From samples to batches: which samples a step trains on, and reading them ahead of the step."""
+"""From samples to batches: which samples a step trains on, and reading them before the step needs them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 from common.errors import DataError
 from data.batch import Batch
 from data.buckets import Buckets, VariableLength
+from data.dataset import Source
 from data.shuffle import permute
-from data.source import Source
 
 _AHEAD = 2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -26,17 +26,28 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 class TrainBatches(Dataset):
     """The training batches by step, as one replica sees them.
 
-    The global batch of a step is a pure function of (seed, step): epoch e permutes the samples by the key
-    (seed, e), unless the source is `ordered`, and its steps take them in turn; a rest smaller than a batch
-    waits for another epoch. Samples of variable length are grouped by length (see data.buckets). A replica takes
-    its contiguous equal slice. So resuming is setting the step, and the number of replicas changes nothing.
+    The global batch of a step is a pure function of (seed, step): epoch e permutes the samples by the key (seed, e),
+    unless the source is ``ordered``, and its steps take them in turn. A remainder smaller than a batch is left out of
+    the epoch. Samples of variable length are grouped by length (see data.buckets). A replica takes its contiguous equal
+    slice. So resuming is setting the step, and the number of replicas changes nothing.
+
+    Attributes:
+        steps_per_epoch: Whole global batches in the source.
     """
 
     def __init__(self, source: Source, global_batch_size: int, seed: int, dp_rank: int = 0, dp_size: int = 1):
-        """global_batch_size: samples per step over all replicas.
+        """Checks the numbers against the source.
 
-        Raises DataError if the source has fewer samples than that or wants another number, or if the replicas
-        cannot share it equally.
+        Args:
+            source: The samples.
+            global_batch_size: Samples per step over all replicas.
+            seed: The run's seed.
+            dp_rank: This replica.
+            dp_size: The number of replicas.
+
+        Raises:
+            DataError: The source has fewer samples than a global batch or requires another batch size, or the replicas
+                cannot share the batch equally.
         """
         _check_replicas(global_batch_size, dp_rank, dp_size)
         source.check_batch(global_batch_size)
@@ -55,7 +66,7 @@ class TrainBatches(Dataset):
         self.buckets = Buckets(source, global_batch_size, seed) if isinstance(source, VariableLength) else None
 
     def __getitem__(self, step: int) -> Batch:
-        """This replica's slice, global_batch_size / dp_size samples, of the batch of `step` (from 1 on)."""
+        """Returns this replica's slice, global_batch_size / dp_size samples, of a step's batch. Steps count from 1."""
         if step < 1:
             raise ValueError(f"step {step}: training steps count from 1")
         epoch, step_of_epoch = divmod(step - 1, self.steps_per_epoch)
@@ -72,11 +83,16 @@ class TrainBatches(Dataset):
 def train_loader(
     batches: TrainBatches, first_step: int, last_step: int, num_workers: int = 0, pin_memory: bool = False
 ) -> Iterator[tuple[int, Batch]]:
-    """(step, batch) for each step from `first_step` to `last_step`, the last included, read ahead of its use.
+    """Yields (step, batch) for each step, read before it is needed.
 
-    num_workers: processes that read; 0: one thread, enough where reading is light (tokens). An error while
-    reading is raised here. Thread and processes end with the iterator (exhausted, closed or dropped).
-    pin_memory: batches come in page-locked memory (only with an accelerator).
+    An error while reading is raised here. Thread and processes end with the iterator (exhausted, closed or deleted).
+
+    Args:
+        batches: The batches by step.
+        first_step: The first step.
+        last_step: The last step, included.
+        num_workers: Processes that read; 0 for one thread, enough where reading is cheap (tokens).
+        pin_memory: Whether batches are in page-locked memory (only with an accelerator).
     """
     steps = range(first_step, last_step + 1)
     if num_workers == 0:
@@ -87,8 +103,8 @@ def train_loader(
 class EvalBatches:
     """All samples of a source once, in order, in batches of equal size, as one replica sees them.
 
-    The last global batch is filled up with repeats of sample 0 of weight 0, so that every replica gets
-    equally many batches of equal size, whatever the number of samples. Every batch has weights.
+    The last global batch is padded with sample 0 at weight 0, so that every replica gets equally many batches of equal
+    size, whatever the number of samples. Every batch has weights. The length is the number of batches.
     """
 
     def __init__(
@@ -99,10 +115,17 @@ class EvalBatches:
         dp_size: int = 1,
         limit: int | None = None,
     ):
-        """global_batch_size: samples per batch over all replicas. limit: at most so many batches; None: all.
+        """Checks the numbers against the source.
 
-        Raises DataError if the replicas cannot share a batch equally, for an empty source and for a limit
-        below 1.
+        Args:
+            source: The samples.
+            global_batch_size: Samples per batch over all replicas.
+            dp_rank: This replica.
+            dp_size: The number of replicas.
+            limit: Batches at most; None for all.
+
+        Raises:
+            DataError: The replicas cannot share a batch equally, the source is empty, or the limit is below 1.
         """
         _check_replicas(global_batch_size, dp_rank, dp_size)
         if len(source) == 0:
@@ -116,7 +139,6 @@ class EvalBatches:
         self._length = whole if limit is None else min(whole, limit)
 
     def __len__(self) -> int:
-        """Batches, the same number on every replica."""
         return self._length
 
     def __iter__(self) -> Iterator[Batch]:
@@ -143,7 +165,7 @@ def _check_replicas(global_batch_size: int, dp_rank: int, dp_size: int) -> None:
 
 
 def _slice(global_batch_size: int, dp_rank: int, dp_size: int) -> np.ndarray:
-    """A replica's positions in the global batch."""
+    """Returns a replica's positions in the global batch."""
     size = global_batch_size // dp_size
     return np.arange(dp_rank * size, (dp_rank + 1) * size, dtype=np.int64)
 
@@ -153,7 +175,7 @@ def _read_in_thread(batches: TrainBatches, steps: range, pin_memory: bool) -> It
     stop = threading.Event()
 
     def put(item: tuple) -> None:
-        # A plain put() would wait for ever on a consumer that has gone.
+        # A plain put() would wait for ever once nobody takes batches any more.
         while not stop.is_set():
             try:
                 return ready.put(item, timeout=0.1)
@@ -193,13 +215,12 @@ def _read_in_processes(
         num_workers=num_workers,
         prefetch_factor=_AHEAD,
         pin_memory=pin_memory,
-        worker_init_fn=_outlive_interrupts,
-        # Else the loader draws from the global generator, and the run would depend on num_workers.
+        worker_init_fn=_ignore_signals,
+        # Without one of its own the loader draws from the global one, and the run would depend on num_workers.
         generator=torch.Generator(),
     )
-    # Ctrl-C and the signals to stop reach every process of the group, and kill those that do not handle them.
-    # Blocked while the workers start, which inherit that, the signals cannot arrive before a worker ignores
-    # them; this process gets its own a moment later.
+    # Ctrl-C and the signals to stop reach every process of the group, and kill those that do not handle them. They are
+    # blocked while the workers start, so that none arrives before a worker ignores it. This process gets its own late.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         iterator = iter(loader)
@@ -208,27 +229,28 @@ def _read_in_processes(
     yield from zip(steps, iterator, strict=True)
 
 
-def _outlive_interrupts(worker: int) -> None:
-    """Leave signals to the main process, and say nothing when it leaves in the middle of taking a batch."""
+def _ignore_signals(worker: int) -> None:
+    """Leaves signals to the main process, and prints nothing when that ends while it takes a batch."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     unblocked = set(_SIGNALS)
     if hasattr(signal, "sigwaitinfo"):
-        # SIGTERM is how the main process ends a worker. Blocked, it waits for someone to see who has sent it.
+        # The main process ends a worker by SIGTERM. It stays blocked here, and a thread sees who sent it.
         unblocked.remove(signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        threading.Thread(target=_heed_parent, args=(os.getppid(),), name="heed-parent", daemon=True).start()
+        threading.Thread(target=_exit_by_parent, args=(os.getppid(),), name="exit-by-parent", daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, unblocked)
-    usual = sys.excepthook
+    default_hook = sys.excepthook
 
-    def quiet_about_the_connection(kind, error, trace) -> None:
+    def ignore_lost_connection(kind, error, trace) -> None:
         if not issubclass(kind, (ConnectionError, EOFError)):
-            usual(kind, error, trace)
+            default_hook(kind, error, trace)
 
-    sys.excepthook = quiet_about_the_connection
+    sys.excepthook = ignore_lost_connection
 
 
-def _heed_parent(parent: int) -> None:
+def _exit_by_parent(parent: int) -> None:
+    """Ends this process at the first SIGTERM that its parent sends."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(0)

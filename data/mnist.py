@@ -7,14 +7,15 @@ import math
 import struct
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from common.errors import DataError
 from data.cache import cached_folder
+from data.dataset import Source
 from data.download import download
 from data.images import ImageData, Images, Labelled, hold_out
-from data.source import Source
 
 # Of the pixels of the training images.
 _MEAN, _STD = 0.1307 * 255, 0.3081 * 255
@@ -29,31 +30,32 @@ class MNIST(ImageData):
     """60,000 + 10,000 handwritten digits of 28x28 pixels: 55,000 to train on, 5,000 to validate and 10,000 to test.
 
     The 5,000 are taken from the published training images, the same ones every time, with equal shares of each class.
-    Other data in this format (Fashion-MNIST, EMNIST) is read too; then too a twelfth is to validate.
+    Other data in this format (Fashion-MNIST, EMNIST) is read too, and a twelfth of it is to validate.
     """
 
-    def __init__(
-        self,
-        root: str | None = None,
-        image_size: int = 28,
-        channels: int = 1,
-        num_classes: int = 10,
-        cache_dir: str | None = None,
-        num_workers: int = 0,
-    ):
-        """root: the folder of the files, or one that holds it as MNIST/raw or raw; None: download them.
+    def __init__(self, root: str | None = None, **options: Any):
+        """Checks the arguments; prepare() reads the data.
 
-        image_size: pixels a side. channels: 1, or 3 that are equal. cache_dir: where a download is kept; None: the
-        user's cache folder. Raises DataError for a number below 1.
+        Args:
+            root: The folder of the four files, or one that holds it as MNIST/raw or raw; null: download them.
+            **options: Those of data.images.ImageData.
+
+        Raises:
+            DataError: An argument is out of range.
         """
-        super().__init__(image_size, channels, num_classes, cache_dir, num_workers)
+        super().__init__(**options)
         self.root = None if not root else Path(root).expanduser().absolute()
 
     def title(self) -> str:
+        """Returns the name of the data set."""
         return "MNIST"
 
     def splits(self) -> dict[str, Source]:
-        """Raises DataError if a file is missing, damaged or no MNIST, for a wrong label, or if the download fails."""
+        """Returns the three splits.
+
+        Raises:
+            DataError: A file is missing, damaged or of another format, a label is out of range, or the download fails.
+        """
         root = self.root
         if root is None:
             root = cached_folder(self.cache_dir, "mnist", lambda folder: download("MNIST", folder, _WAYS_OUT))
@@ -71,9 +73,17 @@ class MNIST(ImageData):
 
 
 def read_idx(path: Path, dimensions: int) -> np.ndarray:
-    """The uint8 array of so many dimensions in an idx file, packed by gzip if its name ends in .gz.
+    """Reads an idx file, packed by gzip if its name ends in .gz.
 
-    Raises DataError, which names the file, if it cannot be read or is not such a file, whole.
+    Args:
+        path: The file.
+        dimensions: How many the array in it has.
+
+    Returns:
+        The array, uint8.
+
+    Raises:
+        DataError: The file cannot be read, is truncated, or is not such a file.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:

@@ -1,14 +1,14 @@
-"""Random images of random classes: input for measuring speed, of which nothing can be learned but by heart."""
+"""Random images of random classes: input for measuring speed, which a model can only memorise."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from common.errors import DataError
+from data.dataset import Source
 from data.images import ImageData
-from data.source import Source
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,15 +29,22 @@ class RandomImages(ImageData):
         channels: int = 3,
         num_classes: int = 1000,
         seed: int = 1337,
-        cache_dir: str | None = None,
-        num_workers: int = 0,
+        **options: Any,
     ):
-        """samples: how many to train on; valid and test hold a tenth of that each, at least one.
+        """Checks the arguments.
 
-        image_size: pixels a side. cache_dir: not needed, taken so that all data sets take it.
-        Raises DataError for a number below 1, or a negative seed.
+        Args:
+            samples: To train on; a tenth as many each to validate and to test, at least one.
+            image_size: Pixels a side.
+            channels: 1 for grey, 3 for colours.
+            num_classes: Labels are from 0 to below it.
+            seed: Of images and classes; the run's seed.
+            **options: The others of data.images.ImageData.
+
+        Raises:
+            DataError: An argument is out of range.
         """
-        super().__init__(image_size, channels, num_classes, cache_dir, num_workers)
+        super().__init__(image_size, channels, num_classes, **options)
         if samples < 1:
             raise DataError(f"data.samples={samples}: it must be at least 1")
         if seed < 0:
@@ -45,9 +52,11 @@ class RandomImages(ImageData):
         self.samples, self.seed = samples, seed
 
     def title(self) -> str:
+        """Returns the name of the data set."""
         return "random images"
 
     def splits(self) -> dict[str, Source]:
+        """Returns the three splits, each with random numbers of its own."""
         few = max(1, self.samples // 10)
         sizes = {"train": self.samples, "valid": few, "test": few}
         return {

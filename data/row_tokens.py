@@ -1,4 +1,4 @@
-"""Rows of text as language-model samples, of one width or of few."""
+"""Rows of text as language-model samples, all of one width or in batches of few widths."""
 
 from __future__ import annotations
 
@@ -12,25 +12,31 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.machine import usable_cores
 from data.buckets import VariableLength, bucket_widths
 from data.cache import cached_folder
+from data.dataset import Source
 from data.rows import Rows
-from data.source import Source
 from data.vocabulary import END_OF_TEXT, GPT2Vocabulary
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 PERIOD = 20
-PADDING_TARGET = -100  # torch's ignore_index: no loss looks at such a target
+PADDING_TARGET = -100  # torch's ignore_index: such a target does not count in the loss
 _LENGTHS = "tokens.uint32"
-# What four threads encode at the least; others wait for them that long.
+# How slow four threads may be at encoding before processes that wait for them give up.
 _SLOWEST_ENCODED_BYTES_PER_S = 0.5e6
 
 
 @dataclass(frozen=True)
 class Share:
-    """Of every 20 rows those at the places `kept` (rising, in [0, 20)), of `rows` rows; arithmetic, no list."""
+    """A fixed part of every 20 rows, by arithmetic instead of a list.
+
+    Attributes:
+        rows: The number of all rows.
+        kept: Which of every 20 rows, in ascending order, each in [0, 20).
+    """
 
     rows: int
     kept: tuple[int, ...]
@@ -40,7 +46,7 @@ class Share:
         return whole * len(self.kept) + sum(place < rest for place in self.kept)
 
     def row(self, indices: np.ndarray) -> np.ndarray:
-        """Which rows the samples `indices` (each in [0, len)) are; int64 of the same shape."""
+        """Returns which rows some samples are: int64 of the shape of ``indices``, which are in [0, len)."""
         period, place = np.divmod(np.asarray(indices, dtype=np.int64), len(self.kept))
         return period * PERIOD + np.asarray(self.kept)[place]
 
@@ -57,9 +63,15 @@ class TokenRows(Source):
         return len(self.share)
 
     def read(self, indices: np.ndarray, epoch: int, width: int | None = None) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, both int64 [b, width] (None: seq_len).
+        """Returns inputs and targets, both int64 [b, width].
 
-        Raises DataError for a row without its text: names file and line.
+        Args:
+            indices: int64 [b].
+            epoch: Makes no difference.
+            width: Positions per sample; None for seq_len.
+
+        Raises:
+            DataError: A row is without its text. It names the file and the line.
         """
         import torch
 
@@ -85,14 +97,14 @@ class BucketedRows(TokenRows, VariableLength):
         seq_len: int,
         counts: Path,
     ):
-        """counts: the file of cached_counts."""
+        """The arguments are those of TokenRows, and ``counts``, the file of cached_counts."""
         super().__init__(rows, share, fields, vocabulary, seq_len)
         self.widths = bucket_widths(seq_len)
         self.path = counts
         self._map()
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
-        """Positions filled: the tokens of a row less the last, which is only a target."""
+        """Returns the positions filled: the tokens of a row less the last, which is only a target."""
         return np.minimum(self.counts[self.share.row(indices)].astype(np.int64) - 1, self.seq_len)
 
     def _map(self) -> None:
@@ -109,8 +121,8 @@ class BucketedRows(TokenRows, VariableLength):
 def cached_counts(
     rows: Rows, fields: Sequence[str], vocabulary: GPT2Vocabulary, cache_dir: str | os.PathLike | None
 ) -> Path:
-    """A file of how many tokens each row has (uint32), the closing <|endoftext|> included, whole rows."""
-    threads = min(4, os.cpu_count() or 1)
+    """Returns a file of how many tokens each row has (uint32), uncut, the closing <|endoftext|> included."""
+    threads = min(4, usable_cores())
 
     def build(folder: Path) -> None:
         with open(folder / _LENGTHS, "wb") as file:
@@ -128,5 +140,5 @@ def cached_counts(
 
 
 def key_of(rows: Rows, words: Sequence[str]) -> str:
-    """A hash that names what was made of `rows` by way of `words` in the cache."""
+    """Returns a hash that names in the cache what was made of rows, and the words that it depends on besides."""
     return hashlib.sha256(json.dumps([rows.key, *words]).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""JSON-lines files as rows by number: 8 bytes a row in an index on the disk, nothing a row in memory."""
+"""JSON-lines files as rows by number: 8 bytes per row in an index on the disk, and no memory per row."""
 
 from __future__ import annotations
 
@@ -14,29 +14,40 @@ import numpy as np
 from common.errors import DataError
 from data.cache import cached_folder
 
-# To be raised when the same files give another index: old ones are then left alone, not misread.
+# To be raised when the same files give another index: old ones are then ignored, not misread.
 _INDEX_FORMAT = 1
 _INDEX = "offsets.int64"
 _BLOCK_BYTES = 1 << 20
 _NEWLINE, _SPACE = 10, 32
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# What building must manage on the slowest disk before those who wait for it give up.
+# How slow reading may be before processes that wait for the index give up.
 _SLOWEST_BYTES_PER_S = 20e6
 
 
 class Rows:
     """The n rows of JSON-lines files, one file after the other; row i is a line that is not blank.
 
-    The index holds n + 1 positions (int64) in the files laid end to end: where each row starts, and the total of
-    bytes. It is built once, kept in the cache under paths, sizes and times of change, and memory-mapped: ranks
-    and reading processes share its pages. Rows are parsed when they are read. No file stays open between reads,
-    so that threads, forked and started processes need no care and the number of files has no limit.
+    The index holds n + 1 positions (int64) in the files laid end to end: where each row starts, and the total of bytes.
+    It is built once, kept in the cache under paths, sizes and times of change, and memory-mapped: ranks and reading
+    processes share its pages. Rows are parsed when they are read. No file stays open between reads, so threads, forked
+    and spawned processes can share the object, and the number of files has no limit.
+
+    Attributes:
+        files: The files.
+        starts: Where each file starts and the last ends, int64 [files + 1], in bytes.
+        offsets: The index, int64 [n + 1].
+        key: Names the files and their state, for the cache.
     """
 
     def __init__(self, files: Sequence[Path], cache_dir: str | os.PathLike | None = None):
-        """files: absolute paths. cache_dir: where the index is kept; None: the user's cache folder.
+        """Builds the index, unless the cache has it.
 
-        Raises DataError if a file cannot be read, if all lines are blank, or if the cache cannot be written.
+        Args:
+            files: Absolute paths.
+            cache_dir: Where the index is kept; None for the user's cache folder.
+
+        Raises:
+            DataError: A file cannot be read, all lines are blank, or the cache cannot be written.
         """
         self.files = list(files)
         self._stamps = []
@@ -54,9 +65,13 @@ class Rows:
         return len(self.offsets) - 1
 
     def lines(self, indices: np.ndarray) -> list[bytes]:
-        """The bytes of the rows at `indices` (integers [b]), each with its line end.
+        """Returns the bytes of rows, each with its line end.
 
-        Raises DataError if a file cannot be read or has changed since it was indexed.
+        Args:
+            indices: Integers [b].
+
+        Raises:
+            DataError: A file cannot be read, or it has changed since it was indexed.
         """
         starts, ends = self.offsets[indices], self.offsets[np.asarray(indices) + 1]
         of_file = self._file_of(starts)
@@ -71,9 +86,14 @@ class Rows:
         return lines
 
     def texts(self, indices: np.ndarray, fields: Sequence[str]) -> list[str]:
-        """The strings that the rows at `indices` (integers [b]) hold under `fields`, joined by newlines.
+        """Returns the strings that rows hold in some fields, joined by newlines.
 
-        Raises DataError for a row that is not a JSON object with these strings: names file, line and reason.
+        Args:
+            indices: Integers [b].
+            fields: The names of the fields.
+
+        Raises:
+            DataError: A row is not a JSON object with these strings. It names the file, the line and the reason.
         """
         texts = []
         for index, line in zip(indices, self.lines(indices), strict=True):
@@ -88,7 +108,7 @@ class Rows:
         return texts
 
     def texts_in_order(self, fields: Sequence[str], about_bytes: int = 1 << 22) -> Iterator[list[str]]:
-        """The texts of all rows, in lists of `about_bytes`. Raises as texts() does."""
+        """Yields the texts of all rows, in lists of about so many bytes. Raises as texts() does."""
         start = 0
         while start < len(self):
             stop = int(np.searchsorted(self.offsets, self.offsets[start] + about_bytes))
@@ -97,7 +117,7 @@ class Rows:
             start = stop
 
     def place(self, index: int) -> tuple[int, Path]:
-        """(line number from 1 on, file) of a row; reads the file up to it."""
+        """Returns a row's line number, from 1 on, and its file, which is read up to the row."""
         start = self.offsets[index]
         number = int(self._file_of(start))
         left, line = int(start - self.starts[number]), 1
@@ -108,7 +128,7 @@ class Rows:
         return line, self.files[number]
 
     def patience_s(self, slowest_bytes_per_s: float = _SLOWEST_BYTES_PER_S) -> float:
-        """How long to wait for another process that reads all rows."""
+        """Returns how many seconds to wait for another process that reads all rows."""
         return 900.0 + float(self.starts[-1]) / slowest_bytes_per_s
 
     def _file_of(self, positions: np.ndarray) -> np.ndarray:
@@ -139,7 +159,7 @@ class Rows:
             raise DataError(f"{self.files[0]}{more}: {self.starts[-1]} bytes and no row; give a file of JSON lines")
 
     def _row_starts(self, number: int) -> Iterator[np.ndarray]:
-        """Where rows start in a file, as int64 arrays, one for each block that is read."""
+        """Yields where rows start in a file, as int64 arrays, one for each block that is read."""
         position, line_starts = 0, True
         with self._open(number) as descriptor:
             while block := os.pread(descriptor, _BLOCK_BYTES, position):
@@ -166,7 +186,7 @@ class Rows:
             return False
 
     def __getstate__(self) -> dict:
-        # A started (not forked) process maps the index again; pickling the map would copy all of it.
+        # A process that is not forked maps the index again; pickling the map would copy all of it.
         return self.__dict__ | {"offsets": None}
 
     def __setstate__(self, state: dict) -> None:
@@ -175,7 +195,7 @@ class Rows:
 
 
 def _map(path: Path) -> np.ndarray:
-    # A plain view: indexing np.memmap itself costs microseconds more.
+    # A view as a plain array: indexing np.memmap itself costs microseconds more.
     return np.memmap(path, dtype=np.int64, mode="r").view(np.ndarray)
 
 
@@ -204,7 +224,7 @@ def _blank(descriptor: int, position: int) -> bool:
 
 
 def _problem(line: bytes, fields: Sequence[str]) -> str:
-    """What is wrong with a row, in words."""
+    """Returns what is wrong with a row, in words."""
     try:
         row = json.loads(line.decode())
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""A shuffle that needs no list: a keyed bijection of range(n)."""
+"""A shuffle without a list: a keyed permutation of range(n), computed index by index."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ _ROUNDS = 8
 
 
 def permute(indices: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:
-    """Where each of `indices` goes in the permutation of range(n) that `key` names.
+    """Returns where indices go in the permutation of range(n) that a key names.
 
-    indices: integers in [0, n), any shape; returns int64 of the same shape. Over all of range(n) every number
-    comes out exactly once. Only integers are computed, so the result is the same on every machine; memory is
-    that of `indices`, whatever n is (up to 2**62).
+    Only integers are computed, so the result is the same on every machine; memory is that of the indices, whatever n
+    is. A Feistel network permutes the smallest 4**h >= n numbers; a result outside range(n) is permuted again until it
+    is inside ("cycle walking": Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
 
-    A Feistel network permutes the smallest 4**h >= n numbers; what falls outside range(n) is sent through
-    again until it falls inside ("cycle walking": Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
-    2002).
+    Args:
+        indices: Integers in [0, n), of any shape.
+        n: From 1 to 2**62.
+        key: Any integers. Another key gives another permutation.
 
-    Raises ValueError for an index outside [0, n).
+    Returns:
+        int64 of the shape of ``indices``. Over all of range(n), every number comes out exactly once.
+
+    Raises:
+        ValueError: ``n`` or an index is out of range.
     """
     indices = np.asarray(indices, dtype=np.int64)
     if not 1 <= n <= 2**62:
@@ -39,7 +44,7 @@ def permute(indices: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:
 
 
 def _round_keys(key: tuple[int, ...]) -> np.ndarray:
-    """One 64-bit key per round, from a hash of `key`'s decimal digits (any size and sign of integer)."""
+    """Returns one 64-bit key per round, from a hash of the key's decimal digits (any size and sign of integer)."""
     digest = hashlib.blake2b(",".join(map(str, key)).encode(), digest_size=8 * _ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 

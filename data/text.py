@@ -1,74 +1,53 @@
-"""Text that is already on the machine: Python's standard library, or any file or folder."""
+"""Text of the user's own: any file or folder."""
 
 from __future__ import annotations
 
 import logging
-import platform
-import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from common.errors import DataError
-from data.documents import Document, find_files, whole_file
-from data.language import LanguageData, only_text, split_documents
+from data.documents import Document, find_files, only_text, split_documents, whole_file
+from data.language import LanguageData
 
 logger = logging.getLogger(__name__)
-
-# The library's tests are larger than the library, and mostly tables.
-_NOT_LIBRARY = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
-
-
-class Stdlib(LanguageData):
-    """The source text of the running interpreter's standard library: about 12 MB that every machine has.
-
-    Without its tests and without installed packages. The text differs between versions of Python.
-    """
-
-    name = "stdlib"
-
-    def title(self) -> str:
-        return f"the standard library of Python {platform.python_version()}"
-
-    def documents(self) -> dict[str, list[Document]]:
-        """Raises DataError if the library is not there as files (frozen or zipped interpreters)."""
-        root = Path(sysconfig.get_path("stdlib"))
-        files = find_files(root, skip_folders=_NOT_LIBRARY, suffix=".py") if root.is_dir() else []
-        documents, _ = only_text([whole_file(path) for path in files])
-        if not documents:
-            raise DataError(
-                f"data=stdlib reads the standard library's source files, and there are none in {root} "
-                "(a zipped or stripped Python?). Train on other text: data=text data.root=FILE_OR_FOLDER"
-            )
-        return split_documents(documents)
 
 
 class Text(LanguageData):
     """Any text file, or all the text files of a folder.
 
-    Of a folder every file that is UTF-8 is taken, whatever its name, except hidden ones; others are named in
-    a warning. See split_documents for the splits.
+    Every file of a folder that is UTF-8 text is taken, whatever its name, except hidden ones; others are named in a
+    warning. See data.documents.split_documents for the splits.
     """
 
     name = "text"
 
-    def __init__(
-        self, root: str | None = None, seq_len: int = 256, cache_dir: str | None = None, **options: Any
-    ):
-        """root: the file or folder. The others are LanguageData's.
+    def __init__(self, root: str | None = None, **options: Any):
+        """Checks the arguments; prepare() reads the data.
 
-        Raises DataError if `root` is not given; prepare() does if it is not there.
+        Args:
+            root: The file or folder of text; it must be given.
+            **options: Those of data.language.LanguageData.
+
+        Raises:
+            DataError: ``root`` is not given, or another argument is out of range.
         """
-        super().__init__(seq_len, cache_dir, **options)
+        super().__init__(**options)
         if not root:
             raise DataError("data=text needs to know which text: data.root=FILE_OR_FOLDER")
         self.root = Path(root).expanduser().absolute()
 
     def title(self) -> str:
+        """Returns what the text is."""
         return f"text of {self.root}"
 
     def documents(self) -> dict[str, list[Document]]:
-        """Raises DataError if there is no file or folder `root`, or no text in it."""
+        """Returns the files by split.
+
+        Raises:
+            DataError: ``root`` does not exist, or it holds no text.
+        """
         folder = self.root.is_dir()
         if not folder and not (self.root.exists() and self.root.stat().st_size):
             problem = "is empty" if self.root.exists() else "does not exist"
@@ -86,7 +65,7 @@ class Text(LanguageData):
 
 
 def _first(bad: Sequence[str], shown: int = 5) -> str:
-    """The first few of a list, as the tail of a sentence."""
+    """Returns the first few of a list, as the tail of a sentence."""
     if not bad:
         return ""
     more = f"; and {len(bad) - shown} more" if len(bad) > shown else ""

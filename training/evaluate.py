@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 
+from data.dataset import Source
 from data.loader import EvalBatches
-from data.source import Source
 from launchers import heartbeat, stopping
 from launchers.stopping import Stopped
 from parallel.strategy import Strategy

@@ -68,30 +68,20 @@ def test_an_epoch_gives_each_sample_at_most_once_and_every_epoch_others_in_anoth
     steps = batches.steps_per_epoch
     assert steps == 5003 // 8
     epochs = [[i for s in range(steps) for i in batches[e * steps + s + 1].targets.tolist()] for e in range(2)]
-    for epoch in epochs:
-        assert len(set(epoch)) == len(epoch) == steps * 8
+    assert all(len(set(epoch)) == len(epoch) == steps * 8 for epoch in epochs)
     assert epochs[0] != epochs[1] and set(epochs[0]) != set(epochs[1])
 
 
-def test_the_samples_of_an_epoch_are_those_without_buckets(source):
-    plain = TrainBatches(source, 8, 1)
-    plain.buckets = None
-    bucketed = TrainBatches(source, 8, 1)
-    for first in (1, WINDOW + 1):
-        window = range(first, first + WINDOW)
-        picked = [sorted(i for s in window for i in one[s].targets.tolist()) for one in (plain, bucketed)]
-        assert picked[0] == picked[1]
-
-
-def test_less_than_half_of_the_padding_is_left(source):
-    def padded(batches: TrainBatches) -> float:
-        inputs = [batches[step].inputs for step in range(1, 201)]
-        return sum((x == -1).sum().item() for x in inputs) / sum(x.numel() for x in inputs)
-
+def test_the_samples_of_a_window_are_those_without_buckets_with_less_than_half_of_the_padding(source):
     bucketed, plain = TrainBatches(source, 8, 1), TrainBatches(source, 8, 1)
     plain.buckets = None
-    assert padded(plain) > 0.7
-    assert padded(bucketed) < 0.25
+    padding = {}
+    for name, batches in (("bucketed", bucketed), ("plain", plain)):
+        read = [batches[step] for step in range(1, 2 * WINDOW + 1)]
+        padding[name] = sum((b.inputs == -1).sum().item() for b in read) / sum(b.inputs.numel() for b in read)
+        windows = [sorted(i for b in part for i in b.targets.tolist()) for part in (read[:WINDOW], read[WINDOW:])]
+        assert windows == padding.setdefault("windows", windows)
+    assert padding["plain"] > 0.7 and padding["bucketed"] < 0.25
 
 
 def test_short_and_long_batches_come_mixed_and_so_do_samples_within_a_batch(source):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.errors import DataError
-from data import cifar10, download
+from data import cifar10
 from data.cifar10 import CIFAR10
 
 NAMES = [*cifar10._FILES["train"], *cifar10._FILES["test"]]
@@ -43,7 +43,7 @@ def folder(tmp_path) -> Path:
 
 
 @pytest.fixture
-def published(folder, monkeypatch) -> Path:
+def known(folder, monkeypatch) -> Path:
     """The same, taken for the published files."""
     md5 = {name: hashlib.md5((folder / name).read_bytes()).hexdigest() for name in NAMES}
     monkeypatch.setattr(
@@ -52,89 +52,59 @@ def published(folder, monkeypatch) -> Path:
     return folder
 
 
-def prepared(root, **settings) -> CIFAR10:
-    data = CIFAR10(root=str(root), **settings)
-    data.prepare()
-    return data
-
-
-def test_the_root_may_be_the_published_folder_or_the_one_that_holds_it(published):
-    for root in (published, published.parent):
-        data = prepared(root)
+def test_the_root_may_be_the_published_folder_or_the_one_that_holds_it(prepared, known):
+    for root in (known, known.parent):
+        data = prepared(CIFAR10, root, image_size=28, channels=1)
         assert (len(data.train), len(data.valid), len(data.test)) == (90, 10, 20)
+        assert data.train.read(np.arange(4), epoch=0)[0].shape == (4, 1, 28, 28)
 
 
-def test_images_are_red_green_and_blue_planes_normalised(published):
-    inputs, targets = prepared(published).test.read(np.array([3]), epoch=0)
-    pixels = pickle.loads((published / "test_batch").read_bytes())["data"][3].reshape(3, 32, 32)
+def test_images_are_red_green_and_blue_planes_normalised(prepared, known):
+    inputs, targets = prepared(CIFAR10, known).test.read(np.array([3]), epoch=0)
+    pixels = pickle.loads((known / "test_batch").read_bytes())["data"][3].reshape(3, 32, 32)
     expected = (pixels / 255 - np.reshape([0.4914, 0.4822, 0.4465], (3, 1, 1))) / np.reshape(
         [0.2470, 0.2435, 0.2616], (3, 1, 1)
     )
     assert np.allclose(inputs[0].numpy(), expected, atol=1e-5) and targets.tolist() == [3]
 
 
-def test_only_training_images_are_augmented(published):
-    augmented, plain = prepared(published), prepared(published, augment=False)
+def test_only_training_images_are_augmented(prepared, known):
+    augmented, plain = prepared(CIFAR10, known), prepared(CIFAR10, known, augment=False)
     for split, n, same in (("train", 90, False), ("valid", 10, True), ("test", 20, True)):
         pair = [getattr(data, split).read(np.arange(n), epoch=1)[0] for data in (augmented, plain)]
         assert torch.equal(*pair) is same
 
 
-def test_augmentation_follows_seed_epoch_and_sample(published):
-    data = prepared(published)
+def test_augmentation_follows_seed_epoch_and_sample(prepared, known):
+    data = prepared(CIFAR10, known)
     one = data.train.read(np.arange(90), epoch=1)[0]
     assert torch.equal(data.train.read(np.array([8, 70]), epoch=1)[0], one[[8, 70]])
     assert not torch.equal(data.train.read(np.arange(90), epoch=2)[0], one)
-    assert not torch.equal(prepared(published, seed=1).train.read(np.arange(90), epoch=1)[0], one)
+    assert not torch.equal(prepared(CIFAR10, known, seed=1).train.read(np.arange(90), epoch=1)[0], one)
 
 
-def test_images_come_in_the_size_and_channels_asked_for(published):
-    inputs, _ = prepared(published, image_size=28, channels=1).train.read(np.arange(4), epoch=0)
-    assert inputs.shape == (4, 1, 28, 28)
-
-
-def test_files_that_are_not_the_published_ones_are_refused_and_not_unpickled(folder, tmp_path):
+def test_files_that_are_not_the_published_ones_are_refused_and_not_unpickled(prepared, folder, tmp_path):
     (folder / "data_batch_1").write_bytes(pickle.dumps(Harmful(tmp_path / "harm")))
     with pytest.raises(DataError, match="data_batch_1 .* is damaged or another file"):
-        prepared(folder)
+        prepared(CIFAR10, folder)
     assert not (tmp_path / "harm").exists()
 
 
 @pytest.mark.parametrize("name", ["data_batch_3", "test_batch"])
 @pytest.mark.parametrize("keep", [0, 100])
-def test_a_file_cut_short_is_named(published, name, keep):
-    path = published / name
+def test_a_file_cut_short_is_named(prepared, known, name, keep):
+    path = known / name
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(DataError, match=rf"{name} \({keep} bytes, MD5 .* is damaged"):
-        prepared(published)
+        prepared(CIFAR10, known)
 
 
-def test_a_missing_file_is_named_with_the_ways_out(published):
-    (published / "data_batch_5").unlink()
+def test_a_missing_file_is_named_with_the_ways_out(prepared, known):
+    (known / "data_batch_5").unlink()
     with pytest.raises(DataError, match="data_batch_5: No such file.*data.root=FOLDER, or leave data.root out"):
-        prepared(published)
+        prepared(CIFAR10, known)
 
 
-def test_offline_is_an_error_with_both_ways_out_that_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(download, "_reachable", lambda urls: False)
-    with pytest.raises(DataError, match="no server that has it can be reached.*data.root=FOLDER.*a network"):
-        CIFAR10(cache_dir=str(tmp_path)).prepare()
-    assert [path.name for path in tmp_path.iterdir()] == [".cifar10.lock"]
-
-
-def test_what_torchvision_leaves_is_read(tmp_path, monkeypatch, published):
-    def whole(to, download):
-        published.rename(to / published.name)
-
-    whole.url = "http://somewhere"
-    monkeypatch.setattr(download, "_torchvision", lambda name, ways_out: whole)
-    monkeypatch.setattr(download, "_reachable", lambda urls: urls == ["http://somewhere"])
-    data = CIFAR10(cache_dir=str(tmp_path / "cache"))
-    data.prepare()
-    assert len(data.train) == 90
-
-
-def test_the_hashes_are_those_that_torchvision_knows():
-    known = download._torchvision("CIFAR10", "")
-    assert cifar10._FILES == {"train": dict(known.train_list), "test": dict(known.test_list)}
-    assert known.base_folder == cifar10._FOLDER
+def test_what_torchvision_leaves_is_read(prepared, monkeypatch, known):
+    monkeypatch.setattr(cifar10, "download", lambda name, to, way_out: known.rename(to / known.name))
+    assert len(prepared(CIFAR10).train) == 90

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits."""
+"""Scikit-learn's handwritten digits."""
 
 import numpy as np
 import pytest
@@ -9,21 +9,16 @@ from data import digits
 from data.digits import Digits
 
 
-def prepared(**settings) -> Digits:
-    data = Digits(**settings)
-    data.prepare()
-    return data
-
-
 def everything(data: Digits) -> tuple[torch.Tensor, torch.Tensor]:
     parts = [source.read(np.arange(len(source)), epoch=0) for source in (data.train, data.valid, data.test)]
     return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
-def test_they_are_the_images_that_scikit_learn_gives():
+@pytest.mark.slow  # importing scikit-learn takes seconds
+def test_they_are_the_images_that_scikit_learn_gives(prepared):
     from sklearn.datasets import load_digits
 
-    inputs, targets = everything(prepared(image_size=8))
+    inputs, targets = everything(prepared(Digits, image_size=8))
     published = load_digits()
     pixels = (inputs * digits._STD + digits._MEAN).round().to(torch.uint8).flatten(1).numpy()
     ours = np.column_stack([pixels, targets.numpy()])
@@ -31,20 +26,17 @@ def test_they_are_the_images_that_scikit_learn_gives():
     assert np.array_equal(ours[np.lexsort(ours.T)], theirs[np.lexsort(theirs.T)])
 
 
-def test_pixels_are_normalised():
-    inputs, _ = everything(prepared(image_size=8))
+def test_they_are_normalised_and_come_in_the_size_and_channels_asked_for(prepared):
+    inputs, targets = everything(prepared(Digits, image_size=8))
+    assert inputs.shape == (1797, 1, 8, 8) and inputs.dtype == torch.float32 and targets.dtype == torch.int64
     assert abs(float(inputs.mean())) < 1e-3 and abs(float(inputs.std()) - 1) < 1e-3
+    assert torch.bincount(targets).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180], "as published"
+    data = prepared(Digits, image_size=32, channels=3)
+    assert data.train.read(np.arange(5), epoch=0)[0].shape == (5, *data.image_shape) == (5, 3, 32, 32)
 
 
-def test_they_come_in_the_size_and_channels_asked_for():
-    data = prepared(image_size=32, channels=3)
-    inputs, targets = data.train.read(np.arange(5), epoch=0)
-    assert inputs.shape == (5, *data.image_shape) == (5, 3, 32, 32)
-    assert inputs.dtype == torch.float32 and targets.dtype == torch.int64
-
-
-def test_the_splits_have_equal_shares_of_each_class_and_are_the_same_every_time():
-    data, again = prepared(), prepared()
+def test_the_splits_have_equal_shares_of_each_class_and_are_the_same_every_time(prepared):
+    data, again = prepared(Digits), prepared(Digits)
     assert (len(data.train), len(data.valid), len(data.test)) == (1439, 179, 179)
     for split in ("train", "valid", "test"):
         source = getattr(data, split)
@@ -53,12 +45,12 @@ def test_the_splits_have_equal_shares_of_each_class_and_are_the_same_every_time(
         assert torch.bincount(labels).sub(len(source) / 10).abs().max() < 4
 
 
-def test_fewer_classes_than_the_digits_have_is_an_error():
+def test_fewer_classes_than_the_digits_have_is_an_error(prepared):
     with pytest.raises(DataError, match="of 5 classes are 0 to 4"):
-        prepared(num_classes=5)
+        prepared(Digits, num_classes=5)
 
 
-def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch):
+def test_without_scikit_learn_the_error_says_what_to_install(prepared, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(DataError, match="pip install scikit-learn"):
-        prepared()
+        prepared(Digits)

@@ -1,54 +1,159 @@
-"""Tokens on disk, and the samples cut from them."""
+"""Token shards of llm.c and nanoGPT: what is read, how it is split, and what is refused."""
 
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from common.errors import DataError
-from data.tokens import TokenWindows, cached_tokens, token_dtype
+from data.loader import EvalBatches
+from data.tokens import Tokens
 
 
-def test_a_sample_is_seq_len_tokens_and_its_targets_are_the_tokens_that_follow():
-    source = TokenWindows(np.arange(11, dtype=np.uint16), seq_len=5)
-    assert len(source) == 2
-    inputs, targets = source.read(np.array([1, 0]), epoch=0)
-    assert inputs.tolist() == [[5, 6, 7, 8, 9], [0, 1, 2, 3, 4]]
-    assert targets.tolist() == [[6, 7, 8, 9, 10], [1, 2, 3, 4, 5]]
-    assert str(inputs.dtype) == str(targets.dtype) == "torch.int64"
+def write_llmc(path: Path, tokens, magic=20240520, version=1, says=None, dtype="<u2") -> Path:
+    """As dev/data/data_common.py of llm.c writes it."""
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, version, len(tokens) if says is None else says
+    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype=dtype).tobytes())
+    return path
 
 
-@pytest.mark.parametrize("tokens, samples", [(6, 1), (10, 1), (11, 2)])
-def test_a_sample_needs_one_token_more_than_seq_len(tokens, samples):
-    assert len(TokenWindows(np.zeros(tokens, np.uint16), seq_len=5)) == samples
+@pytest.fixture
+def tokens_of(prepared):
+    return lambda root, **options: prepared(Tokens, root, **{"seq_len": 4} | options)
 
 
-def test_less_than_one_sample_is_an_error_with_the_numbers():
-    with pytest.raises(DataError, match="has 5 tokens.*seq_len=5 needs 6"):
-        TokenWindows(np.zeros(5, np.uint16), seq_len=5)
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "shards").mkdir()
+    return tmp_path / "shards"
 
 
-@pytest.mark.parametrize("vocab_size, dtype", [(50257, "uint16"), (65536, "uint16"), (65537, "uint32")])
-def test_the_file_is_as_wide_as_the_vocabulary_needs(tmp_path, vocab_size, dtype):
-    assert token_dtype(vocab_size) == dtype
-    top = np.array([0, vocab_size - 1])
-    files = cached_tokens(tmp_path, "key", lambda _: (vocab_size, {"train": [top, top]}))
-    assert files["train"].name == f"train.{dtype}"
-    inputs, _ = TokenWindows(files["train"], 3).read(np.array([0]), epoch=0)
-    assert inputs.tolist() == [[0, vocab_size - 1, 0]]
+def test_a_folder_of_llmcs_shards_is_split_by_their_names(folder, tokens_of):
+    write_llmc(folder / "fineweb_val_000000.bin", range(1000, 1010))
+    write_llmc(folder / "fineweb_train_000001.bin", range(11))
+    write_llmc(folder / "fineweb_train_000002.bin", range(100, 114))
+    (folder / "README.md").write_text("not a shard")
+    data = tokens_of(folder)
+    assert (len(data.train), len(data.valid), data.test) == (2 + 3, 2, None)
+    inputs, targets = data.train.read(np.array([4, 0, 2, 1]), 0)
+    assert inputs[:, 0].tolist() == [108, 0, 100, 4]
+    assert targets.tolist()[0] == [109, 110, 111, 112]
+    assert (data.vocab_size, data.seq_len) == (50257, 4)
+    assert "train 25 tokens (5 samples), valid 10 tokens (2 samples)" in data.description
 
 
-def test_a_truncated_token_file_is_built_again(tmp_path):
-    def build():
-        return cached_tokens(tmp_path, "key", lambda _: (100, {"train": [np.arange(50)]}))["train"]
+def test_a_window_never_crosses_from_one_shard_to_the_next(folder, tokens_of):
+    for i in range(5):
+        write_llmc(folder / f"train_{i}.bin", [i] * (7 + i))
+    data = tokens_of(folder, seq_len=3)
+    inputs, targets = data.train.read(np.arange(len(data.train)), 0)
+    assert (inputs == inputs[:, :1]).all() and (targets == inputs).all()
+    assert len(data.train) == sum((7 + i - 1) // 3 for i in range(5))
+    assert sum(int(batch.weights.sum()) for batch in EvalBatches(data.train, 4)) == len(data.train)
 
-    with open(build(), "r+b") as file:
-        file.truncate(20)
-    assert build().stat().st_size == 100
+
+@pytest.mark.parametrize("name", ["train.bin", "anything"])
+def test_one_file_is_cut_90_5_5(tmp_path, tokens_of, name):
+    write_llmc(tmp_path / name, np.arange(1000))
+    data = tokens_of(tmp_path / name, seq_len=9)
+    starts = [int(part.read(np.array([0]), 0)[0][0, 0]) for part in (data.train, data.valid, data.test)]
+    assert starts == [0, 900, 950] and len(data.train) == 899 // 9
 
 
-def test_a_started_process_gets_the_path_and_not_the_tokens(tmp_path):
-    files = cached_tokens(tmp_path, "key", lambda _: (50257, {"train": [np.arange(50_000)]}))
-    sent = pickle.dumps(TokenWindows(files["train"], 100))
-    assert len(sent) < 1000
-    assert pickle.loads(sent).read(np.array([3]), 0)[0][0, 0] == 300
+def test_nanogpts_files_are_read_where_the_format_is_named(folder, tokens_of):
+    for name in ("train.bin", "val.bin"):
+        np.arange(100, dtype="<u2").tofile(folder / name)
+    with pytest.raises(DataError, match=r"train.bin does not start with llm.c's header.*data.format=nanogpt"):
+        tokens_of(folder)
+    data = tokens_of(folder, format="nanogpt")
+    assert (len(data.train), len(data.valid)) == (24, 24)
+    assert data.train.read(np.array([1]), 0)[0].tolist() == [[4, 5, 6, 7]]
+
+
+@pytest.fixture
+def refuse(folder, tokens_of, cache):
+    def check(message: str, **options) -> None:
+        """With the file's name, and with nothing left in the cache."""
+        with pytest.raises(DataError, match=message) as caught:
+            tokens_of(folder, **options)
+        assert "train_000.bin" in str(caught.value)
+        assert not cache.exists() or not [path for path in cache.iterdir() if path.is_dir()]
+
+    return check
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"says": 101}, "truncated: its header says 101 tokens, .* 1,226 bytes, and it has 1,224"),
+        ({"says": 99}, "has bytes after its tokens.* 99 tokens"),
+        ({"says": 0}, "is empty"),
+        ({"version": 2}, "version 2 .* only version 1"),
+        ({"magic": 20240801, "version": 7, "dtype": "<u4"}, "32-bit tokens of Llama 3"),
+        ({"magic": 20240522}, "multiple-choice"),
+        ({"magic": 1234}, "20240520, not 1234.*data.format=nanogpt"),
+    ],
+)
+def test_a_shard_whose_header_is_not_right_is_refused(folder, refuse, options, message):
+    write_llmc(folder / "train_000.bin", range(100), **options)
+    refuse(message)
+
+
+@pytest.mark.parametrize(
+    "keep, format, message",
+    [
+        (0, "auto", "is empty"),
+        (0, "llmc", "is empty"),
+        (0, "nanogpt", "is empty"),
+        (500, "auto", "is truncated"),
+        (101, "nanogpt", "101 bytes, an odd number"),
+        (1224, "nanogpt", "leave data.format out"),
+    ],
+)
+def test_a_file_that_is_cut_or_not_of_the_format_is_refused(folder, refuse, keep, format, message):
+    path = write_llmc(folder / "train_000.bin", range(100))
+    path.write_bytes(path.read_bytes()[:keep] if keep != 101 else bytes(101))
+    refuse(message, format=format)
+
+
+def test_a_token_outside_the_vocabulary_is_named_with_its_place(folder, tokens_of, refuse, monkeypatch):
+    monkeypatch.setattr("data.tokens._BLOCK_TOKENS", 7)
+    write_llmc(folder / "train_000.bin", [*range(40), 50257, *range(40)])
+    refuse("token 40 is 50,257, outside a vocabulary of data.vocab_size=50,257")
+    assert len(tokens_of(folder, vocab_size=50258).train) == 20
+
+
+def test_tokens_are_looked_at_once_and_again_when_a_file_changes(folder, tokens_of, monkeypatch):
+    write_llmc(folder / "train_000.bin", range(100))
+    tokens_of(folder)
+    with monkeypatch.context() as patched:
+        patched.setattr("data.tokens.check_tokens", lambda *_: pytest.fail("looked at a second time"))
+        tokens_of(folder)
+    write_llmc(folder / "train_000.bin", [60_000] * 101)
+    with pytest.raises(DataError, match="60,000"):
+        tokens_of(folder)
+
+
+@pytest.mark.parametrize("name, tokens", [("train.bin", 4), ("val.bin", 100)])
+def test_nothing_to_train_on_is_an_error_with_the_numbers(folder, tokens_of, name, tokens):
+    write_llmc(folder / name, range(tokens))
+    with pytest.raises(DataError, match="no sample to train on.*5 tokens for one sample of data.seq_len=4"):
+        tokens_of(folder)
+
+
+def test_a_missing_root_and_a_folder_without_shards_are_errors_that_name_them(tmp_path, tokens_of):
+    with pytest.raises(DataError, match="data.root=FILE_OR_FOLDER"):
+        Tokens()
+    with pytest.raises(DataError, match=f"data.root={tmp_path}/nowhere does not exist"):
+        tokens_of(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=rf"data.root={tmp_path} holds no file named \*.bin"):
+        tokens_of(tmp_path)
+
+
+def test_a_spawned_process_gets_the_paths_and_not_the_tokens(folder, tokens_of):
+    write_llmc(folder / "train_000.bin", np.arange(50_000))
+    sent = pickle.dumps(tokens_of(folder).train)
+    assert len(sent) < 2000
+    assert pickle.loads(sent).read(np.array([3]), 0)[0].tolist() == [[12, 13, 14, 15]]

@@ -6,20 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.errors import DataError
 from data import documents
 from data.documents import whole_file
-from data.text import Stdlib, Text
+from data.stdlib import Stdlib
+from data.text import Text
 from data.wikitext2 import WikiText2
 from data.words import basic_english, choose_words, count_words, encode_words
 
-WIKITEXT2 = Path(__file__).parents[2] / ".." / "shared" / "data" / "wikitext-2"
 
-
-def words_of(root: Path, tmp_path: Path, **options) -> Text:
-    data = Text(str(root), options.pop("seq_len", 2), str(tmp_path / "cache"), vocabulary="words", **options)
-    data.prepare()
-    return data
+@pytest.fixture
+def words_of(prepared):
+    return lambda root, **options: prepared(Text, root, **{"seq_len": 2, "vocabulary": "words"} | options)
 
 
 def tokens_of(source) -> list[int]:
@@ -48,10 +45,12 @@ def test_the_vocabulary_goes_by_frequency_then_by_the_alphabet_and_starts_with_u
 
 def test_only_the_training_split_makes_the_vocabulary_and_other_words_are_unk(tmp_path):
     (tmp_path / "text").write_text("one two\n" * 93 + "one six\n" * 7)
-    data = words_of(tmp_path / "text", tmp_path, min_frequency=1)
-    assert data.words == ["<unk>", "one", "two"] and data.vocab_size == 3
+    data = Text(str(tmp_path / "text"), cache_dir=str(tmp_path), seq_len=2, vocabulary="words", min_frequency=1)
+    assert data.vocab_size is None and data.vocabulary.words is None, "the text decides"
+    data.prepare()
+    assert data.vocabulary.words == ["<unk>", "one", "two"] and data.vocab_size == 3
     assert set(tokens_of(data.train)) == {1, 2} and set(tokens_of(data.test)) == {0, 1}
-    assert data.decode(tokens_of(data.test)[:2]) == "one <unk>"
+    assert data.vocabulary.decode(tokens_of(data.test)[:2]) == "one <unk>"
     assert "3 words: train 182 tokens" in data.description
 
 
@@ -77,64 +76,39 @@ def test_reading_in_pieces_does_not_change_the_words(tmp_path, monkeypatch):
     assert [words[token] for token in tokens] == basic_english(text)
 
 
-def test_the_number_of_words_is_unknown_before_the_text_is_read(tmp_path):
-    (tmp_path / "text").write_text("some words\n" * 100)
-    data = Text(str(tmp_path / "text"), 2, str(tmp_path / "cache"), vocabulary="words")
-    assert data.vocab_size is None and data.words is None
-    data.prepare()
-    assert data.vocab_size == 3 and data.words[0] == "<unk>"
-
-
-def test_words_are_counted_once_and_again_for_another_frequency_or_size(tmp_path, monkeypatch):
+def test_words_are_counted_once_and_again_for_another_frequency_or_size(tmp_path, words_of, monkeypatch):
     (tmp_path / "text").write_text("a b\n" * 50 + "c\n" + "a b\n" * 50)
-    assert words_of(tmp_path / "text", tmp_path).words == ["<unk>", "a", "b"]
-    assert words_of(tmp_path / "text", tmp_path, min_frequency=1).words == ["<unk>", "a", "b", "c"]
-    assert words_of(tmp_path / "text", tmp_path, max_vocabulary=2).words == ["<unk>", "a"]
+    assert words_of(tmp_path / "text").vocabulary.words == ["<unk>", "a", "b"]
+    assert words_of(tmp_path / "text", min_frequency=1).vocabulary.words == ["<unk>", "a", "b", "c"]
+    assert words_of(tmp_path / "text", max_vocabulary=2).vocabulary.words == ["<unk>", "a"]
     monkeypatch.setattr("data.words.count_words", lambda _: pytest.fail("counted a second time"))
-    assert words_of(tmp_path / "text", tmp_path).words == ["<unk>", "a", "b"]
+    assert words_of(tmp_path / "text").vocabulary.words == ["<unk>", "a", "b"]
 
 
-def test_a_damaged_vocabulary_is_built_again(tmp_path):
+def test_a_damaged_vocabulary_is_built_again(tmp_path, words_of):
     (tmp_path / "text").write_text("some words\n" * 100)
-    words_of(tmp_path / "text", tmp_path)
+    words_of(tmp_path / "text")
     [file] = (tmp_path / "cache").glob("*/vocabulary.txt")
     file.write_text("<unk>\nso")
-    assert words_of(tmp_path / "text", tmp_path).words == ["<unk>", "some", "words"]
+    assert words_of(tmp_path / "text").vocabulary.words == ["<unk>", "some", "words"]
 
 
-def test_the_standard_library_as_words_leaves_out_rare_ones(tmp_path):
-    data = Stdlib(64, str(tmp_path), vocabulary="words")
-    data.prepare()
-    assert data.words[0] == "<unk>" and "self" in data.words[:20]
+@pytest.mark.slow
+def test_the_standard_library_as_words_leaves_out_rare_ones(prepared):
+    data = prepared(Stdlib, seq_len=64, vocabulary="words")
+    assert data.vocabulary.words[0] == "<unk>" and "self" in data.vocabulary.words[:20]
     tokens = np.bincount(tokens_of(data.train), minlength=data.vocab_size)
     assert 5_000 < data.vocab_size < 40_000
     assert tokens[0] / tokens.sum() < 0.1
 
 
-@pytest.mark.parametrize(
-    "bad, message",
-    [
-        ({"vocabulary": "letters"}, "data.vocabulary=letters is not one of gpt2, words"),
-        ({"vocabulary": "words", "min_frequency": 0}, "data.min_frequency=0"),
-        ({"vocabulary": "words", "max_vocabulary": 1}, "data.max_vocabulary=1"),
-        ({"min_frequency": 3}, "data.min_frequency=3.*data.vocabulary=words"),
-        ({"max_vocabulary": 99}, "data.max_vocabulary=99.*data.vocabulary=words"),
-        ({"batchify": True}, "data.batchify=true needs data.columns"),
-    ],
-)
-def test_senseless_choices_are_errors_that_name_the_key(bad, message):
-    with pytest.raises(DataError, match=message):
-        Stdlib(**bad)
-
-
-@pytest.mark.skipif(not WIKITEXT2.is_dir(), reason="the WikiText-2 files are not in ../shared/data/wikitext-2")
-def test_the_real_wikitext2_has_its_published_words(tmp_path):
-    data = WikiText2(str(WIKITEXT2), 35, str(tmp_path), vocabulary="words", batchify=True, columns=20)
-    data.prepare()
-    assert data.vocab_size == len(set(data.words)) == 28_782
-    assert data.words[:6] == ["<unk>", "the", ",", ".", "of", "and"]
+def test_the_real_wikitext2_has_its_published_words(prepared, published):
+    options = {"seq_len": 35, "vocabulary": "words", "batchify": True, "columns": 20}
+    data = prepared(WikiText2, published("wikitext-2"), **options)
+    assert data.vocab_size == len(set(data.vocabulary.words)) == 28_782
+    assert data.vocabulary.words[:6] == ["<unk>", "the", ",", ".", "of", "and"]
     for part in ("train 2,049,990 tokens", "valid 214,417 tokens", "test 241,859 tokens"):
         assert part in data.description
     assert len(data.train) == 20 * ((2_049_990 // 20 - 1) // 35)
     first = data.train.read(np.array([0]), 0)[0][0].tolist()
-    assert data.decode(first).startswith("= valkyria chronicles iii = senjō no valkyria 3 <unk> chronicles (")
+    assert data.vocabulary.decode(first).startswith("= valkyria chronicles iii = senjō no valkyria 3 <unk> chr")

@@ -96,7 +96,7 @@ def test_a_wrong_type_in_any_section_is_refused():
 
 def test_gpt2_brings_a_data_set_an_optimizer_and_a_schedule_by_itself():
     cfg = compose("model=gpt2")
-    assert cfg.data._target_ == "data.text.Stdlib"
+    assert cfg.data._target_ == "data.stdlib.Stdlib"
     assert cfg.optim._target_ == "torch.optim.AdamW"
     assert cfg.scheduler._target_ == "training.optimizer.CosineWarmup"
     assert cfg.train.grad_clip == 1.0
@@ -104,7 +104,7 @@ def test_gpt2_brings_a_data_set_an_optimizer_and_a_schedule_by_itself():
 
 def test_the_toy_model_brings_its_own():
     cfg = compose()
-    assert (cfg.model.name, cfg.data._target_) == ("toy", "data.regression.RandomRegression")
+    assert (cfg.model.name, cfg.data._target_) == ("toy", "data.random_regression.RandomRegression")
     assert (cfg.optim._target_, cfg.scheduler._target_) == ("torch.optim.SGD", "training.optimizer.Constant")
 
 
@@ -112,7 +112,7 @@ def test_the_toy_model_brings_its_own():
     "model, data, optim",
     [
         ("resnet50", "data.random_images.RandomImages", "torch.optim.SGD"),
-        ("transformer", "data.text.Stdlib", "torch.optim.AdamW"),
+        ("transformer", "data.stdlib.Stdlib", "torch.optim.AdamW"),
         ("classifier", "data.digits.Digits", "torch.optim.Adam"),
         ("convnet", "data.digits.Digits", "torch.optim.Adam"),
     ],

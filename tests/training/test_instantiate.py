@@ -111,7 +111,7 @@ def test_allowed_targets_are_built_with_further_arguments():
 
 def test_a_users_mistake_comes_out_of_a_constructor_as_it_is():
     with pytest.raises(DataError) as error:
-        instantiate({"_target_": "data.regression.RandomRegression", "samples": 0})
+        instantiate({"_target_": "data.random_regression.RandomRegression", "samples": 0})
     assert str(error.value) == "data.samples=0: it must be at least 1"
     assert error.value.__cause__ is None
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from common.errors import TrainingError
-from data.extra_tokens import parse_extra_tokens
 from data.huggingface_tokenizer import added_tokens
+from data.vocabulary import parse_extra_tokens
 from models.chain import Chain
 from models.huggingface import PREFIX, pad
 from parallel.strategy import Strategy

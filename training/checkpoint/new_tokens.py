@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.errors import TrainingError
-from data.extra_tokens import parse_extra_tokens
-from data.vocabulary import GPT2_VOCAB_SIZE, gpt2
+from data.vocabulary import GPT2_VOCAB_SIZE, gpt2, parse_extra_tokens
 from models.chain import Chain
 from models.new_rows import fill_new_rows
 from parallel.strategy import Strategy

@@ -1,4 +1,4 @@
-"""Tokens that a run adds to GPT-2's vocabulary."""
+"""GPT-2's vocabulary, and the tokens that a run adds to it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from common.errors import DataError
-from data.extra_tokens import parse_extra_tokens
+from data import vocabulary as vocabulary_module
 from data.jsonl import Jsonl
-from data.shards import Tokens
 from data.text import Text
-from data.vocabulary import GPT2Vocabulary, gpt2
+from data.tokens import Tokens
+from data.vocabulary import END_OF_TEXT, GPT2Vocabulary, gpt2, parse_extra_tokens
 
 EXTRA = {"<a>": "start of an entity", "<b>": None}
 
@@ -25,57 +25,60 @@ def text(tmp_path):
 
 
 def first(data, count):
-    data.prepare()
     return data.train.read(np.array([0]), 0)[0][0, :count].tolist()
 
 
-def test_they_stand_behind_gpt2s_own_tokens_in_their_order():
+def test_the_vocabulary_is_gpt2s():
+    assert gpt2().n_vocab == 50257
+    assert gpt2().encode_ordinary("Hello, I'm a language model,") == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
+    assert gpt2().decode([END_OF_TEXT]) == "<|endoftext|>"
+
+
+def test_a_vocabulary_file_that_is_not_the_published_one_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "encoder.json").write_text("{}")
+    monkeypatch.setattr(vocabulary_module, "_find", lambda name: tmp_path / "encoder.json")
+    vocabulary_module._encoding.cache_clear()
+    with pytest.raises(DataError, match="sha256.*pip install"):
+        gpt2()
+
+
+def test_extra_tokens_stand_behind_gpt2s_own_in_their_order():
     vocabulary = GPT2Vocabulary(EXTRA)
     assert vocabulary.size == 50259
     (tokens,) = vocabulary.encode_texts(["say <a>Berlin<b>"])
     assert tokens == [*gpt2().encode_ordinary("say "), 50257, *gpt2().encode_ordinary("Berlin"), 50258]
     assert vocabulary.decode(tokens) == "say <a>Berlin<b>"
+    (tokens,) = vocabulary.encode_texts(["<|endoftext|><a>"])
+    assert 50256 not in tokens and tokens[-1] == 50257, "text that looks like the end of a document is text"
 
 
-def test_a_text_is_encoded_with_each_as_a_single_token(text, tmp_path):
-    data = Text(str(text), seq_len=16, cache_dir=str(tmp_path / "cache"), extra_tokens=EXTRA)
-    tokens = first(data, 16)
-    assert data.vocab_size == 50259
-    assert data.decode(tokens).startswith("One <a>Berlin<b> two.\nOne <a>")
-    assert tokens.count(50257) == tokens.count(50258) == 2
-    assert "GPT-2 tokens and 2 of this run's own" in data.description
-
-
-def test_without_them_the_same_text_keeps_its_tokens_and_its_cache(text, tmp_path):
-    cache = tmp_path / "cache"
-    plain = first(Text(str(text), seq_len=16, cache_dir=str(cache)), 16)
+def test_a_text_is_encoded_with_each_as_one_token_and_without_them_keeps_its_tokens_and_cache(text, prepared, cache):
+    plain = first(prepared(Text, text, seq_len=16), 16)
     before = {path.name for path in cache.iterdir()}
-    grown = first(Text(str(text), seq_len=16, cache_dir=str(cache), extra_tokens=EXTRA), 16)
-    assert max(plain) < 50257 and plain != grown
-    assert first(Text(str(text), seq_len=16, cache_dir=str(cache), extra_tokens={}), 16) == plain
+    data = prepared(Text, text, seq_len=16, extra_tokens=EXTRA)
+    tokens = first(data, 16)
+    assert data.vocabulary.decode(tokens).startswith("One <a>Berlin<b> two.\nOne <a>")
+    assert tokens.count(50257) == tokens.count(50258) == 2 and max(plain) < 50257
+    assert data.vocab_size == 50259 and "GPT-2 tokens and 2 of this run's own" in data.description
+    assert first(prepared(Text, text, seq_len=16, extra_tokens={}), 16) == plain
     assert len({path.name for path in cache.iterdir()} - before) == 2, "a folder of its own, and its lock"
 
 
-def test_text_that_looks_like_the_end_of_a_document_is_still_the_text_that_it_is():
-    (tokens,) = GPT2Vocabulary(EXTRA).encode_texts(["<|endoftext|><a>"])
-    assert 50256 not in tokens and tokens[-1] == 50257
-
-
-def test_rows_of_json_have_them_too(tmp_path):
+def test_rows_of_json_have_them_too(tmp_path, prepared):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"text": f"{i} <b>"}) + "\n" for i in range(40)))
-    data = Jsonl(str(path), seq_len=8, cache_dir=str(tmp_path / "cache"), extra_tokens=EXTRA, bucket_by_length=True)
+    data = prepared(Jsonl, path, seq_len=8, extra_tokens=EXTRA, bucket_by_length=True)
     assert 50258 in first(data, 4)
     assert data.vocab_size == 50259
 
 
-def test_shards_of_tokens_may_hold_them(tmp_path):
+def test_shards_of_tokens_may_hold_them(tmp_path, prepared):
     path = tmp_path / "train.bin"
     np.full(100, 50258, dtype="<u2").tofile(path)
-    options = {"seq_len": 4, "format": "nanogpt", "cache_dir": str(tmp_path / "cache")}
-    assert first(Tokens(str(path), extra_tokens=EXTRA, **options), 4) == [50258] * 4
+    options = {"seq_len": 4, "format": "nanogpt"}
+    assert first(prepared(Tokens, path, extra_tokens=EXTRA, **options), 4) == [50258] * 4
     with pytest.raises(DataError, match="token 0 is 50,258"):
-        first(Tokens(str(path), **options), 4)
+        prepared(Tokens, path, **options)
 
 
 def test_the_command_lines_json_and_a_mapping_are_the_same():

@@ -5,15 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from common.errors import DataError
-from data.dataset import DataSet
-from data.source import InMemory
+from data.dataset import DataSet, InMemory
 
 
 class RandomRegression(DataSet):
-    """y = W x + noise; x is standard normal, and so is W but for a factor that gives W x the variance 1.
+    """y = W x + noise, where x is standard normal and W random, scaled so that W x has the variance 1.
 
-    Made from the seed by numpy's generator, whose stream does not depend on the machine, and held in memory
-    as fp32. The best mean squared error that any model can reach is noise**2.
+    Made from the seed by numpy's generator, which gives the same numbers on every machine, and held in memory as fp32.
+    The best mean squared error that any model can reach is noise**2.
     """
 
     def __init__(
@@ -26,10 +25,19 @@ class RandomRegression(DataSet):
         num_workers: int = 0,
         cache_dir: str | None = None,
     ):
-        """samples: how many to train on; valid and test hold a tenth of that each, at least one.
+        """Checks the arguments.
 
-        noise: standard deviation of the noise. cache_dir: not needed, taken so that all data sets take it.
-        Raises DataError for a number of samples or features below 1, a negative noise or a negative seed.
+        Args:
+            samples: To train on; a tenth as many each to validate and to test, at least one.
+            in_features: Numbers in x.
+            out_features: Numbers in y.
+            noise: The standard deviation of the noise.
+            seed: Of the teacher and the samples; the run's seed.
+            num_workers: Processes that read ahead; 0: one thread.
+            cache_dir: Not used: nothing is written.
+
+        Raises:
+            DataError: A number is out of range.
         """
         super().__init__(num_workers)
         sizes = {"samples": samples, "in_features": in_features, "out_features": out_features}

@@ -1,0 +1,245 @@
+"""Tokens on the disk, one memory-mapped file of integers per split, and the samples cut from them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.errors import DataError
+from data.cache import cached_folder
+from data.dataset import Source
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SIZES = "tokens.json"
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Returns the smaller of uint16 and uint32 that holds every token of the vocabulary."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+def cached_tokens(
+    cache_dir: str | os.PathLike | None,
+    name: str,
+    encode: Callable[[Path], tuple[int, Mapping[str, Iterable[np.ndarray]]]],
+) -> dict[str, Path]:
+    """Returns the token file of each split, written by the first process that asks for it (see data.cache).
+
+    The files are raw integers in this machine's byte order; their suffix (.uint16, .uint32) is their dtype.
+
+    Args:
+        cache_dir: See data.cache.cached_folder.
+        name: Names the content: it carries a hash of the text, the vocabulary and the format of the cache.
+        encode: Gives the size of the vocabulary, and each split's tokens as arrays, which are written as they come. It
+            may write files of its own into the folder that it is given.
+
+    Raises:
+        DataError: The cache cannot be written, or another process takes too long to build it.
+    """
+
+    def build(folder: Path) -> None:
+        vocab_size, splits = encode(folder)
+        dtype = token_dtype(vocab_size)
+        for split, arrays in splits.items():
+            with open(folder / f"{split}.{dtype}", "wb") as file:
+                for array in arrays:
+                    file.write(array.astype(dtype).tobytes())
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+        (folder / _SIZES).write_text(json.dumps(sizes))
+
+    def intact(folder: Path) -> bool:
+        try:
+            sizes = json.loads((folder / _SIZES).read_text())
+            return all((folder / name).stat().st_size == size for name, size in sizes.items())
+        except (OSError, ValueError):
+            return False
+
+    folder = cached_folder(cache_dir, name, build, intact)
+    return {path.stem: path for path in folder.glob("*.uint*")}
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """Tokens in a part of a file.
+
+    Attributes:
+        path: The file.
+        dtype: Of the tokens, as numpy names it.
+        offset: The first token's place, in bytes.
+        count: The number of tokens.
+    """
+
+    path: Path
+    dtype: str
+    offset: int
+    count: int
+
+    @classmethod
+    def whole(cls, path: str | os.PathLike) -> TokenFile:
+        """Returns all tokens of a file that cached_tokens wrote."""
+        path = Path(path)
+        return cls(path, path.suffix[1:], 0, count_tokens(path))
+
+    def map(self) -> np.ndarray:
+        """Returns the tokens memory-mapped: read from the disk when they are used."""
+        return np.memmap(self.path, self.dtype, "r", self.offset, (self.count,))
+
+
+def count_tokens(path: Path) -> int:
+    """Returns the number of tokens in a file that cached_tokens wrote."""
+    return path.stat().st_size // np.dtype(path.suffix[1:]).itemsize
+
+
+class TokenWindows(Source):
+    """Language-model samples of T = seq_len tokens, cut one after the other from a sequence of n tokens.
+
+    Sample i has inputs tokens[i*T : i*T + T] and as targets the token that follows each. So there are (n - 1) // T
+    samples, and every token but the first and a remainder at the end is predicted exactly once.
+    """
+
+    def __init__(self, tokens: str | os.PathLike | TokenFile | np.ndarray, seq_len: int):
+        """Maps the tokens where they are in a file.
+
+        Args:
+            tokens: A file whose suffix is its dtype (train.uint16), a TokenFile, or a one-dimensional array.
+            seq_len: Tokens per sample.
+
+        Raises:
+            DataError: There are fewer than seq_len + 1 tokens.
+        """
+        self.seq_len = seq_len
+        if isinstance(tokens, np.ndarray):
+            self.file, self.tokens = None, tokens
+        else:
+            self.file = tokens if isinstance(tokens, TokenFile) else TokenFile.whole(tokens)
+        count = len(tokens) if self.file is None else self.file.count
+        if count <= seq_len:
+            raise DataError(
+                f"{self.origin} has {count} tokens; one sample of data.seq_len={seq_len} needs {seq_len + 1}. "
+                "Lower data.seq_len or give more text"
+            )
+        if self.file is not None:  # only now: an empty file cannot be mapped
+            self.tokens = self.file.map()
+
+    @property
+    def origin(self) -> str:
+        """Where the tokens come from, for messages."""
+        return str(self.file.path) if self.file is not None else "the data"
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.seq_len
+
+    def starts(self, indices: np.ndarray) -> np.ndarray:
+        """Returns the position of each sample's first token, int64 [b]."""
+        return indices * self.seq_len
+
+    def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
+        """Returns inputs and targets, both int64 [b, seq_len]."""
+        import torch
+
+        starts = self.starts(np.asarray(indices, dtype=np.int64))
+        windows = self.tokens[starts[:, None] + np.arange(self.seq_len + 1)].astype(np.int64)
+        samples = torch.from_numpy(windows)
+        # Not two views: pinning and sending a view would copy the other's tokens as well.
+        return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+
+    def __getstate__(self) -> dict:
+        # A loader process that is not forked maps the file again; pickling the map would copy all tokens.
+        return self.__dict__ | ({"tokens": None} if self.file is not None else {})
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        if self.file is not None:
+            self.tokens = self.file.map()
+
+
+class ColumnWindows(TokenWindows):
+    """Samples of T = seq_len tokens from C columns: the text as C equal, contiguous parts of L tokens.
+
+    Sample w*C + c is window w of column c: its inputs are tokens[c*L + w*T : c*L + w*T + T], its targets the token
+    that follows each. A column has (L - 1) // T windows; a remainder at its end is left out. Taken in order in global
+    batches of C, batch w continues each column where batch w - 1 ended, and the replicas share the columns.
+
+    Source: batchify and get_batch in PyTorch's tutorial "Language Modeling with nn.Transformer".
+    """
+
+    ordered = True
+
+    def __init__(self, tokens: str | os.PathLike | TokenFile | np.ndarray, columns: int, seq_len: int):
+        """Maps the tokens where they are in a file.
+
+        Args:
+            tokens: See TokenWindows.
+            columns: The number of columns, which is the global batch size.
+            seq_len: Tokens per sample.
+
+        Raises:
+            DataError: A column has fewer than seq_len + 1 tokens, or ``columns`` is not positive.
+        """
+        if columns < 1:
+            raise DataError(f"data.columns={columns}: a text is cut into at least 1 column")
+        super().__init__(tokens, seq_len)
+        self.columns = columns
+        if self.column_length <= seq_len:
+            raise DataError(
+                f"{self.origin} has {len(self.tokens):,} tokens, {self.column_length:,} in each of "
+                f"data.columns={columns}; one sample of data.seq_len={seq_len} needs {seq_len + 1}. Lower "
+                "data.seq_len or data.columns (by default train.global_batch_size), or give more text"
+            )
+
+    @property
+    def column_length(self) -> int:
+        """Tokens in each column."""
+        return len(self.tokens) // self.columns
+
+    def __len__(self) -> int:
+        return self.columns * ((self.column_length - 1) // self.seq_len)
+
+    def starts(self, indices: np.ndarray) -> np.ndarray:
+        """See TokenWindows."""
+        window, column = np.divmod(indices, self.columns)
+        return column * self.column_length + window * self.seq_len
+
+    def check_batch(self, global_batch_size: int) -> None:
+        """Raises DataError unless the global batch has one sample of each column."""
+        if global_batch_size != self.columns:
+            raise DataError(
+                f"data.batchify=true reads data.columns={self.columns} columns side by side, and "
+                f"train.global_batch_size={global_batch_size} must be the same number; leave data.columns out "
+                "and it is"
+            )
+
+
+class Concatenated(Source):
+    """The samples of some sources, one source after the other."""
+
+    def __init__(self, sources: Sequence[Source]):
+        self.sources = list(sources)
+        self.ends = np.cumsum([len(source) for source in self.sources])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
+        """See Source."""
+        import torch
+
+        indices = np.asarray(indices, dtype=np.int64)
+        numbers = np.searchsorted(self.ends, indices, side="right")
+        order, parts = [], []
+        for number in np.unique(numbers):
+            mine = np.flatnonzero(numbers == number)
+            source = self.sources[number]
+            order.append(mine)
+            parts.append(source.read(indices[mine] - (self.ends[number] - len(source)), epoch))
+        back = torch.from_numpy(np.argsort(np.concatenate(order)))
+        inputs, targets = (torch.cat(tensors)[back] for tensors in zip(*parts, strict=True))
+        return inputs, targets

@@ -1,0 +1,44 @@
+"""The regression problem with a known answer."""
+
+import numpy as np
+import pytest
+import torch
+
+from data.random_regression import RandomRegression
+
+
+@pytest.fixture
+def drawn(prepared):
+    return lambda **options: prepared(RandomRegression, **options)
+
+
+def teacher_of(data) -> torch.Tensor:
+    return torch.linalg.lstsq(data.train.inputs, data.train.targets).solution
+
+
+def test_the_seed_decides_the_data(drawn):
+    one, same, other = (drawn(samples=50, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(one.train.inputs, same.train.inputs) and torch.equal(one.test.targets, same.test.targets)
+    assert not torch.equal(one.train.inputs, other.train.inputs)
+
+
+def test_the_splits_share_the_teacher_and_not_the_samples(drawn):
+    data = drawn(samples=1000, noise=0.0)
+    assert (len(data.train), len(data.valid), len(data.test)) == (1000, 100, 100)
+    teacher = teacher_of(data)
+    for split in (data.valid, data.test):
+        assert torch.allclose(split.inputs @ teacher, split.targets, atol=1e-4)
+        assert not torch.equal(split.inputs, data.train.inputs[:100])
+
+
+def test_the_best_error_is_the_noise_squared(drawn):
+    data = drawn(samples=20_000, noise=0.5)
+    teacher = teacher_of(data)
+    error = (data.valid.inputs @ teacher - data.valid.targets).square().mean()
+    assert abs(float(error) - 0.25) < 0.02
+
+
+def test_samples_have_the_shapes_asked_for(drawn):
+    data = drawn(samples=20, in_features=3, out_features=2)
+    inputs, targets = data.train.read(np.array([4, 1]), epoch=0)
+    assert inputs.shape == (2, 3) and targets.shape == (2, 2) and inputs.dtype == torch.float32
