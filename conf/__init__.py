@@ -1,0 +1,27 @@
+"""The configuration: Hydra's groups as YAML files, and the schemas that they are checked against.
+
+An option of a group is a file ``conf/GROUP/OPTION.yaml``. Everything that lists, tests or measures options asks
+``options`` for them, so that a new file is all that a new option needs.
+"""
+
+import textwrap
+from pathlib import Path
+from string import Template
+
+FOLDER = Path(__file__).resolve().parent
+
+
+def options(group: str) -> list[str]:
+    """The names of a group's options, such as ``["classifier", "convnet", ...]`` for ``"model"``, sorted."""
+    return sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
+
+
+def help_page() -> str:
+    """The page that ``python train.py --help`` prints: conf/help.txt with the options of each group."""
+    groups = [path.name for path in FOLDER.iterdir() if path.is_dir() and path.name != "hydra"]
+    page = Template((FOLDER / "help.txt").read_text(encoding="utf-8"))
+    return page.substitute({group: _in_lines(options(group)) for group in groups})
+
+
+def _in_lines(names: list[str], width: int = 100) -> str:
+    return textwrap.fill(" | ".join(names), width, subsequent_indent=" " * 14, break_long_words=False)

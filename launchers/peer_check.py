@@ -1,38 +1,59 @@
-"""Whether the machines of a run can reach each other, asked before it starts and when it has failed."""
+"""Ranks on several machines: whether they can reach each other before the run, and whether all are alive during it.
+
+Each rank listens on a port of its own and keeps it open until it ends or fails. That port alone tells the others how
+the rank is: it accepts connections (the rank runs, or is stopped), it refuses them (the rank has ended or has failed),
+or it does not answer (the network or the machine is down).
+"""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
-import struct
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from common.errors import LaunchError
-from launchers.loopback import LOOPBACK, is_loopback, listen
-from launchers.watch import Watch, say_farewell
-from launchers.world import World, master_address
+from launchers import heartbeat
+from launchers.failure import is_peer_error
+from launchers.interfaces import advice, own_address
+from launchers.loopback import listen
+from launchers.store import connect
+from launchers.world import World
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 _PROBE_S = 5.0
 _POLL_S = 0.05
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_KEEPALIVES = 3
+# After a rank has died: by then srun, an agent or a failed collective has ended this process too, if they noticed.
+_GRACE_S = 10.0
+# After the first rank has given up waiting: those that wait for it in turn fail at once.
+_GIVE_UP_S = 4.0
+_FAREWELL = b"."
+_REFUSED = "connection refused"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is: its machine's name, the address and port at which it can be asked whether it is there."""
+    """Where a rank is.
+
+    Attributes:
+        rank: The rank.
+        leader: Whether it is the first rank of its machine.
+        node: The machine's name.
+        address: The machine's IPv4 address.
+        port: The port on which the rank listens.
+    """
 
     rank: int
-    leader: bool  # the first rank of its machine
+    leader: bool
     node: str
     address: str
     port: int
@@ -40,105 +61,189 @@ class Place:
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.node}, {self.address})"
 
+    @property
+    def machine(self) -> tuple[str, str]:
+        """Equal for ranks on the same machine."""
+        return self.node, self.address
+
+
+@contextmanager
+def rendezvous(
+    world: World, timeout_s: float, give_up: Callable[[LaunchError], None]
+) -> Iterator[tuple[Store | None, list[Place]]]:
+    """Meet the other ranks, and watch them while the block runs.
+
+    Args:
+        world: This rank's world.
+        timeout_s: How long to wait for the others, in seconds.
+        give_up: Called in a thread with the error when a rank or a machine is lost while this rank waits and cannot
+            raise. It must end the process.
+
+    Yields:
+        The store that all ranks share and the places of the ranks, by rank; (None, []) for a single rank.
+
+    Raises:
+        LaunchError: Ranks do not come or machines cannot reach each other; or the block has failed because a
+            connection was lost or a rank stands still. The message names the ranks.
+    """
+    store = connect(world, timeout_s)
+    if store is None:
+        yield None, []
+        return
+    peers, finished = PeerCheck(world, store, timeout_s), True
+    try:
+        peers.watch(give_up)
+        yield store, peers.places
+    except Exception as error:  # not a request to stop, which all ranks follow together
+        finished = False
+        if is_peer_error(error) and (reason := peers.explain()):
+            raise LaunchError(reason) from error
+        raise
+    finally:
+        peers.close(finished)
+
 
 class PeerCheck:
-    """The places of all ranks of ``world``, which must all construct one. ``places`` is by rank.
+    """The places of all ranks, and the connections between them. All ranks must construct one.
 
-    Where several machines take part, one rank of each tries to reach one of each other, through the interface that
-    gloo and NCCL will use: the one that GLOO_SOCKET_IFNAME names, else the one that leads to MASTER_ADDR (then both
-    variables are set to it).
+    One rank of each machine tries to reach one of each other machine, through the interface that gloo and NCCL will
+    use: the one that GLOO_SOCKET_IFNAME names, else the one that leads to MASTER_ADDR (both variables are then set).
 
-    Raises LaunchError, on every rank and within ``timeout_s``, naming the pairs that cannot connect.
+    Args:
+        world: This rank's world.
+        store: The store that all ranks share.
+        timeout_s: How long to wait for the others, in seconds.
+
+    Attributes:
+        places: The place of each rank, by rank.
+
+    Raises:
+        LaunchError: On every rank and within ``timeout_s``, naming the pairs that cannot connect.
     """
 
     def __init__(self, world: World, store: Store, timeout_s: float) -> None:
-        self._world, self._store = world, store
+        self._world, self._store, self._closed = world, store, False
         self._deadline = time.monotonic() + timeout_s
-        self._watches: list[Watch] = []
-        self._listener = listen(_own_address(), 0)
+        self._watched: list[socket.socket] = []
+        self._listener = listen(own_address(), 0)
         address, port = self._listener.getsockname()[:2]
-        mine = [world.rank, world.local_rank == 0, node_name(), address, port]
-        found = self._exchange("place", [mine, timeout_s])
-        self.places = [Place(*place) for place, _ in found]
-        self._patience_s = found[0][1]
+        node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        answers = self._exchange("place", [[world.rank, world.local_rank == 0, node, address, port], timeout_s])
+        self.places = [Place(*place) for place, _ in answers]
+        self._me = self.places[world.rank]
+        self._patience_s = answers[0][1]  # rank 0 knows the configuration
         leaders = [place for place in self.places if place.leader]
         if len(leaders) > 1:
-            me = self.places[world.rank]
-            others = [place for place in leaders if place.rank != world.rank] if me.leader else []
-            patience = min(_PROBE_S, timeout_s / 2)
-            failed = [f"{me} cannot connect to {other}: {why}" for other, why in _probe(others, patience)]
+            others = [place for place in leaders if place != self._me] if self._me.leader else []
+            failed = [
+                f"{self._me} cannot connect to {place}: {why}"
+                for place, why in _probe(others, min(_PROBE_S, timeout_s / 2)).items()
+                if why is not None
+            ]
             if failures := [line for lines in self._exchange("failures", failed) for line in lines]:
-                raise LaunchError("\n".join([*failures, _advice()]))
+                raise LaunchError("\n".join([*failures, advice()]))
 
     def watch(self, give_up: Callable[[LaunchError], None]) -> None:
-        """From now on ``give_up`` is called, in a thread, when the rank after this one dies without a word, or when the
-        next machine has not answered for two thirds of rank 0's ``timeout_s`` (only rank 0 need know it).
+        """Watch the rank after this one and the first rank of the next machine, both in a ring.
 
-        A rank that only waits would learn of neither before its own time is up. Raises LaunchError where this rank
-        cannot connect to one of the two.
+        The connections are idle. The kernels of both machines ask over them whether the other end is alive, however
+        busy the processes are. A rank that only waits would otherwise learn nothing before its own time is up.
+
+        Args:
+            give_up: Called in a thread when a watched rank has died without a word, or when its machine has not
+                answered for two thirds of rank 0's ``timeout_s``.
+
+        Raises:
+            LaunchError: This rank cannot connect to one of the two.
         """
-        me = self.places[self._world.rank]
-        for place in self._next():
-
-            def died(place: Place = place) -> None:
-                error = LaunchError(f"{place} has ended before its work was done, without a word")
-                error.__cause__ = ConnectionResetError()  # what launchers.failure takes for a consequence
-                give_up(error)
-
-            def lost(why: str, place: Place = place) -> None:
-                there = [other for other in self.places if _machine(other) == _machine(place)]
-                give_up(LaunchError(_lost(me, there, why)))
-
-            try:
-                self._watches.append(Watch((place.address, place.port), self._patience_s, died, lost))
-            except OSError as error:
-                why = (error.strerror or str(error)).lower()
-                raise LaunchError(f"{me} cannot connect to {place}: {why}\n{_advice()}") from error
-
-    def _next(self) -> list[Place]:
-        """The rank after this one, and the first rank of the machine after this one, both in a ring."""
-        me = self.places[self._world.rank]
         leaders = [place for place in self.places if place.leader]
-        mine = next(n for n, leader in enumerate(leaders) if _machine(leader) == _machine(me))
-        chosen = self.places[(me.rank + 1) % len(self.places)], leaders[(mine + 1) % len(leaders)]
-        return [place for n, place in enumerate(chosen) if place != me and place not in chosen[:n]]
+        machine = next(n for n, leader in enumerate(leaders) if leader.machine == self._me.machine)
+        ring = {self.places[(self._me.rank + 1) % len(self.places)], leaders[(machine + 1) % len(leaders)]}
+        for place in ring - {self._me}:
+            try:
+                connection = socket.create_connection((place.address, place.port), timeout=self._patience_s)
+            except OSError as error:
+                raise LaunchError(f"{self._me} cannot connect to {place}: {_words(error)}\n{advice()}") from error
+            connection.settimeout(None)
+            _keep_alive(connection, self._patience_s)
+            self._watched.append(connection)
+            threading.Thread(target=self._wait_for_end, args=(connection, place, give_up), daemon=True).start()
 
-    def lost(self) -> str | None:
-        """Which ranks cannot be reached any more, in words; None where all can, or have merely ended."""
-        me = self.places[self._world.rank]
-        others = [place for place in self.places if place.address != me.address]
-        gone = [(place, why) for place, why in _probe(others, _PROBE_S) if "refused" not in why]
-        if not gone:
+    def explain(self) -> str | None:
+        """Find out why this rank has lost a peer, within some seconds. From now on this rank counts as failed.
+
+        Returns:
+            The ranks that cannot be reached any more, or those that still run and have not failed although the others
+            have given up waiting for them, in words; None where there are neither.
+        """
+        self._listener.close()
+        waiting = [place for place in self.places if place != self._me]
+        deadline, pause = time.monotonic() + _GIVE_UP_S, _POLL_S
+        while waiting:
+            answers = _probe(waiting, _PROBE_S)
+            if lost := {place: why for place, why in answers.items() if why not in (None, _REFUSED)}:
+                return self._lost(list(lost), next(iter(lost.values())))
+            waiting = [place for place, why in answers.items() if why is None]
+            if time.monotonic() > deadline:
+                break
+            # Connections wait in the other's queue for ever, so few are made.
+            time.sleep(pause := 2 * pause)
+        if not waiting:
             return None
-        return _lost(me, [place for place, _ in gone], gone[0][1])
-
-    def running(self, ranks: list[int]) -> list[Place]:
-        """Those of ``ranks`` whose processes are there, be they stopped: their ports are still open."""
-        places = [self.places[rank] for rank in ranks if rank != self._world.rank]
-        gone = [place for place, _ in _probe(places, _PROBE_S)]
-        return [place for place in places if place not in gone]
+        step = heartbeat.here().step
+        since = f"since step {step}" if step else "before step 1"
+        return (
+            f"{', '.join(map(str, waiting))} has not moved {since}, and the other ranks have given up waiting "
+            "(parallel.timeout_s): it is stopped, or stuck"
+        )
 
     def close(self, finished: bool = True) -> None:
-        """finished: this rank's work is done; otherwise those that watch it take it for dead."""
-        for watch in self._watches:
-            watch.close()
+        """Stop watching and listening.
+
+        Args:
+            finished: Whether this rank's work is done. Otherwise those that watch it take it for dead.
+        """
+        self._closed = True
+        for connection in self._watched:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         if finished:
-            say_farewell(self._listener)
+            with suppress(OSError):  # nobody else is waiting
+                self._listener.setblocking(False)
+                while True:
+                    connection, _ = self._listener.accept()
+                    with suppress(OSError), connection:
+                        connection.send(_FAREWELL)
         self._listener.close()
 
-    def __enter__(self) -> PeerCheck:
-        return self
+    def _wait_for_end(self, connection: socket.socket, place: Place, give_up: Callable[[LaunchError], None]) -> None:
+        lost, farewell = None, b""
+        try:
+            farewell = connection.recv(1)
+        except ConnectionError:
+            pass
+        except OSError as error:
+            lost = _words(error)
+        if lost is None and not farewell and not self._closed:
+            time.sleep(_GRACE_S)
+        if farewell or self._closed:
+            return
+        if lost is not None:
+            give_up(LaunchError(self._lost([other for other in self.places if other.machine == place.machine], lost)))
+            return
+        error = LaunchError(f"{place} has ended before its work was done, without a word")
+        error.__cause__ = ConnectionResetError()  # what launchers.failure takes for a consequence
+        give_up(error)
 
-    def __exit__(self, kind: type[BaseException] | None, *rest) -> None:
-        # Others than Exception are wishes to stop, which all ranks heed together.
-        self.close(finished=kind is None or not issubclass(kind, Exception))
+    def _lost(self, places: list[Place], why: str) -> str:
+        names = ", ".join(map(str, places))
+        return f"{self._me} lost the connection to {names}: {why}. The network between them, or that machine, is down"
 
-    def _exchange(self, what: str, mine) -> list:
-        """What each rank gave, by rank."""
-        size = self._world.size
-        self._store.set(f"{what}-{self._world.rank}", json.dumps(mine))
-        keys = [f"{what}-{rank}" for rank in range(size)]
-        while missing := [rank for rank in range(size) if not self._store.check([keys[rank]])]:
+    def _exchange(self, what: str, mine: Any) -> list:
+        """Gather what each rank gives, by rank."""
+        keys = [f"{what}-{rank}" for rank in range(self._world.size)]
+        self._store.set(keys[self._world.rank], json.dumps(mine))
+        while missing := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
             if time.monotonic() > self._deadline:
                 raise LaunchError(
                     f"rank {self._world.rank} heard nothing from rank {', '.join(map(str, missing))} any more: has it "
@@ -149,42 +254,22 @@ class PeerCheck:
 
 
 def describe_places(places: list[Place]) -> str:
-    """Which ranks are on which machine: "n1: ranks 0-1   n2: ranks 2-3"."""
-    nodes: dict[tuple[str, str], list[int]] = {}
+    """Describe which ranks are on which machine: "n1: ranks 0-1   n2: ranks 2-3"."""
+    machines: dict[tuple[str, str], list[int]] = {}
     for place in places:
-        nodes.setdefault((place.node, place.address if _several_addresses(places, place.node) else ""), []).append(
-            place.rank
-        )
-    return "   ".join(f"{' '.join(filter(None, node))}: {_ranks(ranks)}" for node, ranks in nodes.items())
+        machines.setdefault(place.machine, []).append(place.rank)
+    names = [node for node, _ in machines]
+    words = []
+    for (node, address), ranks in machines.items():
+        name = node if names.count(node) == 1 else f"{node} {address}"
+        in_order = len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1))
+        numbers = f"{ranks[0]}-{ranks[-1]}" if in_order else ",".join(map(str, ranks))
+        words.append(f"{name}: rank{'s' * (len(ranks) > 1)} {numbers}")
+    return "   ".join(words)
 
 
-def node_name() -> str:
-    """This machine's name, as SLURM knows it where this is one of its nodes."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
-def _machine(place: Place) -> tuple[str, str]:
-    return place.node, place.address
-
-
-def _lost(me: Place, there: list[Place], why: str) -> str:
-    names = ", ".join(map(str, there))
-    return f"{me} lost the connection to {names}: {why}. The network between them, or that machine, is down"
-
-
-def _several_addresses(places: list[Place], node: str) -> bool:
-    return len({place.address for place in places if place.node == node}) > 1
-
-
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    run = ranks == list(range(ranks[0], ranks[-1] + 1))
-    return f"ranks {ranks[0]}-{ranks[-1]}" if run else f"ranks {','.join(map(str, ranks))}"
-
-
-def _probe(places: list[Place], timeout_s: float) -> list[tuple[Place, str]]:
-    """Those of ``places`` that do not answer within ``timeout_s``, with the reason."""
+def _probe(places: list[Place], timeout_s: float) -> dict[Place, str | None]:
+    """Connect to each of ``places``: why it does not work, in words, or None."""
 
     def ask(place: Place) -> str | None:
         try:
@@ -193,58 +278,22 @@ def _probe(places: list[Place], timeout_s: float) -> list[tuple[Place, str]]:
         except TimeoutError:
             return f"no answer within {timeout_s:g} s"
         except OSError as error:
-            return (error.strerror or str(error)).lower()
+            return _words(error)
 
-    if not places:
-        return []
-    with ThreadPoolExecutor(min(64, len(places))) as pool:
-        answers = list(pool.map(ask, places))
-    return [(place, why) for place, why in zip(places, answers, strict=True) if why is not None]
+    with ThreadPoolExecutor(max(1, min(64, len(places)))) as pool:
+        return dict(zip(places, pool.map(ask, places), strict=True))
 
 
-def _own_address() -> str:
-    """The address of the interface that gloo will use, which this settles where the user has not."""
-    host, port = master_address()
-    named = os.environ.get("GLOO_SOCKET_IFNAME")
-    if named:
-        addresses = _addresses()
-        if named not in addresses:
-            raise LaunchError(
-                f"GLOO_SOCKET_IFNAME={named} is no interface of this machine with an IPv4 address; there are "
-                f"{', '.join(f'{name} ({address})' for name, address in addresses.items())}"
-            )
-        return addresses[named]
-    if is_loopback(host):
-        return LOOPBACK
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, port))  # sends nothing: asks the routing table
-        except OSError as error:
-            raise LaunchError(f"this machine has no way to MASTER_ADDR={host}: {error}") from error
-        address = probe.getsockname()[0]
-    for name, its_address in _addresses().items():
-        if its_address == address:
-            for variable in _INTERFACES:
-                os.environ.setdefault(variable, name)
-    return address
+def _words(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
 
 
-def _addresses() -> dict[str, str]:
-    """Interface -> its first IPv4 address."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
-
-
-def _advice() -> str:
-    addresses = ", ".join(f"{name} ({address})" for name, address in _addresses().items())
-    return (
-        "Open the way between these machines (firewall, routes), or name the interface of the network that joins them: "
-        f"GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; here there are {addresses}"
-    )
+def _keep_alive(connection: socket.socket, timeout_s: float) -> None:
+    """Have the kernel take the other end for lost after a silence of two thirds of ``timeout_s``, but 4 s at least."""
+    if not hasattr(socket, "TCP_KEEPIDLE"):
+        return  # collectives notice it, in their own time
+    every = max(1, int(timeout_s / (2 * _KEEPALIVES)))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVES)

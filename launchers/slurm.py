@@ -96,7 +96,7 @@ def submit(
     """Queue a job for each of ``tasks``, all of one shape, as one array where there are several.
 
     entry      a function at the top level of an importable module
-    options    the configuration's section ``launcher`` (conf/schema/launcher.py)
+    options    the configuration's section ``launcher`` (conf/schema.py)
     processes  ranks of each job
     folder     on a file system that the nodes share: submitit's files and the output of rank 0
     env        more environment variables for the ranks

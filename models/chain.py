@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from models.huggingface import HuggingFaceGPT2
 from models.losses import Loss
 from models.seeds import derive_seed, seeded
 
@@ -65,6 +66,8 @@ class Chain:
                 buffers itself, under a seed made of the name: draws for one never move another's
     limits      {"positions": 1024, "vocabulary": 50304} where the model has such limits on its inputs
     channels_last  whether images are computed on faster with their channels innermost in memory
+    embedding   the name of the token embedding's weight, where the model's vocabulary can grow (model.extra_tokens)
+    hugging_face  how Hugging Face keeps such a model, where it has one (models.huggingface)
     """
 
     layers: Sequence[LayerSpec]
@@ -73,6 +76,8 @@ class Chain:
     initialise: Callable[[str, nn.Module], None] = reset_parameters
     limits: Mapping[str, int] = field(default_factory=dict)
     channels_last: bool = False
+    embedding: str | None = None
+    hugging_face: HuggingFaceGPT2 | None = None
 
     def __post_init__(self) -> None:
         names = self.names

@@ -16,7 +16,7 @@ def generate(
     tokens: Sequence[int],
     count: int,
     *,
-    positions: int,
+    positions: int | None,
     vocab_size: int,
     temperature: float,
     top_k: int | None,
@@ -34,14 +34,14 @@ def generate(
     """
     generator = torch.Generator().manual_seed(seed)
     *body, (_, head) = layers.items()
-    found = list(tokens)
+    text = list(tokens)
     for _ in range(count):
-        x = torch.tensor([found[-positions:]], device=device)
+        x = torch.tensor([text if positions is None else text[-positions:]], device=device)
         for _, layer in body:
             x = layer(x)
         logits = head(x[:, -1:])[0, 0, :vocab_size].float().cpu()
-        found.append(_draw(logits, temperature, top_k, generator))
-    return found[len(tokens) :]
+        text.append(_draw(logits, temperature, top_k, generator))
+    return text[len(tokens) :]
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.chain import Chain, LayerSpec
 from models.fused_head import FusedHead
+from models.huggingface import EMBEDDING, HuggingFaceGPT2
 from models.losses import TokenCrossEntropy
 
 
@@ -150,7 +152,7 @@ def resolve_size(
 
 
 def gpt2(
-    size: str = "124M",
+    size: Literal["124M", "350M", "774M", "1558M", "tiny"] = "124M",
     n_layer: int | None = None,
     n_head: int | None = None,
     n_embd: int | None = None,
@@ -178,7 +180,21 @@ def gpt2(
             LayerSpec("head", partial(Head, chosen, vocab_size)),
         ],
         loss=TokenCrossEntropy(),
-        tied={"head.lm_head.weight": "embedding.wte.weight"},
+        tied={"head.lm_head.weight": EMBEDDING},
         initialise=partial(initialise, n_layer=chosen.n_layer),
         limits={"positions": chosen.block_size, "vocabulary": vocab_size},
+        embedding=EMBEDDING,
+        hugging_face=HuggingFaceGPT2(_huggingface_config(chosen, dropout)),
     )
+
+
+def _huggingface_config(size: Size, dropout: float) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "n_positions": size.block_size,
+        "n_ctx": size.block_size,
+        "n_embd": size.n_embd,
+        "n_layer": size.n_layer,
+        "n_head": size.n_head,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout),
+    }

@@ -1,18 +1,21 @@
 """GPT-2's parameters under Hugging Face's names, and back.
 
 Hugging Face keeps the four projections of a block as ``Conv1D``, which is a Linear with its weight transposed, and
-writes a vocabulary of 50,257 rows; ours may be padded to more.
+writes a vocabulary of 50,257 rows; the model's may be padded to more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-_TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+PREFIX = "transformer."  # which the published files lack
 EMBEDDING = "embedding.wte.weight"
+_TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 _RENAMED = {
     "embedding.wte.weight": "transformer.wte.weight",
     "embedding.wpe.weight": "transformer.wpe.weight",
@@ -20,54 +23,117 @@ _RENAMED = {
     "head.ln_f.bias": "transformer.ln_f.bias",
 }
 _BACK = {theirs: ours for ours, theirs in _RENAMED.items()}
-PREFIX = "transformer."  # which the published files lack
+_END_OF_TEXT = 50256
+_HEAD = "lm_head.weight"  # tied: transformers takes it from the embedding
 
 
-def their_name(name: str) -> str:
-    """Hugging Face's name of our parameter ``name``."""
-    return _RENAMED.get(name, f"{PREFIX}{name}")
+@dataclass(frozen=True)
+class HuggingFaceGPT2:
+    """How transformers' ``GPT2LMHeadModel`` keeps a GPT-2: a value of ``Chain.hugging_face``.
 
+    Attributes:
+        config: The entries of config.json that follow from the model's sizes.
+    """
 
-def convert(name: str, tensor: Tensor) -> Tensor:
-    """Our parameter ``name`` as Hugging Face keeps it; theirs as we keep it."""
-    return tensor.t().contiguous() if name.endswith(_TRANSPOSED) else tensor
+    config: Mapping[str, Any]
+
+    def export(self, state: Mapping[str, Tensor], vocab_size: int | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Convert a state dict of this project.
+
+        Args:
+            state: The whole model's tensors by name.
+            vocab_size: Number of words; further rows of the embedding are padding and left out. None: all rows.
+
+        Returns:
+            The tensors by Hugging Face's names, without the tied head, and the content of config.json.
+        """
+        rows = len(state[EMBEDDING])
+        words = rows if vocab_size is None else min(rows, vocab_size)
+        converted = to_huggingface(state, words)
+        del converted[_HEAD]
+        end = min(_END_OF_TEXT, words - 1)
+        config = {
+            "architectures": ["GPT2LMHeadModel"],
+            "vocab_size": words,
+            **self.config,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "bos_token_id": end,
+            "eos_token_id": end,
+            "tie_word_embeddings": True,
+            "dtype": str(converted["transformer.wte.weight"].dtype).removeprefix("torch."),
+        }
+        return converted, config
+
+    @staticmethod
+    def their_name(name: str) -> str:
+        """Hugging Face's name of the parameter ``name``."""
+        return _RENAMED.get(name, f"{PREFIX}{name}")
+
+    @staticmethod
+    def convert(name: str, tensor: Tensor) -> Tensor:
+        """The parameter ``name`` as Hugging Face keeps it, or theirs as this project keeps it."""
+        return tensor.t().contiguous() if name.endswith(_TRANSPOSED) else tensor
+
+    @staticmethod
+    def is_redundant(their_name: str) -> bool:
+        """Whether a tensor of a file holds nothing of its own: the tied head, or an old checkpoint's causal mask."""
+        return their_name == _HEAD or their_name.endswith((".attn.bias", ".attn.masked_bias"))
 
 
 def pad(rows: Tensor, vocab_size: int) -> Tensor:
-    """``rows`` [n, n_embd] of an embedding padded to [vocab_size, n_embd] with the mean row: a zero row would have
-    logit 0, which is more than most words get. Raises ValueError where there are more than that."""
+    """Pad an embedding with its mean row: a zero row would have logit 0, which is more than most words get.
+
+    Args:
+        rows: [n, n_embd].
+        vocab_size: Rows of the result.
+
+    Returns:
+        [vocab_size, n_embd].
+
+    Raises:
+        ValueError: Where ``rows`` has more.
+    """
     if len(rows) > vocab_size:
         raise ValueError(f"the checkpoint has {len(rows)} words, model.vocab_size={vocab_size} is too few")
     return torch.cat([rows, rows.mean(dim=0, keepdim=True).expand(vocab_size - len(rows), -1)])
 
 
 def to_huggingface(state: Mapping[str, Tensor], vocab_size: int = 50257) -> dict[str, Tensor]:
-    """This project's GPT-2 state -> the state of ``transformers.GPT2LMHeadModel``.
+    """Convert this project's GPT-2 state into the state of ``transformers.GPT2LMHeadModel``.
 
-    Rows of the embedding beyond ``vocab_size`` (padding) are left out. The tied head appears under both of Hugging
-    Face's names, sharing memory.
+    Args:
+        state: Tensors by this project's names.
+        vocab_size: Rows of the embedding beyond it are padding and left out.
+
+    Returns:
+        Tensors by Hugging Face's names. The tied head appears under both of its names, sharing memory.
     """
-    converted = {}
-    for name, tensor in state.items():
-        if name == "head.lm_head.weight":
-            continue
-        converted[their_name(name)] = convert(name, tensor)
+    kind = HuggingFaceGPT2
+    converted = {kind.their_name(n): kind.convert(n, t) for n, t in state.items() if n != "head.lm_head.weight"}
     converted["transformer.wte.weight"] = converted["transformer.wte.weight"][:vocab_size]
-    converted["lm_head.weight"] = converted["transformer.wte.weight"]
+    converted[_HEAD] = converted["transformer.wte.weight"]
     return converted
 
 
 def from_huggingface(state: Mapping[str, Tensor], vocab_size: int = 50304) -> dict[str, Tensor]:
-    """The state of a Hugging Face GPT-2 (with or without the ``transformer.`` prefix) -> this project's state.
+    """Convert the state of a Hugging Face GPT-2 into this project's.
 
-    The embedding is padded to ``vocab_size`` rows. Raises ValueError where the checkpoint has more than that.
+    Args:
+        state: Tensors by Hugging Face's names, with or without the ``transformer.`` prefix.
+        vocab_size: Rows to pad the embedding to.
+
+    Returns:
+        Tensors by this project's names.
+
+    Raises:
+        ValueError: Where the embedding has more than ``vocab_size`` rows.
     """
     converted = {}
     for name, tensor in state.items():
-        if name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias")):
-            continue  # tied to the embedding; causal masks of old checkpoints
-        full = name if name.startswith(PREFIX) else f"{PREFIX}{name}"
-        ours = _BACK.get(full, full.removeprefix(PREFIX))
-        converted[ours] = convert(ours, tensor)
+        if not HuggingFaceGPT2.is_redundant(name):
+            full = name if name.startswith(PREFIX) else f"{PREFIX}{name}"
+            ours = _BACK.get(full, full.removeprefix(PREFIX))
+            converted[ours] = HuggingFaceGPT2.convert(ours, tensor)
     converted[EMBEDDING] = pad(converted[EMBEDDING], vocab_size)
     return converted

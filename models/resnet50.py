@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 from torch import nn
 
@@ -23,7 +24,7 @@ LOSSES: dict[str, Callable[[], Loss]] = {"mse": OneHotSquaredError, "cross_entro
 
 
 def resnet50(
-    in_channels: int = 3, num_classes: int = 1000, loss: str = "mse", channels_last: bool = True
+    in_channels: int = 3, num_classes: int = 1000, loss: Literal["mse", "cross_entropy"] = "mse", channels_last: bool = True
 ) -> Chain:
     """A chain of 22 layers: four of the stem, 16 bottleneck blocks, pooling and the classifier.
 

@@ -1,44 +1,154 @@
-"""One job of the command line: check it, then run it here, on workers of this machine, or among ranks that exist."""
+"""The program: from a command line to a run in this process, on workers of this machine, or among existing ranks."""
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launchers import Interrupted, LaunchError, WorkerFailed, World, connect, run_workers, stopping
+from conf import help_page
+from launchers import Interrupted, LaunchError, WorkerFailed, World, run_workers, stopping
 from launchers.stopping import Stopped
-from training.config import environment, to_config, to_dict
-from training.modes import ALONE, run_alone
+from training.config import environment, quote_values, to_config, to_dict
 
+ROOT = Path(__file__).resolve().parents[1]
+ALONE = ("export", "sample")  # modes that need one process whatever the strategy is
 _KEY = "job"
 _MEET_TIMEOUT_S = 60.0
+_FULL_ERROR = "HYDRA_FULL_ERROR"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compose the configuration that a command line describes and run it in this process.
+
+    May be called several times in one process. An error that the user can act on is one message on standard error,
+    without a traceback; an error of the program's own is raised.
+
+    Args:
+        argv: The arguments, without the program's name; those of this process by default.
+
+    Returns:
+        The exit code: 0, 1 after an error, ``stopping.EXIT_CODE`` for a run that was told to stop and can go on.
+    """
+    try:
+        with clear_errors():
+            world = World.detect()
+            if world is not None and world.rank > 0:
+                follow(world)
+            else:
+                _compose_and_run(sys.argv[1:] if argv is None else argv, world)
+    except SystemExit as leaving:  # Hydra leaves this way after --help and --cfg, and its callbacks when they refuse
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    return 0
+
+
+def _compose_and_run(arguments: Sequence[str], world: World | None) -> None:
+    if {"-h", "--help"} & set(arguments):  # Hydra's own page takes seconds
+        print(help_page(), end="")
+        return
+    import hydra
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+
+    from conf.schema import register
+
+    register()
+    run_id = secrets.token_hex(3)
+    OmegaConf.register_new_resolver("run_id", lambda: run_id, replace=True)
+
+    @hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="train")
+    def job(cfg: Any) -> None:
+        section = HydraConfig.get()
+        with clear_errors():
+            if section.mode == RunMode.MULTIRUN:
+                from training.sweep.job import run_job
+
+                run_job(cfg, section, world)
+            else:
+                execute(cfg, Path(section.runtime.output_dir), world)
+
+    before = sys.argv, os.environ.get(_FULL_ERROR)
+    sys.argv = [str(ROOT / "train.py"), *quote_values(arguments)]
+    os.environ[_FULL_ERROR] = "1"  # Hydra raises its errors then; otherwise it prints them in its own form
+    try:
+        GlobalHydra.instance().clear()
+        job()
+    finally:
+        GlobalHydra.instance().clear()
+        sys.argv = before[0]
+        if before[1] is None:
+            del os.environ[_FULL_ERROR]
+
+
+@contextmanager
+def clear_errors() -> Iterator[None]:
+    """Turn what a user can act on into one message and an exit code; an error of the program's own keeps its traceback.
+
+    Raises:
+        SystemExit: With code 1 after an error. With ``stopping.EXIT_CODE`` for a run that has stopped as it was told to
+            and can go on; with 128 + the signal's number where it was told twice.
+    """
+    try:
+        yield
+    except Stopped as stopped:
+        print(stopped, end="\n" if str(stopped) else "", file=sys.stderr)
+        raise SystemExit(stopping.EXIT_CODE) from None
+    except Interrupted as interrupted:
+        _fail(str(interrupted), interrupted.exit_code if interrupted.signum in stopping.SIGNALS else 1)
+    except KeyboardInterrupt:
+        _fail("stopped by SIGINT")
+    except Exception as error:
+        from conf.messages import explain
+
+        message = explain(error)
+        if message is None:
+            raise
+        _fail(message)
+
+
+def _fail(message: str, code: int = 1) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(code)
 
 
 def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False) -> None:
-    """Run the composed configuration ``cfg``; rank 0's part where ``world`` says that there are others.
+    """Run a composed configuration; on rank 0 of existing ranks, lead them.
 
-    isolated  in processes of its own even where one is enough, so that nothing is left here for a next job
-    Raises UserError; everything that can be checked is, before any process starts.
+    Everything that can be checked is checked before any process starts.
+
+    Args:
+        cfg: The configuration.
+        run_dir: The run directory, which exists.
+        world: The ranks that exist already; None where this process starts what the run needs.
+        isolated: Run in separate processes even where one is enough, so that nothing is left here for the next job.
+
+    Raises:
+        UserError: For what the user can act on.
+        Stopped: For a run that was told to stop.
     """
-    from training.autotune import recall, settle_chunks
-    from training.setup import prepare
+    cfg = to_config(to_dict(cfg))  # before the imports: an interpolation that cannot be resolved is an error at once
+    from training.autotune import choose_chunks, recall
+    from training.setup import describe, prepare
     from training.slurm_job import prepare_here, run_as_job
 
-    cfg = to_config(to_dict(cfg))
     if cfg.mode == "plan" or cfg.mode in ALONE:
         stopping.at_once()
     if cfg.mode in ALONE:
+        from training.modes import run_alone
+
         run_alone(cfg, run_dir, world)
         return
     recall(cfg, run_dir)
     with _nothing_begun():
-        settle_chunks(cfg, run_dir, world)
+        choose_chunks(cfg, run_dir, world)
     queued = world is None and cfg.launcher.name == "slurm"
     setup = prepare_here(cfg) if queued else prepare(cfg, world.size if world else None)
     if cfg.mode != "plan":
@@ -68,7 +178,7 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
             del setup  # the workers build their own
             _start_workers(cfg, run_dir, processes)
     except Stopped as stopped:
-        raise Stopped(f"{stopped}; {_way_on(cfg, run_dir)}") from None
+        raise Stopped(f"{stopped}; {_how_to_resume(cfg, run_dir)}") from None
 
 
 def _start_workers(cfg: Any, run_dir: Path, processes: int) -> None:
@@ -95,7 +205,7 @@ def _restarts(cfg: Any) -> int:
 
 @contextmanager
 def _nothing_begun() -> Iterator[None]:
-    """A signal that the run would stop at stops what comes before it."""
+    """Before the first step, a signal that stops a run ends the preparations."""
     try:
         yield
     except Interrupted as interrupted:
@@ -104,7 +214,7 @@ def _nothing_begun() -> Iterator[None]:
         raise Stopped("stopped before the first step; start it again with the same command") from None
 
 
-def _way_on(cfg: Any, run_dir: Path) -> str:
+def _how_to_resume(cfg: Any, run_dir: Path) -> str:
     if cfg.mode != "train":
         return "start it again with the same command"
     return f"go on with the same command and train.resume=auto hydra.run.dir={run_dir}"
@@ -119,7 +229,7 @@ def _print_memory(setup) -> None:
 
 
 def _work(world: World, tree: dict, run_dir: str) -> None:
-    """What each local worker runs, again after a restart: the run goes on by itself then."""
+    """What each local worker runs. After a restart it resumes from the newest checkpoint."""
     from launchers.worker import restarts
     from training.checkpoint.resume import after_restart
     from training.reporting import SUMMARY
@@ -132,53 +242,15 @@ def _work(world: World, tree: dict, run_dir: str) -> None:
     run(cfg, folder, world)
 
 
-def describe(setup) -> str:
-    """The plan in words."""
-    from training.reporting.console import describe_plan
-
-    described = (setup.cfg.model.name, setup.data.description, setup.tokens_per_sample, setup.shares)
-    return describe_plan(setup.plan, *described)
-
-
-@contextmanager
-def rendezvous(
-    world: World, timeout_s: float, give_up: Callable[[LaunchError], None]
-) -> Iterator[tuple[Any, list]]:
-    """Meet the other ranks: (store, places by rank), or (None, []) for a rank that is alone.
-
-    Raises LaunchError where ranks do not come or machines cannot reach each other, also later, in the middle of the
-    work, when a connection is lost or a rank stands still: it names the ranks then. Where this rank waits meanwhile and
-    cannot raise, a thread calls ``give_up``, which ends the process.
-    """
-    from launchers.failure import is_peer_error
-    from launchers.peer_check import PeerCheck
-    from launchers.stall_detection import silent_ranks
-
-    store = connect(world, timeout_s)
-    if store is None:
-        yield None, []
-        return
-    with PeerCheck(world, store, timeout_s) as peer_check:
-        peer_check.watch(give_up)
-        try:
-            yield store, peer_check.places
-        except Exception as error:
-            waits = is_peer_error(error)
-            reason = (peer_check.lost() if waits else None) or silent_ranks(world, store, peer_check, waits)
-            if reason is None:
-                raise
-            raise LaunchError(reason) from error
-
-
 def _leave(error: LaunchError, console: int = 2) -> None:
-    """End this process at once, from whichever thread: its main one waits for a rank that will not come."""
+    """End this process at once, from any thread: the main thread waits for a rank that will not come."""
     os.write(console, f"error: {error}\n".encode())
     os._exit(1)
 
 
 def _lead(setup, run_dir: Path, world: World) -> None:
     """Rank 0 under torchrun or srun: tell the other ranks what to run and where."""
-    from launchers.peer_check import describe_places
+    from launchers.peer_check import describe_places, rendezvous
     from training.run import run
 
     cfg = setup.cfg
@@ -191,11 +263,17 @@ def _lead(setup, run_dir: Path, world: World) -> None:
 
 
 def follow(world: World) -> None:
-    """A rank other than 0 under torchrun or srun: wait for rank 0's job, so that there is one run directory and one
-    configuration, and run it. Says nothing on the console unless it fails."""
+    """Run rank 0's job on another rank, under torchrun or srun.
+
+    The configuration and the run directory are rank 0's, so that there is one of each. Prints nothing unless it fails.
+
+    Args:
+        world: Who this rank is.
+    """
     from datetime import timedelta
 
     from launchers.failure import log_path
+    from launchers.peer_check import rendezvous
     from launchers.worker import redirect_output
     from training.run import run
 
@@ -220,7 +298,7 @@ def follow(world: World) -> None:
 
 @contextmanager
 def _requeued(world: World) -> Iterator[None]:
-    """A run in a batch script of the user's own that was told to stop goes on as a later attempt of the same job."""
+    """A run in a user's batch script that was told to stop is queued again as the same job."""
     from launchers.slurm_worker import MAX_REQUEUES, go_on_later
 
     stopping.expect_echo()

@@ -1,8 +1,8 @@
-"""What a user may leave to measurement: ``parallel.balance=time|size`` and ``parallel.chunks=auto``.
+"""``parallel.chunks=auto``: the number of micro-batches that is fastest on this machine.
 
-Settled once, before the run's processes start: from then on the configuration holds the numbers, so that all ranks
-and a resumed run have the same. Nothing that the run will use is touched: layers are measured on copies, chunk counts
-in trial runs with processes of their own.
+It is chosen once, before the run's processes start: from then on the configuration holds the number, so that all ranks
+and a resumed run have the same. Chunk counts are measured in trial runs with processes of their own, so nothing that
+the run will use is touched.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from typing import Any
 
 from common.errors import PlanError
 from common.machine import available_memory
-from data.batch import Batch
 from launchers import WorkerFailed, World, run_workers
-from models.chain import Chain
-from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer
 from parallel.devices import resolve_device_type
-from parallel.memory import tensors_per_parameter
-from parallel.plan import Plan
 from training.checkpoint import newest, read_manifest
 from training.config import environment, to_config, to_dict
 from training.reporting import METRICS, SUMMARY, write_json
 from training.reporting.metrics import read_records
+from training.setup import BALANCES, prepare
 
 CHOICES = "choices.json"
 AUTO = "auto"
-_BALANCES = ("time", "size")
 _TRIAL_STEPS = 6
 _MOST_CANDIDATES = 10
-# Where two counts in a row have become so much slower than the best, still more chunks will not be faster.
+# Where two counts in a row are this much slower than the best, still more chunks will not be faster.
 _HOPELESS = 1.15
-# Counts within this of the best are tried once more, so that a moment's noise does not decide.
+# Counts within this factor of the best are tried once more, so that noise does not decide.
 _NEAR = 1.1
 
 
 def recall(cfg: Any, run_dir: Path) -> None:
-    """Put what the checkpoint to go on from was trained with in the place of words that would be measured again."""
+    """Replace ``chunks=auto`` and ``balance=time|size`` by what the checkpoint to resume from was trained with.
+
+    Args:
+        cfg: The configuration, which is changed.
+        run_dir: The run directory, for ``train.resume=auto``.
+    """
     resume = cfg.train.resume
-    if resume is None or (cfg.parallel.chunks != AUTO and cfg.parallel.balance not in _BALANCES):
+    if resume is None or (cfg.parallel.chunks != AUTO and cfg.parallel.balance not in BALANCES):
         return
     path = newest(run_dir / "checkpoints") if resume == "auto" else Path(resume)
     if path is None:
@@ -53,29 +53,20 @@ def recall(cfg: Any, run_dir: Path) -> None:
         return
     if cfg.parallel.chunks == AUTO:
         cfg.parallel.chunks = layout["chunks"]
-    if cfg.parallel.balance in _BALANCES:
+    if cfg.parallel.balance in BALANCES:
         cfg.parallel.balance = [len(layers) for layers in layout["stages"]]
-
-
-def layer_costs(cfg: Any, plan: Plan, chain: Chain, sample: Batch) -> list[float] | None:
-    """Seconds or bytes of each layer as ``parallel.balance`` asks; None where it asks for neither, or one stage needs
-    no balance."""
-    if cfg.parallel.balance not in _BALANCES or len(plan.stages) == 1:
-        return None
-    if cfg.parallel.balance == "time":
-        return seconds_per_layer(plan, chain, sample, cfg.seed, cfg.parallel.threads)
-    return bytes_per_layer(plan, chain, sample, tensors_per_parameter(to_dict(cfg.optim)))
-
-
-def settle_balance(cfg: Any, plan: Plan, costs: list[float]) -> None:
-    """Replace the word in the configuration by the number of layers of each stage."""
-    cfg.parallel.balance = equal_stages(costs, len(plan.stages), plan.pp, plan.chunks, plan.schedule)
 
 
 @dataclass
 class Trial:
-    """``step_time_s``: the fastest step's; ``peak_memory_bytes``: over all ranks; ``problem``: why it cannot be chosen,
-    if so."""
+    """A trial run.
+
+    Attributes:
+        chunks: Micro-batches per replica and step.
+        step_time_s: Seconds of the fastest step.
+        peak_memory_bytes: The sum over all ranks.
+        problem: Why it cannot be chosen; empty where it can.
+    """
 
     chunks: int
     step_time_s: float | None = None
@@ -83,11 +74,17 @@ class Trial:
     problem: str = ""
 
 
-def settle_chunks(cfg: Any, run_dir: Path, world: World | None) -> None:
-    """Try a few steps with each chunk count, print the table, and put the fastest that fits into the configuration.
+def choose_chunks(cfg: Any, run_dir: Path, world: World | None) -> None:
+    """Try a few steps with each chunk count, print a table, and put the fastest that fits into the configuration.
 
-    Raises PlanError where there is nobody to try (ranks that were started already, modes that do not train) and where
-    no count runs.
+    Args:
+        cfg: The configuration, which is changed.
+        run_dir: Where choices.json is written.
+        world: The ranks that exist already, None where this process will start them.
+
+    Raises:
+        PlanError: Where no trials can be started (ranks that exist already, modes that do not train), and where no
+            count runs.
     """
     if cfg.parallel.chunks != AUTO:
         return
@@ -121,7 +118,7 @@ def _hopeless(trials: list[Trial]) -> bool:
 
 
 def _fastest(cfg: Any, trials: list[Trial]) -> Trial:
-    """Of those that fit; the nearest to the best get a second trial, and their faster one counts."""
+    """Of those that fit. Those close to the best get a second trial, and the faster one counts."""
     fit = [trial for trial in trials if not trial.problem]
     if not fit:
         raise PlanError(
@@ -131,7 +128,7 @@ def _fastest(cfg: Any, trials: list[Trial]) -> Trial:
     least = min(trial.step_time_s for trial in fit)
     near = [trial for trial in fit if trial.step_time_s <= _NEAR * least]
     if len(near) > 1:
-        print("and once more those that are near the fastest", flush=True)
+        print("once more, those that are close to the fastest", flush=True)
         for trial in near:
             again = _try(cfg, trial.chunks)
             if again.step_time_s is not None:
@@ -141,7 +138,7 @@ def _fastest(cfg: Any, trials: list[Trial]) -> Trial:
 
 
 def candidates(batch: int) -> list[int]:
-    """Chunk counts to try, ascending: divisors of the batch, thinned out where there are many."""
+    """Chunk counts to try, ascending: the divisors of ``batch`` samples, thinned out where there are many."""
     divisors = [n for n in range(1, batch + 1) if batch % n == 0]
     while len(divisors) > _MOST_CANDIDATES:
         # Drop the one whose neighbours are nearest to each other, in proportion.
@@ -151,12 +148,10 @@ def candidates(batch: int) -> list[int]:
 
 
 def _try(cfg: Any, chunks: int) -> Trial | None:
-    """A short run of its own; None where the layout cannot have so many chunks."""
-    from training.setup import prepare
-
+    """A short run; None where the layout cannot have so many chunks."""
     trial = copy.deepcopy(cfg)
     trial.parallel.chunks = chunks
-    trial.logger = {"_target_": "training.reporting.NoLogger", "_recursive_": False, "_convert_": "all"}
+    trial.logger = {"_target_": "training.reporting.NoLogger"}
     trial.train.update(steps=_TRIAL_STEPS, epochs=None, eval_every=None, checkpoint_every=None, resume=None)
     trial.train.update(profile=0, trace=False)
     try:
@@ -175,7 +170,7 @@ def _try(cfg: Any, chunks: int) -> Trial | None:
 
 
 def _work(world: World, tree: dict, folder: str) -> None:
-    """A worker of a trial: rank 0 is silent too."""
+    """What each worker of a trial runs: rank 0 is silent too."""
     from launchers.failure import log_path
     from launchers.worker import redirect_output
     from training.run import run
@@ -186,7 +181,7 @@ def _work(world: World, tree: dict, folder: str) -> None:
 
 
 def _reason(failure: WorkerFailed) -> str:
-    """Its last line says what; a kill is the system's answer to too little memory."""
+    """The last line of the error; a killed worker means that memory ran out."""
     return "out of memory" if failure.kind == "signal" else failure.text.strip().splitlines()[-1][:200]
 
 

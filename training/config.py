@@ -1,31 +1,176 @@
-"""Configurations as plain data: workers have no Hydra, and files no types."""
+"""Configurations as plain data, and the objects that they describe."""
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
-from common.errors import PlanError
+from common.errors import PlanError, TrainingError, UserError
+
+# The packages whose public classes a configuration may build. A configuration may come from anywhere, and a target can
+# name any class. To use an optimizer of another installed package, add the package here, for example "lion_pytorch".
+PACKAGES = ("models", "data", "parallel", "training", "torch.nn", "torch.optim")
+# A model may be built by a function: it only computes. Functions elsewhere also write files and start processes.
+FUNCTIONS_OF = ("models",)
 
 
 def to_dict(cfg: Any) -> dict:
-    """A dict of dicts, lists, numbers and words, interpolations resolved, enum members by name."""
+    """A dict of dicts, lists, numbers and strings, with interpolations resolved and enum members by name.
+
+    Raises:
+        omegaconf.errors.OmegaConfBaseException: For a value that is missing or that cannot be resolved.
+    """
     from omegaconf import OmegaConf
 
     if not OmegaConf.is_config(cfg):
         cfg = OmegaConf.create(cfg)
-    return OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    return OmegaConf.to_container(cfg, resolve=True, enum_to_str=True, throw_on_missing=True)
 
 
 def to_config(tree: dict) -> Any:
-    """The reverse, for reading: ``cfg.train.steps`` over plain data."""
+    """The reverse of ``to_dict``, for reading: ``cfg.train.steps`` over plain data."""
     from omegaconf import OmegaConf
 
     return OmegaConf.create(tree)
 
 
 def environment(cfg: Any) -> dict[str, str]:
-    """The variables of ``parallel.env``, such as {"NCCL_DEBUG": "INFO"}. Raises PlanError where it is no mapping."""
+    """The variables of ``parallel.env``, such as {"NCCL_DEBUG": "INFO"}.
+
+    Raises:
+        PlanError: Where it is no mapping.
+    """
     wanted = cfg.parallel.env or {}
     if not hasattr(wanted, "items"):
         raise PlanError(f"parallel.env={wanted} must be a mapping, such as parallel.env={{NCCL_DEBUG: INFO}}")
     return {str(name): str(value) for name, value in wanted.items()}
+
+
+def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the ``_target_`` of a configuration section with the section's other keys as keyword arguments.
+
+    Sections inside it that name a target are built first. Targets at any depth are checked before any of them is
+    called (see ``resolve``); ``args`` and ``kwargs`` are passed as they are.
+
+    Args:
+        node: The section: plain data or an OmegaConf node.
+        *args: Further positional arguments.
+        **kwargs: Further keyword arguments.
+
+    Returns:
+        What the target returns.
+
+    Raises:
+        TrainingError: For a target that is not allowed or does not exist, a parameter that it does not have, and a
+            ``ValueError`` that it raises. Other errors of the user's making come out as they are.
+    """
+    tree = to_dict(node)
+    for section in _sections(tree):
+        if "_target_" in section:
+            resolve(section["_target_"])
+    return _build(tree, args, kwargs)
+
+
+def _build(node: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    if isinstance(node, list):
+        return [_build(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    built = {key: _build(value) for key, value in node.items() if key != "_target_"} | dict(kwargs or {})
+    if "_target_" not in node:
+        return built
+    target = resolve(node["_target_"])
+    try:
+        inspect.signature(target).bind(*args, **built)
+    except TypeError as error:
+        raise TrainingError(f"_target_={node['_target_']}: {error}") from None
+    try:
+        return target(*args, **built)
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        raise TrainingError(str(error)) from error
+
+
+def _sections(node: Any) -> list[dict]:
+    """All dicts of a tree, its own root included."""
+    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return ([node] if isinstance(node, dict) else []) + [section for item in inner for section in _sections(item)]
+
+
+def resolve(target: Any) -> Any:
+    """The class or function that ``target`` ("package.module.name") names.
+
+    Raises:
+        TrainingError: Where there is none, and for anything but a public class of ``PACKAGES`` or a public function of
+            ``FUNCTIONS_OF`` that is defined there, not imported from elsewhere.
+    """
+    if not isinstance(target, str) or not _is_of(target, PACKAGES):
+        raise _refused(target, "it is of another package")
+    if any(part.startswith("_") for part in target.split(".")):
+        raise _refused(target, "it is private")
+    module, _, name = target.rpartition(".")
+    try:
+        item = getattr(import_module(module), name)
+    except (AttributeError, ModuleNotFoundError) as error:
+        raise TrainingError(f"_target_={target} names nothing: {error}") from error
+    if not inspect.isclass(item) and not inspect.isfunction(item):
+        raise _refused(target, "it is neither a class nor a function")
+    home = f"{item.__module__}.{item.__qualname__}"
+    if not _is_of(home, PACKAGES):
+        raise _refused(target, f"it is {home}")
+    if not inspect.isclass(item) and not _is_of(home, FUNCTIONS_OF):
+        raise _refused(target, "it is a function")
+    return item
+
+
+def _is_of(name: str, packages: Sequence[str]) -> bool:
+    return name.startswith(tuple(f"{package}." for package in packages))
+
+
+def _refused(target: Any, reason: str) -> TrainingError:
+    return TrainingError(
+        f"_target_={target} is not allowed: {reason}. Configurations may build public classes of "
+        f"{', '.join(PACKAGES)}, and call functions of {', '.join(FUNCTIONS_OF)}, only; PACKAGES in training/config.py "
+        "is the list"
+    )
+
+
+def hydra_word(text: str) -> str:
+    """``text`` as the value of a command-line override: quoted, unless it is a plain word or path."""
+    return text if re.fullmatch(r"[\w./:%@+-]+", text) else quoted(text)
+
+
+def quoted(text: str) -> str:
+    """``text`` in the quotes of Hydra's grammar, in which a backslash escapes a quote and those before a quote."""
+    escaped = re.sub(r"(\\*)('|\Z)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
+    return f"'{escaped}'"
+
+
+def quote_values(arguments: Sequence[str]) -> list[str]:
+    """Command-line arguments with two values quoted that Hydra's grammar would misread.
+
+    ``sample.prompt=...`` is any text, unless the user has quoted it. ``model.extra_tokens=...`` is JSON,
+    ``{"<a>": "start of an entity"}``: Hydra's own mappings cannot have such keys.
+    """
+    return [_quote_value(argument) for argument in arguments]
+
+
+def _quote_value(argument: str) -> str:
+    key, equals, value = argument.partition("=")
+    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+    prompt = key.lstrip("+") == "sample.prompt" and equals and not is_quoted
+    if prompt or (key.lstrip("+") == "model.extra_tokens" and _is_json_object(value)):
+        return f"{key}={quoted(value)}"
+    return argument
+
+
+def _is_json_object(value: str) -> bool:
+    try:
+        return isinstance(json.loads(value), dict)
+    except ValueError:
+        return False

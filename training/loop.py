@@ -17,8 +17,8 @@ from launchers import heartbeat, stopping
 from launchers.stopping import Stopped
 from parallel.strategy import StepResult, Strategy
 from training.checkpoint import Checkpoints
+from training.config import instantiate
 from training.evaluate import evaluate, record_of
-from training.instantiate import instantiate
 from training.optimizer import Optimizer
 from training.reporting import jsonable
 from training.reporting.summary import Outcome

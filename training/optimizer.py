@@ -1,58 +1,91 @@
-"""The optimizer over this rank's share of the parameters, and its state under global names."""
+"""The optimizer over this rank's share of the parameters, and the learning-rate schedules.
+
+A schedule is a class with a method ``factor(step, total, per_epoch)``: the factor on ``optim.lr`` for a step, counted
+from 1, of ``total`` steps with ``per_epoch`` to an epoch. It is a pure function, so that resuming needs no state of it.
+"""
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
 
 from common.errors import TrainingError
+from conf.schema import own_keys
 from parallel.strategy import Strategy
-from training.instantiate import instantiate
+from training.config import instantiate, resolve
 
 _FUSED = ("cpu", "cuda", "mps")
-_OURS = ("decay_vectors",)  # keys of the configuration that torch does not know
 
 
 class Optimizer:
-    """torch's optimizer ``config`` over what this rank holds; does nothing on a rank without parameters.
+    """The optimizer of a configuration over what this rank holds; does nothing on a rank without parameters.
 
-    Weight decay acts on matrices; biases and the scales of norms are left out unless ``decay_vectors``. One fused
-    kernel updates all parameters where the device has it.
+    Weight decay acts on matrices; biases and the scales of norms are left out unless ``decay_vectors``. Where the
+    section has ``others``, a second optimizer has all parameters that are not matrices, for an optimizer that is made
+    for matrices (Muon). One fused kernel updates all parameters where the optimizer and the device have it.
+
+    Args:
+        config: The section ``optim`` as plain data.
+        strategy: Whose parameters to optimize.
+
+    Attributes:
+        base_lr: The learning rate that a schedule's factor applies to.
+        kind: The optimizer's ``_target_``.
     """
 
-    def __init__(self, config: Mapping, strategy: Strategy) -> None:
-        self.base_lr = config["lr"]
-        self.kind = config["_target_"]
-        everywhere = config["decay_vectors"]
+    def __init__(self, config: Mapping[str, Any], strategy: Strategy) -> None:
+        self.base_lr: float = config["lr"]
+        self.kind: str = config["_target_"]
         parameters = [p for p in strategy.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in parameters if everywhere or p.dim() >= 2]},
-            {"params": [p for p in parameters if not everywhere and p.dim() < 2], "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]
-        node = torch_arguments(config)
-        if strategy.device.type in _FUSED and all(s.device == strategy.device for s in strategy.stages):
-            node["fused"] = True
-        self._torch = instantiate(node, _partial_=True)(groups) if groups else None
+        fused = strategy.device.type in _FUSED and all(s.device == strategy.device for s in strategy.stages)
+        if config["others"] is None:
+            parts = [(config, parameters)]
+        else:
+            matrices = [p for p in parameters if p.dim() == 2]
+            rest = [p for p in parameters if p.dim() != 2]
+            parts = [(config, matrices), (config["others"], rest)]
+        self._torch = [_build(part, own, fused, config["decay_vectors"]) for part, own in parts if own]
+        # Learning rates follow one schedule, each in proportion to its own.
+        for optimizer in self._torch:
+            for group in optimizer.param_groups:
+                group["ratio"] = group["lr"] / self.base_lr if self.base_lr else 1.0
 
     def step(self, lr: float) -> None:
-        """One update at learning rate ``lr``."""
-        if self._torch is not None:
-            for group in self._torch.param_groups:
-                group["lr"] = lr
-            self._torch.step()
+        """Update the parameters once at learning rate ``lr``."""
+        for optimizer in self._torch:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group["ratio"]
+            optimizer.step()
 
     def state_of(self, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
         """The optimizer's tensors for one parameter, such as exp_avg; empty before the first step."""
-        return dict(self._torch.state.get(parameter, {})) if self._torch is not None else {}
+        return {key: value for one in self._torch for key, value in one.state.get(parameter, {}).items()}
 
     def load_state_of(self, parameter: torch.nn.Parameter, state: Mapping[str, Tensor]) -> None:
         """Replace those tensors. ``step`` counters stay on the device where torch keeps them."""
-        if self._torch is not None:
-            self._torch.state[parameter] = {key: _placed_as(parameter, key, v) for key, v in state.items()}
+        for optimizer in self._torch:
+            if any(parameter is own for group in optimizer.param_groups for own in group["params"]):
+                optimizer.state[parameter] = {key: _placed_as(parameter, key, v) for key, v in state.items()}
+
+
+def _build(config: Mapping, parameters: list, fused: bool, decay_vectors: bool) -> torch.optim.Optimizer:
+    arguments = _arguments(config)
+    known = inspect.signature(resolve(config["_target_"])).parameters
+    if "weight_decay" in known and not decay_vectors:
+        groups = [
+            {"params": [p for p in parameters if p.dim() >= 2]},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+    else:
+        groups = [{"params": parameters}]
+    if fused and "fused" in known and arguments.get("fused") is None:
+        arguments["fused"] = True
+    return instantiate(arguments, [group for group in groups if group["params"]])
 
 
 def _placed_as(parameter: torch.nn.Parameter, key: str, value: Tensor) -> Tensor:
@@ -64,27 +97,100 @@ def _placed_as(parameter: torch.nn.Parameter, key: str, value: Tensor) -> Tensor
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
-def torch_arguments(config: Mapping) -> dict:
-    """The section ``optim`` as torch's optimizer takes it."""
-    return {key: value for key, value in config.items() if key not in _OURS}
+def _arguments(config: Mapping) -> dict[str, Any]:
+    """The section ``optim`` as its target takes it."""
+    return {key: value for key, value in config.items() if key not in own_keys("optim")}
 
 
-def check_optimizer(config: Mapping) -> None:
-    """Raise TrainingError where torch refuses the section's numbers, such as a negative learning rate."""
-    try:
-        instantiate(torch_arguments(config), _partial_=True)(_Unread())
-    except _Accepted:
-        pass
-    except ValueError as error:
-        raise TrainingError(f"optim: {error}") from None
+def check_optimizer(config: Mapping[str, Any]) -> None:
+    """Check the section ``optim`` before anything is built.
+
+    Raises:
+        TrainingError: Where the optimizer refuses the section's numbers, such as a negative learning rate, has no
+            learning rate, or asks for a closure.
+    """
+    for section in filter(None, (config, config["others"])):
+        kind = resolve(section["_target_"])
+        if "lr" not in section:
+            raise TrainingError(f"optim: {section['_target_']} needs a learning rate (lr), which the schedule changes")
+        closure = inspect.signature(kind.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise TrainingError(
+                f"optim: {section['_target_']} evaluates the loss several times per step (a closure), which a pipeline "
+                "cannot; use another optimizer"
+            )
+        try:
+            instantiate(_arguments(section), _Unread())
+        except _Accepted:
+            pass
+        except TrainingError as error:
+            raise TrainingError(f"optim: {error}") from None
 
 
 class _Accepted(Exception):
-    """torch was done with the numbers and went on to the parameters."""
+    """The optimizer has checked the numbers and went on to the parameters."""
 
 
 class _Unread:
-    """Parameters that nobody gets to see: to take a real one, torch imports its compiler (0.8 s)."""
+    """Parameters that are never read: to take a real one, torch imports its compiler (0.8 s)."""
 
     def __iter__(self) -> NoReturn:
         raise _Accepted
+
+
+class Constant:
+    """The same learning rate throughout."""
+
+    def factor(self, step: int, total: int, per_epoch: int) -> float:
+        """1 in every step."""
+        return 1.0
+
+
+class Step:
+    """Multiplied by ``gamma`` after every ``every`` epochs or steps (torch's StepLR).
+
+    Args:
+        every: Length of a period, in units.
+        unit: "step" or "epoch".
+        gamma: Factor from one period to the next.
+
+    Raises:
+        TrainingError: For a period below 1.
+    """
+
+    def __init__(self, every: int = 1, unit: Literal["step", "epoch"] = "epoch", gamma: float = 0.95) -> None:
+        if every < 1:
+            raise TrainingError(f"scheduler.every={every} must be at least 1")
+        self.every, self.unit, self.gamma = every, unit, gamma
+
+    def factor(self, step: int, total: int, per_epoch: int) -> float:
+        """``gamma`` to the power of the number of periods that are over."""
+        period = self.every * (per_epoch if self.unit == "epoch" else 1)
+        return self.gamma ** ((step - 1) // period)
+
+
+class CosineWarmup:
+    """Linear from 1/warmup_steps to 1, then half a cosine down to ``min_ratio`` (GPT-3's schedule, as in nanoGPT).
+
+    Args:
+        warmup_steps: Length of the linear part, in steps. None: a fifth of the run.
+        min_ratio: The last factor, in [0, 1].
+
+    Raises:
+        TrainingError: For numbers outside of these ranges.
+    """
+
+    def __init__(self, warmup_steps: int | None = None, min_ratio: float = 0.1) -> None:
+        if (warmup_steps is not None and warmup_steps < 0) or not 0.0 <= min_ratio <= 1.0:
+            raise TrainingError(
+                f"scheduler.warmup_steps={warmup_steps} must be 0 or more and scheduler.min_ratio={min_ratio} in [0, 1]"
+            )
+        self.warmup_steps, self.min_ratio = warmup_steps, min_ratio
+
+    def factor(self, step: int, total: int, per_epoch: int) -> float:
+        """In [0, 1]; 1 at the end of the warm-up."""
+        warmup = total // 5 if self.warmup_steps is None else self.warmup_steps
+        if step <= warmup:
+            return step / warmup
+        done = (step - 1 - warmup) / max(1, total - warmup)
+        return self.min_ratio + (1 - self.min_ratio) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))

@@ -24,19 +24,16 @@ from training import checkpoint
 from training.checkpoint import Checkpoints
 from training.checkpoint.init_from import start
 from training.checkpoint.resume import resume
-from training.config import environment, to_dict
+from training.config import environment, hydra_word, instantiate, to_dict
 from training.evaluate import evaluate, record_of
-from training.instantiate import instantiate
 from training.loop import Loop
-from training.modes import checkpoint_of
 from training.optimizer import Optimizer
-from training.quoting import hydra_word
 from training.reporting import SUMMARY
 from training.reporting.console import final_words
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
 from training.reporting.timeline_files import why_no_timeline, write_timeline
-from training.setup import Setup, prepare
+from training.setup import Setup, checkpoint_of, prepare
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "mps": "gloo"}
 

@@ -11,30 +11,37 @@ from typing import Any
 import numpy as np
 
 from common.errors import TrainingError
+from conf.schema import own_keys
 from data.batch import Batch
 from data.dataset import DataSet
 from data.loader import TrainBatches
 from models.chain import Chain
-from parallel.balance import stage_shares
+from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer, stage_shares
+from parallel.memory import tensors_per_parameter
 from parallel.plan import Plan, make_plan
 from parallel.strategies import names_where
-from training.autotune import layer_costs, settle_balance
 from training.checkpoint import read_manifest
 from training.checkpoint.init_from import check_start
 from training.checkpoint.new_tokens import grown
-from training.config import environment, to_dict
-from training.instantiate import instantiate
-from training.modes import checkpoint_of
+from training.config import environment, instantiate, to_dict
 from training.optimizer import check_optimizer
 
-# Of the model's section: the option's name, what the data should use, and what its weights start as.
-_NOT_ARGUMENTS = ("name", "vocabulary", "init_from", "extra_tokens")
+BALANCES = ("time", "size")  # values of parallel.balance that are measured
 
 
 @dataclass
 class Setup:
-    """``total_steps``: optimizer steps of the whole run; ``per_epoch``: steps that make up one epoch; ``shares``: what
-    stages were measured to cost, as (parts of 1, of what)."""
+    """The objects of a run.
+
+    Attributes:
+        cfg: The configuration.
+        chain: The model.
+        data: The data set, prepared.
+        plan: The layout.
+        total_steps: Optimizer steps of the whole run.
+        per_epoch: Optimizer steps per epoch.
+        shares: What stages were measured to cost, as (parts of 1, of what); None where nothing was measured.
+    """
 
     cfg: Any
     chain: Chain
@@ -52,15 +59,19 @@ class Setup:
 
     @property
     def tokens_per_sample(self) -> int | None:
+        """Tokens of one sample; None for data that is not language."""
         return self.data.seq_len
 
 
 def prepare(cfg: Any, world_size: int | None = None) -> Setup:
     """Build the chain and the plan and prepare the data.
 
-    cfg         the composed configuration
-    world_size  the number of processes where they are started already (torchrun), else None
-    raises      UserError, with the numbers and a way out
+    Args:
+        cfg: The configuration; what it leaves to measurement is replaced by the result.
+        world_size: The number of processes where they are started already (torchrun), else None.
+
+    Raises:
+        UserError: For a configuration that cannot run, with the numbers and a way out.
     """
     train = cfg.train
     check_train(cfg)
@@ -89,13 +100,30 @@ def prepare(cfg: Any, world_size: int | None = None) -> Setup:
     per_epoch = TrainBatches(data.train, train.global_batch_size, cfg.seed, dp_size=plan.dp).steps_per_epoch
     setup = Setup(cfg, chain, data, plan, total_steps(train.steps, train.epochs, per_epoch), per_epoch)
     check_shapes(setup)
-    costs = layer_costs(cfg, plan, chain, setup.sample)
-    if costs is not None:
-        unit = "of the time" if cfg.parallel.balance == "time" else "of the memory"
-        settle_balance(cfg, plan, costs)
-        setup.plan = _plan(cfg, chain, world_size)
-        setup.shares = stage_shares(costs, [len(stage.layers) for stage in setup.plan.stages]), unit
+    if cfg.parallel.balance in BALANCES and len(plan.stages) > 1:
+        _balance(setup, world_size)
     return setup
+
+
+def _balance(setup: Setup, world_size: int | None) -> None:
+    """Measure what each layer costs, and replace the word in the configuration by the number of layers per stage."""
+    cfg, plan = setup.cfg, setup.plan
+    if cfg.parallel.balance == "time":
+        costs = seconds_per_layer(plan, setup.chain, setup.sample, cfg.seed, cfg.parallel.threads)
+    else:
+        costs = bytes_per_layer(plan, setup.chain, setup.sample, tensors_per_parameter(to_dict(cfg.optim)))
+    unit = "of the time" if cfg.parallel.balance == "time" else "of the memory"
+    cfg.parallel.balance = equal_stages(costs, len(plan.stages), plan.pp, plan.chunks, plan.schedule)
+    setup.plan = _plan(cfg, setup.chain, world_size)
+    setup.shares = stage_shares(costs, [len(stage.layers) for stage in setup.plan.stages]), unit
+
+
+def describe(setup: Setup) -> str:
+    """The plan of a run, for its console."""
+    from training.reporting.console import describe_plan
+
+    described = (setup.cfg.model.name, setup.data.description, setup.tokens_per_sample, setup.shares)
+    return describe_plan(setup.plan, *described)
 
 
 def _plan(cfg: Any, chain: Chain, world_size: int | None) -> Plan:
@@ -110,7 +138,7 @@ def _plan(cfg: Any, chain: Chain, world_size: int | None) -> Plan:
 
 
 def model_and_data(cfg: Any) -> tuple[Chain, DataSet]:
-    """The chain and the data set that ``cfg`` describes; the latter prepared only where the former needs it."""
+    """Build the chain and the data set that ``cfg`` describes; the data set is prepared only where the chain needs it."""
     data = instantiate(cfg.data)
     check_kind(data, cfg.model)
     if "vocab_size" in cfg.model and cfg.model.vocab_size is None:
@@ -119,24 +147,51 @@ def model_and_data(cfg: Any) -> tuple[Chain, DataSet]:
 
 
 def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
-    """The chain that the section ``model`` describes; ``vocab_size`` is the data's, for a model that leaves its own
-    to the data."""
-    arguments = {key: value for key, value in model.items() if key not in _NOT_ARGUMENTS}
+    """Build the chain that the section ``model`` describes.
+
+    Args:
+        model: The section.
+        vocab_size: The data's number of words, for a model whose own is None.
+
+    Raises:
+        TrainingError: For arguments that the model refuses.
+    """
+    arguments = {key: value for key, value in model.items() if key not in own_keys("model")}
     if "vocab_size" in arguments and arguments["vocab_size"] is None:
         arguments["vocab_size"] = vocab_size
-    if model.get("extra_tokens") is not None:
+    elif model.get("extra_tokens") is not None:
         arguments["vocab_size"] = grown(arguments["vocab_size"], model.extra_tokens)
-    return instantiate(arguments)
+    chain = instantiate(arguments)
+    if model.get("extra_tokens") is not None and chain.embedding is None:
+        raise TrainingError(
+            f"model.extra_tokens: model={model.name} does not say which parameter is its embedding (Chain.embedding), "
+            "so its vocabulary cannot grow; leave model.extra_tokens out"
+        )
+    return chain
+
+
+def checkpoint_of(cfg: Any) -> Path:
+    """What ``checkpoint`` names: a checkpoint, or a run directory, whose newest one is meant.
+
+    Raises:
+        TrainingError: Where nothing is named. Whether it exists and is complete is checked by those who read it.
+    """
+    if cfg.checkpoint is None:
+        raise TrainingError(
+            f"mode={cfg.mode} needs checkpoint=PATH: a run directory, or one of its checkpoints, such as "
+            "RUN_DIR/checkpoints/latest"
+        )
+    return Path(cfg.checkpoint).expanduser()
 
 
 def total_steps(steps: int | None, epochs: float | None, per_epoch: int) -> int:
-    """Whichever ends first."""
+    """The number of optimizer steps of a run: what ``steps`` and ``epochs`` (None: no limit) allow, the smaller one."""
     by_epochs = math.ceil(epochs * per_epoch) if epochs is not None else math.inf
     return int(min(steps if steps is not None else math.inf, by_epochs))
 
 
 def check_train(cfg: Any) -> None:
-    """Rules within the training section."""
+    """Check the rules within the section ``train``. Raises TrainingError."""
     train = cfg.train
     if train.steps is None and train.epochs is None:
         raise TrainingError("neither train.steps nor train.epochs is set: say how long, for example train.steps=100")
@@ -167,7 +222,7 @@ def check_train(cfg: Any) -> None:
 
 
 def check_kind(data: DataSet, model: Any) -> None:
-    """Whether one is about tokens and the other is not."""
+    """Check that both are about tokens or neither is. Raises TrainingError."""
     if (data.seq_len is None) == ("vocab_size" not in model):
         return
     kind = "tokens" if data.seq_len is not None else "numbers"
@@ -178,18 +233,18 @@ def check_kind(data: DataSet, model: Any) -> None:
 
 
 def check_length(chain: Chain, data: DataSet) -> None:
-    """Whether a sample is no longer than the model's positions."""
+    """Check that a sample is no longer than the model's positions. Raises TrainingError."""
     positions = chain.limits.get("positions")
     if positions is not None and data.seq_len > positions:
         raise TrainingError(
             f"data.seq_len={data.seq_len} is longer than the model's {positions} positions; set "
-            f"data.seq_len={positions} or less, or give the model more (gpt2: model.block_size={data.seq_len}, "
-            f"transformer: model.max_len={data.seq_len})"
+            f"data.seq_len={positions} or less, or give the model more (model.block_size={data.seq_len} of gpt2, "
+            f"model.max_len={data.seq_len} of transformer)"
         )
 
 
 def check_fit(chain: Chain, data: DataSet, cfg: Any) -> None:
-    """Whether the model has room for the data's words or classes."""
+    """Check that the model has room for the data's words or classes. Raises TrainingError."""
     vocabulary, classes = chain.limits.get("vocabulary"), chain.limits.get("classes")
     if vocabulary is not None and data.vocab_size is not None and data.vocab_size > vocabulary:
         raise TrainingError(
@@ -205,7 +260,7 @@ def check_fit(chain: Chain, data: DataSet, cfg: Any) -> None:
 
 
 def check_shapes(setup: Setup) -> None:
-    """Whether a micro-batch passes through the model and its loss: tried without memory, on the meta device."""
+    """Pass a micro-batch through the model and its loss on the meta device, without memory. Raises TrainingError."""
     sample = setup.sample.to("meta")
     try:
         setup.chain.loss(setup.chain.skeleton()(*sample.input_tensors), sample.targets, None)

@@ -81,11 +81,10 @@ def run_as_job(setup, run_dir: Path) -> None:
 def run_in_task(world: World, tree: dict, run_dir: str) -> None:
     """What each task of the job runs."""
     from launchers.failure import is_peer_error
-    from launchers.peer_check import describe_places
-    from training.app import describe, rendezvous
+    from launchers.peer_check import describe_places, rendezvous
     from training.checkpoint.resume import after_restart
     from training.run import run
-    from training.setup import prepare
+    from training.setup import describe, prepare
     from training.sweep.record import FAILED, FINISHED, RUNNING
 
     cfg, folder, begin = to_config(tree), Path(run_dir), time.monotonic()

@@ -4,25 +4,22 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from hydra.utils import get_class, instantiate
+from hydra.utils import get_class
 
-from conf.schema.data import register
+from conf.schema import register
 from data.dataset import DataSet
+from training.config import instantiate
 
 CONF = Path(__file__).parents[2] / "conf"
 
 
 @pytest.fixture
-def composed(tmp_path):
-    """Composes a primary config that holds nothing but the data group."""
-    register(ConfigStore.instance())
-    (tmp_path / "only_data.yaml").write_text(
-        f"defaults: [data: stdlib, _self_]\nseed: 7\ntrain: {{global_batch_size: 4}}\nhydra: {{searchpath: ['file://{CONF}']}}\n"
-    )
-    with initialize_config_dir(str(tmp_path), version_base="1.3"):
-        yield lambda *overrides: compose("only_data", list(overrides)).data
+def composed():
+    """What the data section is for a command line."""
+    register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield lambda *overrides: compose("train", list(overrides)).data
 
 
 @pytest.mark.parametrize("path", sorted((CONF / "data").glob("*.yaml")), ids=lambda path: path.stem)
@@ -37,10 +34,9 @@ def test_every_option_names_a_data_set_and_sets_what_it_takes(composed, path):
 
 @pytest.mark.parametrize("name", ["stdlib", "text", "wikitext2"])
 def test_text_is_gpt2s_tokens_unless_the_model_or_the_user_wants_words(composed, name):
-    assert composed(f"data={name}").vocabulary == "gpt2"
-    assert composed(f"data={name}", "+model={vocabulary: words}").vocabulary == "words"
-    assert composed(f"data={name}", "+model={vocabulary: words}", "data.vocabulary=gpt2").vocabulary == "gpt2"
-    assert composed(f"data={name}", "+model={dropout: 0.1}").vocabulary == "gpt2"
+    assert composed(f"data={name}", "model=transformer").vocabulary == "words"
+    assert composed(f"data={name}", "model=transformer", "data.vocabulary=gpt2").vocabulary == "gpt2"
+    assert composed(f"data={name}", "model=toy").vocabulary == "gpt2"
 
 
 def test_the_columns_of_a_text_follow_the_global_batch(composed):
@@ -51,7 +47,7 @@ def test_the_columns_of_a_text_follow_the_global_batch(composed):
 
 
 def test_random_regression_follows_the_seed_of_the_run(composed):
-    assert composed("data=random_regression").seed == 7
+    assert composed("data=random_regression", "seed=7").seed == 7
 
 
 @pytest.mark.parametrize("override", ["data.seq_len=abc", "data.sqlen=3", "data.vocabulary=letters", "data=nope"])

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from slurm_jobs import fail
 
-from conf.schema.launcher import Slurm
+from conf.schema import Slurm
 from launchers import Interrupted, LaunchError
 from launchers.slurm import Task, submit, wait
 

@@ -1,51 +1,14 @@
-"""A rank that has gone without a word is noticed by the one that watches it, though both wait for something else."""
+"""A rank that dies without a word is noticed by the one that watches it, though both wait for something else."""
 
 import queue
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from launchers import World, watch
+from launchers import World, peer_check
 from launchers.failure import is_peer_error
-from launchers.loopback import LOOPBACK, listen
+from launchers.loopback import LOOPBACK
 from launchers.peer_check import PeerCheck
-from launchers.watch import Watch, say_farewell
-
-
-@pytest.fixture
-def watched(monkeypatch):
-    """(the socket of a rank, an event that is set when it is taken for dead, the reasons for which it was lost)"""
-    monkeypatch.setattr(watch, "_GRACE_S", 0.2)
-    listener = listen(LOOPBACK, 0)
-    died, reasons = threading.Event(), []
-    watching = Watch(listener.getsockname(), 60, died.set, reasons.append)
-    yield listener, died, reasons
-    watching.close()
-    listener.close()
-
-
-def test_a_rank_that_goes_without_a_word_is_dead(watched):
-    listener, died, reasons = watched
-    listener.close()
-    assert died.wait(30)
-    assert reasons == []
-
-
-def test_a_rank_that_says_farewell_is_done(watched):
-    listener, died, reasons = watched
-    say_farewell(listener)
-    listener.close()
-    assert not died.wait(1)
-    assert reasons == []
-
-
-def test_nobody_is_watched_after_the_end(monkeypatch):
-    monkeypatch.setattr(watch, "_GRACE_S", 0.2)
-    listener, died = listen(LOOPBACK, 0), threading.Event()
-    Watch(listener.getsockname(), 60, died.set, pytest.fail).close()
-    listener.close()
-    assert not died.wait(1)
 
 
 @pytest.fixture
@@ -53,7 +16,8 @@ def pair(monkeypatch):
     """Two ranks of a run, in threads of this process."""
     from torch.distributed import HashStore
 
-    monkeypatch.setattr(watch, "_GRACE_S", 0.2)
+    monkeypatch.setattr(peer_check, "_GRACE_S", 0.2)
+    monkeypatch.setattr(peer_check, "_GIVE_UP_S", 0.5)
     monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
     monkeypatch.setenv("MASTER_PORT", "29500")  # only its machine is asked for
     store = HashStore()
@@ -82,3 +46,22 @@ def test_ranks_that_are_done_leave_in_any_order(pair):
     pair[1].close()
     with pytest.raises(queue.Empty):
         errors.get(timeout=1)
+
+
+def test_nobody_is_watched_after_the_end(pair):
+    errors = queue.Queue()
+    pair[0].watch(errors.put)
+    pair[0].close()
+    pair[1].close(finished=False)
+    with pytest.raises(queue.Empty):
+        errors.get(timeout=1)
+
+
+def test_a_rank_that_still_runs_after_the_others_have_given_up_is_named(pair):
+    assert "rank 1 (" in (reason := pair[0].explain())
+    assert "has not moved before step 1, and the other ranks have given up waiting" in reason
+
+
+def test_ranks_that_all_give_up_name_nobody(pair):
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(PeerCheck.explain, pair)) == [None, None]

@@ -96,6 +96,6 @@ def test_schedules_that_are_not_right_are_refused_with_the_reason():
 
 
 def test_the_configuration_knows_the_same_names():
-    from conf.schema.parallel import Schedule
+    from conf.schema import Schedule
 
     assert [schedule.value for schedule in Schedule] == list(SCHEDULES)

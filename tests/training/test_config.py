@@ -98,14 +98,14 @@ def test_gpt2_brings_a_data_set_an_optimizer_and_a_schedule_by_itself():
     cfg = compose("model=gpt2")
     assert cfg.data._target_ == "data.stdlib.Stdlib"
     assert cfg.optim._target_ == "torch.optim.AdamW"
-    assert cfg.scheduler._target_ == "training.lr.CosineWarmup"
+    assert cfg.scheduler._target_ == "training.optimizer.CosineWarmup"
     assert cfg.train.grad_clip == 1.0
 
 
 def test_the_toy_model_brings_its_own():
     cfg = compose()
     assert (cfg.model.name, cfg.data._target_) == ("toy", "data.random_regression.RandomRegression")
-    assert (cfg.optim._target_, cfg.scheduler._target_) == ("torch.optim.SGD", "training.lr.Constant")
+    assert (cfg.optim._target_, cfg.scheduler._target_) == ("torch.optim.SGD", "training.optimizer.Constant")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_the_command_line_wins_over_what_the_model_brings(model_comes):
     cfg = compose(*(["model=gpt2", *own] if model_comes == "first" else [*own, "model=gpt2"]))
     assert cfg.data._target_ == "data.wikitext2.WikiText2"
     assert (cfg.optim._target_, cfg.optim.lr) == ("torch.optim.SGD", 0.3)
-    assert cfg.scheduler._target_ == "training.lr.Step"
+    assert cfg.scheduler._target_ == "training.optimizer.Step"
     assert (cfg.train.grad_clip, cfg.train.steps) == (0.25, 7)
 
 
@@ -163,5 +163,5 @@ def test_the_seed_of_the_run_is_the_seed_of_the_data():
 
 
 def test_the_workers_environment_is_set_as_the_schema_says():
-    """conf/schema/parallel.py: "such as {NCCL_DEBUG: INFO}"."""
+    """conf/schema.py: "such as {NCCL_DEBUG: INFO}"."""
     assert compose("parallel.env={NCCL_DEBUG: INFO}").parallel.env == {"NCCL_DEBUG": "INFO"}

@@ -3,7 +3,7 @@
 import pytest
 
 from common.errors import TrainingError
-from training.lr import Constant, CosineWarmup, Step
+from training.optimizer import Constant, CosineWarmup, Step
 
 PEAK = 6e-4
 

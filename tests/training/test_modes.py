@@ -122,7 +122,7 @@ def test_transformers_gives_the_same_logits(model, trained, exported):
     load_torchvision()  # or transformers fails where torchvision does not fit a CPU torch
     from transformers import AutoTokenizer, GPT2LMHeadModel
 
-    from training.alone import restore
+    from training.modes import restore
 
     theirs, info = GPT2LMHeadModel.from_pretrained(exported, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))

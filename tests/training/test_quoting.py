@@ -9,9 +9,7 @@ import pytest
 from composed import compose, config
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from training.config import to_dict
-from training.instantiate import instantiate
-from training.quoting import hydra_word, quote_values, quoted
+from training.config import hydra_word, instantiate, quote_values, quoted, to_dict
 
 
 def seen(text):

@@ -162,15 +162,14 @@ def test_no_logger_takes_the_same_calls(tmp_path):
 @pytest.fixture
 def compose():
     hydra = pytest.importorskip("hydra")
-    from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
 
-    from conf.schema.logger import register
+    from conf.schema import register
 
-    register(ConfigStore.instance())
+    register()
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        yield lambda *overrides: hydra.compose(overrides=["+logger=wandb", *overrides]).logger
+        yield lambda *overrides: hydra.compose("train", ["logger=wandb", *overrides]).logger
 
 
 def test_a_wrong_mode_is_an_error_with_the_choices(compose):
@@ -184,12 +183,12 @@ def test_a_wrong_mode_is_an_error_with_the_choices(compose):
 
 
 def test_hydra_builds_the_logger_and_leaves_targets_inside_the_stored_config_alone(compose, monkeypatch):
-    from hydra.utils import instantiate
+    from training.config import instantiate
 
     seen = {}
     monkeypatch.setattr(WandbRun, "__init__", lambda self, **fields: seen.update(fields))
     cfg = compose("logger.mode=online", "logger.tags=[a,b]", "logger.group=g")
     config = {"model": {"_target_": "os.getcwd"}}
     assert isinstance(instantiate(cfg, run_dir="here", run_config=config, run_name="n"), WandbRun)
-    assert seen["run_config"] == config and seen["mode"].value == "online" and seen["tags"] == ["a", "b"]
+    assert seen["run_config"] == config and seen["mode"] == "online" and seen["tags"] == ["a", "b"]
     assert (seen["group"], seen["name"], seen["run_name"]) == ("g", None, "n")

@@ -18,8 +18,7 @@ from common.errors import TrainingError
 from data.huggingface_tokenizer import added_tokens
 from data.vocabulary import parse_extra_tokens
 from models.chain import Chain
-from models.gpt2 import resolve_size
-from models.huggingface import EMBEDDING, PREFIX, convert, pad, their_name
+from models.huggingface import PREFIX, pad
 from parallel.strategy import Strategy
 from training.checkpoint.new_tokens import add_tokens
 
@@ -44,7 +43,7 @@ def start(model: Any, chain: Chain, strategy: Strategy) -> None:
         weights = Weights(model, chain)
         strategy.load_state_dict(weights)
         known = len(weights.added)
-    add_tokens(model.get("extra_tokens"), strategy, known)
+    add_tokens(model.get("extra_tokens"), chain, strategy, known)
 
 
 def check_start(model: Any, chain: Chain) -> None:
@@ -96,10 +95,10 @@ class Weights(Mapping[str, Tensor]):
         self._path = Path(model.init_from).expanduser()
         files = _files(self._path)
         self._file_of = {name: path for path in files for name in _open(path).keys()}
-        self._gpt2 = model.name == "gpt2"
+        self._format, self._embedding = chain.hugging_face, chain.embedding
         self.added: tuple[str, ...] = ()
-        if self._gpt2:
-            _check_config(model, files[0].parent)
+        if self._format is not None:
+            _check_config(model, self._format.config, files[0].parent)
             self.added = _known_tokens(model, files[0].parent)
         skeleton = chain.skeleton().state_dict()
         self.expected = {name: tensor for name, tensor in skeleton.items() if name not in chain.tied}
@@ -108,10 +107,10 @@ class Weights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         key = self._keys[name]
         tensor = _open(self._file_of[key]).get_tensor(key)
-        if not self._gpt2:
+        if self._format is None:
             return tensor
-        tensor = convert(name, tensor)
-        return pad(tensor, len(self.expected[name])) if name == EMBEDDING else tensor
+        tensor = self._format.convert(name, tensor)
+        return pad(tensor, len(self.expected[name])) if name == self._embedding else tensor
 
     def __contains__(self, name: object) -> bool:
         return name in self._keys  # Mapping's own would read the tensor
@@ -126,26 +125,22 @@ class Weights(Mapping[str, Tensor]):
         """Returns the shape of ``self[name]``, from the file's header."""
         key = self._keys[name]
         tensor = torch.empty(_open(self._file_of[key]).get_slice(key).get_shape(), device="meta")
-        shape = tuple(convert(name, tensor).shape if self._gpt2 else tensor.shape)
+        shape = tuple(tensor.shape if self._format is None else self._format.convert(name, tensor).shape)
         wanted = tuple(self.expected[name].shape)
-        padded = self._gpt2 and name == EMBEDDING and shape[1:] == wanted[1:] and shape[0] < wanted[0]
+        padded = self._format is not None and name == self._embedding and shape[1:] == wanted[1:] and shape[0] < wanted[0]
         return wanted if padded else shape
 
     def unexpected_keys(self) -> list[str]:
         """Returns the names of tensors in the file that the model does not have."""
         used = set(self._keys.values())
-        return [name for name in self._file_of if name not in used and not (self._gpt2 and _is_harmless(name))]
+        redundant = self._format.is_redundant if self._format is not None else lambda name: False
+        return [name for name in self._file_of if name not in used and not redundant(name)]
 
     def _key(self, name: str) -> str:
-        if not self._gpt2:
+        if self._format is None:
             return name
-        theirs = their_name(name)
+        theirs = self._format.their_name(name)
         return theirs if theirs in self._file_of else theirs.removeprefix(PREFIX)
-
-
-def _is_harmless(name: str) -> bool:
-    """Returns whether a tensor is GPT-2's tied head, or the causal mask of an old checkpoint."""
-    return name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias"))
 
 
 def _files(path: Path) -> list[Path]:
@@ -185,19 +180,19 @@ def _open(path: Path) -> Any:
         raise TrainingError(f"model.init_from: {path} cannot be read as safetensors: {error}") from error
 
 
-def _check_config(model: Any, folder: Path) -> None:
+def _check_config(model: Any, wanted: Mapping[str, Any], folder: Path) -> None:
     """Checks what config.json says and shapes do not: the number of heads, and the kind of model."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        heads, kind = config.get("n_head"), config.get("model_type", "gpt2")
+        heads, kind = config.get("n_head"), config.get("model_type", wanted["model_type"])
     except (OSError, ValueError, AttributeError):
         return
-    ours = resolve_size(model.size, model.n_layer, model.n_head, model.n_embd, model.block_size)
-    if kind != "gpt2":
-        raise TrainingError(f"model.init_from={model.init_from} is a model of type {kind}, not gpt2")
-    if heads is not None and heads != ours.n_head:
+    if kind != wanted["model_type"]:
+        raise TrainingError(f"model.init_from={model.init_from} is a model of type {kind}, not {wanted['model_type']}")
+    if heads is not None and heads != wanted["n_head"]:
         raise TrainingError(
-            f"model.init_from={model.init_from} has {heads} heads, the model {ours.n_head}; set model.n_head={heads}"
+            f"model.init_from={model.init_from} has {heads} heads, the model {wanted['n_head']}; "
+            f"set model.n_head={heads}"
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from common.errors import TrainingError
 from data.vocabulary import GPT2_VOCAB_SIZE, gpt2, parse_extra_tokens
-from models.huggingface import EMBEDDING
+from models.chain import Chain
 from models.new_rows import fill_new_rows
 from parallel.strategy import Strategy
 
@@ -32,7 +32,7 @@ def grown(vocab_size: int, extra_tokens: Any) -> int:
     return max(vocab_size, -(-wanted // step) * step)
 
 
-def add_tokens(extra_tokens: Any, strategy: Strategy, known: int = 0) -> None:
+def add_tokens(extra_tokens: Any, chain: Chain, strategy: Strategy, known: int = 0) -> None:
     """Set the new tokens' rows in every copy of the embedding that this rank holds: each is the mean of the rows of
     its description's tokens, or of all of GPT-2's where it has none. The first ``known`` have their rows already."""
     extra = parse_extra_tokens(extra_tokens)
@@ -40,5 +40,5 @@ def add_tokens(extra_tokens: Any, strategy: Strategy, known: int = 0) -> None:
         return
     sources = [None if words is None else gpt2().encode_ordinary(words) for words in extra.values()]
     for name, parameter in strategy.named_parameters():
-        if name == EMBEDDING:
+        if name == chain.embedding:
             fill_new_rows(parameter, GPT2_VOCAB_SIZE, sources, known)

@@ -7,7 +7,7 @@ import logging
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from common.files import free_space
 from common.machine import changed_environment
@@ -36,7 +36,7 @@ class WandbRun:
         run_dir: str | Path,
         run_config: dict,
         run_name: str | None = None,
-        mode: Any = "offline",
+        mode: Literal["offline", "online"] = "offline",
         project: str = "",
         group: str | None = None,
         name: str | None = None,

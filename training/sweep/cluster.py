@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from common.errors import UserError
 from launchers import Interrupted
 from launchers.slurm import wait
-from training.autotune import recall, settle_chunks
+from training.autotune import choose_chunks, recall
 from training.config import to_config, to_dict
 from training.reporting import mask_secrets
 from training.slurm_job import Ready, note, prepare_here, queue, ready
@@ -29,7 +29,7 @@ def check(cfg: Any) -> Ready | None:
     try:
         cfg = to_config(to_dict(cfg))
         recall(cfg, folder)
-        settle_chunks(cfg, folder, None)
+        choose_chunks(cfg, folder, None)
         return ready(prepare_here(cfg), folder)
     except UserError as error:
         _fail(folder, error)

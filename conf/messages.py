@@ -1,0 +1,60 @@
+"""What the user reads about an error: of Hydra's and OmegaConf's one line, with the nearest key or option that exists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
+
+from common.errors import UserError
+
+
+def explain(error: Exception) -> str | None:
+    """The message for the user about an error that the user can act on.
+
+    Args:
+        error: Any exception.
+
+    Returns:
+        The message of a ``UserError``. One line for an exception of Hydra's or OmegaConf's: the key, what it should be,
+        and the nearest that exists. None for an error of the program's own.
+    """
+    if isinstance(error, UserError):
+        return str(error)
+    if not isinstance(error, (HydraException, OmegaConfBaseException)):
+        return None
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        return f"there is no '{error.missing_cfg_file}'{_nearest(f'{group}={{}}', name, error.options)}"
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OmegaConfBaseException):
+        cause = cause.__cause__
+    place = _first_line(error).partition(":")[0] + ": " if str(error).startswith("In '") else ""
+    if isinstance(cause, (ConfigKeyError, AttributeError)) and isinstance(cause.parent_node, DictConfig):
+        section, name = _split(cause.full_key)
+        keys = [str(key) for key in cause.parent_node]
+        return f"{place}there is no key {cause.full_key}{_nearest(f'{section}{{}}', name, keys)}"
+    if isinstance(cause, MissingMandatoryValue):
+        return f"{place}{cause.full_key} has no default: set it"
+    if isinstance(cause, ValidationError):
+        return f"{place}{cause.full_key}: {_first_line(cause)}"
+    return " ".join(str(error if cause is None else cause).split())
+
+
+def _nearest(form: str, name: str, known: Sequence[str]) -> str:
+    """The most similar of the names that exist, and all of them."""
+    close = get_close_matches(name, known, n=1)
+    guess = f"; did you mean {form.format(close[0])}?" if close else ";"
+    return f"{guess} There are: {', '.join(known)}" if close else f"{guess} there are {', '.join(known)}"
+
+
+def _split(key: str) -> tuple[str, str]:
+    section, dot, name = key.rpartition(".")
+    return section + dot, name
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

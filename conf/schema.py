@@ -1,0 +1,230 @@
+"""The schemas of the configuration: an unknown key or a wrong type is an error before anything starts.
+
+Sections that are fixed (the root with ``train`` and ``sample``, ``parallel``, ``launcher``) have a dataclass here, with
+the meaning of each key. Every other section names a ``_target_``; its keys, types and defaults are the parameters of
+that function or class, and their meaning is in its docstring (see ``conf.signatures``).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import MISSING, dataclass, field, make_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+
+from conf import FOLDER, options
+from conf.signatures import Parameter, parameters
+
+TARGET_GROUPS = ("model", "data", "optim", "scheduler", "logger")
+
+
+class Device(Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+    mps = "mps"
+
+
+class Mode(Enum):
+    train = "train"
+    eval = "eval"
+    plan = "plan"
+    export = "export"
+    sample = "sample"
+
+
+class Precision(Enum):
+    auto = "auto"
+    fp64 = "fp64"
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+@dataclass
+class Train:
+    """How a model is trained, whatever it is and wherever it runs."""
+
+    steps: int | None = None  # optimizer steps; with epochs set too, whichever comes first
+    epochs: float | None = None  # passes over the training data; parts of one count in whole steps
+    global_batch_size: int = 64  # samples per optimizer step over all replicas (sequences, for a language model)
+    precision: Precision = Precision.auto  # auto: bf16 where the device is fast at it, else fp32
+    grad_clip: float | None = None  # largest norm of the whole model's gradient
+    clip_value: float | None = None  # largest absolute value of a gradient element, before grad_clip
+    max_skipped: int = 10  # steps in a row that are skipped, as their loss or gradient is not finite, before giving up
+    spike_factor: float | None = None  # skip steps whose loss is above so many times the mean of some twenty before it
+    spike_rollback: int | None = None  # so many spikes in a row: go back to the newest checkpoint's weights
+    compile: bool = False  # torch.compile, layer by layer
+    activation_checkpointing: bool = False  # recompute each layer's activations in the backward
+    deterministic: bool = False  # same machine, same seed, same bits
+    tf32: bool = False  # fp32 products in TF32 where a GPU has it: 10 bits of mantissa, several times as fast
+    cudnn_benchmark: bool = False  # let cuDNN try its convolutions and keep the fastest (fixed shapes only)
+    detect_anomaly: bool = False  # name the operation whose backward gave a NaN (slow)
+    overfit: bool = False  # the first step's batch, over and over
+    profile: int = 0  # steps to record with torch.profiler, after three of warm-up; the trace lies in the run directory
+    trace: bool = False  # draw when each forward, backward and transfer of a pipeline ran: timeline.png, timeline.json
+    eval_every: int | None = 0  # steps between evaluations; 0: only at the end; null: never
+    eval_batches: int | None = None  # batches of an evaluation; null: the whole split
+    checkpoint_every: int | None = 0  # steps between checkpoints; 0: only at the end; null: never
+    keep_checkpoints: int = 3  # the newest so many are kept
+    resume: str | None = None  # auto: this run directory's newest checkpoint; or the path of one
+
+
+@dataclass
+class Sample:
+    """For mode=sample."""
+
+    prompt: str = ""  # the text to go on from; GPT-2 can do without
+    tokens: int = 100  # how many to draw
+    temperature: float = 1.0  # logits are divided by it; 0: always the likeliest token
+    top_k: int | None = None  # draw among the so many likeliest tokens; null: all
+
+
+@dataclass
+class Root:
+    seed: int = 1337
+    device: Device = Device.auto
+    mode: Mode = Mode.train
+    checkpoint: str | None = None  # for mode=eval, export and sample: a checkpoint or a run directory
+    export_to: str = "export"  # for mode=export: a folder in the run directory
+    sample: Sample = field(default_factory=Sample)
+    train: Train = field(default_factory=Train)
+    model: Any = None
+    parallel: Any = None
+    data: Any = None
+    optim: Any = None
+    scheduler: Any = None
+    logger: Any = None
+    launcher: Any = None
+
+
+SCHEDULES = (
+    "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble",
+    "planned", "zbv_zero_bubble", "dualpipev",  # the last two: known, and refused with the reason
+)  # fmt: skip
+Schedule = Enum("Schedule", {name: name for name in SCHEDULES})
+
+
+class Order(Enum):
+    dp_pp = "dp_pp"
+    pp_dp = "pp_dp"
+
+
+class CommHook(Enum):
+    none = "none"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+@dataclass
+class Parallel:
+    name: str = "single"
+    dp: int | None = 1  # replicas; null: as many as the devices allow (on a CPU: 2)
+    pp: int = 1  # stages, one process each (times stages_per_rank); model_parallel: all in one process
+    chunks: Any = 1  # micro-batches per replica and step; where nothing is pipelined: gradient accumulation; auto
+    schedule: Schedule = Schedule.gpipe  # order of forwards and backwards in a pipeline
+    stages_per_rank: int | None = None  # null: what the schedule needs (interleaved, looped, planned: 2, else 1)
+    balance: Any = "uniform"  # how layers are dealt to stages: uniform, time or size (measured), or [7,7]
+    order: Order = Order.dp_pp  # dp_pp: the ranks of a pipeline are neighbours; pp_dp: those of a stage are
+    devices: list[str] | None = None  # model_parallel: one a stage, such as [cuda:0,cuda:1]; data_parallel: all of them
+    threads: int | None = None  # CPU threads of each process; null: the cores, divided
+    timeout_s: float = 300.0  # the longest that a rank waits for another before the run ends
+    bucket_mb: float = 25.0  # DistributedDataParallel's gradient bucket, in MiB
+    comm_hook: CommHook = CommHook.none  # what gradients are sent as between replicas: none (as they are), bf16, fp16
+    sync_batchnorm: bool = False  # BatchNorm over the replicas' micro-batches together
+    env: Any = None  # environment of the workers, such as {NCCL_DEBUG: INFO, GLOO_SOCKET_IFNAME: eth0}
+
+
+@dataclass
+class Local:
+    name: str = "local"
+    max_restarts: int = 0  # how often a run goes on from its newest checkpoint by itself when a process has died
+
+
+@dataclass
+class Slurm:
+    name: str = "slurm"
+    nodes: int = 1
+    tasks_per_node: int | None = None  # processes of each node; null: dp x pp, divided by the nodes
+    cpus_per_task: int | None = None  # cores of each process; null: the cluster's own rule
+    mem_gb: float | None = None  # memory of each node; null: the cluster's own rule
+    gpus_per_node: int | None = None  # null on a cluster without GPUs
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time_min: int = 60  # the job's time limit; at its end the job saves, queues again and goes on
+    signal_s: int = 120  # how long before the limit it is told to save; SLURM may be up to 60 s early
+    max_requeues: int = 100  # how often a job may be queued again after a time limit
+    setup: list[str] = field(default_factory=list)  # shell lines before the run, such as ["module load cuda"]
+    sbatch: dict[str, Any] = field(default_factory=dict)  # more of sbatch's parameters, such as {constraint: a100}
+    wait: bool = True  # false: print the job's number and return at once
+    max_parallel: int | None = None  # jobs of a sweep at the same time; null: all of them
+    poll_s: float = 2.0  # seconds between two looks at the queue
+
+
+# Keys that the program reads itself and does not pass to the section's target: name -> (type, default).
+_MODEL_KEYS = {"init_from": (str | None, None)}  # start from exported weights: a folder or a .safetensors file
+_LANGUAGE_MODEL_KEYS = {
+    "vocabulary": (str, "gpt2"),  # what its data should use: gpt2 | words
+    "extra_tokens": (Any, None),  # behind GPT-2's own tokens: {"<a>": "start of an entity", "<b>": null}
+}
+_OPTIMIZER_KEYS = {
+    "decay_vectors": (bool, False),  # weight decay on biases and norms too
+    "others": (Any, None),  # a second optimizer for the parameters that are not matrices: {_target_: ..., lr: ...}
+}
+# Parameters that the program supplies itself: they are not keys of the configuration.
+_SUPPLIED = {"optim": ("params",), "logger": ("run_dir", "run_config", "run_name")}
+# The YAML's own target; an indented one is that of a model, whose file sets other sections as well.
+_TARGET = re.compile(r"^ *_target_: *([\w.]+)", re.MULTILINE)
+
+
+def own_keys(group: str) -> set[str]:
+    """The keys of a section that are not arguments of its target."""
+    return {
+        "model": {"name", *_MODEL_KEYS, *_LANGUAGE_MODEL_KEYS},
+        "optim": set(_OPTIMIZER_KEYS),
+    }.get(group, set())
+
+
+@cache  # once per process
+def register() -> None:
+    """Put all schemas into Hydra's ConfigStore, as ``schema/...``, from where conf/ pulls them in."""
+    store = ConfigStore.instance()
+    store.store(group="schema", name="root", node=Root)
+    store.store(group="schema", name="parallel", node=Parallel)
+    for name, node in {"local": Local, "slurm": Slurm}.items():
+        store.store(group="schema/launcher", name=name, node=node)
+    for group in TARGET_GROUPS:
+        for option in options(group):
+            schema = _schema(group, option)
+            if schema is not None:
+                store.store(group=f"schema/{group}", name=option, node=schema)
+
+
+def _schema(group: str, option: str) -> type | None:
+    """A dataclass of the parameters of an option's target; None where there is no telling them."""
+    named = _TARGET.search((FOLDER / group / f"{option}.yaml").read_text(encoding="utf-8"))
+    known = parameters(named[1]) if named else None
+    if known is None:
+        return None
+    fields: dict[str, tuple[Any, Any]] = {"_target_": (str, named[1])}
+    if group == "model":
+        language = any(parameter.name == "vocab_size" for parameter in known)
+        fields |= {"name": (str, option), **_MODEL_KEYS, **(_LANGUAGE_MODEL_KEYS if language else {})}
+    if group == "optim":
+        fields |= _OPTIMIZER_KEYS
+    supplied = _SUPPLIED.get(group, ())
+    fields |= {p.name: (p.kind, _default(p)) for p in known if p.name not in supplied}
+    return make_dataclass(option, [(name, kind, default) for name, (kind, default) in fields.items()])
+
+
+def _default(parameter: Parameter) -> Any:
+    """As a dataclass has it: "???" is OmegaConf's word for a value that has to be given."""
+    if parameter.default is MISSING:
+        return "???"
+    if isinstance(parameter.default, (list, dict)):
+        return field(default_factory=lambda: parameter.default)
+    return parameter.default
