@@ -35,7 +35,7 @@ def run_workers(
     files that stay empty are removed. Rank 0 keeps this process's console.
     env: more environment variables for the workers, there from their first instruction (OMP_NUM_THREADS).
     max_restarts: how often all workers are started anew after a failure, unless it is an exception with an attribute
-    `repeats` that is true. See `restarts` in launchers.worker.
+    `repeats` that is true. See `restarts` in launchers.world.
     on_restart: told, in this process, of each failure after which that happens.
     stoppable: entry looks at launchers.stopping and raises Stopped: where this process heeds the signals of
     launchers.stopping, the first one is passed on to the workers and not raised.

@@ -57,11 +57,6 @@ def work(payload: bytes, parent_pid: int, log_dir: str, board_path: str, stoppab
     multiprocessing.util.Finalize(None, _leave_in_time, exitpriority=1000)
 
 
-def restarts() -> int:
-    """How often the workers of this run were started anew before; 0 outside of run_workers."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-
-
 def _heed_the_parent_only() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The parent blocked them while this process was being started.

@@ -74,6 +74,11 @@ def master_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     return host, port
 
 
+def restarts(environ: Mapping[str, str] = os.environ) -> int:
+    """Return how often the processes of this run were started anew, by run_workers, torchrun or SLURM."""
+    return int(environ.get("TORCHELASTIC_RESTART_COUNT") or environ.get("SLURM_RESTART_COUNT") or 0)
+
+
 def _integer(environ: Mapping[str, str], name: str) -> int:
     value = environ.get(name)
     if not value:

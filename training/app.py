@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
     Raises UserError; everything that can be checked is, before any process starts.
     """
     from training.autotune import recall, settle_chunks
-    from training.setup import prepare
+    from training.setup import describe, prepare
     from training.slurm_job import prepare_here, run_as_job
 
     cfg = to_config(to_dict(cfg))
@@ -120,7 +120,7 @@ def _print_memory(setup) -> None:
 
 def _work(world: World, tree: dict, run_dir: str) -> None:
     """What each local worker runs, again after a restart: the run goes on by itself then."""
-    from launchers.worker import restarts
+    from launchers.world import restarts
     from training.checkpoint.resume import after_restart
     from training.reporting.console import SUMMARY
     from training.run import run
@@ -130,14 +130,6 @@ def _work(world: World, tree: dict, run_dir: str) -> None:
         after_restart(cfg, folder)
         (folder / SUMMARY).unlink(missing_ok=True)  # not all ranks had left after it was written
     run(cfg, folder, world)
-
-
-def describe(setup) -> str:
-    """The plan in words."""
-    from training.reporting.console import describe_plan
-
-    described = (setup.cfg.model.name, setup.data.description, setup.tokens_per_sample, setup.shares)
-    return describe_plan(setup.plan, *described)
 
 
 def _leave(error: LaunchError, console: int = 2) -> None:
@@ -189,15 +181,9 @@ def follow(world: World) -> None:
             sys.stdout.flush()
 
 
-@contextmanager
-def _requeued(world: World) -> Iterator[None]:
+def _requeued(world: World) -> AbstractContextManager:
     """A run in a batch script of the user's own that was told to stop goes on as a later attempt of the same job."""
-    from launchers.slurm_worker import MAX_REQUEUES, go_on_later
+    from launchers.slurm_worker import requeued
 
     stopping.expect_echo()
-    try:
-        yield
-    except Stopped as stopped:
-        if world.origin != "slurm":
-            raise
-        go_on_later(world, str(stopped), MAX_REQUEUES)
+    return requeued(world) if world.origin == "slurm" else nullcontext()

@@ -97,6 +97,14 @@ def prepare(cfg: Any, world_size: int | None = None) -> Setup:
     return setup
 
 
+def describe(setup: Setup) -> str:
+    """The plan of a run, for its console."""
+    from training.reporting.console import describe_plan
+
+    described = (setup.cfg.model.name, setup.data.description, setup.tokens_per_sample, setup.shares)
+    return describe_plan(setup.plan, *described)
+
+
 def _plan(cfg: Any, chain: Chain, world_size: int | None) -> Plan:
     return make_plan(
         cfg.parallel,

@@ -40,7 +40,7 @@ def test_without_waiting_the_command_returns_at_once_and_says_how_to_follow(clus
         spent.append(processor_seconds() - before)
         assert run.code == 0, run.console
         job = re.search(r"^job (\d+) is queued", run.stdout, re.MULTILINE).group(1)
-        assert f"follow: tail -F {folder}/slurm/{job}_0_log.out" in run.stdout
+        assert f"follow: tail -F {folder}/slurm/{job}.out" in run.stdout
         assert f"scancel {job}" in run.stdout
         assert not (folder / "summary.json").exists(), "returned before the job's end"
         wait_until((folder / "summary.json").exists, 90, "the job's end")
