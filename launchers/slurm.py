@@ -7,10 +7,11 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from common.errors import LaunchError
 from launchers import slurm_queue
@@ -202,7 +203,7 @@ def wait(jobs: Sequence[Job], poll_s: float, tell: Callable[[str], None]) -> Non
         Interrupted: On SIGINT, SIGTERM or SIGHUP, after the jobs were cancelled.
         LaunchError: The queue does not answer any more. The jobs are cancelled, if that is possible.
     """
-    output = [_Tail(jobs[0].output, sys.stdout), _Tail(jobs[0].errors, sys.stderr)] if len(jobs) == 1 else []
+    shown = [_show(jobs[0].output, sys.stdout), _show(jobs[0].errors, sys.stderr)] if len(jobs) == 1 else []
     answered = time.monotonic()
     with StopSignals() as stop:
         try:
@@ -215,8 +216,8 @@ def wait(jobs: Sequence[Job], poll_s: float, tell: Callable[[str], None]) -> Non
                 except LaunchError:
                     if time.monotonic() - answered > _SILENT_S:
                         raise
-                for tail in output:
-                    tail.show()
+                for output in shown:
+                    next(output)
                 deadline = time.monotonic() + poll_s
                 while time.monotonic() < deadline and not all(job.done for job in jobs):
                     stop.check()
@@ -258,22 +259,16 @@ def _script(command: Sequence[str], setup: Sequence[str], env: Mapping[str, str]
     return script
 
 
-class _Tail:
-    """Shows what is written to a file, without SLURM's own lines."""
-
-    def __init__(self, path: Path, stream) -> None:
-        self._path, self._stream, self._offset, self._rest = path, stream, 0, b""
-
-    def show(self) -> None:
-        try:
-            with open(self._path, "rb") as file:
-                file.seek(self._offset)
-                new = file.read()
-        except OSError:
-            return
-        self._offset += len(new)
-        lines = (self._rest + new).split(b"\n")
-        self._rest = lines.pop()
-        for line in lines:
-            if not line.startswith((b"srun: ", b"slurmstepd")):
-                print(line.decode(errors="replace"), file=self._stream, flush=True)
+def _show(path: Path, stream: TextIO) -> Iterator[None]:
+    """Each time that it is resumed: print what was written to ``path`` meanwhile, without SLURM's own lines."""
+    offset, rest = 0, b""
+    while True:
+        with suppress(OSError), open(path, "rb") as file:
+            file.seek(offset)
+            new = file.read()
+            offset += len(new)
+            *lines, rest = (rest + new).split(b"\n")
+            for line in lines:
+                if not line.startswith((b"srun: ", b"slurmstepd")):
+                    print(line.decode(errors="replace"), file=stream, flush=True)
+        yield

@@ -16,13 +16,12 @@ _TASKS = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.+)$", re.MULTILINE)
 _ATTEMPT_ENDS = "DUE TO JOB REQUEUE"
 _WORDS = {
     "CANCELLED": "was cancelled",
+    "NODE_FAIL": "lost a node",
+    "PREEMPTED": "was preempted and not queued again",
     "OUT_OF_MEMORY": "was killed for using more memory than it asked for; set launcher.mem_gb higher, or use smaller "
     "micro-batches",
-    "NODE_FAIL": "lost a node",
-    "BOOT_FAIL": "lost a node, which did not start",
-    "PREEMPTED": "was preempted and not queued again",
-    "DEADLINE": "could not start before its deadline",
-    "REVOKED": "was taken over by another cluster",
+    "TIMEOUT": "ran past its time limit of {limit} min and could not save in time; set launcher.time_min or "
+    "launcher.signal_s higher, and go on by train.resume=auto in the same directory",
 }
 
 
@@ -37,14 +36,10 @@ def explain(job: str, state: State, folder: Path, log_dir: Path, ranks: int, lim
         ranks: The number of its processes.
         limit: Its time limit in minutes.
     """
-    if state.name == "TIMEOUT":
-        return LaunchError(
-            f"job {job} ran past its time limit of {limit} min and could not save in time; set launcher.time_min or "
-            "launcher.signal_s higher, and go on by train.resume=auto in the same directory"
-        )
-    if state.name in _WORDS:
-        return LaunchError(f"job {job} {_WORDS[state.name]}")
-    text = _read(folder / f"{job}.err")
+    if words := _WORDS.get(state.name):
+        return LaunchError(f"job {job} {words.format(limit=limit)}")
+    errors = folder / f"{job}.err"
+    text = errors.read_text(errors="replace") if errors.exists() else ""
     if deaths := find_deaths(read_reports(folder, job, ranks), exit_codes(text)):
         return root_cause(deaths, log_dir)
     if state.name == "COMPLETED":
@@ -100,10 +95,3 @@ def _code(words: str) -> int | None:
     by_words = {signal.strsignal(number): number for number in signal.valid_signals()}
     number = by_words.get(words.removesuffix(" (core dumped)").strip())
     return None if number is None else -number
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""

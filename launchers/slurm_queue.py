@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ _SUBMIT_S = 300.0  # a job that is queued although sbatch was given up would be 
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 UNDER_WAY = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 
-# Why a job waits that no waiting will start. (Others pass: Priority, Resources, a node that is down.)
+# Why a job waits that will never start. (Other reasons pass: Priority, Resources, a node that is down.)
 _NEVER = {
     "PartitionNodeLimit": "it asks for more nodes than the partition has",
     "PartitionTimeLimit": "it asks for more time than the partition allows",
@@ -24,14 +25,9 @@ _NEVER = {
     "QOSNotAllowed": "its qos may not use the partition",
     "AccountingPolicy": "its account does not allow such a job",
     "DependencyNeverSatisfied": "the job that it depends on has failed",
-    "QOSMaxNodePerJobLimit": "it asks for more nodes than its qos allows",
-    "QOSMaxCpuPerJobLimit": "it asks for more CPUs than its qos allows",
-    "QOSMaxMemoryPerJob": "it asks for more memory than its qos allows",
-    "QOSMaxWallDurationPerJobLimit": "it asks for more time than its qos allows",
-    "AssocMaxNodePerJobLimit": "it asks for more nodes than its account allows",
-    "AssocMaxCpuPerJobLimit": "it asks for more CPUs than its account allows",
-    "AssocMaxWallDurationPerJobLimit": "it asks for more time than its account allows",
 }
+# QOSMaxNodePerJobLimit, AssocMaxWallDurationPerJobLimit, …
+_TOO_MUCH = re.compile(r"(QOS|Assoc)Max\w+PerJob")
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,11 @@ class State:
     @property
     def never(self) -> str | None:
         """Why the job cannot ever start, in words; None where it may."""
-        return _NEVER.get(self.reason) if self.name == "PENDING" else None
+        if self.name != "PENDING":
+            return None
+        if _TOO_MUCH.match(self.reason):
+            return "it asks for more than its qos or its account allows a job"
+        return _NEVER.get(self.reason)
 
 
 def look(jobs: Iterable[str]) -> dict[str, State]:

@@ -17,11 +17,11 @@ from typing import Any
 
 from common.errors import LaunchError, UserError
 from launchers import World
-from launchers.slurm import Job, submit, tasks_per_node, wait, write_private
+from launchers.slurm import Job, submit, wait, write_private
 from launchers.slurm_worker import array_index, work
 from launchers.world import restarts
 from training.config import environment, to_config, to_dict
-from training.reporting.job_record import FAILED, FINISHED, RUNNING, read_job, write_job
+from training.reporting.job_record import FAILED, FINISHED, RUNNING, update_job
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ class Ready:
     tree: dict
     run_dir: Path
     processes: int
+
+    @classmethod
+    def of(cls, setup: Any, run_dir: Path) -> Ready:
+        """Return the run that ``prepare_here`` has checked."""
+        return cls(to_dict(setup.cfg), Path(run_dir).absolute(), setup.plan.processes)
 
     @property
     def shape(self) -> str:
@@ -62,16 +67,6 @@ def prepare_here(cfg: Any):
     setup = prepare(to_config({**to_dict(cfg), "device": "cpu"}), world_size)
     setup.cfg.device = cfg.device
     return setup
-
-
-def ready(setup: Any, run_dir: Path) -> Ready:
-    """Return what ``queue`` takes.
-
-    Raises:
-        LaunchError: The processes cannot be divided equally among the nodes.
-    """
-    tasks_per_node(setup.cfg.launcher, setup.plan.processes)
-    return Ready(to_dict(setup.cfg), Path(run_dir).absolute(), setup.plan.processes)
 
 
 def queue(runs: list[Ready], folder: Path, name: str) -> list[Job]:
@@ -100,7 +95,7 @@ def run_as_job(setup: Any, run_dir: Path) -> None:
     Raises:
         LaunchError: What has ended the job, or why the queue refuses it.
     """
-    run = ready(setup, run_dir)
+    run = Ready.of(setup, run_dir)
     launcher = setup.cfg.launcher
     (job,) = queue([run], run.run_dir / "slurm", setup.cfg.model.name)
     shape = f"{launcher.nodes} node{'s' * (launcher.nodes > 1)} x {run.processes // launcher.nodes} processes"
@@ -111,13 +106,6 @@ def run_as_job(setup: Any, run_dir: Path) -> None:
     wait([job], launcher.poll_s, partial(print, flush=True))
     if job.error is not None:
         raise job.error
-
-
-def note(folder: Path, **changes: Any) -> None:
-    """Record how the job of a sweep in ``folder`` fares; nothing where it is none."""
-    job = read_job(folder)
-    if job is not None:
-        write_job(folder, job.but(**changes))
 
 
 def run_in_task(cfg: Any, run_dir: Path, world: World, give_up: Callable[[LaunchError], None]) -> None:
@@ -135,17 +123,17 @@ def run_in_task(cfg: Any, run_dir: Path, world: World, give_up: Callable[[Launch
         with rendezvous(world, cfg.parallel.timeout_s, give_up) as (store, places):
             setup = prepare(cfg, world.size)
             if world.rank == 0:
-                note(run_dir, status=RUNNING)
+                update_job(run_dir, status=RUNNING)
                 print("\n".join(filter(None, [describe(setup), describe_places(places)])), flush=True)
             run(cfg, run_dir, world, store, setup)
     except Exception as error:
         # Nobody else records it where the launcher did not wait.
         if not is_peer_error(error):
             text = str(error) if isinstance(error, UserError) else traceback.format_exc()
-            note(run_dir, status=FAILED, error=f"rank {world.rank}: {text}")
+            update_job(run_dir, status=FAILED, error=f"rank {world.rank}: {text}")
         raise
     if world.rank == 0:
-        note(run_dir, status=FINISHED, seconds=time.monotonic() - begin)
+        update_job(run_dir, status=FINISHED, seconds=time.monotonic() - begin)
 
 
 def _config_path(folder: Path, index: int) -> Path:

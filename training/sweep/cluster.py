@@ -17,8 +17,8 @@ from launchers.slurm import wait
 from training.autotune import recall, settle_chunks
 from training.config import to_config, to_dict
 from training.reporting.environment import mask_arguments
-from training.reporting.job_record import FAILED, INTERRUPTED, WAITING, Job, write_job
-from training.slurm_job import Ready, note, prepare_here, queue, ready
+from training.reporting.job_record import FAILED, INTERRUPTED, WAITING, Job, update_job, write_job
+from training.slurm_job import Ready, prepare_here, queue
 from training.sweep.job import show_as_group
 
 
@@ -36,7 +36,7 @@ def check(cfg: Any) -> Ready | None:
         cfg = to_config(to_dict(cfg))
         recall(cfg, folder)
         settle_chunks(cfg, folder, None)
-        return ready(prepare_here(cfg), folder)
+        return Ready.of(prepare_here(cfg), folder)
     except UserError as error:
         _fail(folder, error)
         return None
@@ -51,8 +51,8 @@ def run_all(runs: list[Ready]) -> None:
     """
     jobs: list[tuple[SlurmJob, Path]] = []
     by_shape = groupby(sorted(runs, key=lambda run: run.shape), key=lambda run: run.shape)
-    for index, alike in enumerate(list(group) for _, group in by_shape):
-        folder = alike[0].run_dir.parent / f"slurm-{index}"
+    for alike in (list(group) for _, group in by_shape):
+        folder = alike[0].run_dir.parent / f"slurm-{alike[0].run_dir.name}"
         try:
             queued = queue(alike, folder, alike[0].tree["model"]["name"])
         except UserError as error:
@@ -69,7 +69,7 @@ def run_all(runs: list[Ready]) -> None:
     except Interrupted:
         for job, folder in jobs:
             if not job.done:
-                note(folder, status=INTERRUPTED)
+                update_job(folder, status=INTERRUPTED)
         raise
     finally:
         for job, folder in jobs:
@@ -78,5 +78,5 @@ def run_all(runs: list[Ready]) -> None:
 
 
 def _fail(folder: Path, error: Exception) -> None:
-    note(folder, status=FAILED, error=str(error))
+    update_job(folder, status=FAILED, error=str(error))
     print(f"error: {folder.name}: {error}", file=sys.stderr)
