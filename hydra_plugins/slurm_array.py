@@ -1,4 +1,4 @@
-"""A launcher of Hydra's for launcher=slurm: what is one run here is one element of a job array there."""
+"""Hydra's launcher for launcher=slurm: each job of a sweep is an element of a SLURM job array."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from omegaconf import DictConfig, open_dict
 
 
 class SlurmArray(Launcher):
-    """Composes and checks every job here, then queues those that passed, equal shapes as one array, and waits.
+    """Composes and checks every job here, queues those that passed as one array per shape, and waits for them.
 
     A job that fails is recorded in its directory and does not end the others (see training.sweep).
     """
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
+        """Hydra calls it before ``launch``."""
         self.hydra_context, self.config = hydra_context, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """One JobReturn a job; whether it failed stands in its directory."""
+        """Return one JobReturn per job; whether the job failed is recorded in its directory."""
         from training.sweep.cluster import check, run_all
 
         setup_globals()

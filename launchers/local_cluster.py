@@ -5,9 +5,9 @@
     python train.py launcher=slurm launcher.nodes=2 parallel=pipe_ddp model=gpt2 model.size=tiny
     python -m launchers.local_cluster stop FOLDER
 
-Needs root (slurmd starts jobs for any user) and Debian's packages slurm-wlm and munge. Everything lies in FOLDER, which
+Needs root (slurmd starts jobs for any user) and Debian's packages slurm-wlm and munge. All files are in FOLDER, which
 must not exist yet; the daemons listen on 127.0.0.1 only, and nothing of the machine's own SLURM is read or changed.
-Memory limits are those of the queue's book-keeping: no cgroups are set up.
+The queue keeps account of memory, but no cgroups limit it.
 """
 
 from __future__ import annotations
@@ -15,28 +15,31 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from common.errors import LaunchError
-from launchers.loopback import LOOPBACK
+from launchers.loopback import LOOPBACK, listen
 
+_DAEMONS = ("munged", "slurmctld", "slurmd", "slurmstepd")
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 _START_S = 30.0
 _STOP_S = 10.0
 
+# cred_expire: for so long a job that was queued again is held back. The machine's cores and memory are shared by nodes
+# that are made up: config_overrides.
 _CONF = """\
 ClusterName=local
 SlurmctldHost={host}({address})
 SlurmctldPort={controller_port}
-SlurmUser={user}
-SlurmdUser={user}
+SlurmUser=root
+SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=15
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool/%n
@@ -51,7 +54,6 @@ AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU_Memory
 DefMemPerCPU={memory_per_cpu}
-# The machine's cores and memory are shared by nodes that are made up.
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=5,bf_interval=5,sched_min_interval=100000
 MpiDefault=none
@@ -67,7 +69,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str | None:
-    """What this machine lacks to start a cluster, in words; None when it lacks nothing."""
+    """Return what this machine lacks to start a cluster, in words; None when it lacks nothing."""
     if not sys.platform.startswith("linux"):
         return f"SLURM runs on Linux, this is {sys.platform}"
     absent = [program for program in _PROGRAMS if _find(program) is None]
@@ -79,9 +81,13 @@ def missing() -> str | None:
 
 
 class LocalCluster:
-    """A cluster in ``folder`` (absent or empty) of ``nodes`` nodes n1, n2, … with ``cpus`` CPUs and ``memory_mb`` each.
+    """A cluster of nodes n1, n2, …; a context manager, or call start() and stop().
 
-    Use as a context manager, or call start() and stop(). ``environment`` is what SLURM's commands need to find it.
+    Args:
+        folder: For the cluster's files; absent or empty.
+        nodes: The number of nodes.
+        cpus: The number of CPUs of each node; may be more than the machine has.
+        memory_mb: The memory of each node in MB.
     """
 
     def __init__(self, folder: str | os.PathLike, nodes: int = 2, cpus: int = 8, memory_mb: int = 8192) -> None:
@@ -90,6 +96,7 @@ class LocalCluster:
 
     @property
     def environment(self) -> dict[str, str]:
+        """What SLURM's commands need to find the cluster."""
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def __enter__(self) -> LocalCluster:
@@ -100,55 +107,71 @@ class LocalCluster:
         self.stop()
 
     def start(self) -> None:
-        """Start all daemons and return when every node is idle. Raises LaunchError, with nothing left running."""
-        lacking = missing()
-        if lacking:
+        """Start all daemons and return when every node is idle.
+
+        Raises:
+            LaunchError: The cluster cannot start. Nothing is left running.
+        """
+        if lacking := missing():
             raise LaunchError(f"no local SLURM here: {lacking}")
         if self.folder.exists() and any(self.folder.iterdir()):
             raise LaunchError(f"{self.folder} is not empty: stop the cluster there, or choose another folder")
         for name in ("state", "spool"):
             (self.folder / name).mkdir(parents=True)
         try:
-            self._start_munge()
             self._write_conf()
+            self._start_munge()
             self._run("slurmctld")
-            for node in self._names():
-                self._run("slurmd", "-N", node)
+            for node in range(1, self.nodes + 1):
+                self._run("slurmd", "-N", f"n{node}")
             self._wait_until_idle()
         except BaseException:
             self.stop()
             raise
 
     def stop(self) -> None:
-        """End all jobs and daemons; returns when they are gone. Does nothing where none runs."""
-        if self._pids("slurmctld"):
-            self._query("scancel", "--user", str(os.geteuid()), "--signal", "KILL", "--full")
-        daemons = [pid for name in ("slurmctld", "slurmd-*", "munged") for pid in self._pids(name)]
-        for pid in daemons:
-            _kill(pid, signal.SIGTERM)
+        """Kill all daemons and what runs in jobs, and return when they are gone. Nothing happens where none runs."""
+        import psutil
+
         deadline = time.monotonic() + _STOP_S
-        while any(map(_alive, daemons)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        # Jobs are processes of their own, which outlive their node's daemon.
-        for pid in [*daemons, *_job_processes(self.environment["SLURM_CONF"])]:
-            _kill(pid, signal.SIGKILL)
+        while (processes := self._processes()) and time.monotonic() < deadline:
+            for process in processes:
+                process.kill()
+            psutil.wait_procs(processes, timeout=1)
+
+    def _processes(self) -> list:
+        """The daemons and the processes of jobs, whoever their parent is. A user's shell has SLURM_CONF too."""
+        import psutil
+
+        own = []
+        for process in psutil.process_iter():
+            try:
+                environment = process.environ() if process.pid != os.getpid() else {}
+                if environment.get("SLURM_CONF") == self.environment["SLURM_CONF"] and (
+                    process.name() in _DAEMONS or "SLURM_JOB_ID" in environment
+                ):
+                    own.append(process)
+            except psutil.Error:
+                continue
+        return own
 
     def _start_munge(self) -> None:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
         names = {"socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
-        options = [f"--{option}={self.folder}/munge{'d' * (name == 'pid')}.{name}" for option, name in names.items()]
+        options = [f"--{option}={self.folder}/munge.{name}" for option, name in names.items()]
         # --force: it would refuse a folder that other users cannot enter.
         self._run("munged", "--force", f"--key-file={key}", "--num-threads=2", *options)
 
     def _write_conf(self) -> None:
-        ports = _free_ports(self.nodes + 1)
+        with ExitStack() as held:
+            sockets = [held.enter_context(listen(LOOPBACK, 0)) for _ in range(self.nodes + 1)]
+            ports = [listener.getsockname()[1] for listener in sockets]
         text = _CONF.format(
             folder=self.folder,
             host=socket.gethostname().partition(".")[0],
             address=LOOPBACK,
-            user="root",
             nodes=self.nodes,
             controller_port=ports[0],
             node_ports=ports[1] if self.nodes == 1 else f"[{','.join(map(str, ports[1:]))}]",
@@ -158,51 +181,34 @@ class LocalCluster:
         )
         (self.folder / "slurm.conf").write_text(text)
 
-    def _run(self, program: str, *arguments: str) -> None:
-        done = subprocess.run(
-            [_find(program), *arguments], env=self._env(), text=True, stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=_START_S,
-        )  # fmt: skip
-        if done.returncode:
-            raise LaunchError(f"{program} does not start: {done.stderr.strip() or f'exit code {done.returncode}'}")
-
-    def _query(self, program: str, *arguments: str) -> str:
-        try:
+    def _run(self, program: str, *arguments: str) -> str:
+        """Run ``program`` to its end, or until it is in the background: its standard output."""
+        foreign = ("SLURM_", "SBATCH_", "SRUN_")
+        env = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
+        output = self.folder / "output"  # not a pipe: daemons would hold it open
+        with open(output, "w+") as file:
             done = subprocess.run(
-                [_find(program), *arguments], env=self._env(), text=True, capture_output=True, timeout=_STOP_S
-            )
-        except subprocess.TimeoutExpired:
-            return ""
-        return done.stdout
+                [_find(program), *arguments], env={**env, **self.environment}, stdin=subprocess.DEVNULL, stdout=file,
+                stderr=file, timeout=_START_S,
+            )  # fmt: skip
+        said = output.read_text()
+        if done.returncode:
+            raise LaunchError(f"{program} does not start: {said.strip() or f'exit code {done.returncode}'}")
+        return said
 
     def _wait_until_idle(self) -> None:
         deadline = time.monotonic() + _START_S
         while True:
-            states = self._query("sinfo", "--noheader", "--Node", "--format=%N %T").split()[1::2]
+            try:
+                states = self._run("sinfo", "--noheader", "--Node", "--format=%T").split()
+            except LaunchError:
+                states = ["unknown"]
             if states == ["idle"] * self.nodes:
                 return
             if time.monotonic() > deadline:
                 logs = "\n".join(_tail(path) for path in sorted(self.folder.glob("slurm*.log")))
-                found = ", ".join(states) or "unknown"
-                raise LaunchError(f"after {_START_S:g} s the nodes are {found}, not idle\n{logs}")
+                raise LaunchError(f"after {_START_S:g} s the nodes are {', '.join(states)}, not idle\n{logs}")
             time.sleep(0.1)
-
-    def _env(self) -> dict[str, str]:
-        clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
-        return {**clean, **self.environment}
-
-    def _names(self) -> list[str]:
-        return [f"n{index}" for index in range(1, self.nodes + 1)]
-
-    def _pids(self, name: str) -> list[int]:
-        """Of the daemons whose pid files match ``name``, those that run."""
-        found = []
-        for path in self.folder.glob(f"{name}.pid"):
-            try:
-                found.append(int(path.read_text()))
-            except (OSError, ValueError):
-                continue
-        return [pid for pid in found if _alive(pid)]
 
 
 def _find(program: str) -> str | None:
@@ -210,49 +216,12 @@ def _find(program: str) -> str | None:
     return shutil.which(program) or shutil.which(program, path="/usr/sbin:/sbin")
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server((LOOPBACK, 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in sockets]
-    for listener in sockets:
-        listener.close()
-    return ports
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def _kill(pid: int, signum: int) -> None:
-    try:
-        os.kill(pid, signum)
-    except ProcessLookupError:
-        pass
-
-
-def _job_processes(conf: str) -> list[int]:
-    """Steps, and what they have started, of the cluster that ``conf`` describes, whoever their parent is now."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            environment = (entry / "environ").read_bytes().split(b"\0")
-            command = (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        in_job = command.startswith(b"slurmstepd") or any(line.startswith(b"SLURM_JOB_ID=") for line in environment)
-        if in_job and os.fsencode(f"SLURM_CONF={conf}") in environment and entry.name != str(os.getpid()):
-            found.append(int(entry.name))
-    return found
-
-
 def _tail(path: Path) -> str:
     return f"{path}:\n" + "\n".join(path.read_text(errors="replace").splitlines()[-5:])
 
 
 def main() -> None:
+    """Start or stop a cluster from the command line."""
     parser = argparse.ArgumentParser(description="A real SLURM on this machine, on the loopback interface.")
     parser.add_argument("action", choices=("start", "stop"))
     parser.add_argument("folder", type=Path, help="its configuration, state and logs")
@@ -260,12 +229,11 @@ def main() -> None:
     parser.add_argument("--cpus", type=int, default=8, help="of each node; may be more than the machine has")
     parser.add_argument("--memory", type=int, default=8192, help="of each node, in MB")
     arguments = parser.parse_args()
-    if arguments.action == "stop":
-        nodes = len(list(arguments.folder.glob("slurmd-*.pid"))) or arguments.nodes
-        LocalCluster(arguments.folder, nodes).stop()
-        shutil.rmtree(arguments.folder, ignore_errors=True)
-        return
     cluster = LocalCluster(arguments.folder, arguments.nodes, arguments.cpus, arguments.memory)
+    if arguments.action == "stop":
+        cluster.stop()
+        shutil.rmtree(cluster.folder, ignore_errors=True)
+        return
     try:
         cluster.start()
     except LaunchError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,10 +10,11 @@ from dataclasses import dataclass
 from common.errors import LaunchError
 
 _COMMAND_S = 30.0
+_SUBMIT_S = 300.0  # a job that is queued although sbatch was given up would be nobody's
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 UNDER_WAY = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 
-# Why a job waits that no waiting will start. (Others pass: Priority, Resources, a node that is down.)
+# Why a job waits that will never start. (Other reasons pass: Priority, Resources, a node that is down.)
 _NEVER = {
     "PartitionNodeLimit": "it asks for more nodes than the partition has",
     "PartitionTimeLimit": "it asks for more time than the partition allows",
@@ -23,19 +25,20 @@ _NEVER = {
     "QOSNotAllowed": "its qos may not use the partition",
     "AccountingPolicy": "its account does not allow such a job",
     "DependencyNeverSatisfied": "the job that it depends on has failed",
-    "QOSMaxNodePerJobLimit": "it asks for more nodes than its qos allows",
-    "QOSMaxCpuPerJobLimit": "it asks for more CPUs than its qos allows",
-    "QOSMaxMemoryPerJob": "it asks for more memory than its qos allows",
-    "QOSMaxWallDurationPerJobLimit": "it asks for more time than its qos allows",
-    "AssocMaxNodePerJobLimit": "it asks for more nodes than its account allows",
-    "AssocMaxCpuPerJobLimit": "it asks for more CPUs than its account allows",
-    "AssocMaxWallDurationPerJobLimit": "it asks for more time than its account allows",
 }
+# QOSMaxNodePerJobLimit, AssocMaxWallDurationPerJobLimit, …
+_TOO_MUCH = re.compile(r"(QOS|Assoc)Max\w+PerJob")
 
 
 @dataclass(frozen=True)
 class State:
-    """A job as squeue shows it: its state's name, why it waits or has failed, and its nodes in SLURM's short form."""
+    """A job as squeue shows it.
+
+    Attributes:
+        name: The name of its state, such as PENDING.
+        reason: Why it waits or has failed, in SLURM's word.
+        nodes: Its nodes in SLURM's short form, such as n[1-2].
+    """
 
     name: str
     reason: str
@@ -43,22 +46,32 @@ class State:
 
     @property
     def waits(self) -> bool:
+        """Whether the job is in the queue and does not run."""
         return self.name in WAITING
 
     @property
     def ended(self) -> bool:
+        """Whether the job is over."""
         return self.name not in WAITING and self.name not in UNDER_WAY
 
     @property
     def never(self) -> str | None:
         """Why the job cannot ever start, in words; None where it may."""
-        return _NEVER.get(self.reason) if self.name == "PENDING" else None
+        if self.name != "PENDING":
+            return None
+        if _TOO_MUCH.match(self.reason):
+            return "it asks for more than its qos or its account allows a job"
+        return _NEVER.get(self.reason)
 
 
 def look(jobs: Iterable[str]) -> dict[str, State]:
-    """The states of those of ``jobs`` that the queue knows (it forgets a job minutes after its end).
+    """Return the states of those of ``jobs`` that the queue knows (it forgets a job minutes after its end).
 
-    jobs: numbers as sbatch gives them, 12 or, of an array, 12_0. Raises LaunchError where the queue does not answer.
+    Args:
+        jobs: Numbers as squeue shows them: 12, or 12_0 in an array.
+
+    Raises:
+        LaunchError: The queue does not answer.
     """
     wanted = set(jobs)
     numbers = ",".join(sorted({job.partition("_")[0] for job in wanted}))
@@ -66,16 +79,20 @@ def look(jobs: Iterable[str]) -> dict[str, State]:
     done = _run(command)
     if done.returncode and "Invalid job id" not in done.stderr:
         raise LaunchError(f"squeue: {done.stderr.strip()}")
-    found = {}
+    states = {}
     for line in done.stdout.splitlines():
         job, _, rest = line.strip().partition("|")
         if job in wanted:
-            found[job] = State(*rest.split("|", 2))
-    return found
+            states[job] = State(*rest.split("|", 2))
+    return states
 
 
 def cancel(jobs: Iterable[str]) -> None:
-    """Ask the queue to end ``jobs``. Raises LaunchError where it does not answer."""
+    """Ask the queue to end ``jobs``.
+
+    Raises:
+        LaunchError: The queue does not answer.
+    """
     jobs = list(jobs)
     if jobs:
         done = _run(["scancel", *jobs])
@@ -84,28 +101,38 @@ def cancel(jobs: Iterable[str]) -> None:
 
 
 def requeue(job: str) -> None:
-    """Stop ``job``'s processes and put it into the queue again. Raises LaunchError where that is refused."""
+    """Stop the processes of ``job`` and put it into the queue again.
+
+    SLURM holds it back for the lifetime of a credential, two minutes by default.
+
+    Raises:
+        LaunchError: The queue refuses.
+    """
     done = _run(["scontrol", "requeue", job])
     # Below 0: asked by the job itself, scontrol is one of the processes that are stopped, maybe before it returns.
     if done.returncode > 0:
         raise LaunchError(f"scontrol requeue {job}: {done.stderr.strip()}")
 
 
-def start_soon(job: str) -> None:
-    """Lift the two minutes for which SLURM holds a job back that was queued again. A refusal does no harm.
+def submit(arguments: Iterable[str]) -> str:
+    """Run sbatch with ``arguments`` and return the number of the job, or of the array.
 
-    Not in the second in which the job was stopped: its nodes would refuse it.
+    Raises:
+        LaunchError: The queue refuses, with sbatch's own words.
     """
-    _run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
+    done = _run(["sbatch", "--parsable", *arguments], _SUBMIT_S)
+    if done.returncode:
+        raise LaunchError(f"the queue does not take the job: {done.stderr.strip().replace('sbatch: error: ', '')}")
+    return done.stdout.strip().partition(";")[0]
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess:
+def _run(command: list[str], timeout_s: float = _COMMAND_S) -> subprocess.CompletedProcess:
     try:
-        return subprocess.run(command, text=True, capture_output=True, timeout=_COMMAND_S, stdin=subprocess.DEVNULL)
+        return subprocess.run(command, text=True, capture_output=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
     except FileNotFoundError:
         raise LaunchError(
             f"{command[0]} not found: launcher=slurm works on machines from which SLURM's commands reach a cluster; "
             "launcher=local needs none (launchers/local_cluster.py starts a small one)"
         ) from None
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"{command[0]} did not answer within {_COMMAND_S:g} s") from None
+        raise LaunchError(f"{command[0]} did not answer within {timeout_s:g} s") from None

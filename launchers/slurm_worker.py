@@ -1,4 +1,4 @@
-"""What happens in a task of a SLURM job around the user's function."""
+"""What happens in a task of a SLURM job around the caller's function."""
 
 from __future__ import annotations
 
@@ -7,95 +7,108 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from common.errors import LaunchError
 from launchers import slurm_queue, stopping
-from launchers.failure import log_path, write_report
+from launchers.failure import log_path, read_report, write_report
 from launchers.stopping import Stopped
 from launchers.worker import PEER_DELAY_S, redirect_output
-from launchers.world import World
+from launchers.world import World, restarts
 
-# The signal that announces the time limit. It is blocked from the first instruction on (by BLOCK) and never delivered:
-# launchers.stopping asks whether it is pending. So it can strike nowhere, not in a loader's workers either.
+# Announces the time limit. launchers/train.sbatch blocks it from the first instruction on, and it is never delivered:
+# launchers.stopping asks whether it is pending. So it cannot end the workers of a data loader either.
 SIGNAL = signal.SIGUSR2
-BLOCK = "env --block-signal=USR2"
 MAX_REQUEUES = 100
 _KILLED_S = 120.0
 
-_reports: list[Path] = []  # this task's, once there is one
 
-
-def restarts(environ: Mapping[str, str] = os.environ) -> int:
-    """How often this job was queued again before; 0 outside of SLURM."""
-    return int(environ.get("SLURM_RESTART_COUNT") or 0)
+def array_index(environ: Mapping[str, str] = os.environ) -> int:
+    """Return which job of its array this is, from 0; 0 for a job of its own."""
+    return int(environ.get("SLURM_ARRAY_TASK_ID") or 0)
 
 
 def job_id(environ: Mapping[str, str] = os.environ) -> str:
-    """The number of this job as squeue shows it: 12, or 12_0 in an array."""
+    """Return the number of this job as squeue shows it: 12, or 12_0 in an array."""
     array = environ.get("SLURM_ARRAY_JOB_ID")
-    return f"{array}_{environ['SLURM_ARRAY_TASK_ID']}" if array else environ["SLURM_JOB_ID"]
+    return f"{array}_{array_index(environ)}" if array else environ["SLURM_JOB_ID"]
 
 
-def report_path(folder: str | os.PathLike, job: str, rank: int) -> Path:
-    """Where a rank leaves its error."""
-    return Path(folder) / f"{job}_{rank}_error.json"
+def read_reports(folder: Path, job: str, ranks: int) -> dict[int, dict | None]:
+    """Return how each rank of ``job`` has ended: its error (see launchers.failure), {} if it finished, else None."""
+    return {rank: read_report(_report_path(folder, job, rank)) for rank in range(ranks)}
 
 
-def work(entry: Callable, args: tuple, folder: str, log_dir: str, max_requeues: int) -> None:
-    """Runs ``entry(world, *args)``. The function that submitit starts, in each task.
+def work(
+    entry: Callable[[World, Callable[[LaunchError], None]], None], folder: Path, log_dir: Path, max_requeues: int
+) -> None:
+    """Run ``entry(world, give_up)`` as one task of a job, and leave a report on how it has ended.
 
-    An exception is written to report_path and ends the process with code 1, without any clean-up that could wait for a
-    peer. Stopped puts the job into the queue again.
+    An exception ends the process with code 1, without any clean-up that could wait for a peer. ``give_up(error)`` does
+    the same from any thread. Stopped puts the job into the queue again.
+
+    Args:
+        entry: What the task does.
+        folder: Where the reports go (see launchers.slurm.submit).
+        log_dir: Where the ranks other than 0 write their logs.
+        max_requeues: How often the job may be queued again.
     """
-    # SIGTERM comes before SIGKILL in a preemption; submitit's own handlers would only log it.
+    # SIGTERM comes before SIGKILL in a preemption.
     stopping.install_handlers()
     stopping.expect_echo()
     world = World.detect() or World.alone()
-    report = report_path(folder, job_id(), world.rank)
-    _reports.append(report)
+    report = _report_path(folder, job_id(), world.rank)
     report.unlink(missing_ok=True)
     log = log_path(log_dir, world.rank)
     if world.rank > 0:
         log.parent.mkdir(parents=True, exist_ok=True)
         redirect_output(log)
     try:
-        try:
-            entry(world, *args)
-        except Stopped as stopped:
-            go_on_later(world, str(stopped), max_requeues)
+        with requeued(world, max_requeues):
+            entry(world, partial(_leave, report))
     except BaseException as error:
-        leave(error)
-    finally:
-        sys.stdout.flush()
-        if world.rank > 0 and log.exists() and log.stat().st_size == 0:
-            log.unlink()
+        _leave(report, error)
+    report.write_text("{}")
+    sys.stdout.flush()
+    if world.rank > 0 and log.stat().st_size == 0:
+        log.unlink()
 
 
-def go_on_later(world: World, why: str, max_requeues: int) -> None:
-    """Put this job into the queue again, as rank 0, and wait for the end that this brings to all ranks.
+@contextmanager
+def requeued(world: World, max_requeues: int = MAX_REQUEUES) -> Iterator[None]:
+    """Put this job into the queue again when the block raises Stopped, and wait for the end that this brings.
 
-    Raises LaunchError where it was queued again ``max_requeues`` times already, where the queue refuses, and after
-    SIGTERM: then the job was cancelled, or SLURM itself puts it into the queue again.
+    Raises:
+        LaunchError: The job was queued again ``max_requeues`` times already; the queue refuses; or the block was
+            stopped by SIGTERM: then the job was cancelled, or SLURM itself puts it into the queue again.
     """
-    if stopping.noted() == signal.SIGTERM and SIGNAL not in signal.sigpending():
-        raise LaunchError(f"{why}, on SIGTERM")
-    if restarts() >= max_requeues:
-        raise LaunchError(f"{why}; it was queued again {restarts()} times already (launcher.max_requeues)")
-    if world.rank == 0:
-        print(f"{why}; the job waits in the queue to go on", flush=True)
-        slurm_queue.requeue(job_id())
-    time.sleep(_KILLED_S)
-    raise LaunchError(f"{why}, but the queue has not ended this attempt within {_KILLED_S:g} s")
+    try:
+        yield
+    except Stopped as stopped:
+        if stopping.noted() == signal.SIGTERM and SIGNAL not in signal.sigpending():
+            raise LaunchError(f"{stopped}, on SIGTERM") from stopped
+        if restarts() >= max_requeues:
+            times = f"it was queued again {restarts()} times already (launcher.max_requeues)"
+            raise LaunchError(f"{stopped}; {times}") from stopped
+        if world.rank == 0:
+            print(f"{stopped}; the job waits in the queue to go on", flush=True)
+            slurm_queue.requeue(job_id())
+        time.sleep(_KILLED_S)
+        raise LaunchError(f"{stopped}, but the queue has not ended this attempt within {_KILLED_S:g} s") from stopped
 
 
-def leave(error: BaseException) -> NoReturn:
-    """End this task as failed, from whichever thread, once ``work`` has begun."""
+def _report_path(folder: Path, job: str, rank: int) -> Path:
+    return Path(folder) / f"{job}_{rank}.json"
+
+
+def _leave(report: Path, error: BaseException) -> NoReturn:
     traceback.print_exception(error)
     try:
-        if write_report(_reports[0], error)["peer"]:
+        if write_report(report, error)["peer"]:
             # So that the rank that broke the connection is seen to fail first.
             time.sleep(PEER_DELAY_S)
     finally:

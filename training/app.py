@@ -7,7 +7,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -230,7 +230,7 @@ def _print_memory(setup) -> None:
 
 def _work(world: World, tree: dict, run_dir: str) -> None:
     """What each local worker runs. After a restart it resumes from the newest checkpoint."""
-    from launchers.worker import restarts
+    from launchers.world import restarts
     from training.checkpoint.resume import after_restart
     from training.reporting import SUMMARY
     from training.run import run
@@ -296,15 +296,9 @@ def follow(world: World) -> None:
             sys.stdout.flush()
 
 
-@contextmanager
-def _requeued(world: World) -> Iterator[None]:
+def _requeued(world: World) -> AbstractContextManager:
     """A run in a user's batch script that was told to stop is queued again as the same job."""
-    from launchers.slurm_worker import MAX_REQUEUES, go_on_later
+    from launchers.slurm_worker import requeued
 
     stopping.expect_echo()
-    try:
-        yield
-    except Stopped as stopped:
-        if world.origin != "slurm":
-            raise
-        go_on_later(world, str(stopped), MAX_REQUEUES)
+    return requeued(world) if world.origin == "slurm" else nullcontext()

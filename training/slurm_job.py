@@ -1,28 +1,47 @@
-"""A run as a job of a SLURM cluster: what happens on the submitting side, and in each of its tasks."""
+"""A run as a job of a SLURM cluster: what happens on the submitting side, and in each task of the job.
+
+The checked configuration travels as a JSON file, which ``python -m training.slurm_job FOLDER`` reads in each task.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
+from common.errors import LaunchError, UserError
 from launchers import World
-from launchers.slurm import Job, Task, submit, tasks_per_node, wait
-from launchers.slurm_worker import leave, restarts
+from launchers.slurm import Job, submit, wait, write_private
+from launchers.slurm_worker import array_index, work
+from launchers.world import restarts
 from training.config import environment, to_config, to_dict
+from training.reporting.job_record import FAILED, FINISHED, RUNNING, update_job
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A checked run: its configuration as plain data, and its number of processes."""
+    """A checked run.
+
+    Attributes:
+        tree: Its configuration as plain data.
+        run_dir: Its directory.
+        processes: Its number of processes.
+    """
 
     tree: dict
     run_dir: Path
     processes: int
+
+    @classmethod
+    def of(cls, setup: Any, run_dir: Path) -> Ready:
+        """Return the run that ``prepare_here`` has checked."""
+        return cls(to_dict(setup.cfg), Path(run_dir).absolute(), setup.plan.processes)
 
     @property
     def shape(self) -> str:
@@ -31,8 +50,10 @@ class Ready:
 
 
 def prepare_here(cfg: Any):
-    """``prepare`` on the submitting side: for the processes that the job will have, and for its devices as far as this
-    machine has such (one without a GPU checks the rest)."""
+    """Check a run on the submitting side, for the processes that the job will have.
+
+    A machine without a GPU checks all but the devices.
+    """
     import torch
 
     from training.setup import prepare
@@ -48,24 +69,33 @@ def prepare_here(cfg: Any):
     return setup
 
 
-def ready(setup, run_dir: Path) -> Ready:
-    """Raises LaunchError where the processes do not fit the nodes."""
-    tasks_per_node(setup.cfg.launcher, setup.plan.processes)
-    return Ready(to_dict(setup.cfg), Path(run_dir).absolute(), setup.plan.processes)
-
-
 def queue(runs: list[Ready], folder: Path, name: str) -> list[Job]:
-    """Submit ``runs``, all of one shape; as one array where there are several."""
+    """Submit ``runs``, which must have the same shape; as one array where there are several.
+
+    Args:
+        runs: The runs.
+        folder: Where their configurations, their output and the reports of their ranks go.
+        name: The name of the jobs.
+
+    Raises:
+        LaunchError: The queue refuses.
+    """
     cfg = to_config(runs[0].tree)
     threads = cfg.parallel.threads
     env = environment(cfg) if threads is None else {**environment(cfg), "OMP_NUM_THREADS": str(threads)}
-    tasks = [Task((run.tree, str(run.run_dir)), str(run.run_dir / "logs")) for run in runs]
-    return submit(run_in_task, tasks, cfg.launcher, runs[0].processes, folder, name, env)
+    for index, run in enumerate(runs):
+        write_private(_config_path(folder, index), json.dumps({"cfg": run.tree, "run_dir": str(run.run_dir)}))
+    arguments = ["-m", "training.slurm_job", str(folder)]
+    return submit(arguments, [run.run_dir / "logs" for run in runs], cfg.launcher, runs[0].processes, folder, name, env)
 
 
-def run_as_job(setup, run_dir: Path) -> None:
-    """Submit one run; with launcher.wait, see it through and raise what has ended it."""
-    run = ready(setup, run_dir)
+def run_as_job(setup: Any, run_dir: Path) -> None:
+    """Submit one run; with launcher.wait, follow it to its end.
+
+    Raises:
+        LaunchError: What has ended the job, or why the queue refuses it.
+    """
+    run = Ready.of(setup, run_dir)
     launcher = setup.cfg.launcher
     (job,) = queue([run], run.run_dir / "slurm", setup.cfg.model.name)
     shape = f"{launcher.nodes} node{'s' * (launcher.nodes > 1)} x {run.processes // launcher.nodes} processes"
@@ -73,44 +103,48 @@ def run_as_job(setup, run_dir: Path) -> None:
     if not launcher.wait:
         print(f"follow: tail -F {job.output}\nstate:  squeue --job {job.id}\ncancel: scancel {job.id}")
         return
-    wait([job], launcher.poll_s, lambda line: print(line, flush=True))
+    wait([job], launcher.poll_s, partial(print, flush=True))
     if job.error is not None:
         raise job.error
 
 
-def run_in_task(world: World, tree: dict, run_dir: str) -> None:
-    """What each task of the job runs."""
+def run_in_task(cfg: Any, run_dir: Path, world: World, give_up: Callable[[LaunchError], None]) -> None:
+    """Run one rank's part of the job (see launchers.slurm_worker.work)."""
     from launchers.failure import is_peer_error
     from launchers.peer_check import describe_places, rendezvous
     from training.checkpoint.resume import after_restart
     from training.run import run
     from training.setup import describe, prepare
-    from training.sweep.record import FAILED, FINISHED, RUNNING
 
-    cfg, folder, begin = to_config(tree), Path(run_dir), time.monotonic()
+    begin = time.monotonic()
     if restarts() > 0:
-        after_restart(cfg, folder)
+        after_restart(cfg, run_dir)
     try:
-        with rendezvous(world, cfg.parallel.timeout_s, leave) as (store, places):
+        with rendezvous(world, cfg.parallel.timeout_s, give_up) as (store, places):
             setup = prepare(cfg, world.size)
             if world.rank == 0:
-                note(folder, status=RUNNING)
+                update_job(run_dir, status=RUNNING)
                 print("\n".join(filter(None, [describe(setup), describe_places(places)])), flush=True)
-            run(cfg, folder, world, store, setup)
+            run(cfg, run_dir, world, store, setup)
     except Exception as error:
         # Nobody else records it where the launcher did not wait.
         if not is_peer_error(error):
             text = str(error) if isinstance(error, UserError) else traceback.format_exc()
-            note(folder, status=FAILED, error=f"rank {world.rank}: {text}")
+            update_job(run_dir, status=FAILED, error=f"rank {world.rank}: {text}")
         raise
     if world.rank == 0:
-        note(folder, status=FINISHED, seconds=time.monotonic() - begin)
+        update_job(run_dir, status=FINISHED, seconds=time.monotonic() - begin)
 
 
-def note(folder: Path, **changes: Any) -> None:
-    """Record how the job of a sweep in ``folder`` fares; nothing where it is none."""
-    from training.sweep.record import read_job, write_job
+def _config_path(folder: Path, index: int) -> Path:
+    return folder / f"run_{index}.json"
 
-    job = read_job(folder)
-    if job is not None:
-        write_job(folder, job.but(**changes))
+
+def _main(folder: Path) -> None:
+    job = json.loads(_config_path(folder, array_index()).read_text())
+    cfg, run_dir = to_config(job["cfg"]), Path(job["run_dir"])
+    work(partial(run_in_task, cfg, run_dir), folder, run_dir / "logs", cfg.launcher.max_requeues)
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

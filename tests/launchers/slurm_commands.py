@@ -21,9 +21,9 @@ class Job(Started):
 
     @property
     def number(self):
-        """The job's, None before it is queued."""
-        submitted = next((self.folder / "slurm").glob("*_submitted.pkl"), None)
-        return submitted and submitted.name.partition("_")[0]
+        """The job's, None before it runs."""
+        output = next((self.folder / "slurm").glob("*.out"), None)
+        return output and output.stem
 
     def steps(self):
         """How many lines of metrics there are."""
@@ -40,7 +40,7 @@ class Job(Started):
         wanted = {f"{name}={value}".encode() for name, value in wanted.items()}
         for entry in Path("/proc").iterdir():
             try:
-                inside = b"submitit" in (entry / "cmdline").read_bytes()
+                inside = b"training.slurm_job" in (entry / "cmdline").read_bytes()
                 words = set((entry / "environ").read_bytes().split(b"\0")) if inside else set()
             except OSError:
                 continue

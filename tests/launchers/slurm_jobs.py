@@ -1,12 +1,16 @@
-"""Functions that run in tasks of SLURM jobs, for the tests of launchers.slurm."""
+"""What runs in tasks of SLURM jobs, for the tests of launchers.slurm: python -m slurm_jobs FOLDER HOW…"""
 
 import os
+import sys
 import time
+from functools import partial
+from pathlib import Path
 
 from launchers import connect
+from launchers.slurm_worker import array_index, work
 
 
-def fail(world, how):
+def fail(how, world, give_up):
     """Rank 2 ends as ``how`` says while the others wait for it; a rank that only lost its connection says so."""
     store = connect(world, timeout_s=60)
     if how == "fine":
@@ -24,3 +28,8 @@ def fail(world, how):
     finally:
         if world.rank == 0 and how == "linger":
             print("ended by itself")
+
+
+if __name__ == "__main__":
+    folder, how = Path(sys.argv[1]), sys.argv[2:][array_index()]
+    work(partial(fail, how), folder / "slurm", folder / how, 0)

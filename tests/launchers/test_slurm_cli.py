@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slurm
 
 
 def train(cluster, overrides, folder):
-    job = Job(cluster, [*overrides, *TWO_NODES], folder)
+    job = Job(cluster, overrides, folder)
     try:
         return job.wait()
     finally:
@@ -21,7 +21,7 @@ def train(cluster, overrides, folder):
 
 
 def test_two_nodes_give_the_losses_of_one_machine(cluster, recipe, local_losses, tmp_path):
-    run = train(cluster, recipe, tmp_path / "run")
+    run = train(cluster, [*recipe, *TWO_NODES], tmp_path / "run")
     assert run.code == 0, run.console
     assert run.losses == pytest.approx(local_losses(), rel=1e-6)
     assert "n1: ranks 0-1   n2: ranks 2-3" in run.stdout
@@ -32,15 +32,17 @@ def test_two_nodes_give_the_losses_of_one_machine(cluster, recipe, local_losses,
 
 
 def test_without_waiting_the_command_returns_at_once_and_says_how_to_follow(cluster, tmp_path):
-    toy = [*TOY, "logger=none", "train.steps=2", "parallel=ddp", "parallel.dp=2", "launcher.wait=false"]
+    toy = [*TOY, "logger=none", "train.steps=2", "launcher.wait=false"]
+    layouts = {"ddp": ["parallel=ddp", "parallel.dp=2"], "single": ["launcher.nodes=1", "parallel=single"]}
     spent = []
-    for folder in (tmp_path / "run", tmp_path / "again"):
+    for name, layout in layouts.items():
+        folder = tmp_path / name
         before = processor_seconds()
-        run = train(cluster, toy, folder)
+        run = train(cluster, [*TWO_NODES, *toy, *layout], folder)
         spent.append(processor_seconds() - before)
         assert run.code == 0, run.console
         job = re.search(r"^job (\d+) is queued", run.stdout, re.MULTILINE).group(1)
-        assert f"follow: tail -F {folder}/slurm/{job}_0_log.out" in run.stdout
+        assert f"follow: tail -F {folder}/slurm/{job}.out" in run.stdout
         assert f"scancel {job}" in run.stdout
         assert not (folder / "summary.json").exists(), "returned before the job's end"
         wait_until((folder / "summary.json").exists, 90, "the job's end")

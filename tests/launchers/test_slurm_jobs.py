@@ -5,11 +5,10 @@ import signal
 import subprocess
 
 import pytest
-from slurm_jobs import fail
 
 from conf.schema import Slurm
 from launchers import Interrupted, LaunchError
-from launchers.slurm import Task, submit, wait
+from launchers.slurm import submit, wait
 
 pytestmark = pytest.mark.slurm
 
@@ -18,9 +17,10 @@ def options(**changes):
     return Slurm(**{"nodes": 2, "mem_gb": 0.5, "time_min": 5, "poll_s": 0.5, **changes})
 
 
-def start(folder, *kinds, processes=4, **changes):
-    tasks = [Task((kind,), str(folder / kind)) for kind in kinds]
-    return submit(fail, tasks, options(**changes), processes, folder / "slurm", "test")
+def start(folder, *kinds, processes=4, env=None, **changes):
+    logs = [folder / kind for kind in kinds]
+    command = ["-m", "slurm_jobs", str(folder), *kinds]
+    return submit(command, logs, options(**changes), processes, folder / "slurm", "test", env)
 
 
 def queue():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from training.sweep.record import FINISHED, Job, write_job
+from training.reporting.job_record import FINISHED, Job, write_job
 
 
 def leave(

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from commandline import Run, train
 
-HEAVY = ["torch", "numpy", "wandb", "matplotlib", "torchvision", "sympy", "submitit"]
+HEAVY = ["torch", "numpy", "wandb", "matplotlib", "torchvision", "sympy"]
 COMPILER = ["torch._dynamo", "sympy"]
-ONLY_WHERE_USED = ["matplotlib", "torchvision", "submitit", "torch.distributed.pipelining", "torch.utils.tensorboard"]
+ONLY_WHERE_USED = ["matplotlib", "torchvision", "torch.distributed.pipelining", "torch.utils.tensorboard"]
 
 
 def imports(overrides: list[str], folder: Path) -> tuple[Run, set[str]]:

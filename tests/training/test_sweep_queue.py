@@ -3,8 +3,8 @@
 import pytest
 from sweep_jobs import leave
 
+from training.reporting.job_record import Job, read_job
 from training.sweep.queue import Entry, consecutive, open_folders
-from training.sweep.record import Job, read_job
 
 
 def entries(sweep, *seeds, continues=False):

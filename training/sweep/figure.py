@@ -11,7 +11,7 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
-from training.sweep.record import label
+from training.reporting.job_record import label
 from training.sweep.table import Row, Table
 
 WIDE, NARROW = (8.0, 4.6), (4.2, 4.6)  # inches

@@ -13,7 +13,17 @@ from launchers import World
 from launchers.stopping import Stopped
 from training.app import execute
 from training.reporting import mask_secrets
-from training.sweep.record import FAILED, FINISHED, INTERRUPTED, RUNNING, Job, label, read_jobs, swept_keys, write_job
+from training.reporting.job_record import (
+    FAILED,
+    FINISHED,
+    INTERRUPTED,
+    RUNNING,
+    Job,
+    label,
+    read_jobs,
+    swept_keys,
+    write_job,
+)
 
 
 def run_job(cfg: Any, hydra: Any, world: World | None) -> None:

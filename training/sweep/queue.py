@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from training.guard import refuse
 from training.reporting import mask_secrets
-from training.sweep.record import FAILED, FINISHED, RUNNING, SUPERSEDED, WAITING, Job, read_job, write_job
+from training.reporting.job_record import FAILED, FINISHED, RUNNING, SUPERSEDED, WAITING, Job, read_job, write_job
 
 
 @dataclass

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from training.reporting import mask_secrets
+from training.reporting.job_record import FINISHED, RUNNING, WAITING
 from training.sweep.page import COLUMNS, page
-from training.sweep.record import FINISHED, RUNNING, WAITING
 from training.sweep.table import Table, read_table, write_csv
 
 CSV, FIGURE, PAGE = "sweep.csv", "sweep.png", "report.html"

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from training.reporting.job_record import FINISHED, Job, label, read_jobs, swept_keys, values
 from training.reporting.metrics import METRICS, SUMMARY, after_warmup, read_records
-from training.sweep.record import FINISHED, Job, label, read_jobs, swept_keys, values
 
 SPREAD = (10, 90)  # percentiles of the steps after the warm-up
 

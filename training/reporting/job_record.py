@@ -29,6 +29,7 @@ class Job:
     seconds: float | None = None
 
     def but(self, **changes) -> Job:
+        """Return the record with ``changes``."""
         return replace(self, **changes)
 
     def is_same(self, other: Job) -> bool:
@@ -37,7 +38,14 @@ class Job:
 
 
 def write_job(folder: Path, job: Job) -> None:
+    """Write the record of the job in ``folder``."""
     write_json(folder / JOB, asdict(job))
+
+
+def update_job(folder: Path, **changes) -> None:
+    """Change the record in ``folder``; nothing where there is none."""
+    if (job := read_job(folder)) is not None:
+        write_job(folder, job.but(**changes))
 
 
 def read_job(folder: Path) -> Job | None:
