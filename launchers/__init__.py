@@ -12,8 +12,18 @@ Importing this package does not import torch.
 
 from common.errors import LaunchError
 from launchers.errors import Interrupted, WorkerFailed
+from launchers.forkserver import ForkServer
 from launchers.local import run_workers
 from launchers.store import connect, use_loopback
 from launchers.world import World
 
-__all__ = ["Interrupted", "LaunchError", "WorkerFailed", "World", "connect", "run_workers", "use_loopback"]
+__all__ = [
+    "ForkServer",
+    "Interrupted",
+    "LaunchError",
+    "WorkerFailed",
+    "World",
+    "connect",
+    "run_workers",
+    "use_loopback",
+]

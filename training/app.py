@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from conf import help_page
-from launchers import Interrupted, LaunchError, WorkerFailed, World, run_workers, stopping
+from launchers import ForkServer, Interrupted, LaunchError, WorkerFailed, World, run_workers, stopping
 from launchers.stopping import Stopped
 from training.config import environment, quote_values, to_config, to_dict
 
@@ -22,6 +22,8 @@ ALONE = ("export", "sample")  # modes that need one process whatever the strateg
 _KEY = "job"
 _MEET_TIMEOUT_S = 60.0
 _FULL_ERROR = "HYDRA_FULL_ERROR"
+# What every worker imports.
+_PRELOAD = ("training.run", "torch.distributed.pipelining")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,44 +148,58 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
 
         run_alone(cfg, run_dir, world)
         return
-    recall(cfg, run_dir)
-    with _nothing_begun():
-        choose_chunks(cfg, run_dir, world)
-    queued = world is None and cfg.launcher.name == "slurm"
-    setup = prepare_here(cfg) if queued else prepare(cfg, world.size if world else None)
-    if cfg.mode != "plan":
-        from omegaconf import OmegaConf
+    with _early_server(cfg, world, isolated) as server:
+        recall(cfg, run_dir)
+        with _nothing_begun():
+            choose_chunks(cfg, run_dir, world, server)
+        queued = world is None and cfg.launcher.name == "slurm"
+        setup = prepare_here(cfg) if queued else prepare(cfg, world.size if world else None)
+        if cfg.mode != "plan":
+            from omegaconf import OmegaConf
 
-        from training.reporting import mask_secrets
+            from training.reporting import mask_secrets
 
-        print(OmegaConf.to_yaml(to_config(mask_secrets(to_dict(cfg)))).rstrip(), end="\n\n")
-    print(describe(setup), flush=True)
-    if cfg.mode == "plan":
-        _print_memory(setup)
-        return
-    if queued:
-        run_as_job(setup, run_dir)
-        return
-    processes = setup.plan.processes
-    try:
-        if world is not None:
-            _lead(setup, run_dir, world)
-        elif stopping.wanted():
-            raise Stopped("stopped before the first step")
-        elif processes == 1 and not isolated and not _restarts(cfg):
-            from training.run import run
+            print(OmegaConf.to_yaml(to_config(mask_secrets(to_dict(cfg)))).rstrip(), end="\n\n")
+        print(describe(setup), flush=True)
+        if cfg.mode == "plan":
+            _print_memory(setup)
+            return
+        if queued:
+            run_as_job(setup, run_dir)
+            return
+        processes = setup.plan.processes
+        try:
+            if world is not None:
+                _lead(setup, run_dir, world)
+            elif stopping.wanted():
+                raise Stopped("stopped before the first step")
+            elif processes == 1 and not isolated and not _restarts(cfg):
+                from training.run import run
 
-            run(cfg, run_dir, setup=setup)
-        else:
-            del setup  # the workers build their own
-            _start_workers(cfg, run_dir, processes)
-    except Stopped as stopped:
-        raise Stopped(f"{stopped}; {_how_to_resume(cfg, run_dir)}") from None
+                run(cfg, run_dir, setup=setup)
+            else:
+                del setup  # the workers build their own
+                _start_workers(cfg, run_dir, processes, server)
+        except Stopped as stopped:
+            raise Stopped(f"{stopped}; {_how_to_resume(cfg, run_dir)}") from None
 
 
-def _start_workers(cfg: Any, run_dir: Path, processes: int) -> None:
-    threads, timeout_s = cfg.parallel.threads, cfg.parallel.timeout_s
+def _early_server(cfg: Any, world: World | None, isolated: bool) -> AbstractContextManager[ForkServer | None]:
+    """The fork server of a run that will have workers: it imports torch while this process checks the run."""
+    from parallel.strategies import strategy_info
+
+    parallel, info = cfg.parallel, strategy_info(cfg.parallel.name)
+    several = info.stage_per_rank or (info.replicas and parallel.dp != 1)
+    workers = several or isolated or _restarts(cfg) or parallel.chunks == "auto"
+    if not workers or world is not None or cfg.launcher.name != "local" or cfg.mode == "plan":
+        return nullcontext()
+    threads = parallel.threads
     env = {**environment(cfg), **({} if threads is None else {"OMP_NUM_THREADS": str(threads)})}
+    return ForkServer(env, _PRELOAD)
+
+
+def _start_workers(cfg: Any, run_dir: Path, processes: int, server: ForkServer | None) -> None:
+    timeout_s = cfg.parallel.timeout_s
     args = to_dict(cfg), str(run_dir)
     most, failures = _restarts(cfg), []
 
@@ -191,7 +207,9 @@ def _start_workers(cfg: Any, run_dir: Path, processes: int) -> None:
         failures.append(failure)
         print(f"{failure}\nrestart {len(failures)} of {most} (launcher.max_restarts)", file=sys.stderr, flush=True)
 
-    run_workers(_work, args, processes, run_dir / "logs", env, most, True, timeout_s, tell)
+    run_workers(
+        _work, args, processes, run_dir / "logs", None, most, True, timeout_s, on_restart=tell, server=server
+    )
 
 
 def _restarts(cfg: Any) -> int:
