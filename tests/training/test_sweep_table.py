@@ -1,4 +1,4 @@
-"""The table and the figures of a sweep, from what its jobs have left."""
+"""The table and the figures of a sweep, read from the files of its jobs."""
 
 import csv
 
@@ -10,15 +10,9 @@ from training.sweep.figure import ideal_costs, loss_figure, numeric_axis, time_f
 from training.sweep.table import read_table, write_csv
 
 
-def rows_of(path):
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_the_csv_has_a_row_per_job_in_order_with_overrides_and_results(tmp_path):
-    table = read_table(chunk_sweep(tmp_path))
-    write_csv(table, tmp_path / "sweep.csv")
-    rows = rows_of(tmp_path / "sweep.csv")
+    write_csv(read_table(chunk_sweep(tmp_path)), tmp_path / "sweep.csv")
+    rows = list(csv.DictReader((tmp_path / "sweep.csv").read_text().splitlines()))
     assert [row["job"] for row in rows] == [str(num) for num in range(9)]
     assert [row["parallel.chunks"] for row in rows] == "1 2 3 5 6 10 12 20 30".split()
     assert {row["model"] for row in rows} == {"resnet50"}
@@ -41,7 +35,7 @@ def test_steps_of_different_sizes_are_compared_by_the_sample(tmp_path):
     leave(tmp_path, 1, "train.global_batch_size=100", times=[2.0] * 6, batch=100)
     table = read_table(tmp_path)
     assert table.per_sample
-    assert [table.cost(row) for row in table.rows] == [pytest.approx(0.1), pytest.approx(0.02)]
+    assert [row.cost for row in table.rows] == pytest.approx([0.1, 0.02])
     assert table.rows[1].best
 
 
@@ -74,9 +68,9 @@ def test_a_job_without_result_says_why_in_a_line(tmp_path, status, error, shown)
 def test_the_ideal_curve_follows_the_bubble_and_no_job_is_below_it(tmp_path):
     table = read_table(chunk_sweep(tmp_path))
     chunks = np.array([float(row.values["parallel.chunks"]) for row in table.timed])
-    ideal = ideal_costs(table, table.timed, chunks)
+    ideal = ideal_costs(table.timed, chunks)
     assert ideal / ideal[0] == pytest.approx((chunks + 1) / chunks / 2)  # (m + p - 1) / m with two stages
-    above = np.array([table.cost(row) for row in table.timed]) / ideal
+    above = np.array([row.cost for row in table.timed]) / ideal
     assert above.min() == pytest.approx(1) and (above > 1 - 1e-9).all()
 
 
