@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -35,6 +35,8 @@ from training.setup import Setup
 
 ROOT = Path(__file__).parents[1]
 BARE, LOOP = "bare step", "loop"
+SIZE = ("model.size=124M", "train.global_batch_size=8", "data.seq_len=256")
+TINY = ("model.size=tiny", "train.global_batch_size=2", "data.seq_len=16")
 ANSWERS = {
     "python -c pass": ["-c", "pass"],
     "python -c 'import torch'": ["-c", "import torch"],
@@ -63,7 +65,7 @@ def main() -> None:
     if chosen.quick:
         chosen.rounds, chosen.repeats = 2, 1
 
-    seconds = loop_and_bare("tiny" if chosen.quick else "124M", chosen.rounds)
+    seconds = loop_and_bare(TINY if chosen.quick else SIZE, chosen.rounds)
     rows = [{"run": name, **Spread.of(values).columns()} for name, values in seconds.items()]
     overhead = paired(seconds, BARE, LOOP) - 1
     print(f"overhead of the loop over the bare step: {overhead:+.1%} (median of {chosen.rounds} pairs)\n")
@@ -71,14 +73,13 @@ def main() -> None:
     table.write("overhead_start", starts(chosen.repeats), chosen.quick, repeats=chosen.repeats)
 
 
-def loop_and_bare(size: str, rounds: int) -> dict[str, list[float]]:
+def loop_and_bare(size: Sequence[str], rounds: int) -> dict[str, list[float]]:
     """Returns the seconds of each step of BARE and of LOOP."""
     keep_freed_memory()
     setup = configured(
         [
-            "model=gpt2", f"model.size={size}", "parallel=single", "train.global_batch_size=8", "data.seq_len=256",
-            "train.grad_clip=null", "train.eval_every=null", "train.checkpoint_every=null", "train.steps=1000000",
-            "logger=none",
+            "model=gpt2", *size, "parallel=single", "train.grad_clip=null", "train.eval_every=null",
+            "train.checkpoint_every=null", "train.steps=1000000", "logger=none",
         ]
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:

@@ -85,6 +85,6 @@ def test_mfu_is_useful_work_over_the_peak():
 
 
 def test_the_loop_and_the_bare_step_beside_it_are_both_measured():
-    seconds = overhead.loop_and_bare("tiny", rounds=2)
+    seconds = overhead.loop_and_bare(overhead.TINY, rounds=2)
     assert set(seconds) == {overhead.BARE, overhead.LOOP}
     assert all(len(times) == 2 and min(times) > 0 for times in seconds.values())

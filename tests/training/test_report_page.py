@@ -49,7 +49,6 @@ def test_a_browser_shows_it_without_complaint_and_without_sideways_scrolling(htm
     path.write_text(html, encoding="utf-8")
     messages, schemes = [], []
     with api.sync_playwright() as playwright:
-        # Chromium has no sandbox as root; the page is our own.
         chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
         view = chromium.new_page(viewport={"width": width, "height": 800})
         view.on("console", lambda message: messages.append(message.text))

@@ -99,7 +99,7 @@ def open_folders(entries: list[Entry], sweep_dir: Path) -> list[Entry]:
     todo = []
     for entry, earlier in zip(entries, before, strict=True):
         if earlier is not None and earlier.status == FINISHED:
-            print(f"job {entry.job.num} is finished: {' '.join(entry.overrides)}")
+            print(f"job {entry.job.num} is finished: {' '.join(entry.job.overrides)}")
             continue
         if earlier is not None and entry.queued and earlier.status in (WAITING, RUNNING):
             print(f"job {entry.job.num} is {earlier.status} (if it was lost, remove {entry.folder} to run it again)")
