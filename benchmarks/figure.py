@@ -20,7 +20,6 @@ def canvas(columns: int = 1, rows: int = 1, width: float = 6.0) -> tuple[Figure,
     axes = [figure.add_subplot(rows, columns, i + 1) for i in range(rows * columns)]
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
-        ax.tick_params(axis="x", labelsize="small")
     return figure, axes
 
 
@@ -31,6 +30,7 @@ def bars(axes: Axes, spreads: Mapping[str, Spread], unit: str, ours: Sequence[st
     above = [spread.slowest - spread.median for spread in spreads.values()]
     colours = [BLUE if name in ours else GREY for name in spreads]
     drawn = axes.bar(range(len(spreads)), medians, yerr=[below, above], color=colours, width=0.62, capsize=4)
+    axes.tick_params(axis="x", labelsize="small")
     axes.bar_label(drawn, [f"{value:.3g}" for value in medians], padding=3)
     if len(spreads) > _MANY:
         axes.set_xticks(range(len(spreads)), spreads, rotation=35, ha="right")
