@@ -1,20 +1,18 @@
-"""Two replicas against one, a core (or a GPU) and one thread each, and what the exchange of gradients costs.
+"""Two replicas against one, one core (or GPU) and one thread each, and the cost of the gradients' exchange.
 
     python -m benchmarks.ddp [--rounds 7] [--batch 16] [--quick]
 
-A small Transformer, the same batch a replica in every run, all in the same two processes and in turns:
+A small Transformer with the same batch per replica in every run; all runs take turns in the same two processes:
 
-1 replica               rank 0 alone while the other core rests
-2 processes apart       both at the same time without a word: what sharing the machine's memory costs
+1 replica               rank 0 alone while the other core is idle
+2 processes apart       both at the same time, without communication: the cost of sharing the machine's memory
 2 replicas              DistributedDataParallel, for each bucket size, and with gradients sent as bf16
 
-``all-reduce`` is the share of a replica's step that ``2 processes apart`` does without: what of the exchange the
-backward does not hide.
+``all-reduce`` is exposed communication, as a fraction of the step: the time that ``2 processes apart`` does not need.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 import torch
@@ -22,76 +20,71 @@ import torch.distributed as dist
 
 from benchmarks import figure, ranks, table
 from benchmarks.timing import Spread, paired, take_turns
-from benchmarks.trainer import TRANSFORMER, Trainer, configured, wait_for
+from benchmarks.trainer import TRANSFORMER, Trainer, configured, synchronize
 
 ONE, APART = "1 replica", "2 processes apart"
 BUCKETS = (1, 5, 25, 100)  # MiB
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measures, and writes results/ddp.csv and .png."""
+    options = table.options(__doc__)
     options.add_argument("--rounds", type=int, default=7)
-    options.add_argument("--batch", type=int, default=16, help="sequences of 128 tokens a replica and step")
+    options.add_argument("--batch", type=int, default=16, help="sequences of 128 tokens per replica and step")
     options.add_argument("--precision", default="fp32")
-    options.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     chosen = options.parse_args()
     batch, rounds = (2, 2) if chosen.quick else (chosen.batch, chosen.rounds)
     common = [*TRANSFORMER, "logger=none", f"train.precision={chosen.precision}", f"device={ranks.device_type()}"]
     common += ["model.d_model=32", "data.seq_len=16"] if chosen.quick else []
-    configured(common)  # tokens: once, and not on both ranks
-    found = ranks.run("benchmarks.ddp:measure", common, batch, rounds)
-    rows = tabulate(found["seconds"], batch)
-    print(table.markdown(rows))
-    alone = f"{found['megabytes']:.1f} MB of gradients; one all-reduce of them alone: {found['all_reduce']:.4f} s"
-    print(f"\n{alone}")
-    path = table.write(
-        "ddp", rows, chosen.quick, batch=batch, rounds=rounds, precision=chosen.precision, exchange=alone
-    )
-    drawing, (axes,) = figure.canvas(width=10.0)
-    figure.bars(axes, {r["run"]: figure.spread_of(r) for r in rows}, "seconds a step", [r["run"] for r in rows[2:]])
-    axes.tick_params(axis="x", labelsize="x-small")
-    drawing.savefig(path.with_suffix(".png"))
-    print(f"written to {path} and {path.with_suffix('.png')}")
+    configured(common)  # prepares the tokens once, and not on both ranks
+    seconds, all_reduce, megabytes = ranks.run(measure, common, batch, rounds)
+    rows = tabulate(seconds, batch)
+    exchange = f"{megabytes:.1f} MB of gradients; one all-reduce of them alone: {all_reduce:.4f} s"
+    print(f"{exchange}\n")
+    about = {"batch": batch, "rounds": rounds, "precision": chosen.precision, "exchange": exchange}
+    path = table.write("ddp", rows, chosen.quick, **about)
+    figure.save_bars(path.with_suffix(".png"), rows, ours=[row["run"] for row in rows[2:]], width=10.0)
 
 
 def layouts(batch: int) -> dict[str, list[str]]:
-    """Overrides by the name of the run; ``batch`` is a replica's."""
+    """Returns the overrides of each run by its name; ``batch`` is that of one replica."""
     ddp = ["parallel=ddp", "parallel.dp=2", f"train.global_batch_size={2 * batch}"]
-    ways = {name: ["parallel=single", f"train.global_batch_size={batch}"] for name in (ONE, APART)}
-    ways |= {f"2 replicas, {mb} MiB": [*ddp, f"parallel.bucket_mb={mb}"] for mb in BUCKETS}
-    ways["2 replicas, 25 MiB, bf16"] = [*ddp, "parallel.comm_hook=bf16"]
-    return ways
+    runs = {name: ["parallel=single", f"train.global_batch_size={batch}"] for name in (ONE, APART)}
+    runs |= {f"2 replicas, {mb} MiB": [*ddp, f"parallel.bucket_mb={mb}"] for mb in BUCKETS}
+    runs["2 replicas, 25 MiB, bf16"] = [*ddp, "parallel.comm_hook=bf16"]
+    return runs
 
 
-def measure(rank: int, common: list[str], batch: int, rounds: int) -> dict:
-    """Seconds of each run's steps; the gradients' size, and seconds of one all-reduce of it."""
-    steps, trainers = {}, []
-    for name, way in layouts(batch).items():
+def measure(rank: int, common: list[str], batch: int, rounds: int) -> tuple[dict[str, list[float]], float, float]:
+    """Measures one rank's part.
+
+    Returns:
+        Seconds of each run's steps; seconds of one all-reduce of the gradients; their size in MB.
+    """
+    steps, trainer = {}, None
+    for name, overrides in layouts(batch).items():
         if name == ONE and rank != 0:
             steps[name] = lambda number: None
             continue
-        setup = configured([*common, *way])
-        # Alone or apart, each rank is the first of one.
-        trainers.append(Trainer(setup, rank if setup.plan.dp > 1 else 0, local_rank=rank))
-        steps[name] = trainers[-1].step
-    seconds = take_turns(steps, rounds, meet=dist.barrier)
-    strategy = trainers[-1].strategy
-    gradients = torch.zeros(sum(p.numel() for p in strategy.parameters()), device=strategy.device)
+        setup = configured([*common, *overrides])
+        # Without communication, each process is the first rank of its own layout.
+        trainer = Trainer(setup, rank if setup.plan.dp > 1 else 0, local_rank=rank)
+        steps[name] = trainer.step
+    seconds = take_turns(steps, rounds, barrier=dist.barrier)
+    gradients = torch.zeros(sum(p.numel() for p in trainer.strategy.parameters()), device=trainer.strategy.device)
 
     def exchange(number: int) -> None:
         dist.all_reduce(gradients)
-        wait_for(gradients.device)
+        synchronize(gradients.device)
 
-    alone = take_turns({"": exchange}, 10, meet=dist.barrier)[""]
-    for trainer in trainers:
-        trainer.close()
+    alone = take_turns({"": exchange}, 10, barrier=dist.barrier)[""]
     if rank == 0:
         print(f"{rounds} rounds of {len(steps)} runs measured", file=sys.stderr)
-    return {"seconds": seconds, "all_reduce": Spread.of(alone).median, "megabytes": gradients.nbytes / 1e6}
+    return seconds, Spread.of(alone).median, gradients.nbytes / 1e6
 
 
 def tabulate(seconds: dict[str, list[float]], batch: int) -> list[dict]:
-    """Rows of the table; ratios are medians over rounds, in which all runs met the same noise."""
+    """Returns the rows of the table; ratios are medians over rounds, in which all runs met the same noise."""
     rows = []
     for name, values in seconds.items():
         spread = Spread.of(values)

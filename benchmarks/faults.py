@@ -1,18 +1,17 @@
-"""Faults by the hundred: runs that are killed, told to stop, stalled and damaged, and what became of them.
+"""Hundreds of faults: runs that are killed, stopped, stalled and damaged, and how each of them ends.
 
     python -m benchmarks.faults [--quick] [--only kill] [--work FOLDER]
 
 Each rank is killed (SIGKILL) at each point of a step and in each phase of a save, under each strategy; a run is told
 to stop at random moments; files of its newest checkpoint are damaged; one rank's gradient is not a number; one rank
-stalls. Steps lost: done, and to be done again. Bits equal: the final checkpoint's files and all losses are those of an
-undisturbed run (NaN: the replicas' weights are equal). About half an hour on two cores.
+stalls. Steps lost: steps recomputed after the restart. Bits equal: the final checkpoint's files and all losses are
+those of an undisturbed run (NaN: the replicas' weights are equal). About half an hour on two cores.
 
---work  keeps what is known, group by group: the same command goes on where it was ended
+--work  keeps the results of each group of faults: the same command continues an interrupted one
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import signal
@@ -39,35 +38,33 @@ _SIGNALS = {"single": 8, "ddp": 6, "pipe_ddp": 6}
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--quick", action="store_true", help="two kills and one of each other fault")
-    options.add_argument("--only", default="", help="groups whose name begins so")
+    """Runs all faults and writes results/faults.csv; exits with code 1 if a run ended in another way than it should."""
+    options = table.options(__doc__)
+    options.add_argument("--only", default="", help="the beginning of the groups' names")
     options.add_argument("--work", type=Path, help="folder for the runs")
     chosen = options.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the run under way is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the current run too
     work = chosen.work or Path(tempfile.mkdtemp(prefix="faults-"))
     work.mkdir(parents=True, exist_ok=True)
     trials: list[Trial] = []
     for name, group in groups(chosen.quick):
         if not name.startswith(chosen.only):
             continue
-        found = _known(work / f"{name}.json", lambda group=group, name=name: group(work / name))
-        trials += found
-        bad = [trial for trial in found if trial.problem]
-        print(f"{name}: {len(found)} faults, {len(bad)} with problems", file=sys.stderr, flush=True)
+        new = _recorded(work / f"{name}.json", group)
+        trials += new
+        bad = [trial for trial in new if trial.problem]
+        print(f"{name}: {len(new)} faults, {len(bad)} with problems", file=sys.stderr, flush=True)
         for trial in bad:
             print(f"    {trial.fault}: {trial.problem}", file=sys.stderr, flush=True)
     if chosen.work is None:
         shutil.rmtree(work, ignore_errors=True)
-    found = rows(trials)
-    print(table.markdown(found))
-    print(f"\nwritten to {table.write('faults', found, chosen.quick or bool(chosen.only))}")
+    table.write("faults", rows(trials), chosen.quick or bool(chosen.only))
     if any(trial.problem or not trial.survived or trial.equal is False for trial in trials):
         raise SystemExit(1)
 
 
 def groups(quick: bool) -> Iterator[tuple[str, Callable[[Path], list[Trial]]]]:
-    """(name, what runs it in a folder of its own), a minute or a few each."""
+    """Yields groups of faults of a few minutes each: the name, and a function that runs it in a folder of its own."""
     for strategy in STRATEGIES[:1] if quick else STRATEGIES:
         ranks = range(1 if quick else RANKS[strategy])
         faults = every_kill(strategy)[:2] if quick else every_kill(strategy)
@@ -78,23 +75,24 @@ def groups(quick: bool) -> Iterator[tuple[str, Callable[[Path], list[Trial]]]]:
             yield f"nan-{strategy}-{rank}", lambda f, s=strategy, r=rank: [poison(s, r, f)]
             yield f"stall-{strategy}-{rank}", lambda f, s=strategy, r=rank: [stall(s, r, f)]
     for strategy, count in _SIGNALS.items() if not quick else [("single", 1)]:
-        found = moments(strategy, count, seed=count)
-        yield f"term-{strategy}", lambda f, s=strategy, m=found: interrupt(s, m, f)
+        times = moments(strategy, count, seed=count)
+        yield f"term-{strategy}", lambda f, s=strategy, t=times: interrupt(s, t, f)
     some = {"damages": list(DAMAGES)[:1], "files": ["model-00.safetensors"]} if quick else {}
     yield "damage-single", lambda f: damage("single", f, **some)
 
 
-def _known(path: Path, find: Callable[[], list[Trial]]) -> list[Trial]:
+def _recorded(path: Path, group: Callable[[Path], list[Trial]]) -> list[Trial]:
+    """The trials of ``group``, from the file ``path`` if it has run before."""
     if path.exists():
         return [Trial(**entry) for entry in json.loads(path.read_text())]
     folder = path.with_suffix("")
-    shutil.rmtree(folder, ignore_errors=True)  # of a group that was ended in the middle
+    shutil.rmtree(folder, ignore_errors=True)  # of an interrupted group
     folder.mkdir()
-    found = find()
-    path.write_text(json.dumps([asdict(trial) for trial in found]))
-    if not any(trial.problem for trial in found):
+    trials = group(folder)
+    path.write_text(json.dumps([asdict(trial) for trial in trials]))
+    if not any(trial.problem for trial in trials):
         shutil.rmtree(folder, ignore_errors=True)
-    return found
+    return trials
 
 
 if __name__ == "__main__":

@@ -1,21 +1,19 @@
-"""GPT-2 124M on whatever device there is: tokens/s, MFU, and what each lever does.
+"""GPT-2 124M on this machine's best device: tokens/s, MFU, and what each optimization is worth.
 
     python -m benchmarks.gpt2 [--rounds 2] [--steps N] [--batch B] [--tokens T] [--quick]
 
-The first row is a tutorial's loop: float32, logits, F.cross_entropy, AdamW as it comes. The second has every lever
-pulled (torch.compile on a GPU only: on a CPU it is a row of its own); each further row moves one of them. Every
-measurement is a process of its own, in turns; a row's figure is the median over all steps but the warm-up's. On a GPU
+The first row is a tutorial's loop: float32, logits, F.cross_entropy, AdamW with its defaults. The second has every
+lever pulled (torch.compile on a GPU only: on a CPU it is a row of its own); each further row moves one of them. Every
+measurement is a process of its own, in turns; a row's figure is the median over all steps after the warm-up. On a GPU
 there is a row of ResNet-50 in bf16 and channels_last as well.
 
-MFU is tokens/s x FLOP per token / peak. FLOP per token = 6 N + 12 L H Q T, N being the parameters without those of the
-positions, L layers, H heads of width Q, T tokens. The peak is the device's own for dense bf16 by its datasheet, where
-it is known, else what a large product of bf16 matrices reaches here; both are printed.
+MFU is tokens/s x FLOP per token / peak. FLOP per token = 6 N + 12 L H Q T, with N parameters (without those of the
+positions), L layers, H heads of width Q, T tokens. The peak is that of the device's datasheet for dense bf16, if it is
+known, else that of a large product of bf16 matrices measured here; both are printed.
 """
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import statistics
 import sys
 from collections.abc import Callable
@@ -25,8 +23,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import figure, table
-from benchmarks.timing import Spread, take_turns
-from benchmarks.trainer import Trainer, configured, wait_for
+from benchmarks.timing import Spread, in_new_process, take_turns
+from benchmarks.trainer import Trainer, configured, synchronize
 from common.errors import TrainingError
 from models.gpt2 import SIZES, Size
 from parallel.devices import keep_freed_memory
@@ -40,7 +38,16 @@ ALL = "all levers"
 
 @dataclass(frozen=True)
 class Levers:
-    """``microbatch``: sequences that pass through the model at a time."""
+    """The optimizations of one row.
+
+    Attributes:
+        microbatch: Sequences that pass through the model at a time.
+        precision: As in train.precision.
+        fused: Whether AdamW is one kernel.
+        vocabulary: Tokens of the model, padded to a multiple of 128 or not.
+        compiled: Whether torch.compile is used.
+        tutorial: Whether the loop is the tutorial's.
+    """
 
     microbatch: int
     precision: str = "bf16"
@@ -52,7 +59,15 @@ class Levers:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained: ``batch`` sequences of ``tokens`` a step, ``steps`` measured."""
+    """What is trained.
+
+    Attributes:
+        size: As in model.size.
+        batch: Sequences per step.
+        tokens: Tokens per sequence.
+        steps: The number of measured steps per process.
+        device: "cpu" or "cuda".
+    """
 
     size: str
     batch: int
@@ -62,13 +77,13 @@ class Job:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--rounds", type=int, default=2, help="processes of each row")
+    """Measures, and writes results/gpt2.csv and .png."""
+    options = table.options(__doc__)
+    options.add_argument("--rounds", type=int, default=2, help="processes for each row")
     options.add_argument("--steps", type=int, help="measured in each process; 20 on a GPU, else 2")
-    options.add_argument("--batch", type=int, help="sequences a step; 64 on a GPU, else 8")
-    options.add_argument("--tokens", type=int, help="tokens a sequence; 1024 on a GPU, else 256")
-    options.add_argument("--compile", choices=["auto", "no"], default="auto", help="auto: where it can be had")
-    options.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    options.add_argument("--batch", type=int, help="sequences per step; 64 on a GPU, else 8")
+    options.add_argument("--tokens", type=int, help="tokens per sequence; 1024 on a GPU, else 256")
+    options.add_argument("--compile", choices=["auto", "no"], default="auto", help="auto: if it works here")
     chosen = options.parse_args()
     gpu = torch.cuda.is_available()
     job = Job(
@@ -82,28 +97,23 @@ def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(1 if chosen.quick else chosen.rounds):
         for name, levers in ways.items():
-            seconds[name] += alone(measure, job, levers)
+            seconds[name] += in_new_process(measure, job, levers)
             print(f"{name}: {statistics.median(seconds[name]):.3f} s", file=sys.stderr, flush=True)
-    measured = alone(measured_peak, job.device, 512 if chosen.quick else 8192 if gpu else 2048)
+    measured = in_new_process(measured_peak, job.device, 512 if chosen.quick else 8192 if gpu else 2048)
     peak = datasheet_peak() or measured
     rows = tabulate(seconds, ways, job, peak)
     if gpu:
-        rows.append(images_row(alone(resnet50, 256, job.steps), 256))
-    print(table.markdown(rows))
+        rows.append(images_row(in_new_process(resnet50, 256, job.steps), 256))
     work = f"{flop_per_token(SIZES[job.size], job.tokens, PADDED) / 1e6:.1f} MFLOP a token (6N + 12LHQT)"
     source = "datasheet" if datasheet_peak() else "measured"
     peaks = f"peak {peak / 1e12:.4g} TFLOP/s in bf16 ({source}); measured {measured / 1e12:.4g}"
-    print(f"\n{work}; {peaks}")
+    print(f"{work}; {peaks}\n")
     path = table.write("gpt2", rows, chosen.quick, **asdict(job), work=work, peak=peaks)
-    drawing, (axes,) = figure.canvas(width=12.0)
-    figure.bars(axes, {r["run"]: figure.spread_of(r) for r in rows if r["MFU"]}, "seconds a step", [ALL])
-    axes.tick_params(axis="x", labelsize="small")
-    drawing.savefig(path.with_suffix(".png"))
-    print(f"written to {path} and {path.with_suffix('.png')}")
+    figure.save_bars(path.with_suffix(".png"), [row for row in rows if row["MFU"]], ours=[ALL], width=12.0)
 
 
 def rows_to_measure(batch: int, gpu: bool, compiler: bool) -> dict[str, Levers]:
-    """The table's rows by name."""
+    """Returns what each row of the table measures, by its name."""
     best = Levers(microbatch=batch, compiled=gpu and compiler)
     rows = {
         "a tutorial's loop, fp32": Levers(batch, "fp32", fused=False, vocabulary=PLAIN, tutorial=True),
@@ -120,7 +130,7 @@ def rows_to_measure(batch: int, gpu: bool, compiler: bool) -> dict[str, Levers]:
 
 
 def has_compiler(device: str) -> bool:
-    """Whether torch.compile can work here; says why not."""
+    """Returns whether torch.compile works on ``device``; prints why not."""
     try:
         check_compiler(device)
     except TrainingError as error:
@@ -129,14 +139,8 @@ def has_compiler(device: str) -> bool:
     return True
 
 
-def alone(function: Callable, *arguments):
-    """What ``function`` returns in a process of its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, arguments)
-
-
 def measure(job: Job, levers: Levers) -> list[float]:
-    """Seconds of each measured step."""
+    """Returns the seconds of each measured step."""
     keep_freed_memory()
     trainer = Trainer(
         configured(
@@ -156,7 +160,7 @@ def measure(job: Job, levers: Levers) -> list[float]:
 
 
 def tutorial_step(trainer: Trainer) -> Callable[[int], None]:
-    """The textbook's step on the same weights and batches."""
+    """Returns a tutorial's training step on the same weights and batches."""
     device = trainer.strategy.device
     model = trainer.strategy.stages[0].layers
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)
@@ -168,13 +172,13 @@ def tutorial_step(trainer: Trainer) -> Callable[[int], None]:
         loss.backward()
         optimizer.step()
         loss.item()
-        wait_for(device)
+        synchronize(device)
 
     return step
 
 
 class _NotFused:
-    """torch's AdamW with a kernel for each operation, in the place of ``training.optimizer.Optimizer``."""
+    """torch's AdamW with one kernel per operation, in place of ``training.optimizer.Optimizer``."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.base_lr = trainer.optimizer.base_lr
@@ -187,7 +191,7 @@ class _NotFused:
 
 
 def resnet50(batch: int, steps: int) -> list[float]:
-    """Seconds of each step of ResNet-50 on 224x224 images, bf16 and channels_last, on the GPU."""
+    """Returns the seconds of each step of ResNet-50 on 224x224 images, bf16 and channels_last, on the GPU."""
     trainer = Trainer(
         configured(
             [
@@ -202,18 +206,18 @@ def resnet50(batch: int, steps: int) -> list[float]:
 
 
 def measured_peak(device: str, width: int) -> float:
-    """FLOP/s of products of bf16 matrices, width x width: the fastest of ten."""
+    """Returns the FLOP/s of the fastest of ten products of bf16 matrices of shape [width, width]."""
     a, b = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in range(2))
 
     def product(number: int) -> None:
         torch.mm(a, b)
-        wait_for(a.device)
+        synchronize(a.device)
 
     return 2 * width**3 / min(take_turns({ALL: product}, 10, WARM_UP)[ALL])
 
 
 def datasheet_peak() -> float | None:
-    """Dense bf16 FLOP/s of this GPU, where it is one of those known."""
+    """Returns the dense bf16 FLOP/s of this GPU by its datasheet; None if it is not known."""
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
@@ -221,7 +225,7 @@ def datasheet_peak() -> float | None:
 
 
 def flop_per_token(size: Size, tokens: int, vocabulary: int) -> float:
-    """6 N + 12 L H Q T for sequences of ``tokens``; N without the positions, the tied head counted once."""
+    """Returns 6 N + 12 L H Q T for sequences of ``tokens``; N counts the tied head once and no positions."""
     width = size.n_embd
     block = 12 * width**2 + 13 * width  # four matrices with their biases, two norms
     parameters = size.n_layer * block + 2 * width + vocabulary * width
@@ -229,7 +233,7 @@ def flop_per_token(size: Size, tokens: int, vocabulary: int) -> float:
 
 
 def tabulate(seconds: dict[str, list[float]], ways: dict[str, Levers], job: Job, peak: float) -> list[dict]:
-    """Rows of the table; useful work is counted for the vocabulary of each row."""
+    """Returns the rows of the table; the FLOP of a token are those of the row's vocabulary."""
     reference = statistics.median(seconds[ALL])
     rows = []
     for name, values in seconds.items():
@@ -249,7 +253,7 @@ def tabulate(seconds: dict[str, list[float]], ways: dict[str, Levers], job: Job,
 
 
 def images_row(seconds: list[float], batch: int) -> dict:
-    """ResNet-50's row: images/s where the others have tokens/s."""
+    """Returns ResNet-50's row, with images/s where the others have tokens/s."""
     spread = Spread.of(seconds)
     rate = f"{batch / spread.median:,.0f} images/s"
     name = f"ResNet-50, batch {batch}"

@@ -3,15 +3,14 @@
     python -m benchmarks.overhead [--rounds 8] [--repeats 5] [--quick]
 
 Loop: GPT-2 124M, 8 x 256 tokens, steps of ``training.loop.Loop`` (prefetch, gradient norm, metrics, progress) against
-the same parts' forward, backward and update with nothing around them, in turns in one process.
+the same forward, backward and update with nothing around them, in turns in one process.
 
-Start: the real command line, from its start to its first step, by what the run leaves behind at each point; and the
-answers that need no training. Each is a process of its own, ``--repeats`` times in turns, after one that is left out.
+Start: the real command line, from its start to its first step, by the times of the files that the run writes; and
+commands that train nothing. Each is a process of its own, ``--repeats`` times in turns, after one that is left out.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import statistics
@@ -19,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -32,9 +31,12 @@ from parallel.precision import autocast
 from training.checkpoint import Checkpoints
 from training.loop import Loop
 from training.reporting import MetricsFile, Progress
+from training.setup import Setup
 
 ROOT = Path(__file__).parents[1]
 BARE, LOOP = "bare step", "loop"
+SIZE = ("model.size=124M", "train.global_batch_size=8", "data.seq_len=256")
+TINY = ("model.size=tiny", "train.global_batch_size=2", "data.seq_len=16")
 ANSWERS = {
     "python -c pass": ["-c", "pass"],
     "python -c 'import torch'": ["-c", "import torch"],
@@ -55,43 +57,37 @@ PARTS = ("Python, Hydra, composition", "imports, checks, plan", "processes, buil
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measures, and writes results/overhead_loop.csv and overhead_start.csv."""
+    options = table.options(__doc__)
     options.add_argument("--rounds", type=int, default=8, help="steps of the loop, and of the bare step")
     options.add_argument("--repeats", type=int, default=5, help="starts of each command")
-    options.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     chosen = options.parse_args()
     if chosen.quick:
         chosen.rounds, chosen.repeats = 2, 1
 
-    seconds = loop_and_bare("tiny" if chosen.quick else "124M", chosen.rounds)
+    seconds = loop_and_bare(TINY if chosen.quick else SIZE, chosen.rounds)
     rows = [{"run": name, **Spread.of(values).columns()} for name, values in seconds.items()]
     overhead = paired(seconds, BARE, LOOP) - 1
-    print(table.markdown(rows))
-    print(f"\noverhead of the loop over the bare step: {overhead:+.1%} (median of {chosen.rounds} pairs)\n")
+    print(f"overhead of the loop over the bare step: {overhead:+.1%} (median of {chosen.rounds} pairs)\n")
     table.write("overhead_loop", rows, chosen.quick, overhead=round(overhead, 4), threads=torch.get_num_threads())
-
-    rows = starts(chosen.repeats)
-    print(table.markdown(rows))
-    path = table.write("overhead_start", rows, chosen.quick, repeats=chosen.repeats)
-    print(f"\nwritten to {path.parent}")
+    table.write("overhead_start", starts(chosen.repeats), chosen.quick, repeats=chosen.repeats)
 
 
-def loop_and_bare(size: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each step of BARE and of LOOP."""
+def loop_and_bare(size: Sequence[str], rounds: int) -> dict[str, list[float]]:
+    """Returns the seconds of each step of BARE and of LOOP."""
     keep_freed_memory()
     setup = configured(
         [
-            "model=gpt2", f"model.size={size}", "parallel=single", "train.global_batch_size=8", "data.seq_len=256",
-            "train.grad_clip=null", "train.eval_every=null", "train.checkpoint_every=null", "train.steps=1000000",
-            "logger=none",
+            "model=gpt2", *size, "parallel=single", "train.grad_clip=null", "train.eval_every=null",
+            "train.checkpoint_every=null", "train.steps=1000000", "logger=none",
         ]
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         return take_turns({BARE: bare_step(setup), LOOP: whole_loop(setup, Path(folder))}, rounds)
 
 
-def bare_step(setup) -> Callable[[int], None]:
-    """Forward, backward, optimizer step of this project's parts, and nothing around them."""
+def bare_step(setup: Setup) -> Callable[[int], None]:
+    """Returns a step of forward, backward and update, and nothing around them."""
     trainer = Trainer(setup)
     (stage,) = trainer.strategy.stages
     *body, (_, head) = stage.layers.items()
@@ -112,8 +108,8 @@ def bare_step(setup) -> Callable[[int], None]:
     return step
 
 
-def whole_loop(setup, folder: Path) -> Callable[[int], None]:
-    """``training.loop.Loop`` with its records, a step at a time."""
+def whole_loop(setup: Setup, folder: Path) -> Callable[[int], None]:
+    """Returns a step that is one of ``training.loop.Loop``, which writes its records into ``folder``."""
     trainer = Trainer(setup)
     metrics = MetricsFile(folder / "metrics.jsonl")
     progress = Progress(setup.total_steps, tokens=True)
@@ -129,35 +125,34 @@ def whole_loop(setup, folder: Path) -> Callable[[int], None]:
 
 
 def starts(repeats: int) -> list[dict]:
-    """A row for each command: its seconds, the largest of them, and those of its parts (medians)."""
-    answers: dict[str, list[float]] = {name: [] for name in ANSWERS}
-    runs: dict[str, list[list[float]]] = {name: [] for name in RUNS}
+    """Returns a row per command: median and largest of its seconds, and the medians of the parts of a run."""
+    seconds: dict[str, list[list[float]]] = {name: [] for name in (*ANSWERS, *RUNS)}
     for turn in range(repeats + 1):
-        for name, arguments in ANSWERS.items():
-            start = time.time()
-            with tempfile.TemporaryDirectory() as folder:
-                run_dir = [f"hydra.run.dir={folder}/run"] if arguments[0] == "train.py" else []
-                subprocess.run([sys.executable, *arguments, *run_dir], cwd=ROOT, capture_output=True)
-            answers[name].append(time.time() - start)
-        for name, overrides in RUNS.items():
-            runs[name].append(until_first_step(overrides))
-        if turn == 0:  # files not in the system's cache yet
-            answers, runs = {n: [] for n in answers}, {n: [] for n in runs}
-    rows = [
-        {"command": name, "seconds": f"{statistics.median(found):.2f}", "slowest": f"{max(found):.2f}"}
-        | dict.fromkeys(PARTS, "")
-        for name, found in answers.items()
-    ]
-    for name, found in runs.items():
-        totals = [sum(parts) for parts in found]
-        parts = [f"{statistics.median(part):.2f}" for part in zip(*found, strict=True)]
-        row = {"command": f"{name}, to its first step", "seconds": f"{statistics.median(totals):.2f}"}
-        rows.append(row | {"slowest": f"{max(totals):.2f}"} | dict(zip(PARTS, parts, strict=True)))
+        for name in seconds:
+            measured = until_answer(ANSWERS[name]) if name in ANSWERS else until_first_step(RUNS[name])
+            if turn > 0:  # in the first, files are not in the system's cache yet
+                seconds[name].append(measured)
+    rows = []
+    for name, repetitions in seconds.items():
+        totals = [sum(parts) for parts in repetitions]
+        row = {"command": name if name in ANSWERS else f"{name}, to its first step"}
+        row |= {"seconds": f"{statistics.median(totals):.2f}", "slowest": f"{max(totals):.2f}"}
+        medians = [f"{statistics.median(part):.2f}" for part in zip(*repetitions, strict=True)]
+        rows.append(row | dict(zip(PARTS, medians if name in RUNS else [""] * len(PARTS), strict=True)))
     return rows
 
 
+def until_answer(arguments: list[str]) -> list[float]:
+    """Returns the seconds of a command that trains nothing, in a list of one."""
+    start = time.time()
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = [f"hydra.run.dir={folder}/run"] if arguments[0] == "train.py" else []
+        subprocess.run([sys.executable, *arguments, *run_dir], cwd=ROOT, capture_output=True)
+    return [time.time() - start]
+
+
 def until_first_step(overrides: list[str]) -> list[float]:
-    """Seconds of each of PARTS of one run of one step."""
+    """Returns the seconds of each of PARTS, of a run of one step."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         command = [sys.executable, "train.py", *overrides, "train.steps=1", "train.eval_every=null"]
@@ -166,11 +161,11 @@ def until_first_step(overrides: list[str]) -> list[float]:
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
             checked = None
             for line in run.stdout:
-                if checked is None and line.startswith("global batch"):  # the plan is printed when all checks are done
+                if checked is None and line.startswith("global batch"):  # printed with the plan, after all checks
                     checked = time.time()
         if run.returncode != 0:
             raise SystemExit(f"{' '.join(command)} failed with exit code {run.returncode}")
-        # Each file is written once (metrics.jsonl has one line), so its time is that of the event.
+        # Each file is written once (metrics.jsonl has one line), so its time is the event's.
         written = [os.path.getmtime(run_dir / name) for name in (".hydra/config.yaml", "environment.json")]
         moments = [start, written[0], checked, written[1], os.path.getmtime(run_dir / "metrics.jsonl")]
     return [after - before for before, after in zip(moments, moments[1:], strict=False)]

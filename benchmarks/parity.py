@@ -1,10 +1,11 @@
-"""The promise in numbers: six models under five strategies, each compared with its own ``parallel=single``.
+"""The promise in numbers: every model under every strategy, compared with its own ``parallel=single``.
 
-    python -m benchmarks.parity            measures (39 runs of the command line), writes results/parity.csv
-    python -m benchmarks.readme            puts what it found into the README
+    python -m benchmarks.parity            measures (about 40 runs of the command line), writes results/parity.csv
+    python -m benchmarks.readme            puts the results into the README
 
-Runs the real command line, with SGD on micro-batches of the same size, and takes the largest relative difference of
-any step. The language models train with dropout and clipping, and GPT-2 under every schedule too.
+The models are those of conf/model and the strategies those of conf/parallel. Each run is a real command line, with SGD
+on micro-batches of the same size; the table has the largest relative difference of any step. The language models train
+with dropout and clipping, and GPT-2 under every schedule too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
 from benchmarks import table
 
 ROOT = Path(__file__).parents[1]
@@ -24,9 +27,10 @@ COMMON = [
     "train.global_batch_size=16", "train.precision=fp32", "train.eval_every=10", "train.eval_batches=2",
     "train.checkpoint_every=null", "logger=none", "parallel.threads=1",
 ]  # fmt: skip
-MODELS = {
+# Small sizes, and a learning rate at which the model learns; a model that is not named here trains as it comes.
+RECIPES = {
     "toy": ["optim.lr=0.02"],
-    # Chaotic: in its 20th step even float64 shows no more than that it was the same training for a while.
+    # Chaotic: even in float64 a difference in the last bit grows tenfold at every step, so few steps are compared.
     "resnet50": [
         "data.image_size=64", "data.samples=160", "optim.lr=1e-3", "optim.momentum=0", "train.precision=fp64",
         "train.steps=5", "train.eval_batches=1",
@@ -36,16 +40,10 @@ MODELS = {
         "train.grad_clip=0.5",
     ],
     "gpt2": ["model.size=tiny", "model.dropout=0.1", "data.seq_len=64", "optim.lr=0.1", "train.grad_clip=0.5"],
-    # Seven plain layers learn nothing from 20 different batches; from one, 20 times, they do.
+    # Seven plain layers learn nothing from 20 different batches, but they do from 20 times the same.
     "classifier": ["model.image_size=16", "optim.lr=0.2", "train.overfit=true"],
     "convnet": ["model.image_size=12", "optim.lr=0.02"],
 }  # fmt: skip
-LAYOUTS = [
-    ["parallel=model_parallel", "parallel.pp=2"],
-    ["parallel=ddp", "parallel.dp=2"],
-    ["parallel=pipelined", "parallel.pp=2", "parallel.schedule=1f1b"],
-    ["parallel=pipe_ddp", "parallel.dp=2", "parallel.pp=2", "parallel.schedule=1f1b"],
-]
 MORE_LAYOUTS = {
     "gpt2": [
         ["parallel=model_parallel", "parallel.pp=4"],
@@ -62,26 +60,49 @@ MORE_LAYOUTS = {
 
 
 def main() -> None:
+    """Runs everything and writes results/parity.csv."""
     rows = []
-    for model, recipe in MODELS.items():
+    recipes = {model: RECIPES.get(model, []) for model in models()}
+    for model, recipe in recipes.items():
         settings = dict(word.split("=") for word in (*COMMON, f"model={model}", *recipe))
         words = [f"{key}={value}" for key, value in settings.items()]
         reference = None
-        for layout in [["parallel=single"], *LAYOUTS, *MORE_LAYOUTS.get(model, [])]:
+        for layout in [["parallel=single"], *layouts(), *MORE_LAYOUTS.get(model, [])]:
             replicas = 2 if "parallel.dp=2" in layout else 1
             result = train([*words, *layout, f"parallel.chunks={MICROBATCHES // replicas}"])
             reference = reference or result
             about = {"model": model, "precision": settings["train.precision"], "run": " ".join(layout)}
             rows.append(about | compare(result, reference))
             print(*rows[-1].values(), file=sys.stderr)
-    print(table.markdown(rows))
-    recipes = {model: " ".join(recipe) for model, recipe in MODELS.items()}
-    path = table.write("parity", rows, microbatches=MICROBATCHES, every_model=" ".join(COMMON), **recipes)
-    print(f"\nwritten to {path}")
+    words = {model: " ".join(recipe) for model, recipe in recipes.items()}
+    table.write("parity", rows, microbatches=MICROBATCHES, every_model=" ".join(COMMON), **words)
+
+
+def models() -> list[str]:
+    """Returns the names of all models: those with a recipe, then the others of conf/model."""
+    return list(dict.fromkeys([*RECIPES, *sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml"))]))
+
+
+def layouts() -> list[list[str]]:
+    """Returns one layout for each strategy of conf/parallel that has replicas, stages or both.
+
+    A strategy has those for which its YAML file sets ``dp`` or ``pp``; it is a pipeline if the file sets ``chunks``.
+    """
+    found = []
+    for path in sorted((ROOT / "conf" / "parallel").glob("*.yaml")):
+        keys = OmegaConf.load(path).keys()
+        words = [f"parallel.{key}=2" for key in ("dp", "pp") if key in keys]
+        if words:
+            found.append([f"parallel={path.stem}", *words, *["parallel.schedule=1f1b"] * ("chunks" in keys)])
+    return sorted(found, key=len)
 
 
 def train(overrides: list[str]) -> list[dict]:
-    """One run of the command line; its metrics.jsonl."""
+    """Returns the metrics.jsonl of one run of the command line.
+
+    Raises:
+        SystemExit: If the run fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "train.py", *overrides, f"hydra.run.dir={folder}/run"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
@@ -91,7 +112,7 @@ def train(overrides: list[str]) -> list[dict]:
 
 
 def compare(result: list[dict], reference: list[dict]) -> dict:
-    """How the training went, and the largest relative differences from ``reference`` over all steps."""
+    """Returns the first and last loss, and the largest relative differences from ``reference`` over all steps."""
     losses = [record["loss"] for record in result if "loss" in record]
 
     def difference(key: str) -> str:

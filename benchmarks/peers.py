@@ -1,7 +1,7 @@
-"""torchgpipe and fairscale's ``Pipe`` on this project's models: what a user would otherwise take for pipelining.
+"""torchgpipe and fairscale's ``Pipe`` on this project's models: other libraries for pipelining, to compare with.
 
-Both run in one process, a thread a device. They key these threads by device, so that all partitions on "cpu" share
-one, and autograd runs a CPU's backward on the thread that asked for it: on CPUs neither overlaps its partitions.
+Both run in one process with one thread per device. The threads are keyed by device, so that all partitions on "cpu"
+share one, and autograd runs a CPU's backward on the calling thread: on CPUs neither overlaps its partitions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from benchmarks.trainer import wait_for
+from benchmarks.trainer import synchronize
 from data.batch import Batch
 from models.batchnorm import BatchNorm2d
 from models.chain import Chain
@@ -22,11 +22,7 @@ DEFAULT_CHECKPOINT = "except_last"  # of both
 
 
 class Peer:
-    """``chain`` with the weights that this project draws for it, under one of ``NAMES``; plain SGD.
-
-    balance     layers of each partition
-    checkpoint  which micro-batches recompute their activations: "never" is what this project does
-    """
+    """A model with the weights that this project gives it, trained by another library with plain SGD."""
 
     def __init__(
         self,
@@ -40,16 +36,28 @@ class Peer:
         device_type: str = "cpu",
         checkpoint: str = DEFAULT_CHECKPOINT,
     ) -> None:
+        """Builds the pipeline.
+
+        Args:
+            name: One of ``NAMES``.
+            chain: The model.
+            batch: Returns the batch of a step's number.
+            balance: The number of layers of each partition.
+            chunks: The number of micro-batches.
+            seed: The seed of the weights.
+            lr: The learning rate.
+            device_type: "cpu" or "cuda"; each partition has a GPU of its own.
+            checkpoint: Which micro-batches recompute their activations; this project corresponds to "never".
+        """
         devices = ["cpu" if device_type == "cpu" else f"cuda:{i}" for i in range(len(balance))]
-        self._pipe = _class(name)(
-            as_sequential(chain, seed), list(balance), devices=devices, chunks=chunks, checkpoint=checkpoint
-        )
+        layers = as_sequential(chain, seed)
+        self._pipe = _library(name)(layers, list(balance), devices=devices, chunks=chunks, checkpoint=checkpoint)
         self._optimizer = torch.optim.SGD(self._pipe.parameters(), lr=lr, fused=True)
         self._loss, self._batch = chain.loss, batch
         self._first, self._last = (torch.device(device) for device in (devices[0], devices[-1]))
 
     def step(self, number: int) -> float:
-        """Forward, backward and update; returns the mean loss."""
+        """Runs forward, backward and update; returns the mean loss."""
         batch = self._batch(number)
         output = self._pipe(batch.inputs.to(self._first))
         sums = self._loss(output, batch.targets.to(self._last), None)
@@ -57,16 +65,16 @@ class Peer:
         (sums.loss / sums.count).backward()
         self._optimizer.step()
         for device in (self._first, self._last):
-            wait_for(device)
+            synchronize(device)
         return (sums.loss / sums.count).item()
 
     def close(self) -> None:
-        # fairscale ends its threads in __del__, which at the interpreter's exit waits for ever: they are gone by then.
+        """Ends the library's threads. At the interpreter's exit, fairscale's ``__del__`` would wait for ever."""
         self._pipe = self._optimizer = None
 
 
 def as_sequential(chain: Chain, seed: int) -> nn.Sequential:
-    """The chain's layers with their initial weights, in the memory format that this project runs them in."""
+    """Returns the chain's layers with their initial weights, in the memory format that this project runs them in."""
     layers = chain.build(chain.names, seed, torch.device("cpu"))
     if chain.channels_last:
         layers.to(memory_format=torch.channels_last)
@@ -76,11 +84,10 @@ def as_sequential(chain: Chain, seed: int) -> nn.Sequential:
     return nn.Sequential(*(layer for _, layer in layers.items())).train()
 
 
-def _class(name: str) -> type:
-    """Raises SystemExit where the library is not installed."""
+def _library(name: str) -> type:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of deprecated parts of torch, at import
+            warnings.simplefilter("ignore")  # about deprecated parts of torch, at import
             if name == "torchgpipe":
                 from torchgpipe import GPipe
 
@@ -89,6 +96,5 @@ def _class(name: str) -> type:
 
             return Pipe
     except ImportError as error:
-        raise SystemExit(
-            f"{error}; python -m pip install --no-deps -r benchmarks/requirements.txt brings the peers"
-        ) from error
+        hint = "python -m pip install --no-deps -r benchmarks/requirements.txt installs the libraries compared with"
+        raise SystemExit(f"{error}; {hint}") from error

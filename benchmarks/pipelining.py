@@ -1,31 +1,31 @@
-"""Pipelining on two cores (or two GPUs): this project, torchgpipe, fairscale, and doing without, in one run.
+"""Pipelining on two cores (or two GPUs): this project, torchgpipe, fairscale, and no pipeline, in one run.
 
     pip install --no-deps -r benchmarks/requirements.txt
     python -m benchmarks.pipelining [--models resnet50 transformer] [--rounds 7] [--quick]
 
-Every way of running has processes of its own, each on a core, one thread each. First it is swept over its chunk counts;
-then the best of each take turns with ``pipelined``, a few at a time, and the table has the median, fastest and slowest.
-Everything of a step is in its time: forward, backward, exchange and the update (plain SGD), in fp32 unless it says
-bf16, ResNet-50 with the published experiment's batch and in both memory formats, the same for all. Every contender
-starts from the same weights: the first step's losses must agree, or the benchmark ends.
+Every contender has processes of its own, each on one core with one thread. First each is swept over its numbers of
+chunks; then the best of each take turns with ``pipelined``, a few at a time, and the table has the median, fastest and
+slowest. The time of a step includes forward, backward, exchange and the update (plain SGD). Precision is fp32 unless
+the name says bf16; ResNet-50 has the published experiment's batch, in both memory formats. All contenders start from
+the same weights: if the first step's losses do not agree, the benchmark ends with an error.
 
 single               one process, one thread
-single, 2 threads    one process that has both cores, two threads in every operation: no pipeline at all
+single, 2 threads    one process on both cores, two threads in every operation: no pipeline at all
 naive                model parallel: two stages on two ranks, the whole batch as one chunk
 pipelined            this project, best schedule and chunks, stages of equal time (parallel.balance=time)
 pipelined, uniform   the same with as many layers in each stage
-torchgpipe           as it comes: two partitions in one process, which has both cores; all but the last micro-batch
-                     recompute their activations, the library's default; the C library's allocator; best chunks
-torchgpipe, tuned    with what this project does: no recomputation, freed memory kept (parallel.devices); best chunks
-fairscale            likewise, as it comes and tuned
+torchgpipe           with its defaults: two partitions in one process on both cores; all but the last micro-batch
+                     recompute their activations; the C library's allocator; best chunks
+torchgpipe, tuned    like this project: no recomputation, freed memory is kept (parallel.devices); best chunks
+fairscale            likewise, with its defaults and tuned
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 
 from benchmarks import figure, peers, ranks, table
@@ -37,7 +37,14 @@ from parallel.pipeline import MEASURED_STEPS
 
 @dataclass(frozen=True)
 class Case:
-    """A model at one batch, and the chunk counts that are tried."""
+    """A model at one batch size.
+
+    Attributes:
+        overrides: The model and its data.
+        batch: Samples per step.
+        chunks: The numbers of chunks to try.
+        peer_chunks: Those to try with the other libraries.
+    """
 
     overrides: tuple[str, ...]
     batch: int
@@ -45,30 +52,37 @@ class Case:
     peer_chunks: tuple[int, ...]
 
 
-_TRANSFORMER = (*TRANSFORMER, "model.dropout=0")  # drawn anew for each micro-batch here, for each partition elsewhere
+_RESNET50 = Case(("model=resnet50", "data.image_size=128"), 120, (3, 4, 6), (1, 2, 6))
 CASES = {
-    "resnet50": Case(("model=resnet50", "data.image_size=128"), 120, (3, 4, 6), (1, 2, 6)),
-    "resnet50, contiguous": Case(
-        ("model=resnet50", "data.image_size=128", "model.channels_last=false"), 120, (3, 4, 6), (1, 2, 6)
-    ),
-    "transformer": Case(_TRANSFORMER, 16, (2, 4, 8, 16), (1, 2, 4)),
+    "resnet50": _RESNET50,
+    "resnet50, contiguous": replace(_RESNET50, overrides=(*_RESNET50.overrides, "model.channels_last=false")),
+    # Without dropout: the other libraries draw it per partition, this project per micro-batch.
+    "transformer": Case((*TRANSFORMER, "model.dropout=0"), 16, (2, 4, 8, 16), (1, 2, 4)),
 }
+_TINY = {"resnet50": ["data.image_size=64"], "transformer": ["model.d_model=32", "data.seq_len=16"]}
 QUICK = {
-    "resnet50": Case(("model=resnet50", "data.image_size=64"), 8, (2, 4), (1, 4)),
-    "resnet50, contiguous": Case(
-        ("model=resnet50", "data.image_size=64", "model.channels_last=false"), 8, (2, 4), (1, 4)
-    ),
-    "transformer": Case((*_TRANSFORMER, "model.d_model=32", "data.seq_len=16"), 8, (2, 4), (1, 2)),
+    name: Case((*case.overrides, *_TINY[name.split(",")[0]]), batch=8, chunks=(2, 4), peer_chunks=(1, 4))
+    for name, case in CASES.items()
 }
 
-
-# Stages a rank; gpipe's steps take as long as 1f1b's.
+# The number of stages per rank. (gpipe's steps take as long as 1f1b's.)
 SCHEDULES = {"1f1b": 1, "interleaved_1f1b": 2, "planned": 2}
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way of running a case. ``kind``: single | pipelined | torchgpipe | fairscale."""
+    """A way of running a case.
+
+    Attributes:
+        kind: single | pipelined | torchgpipe | fairscale.
+        chunks: The number of micro-batches.
+        schedule: The schedule of ``pipelined``.
+        balance: The number of layers of each stage.
+        precision: As in train.precision.
+        threads: The number of threads that one operation uses.
+        tuned: Whether another library runs without recomputation and keeps freed memory.
+        uniform: Whether all stages have as many layers.
+    """
 
     kind: str
     chunks: int = 1
@@ -81,59 +95,59 @@ class Way:
 
     @property
     def name(self) -> str:
-        """By what this is known in tables."""
-        if self.kind == "single":
-            return self._in_precision("single" if self.threads == 1 else f"single, {self.threads} threads")
-        if self.kind == "pipelined":
-            name = "naive" if self.chunks == 1 else "pipelined"
-            name += ", uniform" * self.uniform
-            return self._in_precision(name)
-        return f"{self.kind}, tuned" if self.tuned else self.kind
-
-    def _in_precision(self, name: str) -> str:
-        return name if self.precision == "fp32" else f"{name}, {self.precision}"
+        """The name in tables."""
+        if self.kind in peers.NAMES:
+            return f"{self.kind}, tuned" if self.tuned else self.kind
+        parts = ["naive" if self.kind == "pipelined" and self.chunks == 1 else self.kind]
+        parts += ["uniform"] * self.uniform
+        parts += [f"{self.threads} threads"] * (self.threads > 1)
+        return ", ".join(parts + [self.precision] * (self.precision != "fp32"))
 
     def columns(self) -> dict[str, object]:
-        """How it ran, as columns of a table."""
+        """Returns how it ran, as columns of a table."""
         split = "+".join(map(str, self.balance)) if self.kind != "single" else ""
         schedule = self.schedule if self.kind == "pipelined" and self.chunks > 1 else ""
         return {"run": self.name, "schedule": schedule, "chunks": self.chunks, "split": split}
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measures, and writes results/pipelining.csv, pipelining.png and pipelining_sweep.csv."""
+    options = table.options(__doc__)
     options.add_argument("--models", nargs="+", default=list(CASES), choices=list(CASES))
     options.add_argument("--rounds", type=int, default=7)
-    options.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     chosen = options.parse_args()
     rows, swept = [], []
     for model in chosen.models:
         case = (QUICK if chosen.quick else CASES)[model]
-        configured(_overrides(case, Way("single")))  # downloads, tokens: once, and not on both ranks
+        configured(_overrides(case, Way("single")))  # downloads and prepares the data once, and not on both ranks
         contest = Contest(case)
         groups = contest.finals(1 if chosen.quick else chosen.rounds)
         swept += [{"model": model, **row} for row in sweep_rows(contest.swept)]
         rows += [{"model": model, **row} for row in final_rows(groups, case.batch)]
-    print(table.markdown(rows))
     measured = {model: {"rounds": chosen.rounds, **asdict(CASES[model])} for model in chosen.models}
-    if not chosen.quick:  # the others keep what was measured before
-        rows, swept = _with_the_others(rows, "pipelining"), _with_the_others(swept, "pipelining_sweep")
+    if not chosen.quick:
+        rows, swept = _with_other_models(rows, "pipelining"), _with_other_models(swept, "pipelining_sweep")
         measured = {**table.facts("pipelining")["measured"], **measured}
-    about = {"device": ranks.device_type(), "cores": ranks.cores()[: ranks.RANKS], "measured": measured}
+    about = {"device": ranks.device_type(), "cores": ranks.cores(), "measured": measured}
     table.write("pipelining_sweep", swept, chosen.quick, **about)
     path = table.write("pipelining", rows, chosen.quick, **about)
-    print(f"written to {path} and {figure.pipelining(path.with_suffix('.png'), rows, swept)}")
+    print(f"figure: {figure.pipelining(path.with_suffix('.png'), rows, swept)}")
 
 
-def _with_the_others(rows: list[dict], name: str) -> list[dict]:
-    """The rows, and the table's own of models that they do not speak of, in the order of CASES."""
-    anew = {row["model"] for row in rows}
-    kept = [row for row in table.read(name) if row["model"] not in anew]
+def _with_other_models(rows: list[dict], name: str) -> list[dict]:
+    """The rows, and those of the table NAME for models that were not measured now."""
+    measured = {row["model"] for row in rows}
+    kept = [row for row in table.read(name) if row["model"] not in measured]
     return sorted(kept + rows, key=lambda row: list(CASES).index(row["model"]))
 
 
 class Contest:
-    """The ways of running one case, each in processes of its own, a few at a time, as many as fit into memory."""
+    """The contenders of one case. Only as many run at the same time as fit into memory.
+
+    Attributes:
+        case: The case.
+        swept: Seconds of the steps of every way that was tried to find the best chunks.
+    """
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -141,110 +155,96 @@ class Contest:
         self._first_loss: float | None = None
 
     def finals(self, rounds: int) -> list[dict[Way, list[float]]]:
-        """Seconds of the best way of each kind, in groups; ``pipelined`` is in each."""
+        """Returns the seconds of the best way of each kind, in groups; ``pipelined`` is in each."""
         ways = [Way("pipelined", chunks, schedule) for chunks in self.case.chunks for schedule in SCHEDULES]
-        splits = ranks.run("benchmarks.pipelining:splits", asdict(self.case), [asdict(way) for way in ways])
-        ways = [replace(way, balance=tuple(split)) for way, split in zip(ways, splits, strict=True)]
+        splits = ranks.run(layers_per_stage, self.case, ways)
+        ways = [replace(way, balance=split) for way, split in zip(ways, splits, strict=True)]
         halves = next(way.balance for way in ways if SCHEDULES[way.schedule] == 1)
-        naive = Way("pipelined", balance=halves)
+        single, naive = Way("single"), Way("pipelined", balance=halves)
         ours = self._best_of(ways)
-        groups = [[Way("single"), naive]]
-        also = []
-        if ranks.device_type() == "cpu":
-            also.append(Way("single", threads=ranks.RANKS))
+        others = [replace(single, threads=ranks.RANKS)] if ranks.device_type() == "cpu" else []
         uniform = tuple(equal_stages([1.0] * sum(ours.balance), len(ours.balance)))
         if uniform != ours.balance:
-            also.append(replace(ours, balance=uniform, uniform=True))
-        if also:
-            groups.append(also)
-        groups.append([replace(way, precision="bf16") for way in (Way("single"), naive, ours)])
+            others.append(replace(ours, balance=uniform, uniform=True))
+        groups = [[single, naive], others, [replace(way, precision="bf16") for way in (single, naive, ours)]]
         for peer in peers.NAMES:
-            groups.append(
-                [
-                    self._best_peer([Way(peer, n, balance=halves, tuned=tuned) for n in self.case.peer_chunks])
-                    for tuned in (False, True)
-                ]
-            )
-        return [self.in_turns([*group, ours], rounds) for group in groups]
+            tries = [
+                [Way(peer, chunks, balance=halves, tuned=tuned) for chunks in self.case.peer_chunks]
+                for tuned in (False, True)
+            ]
+            groups.append([self._best_peer(ways) for ways in tries])
+        return [self.in_turns([*group, ours], rounds) for group in groups if group]
 
     def _best_of(self, ways: list[Way]) -> Way:
-        """The fastest of ways a few percent apart: judged against the first, beside which each of them runs."""
+        """The fastest; each is compared with the first, beside which it runs, as they differ by a few percent."""
         first, *others = ways
-        speeds = {first: 1.0}
+        times = {first: 1.0}
         for i in range(0, len(others), 3):
             measured = self.in_turns([first, *others[i : i + 3]], rounds=5)
             self.swept |= measured
-            speeds |= {way: paired(measured, way, first) for way in measured}
-        return max(speeds, key=speeds.__getitem__)
+            times |= {way: paired(measured, first, way) for way in measured}
+        return min(times, key=times.__getitem__)
 
     def _best_peer(self, ways: list[Way]) -> Way:
-        """One after the other: three that hold all of a batch's activations would not fit into memory at once."""
+        """One after the other: three that hold all of a batch's activations do not fit into memory at once."""
         for way in ways:
             self.swept |= self.in_turns([way], rounds=1)
         return min(ways, key=lambda way: self.swept[way])
 
     def in_turns(self, ways: list[Way], rounds: int) -> dict[Way, list[float]]:
-        """Seconds of every way's steps, after one step of each that builds what is kept, and those that warm up. Raises
-        RuntimeError where one starts from another loss than the others."""
-        contenders = {way: _start(way, self.case) for way in ways}
-        for way, contender in contenders.items():
-            self._check(way, contender.step(1))
-        # A planned order is settled after some steps, the one above among them.
-        warm_up = MEASURED_STEPS - 1 if any(way.schedule == "planned" for way in ways) else 1
-        seconds = take_turns({way: contender.step for way, contender in contenders.items()}, rounds, warm_up)
-        for contender in contenders.values():
-            contender.close()
+        """Returns the seconds of every way's steps.
+
+        Raises:
+            RuntimeError: If one starts from another loss than the others.
+        """
+        with ExitStack() as stack:
+            workers = {way: stack.enter_context(closing(_start(way, self.case))) for way in ways}
+            for way, worker in workers.items():
+                self._check(way, worker.step(1))
+            # The order of a planned schedule is fixed after some steps, of which the one above is the first.
+            warm_up = MEASURED_STEPS - 1 if any(way.schedule == "planned" for way in ways) else 1
+            seconds = take_turns({way: worker.step for way, worker in workers.items()}, rounds, warm_up)
         shown = (f"{w.name} x{w.chunks} {w.schedule}: {statistics.median(t):.3f} s" for w, t in seconds.items())
         print(", ".join(shown), file=sys.stderr, flush=True)
         return seconds
 
     def _check(self, way: Way, loss: float) -> None:
-        """BatchNorm makes the loss depend on the chunks, so ways are compared up to that: coarsely."""
+        """A coarse comparison: with BatchNorm, the loss depends on the number of chunks."""
         self._first_loss = self._first_loss or loss
         if not math.isclose(loss, self._first_loss, rel_tol=0.05):
             raise RuntimeError(f"{way} starts from loss {loss}, the others from {self._first_loss}: not the same model")
 
 
-def splits(rank: int, case: dict, ways: list[dict]) -> list[list[int]]:
-    """Layers of each stage, for each of the ways: by their time for a micro-batch of middling size on rank 0's core
-    while the other core rests."""
+def layers_per_stage(rank: int, case: Case, ways: list[Way]) -> list[tuple[int, ...]]:
+    """Returns the number of layers of each stage for each of the ways, so that stages take the same time.
+
+    The layers are measured on rank 0's core, with a micro-batch of medium size, while the other core is idle.
+    """
     if rank != 0:
         return []
-    case = Case(**case)
     chunks = case.chunks[len(case.chunks) // 2]
     setup = configured(_overrides(case, Way("single", chunks)))
     seconds = seconds_per_layer(setup.plan, setup.chain, setup.sample, setup.cfg.seed, threads=1)
     return [
-        equal_stages(seconds, SCHEDULES[way.schedule] * ranks.RANKS, ranks.RANKS, way.chunks, way.schedule)
-        for way in (Way(**way) for way in ways)
+        tuple(equal_stages(seconds, SCHEDULES[way.schedule] * ranks.RANKS, ranks.RANKS, way.chunks, way.schedule))
+        for way in ways
     ]
 
 
-def _start(way: Way, case: Case) -> ranks.Apart:
-    """The contender. One in a single process may use both cores where its library or its threads can."""
+def _start(way: Way, case: Case) -> ranks.Workers:
+    """The contender's processes. A single process may use both cores if its library or its threads can."""
     if way.kind in peers.NAMES:
-        return ranks.Apart(_peer, asdict(way), asdict(case), wide=True, kept=way.tuned)
+        return ranks.Workers(_peer, case, way, all_cores=True, keep_memory=way.tuned)
     size = ranks.RANKS if way.kind == "pipelined" else 1
-    return ranks.Apart(_trainer, _overrides(case, way), size=size, threads=way.threads, wide=way.threads > 1)
+    return ranks.Workers(_trainer, case, way, size=size, threads=way.threads, all_cores=way.threads > 1)
 
 
-class _Steps:
-    """A trainer whose step is its loss."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    def step(self, number: int) -> float:
-        return self._trainer.step(number).loss
+def _trainer(rank: int, case: Case, way: Way) -> Trainer:
+    return Trainer.build(rank, _overrides(case, way))
 
 
-def _trainer(rank: int, overrides: list[str]) -> _Steps:
-    return _Steps(Trainer(configured(overrides), rank))
-
-
-def _peer(rank: int, way: dict, case: dict) -> peers.Peer:
-    way, case = Way(**way), Case(**case)
-    trainer = Trainer(configured(_overrides(case, Way("single"))))
+def _peer(rank: int, case: Case, way: Way) -> peers.Peer:
+    trainer = Trainer.build(0, _overrides(case, Way("single")))
     cfg, chain = trainer.setup.cfg, trainer.setup.chain
     checkpoint = "never" if way.tuned else peers.DEFAULT_CHECKPOINT
     return peers.Peer(
@@ -253,7 +253,7 @@ def _peer(rank: int, way: dict, case: dict) -> peers.Peer:
 
 
 def _overrides(case: Case, way: Way) -> list[str]:
-    """The command line of a way of this project."""
+    """The command line of one of this project's ways."""
     layout = ["parallel=single", f"parallel.chunks={way.chunks}"]
     if way.kind == "pipelined":
         split = ",".join(map(str, way.balance))
@@ -269,13 +269,15 @@ def _overrides(case: Case, way: Way) -> list[str]:
 
 
 def sweep_rows(swept: dict[Way, list[float]]) -> list[dict]:
-    """Rows of the sweep's table: every way and its median."""
+    """Returns the rows of the sweep's table: every way and its median."""
     return [{**way.columns(), "seconds a step": f"{statistics.median(times):.4f}"} for way, times in swept.items()]
 
 
 def final_rows(groups: list[dict[Way, list[float]]], batch: int) -> list[dict]:
-    """Rows of the table: seconds, throughput, and how many times as fast ``pipelined`` is as each, paired by the rounds
-    of their group. ``pipelined`` itself has one row, of the first group."""
+    """Returns the rows of the table: seconds, throughput, and how many times as fast ``pipelined`` is.
+
+    Ratios are paired by the rounds of the group. ``pipelined`` itself has one row, that of the first group.
+    """
     rows: dict[str, dict] = {}
     for group in groups:
         seconds = {way.name: times for way, times in group.items()}

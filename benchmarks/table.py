@@ -1,7 +1,8 @@
-"""Rows of numbers as a CSV file and as Markdown, with what they were measured on."""
+"""What all benchmarks share around their measurements: the command line, CSV files and Markdown tables."""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import datetime
 import json
@@ -13,11 +14,28 @@ from training.reporting import describe
 RESULTS = Path(__file__).parent / "results"
 
 
-def write(name: str, rows: list[dict], quick: bool = False, **about) -> Path:
-    """results/NAME.csv with the rows and results/NAME.json with date, hardware, versions and ``about``.
+def options(description: str) -> argparse.ArgumentParser:
+    """Returns a benchmark's command line, with --quick; ``description`` is its module's docstring."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to check that it runs")
+    return parser
 
-    quick  a trial run, whose numbers mean nothing: a folder for temporary files takes its table
+
+def write(name: str, rows: list[dict], quick: bool = False, **about) -> Path:
+    """Prints the rows as Markdown and writes them to results/NAME.csv.
+
+    results/NAME.json gets the date, the hardware, the versions and ``about``.
+
+    Args:
+        name: The table's name.
+        rows: At least one row; all have the same columns.
+        quick: Whether this is a trial run, whose numbers mean nothing; its files go to a temporary directory.
+        **about: What else is to be known of the measurement; fit for JSON.
+
+    Returns:
+        The path of the CSV file.
     """
+    print(markdown(rows))
     folder = Path(tempfile.gettempdir()) / "benchmarks-quick" if quick else RESULTS
     folder.mkdir(exist_ok=True)
     path = folder / f"{name}.csv"
@@ -26,24 +44,25 @@ def write(name: str, rows: list[dict], quick: bool = False, **about) -> Path:
         writer.writeheader()
         writer.writerows(rows)
     machine = {key: value for key, value in describe().items() if key != "command"}
-    facts = {"date": datetime.date.today().isoformat(), **about, "machine": machine}
-    path.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
+    about = {"date": datetime.date.today().isoformat(), **about, "machine": machine}
+    path.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
+    print(f"written to {path}\n")
     return path
 
 
 def read(name: str) -> list[dict[str, str]]:
-    """The rows of results/NAME.csv."""
+    """Returns the rows of results/NAME.csv."""
     with open(RESULTS / f"{name}.csv", newline="") as file:
         return list(csv.DictReader(file))
 
 
 def facts(name: str) -> dict:
-    """What results/NAME.json says of the rows."""
+    """Returns the contents of results/NAME.json."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def markdown(rows: list[dict]) -> str:
-    """The rows as a table for a README."""
+    """Returns the rows as a Markdown table."""
     columns = list(rows[0])
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(str(row[c]) for c in columns) + " |" for row in rows]

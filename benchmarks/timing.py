@@ -1,19 +1,26 @@
-"""Contenders in turns, round after round, so that a noisy machine is noisy for all of them alike."""
+"""Contenders take turns, round after round, so that noise of the machine strikes all of them alike."""
 
 from __future__ import annotations
 
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Seconds of one contender's turns."""
+    """The times of one contender.
+
+    Attributes:
+        median: In seconds.
+        fastest: In seconds.
+        slowest: In seconds.
+    """
 
     median: float
     fastest: float
@@ -21,13 +28,22 @@ class Spread:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Spread:
-        """Raises ValueError where there are none."""
+        """Returns the spread of ``seconds``.
+
+        Raises:
+            ValueError: If there are none.
+        """
         if not seconds:
             raise ValueError("nothing was measured: at least one round is needed")
         return cls(statistics.median(seconds), min(seconds), max(seconds))
 
+    @classmethod
+    def read(cls, row: Mapping[str, str]) -> Spread:
+        """Returns the spread that ``columns`` has written into a row."""
+        return cls(*(float(row[key]) for key in ("seconds a step (median)", "fastest", "slowest")))
+
     def columns(self) -> dict[str, str]:
-        """As columns of a table."""
+        """Returns the spread as columns of a table."""
         digits = 3 if self.median >= 0.1 else 5
         return {
             "seconds a step (median)": f"{self.median:.{digits}f}",
@@ -40,25 +56,37 @@ def take_turns(
     contenders: Mapping[Key, Callable[[int], object]],
     rounds: int,
     warm_up: int = 1,
-    meet: Callable[[], object] = lambda: None,
+    barrier: Callable[[], object] = lambda: None,
 ) -> dict[Key, list[float]]:
-    """Seconds of each contender's step in each round, the rounds of ``warm_up`` left out.
+    """Measures the step of each contender once in every round.
 
-    contenders  name -> step(number); numbers count from 1, the same for all contenders of a round
-    meet        called before and after each step: where several processes measure together, a barrier
+    Args:
+        contenders: The step by name. It gets the round's number, from 1.
+        rounds: The number of rounds that are measured.
+        warm_up: The number of rounds before them, which are not.
+        barrier: Called before and after each step, for several processes that measure together.
+
+    Returns:
+        Seconds of each contender's steps, one per measured round.
     """
     seconds: dict[Key, list[float]] = {name: [] for name in contenders}
     for number in range(1, warm_up + rounds + 1):
         for name, step in contenders.items():
-            meet()
+            barrier()
             start = time.perf_counter()
             step(number)
-            meet()
+            barrier()
             if number > warm_up:
                 seconds[name].append(time.perf_counter() - start)
     return seconds
 
 
 def paired(seconds: Mapping[Key, Sequence[float]], one: Key, other: Key) -> float:
-    """How many times as long ``other`` takes as ``one``: the median over the rounds, where both had the same noise."""
+    """Returns how many times as long ``other`` takes as ``one``: the median of the ratios within each round."""
     return statistics.median(b / a for a, b in zip(seconds[one], seconds[other], strict=True))
+
+
+def in_new_process(function: Callable, *args: Any) -> Any:
+    """Returns what ``function(*args)`` returns in a new process."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, args)

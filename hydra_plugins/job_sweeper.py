@@ -1,4 +1,4 @@
-"""Hydra's grid sweeper, made to survive its jobs. Here, since Hydra looks for plugins in this package only."""
+"""Hydra's grid sweeper, which goes on when a job fails. Hydra looks for plugins in this package only."""
 
 from __future__ import annotations
 
@@ -14,15 +14,22 @@ from omegaconf import OmegaConf
 
 
 class JobSweeper(BasicSweeper):
-    """Every combination of the swept values is a job, numbered in order.
+    """Runs one job for every combination of the swept values, numbered in order.
 
-    Beyond Hydra's own: a job that cannot be composed or that fails is recorded and the others run; jobs that an
-    earlier attempt in the same directory has finished are left out; callbacks hear of the end in any case.
+    Unlike Hydra's own sweeper, it records a job that cannot be composed or that fails and runs the others, leaves out
+    jobs that an earlier attempt in the same directory has finished, and calls the callbacks however the sweep ends.
     """
 
     def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
-        """Run all jobs that ``arguments`` describe. Raises KeyboardInterrupt, and what a launcher raises."""
-        from training.sweep.queue import compose_all, consecutive, open_folders
+        """Runs all jobs that the overrides ``arguments`` describe.
+
+        Returns:
+            Hydra's result of each job that was run.
+
+        Raises:
+            KeyboardInterrupt: If the user ends the sweep.
+        """
+        from training.sweep.queue import batches, compose_all, open_folders
 
         logging.getLogger("hydra._internal.core_plugins.basic_launcher").addFilter(_mask)
         loader = self.hydra_context.config_loader
@@ -34,14 +41,14 @@ class JobSweeper(BasicSweeper):
         OmegaConf.save(self.config, sweep_dir / "multirun.yaml")
         results = []
         try:
-            for run in consecutive(todo, self.max_batch_size):
-                returned = self.launcher.launch([entry.overrides for entry in run], run[0].job.num)
-                for entry, result in zip(run, returned, strict=True):
+            for batch in batches(todo, self.max_batch_size):
+                returned = self.launcher.launch([entry.overrides for entry in batch], batch[0].job.num)
+                for entry, result in zip(batch, returned, strict=True):
                     if result.status != JobStatus.COMPLETED:
-                        entry.note_loss(result)
+                        entry.record_failure(result)
                 results += returned
         except BaseException:
-            with suppress(SystemExit):  # what ended the sweep says more
+            with suppress(SystemExit):  # the exception that ended the sweep says more
                 self.hydra_context.callbacks.on_multirun_end(config=self.config, config_name=None)
             raise
         return results

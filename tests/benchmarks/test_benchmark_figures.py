@@ -6,7 +6,7 @@ from benchmarks.timing import Spread
 
 def test_a_spread_comes_back_from_the_columns_it_was_written_to():
     spread = Spread(2.5, 2.25, 3.125)
-    assert figure.spread_of(spread.columns()) == spread
+    assert Spread.read(spread.columns()) == spread
 
 
 def test_pipelining_draws_every_model_with_its_sweep(tmp_path):
@@ -25,7 +25,7 @@ def test_pipelining_draws_every_model_with_its_sweep(tmp_path):
 
 def test_the_published_charts_and_the_curve_are_two_files(tmp_path):
     seconds = {"single device": [4.0], "model parallel": [4.4], "20": [2.5], "12": [2.4]}
-    rows = published_figures.tabulate(seconds, 120, (20, 12))
+    rows = published_figures.tabulate(seconds, 120)
     drawn = published_figures.draw(rows, tmp_path, "two cores")
     assert [path.name for path in drawn] == ["published_bars.png", "published_splits.png"]
     assert all(path.stat().st_size > 10_000 for path in drawn)

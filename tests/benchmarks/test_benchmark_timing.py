@@ -5,29 +5,22 @@ import pytest
 from benchmarks.timing import Spread, paired, take_turns
 
 
-def test_contenders_take_turns_round_by_round():
+def test_contenders_take_turns_round_by_round_and_the_warm_up_is_not_in_the_times():
     calls = []
     contenders = {name: lambda number, name=name: calls.append((name, number)) for name in "ab"}
-    take_turns(contenders, rounds=2, warm_up=1)
+    seconds = take_turns(contenders, rounds=2, warm_up=1)
     assert calls == [("a", 1), ("b", 1), ("a", 2), ("b", 2), ("a", 3), ("b", 3)]
-
-
-def test_the_warm_up_is_not_in_the_times():
-    seconds = take_turns({"a": lambda number: None}, rounds=3, warm_up=2)
-    assert len(seconds["a"]) == 3
+    assert [len(times) for times in seconds.values()] == [2, 2]
 
 
 def test_processes_meet_before_and_after_each_step():
     events = []
-    take_turns({"a": lambda number: events.append("step")}, 1, warm_up=0, meet=lambda: events.append("meet"))
-    assert events == ["meet", "step", "meet"]
+    take_turns({"a": lambda number: events.append("step")}, 1, 0, barrier=lambda: events.append("barrier"))
+    assert events == ["barrier", "step", "barrier"]
 
 
-def test_a_spread_is_the_median_and_both_ends():
+def test_a_spread_is_the_median_and_both_ends_and_needs_a_round():
     assert Spread.of([3.0, 1.0, 2.0]) == Spread(median=2.0, fastest=1.0, slowest=3.0)
-
-
-def test_no_round_is_an_error():
     with pytest.raises(ValueError, match="at least one round"):
         Spread.of([])
 

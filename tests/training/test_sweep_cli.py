@@ -1,4 +1,4 @@
-"""Sweeps through the command line: each job for itself, a table of all, and going on where one was stopped."""
+"""Sweeps through the command line: independent jobs, one table of all, and continuing an interrupted sweep."""
 
 import csv
 import json
@@ -13,8 +13,11 @@ GRID = [*QUICK, "train.steps=6", "parallel.chunks=1,3,2"]
 
 
 def jobs(folder):
-    with open(folder / "sweep.csv", newline="") as file:
-        return list(csv.DictReader(file))
+    return list(csv.DictReader((folder / "sweep.csv").read_text().splitlines()))
+
+
+def statuses(folder):
+    return [row["status"] for row in jobs(folder)]
 
 
 def sweep(folder, *overrides, tag="console"):
@@ -23,20 +26,19 @@ def sweep(folder, *overrides, tag="console"):
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
-    """Chunks 1, 3 and 2 of a batch of 64, with wandb: the second cannot be."""
-    folder = tmp_path_factory.mktemp("sweep") / "three"
-    return sweep(folder, *GRID)
+    """Chunks 1, 3 and 2 of a batch of 64, with wandb; 64 cannot be cut into 3."""
+    return sweep(tmp_path_factory.mktemp("sweep") / "three", *GRID)
 
 
 def test_one_bad_job_leaves_the_others_alone_and_the_exit_code_tells(three):
     assert three.code == 1
-    assert [row["status"] for row in jobs(three.folder)] == ["finished", "failed", "finished"]
+    assert statuses(three.folder) == ["finished", "failed", "finished"]
     assert "train.global_batch_size=64 cannot be cut into dp=1 x chunks=3" in jobs(three.folder)[1]["error"]
     assert "error: job 1: train.global_batch_size=64 cannot be cut" in three.stderr
     assert "Traceback" not in three.console
 
 
-def test_the_table_has_overrides_and_results_and_is_shown_at_the_end(three):
+def test_the_table_has_overrides_and_results_and_is_printed_at_the_end(three):
     first, _, last = jobs(three.folder)
     assert (first["parallel.chunks"], last["parallel.chunks"]) == ("1", "2")
     assert float(first["step_time_s"]) > 0 and float(first["final_loss"]) == pytest.approx(float(last["final_loss"]))
@@ -76,14 +78,14 @@ def test_the_same_command_runs_only_what_has_not_finished(three):
     assert "job 0 is finished" in again.stdout and "job 2 is finished" in again.stdout
     assert finished.stat().st_mtime_ns == before
     assert "1 process on cpu" not in again.stdout
-    assert [row["status"] for row in jobs(three.folder)] == ["finished", "failed", "finished"]
+    assert statuses(three.folder) == ["finished", "failed", "finished"]
 
 
 def test_a_job_that_cannot_be_composed_is_a_row_too_and_a_mistake_of_all_is_an_error_at_once(tmp_path):
     short = [*QUICK, "train.steps=1", "logger=none", "mode=plan"]
     mixed = sweep(tmp_path / "mixed", *short, "parallel=single,nonsense")
     assert mixed.code == 1
-    assert [row["status"] for row in jobs(mixed.folder)] == ["finished", "failed"]
+    assert statuses(mixed.folder) == ["finished", "failed"]
     assert "Could not find 'parallel/nonsense'" in mixed.stderr
     wrong = sweep(tmp_path / "wrong", *short, "train.stepz=5", "seed=1,2")
     assert wrong.code == 1 and "stepz" in wrong.stderr
@@ -91,7 +93,7 @@ def test_a_job_that_cannot_be_composed_is_a_row_too_and_a_mistake_of_all_is_an_e
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_sweep_with_a_table_of_what_is_there(tmp_path):
+def test_ctrl_c_ends_a_sweep_with_a_table_of_all_jobs(tmp_path):
     folder = tmp_path / "sweep"
     overrides = [*QUICK, "logger=none", "train.steps=6,10000000,7", f"hydra.sweep.dir={folder}"]
     run = Started(overrides, folder, own_folder=False)
@@ -101,7 +103,7 @@ def test_ctrl_c_ends_a_sweep_with_a_table_of_what_is_there(tmp_path):
         os.killpg(run.process.pid, signal.SIGINT)
         ended = run.wait(30)
         assert ended.code == 1
-        assert [row["status"] for row in jobs(folder)] == ["finished", "interrupted", "waiting"]
+        assert statuses(folder) == ["finished", "interrupted", "waiting"]
         assert "error: stopped by SIGINT; all workers have ended" in ended.stderr
         assert "Traceback" not in ended.console
         wait_until(lambda: not run.family(), 10, f"the end of {run.family()}")

@@ -1,18 +1,15 @@
-"""Which jobs of a sweep run, and what becomes of what earlier attempts have left."""
+"""Which jobs of a sweep run, and what happens to the files of earlier attempts."""
 
 import pytest
 from sweep_jobs import leave
 
 from training.reporting.job_record import Job, read_job
-from training.sweep.queue import Entry, consecutive, open_folders
+from training.sweep.queue import Entry, batches, open_folders
 
 
-def entries(sweep, *seeds, continues=False):
-    found = []
-    for num, seed in enumerate(seeds):
-        overrides = [f"seed={seed}", *(["train.resume=auto"] if continues else [])]
-        found.append(Entry(Job(num, tuple(overrides)), overrides, sweep / str(num), continues))
-    return found
+def entries(sweep, *seeds, continues=False, queued=False):
+    words = [[f"seed={seed}", *["train.resume=auto"] * continues] for seed in seeds]
+    return [Entry(Job(i, tuple(w)), w, sweep / str(i), continues, queued) for i, w in enumerate(words)]
 
 
 def numbers(todo):
@@ -33,13 +30,8 @@ def test_finished_jobs_are_left_out_and_said_so_and_others_start_anew(tmp_path, 
     assert (tmp_path / "0" / "summary.json").exists()
     assert not (tmp_path / "1" / "metrics.jsonl").exists()
     assert (tmp_path / "superseded" / "1-1" / "metrics.jsonl").exists(), "nothing is thrown away"
-
-
-def test_a_second_failure_is_set_aside_beside_the_first(tmp_path):
-    leave(tmp_path, 0, "seed=1", status="failed")
-    for _ in range(2):
-        open_folders(entries(tmp_path, 1), tmp_path)
-    assert sorted(path.name for path in (tmp_path / "superseded").iterdir()) == ["0-1", "0-2"]
+    open_folders(entries(tmp_path, 1, 2, 3, 4), tmp_path)
+    assert (tmp_path / "superseded" / "1-2").exists(), "beside the first attempt"
 
 
 def test_with_train_resume_an_unfinished_job_keeps_its_folder(tmp_path):
@@ -51,20 +43,15 @@ def test_with_train_resume_an_unfinished_job_keeps_its_folder(tmp_path):
 def test_jobs_that_nobody_waits_for_are_not_queued_twice(tmp_path, capsys):
     leave(tmp_path, 0, "seed=1", status="running")
     leave(tmp_path, 1, "seed=2", status="failed")
-    queue = entries(tmp_path, 1, 2)
-    for entry in queue:
-        entry.queued = True
-    assert numbers(open_folders(queue, tmp_path)) == [1]
+    assert numbers(open_folders(entries(tmp_path, 1, 2, queued=True), tmp_path)) == [1]
     assert "job 0 is running" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("theirs", ["another job", "a run of no sweep"])
 def test_another_run_s_folder_is_refused_before_anything_is_touched(tmp_path, theirs, capsys):
-    if theirs == "another job":
-        leave(tmp_path, 1, "seed=7", times=[1.0] * 6)
-    else:
-        (tmp_path / "1").mkdir()
-        (tmp_path / "1" / "metrics.jsonl").write_text("{}\n")
+    folder = leave(tmp_path, 1, "seed=7", times=[1.0] * 6)
+    if theirs == "a run of no sweep":
+        (folder / "job.json").unlink()
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(SystemExit):
         open_folders(entries(tmp_path, 1, 2), tmp_path)
@@ -74,5 +61,5 @@ def test_another_run_s_folder_is_refused_before_anything_is_touched(tmp_path, th
 
 def test_a_launcher_is_given_jobs_whose_numbers_have_no_gaps(tmp_path):
     todo = [entry for entry in entries(tmp_path, *range(8)) if entry.job.num not in (0, 3)]
-    assert [numbers(run) for run in consecutive(todo, None)] == [[1, 2], [4, 5, 6, 7]]
-    assert [numbers(run) for run in consecutive(todo, 3)] == [[1, 2], [4, 5, 6], [7]]
+    assert [numbers(run) for run in batches(todo, None)] == [[1, 2], [4, 5, 6, 7]]
+    assert [numbers(run) for run in batches(todo, 3)] == [[1, 2], [4, 5, 6], [7]]

@@ -27,11 +27,18 @@ from training.reporting.job_record import (
 
 
 def run_job(cfg: Any, hydra: Any, world: World | None) -> None:
-    """Run the composed ``cfg`` in processes of its own and record how it ends.
+    """Runs one job of a sweep in processes of its own and records how it ends in job.json.
 
-    hydra   Hydra's own section, for the job's number, overrides and directory
-    raises  KeyboardInterrupt, to end the sweep. A job that fails raises nothing, so that the next ones run; on a rank
-            other than 0 of a job whose processes exist already everything is raised, as rank 0 keeps the record.
+    A job that fails raises nothing, so that the next ones run.
+
+    Args:
+        cfg: The composed configuration.
+        hydra: Hydra's own section, for the job's number, overrides and directory.
+        world: This process's place among processes that exist already; None if the job starts its own.
+
+    Raises:
+        KeyboardInterrupt: To end the sweep.
+        Exception: Any error, on ranks other than 0; rank 0 keeps the record.
     """
     folder = Path(hydra.runtime.output_dir)
     if world is not None and world.rank > 0:
@@ -63,9 +70,12 @@ def run_job(cfg: Any, hydra: Any, world: World | None) -> None:
 
 
 def show_as_group(cfg: Any, sweep_dir: Path, num: int) -> None:
-    """In wandb the jobs are one group, named after the sweep's directory, and each is named by what is its own.
+    """Makes the jobs one group in wandb, named after the sweep's directory; each job is named by its own overrides.
 
-    Job ``num`` has its record already.
+    Args:
+        cfg: The job's configuration, changed in place; what the user has set stays.
+        sweep_dir: The sweep's directory, with the record of every job.
+        num: The job's number.
     """
     if "group" not in cfg.logger:
         return

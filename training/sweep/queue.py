@@ -1,11 +1,11 @@
-"""Which jobs of a sweep are still to run, and in what directories."""
+"""Selects the jobs of a sweep that still have to run, and prepares their directories."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,14 @@ from training.reporting.job_record import FAILED, FINISHED, RUNNING, SUPERSEDED,
 
 @dataclass
 class Entry:
-    """A job to be, with its ``overrides`` as they were typed.
+    """A job that may have to run.
 
-    ``continues`` where it may go on from what lies in ``folder``; ``queued`` where an earlier attempt at it may still
-    be on its way, as nobody waits for it.
+    Attributes:
+        job: Its record.
+        overrides: Its overrides as they were typed.
+        folder: Its directory.
+        continues: Whether it resumes from what its directory holds.
+        queued: Whether nobody waits for it, so that an earlier attempt may still be queued or running.
     """
 
     job: Job
@@ -34,8 +38,8 @@ class Entry:
     continues: bool = False
     queued: bool = False
 
-    def note_loss(self, result: JobReturn) -> None:
-        """Record a job that could not do so itself: a machine that went away, a process that was killed."""
+    def record_failure(self, result: JobReturn) -> None:
+        """Records the failure of a job that could not do so itself, such as a killed process."""
         recorded = read_job(self.folder) or self.job
         if recorded.status != FAILED:
             try:
@@ -46,9 +50,19 @@ class Entry:
 
 
 def compose_all(compose: Callable[[list[str]], Any], jobs: Iterable[list[str]], sweep_dir: Path) -> list[Entry]:
-    """An entry for each job's overrides; one that cannot be composed has failed already.
+    """Composes every job; one that cannot be composed is an entry that has failed.
 
-    Raises what Hydra raises where none of them can: then it is no matter of a single job.
+    Args:
+        compose: Returns the configuration of a job's overrides.
+        jobs: The overrides of each job, as they were typed.
+        sweep_dir: The sweep's directory.
+
+    Returns:
+        One entry per job.
+
+    Raises:
+        HydraException: If no job can be composed; the mistake is not one job's then.
+        OmegaConfBaseException: Likewise.
     """
     entries, first_error = [], None
     for num, overrides in enumerate(jobs):
@@ -57,7 +71,7 @@ def compose_all(compose: Callable[[list[str]], Any], jobs: Iterable[list[str]], 
             cfg = compose(overrides)
             with open_dict(cfg):
                 cfg.hydra.job.num, cfg.hydra.job.id = num, str(num)
-            HydraConfig.instance().set_config(cfg)  # a directory's name may refer to it
+            HydraConfig.instance().set_config(cfg)  # the directory's name may refer to it
             continues, queued = cfg.train.resume is not None, not cfg.launcher.get("wait", True)
             entries.append(Entry(job, overrides, sweep_dir / cfg.hydra.sweep.subdir, continues, queued))
         except (HydraException, OmegaConfBaseException) as error:
@@ -71,19 +85,21 @@ def compose_all(compose: Callable[[list[str]], Any], jobs: Iterable[list[str]], 
 
 
 def open_folders(entries: list[Entry], sweep_dir: Path) -> list[Entry]:
-    """Record every job in its directory; returns those to run.
+    """Records every job in its directory and returns the jobs to run.
 
-    A job that an earlier attempt has finished, or that is on its way, is left out. What an unfinished one has left
-    is set aside, unless the job goes on from it. A directory that holds anything else ends the program before
-    anything is touched.
+    Jobs that an earlier attempt has finished, or that may still be queued or running, are left out. What an unfinished
+    job has left is moved to superseded/, unless the job resumes from it.
+
+    Raises:
+        SystemExit: If a directory holds another run. Nothing has been changed then.
     """
     before = [read_job(entry.folder) for entry in entries]
     for entry, earlier in zip(entries, before, strict=True):
-        _check(entry, earlier, sweep_dir)
+        _check_folder(entry, earlier, sweep_dir)
     todo = []
     for entry, earlier in zip(entries, before, strict=True):
         if earlier is not None and earlier.status == FINISHED:
-            print(f"job {entry.job.num} is finished: {' '.join(entry.overrides)}")
+            print(f"job {entry.job.num} is finished: {' '.join(entry.job.overrides)}")
             continue
         if earlier is not None and entry.queued and earlier.status in (WAITING, RUNNING):
             print(f"job {entry.job.num} is {earlier.status} (if it was lost, remove {entry.folder} to run it again)")
@@ -99,31 +115,29 @@ def open_folders(entries: list[Entry], sweep_dir: Path) -> list[Entry]:
     return todo
 
 
-def consecutive(entries: list[Entry], at_most: int | None) -> Iterator[list[Entry]]:
-    """``entries`` in runs whose numbers have no gaps, of at most so many each: what a launcher can be given."""
+def batches(entries: list[Entry], max_size: int | None) -> Iterator[list[Entry]]:
+    """Cuts ``entries`` into batches that a launcher accepts: consecutive numbers, at most ``max_size`` jobs each."""
     for _, run in groupby(enumerate(entries), key=lambda pair: pair[1].job.num - pair[0]):
-        found = [entry for _, entry in run]
-        step = at_most or len(found)
-        for start in range(0, len(found), step):
-            yield found[start : start + step]
+        batch = [entry for _, entry in run]
+        size = max_size or len(batch)
+        for start in range(0, len(batch), size):
+            yield batch[start : start + size]
 
 
-def _check(entry: Entry, earlier: Job | None, sweep_dir: Path) -> None:
+def _check_folder(entry: Entry, earlier: Job | None, sweep_dir: Path) -> None:
     if earlier is None and entry.folder.is_dir() and any(entry.folder.iterdir()):
         refuse(f"{entry.folder} holds another run; choose another hydra.sweep.dir than {sweep_dir}")
     if earlier is not None and not earlier.is_same(entry.job):
         refuse(
-            f"{entry.folder} holds another run ({' '.join(earlier.overrides)}; here it would be "
+            f"{entry.folder} holds another run ({' '.join(earlier.overrides)}; this job would be "
             f"{' '.join(entry.job.overrides)}); choose another hydra.sweep.dir than {sweep_dir}, or repeat that "
-            "sweep's own command to go on with it"
+            "sweep's own command to continue it"
         )
 
 
 def _set_aside(folder: Path, sweep_dir: Path) -> None:
-    """Move what lies in ``folder`` to superseded/NAME-1, -2, …"""
+    """Moves ``folder`` to superseded/NAME-1, or the next free number."""
     aside = sweep_dir / SUPERSEDED
     aside.mkdir(exist_ok=True)
-    count = 1
-    while (aside / f"{folder.name}-{count}").exists():
-        count += 1
-    folder.rename(aside / f"{folder.name}-{count}")
+    names = (aside / f"{folder.name}-{number}" for number in count(1))
+    folder.rename(next(name for name in names if not name.exists()))

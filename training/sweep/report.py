@@ -1,61 +1,83 @@
-"""A sweep's end: its files, and what the console says."""
+"""The end of a sweep: its files, and the table on the console."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
 
 from training.reporting import mask_secrets
 from training.reporting.job_record import FINISHED, RUNNING, WAITING
-from training.sweep.page import COLUMNS, page
-from training.sweep.table import Table, read_table, write_csv
+
+if TYPE_CHECKING:
+    from training.sweep.table import Table
 
 CSV, FIGURE, PAGE = "sweep.csv", "sweep.png", "report.html"
 
 
-def report(folder: Path, ended: bool = True) -> bool:
-    """Write sweep.csv, sweep.png (where a job has trained) and report.html and show the table.
+class SweepReport(Callback):
+    """Hydra's callback that reports a sweep when it has ended; the exit code is 1 if a job failed."""
 
-    ended    whether every job should have come to an end by now
-    returns  whether all is well: every file written, no job failed, and every one finished where they have ended
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Writes the report into the sweep's directory."""
+        # With launcher.wait=false the jobs are still queued or running.
+        waited = OmegaConf.select(config, "launcher.wait", default=True)
+        if not report(Path(config.hydra.sweep.dir), ended=waited):
+            raise SystemExit(1)
+
+
+def report(folder: Path, ended: bool = True) -> bool:
+    """Writes sweep.csv, sweep.png (if a job has trained) and report.html, and prints the table.
+
+    Args:
+        folder: The sweep's directory.
+        ended: Whether every job should have ended by now.
+
+    Returns:
+        Whether the files are written and no job has failed, been interrupted or, if ``ended``, is unfinished.
     """
+    from training.sweep.table import read_table  # numpy: Hydra imports this module before every run
+
     table = read_table(folder)
     if not table.rows:
         return True
     print("\n" + describe(table))
     try:
-        print(f"files: {folder}: {' '.join(_write(table, folder))}", flush=True)
+        print(f"files: {folder}: {' '.join(_write(table))}", flush=True)
     except OSError as error:
         print(f"error: the sweep's report cannot be written ({error})", file=sys.stderr)
         return False
-    well = (FINISHED,) if ended else (FINISHED, WAITING, RUNNING)
-    return all(row.job.status in well for row in table.rows)
+    expected = (FINISHED,) if ended else (FINISHED, WAITING, RUNNING)
+    return all(row.job.status in expected for row in table.rows)
 
 
-def _write(table: Table, folder: Path) -> list[str]:
-    """Returns the names of the files."""
-    write_csv(table, folder / CSV)
+def _write(table: Table) -> list[str]:
+    """Writes the files and returns their names."""
+    from training.sweep.page import page
+    from training.sweep.table import write_csv
+
+    write_csv(table, table.folder / CSV)
     command = shlex.join(["python", Path(sys.argv[0]).name, *mask_secrets(sys.argv[1:])])
-    (folder / PAGE).write_text(page(table, command), encoding="utf-8")
+    (table.folder / PAGE).write_text(page(table, command), encoding="utf-8")
     if not table.timed:
         return [CSV, PAGE]
     from training.sweep.figure import time_figure
 
-    time_figure(table).savefig(folder / FIGURE)
+    time_figure(table).savefig(table.folder / FIGURE)
     return [CSV, FIGURE, PAGE]
 
 
 def describe(table: Table) -> str:
-    """The table for a console: a line for each job."""
-    columns = {name: show for name, show in COLUMNS.items() if any(show(row) for row in table.rows)}
+    """Formats the table for a console, one line per job; the reason why a job has no result ends its line."""
+    columns = table.columns
     lines = [["job", *table.keys, "status", *columns]]
     for row in table.rows:
-        own = [str(row.job.num), *(row.values.get(key, "") for key in table.keys)]
-        results = [show(row) for show in columns.values()]
-        lines.append([*own, row.job.status, *results] if row.finished else [*own, f"{row.job.status}: {row.problem}"])
-    widths = [0] * len(lines[0])
-    for line in lines:
-        if len(line) == len(widths):
-            widths = [max(width, len(cell)) for width, cell in zip(widths, line, strict=True)]
+        results = [show(row) for show in columns.values()] if row.finished else []
+        lines.append([str(row.job.num), *(row.values.get(key, "") for key in table.keys), row.status, *results])
+    whole = [line for line in lines if len(line) == len(lines[0])]
+    widths = [max(map(len, cells)) for cells in zip(*whole, strict=True)]
     return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=False)).rstrip() for line in lines)

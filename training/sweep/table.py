@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,24 @@ import numpy as np
 from training.reporting.job_record import FINISHED, Job, label, read_jobs, swept_keys, values
 from training.reporting.metrics import METRICS, SUMMARY, after_warmup, read_records
 
-SPREAD = (10, 90)  # percentiles of the steps after the warm-up
+PERCENTILES = (10, 90)  # the spread of the step times
 
 
 @dataclass
 class Row:
-    """``times``: seconds of each step after the warm-up; ``curve``: (step, loss) of every step."""
+    """One job and what it has left in its directory.
+
+    Attributes:
+        job: The job's record.
+        folder: The job's directory.
+        label: The overrides that distinguish it from the other jobs.
+        values: All its overrides by key.
+        summary: The contents of summary.json; empty unless the job has finished.
+        times: Seconds of each step after the warm-up.
+        curve: The step and the training loss of every step.
+        divisor: What step times are divided by to be comparable between jobs: 1, or the samples per step.
+        best: Whether it is the fastest of several jobs of its model.
+    """
 
     job: Job
     folder: Path
@@ -27,91 +40,116 @@ class Row:
     summary: dict[str, Any] = field(default_factory=dict)
     times: list[float] = field(default_factory=list)
     curve: list[tuple[int, float]] = field(default_factory=list)
+    divisor: int = 1
     best: bool = False
 
     @property
     def finished(self) -> bool:
+        """Whether the job has finished without an error."""
         return self.job.status == FINISHED
 
     @property
     def step_time(self) -> float | None:
-        """Median seconds per step; None where the job has not finished or has not trained."""
+        """Median seconds per step; None if the job has not finished or has not trained."""
         return float(np.median(self.times)) if self.finished and self.times else None
 
     @property
     def spread(self) -> tuple[float, float] | None:
-        """The 10th and the 90th percentile of the seconds per step."""
-        return tuple(float(q) for q in np.percentile(self.times, SPREAD)) if self.step_time is not None else None
+        """The 10th and the 90th percentile of the seconds per step; None without a step time."""
+        return tuple(np.percentile(self.times, PERCENTILES).tolist()) if self.step_time is not None else None
 
     @property
-    def batch(self) -> int | None:
-        """Samples per step."""
-        if self.step_time is None or not self.summary.get("samples_per_s"):
-            return None
-        return round(self.summary["samples_per_s"] * self.summary["step_time_s"])
+    def cost(self) -> float:
+        """Median seconds per step, or per sample where the jobs' batches differ."""
+        return self.step_time / self.divisor
 
     @property
     def problem(self) -> str:
-        """In one line why there is no result; empty where there is one."""
+        """Why there is no result, in one line; empty for a finished job."""
         if self.finished:
             return ""
         lines = [line.strip() for line in (self.job.error or "").splitlines() if line.strip()]
         if not lines:
             return {"waiting": "not started", "running": "no end is recorded"}.get(self.job.status, "")
-        return lines[-1].removeprefix("common.errors.") if _is_traceback(lines) else lines[0]
+        is_traceback = any(line.startswith("Traceback (most recent call last)") for line in lines)
+        return lines[-1].removeprefix("common.errors.") if is_traceback else lines[0]
+
+    @property
+    def status(self) -> str:
+        """The job's status, with the reason where there is no result."""
+        return f"{self.job.status}: {self.problem}".removesuffix(": ")
 
 
 @dataclass
 class Table:
-    """``keys``: the overrides that differ from job to job, in their order."""
+    """All jobs of a sweep.
+
+    Attributes:
+        folder: The sweep's directory.
+        keys: The overrides whose values differ between jobs, in their order.
+        rows: One row per job, by number.
+        per_sample: Whether ``Row.cost`` is a time per sample, as the jobs' steps are of different sizes.
+    """
 
     folder: Path
     keys: list[str]
     rows: list[Row]
+    per_sample: bool = False
 
     @property
     def timed(self) -> list[Row]:
-        """The rows that have a time per step."""
+        """The rows that have a step time."""
         return [row for row in self.rows if row.step_time is not None]
 
     @property
-    def per_sample(self) -> bool:
-        """Whether only the time per sample can be compared, as steps are of different sizes."""
-        return len({row.batch for row in self.timed}) > 1
+    def subject(self) -> str:
+        """The models, strategies and devices of the finished jobs: "resnet50, pipelined, cpu"."""
+        names = [
+            "/".join(dict.fromkeys(str(row.summary[key]) for row in self.rows if key in row.summary))
+            for key in ("model", "parallel", "device")
+        ]
+        return ", ".join(filter(None, names))
 
     @property
-    def subject(self) -> str:
-        """What was swept over, as far as a job has come to its end: "resnet50, pipelined, cpu"."""
-        found = []
-        for name in ("model", "parallel", "device"):
-            found.append("/".join(dict.fromkeys(str(row.summary[name]) for row in self.rows if name in row.summary)))
-        return ", ".join(filter(None, found))
+    def columns(self) -> dict[str, Callable[[Row], str]]:
+        """The columns of results that at least one row fills: title, and what formats a row's cell."""
+        return {title: show for title, show in _COLUMNS.items() if any(show(row) for row in self.rows)}
 
-    def cost(self, row: Row) -> float:
-        """Seconds per step, or per sample where batches differ."""
-        return row.step_time / row.batch if self.per_sample else row.step_time
+    def rivals(self, row: Row) -> list[Row]:
+        """The timed rows of the same model as ``row``, itself included."""
+        return [other for other in self.timed if other.summary.get("model") == row.summary.get("model")]
 
 
 def read_table(folder: Path) -> Table:
-    """Everything that the jobs below ``folder`` have left, by job number; the fastest of each model is the best."""
-    found = read_jobs(folder)
-    keys = swept_keys([job for _, job in found])
-    rows = [Row(job, path, label(job, keys), values(job)) for path, job in found]
-    for row in rows:
-        row.summary = _json(row.folder / SUMMARY) if row.finished else {}
-        steps = [line for line in read_records(row.folder / METRICS) if "step_time_s" in line]
-        row.times = list(after_warmup([line["step_time_s"] for line in steps if line["step_time_s"] is not None]))
-        row.curve = [(line["step"], line["loss"]) for line in steps if line.get("loss") is not None]
-    table = Table(folder, keys, rows)
-    for model in {row.summary.get("model") for row in table.timed}:
-        rivals = [row for row in table.timed if row.summary.get("model") == model]
-        if len(rivals) > 1:
-            min(rivals, key=table.cost).best = True
+    """Reads what the jobs below ``folder`` have left; marks the fastest job of each model."""
+    jobs = read_jobs(folder)
+    keys = swept_keys([job for _, job in jobs])
+    table = Table(folder, keys, [Row(job, path, label(job, keys), values(job)) for path, job in jobs])
+    for row in table.rows:
+        row.summary = read_object(row.folder / SUMMARY) if row.finished else {}
+        steps = [record for record in read_records(row.folder / METRICS) if "step_time_s" in record]
+        row.times = list(after_warmup([step["step_time_s"] for step in steps if step["step_time_s"] is not None]))
+        row.curve = [(step["step"], step["loss"]) for step in steps if step.get("loss") is not None]
+    batches = [round((row.summary.get("samples_per_s") or 0) * row.summary["step_time_s"]) for row in table.timed]
+    table.per_sample = len(set(batches)) > 1 and 0 not in batches
+    for row, batch in zip(table.timed, batches, strict=True):
+        row.divisor = batch if table.per_sample else 1
+    for row in table.timed:
+        rivals = table.rivals(row)
+        row.best = len(rivals) > 1 and row is min(rivals, key=lambda rival: rival.cost)
     return table
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in the file ``path``, or {} if it cannot be read."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
 def write_csv(table: Table, path: Path) -> None:
-    """One line per job: its overrides, how it ended, and its summary's numbers with the spread of the time per step."""
+    """Writes one line per job: its overrides, how it ended, and its summary with the spread of the step times."""
     records = [_record(row) for row in table.rows]
     first = ["job", *dict.fromkeys(key for row in table.rows for key in row.values), "status", "error", "seconds"]
     columns = dict.fromkeys([*first, *(key for record in records for key in record)])
@@ -122,20 +160,20 @@ def write_csv(table: Table, path: Path) -> None:
 
 
 def _record(row: Row) -> dict[str, Any]:
-    job = row.job
-    record = {"job": job.num, **row.values, "status": job.status, "error": row.problem, "seconds": job.seconds}
+    record = {"job": row.job.num, **row.values}
+    record |= {"status": row.job.status, "error": row.problem, "seconds": row.job.seconds}
     for key, value in row.summary.items():
-        for name, content in _columns(key, value):
-            record.setdefault(name, content)  # an override of the same name says the same
+        for name, cell in _flatten(key, value):
+            record.setdefault(name, cell)  # an override of the same name has the same value
         if key == "step_time_s" and row.spread is not None:
             record["step_time_p10_s"], record["step_time_p90_s"] = row.spread
     return record
 
 
-def _columns(key: str, value: Any) -> list[tuple[str, Any]]:
-    """A summary's field as columns: numbers of ranks as their largest and their sum, anything deeper as JSON."""
+def _flatten(key: str, value: Any) -> list[tuple[str, Any]]:
+    """A summary's field as columns: one number per rank becomes maximum and sum, anything deeper JSON."""
     if isinstance(value, dict):
-        return [pair for name, item in value.items() for pair in _columns(f"{key}.{name}", item)]
+        return [pair for name, item in value.items() for pair in _flatten(f"{key}.{name}", item)]
     if not isinstance(value, list):
         return [(key, value)]
     if value and all(isinstance(item, int | float) for item in value):
@@ -143,12 +181,47 @@ def _columns(key: str, value: Any) -> list[tuple[str, Any]]:
     return [(key, json.dumps(value))]
 
 
-def _is_traceback(lines: list[str]) -> bool:
-    return any(line.startswith("Traceback (most recent call last)") for line in lines)
+def seconds(value: float | None) -> str:
+    """Formats a duration in seconds with its unit; "" for None."""
+    if value is None:
+        return ""
+    return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s" if value < 100 else f"{value:.0f} s"
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
+def _range(ends: tuple[float, float] | None) -> str:
+    if ends is None:
+        return ""
+    low, high = (seconds(value) for value in ends)
+    number, unit = low.split()
+    return f"{number if high.endswith(f' {unit}') else low}–{high}"
+
+
+def _number(key: str) -> Callable[[Row], str]:
+    def show(row: Row) -> str:
+        value = row.summary.get(key)
+        return "" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
+
+    return show
+
+
+def _percent(key: str) -> Callable[[Row], str]:
+    return lambda row: "" if row.summary.get(key) is None else f"{row.summary[key]:.1%}"
+
+
+def _memory(row: Row) -> str:
+    """The sum over the ranks."""
+    ranks = row.summary.get("peak_memory_bytes")
+    return f"{sum(ranks) / 2**30:.2f} GiB" if ranks else ""
+
+
+_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "time per step": lambda row: seconds(row.step_time),
+    "10–90 %": lambda row: _range(row.spread),
+    "samples/s": _number("samples_per_s"),
+    "tokens/s": _number("tokens_per_s"),
+    "bubble": _percent("bubble_fraction"),
+    "ideal bubble": _percent("ideal_bubble_fraction"),
+    "peak memory": _memory,
+    "final loss": _number("final_loss"),
+    "best val. loss": _number("best_val_loss"),
+}
