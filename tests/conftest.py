@@ -19,6 +19,18 @@ multiprocessing.set_forkserver_preload(
 )
 
 
+# Fixtures of a whole session that cost much: the tests that share one run on the same of pytest-xdist's workers.
+_SHARED = ("cluster", "local_losses", "cli", "toy", "trained")
+
+
+def pytest_collection_modifyitems(items):
+    """Has pytest-xdist keep together the tests of a file and those that share runs."""
+    for item in items:
+        shared = [name for name in _SHARED if name in item.fixturenames]
+        group = "runs" if {"cli", "toy"} & set(shared) else shared[0] if shared else item.path.stem
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """Started at the first use; ``ranks.run(world, function, *args)``."""
