@@ -13,8 +13,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from launchers.errors import WorkerFailed
-from launchers.heartbeat import Whereabouts
-from launchers.processes import is_stopped
+from launchers.heartbeat import Heartbeat
 
 _LOG_LINES = 20
 
@@ -62,6 +61,15 @@ class Death:
 def log_path(log_dir: str | os.PathLike, rank: int) -> Path:
     """Where a rank other than 0 writes what it has to say."""
     return Path(log_dir) / f"rank_{rank:04d}.log"
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the process was stopped, as by SIGSTOP or a debugger; False where the system does not say (no /proc)."""
+    try:
+        # The name before it, in parentheses, may hold anything.
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except (OSError, IndexError):
+        return False
 
 
 def is_peer_error(error: BaseException) -> bool:
@@ -126,7 +134,7 @@ def root_cause(deaths: list[Death], log_dir: str | os.PathLike) -> WorkerFailed:
 
 
 def stalled(
-    ranks: Mapping[int, Whereabouts], pids: Mapping[int, int], timeout_s: float | None
+    ranks: Mapping[int, Heartbeat], pids: Mapping[int, int], timeout_s: float | None
 ) -> WorkerFailed:
     """The error to show where the others have given up waiting for `ranks`, whose processes are `pids`.
 

@@ -1,20 +1,37 @@
-"""Starting the ranks of a run on this machine."""
+"""Starting the ranks of a run on this machine, and watching them until they have ended."""
 
 from __future__ import annotations
 
-import logging
+import itertools
 import os
 import pickle
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from common.errors import LaunchError
 from launchers.errors import WorkerFailed
-from launchers.failure import log_path
-from launchers.signals import StopSignals
-from launchers.stopping import Stopped
+from launchers.failure import Death, is_stopped, log_path, read_report, root_cause, stalled
+from launchers.forkserver import ForkServer
+from launchers.heartbeat import FINISHED, Board
+from launchers.loopback import LOOPBACK, listen
+from launchers.stopping import Stopped, StopSignals
+from launchers.worker import PEER_DELAY_S, Job
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+_STORE_TIMEOUT_S = 60
+_POLL_S = 0.1
+# All ranks of a run that was told to stop leave within moments of each other.
+_LEAVE_S = 10.0
+# When one rank has given up waiting, so do the others: those for whom it waited too see it leave, PEER_DELAY_S later.
+# The rest began to wait at other moments of the step.
+_GIVE_UP_S = PEER_DELAY_S + 1.5
+_GIVE_UP_LATE_S = 15.0
 
 
 def run_workers(
@@ -27,55 +44,143 @@ def run_workers(
     stoppable: bool = False,
     timeout_s: float | None = None,
     on_restart: Callable[[WorkerFailed], None] | None = None,
+    server: ForkServer | None = None,
 ) -> None:
     """Runs `entry(world, *args)` in `processes` processes of this machine; returns when all have finished.
 
-    entry: a function at the top level of an importable module (not of the script that runs). args: picklable.
-    log_dir: made if missing; ranks other than 0 write stdout and stderr to rank_0001.log, ... there, and
-    files that stay empty are removed. Rank 0 keeps this process's console.
-    env: more environment variables for the workers, there from their first instruction (OMP_NUM_THREADS).
-    max_restarts: how often all workers are started anew after a failure, unless it is an exception with an attribute
-    `repeats` that is true. See `restarts` in launchers.worker.
-    on_restart: told, in this process, of each failure after which that happens.
-    stoppable: entry looks at launchers.stopping and raises Stopped: where this process heeds the signals of
-    launchers.stopping, the first one is passed on to the workers and not raised.
-    timeout_s: how long workers wait for each other, for the message about one that they waited for in vain.
-
     Workers talk over the loopback interface only and end with this process, however it ends.
 
-    Raises LaunchError before anything starts when entry or args cannot travel; WorkerFailed, with the error
-    of the rank that failed first, once all workers are gone; Interrupted (a KeyboardInterrupt), likewise,
-    when this process gets SIGINT, SIGHUP or, unless it was passed on, one of launchers.stopping; Stopped (one too)
-    when the workers say that they were told to stop.
+    Args:
+        entry: A function at the top level of an importable module (not of the script that runs).
+        args: Its picklable arguments.
+        processes: The number of ranks.
+        log_dir: A folder, created where it is missing. Ranks other than 0 write stdout and stderr to rank_0001.log, ...
+            there; files that stay empty are removed. Rank 0 keeps this process's console.
+        env: More environment variables for the workers, set from their first instruction on (OMP_NUM_THREADS).
+        max_restarts: How often all workers are started anew after a failure, unless it is an exception with an attribute
+            `repeats` that is true. See `launchers.world.restarts`.
+        stoppable: Whether entry asks launchers.stopping and raises Stopped. Then, where this process handles the
+            signals of launchers.stopping, the first one is passed on to the workers and not raised.
+        timeout_s: How long workers wait for each other, in seconds: for the message about one that they waited for.
+        on_restart: Called in this process with each failure after which the workers are started anew.
+        server: Forks the workers, and stays open. It has an environment of its own, and `env` is not used. Where it is
+            None, one is started with `env` that imports entry's module.
+
+    Raises:
+        LaunchError: Entry or args cannot be sent, before anything starts; or the server was ended from outside.
+        WorkerFailed: The error of the rank that failed first, once all workers are gone.
+        Interrupted: This process got SIGINT, SIGHUP or, unless it was passed on, a signal of launchers.stopping; once
+            all workers are gone. It is a KeyboardInterrupt.
+        Stopped: The workers said that they were told to stop. It is a KeyboardInterrupt too.
     """
     if processes < 1:
         raise LaunchError(f"cannot start {processes} processes: a run has at least 1")
     payload = _pack(entry, args)
     log_dir = os.path.abspath(log_dir)
     os.makedirs(log_dir, exist_ok=True)
-    with (
-        StopSignals(stoppable) as stop,
-        _silent("torch.distributed.elastic", "torch.multiprocessing.spawn"),
-        tempfile.TemporaryDirectory(prefix="launchers-", ignore_cleanup_errors=True) as private_dir,
-    ):
-        # Here, since it imports torch: a second in which a signal may already come.
-        from launchers.agent import LocalAgent
-
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopSignals(stoppable))
+        private_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="launchers-", ignore_cleanup_errors=True))
+        stack.callback(_remove_empty_logs, log_dir, processes)
+        server = server or stack.enter_context(ForkServer(env, [entry.__module__]))
+        store = _host_store()
         if stop.wanted:
             raise Stopped("stopped before the first step")
-        agent = LocalAgent(
-            payload, processes, log_dir, env or {}, max_restarts, private_dir, stop, stoppable, timeout_s, on_restart
-        )
-        try:
-            agent.run()
-            # One that came since the last poll: the caller must not take a wish to stop for a finished run.
+        for restarts in itertools.count():
+            folder = os.path.join(private_dir, str(restarts))
+            os.mkdir(folder)
+            job = Job(payload, processes, folder, log_dir, store.port, restarts, stoppable, tuple(sys.argv))
+            try:
+                failure, may_restart = _Workers(server, job, stop, timeout_s).watch()
+            finally:
+                server.end_workers()
+            # One that came since the last poll: the caller must not take a request to stop for a finished run.
             stop.check()
-        finally:
-            _drop_empty_logs(log_dir, processes)
-    if agent.stopped is not None:
-        raise Stopped(agent.stopped)
-    if agent.failure is not None:
-        raise agent.failure
+            if failure is None:
+                return
+            if restarts == max_restarts or not may_restart:
+                raise failure
+            if on_restart is not None:
+                on_restart(failure)
+
+
+class _Workers:
+    """The workers of one start.
+
+    Args:
+        server: Forks them.
+        job: What they run.
+        stop: Asked between polls whether to go on.
+        timeout_s: How long workers wait for each other, where that is known.
+    """
+
+    def __init__(self, server: ForkServer, job: Job, stop: StopSignals, timeout_s: float | None) -> None:
+        self._server, self._job, self._stop, self._timeout_s = server, job, stop, timeout_s
+        self._board = Board(job.board_path, job.processes)
+
+    def watch(self) -> tuple[WorkerFailed | None, bool]:
+        """Starts them and waits until all have finished or one has failed.
+
+        Returns:
+            The first cause of the failure, or None; and whether another start may succeed.
+
+        Raises:
+            Stopped: They were told to stop, and did.
+            Interrupted: This process was told to stop at once.
+        """
+        self._server.start(self._job)
+        # A worker whose work is not done has failed or was told to stop, whatever its exit code.
+        while not (early := self._ended_early()):
+            if len(self._server.exitcodes) == self._job.processes:
+                return None, False
+            self._poll()
+            if self._stop.wanted:
+                self._board.ask_to_stop()
+        deaths = [self._death(rank) for rank in early]
+        stopped = next((death.stopped for death in deaths if death.stopped is not None), None)
+        if stopped is not None:
+            self._wait_while(lambda: len(self._server.exitcodes) < self._job.processes, _LEAVE_S)
+            raise Stopped(stopped)
+        # Judged before the others are ended, so that their deaths are not taken for causes.
+        stall = None
+        if all(death.lost_a_peer for death in deaths):
+            stall = self._stall()
+            deaths = [self._death(rank) for rank in self._ended_early()]
+        may_restart = not self._stop.wanted and not any(death.repeats for death in deaths)
+        return stall or root_cause(deaths, self._job.log_dir), may_restart
+
+    def _stall(self) -> WorkerFailed | None:
+        """Names the ranks for which all others have given up waiting: they alone neither moved nor complained."""
+
+        def silent() -> list[int]:
+            return [
+                rank
+                for rank in range(self._job.processes)
+                if rank not in self._server.exitcodes and read_report(self._job.report_path(rank)) is None
+            ]
+
+        self._wait_while(silent, _GIVE_UP_S)
+        self._wait_while(lambda: len(silent()) > 1, _GIVE_UP_LATE_S)
+        pids = {rank: self._server.pids[rank] for rank in silent()}
+        pids = {rank: pid for rank, pid in pids.items() if is_stopped(pid)} or pids
+        if not pids:
+            return None
+        return stalled({rank: self._board.read(rank) for rank in pids}, pids, self._timeout_s)
+
+    def _ended_early(self) -> list[int]:
+        return [rank for rank in self._server.exitcodes if self._board.read(rank).doing != FINISHED]
+
+    def _death(self, rank: int) -> Death:
+        return Death(rank, self._server.exitcodes[rank], read_report(self._job.report_path(rank)))
+
+    def _poll(self) -> None:
+        self._stop.check()
+        self._server.poll(_POLL_S)
+
+    def _wait_while(self, condition: Callable[[], object], at_most_s: float) -> None:
+        deadline = time.monotonic() + at_most_s
+        while condition() and time.monotonic() < deadline:
+            self._poll()
 
 
 def _pack(entry: Callable, args: tuple) -> bytes:
@@ -91,25 +196,25 @@ def _pack(entry: Callable, args: tuple) -> bytes:
         ) from error
 
 
-@contextmanager
-def _silent(*names: str) -> Iterator[None]:
-    """Keeps torch's account of starting and ending workers off the user's console."""
-    loggers = [logging.getLogger(name) for name in names]
-    before = [logger.propagate for logger in loggers]
-    # Without any handler the logging module would print warnings itself.
-    nothing = logging.NullHandler()
-    for logger in loggers:
-        logger.propagate = False
-        logger.addHandler(nothing)
-    try:
-        yield
-    finally:
-        for logger, propagate in zip(loggers, before, strict=True):
-            logger.propagate = propagate
-            logger.removeHandler(nothing)
+def _host_store() -> TCPStore:
+    """The store at which the workers meet, hosted here: it answers whichever of them has ended or stands still."""
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore  # late: a second in which the server imports torch, too
+
+    listener = listen(LOOPBACK, 0)
+    return TCPStore(
+        LOOPBACK,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=timedelta(seconds=_STORE_TIMEOUT_S),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # torch's own would listen on all interfaces
+    )
 
 
-def _drop_empty_logs(log_dir: str, processes: int) -> None:
-    for path in (Path(log_path(log_dir, rank)) for rank in range(1, processes)):
+def _remove_empty_logs(log_dir: str, processes: int) -> None:
+    for rank in range(1, processes):
+        path = log_path(log_dir, rank)
         if path.exists() and path.stat().st_size == 0:
             path.unlink()

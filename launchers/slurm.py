@@ -16,7 +16,7 @@ from typing import Any
 from common.errors import LaunchError
 from launchers import slurm_queue
 from launchers.errors import Interrupted
-from launchers.signals import StopSignals
+from launchers.stopping import StopSignals
 from launchers.slurm_failure import explain
 from launchers.slurm_queue import State
 from launchers.slurm_worker import BLOCK, work

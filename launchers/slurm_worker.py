@@ -16,7 +16,7 @@ from launchers import slurm_queue, stopping
 from launchers.failure import log_path, write_report
 from launchers.stopping import Stopped
 from launchers.worker import PEER_DELAY_S, redirect_output
-from launchers.world import World
+from launchers.world import World, restarts
 
 # The signal that announces the time limit. It is blocked from the first instruction on (by BLOCK) and never delivered:
 # launchers.stopping asks whether it is pending. So it can strike nowhere, not in a loader's workers either.
@@ -26,11 +26,6 @@ MAX_REQUEUES = 100
 _KILLED_S = 120.0
 
 _reports: list[Path] = []  # this task's, once there is one
-
-
-def restarts(environ: Mapping[str, str] = os.environ) -> int:
-    """How often this job was queued again before; 0 outside of SLURM."""
-    return int(environ.get("SLURM_RESTART_COUNT") or 0)
 
 
 def job_id(environ: Mapping[str, str] = os.environ) -> str:

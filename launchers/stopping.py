@@ -1,4 +1,4 @@
-"""The wish to stop: SIGTERM, SIGUSR1 and SIGUSR2 are noted whenever they come, and asked for where a run can end."""
+"""Requests to stop: SIGTERM, SIGUSR1 and SIGUSR2 are noted when they come, and a run asks for them where it can end."""
 
 from __future__ import annotations
 
@@ -9,48 +9,50 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+
+from launchers.errors import Interrupted
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # sysexits.h: EX_TEMPFAIL. The run has ended early and can go on: "queue me again".
 EXIT_CODE = 75
-# `timeout` signals a process and then its group: what follows so soon is the same wish, not a second one.
-_ONE_WISH_S = 1.0
+# `timeout` signals a process and then its group: what follows so soon is the same request, not a second one.
+_SAME_REQUEST_S = 1.0
 _ECHO_S = 5.0
 
 
 class Stopped(KeyboardInterrupt):
     """The run ended early, as it was told to, and can go on from what it has saved.
 
-    A KeyboardInterrupt, so that no `except Exception` on the way up takes a wish to stop for a failed run.
+    A KeyboardInterrupt, so that no `except Exception` on the way up takes a request to stop for a failed run.
     """
 
 
-class _Heard:
+class _State:
     """What has come so far; each signal is a number and the monotonic time at which it came."""
 
     def __init__(self) -> None:
         self.listening = False
         self.first: tuple[int, float] | None = None
         self.second: int | None = None
-        self.one_wish_s = _ONE_WISH_S
+        self.same_request_s = _SAME_REQUEST_S
         self.held = 0
         self.at_once = False
-        self.elsewhere: list[Callable[[], bool]] = []
+        self.others: list[Callable[[], bool]] = []
 
 
-_heard = _Heard()
+_state = _State()
 
 
 def install_handlers() -> None:
-    """From now on the SIGNALS are noted; a second one ends this process at once, with exit code 128 + its number.
+    """Notes the SIGNALS from now on; a second one ends this process at once, with exit code 128 + its number.
 
     A thread takes note of them, so that neither a long kernel nor a wait for another rank delays that. Call it in the
-    main thread; a signal that was ignored stays ignored.
+    main thread. A signal that was ignored stays ignored.
     """
-    if _heard.listening:
+    if _state.listening:
         return
-    _heard.listening = True
+    _state.listening = True
     incoming, outgoing = os.pipe()
     os.set_blocking(outgoing, False)
     signal.set_wakeup_fd(outgoing, warn_on_full_buffer=False)
@@ -60,53 +62,98 @@ def install_handlers() -> None:
     threading.Thread(target=_listen, args=(incoming,), name="stop-signals", daemon=True).start()
 
 
-def heeding() -> bool:
-    """Whether this process notes the signals."""
-    return _heard.listening
-
-
 def wanted() -> bool:
-    """Whether this process was told to stop. Asked at borders between steps; agree among ranks on it."""
+    """Whether this process was told to stop. Ask between steps, and agree on the answer among ranks."""
     # A batch script may have blocked a signal from before the first instruction on (see launchers.slurm_worker).
     pending = any(signum in SIGNALS for signum in signal.sigpending())
-    return _heard.first is not None or pending or any(asked() for asked in _heard.elsewhere)
+    return _state.first is not None or pending or any(asked() for asked in _state.others)
 
 
 def noted() -> int | None:
-    """The signal that came first, None where none was delivered."""
-    return _heard.first[0] if _heard.first else None
+    """The signal that came first; None where none was delivered."""
+    return _state.first[0] if _state.first else None
 
 
 def second_signal() -> int | None:
-    """The second signal, where one came while `held`."""
-    return _heard.second
+    """The second signal, where one came while a StopSignals was entered."""
+    return _state.second
 
 
 def also(asked: Callable[[], bool]) -> None:
-    """Have `wanted` ask there too."""
-    _heard.elsewhere.append(asked)
+    """Has `wanted` call `asked` too."""
+    _state.others.append(asked)
 
 
 def at_once() -> None:
-    """From now on the first signal, too, ends this process: there is nothing to save."""
-    _heard.at_once = True
-    if _heard.first is not None:
-        _leave_at_once(_heard.first[0])
+    """Has the first signal, too, end this process at once from now on: there is nothing to save."""
+    _state.at_once = True
+    if _state.first is not None:
+        _leave_at_once(_state.first[0])
 
 
 def expect_echo() -> None:
-    """For ranks whose launcher passes on what it gets: a signal to all arrives twice then, a moment apart."""
-    _heard.one_wish_s = _ECHO_S
+    """For ranks whose launcher passes signals on: one that is sent to all of them arrives twice, a moment apart."""
+    _state.same_request_s = _ECHO_S
+
+
+class StopSignals:
+    """While entered, SIGINT, SIGHUP and the SIGNALS are noted, and `check` raises what was noted.
+
+    A handler that raised at once could do so while a worker is half started, and nobody would know of it to end it. A
+    second signal is only noted, too: there are processes to end before this one. A signal that was ignored (nohup, a
+    background job) stays ignored. In a process without `install_handlers`, SIGTERM is treated like SIGINT, and SIGUSR1
+    and SIGUSR2 are not noted. Outside of the main thread nothing is noted: Python delivers signals to that one only.
+
+    Args:
+        stoppable: Whether what runs inside can stop by itself. Then the first of the SIGNALS is not raised but `wanted`,
+            for the caller to pass on.
+    """
+
+    def __init__(self, stoppable: bool = False) -> None:
+        self._stoppable = stoppable
+        self._noted: int | None = None
+        self._undo = ExitStack()
+
+    def __enter__(self) -> StopSignals:
+        own = [signal.SIGINT, signal.SIGHUP]
+        if _state.listening:
+            self._undo.enter_context(_held())
+        else:
+            own.append(signal.SIGTERM)
+        if threading.current_thread() is threading.main_thread():
+            for signum in own:
+                previous = signal.getsignal(signum)
+                # None: a handler that is not Python's, which could not be put back.
+                if previous is not signal.SIG_IGN and previous is not None:
+                    self._undo.callback(signal.signal, signum, previous)
+                    signal.signal(signum, self._note)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._undo.close()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether what runs inside should end by itself."""
+        return self._stoppable and wanted()
+
+    def check(self) -> None:
+        """Raises Interrupted when a signal has come since this was entered."""
+        signum = self._noted or second_signal() or (None if self._stoppable else noted())
+        if signum is not None:
+            raise Interrupted(signum)
+
+    def _note(self, signum, frame) -> None:
+        self._noted = self._noted or signum
 
 
 @contextmanager
-def held() -> Iterator[None]:
-    """Inside, a second signal is only noted: there are processes to end before this one."""
-    _heard.held += 1
+def _held() -> Iterator[None]:
+    _state.held += 1
     try:
         yield
     finally:
-        _heard.held -= 1
+        _state.held -= 1
 
 
 def _leave_it_to_the_thread(signum, frame) -> None:
@@ -122,13 +169,13 @@ def _listen(incoming: int) -> None:
 
 def _take(signum: int) -> None:
     now = time.monotonic()
-    if _heard.at_once:
+    if _state.at_once:
         _leave_at_once(signum)
-    if _heard.first is None:
-        _heard.first = (signum, now)
-    elif now - _heard.first[1] >= _heard.one_wish_s:
-        _heard.second = signum
-        if not _heard.held:
+    if _state.first is None:
+        _state.first = (signum, now)
+    elif now - _state.first[1] >= _state.same_request_s:
+        _state.second = signum
+        if not _state.held:
             _leave_at_once(signum)
 
 

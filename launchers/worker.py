@@ -1,10 +1,9 @@
-"""The worker's side of run_workers: what happens in a spawned process around the user's function."""
+"""A worker of run_workers: what happens in its process around the user's function."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import multiprocessing.util
 import os
 import pickle
 import signal
@@ -12,65 +11,114 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import dataclass
+from pathlib import Path
 
 from launchers import heartbeat, stopping
 from launchers.failure import log_path, write_report, write_stop
-from launchers.loopback import use_loopback
-from launchers.processes import lead_group, leave_with_parent
-from launchers.world import World
+from launchers.loopback import LOOPBACK, use_loopback
+from launchers.world import LOCAL_ROLE, World
 
 # A rank that only lost its connection leaves last, so that the rank that broke it is seen to fail first.
 PEER_DELAY_S = 2.5
 _LEAVE_S = 10.0
 
 
-def work(payload: bytes, parent_pid: int, log_dir: str, board_path: str, stoppable: bool) -> None:
-    """Runs `entry(world, *args)` from payload = pickle of (entry, args). The function that the agent starts.
+@dataclass(frozen=True)
+class Job:
+    """What all workers of one start run.
 
-    An exception is written to the file named by TORCHELASTIC_ERROR_FILE, and the process exits with code 1,
-    without any clean-up that could wait for a peer; with launchers.stopping.EXIT_CODE after a Stopped.
-    board_path: see launchers.heartbeat. stoppable: whether entry looks at launchers.stopping.
+    Attributes:
+        payload: Pickle of (entry, args): each worker calls `entry(world, *args)`.
+        processes: Number of workers.
+        folder: A private folder of this start, with the workers' heartbeats and error reports.
+        log_dir: Where ranks other than 0 write what they print.
+        port: Of the store on the loopback interface at which the workers meet.
+        restarts: How often the workers of this run were started before.
+        stoppable: Whether entry asks launchers.stopping between its steps.
+        argv: The launching process's sys.argv.
     """
-    lead_group()
-    leave_with_parent(parent_pid)
+
+    payload: bytes
+    processes: int
+    folder: str
+    log_dir: str
+    port: int
+    restarts: int
+    stoppable: bool
+    argv: tuple[str, ...]
+
+    @property
+    def board_path(self) -> Path:
+        """The file of launchers.heartbeat's board."""
+        return Path(self.folder) / "board"
+
+    def report_path(self, rank: int) -> Path:
+        """Where a rank that fails, or was told to stop, says so."""
+        return Path(self.folder) / f"report_{rank}.json"
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """The worker's environment variables, by torchrun's names."""
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.processes),
+            "LOCAL_WORLD_SIZE": str(self.processes),
+            "ROLE_NAME": LOCAL_ROLE,
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        }
+
+
+def work(job: Job, rank: int, alive_fd: int) -> None:
+    """Runs the job as `rank`, in a process that was forked for it.
+
+    An exception is written to the job's report, and the process exits with code 1 without any clean-up that could wait
+    for a peer; with launchers.stopping.EXIT_CODE after a Stopped.
+
+    Args:
+        job: What to run.
+        rank: This worker's rank.
+        alive_fd: Reads the end of the file once the launching process is gone.
+    """
+    # What the worker starts is in its group, and ends with it.
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    threading.Thread(target=_leave_with_launcher, args=(alive_fd,), name="leave-with-launcher", daemon=True).start()
+    os.environ.update(job.environment(rank))
+    sys.argv[:] = job.argv
     world = World.detect()
-    board = heartbeat.Board(board_path)
-    heartbeat.publish(board, world.rank)
-    if stoppable:
+    board = heartbeat.Board(job.board_path)
+    heartbeat.publish(board, rank)
+    if job.stoppable:
         stopping.install_handlers()
         stopping.also(board.stop_wanted)
-    _heed_the_parent_only()
-    if world.rank > 0:
-        redirect_output(log_path(log_dir, world.rank))
+    # A terminal's Ctrl-C is the launching process's to handle. All were blocked since before the server was started.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *stopping.SIGNALS})
+    if rank > 0:
+        redirect_output(log_path(job.log_dir, rank))
+    report = job.report_path(rank)
     try:
         use_loopback()
-        entry, args = pickle.loads(payload)
+        entry, args = pickle.loads(job.payload)
         entry(world, *args)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             _leave(_exit_code(leaving))
     except stopping.Stopped as stopped:
-        write_stop(os.environ["TORCHELASTIC_ERROR_FILE"], stopped)
+        write_stop(report, stopped)
         _leave(stopping.EXIT_CODE)
     except BaseException as error:
-        _fail(error, world)
-    multiprocessing.util.Finalize(None, _leave_in_time, exitpriority=1000)
+        _fail(error, world, report)
+    heartbeat.note(heartbeat.here().step, heartbeat.FINISHED)
+    threading.Thread(target=_leave_late, name="leave-late", daemon=True).start()
 
 
-def restarts() -> int:
-    """How often the workers of this run were started anew before; 0 outside of run_workers."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-
-
-def _heed_the_parent_only() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The parent blocked them while this process was being started.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *stopping.SIGNALS})
-    # Meant for the agent alone (see launchers.agent).
-    os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
-
-
-def redirect_output(path) -> None:
+def redirect_output(path: str | os.PathLike) -> None:
     """Sends file descriptors 1 and 2 to `path`: native code and child processes do not know sys.stdout."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
@@ -81,17 +129,17 @@ def redirect_output(path) -> None:
     sys.stderr.reconfigure(line_buffering=True)
 
 
-def _fail(error: BaseException, world: World) -> None:
+def _fail(error: BaseException, world: World, report: Path) -> None:
     try:
-        report = write_report(os.environ["TORCHELASTIC_ERROR_FILE"], error)
+        written = write_report(report, error)
     except OSError:
         # A full disk must not hide the error.
         traceback.print_exception(error)
         _leave(1)
-    # Rank 0's traceback is shown by the parent, on the same console.
+    # Rank 0's traceback is shown by the launching process, on the same console.
     if world.rank > 0:
         traceback.print_exception(error)
-    if report["peer"]:
+    if written["peer"]:
         time.sleep(PEER_DELAY_S)
     _leave(1)
 
@@ -113,13 +161,14 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def _leave_in_time() -> None:
+def _leave_late() -> None:
     """Bounds the interpreter's shutdown after finished work: a thread left behind must not hold it up."""
+    time.sleep(_LEAVE_S)
+    print(f"a thread or process was still running {_LEAVE_S:g} s after the work was done", file=sys.stderr)
+    _leave(0)
 
-    def leave() -> None:
-        time.sleep(_LEAVE_S)
-        late = f"a thread or process was still running {_LEAVE_S:g} s after the work was done"
-        print(late, file=sys.stderr)
-        _leave(0)
 
-    threading.Thread(target=leave, name="leave-in-time", daemon=True).start()
+def _leave_with_launcher(alive_fd: int) -> None:
+    """Kills this process and its group as soon as the launching process is gone: nobody else is left to do so."""
+    os.read(alive_fd, 1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -10,7 +10,7 @@ from common.errors import LaunchError
 from launchers.loopback import is_loopback
 from launchers.slurm_step import is_step, step_environment
 
-# The role name under which run_workers starts its workers; torch's agent passes it on as ROLE_NAME.
+# ROLE_NAME of the workers that run_workers starts; torchrun has the same variable.
 LOCAL_ROLE = "launchers.local"
 
 
@@ -72,6 +72,11 @@ def master_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     if not 0 < port < 65536:
         raise LaunchError(f"MASTER_PORT={port} is not a port: choose a free one from 1 to 65535 on {host}")
     return host, port
+
+
+def restarts(environ: Mapping[str, str] = os.environ) -> int:
+    """How often the ranks were started before: by run_workers or torchrun, else by a queue that ran their job again."""
+    return int(environ.get("TORCHELASTIC_RESTART_COUNT") or environ.get("SLURM_RESTART_COUNT") or 0)
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:

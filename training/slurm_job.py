@@ -12,7 +12,8 @@ from typing import Any
 from common.errors import UserError
 from launchers import World
 from launchers.slurm import Job, Task, submit, tasks_per_node, wait
-from launchers.slurm_worker import leave, restarts
+from launchers.slurm_worker import leave
+from launchers.world import restarts
 from training.config import environment, to_config, to_dict
 
 

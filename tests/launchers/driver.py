@@ -4,6 +4,7 @@ import signal
 import sys
 
 import launched
+import torch.distributed  # noqa: F401  as train.py has by then: a second in which a signal has to wait
 
 from launchers import Interrupted, run_workers
 
