@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # ``ranks``, here and in the processes it starts
+
+# Threads that wait for each other's share of an operation sleep: on busy cores they would spin most of the time away.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# What the ranks and the runs of the command line import, four seconds' work: once, in the process that forks them.
+multiprocessing.set_forkserver_preload(
+    ["pytest", "torch", "torch.distributed.pipelining", "hydra.main", "training.app", "training.run", "wandb"]
+)
+
+
+# Fixtures of a whole session that cost much: the tests that share one run on the same of pytest-xdist's workers.
+_SHARED = ("cluster", "local_losses", "cli", "toy", "trained")
+
+
+def pytest_collection_modifyitems(items):
+    """Has pytest-xdist keep together the tests of a file and those that share runs."""
+    for item in items:
+        shared = [name for name in _SHARED if name in item.fixturenames]
+        group = "runs" if {"cli", "toy"} & set(shared) else shared[0] if shared else item.path.stem
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

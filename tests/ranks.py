@@ -76,7 +76,7 @@ class Ranks:
 
     def _start(self, world: int) -> None:
         assert world <= self._most, f"a case wants {world} ranks, the pool has {self._most}"
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
         while len(self._processes) < world:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(self._port, theirs), daemon=True)

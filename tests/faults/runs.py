@@ -55,7 +55,7 @@ def launch(
     path = os.pathsep.join([str(HERE / "site"), str(TESTS)])
     env = {"FAULTS": str(record.folder), "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     arguments = [f"parallel={strategy}", *RECIPE, f"data.cache_dir='{folder.parent}/cache'", f"train.steps={steps}"]
-    started = Started([*arguments, *more], folder / "run", env=env, tag=f"console-{number}")
+    started = Started([*arguments, *more], folder / "run", env=env, tag=f"console-{number}", fresh=True)
     try:
         run = started.wait(timeout_s)
         at = time.time()

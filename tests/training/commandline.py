@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -21,7 +24,7 @@ TRAIN = ROOT / "train.py"
 TIMEOUT_S = 150
 # What torchrun, or a test run under it, would leave behind for the command to find.
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_NAME")
-_FOREIGN_PREFIXES = ("TORCHELASTIC_", "SLURM_", "WANDB_", "HYDRA_", "OMP_")
+_FOREIGN_PREFIXES = ("TORCHELASTIC_", "SLURM_", "WANDB_", "HYDRA_", "OMP_NUM_")
 
 
 @dataclass
@@ -66,6 +69,46 @@ class Run:
         return self.stdout + self.stderr
 
 
+class Forked(multiprocessing.get_context("forkserver").Process):
+    """``python SCRIPT ARGUMENTS…`` without the seconds of imports: forked from a process that has done them."""
+
+    def __init__(self, argv: list[str], **state) -> None:
+        super().__init__(name="MainProcess")
+        self._argv, self._state = argv, state
+        self.start()
+
+    def run(self) -> None:
+        """In the forked process: what a new interpreter would find, then the script."""
+        os.setsid()
+        for descriptor, name in enumerate((os.devnull, self._state["stdout"], self._state["stderr"])):
+            os.dup2(os.open(name, os.O_RDWR), descriptor)
+        os.chdir(self._state["cwd"])
+        os.environ.clear()
+        os.environ.update(self._state["env"])
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        multiprocessing.set_start_method(None, force=True)
+        sys.argv = self._argv
+        sys.path.insert(0, str(Path(self._argv[0]).parent))
+        try:
+            runpy.run_path(self._argv[0], run_name="__main__")
+        finally:
+            atexit._run_exitfuncs()
+
+    # As subprocess.Popen has it.
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        self.join(timeout_s)
+        if self.exitcode is None:
+            raise subprocess.TimeoutExpired(self._argv, timeout_s)
+        return self.exitcode
+
+    def send_signal(self, signum: int) -> None:
+        os.kill(self.pid, signum)
+
+
 class Started:
     """train.py at the head of its own session. Output goes to files: a pipe would stay open in an orphan."""
 
@@ -79,22 +122,27 @@ class Started:
         cwd: Path = ROOT,
         own_folder: bool = True,
         tag: str = "console",
+        fresh: bool = False,
     ) -> None:
         self.folder = folder
         self._out, self._err = (folder.parent / f"{folder.name}.{tag}.{kind}" for kind in ("out", "err"))
         where = [f"hydra.run.dir='{folder}'"] if own_folder else []
-        command = [sys.executable, *prefix, str(TRAIN), *overrides, *where]
+        arguments = [str(TRAIN), *overrides, *where]
         self._begin = time.monotonic()
         with open(self._out, "w") as out, open(self._err, "w") as err, _interruptible():
-            self.process = subprocess.Popen(
-                command,
-                cwd=cwd,
-                env=environment(env),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-            )
+            if fresh or prefix:
+                command = [sys.executable, *prefix, *arguments]
+                self.process = subprocess.Popen(
+                    command,
+                    cwd=cwd,
+                    env=environment(env),
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    start_new_session=True,
+                )
+            else:
+                self.process = Forked(arguments, cwd=cwd, env=environment(env), stdout=self._out, stderr=self._err)
 
     def family(self) -> list[psutil.Process]:
         """Every living process of the session except the first one, whoever its parent is now."""
