@@ -124,7 +124,20 @@ class Chain:
                 self.initialise(name, module)
             _move(module, device, dtype)
         layers.tie(self.tied)  # the original has memory now, its alias gets it here
+        for alias, original in self.tied.items():
+            if is_within(alias, names) and not is_within(original, names):
+                with torch.no_grad():
+                    layers.get_parameter(alias).copy_(self._initial(original, seed))
         return layers
+
+    def _initial(self, parameter: str, seed: int) -> Tensor:
+        """The initial value of a parameter of any layer; nothing but its module takes memory."""
+        module_name, _, attribute = parameter.rpartition(".")
+        module = self.skeleton([name for name in self.names if is_within(parameter, [name])]).get_submodule(module_name)
+        module.to_empty(device="cpu", recurse=False)
+        with seeded(derive_seed(seed, module_name)), torch.no_grad():
+            self.initialise(module_name, module)
+        return getattr(module, attribute)
 
     def canonical(self, name: str) -> str:
         """The name under which the parameter called ``name`` stands in files."""

@@ -156,3 +156,13 @@ def test_the_head_s_cast_weight_is_kept_for_a_step_and_follows_the_optimizer_aft
         assert torch.equal(head._weight_as(torch.bfloat16), weight.detach().bfloat16())
         last.begin(training=True, step=2)
 
+
+
+def test_copies_are_equal_also_where_their_modules_are_initialised_differently():
+    """An embedding is drawn from a normal distribution and a linear layer from a uniform one."""
+    layers = [LayerSpec("words", lambda: nn.Embedding(7, 4)), LayerSpec("head", lambda: nn.Linear(4, 7))]
+    chain = Chain(layers, loss=SquaredError(), tied={"head.weight": "words.weight"})
+    whole = chain.build(chain.names, 5, CPU)
+    head = chain.build(["head"], 5, CPU)
+    assert torch.equal(head["head"].weight, whole["words"].weight)
+    assert torch.equal(head["head"].bias, whole["head"].bias)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from tuple_models import TUPLE_MODELS
 
 from data.batch import Batch
 from models.chain import Chain
@@ -21,6 +22,7 @@ from models.toy import toy
 from models.transformer import transformer
 from parallel.build import build_strategy
 from parallel.plan import Plan, make_plan
+from parallel.strategies import strategy_info
 from parallel.strategy import Options, Strategy
 from parallel.timeline import Interval
 
@@ -42,7 +44,7 @@ class Layout:
 
     @property
     def pipelined(self) -> bool:
-        return self.name in ("pipelined", "pipe_ddp")
+        return strategy_info(self.name).stage_per_rank
 
     @property
     def ranks(self) -> int:
@@ -138,6 +140,9 @@ def chain_and_batches(recipe: Recipe) -> tuple[Chain, Callable[[int], Batch]]:
     """A small model, and its global batch as a function of the step."""
     if recipe.model == "toy":
         return toy(), lambda step: _toy_batch(recipe.global_batch, step)
+    if recipe.model in TUPLE_MODELS:
+        build_chain, batch = TUPLE_MODELS[recipe.model]
+        return build_chain(), lambda step: batch(recipe.global_batch, step)
     if recipe.model in IMAGES:
         channels, size, build_chain = IMAGES[recipe.model]
         return build_chain(), lambda step: _image_batch(recipe.global_batch, channels, size, step)

@@ -1,0 +1,156 @@
+"""Models whose layers pass tuples of tensors on train under every strategy as in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import Layout, Recipe
+from comparing import assert_same_training, weights_of
+from torch import nn
+from tuple_models import TUPLE_MODELS, translator, translator_batch, unet, unet_batch
+
+from models.chain import Chain, LayerSpec
+from models.losses import SquaredError, Sums
+from parallel.shape_inference import trace
+from parallel.stage import Stage
+
+RECIPES = {
+    "unet": Recipe("unet", global_batch=16, lr=0.05, steps=5, clip=0.5, eval_every=5, precision="fp64"),
+    "translator": Recipe("translator", global_batch=16, lr=0.05, steps=5, clip=0.5, eval_every=5),
+    "mixture": Recipe("mixture", global_batch=16, lr=0.2, steps=5, clip=0.25, eval_every=5),
+}
+LAYOUTS = [
+    Layout("model_parallel", pp=3, chunks=4),
+    Layout("ddp", dp=2, chunks=2),
+    *(
+        Layout("pipelined", pp=2, chunks=4, schedule=schedule)
+        for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "planned")
+    ),
+    Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule="1f1b"),
+    Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule="interleaved_1f1b"),
+]
+SPLIT = ("interleaved_zero_bubble", "planned")
+PIPELINED = Layout("pipelined", pp=2, chunks=4, schedule="1f1b")
+
+
+def assert_it_trains_as_in_one_process(trained, layout: Layout, recipe: Recipe) -> None:
+    (reference,) = trained(layout.single, recipe)
+    assert reference.losses[-1] < 0.98 * reference.losses[0], "nothing was learned: the comparison would say little"
+    assert_same_training(trained(layout, recipe), reference, 1e-10 if recipe.precision == "fp64" else 1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("model", TUPLE_MODELS)
+def test_a_model_with_tuples_trains_as_in_one_process(trained, model, layout):
+    assert_it_trains_as_in_one_process(trained, layout, RECIPES[model])
+
+
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_a_weight_that_reaches_a_border_past_all_inputs_gets_its_gradient_in_a_split_backward(trained, schedule):
+    """The second of four stages embeds the target's tokens, and passes them on beside what the encoder gave."""
+    layout = Layout("pipelined", pp=2, chunks=4, schedule=schedule, balance=(1, 2, 1, 2))
+    assert_it_trains_as_in_one_process(trained, layout, RECIPES["translator"])
+
+
+@pytest.mark.parametrize("balance", [(1, 5), (5, 1)], ids=str)
+@pytest.mark.parametrize("model", ["unet", "translator"])
+def test_wherever_it_is_cut(trained, model, balance):
+    assert_it_trains_as_in_one_process(trained, replace(PIPELINED, balance=balance), RECIPES[model])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
+@pytest.mark.parametrize("model", TUPLE_MODELS)
+def test_activation_recomputation_gives_the_same_bits(trained, model, schedule):
+    layout = replace(PIPELINED, schedule=schedule)
+    plain, again = trained(layout, RECIPES[model]), trained(layout, replace(RECIPES[model], recompute=True))
+    assert again[0].losses == plain[0].losses
+    for name, tensor in weights_of(plain).items():
+        assert torch.equal(weights_of(again)[name], tensor), name
+
+
+@pytest.mark.parametrize("model", TUPLE_MODELS)
+def test_the_first_step_in_bf16_is_that_of_one_process(trained, model):
+    recipe = replace(RECIPES[model], precision="bf16", steps=1, eval_every=1)
+    (reference,) = trained(PIPELINED.single, recipe)
+    run = trained(PIPELINED, recipe)
+    assert run[0].losses == pytest.approx(reference.losses, rel=1e-5)
+    assert run[0].norms == pytest.approx(reference.norms, rel=1e-5)
+
+
+class Gate(nn.Module):
+    def forward(self, x: torch.Tensor, unused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, x.new_ones(len(x))
+
+
+def beside() -> Chain:
+    """The first layer's second output is not used by the second: its gradient is zero."""
+    return Chain(
+        [
+            LayerSpec("first", lambda: Beside(10)),
+            LayerSpec("second", lambda: Gate()),
+            LayerSpec("third", lambda: OfTwo(10)),
+        ],
+        loss=SquaredError(),
+    )
+
+
+class Beside(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x), self.linear(x) * 2
+
+
+class OfTwo(nn.Module):
+    """Owns the loss, and takes two tensors."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 5)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * scale.unsqueeze(1)
+
+    def loss(self, x: torch.Tensor, scale: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None) -> Sums:
+        return SquaredError()(self(x, scale), targets, weights)
+
+
+TUPLE_MODELS_HERE = {"beside": beside}
+
+
+def test_a_layer_that_owns_the_loss_gets_what_the_layer_before_returned():
+    stage = Stage(beside(), ["third"], seed=1, device=torch.device("cpu"))
+    x, scale, targets = torch.randn(4, 10), torch.rand(4), torch.randn(4, 5)
+    loss = stage(x, scale, microbatch=torch.tensor([0]), targets=targets)
+    assert loss.item() == pytest.approx(SquaredError()(stage.layers(x, scale), targets, None).loss.item())
+
+
+def test_a_border_says_which_tensors_have_a_gradient():
+    outputs = {t.name: t.outputs for t in trace(translator(), translator_batch(2, 1), "bf16", "cpu")}
+    assert [(spec.dtype, spec.gradient) for spec in outputs["encoder"]] == [
+        (torch.float32, True),
+        (torch.float32, False),
+        (torch.int64, False),
+    ]
+    assert [spec.gradient for spec in outputs["embed_target"]] == [True, False, True]
+
+
+def test_every_tensor_at_a_border_is_traced():
+    outputs = {t.name: t.outputs for t in trace(unet(), unet_batch(2, 1), "fp32", "cpu")}
+    assert [spec.shape for spec in outputs["middle"]] == [(2, 8, 2, 2), (2, 8, 4, 4), (2, 6, 8, 8)]
+    assert [len(outputs[name]) for name in ("up2", "up1", "head")] == [2, 1, 1]
+
+
+class Nested(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict:
+        return {"x": x}
+
+
+def test_a_layer_that_returns_something_else_is_an_error_that_names_it():
+    chain = Chain([LayerSpec("odd", Nested), LayerSpec("last", nn.ReLU)], loss=SquaredError())
+    with pytest.raises(TypeError, match="layer 'odd' returned a dict; return a tensor or a flat tuple of tensors"):
+        trace(chain, unet_batch(2, 1), "fp32", "cpu")
