@@ -10,7 +10,7 @@ A contiguous run of layers is a *stage*. Layers keep their names in every stage,
     chain = gpt2(size="tiny")
     stage = chain.build(chain.names[3:7], seed=1337, device=torch.device("cpu"))
 
-builds four layers, with exactly the weights that one device holding all of them would have.
+builds four layers, with exactly the weights that they have where one device holds all layers.
 """
 
 from __future__ import annotations
@@ -35,16 +35,26 @@ def as_tuple(tensors: Tensors) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """``name`` may hold dots (``h.0``); ``build`` gives the module, on whatever device is current."""
+    """A layer that is not built yet.
+
+    Attributes:
+        name: May contain dots (``h.0``).
+        build: Makes the module on the current device.
+    """
 
     name: str
     build: Callable[[], nn.Module]
 
 
 def reset_parameters(name: str, module: nn.Module) -> None:
-    """The default initialisation: torch's own, of any module that holds parameters or buffers itself.
+    """Initialise a module that holds parameters or buffers itself, as torch does by default.
 
-    Raises TypeError where a module has some and no way to set them.
+    Args:
+        name: The module's full name.
+        module: The module.
+
+    Raises:
+        TypeError: If the module has no ``reset_parameters()``.
     """
     reset = getattr(module, "reset_parameters", None)
     if reset is None:
@@ -54,20 +64,21 @@ def reset_parameters(name: str, module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Chain:
-    """A model, not yet built.
+    """A model that is not built yet.
 
-    layers      in the order of computation; the first takes the batch's inputs
-    loss        closes the chain: (output of the last layer, targets, weights) -> Sums. A last layer that has a
-                method ``loss(input, targets, weights)`` of its own owns the loss: training calls that with the
-                layer's *input* (a fused linear + cross entropy needs no logits). Its attribute ``step_cache``, where
-                it has one, is an empty dict for the length of a step and None outside
-    tied        {alias: canonical} names of parameters that are one parameter
-    initialise  (full module name, module) -> None, called once for every submodule that holds parameters or
-                buffers itself, under a seed made of the name: draws for one never move another's
-    limits      {"positions": 1024, "vocabulary": 50304} where the model has such limits on its inputs
-    channels_last  whether images are computed on faster with their channels innermost in memory
-    embedding   the name of the token embedding's weight, where the model's vocabulary can grow (model.extra_tokens)
-    hugging_face  how Hugging Face keeps such a model, where it has one (models.huggingface)
+    Attributes:
+        layers: In the order of computation. The first takes the batch's inputs.
+        loss: (output of the last layer, targets, weights) -> Sums. A last layer that has a method
+            ``loss(*tensors, targets, weights)`` owns the loss: training calls that with the layer's *input* (a fused
+            linear + cross entropy needs no logits). Its attribute ``step_cache``, where it has one, is an empty dict
+            during a step and None outside.
+        tied: {alias: canonical} names of parameters that are one parameter.
+        initialise: (full module name, module) -> None, called once for every submodule that holds parameters or buffers
+            itself, under a seed made of the name, so that no module's numbers depend on another's.
+        limits: {"positions": 1024, "vocabulary": 50304} where the model has such limits on its inputs.
+        channels_last: Whether images are computed faster with their channels innermost in memory.
+        embedding: The name of the token embedding's weight, where the vocabulary can grow (``model.extra_tokens``).
+        hugging_face: How Hugging Face stores such a model, where it has one (``models.huggingface``).
     """
 
     layers: Sequence[LayerSpec]
@@ -93,7 +104,17 @@ class Chain:
         return [layer.name for layer in self.layers]
 
     def skeleton(self, names: Sequence[str] | None = None) -> Layers:
-        """The layers ``names`` (all of them by default) on the meta device: shapes and no memory."""
+        """Build layers on the meta device: shapes and no memory.
+
+        Args:
+            names: Which ones; all of them by default.
+
+        Returns:
+            The layers.
+
+        Raises:
+            ValueError: If there is no such layer.
+        """
         wanted = set(self.names if names is None else names)
         unknown = wanted - set(self.names)
         if unknown:
@@ -107,16 +128,25 @@ class Chain:
     def build(
         self, names: Sequence[str], seed: int, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> Layers:
-        """The layers ``names`` with their initial weights on ``device``, floating point ones as ``dtype``.
+        """Build layers with their initial weights. Nothing else takes memory.
 
-        Nothing else is built: memory is that of these layers. Weights are drawn on the CPU in float32
-        whatever the device and dtype, so that all of them start from the same numbers.
+        Weights are drawn on the CPU in float32 whatever the device and dtype, so that all runs start from the same
+        numbers.
+
+        Args:
+            names: Which layers.
+            seed: The run's seed.
+            device: Where the weights are to be.
+            dtype: Of floating-point weights.
+
+        Returns:
+            The layers.
         """
         layers = self.skeleton(names)
         done: set[nn.Parameter] = set()
         for name, module in layers.named_modules():
             own = set(module.parameters(recurse=False)) | set(module.buffers(recurse=False))
-            if own <= done:  # nothing of its own, or an alias of what stands already
+            if own <= done:  # nothing of its own, or an alias of what is initialised already
                 continue
             done |= own
             module.to_empty(device="cpu", recurse=False)
@@ -140,7 +170,7 @@ class Chain:
         return getattr(module, attribute)
 
     def canonical(self, name: str) -> str:
-        """The name under which the parameter called ``name`` stands in files."""
+        """Return the name of a parameter in files: a tied one's canonical name."""
         return self.tied.get(name, name)
 
     def _canonical_module(self, name: str) -> str:
@@ -152,12 +182,12 @@ class Chain:
 
 
 def is_within(parameter: str, layers: Sequence[str]) -> bool:
-    """Whether the parameter of this full name belongs to one of the layers of these names."""
+    """Return whether the parameter with this full name belongs to one of the layers."""
     return any(parameter.startswith(f"{layer}.") for layer in layers)
 
 
 class Layers(nn.Module):
-    """A run of named layers. Dots in names become nesting, so that keys read ``h.0.attn.c_attn.weight``."""
+    """Consecutive named layers. Dots in names become nesting, so that keys read ``h.0.attn.c_attn.weight``."""
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         super().__init__()
@@ -175,7 +205,7 @@ class Layers(nn.Module):
         return self.get_submodule(name)
 
     def items(self) -> list[tuple[str, nn.Module]]:
-        """(name, layer), first to last."""
+        """Return (name, layer), first to last."""
         return [(name, self[name]) for name in self.names]
 
     def forward(self, *tensors: Tensor) -> Tensors:
@@ -193,12 +223,16 @@ class Layers(nn.Module):
         return output
 
     def tie(self, tied: Mapping[str, str]) -> None:
-        """Make alias and original one Parameter where both are here."""
-        here = dict(self.named_parameters(remove_duplicate=False))
+        """Make alias and original one Parameter where both are among these layers.
+
+        Args:
+            tied: {alias: canonical} names.
+        """
+        own = dict(self.named_parameters(remove_duplicate=False))
         for alias, original in tied.items():
-            if alias in here and original in here:
+            if alias in own and original in own:
                 module, _, attribute = alias.rpartition(".")
-                setattr(self.get_submodule(module), attribute, here[original])
+                setattr(self.get_submodule(module), attribute, own[original])
 
 
 def _move(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

@@ -1,8 +1,7 @@
 """Losses as sums and counts.
 
-A loss gives ``Sums``: what it added up and over how many terms. Means are taken once, over the global batch,
-by whoever knows all of it. That is right for padding, for token budgets and for a short last evaluation batch
-alike, and a mean of means is not.
+A loss gives ``Sums``: the sum over its terms, and their number. The mean is computed once, over the global batch. That
+is right for padding, for token budgets and for a short last evaluation batch alike; a mean of means is not.
 """
 
 from __future__ import annotations
@@ -17,37 +16,75 @@ IGNORED = -100  # torch's own ignore_index
 
 
 class Sums(NamedTuple):
-    """``loss``: scalar, summed over the terms; ``count``: scalar, how many terms; ``metrics``: one scalar per
-    name in the loss's ``metrics``, each summed over the same terms."""
+    """What a loss gives for one micro-batch.
+
+    Attributes:
+        loss: Scalar, summed over the terms.
+        count: Scalar, the number of terms.
+        metrics: One scalar for each name in the loss's ``metrics``, summed over the same terms.
+    """
 
     loss: Tensor
     count: Tensor
     metrics: tuple[Tensor, ...] = ()
 
     def stack(self) -> Tensor:
-        """[loss, count, *metrics] as one detached float64 vector (float32 on MPS, which has no float64), ready to be
-        added up and sent."""
+        """Return [loss, count, *metrics] as one detached vector, to be added up and sent.
+
+        Returns:
+            [2 + metrics] float64 (float32 on MPS, which has no float64).
+        """
         dtype = torch.float32 if self.loss.device.type == "mps" else torch.float64
         return torch.stack([v.detach().to(dtype) for v in (self.loss, self.count, *self.metrics)])
 
 
 class Loss(Protocol):
-    """What closes a chain. ``metrics`` names the further sums that it gives."""
+    """The loss at the end of a chain.
+
+    Attributes:
+        metrics: Names of the further sums that it gives.
+    """
 
     metrics: tuple[str, ...]
 
-    def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums: ...
+    def __call__(self, output: Tensor | tuple[Tensor, ...], targets: Tensor, weights: Tensor | None) -> Sums:
+        """Compute the loss of one micro-batch.
+
+        Args:
+            output: What the last layer returned: a tensor [b, ...], or a tuple of tensors.
+            targets: [b, ...].
+            weights: [b], or None where every sample counts 1.
+
+        Returns:
+            Sums over the terms that count.
+        """
 
 
 def per_element(weights: Tensor | None, like: Tensor) -> Tensor:
-    """Sample weights [b] (None: all ones), spread over a tensor [b, ...] of loss terms."""
+    """Expand sample weights to a tensor of loss terms.
+
+    Args:
+        weights: [b], or None for all ones.
+        like: [b, ...], the terms.
+
+    Returns:
+        [b, ...], in the dtype of ``like``.
+    """
     if weights is None:
         return torch.ones_like(like)
     return weights.to(like.dtype).view(-1, *[1] * (like.dim() - 1)).expand_as(like)
 
 
 def mask_targets(targets: Tensor, weights: Tensor | None) -> Tensor:
-    """Class targets [b, ...] with those of weightless samples (padding) set to ``IGNORED``."""
+    """Set the targets of samples without weight (padding) to ``IGNORED``.
+
+    Args:
+        targets: [b, ...] int64 classes.
+        weights: [b], or None for all ones.
+
+    Returns:
+        [b, ...] int64.
+    """
     if weights is None:
         return targets
     padding = weights.view(-1, *[1] * (targets.dim() - 1)) == 0
@@ -55,26 +92,30 @@ def mask_targets(targets: Tensor, weights: Tensor | None) -> Tensor:
 
 
 class SquaredError:
-    """Squared error summed over all elements of output and targets [b, ...]; the count is their number, so the
-    mean is ``nn.MSELoss``'s."""
+    """Squared error summed over all elements of output and targets [b, ...].
+
+    The count is the number of elements, so the mean is that of ``nn.MSELoss``.
+    """
 
     metrics: tuple[str, ...] = ()
 
     def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
+        """See ``Loss``."""
         errors = F.mse_loss(_at_least_float32(output), targets, reduction="none")
         scale = per_element(weights, errors)
         return Sums((errors * scale).sum(), scale.sum())
 
 
 class OneHotSquaredError:
-    """Squared error of logits [b, c] to the one-hot class [b], summed over all c; the count is of samples times c.
+    """Squared error of logits [b, c] to the one-hot class [b], summed over all c.
 
-    Targets of ``IGNORED`` count nothing.
+    The count is of samples times c. Targets of ``IGNORED`` count nothing.
     """
 
     metrics: tuple[str, ...] = ()
 
     def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
+        """See ``Loss``."""
         counted = targets != IGNORED
         output = _at_least_float32(output)
         one_hot = F.one_hot(targets.where(counted, 0), output.shape[1]).to(output.dtype)
@@ -91,6 +132,7 @@ class ClassCrossEntropy:
     metrics: tuple[str, ...] = ("accuracy",)
 
     def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
+        """See ``Loss``."""
         targets = mask_targets(targets, weights)
         loss = F.cross_entropy(_at_least_float32(output), targets, reduction="sum", ignore_index=IGNORED)
         return Sums(loss, (targets != IGNORED).sum(), ((output.argmax(dim=1) == targets).sum(),))
@@ -99,12 +141,13 @@ class ClassCrossEntropy:
 class TokenCrossEntropy:
     """Cross entropy of logits [b, t, v] against next tokens [b, t], summed; the count is of tokens.
 
-    What ``FusedHead.loss`` fuses, for logits that are there already.
+    ``FusedHead.loss`` computes the same without holding the logits.
     """
 
     metrics: tuple[str, ...] = ()
 
     def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
+        """See ``Loss``."""
         targets = mask_targets(targets, weights).flatten()
         logits = _at_least_float32(output.flatten(0, 1))
         loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)

@@ -1,4 +1,4 @@
-"""What each layer costs, so that stages can be made equal: in seconds or in bytes."""
+"""The cost of each layer, in seconds or in bytes, and the partition that makes the stages' costs equal."""
 
 from __future__ import annotations
 
@@ -25,18 +25,28 @@ from parallel.stage import Stage
 ROUNDS = 5
 # A partition that promises less than this over the uniform one is noise of the measurement.
 _LEAST_GAIN = 0.03
-# What all splits may have the simulated ranks do, two pieces for each stage and micro-batch: a second or two.
+# So many simulated pieces of work (stages x micro-batches, over all splits tried) take a second or two.
 _MOST_PIECES = 50_000
 
 Cost = Callable[[Sequence[int]], float]  # of a step, given how many layers each stage has
 
 
 def seconds_per_layer(plan: Plan, chain: Chain, sample: Batch, seed: int, threads: int | None) -> list[float]:
-    """Forward plus backward of each layer on the micro-batch ``sample``, in seconds: the fastest of some rounds.
+    """Measure forward plus backward of each layer on one micro-batch.
 
-    A round goes through the whole chain, so that a machine that is slow for a while is slow for all layers alike. One
-    layer is built at a time, as a stage of its own, on the run's device with the threads that a rank will have. The
-    last one's time includes the loss. No random state outside of the layers is touched.
+    The fastest of some rounds counts. A round goes through the whole chain, so that a machine that is slow for a while
+    is slow for all layers alike. One layer is built at a time, as a stage of its own, on the run's device with the
+    threads that a rank will have. No random state outside of the layers is changed.
+
+    Args:
+        plan: The layout of the run.
+        chain: The model.
+        sample: One micro-batch.
+        seed: For weights and dropout.
+        threads: Of each rank; None for an equal part of the cores.
+
+    Returns:
+        Seconds for each layer. The last one's include the loss.
     """
     device = local_device(plan.device_type, 0)
     sample = sample.to(device)
@@ -78,9 +88,16 @@ def _round(plan: Plan, chain: Chain, sample: Batch, seed: int, device: torch.dev
 
 
 def bytes_per_layer(plan: Plan, chain: Chain, sample: Batch, tensors_per_parameter: int) -> list[float]:
-    """Parameters with what the optimizer keeps of them, and the activations of the micro-batches in flight, in bytes.
+    """Estimate the memory of each layer: parameters, optimizer state, and activations of the micro-batches in flight.
 
-    tensors_per_parameter  the weight, its gradient and the optimizer's state
+    Args:
+        plan: The layout of the run.
+        chain: The model.
+        sample: One micro-batch, for its shapes.
+        tensors_per_parameter: The weight, its gradient and the optimizer's state.
+
+    Returns:
+        Bytes for each layer.
     """
     held = 1
     if plan.pipelined:
@@ -97,18 +114,24 @@ def bytes_per_layer(plan: Plan, chain: Chain, sample: Batch, tensors_per_paramet
 def equal_stages(
     costs: Sequence[float], stages: int, ranks: int | None = None, chunks: int = 1, schedule: str | None = None
 ) -> list[int]:
-    """Layers of each stage so that a step of ``chunks`` micro-batches costs least; uniform where it is nearly as good.
+    """Find the partition with which a step costs least.
 
-    ranks     where fewer than ``stages``, stage i runs on rank i % ranks, and what counts most is a rank's sum
-    schedule  planned: what counts is when its order ends
-    returns   the best split; where ranks have several stages and splits are too many to try, the best that moving
-              layers between two stages leads to
+    Args:
+        costs: Of each layer.
+        stages: How many stages.
+        ranks: How many ranks; stage i runs on rank i % ``ranks``. None for one stage per rank.
+        chunks: The number of micro-batches.
+        schedule: The schedule's name. For "planned", the simulated makespan counts.
+
+    Returns:
+        The number of layers of each stage: the uniform partition where it is nearly as good as the best. Where there
+        are too many to try, the best that is reached by moving layers between two stages.
     """
     ranks = ranks or stages
 
     def cost(counts: Sequence[int]) -> float:
         each = stage_costs(costs, counts)
-        # The dearest rank never waits at best, once the others' stages have filled the pipeline.
+        # At best the slowest rank never waits, once the others' stages have filled the pipeline.
         return chunks * max(sum(each[rank::ranks]) for rank in range(ranks)) + (ranks - 1) * max(each)
 
     def planned_cost(counts: Sequence[int]) -> float:
@@ -133,13 +156,13 @@ def _cheapest(cost: Cost, layers: int, chunks: int, starts: Sequence[list[int]])
 
 
 def _splits(layers: int, stages: int) -> Iterator[list[int]]:
-    """Every way to deal layers to stages in their order, at least one each."""
+    """Every partition of the layers, at least one per stage."""
     for cuts in combinations(range(1, layers), stages - 1):
         yield [end - start for start, end in pairwise((0, *cuts, layers))]
 
 
 def _descend(counts: list[int], cost: Cost) -> list[int]:
-    """The split that moves lead to from ``counts``, each the one that gains most, until none gains anything."""
+    """The partition reached from ``counts`` by the best move again and again, until none is better."""
     while True:
         better = min(_moves(counts), key=cost, default=counts)
         if cost(better) >= cost(counts):
@@ -155,13 +178,21 @@ def _moves(counts: Sequence[int]) -> Iterator[list[int]]:
 
 
 def stage_costs(costs: Sequence[float], counts: Sequence[int]) -> list[float]:
-    """The sum of each stage's layers."""
+    """Add up the costs of each stage's layers.
+
+    Args:
+        costs: Of each layer.
+        counts: The number of layers of each stage.
+
+    Returns:
+        The cost of each stage.
+    """
     starts = [sum(counts[:i]) for i in range(len(counts))]
     return [sum(costs[s : s + n]) for s, n in zip(starts, counts, strict=True)]
 
 
 def stage_shares(costs: Sequence[float], counts: Sequence[int]) -> list[float]:
-    """Each stage's part of all costs, from 0 to 1."""
+    """Return each stage's fraction of all costs, from 0 to 1. The arguments are those of ``stage_costs``."""
     return [cost / sum(costs) for cost in stage_costs(costs, counts)]
 
 

@@ -1,7 +1,8 @@
-"""BatchNorm across micro-batches and replicas: one update of the running statistics a step; on request, one mean and
-variance for the micro-batches that the replicas work on at the same time.
+"""BatchNorm across micro-batches and replicas.
 
-``nn.SyncBatchNorm`` refuses CPU tensors, and its running statistics depend on the layout.
+Running statistics get one update per step. On request, the micro-batches that the replicas compute at the same time are
+normalised by one mean and variance: ``nn.SyncBatchNorm`` refuses CPU tensors, and its running statistics depend on the
+layout.
 """
 
 from __future__ import annotations
@@ -17,27 +18,37 @@ from models.batchnorm import BatchNorm2d
 
 
 class RunningStatistics:
-    """The BatchNorm layers of this rank's stages, updated once a step from what all micro-batches of all replicas
-    saw. ``replicas`` is the group of ranks that hold the same stages, None where there is one."""
+    """The running statistics of this rank's BatchNorm layers, updated from all micro-batches of all replicas."""
 
     def __init__(self, stages: Sequence[nn.Module], microbatches: int, replicas: dist.ProcessGroup | None) -> None:
+        """Collect the layers.
+
+        Args:
+            stages: Of this rank.
+            microbatches: How many each replica computes in a step.
+            replicas: The ranks that hold the same stages, or None where there is one replica.
+        """
         self._norms = [m for stage in stages for m in stage.modules() if isinstance(m, BatchNorm2d)]
         self._microbatches, self._replicas = microbatches, replicas
 
     def synchronise(self) -> None:
-        """From now on, normalise over the replicas' micro-batches together."""
+        """Normalise over the replicas' micro-batches together from now on."""
         if self._replicas is not None:
             for norm in self._norms:
-                norm.normalise = partial(normalise_together, group=self._replicas)
+                norm.normalise = partial(normalise_over_replicas, group=self._replicas)
 
-    def update(self, finite: bool) -> None:
-        """End of a step. One that is skipped (not ``finite``, the same on every rank) leaves no trace here either."""
+    def update(self, usable: bool) -> None:
+        """Update the running statistics at the end of a step.
+
+        Args:
+            usable: Whether the step updates the weights, the same on every rank. Otherwise nothing is changed.
+        """
         if not self._norms:
             return
         means = [norm.seen / self._microbatches for norm in self._norms]
         for norm in self._norms:
             norm.seen.zero_()
-        if not finite:
+        if not usable:
             return
         if self._replicas is not None:
             flat = torch.cat([mean.flatten() for mean in means]) / dist.get_world_size(self._replicas)
@@ -47,32 +58,42 @@ class RunningStatistics:
             norm.update(mean, variance)
 
 
-def normalise_together(
+def normalise_over_replicas(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``models.batchnorm.normalise`` over the equally large ``x`` of all ranks of ``group``, who call it together.
+    """Normalise over the equally large micro-batches of all ranks of a group, who call this together.
 
-    In float32 at least, whatever the type of ``x``; its gradient takes part in the exchange.
+    It is computed in float32 at least, and its backward communicates too.
+
+    Args:
+        x: [b, c, ...], this rank's micro-batch.
+        weight: [c].
+        bias: [c].
+        eps: Added to the variance.
+        group: The replicas.
+
+    Returns:
+        What ``models.batchnorm.normalise`` returns, with the mean and variance of all ranks' micro-batches.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     mean, variance = _moments(wide.detach(), group)
-    y = _NormaliseTogether.apply(wide, weight, bias, mean, (variance + eps).rsqrt(), group)
+    y = _NormaliseOverReplicas.apply(wide, weight, bias, mean, (variance + eps).rsqrt(), group)
     terms = x.numel() // x.shape[1] * dist.get_world_size(group)
     return y.to(x.dtype), mean, variance * (terms / (terms - 1))
 
 
 def _moments(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """[c] mean and [c] biased variance of all ranks' ``x``: theirs are gathered, since summing squares would cancel."""
+    """[c] mean and [c] biased variance of all ranks' ``x``, from the ranks' own: sums of squares would cancel."""
     variance, mean = torch.var_mean(x, dim=_all_but_channels(x), correction=0)
-    mine = torch.stack((mean, variance))
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, mine, group=group)
+    own = torch.stack((mean, variance))
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, own, group=group)
     means, variances = torch.stack(parts).unbind(1)
     mean = means.mean(0)
     return mean, (variances + (means - mean).square()).mean(0)
 
 
-class _NormaliseTogether(torch.autograd.Function):
+class _NormaliseOverReplicas(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, mean, scale, group):
         shape = _spread(x)
@@ -86,13 +107,13 @@ class _NormaliseTogether(torch.autograd.Function):
         centred, weight, scale = ctx.saved_tensors
         shape, dims = _spread(dy), _all_but_channels(dy)
         # Of this rank's x for the parameters, which DDP averages; of all ranks' for x, which moved their mean too.
-        mine = torch.stack((dy.sum(dims), (dy * centred).sum(dims)))
+        own = torch.stack((dy.sum(dims), (dy * centred).sum(dims)))
         terms = dy.numel() // dy.shape[1] * dist.get_world_size(ctx.group)
-        together = mine / terms
-        dist.all_reduce(together, group=ctx.group)
-        mean_dy, mean_dy_centred = (part.view(shape) for part in together)
+        mean = own / terms
+        dist.all_reduce(mean, group=ctx.group)
+        mean_dy, mean_dy_centred = (part.view(shape) for part in mean)
         dx = (dy - mean_dy - centred * mean_dy_centred) * (scale * weight).view(shape)
-        return dx, mine[1], mine[0], None, None, None
+        return dx, own[1], own[0], None, None, None
 
 
 def _spread(x: Tensor) -> list[int]:

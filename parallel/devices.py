@@ -1,4 +1,4 @@
-"""Which devices there are, and how many cores a process may use."""
+"""The devices of this machine, and the threads and memory of a process that computes on a CPU."""
 
 from __future__ import annotations
 
@@ -11,25 +11,38 @@ from common.machine import usable_cores
 
 
 def resolve_device_type(wanted: str, processes: int | None = None) -> str:
-    """``auto`` -> cuda, else mps (one process only), else cpu. Raises PlanError for a device that is not here."""
+    """Replace ``auto`` by the best available device.
+
+    Args:
+        wanted: auto, cpu, cuda or mps.
+        processes: How many there will be, where that is known. mps is for one process only.
+
+    Returns:
+        cuda, mps or cpu.
+
+    Raises:
+        PlanError: If the machine has no such device.
+    """
     present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if wanted == "auto":
         if present["cuda"]:
             return "cuda"
         return "mps" if present["mps"] and processes == 1 else "cpu"
     if not present[wanted]:
-        found = ", ".join(name for name, here in present.items() if here)
-        raise PlanError(f"device={wanted} but this machine has none; here are: {found} (device=auto takes the best)")
+        available = ", ".join(name for name, is_available in present.items() if is_available)
+        raise PlanError(
+            f"device={wanted} but this machine has none; here are: {available} (device=auto takes the best)"
+        )
     return wanted
 
 
 def device_count(device_type: str) -> int | None:
-    """How many devices there are; None for CPUs, whose cores any number of processes may share."""
+    """Count the devices. None for CPUs, whose cores any number of processes may share."""
     return {"cuda": torch.cuda.device_count, "mps": lambda: 1, "cpu": lambda: None}[device_type]()
 
 
 def local_device(device_type: str, local_rank: int) -> torch.device:
-    """The device of this rank: one GPU each, or the CPU that all share."""
+    """Return the device of this rank: one GPU per rank, or the CPU that all share."""
     if device_type == "cuda":
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
@@ -37,7 +50,15 @@ def local_device(device_type: str, local_rank: int) -> torch.device:
 
 
 def share_cores(processes: int, wanted: int | None) -> int:
-    """Set this process's threads: ``wanted``, or the cores divided among ``processes``. Returns their number."""
+    """Set the number of this process's threads.
+
+    Args:
+        processes: How many processes share this machine's cores.
+        wanted: How many threads, or None for an equal part of the cores.
+
+    Returns:
+        The number of threads.
+    """
     threads = max(1, usable_cores() // processes) if wanted is None else wanted
     torch.set_num_threads(threads)
     return threads
@@ -49,9 +70,11 @@ def keep_freed_memory(weights: int = 0) -> None:
     glibc hands every large tensor back to the kernel when it is freed and has its pages zeroed again for the next:
     a third of the time of a GPT-2 step. Not in torch's huge pages (THP_MEM_ALLOC_ENABLE): steps are as fast without,
     and its aligned blocks leave gaps that glibc fills with fresh memory for another five steps. With more than 1 GiB
-    of ``weights`` (bytes, of this process) tensors from 32 MiB on are still handed back, a sixth slower: gradients
-    move once into DDP's buckets, and what the heap keeps of the first copy is the model's size once more. Other C
-    libraries are left as they are.
+    of weights tensors from 32 MiB on are still handed back, a sixth slower: gradients move once into DDP's buckets,
+    and what the heap keeps of the first copy is the model's size once more. Other C libraries are left as they are.
+
+    Args:
+        weights: Of this process, in bytes.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,4 +1,4 @@
-"""What each rank of a plan will need, before it is started."""
+"""The memory that each rank of a plan will need, estimated before it is started."""
 
 from __future__ import annotations
 
@@ -20,8 +20,16 @@ _STATES = {"SGD": 0, "Adam": 2, "AdamW": 2}
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one rank. ``activations``: what autograd holds for the micro-batches in flight, and weights cast to
-    the compute dtype; ``process``: the interpreter and its libraries (in main memory, also where a GPU computes)."""
+    """The memory of one rank, in bytes.
+
+    Attributes:
+        rank: The rank.
+        weights: Parameters.
+        gradients: Their gradients.
+        optimizer: The optimizer's state.
+        activations: What autograd holds for the micro-batches in flight, and weights cast to the compute dtype.
+        process: The interpreter and its libraries (in main memory, also where a GPU computes).
+    """
 
     rank: int
     weights: int
@@ -32,20 +40,36 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
+        """The sum."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.process
 
 
 def tensors_per_parameter(optim) -> int:
-    """The weight, its gradient, and what the optimizer of this configuration section keeps."""
+    """Count tensors of a parameter's size: the weight, its gradient, and the optimizer's state.
+
+    Args:
+        optim: The configuration section: its target, and momentum for SGD.
+
+    Returns:
+        Their number.
+    """
     kind = optim["_target_"].rpartition(".")[2]
     return 2 + _STATES.get(kind, 2) + (1 if kind == "SGD" and optim["momentum"] else 0)
 
 
 def stage_activations(plan: Plan, chain: Chain, sample: Batch) -> list[int]:
-    """For each stage, the bytes that it holds between forwards and backwards: what autograd keeps for the micro-batches
-    that the schedule has in flight there, and the weights cast to the compute dtype.
+    """Estimate what each stage holds between forwards and backwards.
 
-    sample  one micro-batch, for its shapes
+    That is what autograd keeps for the micro-batches that the schedule has in flight, and the weights cast to the
+    compute dtype.
+
+    Args:
+        plan: The layout of the run.
+        chain: The model.
+        sample: One micro-batch, for its shapes.
+
+    Returns:
+        Bytes, for each stage of the plan.
     """
     traced = {t.name: t for t in trace(chain, sample, plan.precision, plan.device_type)}
     sizes = []
@@ -60,10 +84,16 @@ def stage_activations(plan: Plan, chain: Chain, sample: Batch) -> list[int]:
 
 
 def estimate_memory(plan: Plan, chain: Chain, sample: Batch, optim) -> list[MemoryEstimate]:
-    """One estimate a rank.
+    """Estimate the memory of each rank.
 
-    sample  one micro-batch, for its shapes
-    optim   the configuration section: its target, and momentum for SGD
+    Args:
+        plan: The layout of the run.
+        chain: The model.
+        sample: One micro-batch, for its shapes.
+        optim: The configuration section: its target, and momentum for SGD.
+
+    Returns:
+        One estimate per rank.
     """
     held = stage_activations(plan, chain, sample)
     states = tensors_per_parameter(optim) - 2

@@ -22,7 +22,16 @@ import torch.distributed as dist
 
 @dataclass
 class Mesh:
-    """``rank`` is this process's; groups are made by ``connect`` and None until then, or where they have one member."""
+    """The grid of ranks, seen from one of them.
+
+    Attributes:
+        dp: The number of replicas.
+        pp: The number of ranks of each pipeline.
+        rank: This process's rank.
+        order: dp_pp or pp_dp, the numbering of the ranks.
+        dp_group: The ranks that hold the same stages. None until ``connect``, or where there is one.
+        pp_group: The ranks of this pipeline. None likewise.
+    """
 
     dp: int
     pp: int
@@ -32,41 +41,51 @@ class Mesh:
     pp_group: dist.ProcessGroup | None = field(default=None, repr=False)
 
     def rank_at(self, replica: int, position: int) -> int:
-        """The rank that runs ``position`` of pipeline ``replica``."""
+        """Return the rank that runs ``position`` of pipeline ``replica``."""
         return replica * self.pp + position if self.order == "dp_pp" else position * self.dp + replica
 
     def coordinates(self, rank: int) -> tuple[int, int]:
-        """(replica, position) of a rank."""
+        """Return (replica, position) of a rank."""
         return divmod(rank, self.pp) if self.order == "dp_pp" else divmod(rank, self.dp)[::-1]
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return self.dp * self.pp
 
     @property
     def replica(self) -> int:
+        """The replica that this rank belongs to, from 0."""
         return self.coordinates(self.rank)[0]
 
     @property
     def position(self) -> int:
+        """This rank's place in its pipeline, from 0."""
         return self.coordinates(self.rank)[1]
 
     def pipeline(self, replica: int) -> list[int]:
-        """Ranks of one pipeline, first stage to last."""
+        """Return the ranks of one pipeline, first stage to last."""
         return [self.rank_at(replica, position) for position in range(self.pp)]
 
     def replicas(self, position: int) -> list[int]:
-        """Ranks that hold the same stages."""
+        """Return the ranks that hold the same stages."""
         return [self.rank_at(replica, position) for replica in range(self.dp)]
 
     def connect(self, timeout_s: float) -> Mesh:
-        """Make the process groups. Every rank calls it; needs an initialised default group if size > 1."""
+        """Make the process groups. Every rank calls this.
+
+        Args:
+            timeout_s: The longest that a rank waits for another.
+
+        Returns:
+            This mesh. With more than one rank it needs an initialised default process group.
+        """
         self.pp_group = self.new_group([self.pipeline(r) for r in range(self.dp)], timeout_s)
         self.dp_group = self.new_group([self.replicas(p) for p in range(self.pp)], timeout_s)
         return self
 
     def gather(self, value: Any) -> list:
-        """Everyone's value, by rank. All ranks call it together."""
+        """Return every rank's value, by rank. All ranks call this together."""
         if self.size == 1:
             return [value]
         answers: list = [None] * self.size
@@ -74,12 +93,20 @@ class Mesh:
         return answers
 
     def new_group(self, lines: Sequence[Sequence[int]], timeout_s: float) -> dist.ProcessGroup | None:
-        """Make one group for each line of ranks (all ranks take part); returns the one this rank is in."""
-        mine = None
+        """Make one process group for each line of ranks. All ranks call this.
+
+        Args:
+            lines: The ranks of each group. One of a single rank is left out.
+            timeout_s: The longest that a rank waits for another.
+
+        Returns:
+            The group that this rank is in, if any.
+        """
+        own = None
         for ranks in lines:
             if len(ranks) < 2:
                 continue
             group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
             if self.rank in ranks:
-                mine = group
-        return mine
+                own = group
+        return own

@@ -1,4 +1,4 @@
-"""How layers are dealt to stages: contiguous runs, each of at least one layer."""
+"""The partition of layers into stages: contiguous runs of at least one layer each."""
 
 from __future__ import annotations
 
@@ -7,13 +7,23 @@ from collections.abc import Sequence
 from common.errors import PlanError
 
 
-def deal(names: Sequence[str], stages: int, balance: str | Sequence[int], costs: Sequence[int]) -> list[list[str]]:
-    """Cut the layers ``names`` into ``stages`` runs.
+def partition_layers(
+    names: Sequence[str], stages: int, balance: str | Sequence[int], costs: Sequence[int]
+) -> list[list[str]]:
+    """Cut the layers into stages.
 
-    balance   "uniform": equally many layers; "size": equal sums of ``costs``; or the number of layers of each stage.
-              "time" and "size" are settled by measurement where there is a run (``parallel.balance``)
-    costs     one number a layer (its parameters), used by "size"
-    raises    PlanError where that is impossible
+    Args:
+        names: The layers, in order.
+        stages: How many stages.
+        balance: "uniform" for equally many layers, "size" for equal sums of ``costs``, or the number of layers of each
+            stage. For "time" the layers are cut as for "uniform" until they are measured (``parallel.balance``).
+        costs: One number per layer (its parameters), used by "size".
+
+    Returns:
+        The names of each stage's layers.
+
+    Raises:
+        PlanError: If that is impossible.
     """
     if stages > len(names):
         raise PlanError(
@@ -36,15 +46,22 @@ def deal(names: Sequence[str], stages: int, balance: str | Sequence[int], costs:
 
 
 def even_split(layers: int, stages: int) -> list[int]:
-    """Layers of each stage, as many in each; what is over goes to the first ones."""
-    share, extra = divmod(layers, stages)
-    return [share + (i < extra) for i in range(stages)]
+    """Return the number of layers of each stage: equally many, the first stages one more where some remain."""
+    each, extra = divmod(layers, stages)
+    return [each + (i < extra) for i in range(stages)]
 
 
 def block_partition(costs: Sequence[float], parts: int) -> list[int]:
-    """Lengths of ``parts`` contiguous non-empty blocks of ``costs`` whose largest sum is smallest.
+    """Cut costs into contiguous non-empty blocks so that the largest sum is smallest.
 
-    Exact, by dynamic programming in O(parts x n^2); n is a number of layers.
+    Exact, by dynamic programming in O(parts x n^2).
+
+    Args:
+        costs: One number for each of n layers.
+        parts: How many blocks.
+
+    Returns:
+        The length of each block.
     """
     n = len(costs)
     total = [0.0]
@@ -66,7 +83,7 @@ def _explicit(counts: list[int], layers: int, stages: int) -> list[int]:
     if not right or len(counts) != stages or sum(counts) != layers:
         shown = str(counts).replace(" ", "")
         raise PlanError(
-            f"parallel.balance={shown} must be {stages} whole numbers above 0 (one a stage) with the sum {layers} "
+            f"parallel.balance={shown} must be {stages} whole numbers above 0 (one per stage) with the sum {layers} "
             f"(the model's layers); for example parallel.balance={_example(layers, stages)}"
         )
     return counts

@@ -168,12 +168,7 @@ class PipeStage(PipelineStage):
                 bwd_kwargs = {**bwd_kwargs, "stage_output": bwd_kwargs["stage_output"][0]}
             gradients, _ = super().backward_maybe_with_nosync("full", bwd_kwargs, last_backward)
             groups = []  # nothing is left for the second part of a split backward
-        # The stage before waits for each of them, also where an input had no part in the loss.
-        gradients = tuple(
-            torch.zeros_like(x) if gradient is None and isinstance(x, Tensor) and x.requires_grad else gradient
-            for x, gradient in zip(inputs, gradients, strict=True)
-        )
-        return gradients, groups
+        return tuple(_as_sent(*pair) for pair in zip(inputs, gradients, strict=True)), groups
 
     def _backward_input(self, stage_output, output_grads, input_values):
         """The first part of a split backward.
@@ -207,6 +202,13 @@ class PipeStage(PipelineStage):
             leaves = {id(x) for x in inputs if isinstance(x, Tensor) and x.requires_grad}
             self._splits = bool(leaves) and all(_depends(y, leaves) for y in outputs if y.requires_grad)
         return self._splits
+
+
+def _as_sent(x: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """The gradient of input ``x`` as the stage before waits for it, also where ``x`` had no part in the loss."""
+    if gradient is not None:
+        return gradient.contiguous()
+    return torch.zeros_like(x) if isinstance(x, Tensor) and x.requires_grad else None
 
 
 def _without(tensors: Sequence[Tensor], positions: Sequence[int]) -> tuple[Tensor, ...]:

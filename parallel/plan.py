@@ -1,5 +1,7 @@
-"""The layout of a run: who runs what, on which micro-batches. All rules between fields are checked here, once,
-before any process starts."""
+"""The layout of a run: which rank runs which layers, on which micro-batches.
+
+All rules between fields of the configuration are checked here, once, before any process starts.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from common.errors import PlanError
 from models.chain import Chain, is_within
 from parallel.devices import device_count, resolve_device_type
 from parallel.mesh import Mesh
-from parallel.partition import deal
+from parallel.partition import partition_layers
 from parallel.precision import resolve_precision
 from parallel.schedules import check_chunks, check_schedule, ideal_bubble, stages_per_rank
 from parallel.strategies import StrategyInfo, names_where, strategy_info, suggest
@@ -17,7 +19,13 @@ from parallel.strategies import StrategyInfo, names_where, strategy_info, sugges
 
 @dataclass(frozen=True)
 class StagePlan:
-    """``layers`` by name; ``parameters`` counts trainable ones, a copy of a tied weight included."""
+    """One stage.
+
+    Attributes:
+        index: The stage's place in the model, from 0.
+        layers: The names of its layers.
+        parameters: The number of trainable parameters, a copy of a tied one included.
+    """
 
     index: int
     layers: tuple[str, ...]
@@ -26,7 +34,23 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything about a layout that follows from the configuration. ``processes`` is 1 for strategies in one."""
+    """Everything about a layout that follows from the configuration.
+
+    Attributes:
+        strategy: The name in the registry (``parallel.strategies``).
+        device_type: cpu, cuda or mps.
+        precision: fp64, fp32, bf16 or fp16.
+        dp: The number of replicas.
+        pp: The number of stages, divided by ``stages_per_rank``.
+        order: dp_pp or pp_dp, the numbering of the ranks.
+        chunks: The number of micro-batches per replica and step.
+        schedule: The name in ``parallel.schedules``; None where one process runs all stages.
+        stages_per_rank: How many stages each rank runs.
+        stages: All stages, first to last.
+        parameters: The number of trainable parameters of the model, a tied one counted once.
+        global_batch_size: Samples per step over all replicas.
+        devices: Where one process puts its stages or copies; empty where each rank has one device.
+    """
 
     strategy: str
     device_type: str
@@ -49,36 +73,48 @@ class Plan:
 
     @property
     def processes(self) -> int:
+        """The number of ranks."""
         return self.dp * self.pp if self.pipelined else self.dp
 
     @property
     def microbatch_size(self) -> int:
-        """Samples that pass through the model at a time."""
+        """The number of samples that pass through the model at a time."""
         return self.global_batch_size // (self.dp * self.chunks)
 
     @property
     def ideal_bubble(self) -> float | None:
-        """Share of time that a balanced pipeline idles; None where there is no pipeline."""
+        """The fraction of time that a balanced pipeline idles; None where there is no pipeline."""
         if not self.pipelined:
             return None
         return ideal_bubble(self.schedule, self.pp, self.chunks, self.stages_per_rank)
 
     def mesh(self, rank: int) -> Mesh:
-        """The grid of ranks, seen from ``rank``."""
+        """Return the grid of ranks, seen from ``rank``."""
         return Mesh(self.dp, self.pp if self.pipelined else 1, rank, self.order)
 
     def stages_of(self, position: int) -> list[StagePlan]:
-        """The stages of a pipeline position: dealt round robin; all of them where one process runs all."""
+        """Return the stages of a pipeline position: every ``pp``-th one, or all of them where one process runs all."""
         return list(self.stages[position :: self.pp]) if self.pipelined else list(self.stages)
 
 
 def make_plan(
     parallel, chain: Chain, *, global_batch_size: int, device: str, precision: str, world_size: int | None = None
 ) -> Plan:
-    """Work the configuration section ``parallel`` out into a Plan.
+    """Make the plan of a run, and check it.
 
-    world_size  the number of processes where they are started already (torchrun), else None
-    raises      PlanError with the numbers and a way out
+    Args:
+        parallel: The configuration section.
+        chain: The model.
+        global_batch_size: Samples per step over all replicas.
+        device: auto, cpu, cuda or mps.
+        precision: auto, fp64, fp32, bf16 or fp16.
+        world_size: The number of processes where they are started already (torchrun), else None.
+
+    Returns:
+        The plan.
+
+    Raises:
+        PlanError: With the numbers and a way out.
     """
     info = strategy_info(parallel.name)
     pipelined = info.stage_per_rank
@@ -102,7 +138,7 @@ def make_plan(
     skeleton = chain.skeleton()
     costs = [sum(p.numel() for p in layer.parameters()) for _, layer in skeleton.items()]
     balance = parallel.balance if isinstance(parallel.balance, str) else list(parallel.balance)
-    runs = deal(chain.names, parallel.pp * per_rank, balance, costs)
+    runs = partition_layers(chain.names, parallel.pp * per_rank, balance, costs)
     cost_of = dict(zip(chain.names, costs, strict=True))
     untied = _tied_within(chain, runs, skeleton)
     return Plan(

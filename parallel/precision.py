@@ -11,7 +11,15 @@ _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve_precision(wanted: str, device_type: str) -> str:
-    """``auto`` -> bf16 where the device multiplies it in hardware, else fp32. Other names stay."""
+    """Replace ``auto`` by bf16 where the device computes it in hardware, else by fp32.
+
+    Args:
+        wanted: auto, fp64, fp32, bf16 or fp16.
+        device_type: cpu, cuda or mps.
+
+    Returns:
+        The name of a number format; one that is named already is kept.
+    """
     if wanted != "auto":
         return wanted
     return "bf16" if _fast_bf16(device_type) else "fp32"
@@ -21,19 +29,22 @@ def _fast_bf16(device_type: str) -> bool:
     if device_type == "cuda":
         return torch.cuda.get_device_capability()[0] >= 8  # Ampere; older cards emulate it
     if device_type == "cpu":
-        # Private, but in every torch from 2.4 on; a torch without them gets fp32, which is always right.
+        # Private; torch 2.11, 2.13 and 2.15 have them. Without them fp32 is used, which is always right.
         probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
         return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
     return False
 
 
 def parameter_dtype(precision: str) -> torch.dtype:
-    """Weights, gradients and optimizer state: float64 for fp64, else float32 (bf16 and fp16 are autocast)."""
+    """Return the dtype of weights, gradients and optimizer state.
+
+    It is float64 for fp64, else float32: bf16 and fp16 are computed under autocast.
+    """
     return torch.float64 if precision == "fp64" else torch.float32
 
 
 def autocast(precision: str, device_type: str):
-    """The context that one whole step runs under, so that each weight is cast once and not once a micro-batch."""
+    """Return the context for one whole step, in which each weight is cast once and not once per micro-batch."""
     if precision not in _COMPUTE:
         return nullcontext()
     return torch.autocast(device_type, dtype=_COMPUTE[precision])
@@ -43,8 +54,14 @@ def autocast(precision: str, device_type: str):
 class LossScale:
     """Loss scaling for float16: doubled after ``interval`` good steps, halved at a bad one.
 
-    torch's GradScaler looks for infinities one optimizer at a time; with stages on different ranks all of them must
-    take the same decision, so it is taken from the step's one agreed flag. Same constants as GradScaler.
+    torch's GradScaler looks for infinities one optimizer at a time. With stages on different ranks all of them must
+    take the same decision, so it is taken from the step's one agreed flag. The constants are GradScaler's.
+
+    Attributes:
+        enabled: Whether the loss is scaled at all.
+        scale: What it is multiplied by.
+        good_steps: Finite steps since the scale changed.
+        interval: The number of good steps after which it is doubled.
     """
 
     enabled: bool
@@ -58,7 +75,7 @@ class LossScale:
         return self.scale if self.enabled else 1.0
 
     def update(self, finite: bool) -> None:
-        """Once per step, with the same flag on every rank."""
+        """Adapt the scale, once per step, with the same flag on every rank."""
         if not self.enabled:
             return
         self.good_steps = self.good_steps + 1 if finite else 0
@@ -68,7 +85,9 @@ class LossScale:
             self.scale, self.good_steps = self.scale * 2, 0
 
     def state_dict(self) -> dict[str, float]:
+        """Return what a checkpoint keeps."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from what ``state_dict`` returned."""
         self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])

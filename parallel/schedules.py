@@ -1,14 +1,14 @@
 """Pipeline schedules: their names, what each asks of the chunk count, and the bubble of an ideal run.
 
-p ranks, m chunks (micro-batches), v stages a rank; a backward takes two forwards' time, half of it for the inputs'
-gradients and half for the weights':
+p ranks, m chunks (micro-batches), v stages per rank; a backward takes two forwards' time, half of it for the gradients
+of inputs and half for those of weights:
 
-    gpipe                    all forwards, then all backwards                   bubble (p-1) / (m + p-1)
-    1f1b                     as gpipe, but a backward as soon as there is one:   the same, in less memory
-    interleaved_1f1b         1f1b with several stages a rank, dealt round robin  bubble (p-1) / (v m + p-1)
-    looped_bfs               gpipe with several stages a rank                    bubble (p-1) / (v m + p-1)
-    interleaved_zero_bubble  interleaved_1f1b whose weight gradients fill gaps   bubble (p-1) / (3 v m + p-1)
-    planned                  the order that ends first, from measured times      the same
+    gpipe                    all forwards, then all backwards                      bubble (p-1) / (m + p-1)
+    1f1b                     each backward as soon as it is possible               the same, in less memory
+    interleaved_1f1b         1f1b with several stages per rank, every p-th one     bubble (p-1) / (v m + p-1)
+    looped_bfs               gpipe with several stages per rank                    bubble (p-1) / (v m + p-1)
+    interleaved_zero_bubble  interleaved_1f1b whose weight gradients fill gaps     bubble (p-1) / (3 v m + p-1)
+    planned                  the shortest simulated makespan, from measured times  the same
 
 Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2019 and 2021 (PipeDream-flush, interleaved), Lamy-Poirier 2022
 (looped BFS), Qi et al. 2023 (zero bubble, there ZB-H1; and orders planned from measured times).
@@ -25,13 +25,14 @@ from parallel.strategies import suggest
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is particular about a schedule.
+    """What a schedule is.
 
-    class_name      module and name of what runs it
-    looped          whether a rank runs several stages
-    rounds          whether chunks go in rounds of as many as there are ranks
-    splits_backward whether gradients of inputs and of weights are taken at different times, somewhere in a step
-    refused         why it cannot be used, where it cannot
+    Attributes:
+        class_name: Module and name of the class that runs it.
+        looped: Whether a rank runs several stages.
+        rounds: Whether chunks are run in rounds of as many as there are ranks.
+        splits_backward: Whether gradients of inputs and of weights are computed at different times.
+        refused: Why it cannot be used; empty where it can.
     """
 
     class_name: str
@@ -66,7 +67,18 @@ NAMES = tuple(name for name, schedule in SCHEDULES.items() if not schedule.refus
 
 
 def stages_per_rank(schedule: str, wanted: int | None) -> int:
-    """How many stages each rank runs: ``wanted``, or what the schedule needs where that is None."""
+    """Return how many stages each rank runs.
+
+    Args:
+        schedule: The schedule's name.
+        wanted: How many, or None for what the schedule needs.
+
+    Returns:
+        Their number.
+
+    Raises:
+        PlanError: If the schedule cannot run so many.
+    """
     looped = SCHEDULES[schedule].looped
     if wanted is None:
         return 2 if looped else 1
@@ -74,26 +86,43 @@ def stages_per_rank(schedule: str, wanted: int | None) -> int:
         raise PlanError(f"parallel.stages_per_rank={wanted} must be at least 1")
     if wanted > 1 and not looped:
         raise PlanError(
-            f"parallel.schedule={schedule} runs one stage a rank, parallel.stages_per_rank={wanted} is too many; "
+            f"parallel.schedule={schedule} runs one stage per rank, parallel.stages_per_rank={wanted} is too many; "
             "parallel.schedule=interleaved_1f1b takes several"
         )
     return wanted
 
 
 def check_schedule(schedule: str, replicas: int) -> None:
-    """Raise PlanError for a schedule that is not right, at all or with replicas."""
+    """Check that a schedule computes right gradients.
+
+    Args:
+        schedule: The schedule's name.
+        replicas: Their number.
+
+    Raises:
+        PlanError: If the schedule is refused, always or with so many replicas.
+    """
     if SCHEDULES[schedule].refused:
         raise PlanError(f"parallel.schedule={schedule} is refused: {SCHEDULES[schedule].refused}")
     if SCHEDULES[schedule].splits_backward and replicas > 1:
         raise PlanError(
             f"parallel.schedule={schedule} with parallel.dp={replicas} replicas is refused: torch skips the averaging "
-            "of gradients there without a word (pytorch issue 144530); use parallel.schedule=interleaved_1f1b, or one "
+            "of gradients silently (pytorch issue 144530); use parallel.schedule=interleaved_1f1b, or one "
             f"replica (parallel={suggest(replicas=False, stages=True)})"
         )
 
 
 def check_chunks(schedule: str, chunks: int, ranks: int) -> None:
-    """Raise PlanError where ``schedule`` cannot run ``chunks`` micro-batches on ``ranks`` ranks."""
+    """Check that a schedule can run so many micro-batches on so many ranks.
+
+    Args:
+        schedule: The schedule's name.
+        chunks: The number of micro-batches.
+        ranks: The number of ranks of the pipeline.
+
+    Raises:
+        PlanError: If it cannot, with the nearest numbers that work.
+    """
     if schedule == "1f1b" and chunks < ranks:
         raise PlanError(
             f"parallel.schedule=1f1b needs at least as many chunks as stages: parallel.chunks={chunks} is below "
@@ -117,13 +146,34 @@ def _equal_rounds(chunks: int, ranks: int) -> bool:
 
 
 def ideal_bubble(schedule: str, ranks: int, chunks: int, per_rank: int) -> float:
-    """Share of the ranks' time that a perfectly balanced run leaves idle, from 0 to 1."""
+    """Compute the fraction of the ranks' time that is idle in a perfectly balanced run.
+
+    Args:
+        schedule: The schedule's name.
+        ranks: The number of ranks of the pipeline.
+        chunks: The number of micro-batches.
+        per_rank: Stages per rank.
+
+    Returns:
+        A number from 0 to 1.
+    """
     work = per_rank * chunks * (3 if SCHEDULES[schedule].splits_backward else 1)
     return (ranks - 1) / (work + ranks - 1)
 
 
 def in_flight(schedule: str, ranks: int, chunks: int, per_rank: int, rank: int) -> int:
-    """At most how many micro-batches' activations a stage of ``rank`` holds at a time, on average over its stages."""
+    """Compute how many micro-batches' activations a stage holds at most, on average over the rank's stages.
+
+    Args:
+        schedule: The schedule's name.
+        ranks: The number of ranks of the pipeline.
+        chunks: The number of micro-batches.
+        per_rank: Stages per rank.
+        rank: The position of the rank in the pipeline.
+
+    Returns:
+        Their number.
+    """
     if schedule in ("gpipe", "looped_bfs"):
         return chunks
     if schedule == "1f1b":
@@ -131,15 +181,25 @@ def in_flight(schedule: str, ranks: int, chunks: int, per_rank: int, rank: int) 
     if schedule == "planned":
         return -(-max_in_flight(ranks, chunks, per_rank, rank, spare=ranks) // per_rank)
     held = -(-_warm_up(ranks, per_rank, rank) // per_rank) + 1
-    # Activations whose weight gradients wait are held on: never more than a round of them.
+    # Activations are also held until their weights' gradients are computed: at most one round of them.
     if schedule == "interleaved_zero_bubble":
         held += ranks
     return min(chunks, held)
 
 
 def max_in_flight(ranks: int, chunks: int, per_rank: int, rank: int, spare: int) -> int:
-    """At most how many activations, one for each stage and micro-batch, a planned order has ``rank`` hold at a time:
-    interleaved 1F1B's, and ``spare`` more."""
+    """Compute how many activations, one for each stage and micro-batch, a planned order lets a rank hold.
+
+    Args:
+        ranks: The number of ranks of the pipeline.
+        chunks: The number of micro-batches.
+        per_rank: Stages per rank.
+        rank: The position of the rank in the pipeline.
+        spare: How many more than interleaved 1F1B holds.
+
+    Returns:
+        Their number.
+    """
     return min(chunks * per_rank, _warm_up(ranks, per_rank, rank) + spare)
 
 
@@ -149,5 +209,5 @@ def _warm_up(ranks: int, per_rank: int, rank: int) -> int:
 
 
 def schedule_class(schedule: str) -> type:
-    """The class that runs ``schedule``: torch's, or this project's that gives torch's another order."""
+    """Import the class that runs a schedule: torch's, or this project's that gives torch's another order."""
     return resolve_name(SCHEDULES[schedule].class_name)

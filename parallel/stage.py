@@ -140,17 +140,17 @@ class Stage(nn.Module):
         their gradients are copied into another order on either side.
         """
         x = (x.permute(0, 2, 3, 1) if self._is_image(x) else x).contiguous()
-        # Where the backward is split, torch detaches what was sent in place. A view refuses that, and a received
-        # tensor that is passed on untouched would lose its gradient.
-        aliased = x._is_view() or (x.is_leaf and x.requires_grad)
-        return torch.ops.aten._unsafe_view(x, x.shape) if aliased else x
+        # Where the backward is split, torch detaches what was sent in place, and a view refuses that.
+        return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
 
     def _as_output(self, output: Tensors) -> Tensors:
         change = torch.Tensor.contiguous if self.ends_chain else self.as_sent
         return tuple(map(change, output)) if isinstance(output, tuple) else change(output)
 
     def _as_received(self, x: Tensor) -> Tensor:
-        return x.permute(0, 3, 1, 2) if self._is_image(x) else x
+        # Always a view. Autocast takes a leaf that has a gradient for a weight: it would keep the cast of ``x`` until
+        # the end of the step. And torch would detach ``x`` itself, where it is passed on untouched.
+        return x.permute(0, 3, 1, 2) if self._is_image(x) else x.view_as(x)
 
     def _in_channels_last(self, x: Tensor) -> Tensor:
         return x.contiguous(memory_format=torch.channels_last) if self._is_image(x) else x

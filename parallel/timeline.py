@@ -13,16 +13,24 @@ KEPT_STEPS = 50
 WARM_UP_STEPS = 2
 
 FORWARD, BACKWARD = "forward", "backward"
-# The two halves of a backward, where a schedule runs them apart: the gradient of the input, which the stage before
-# waits for, and those of the weights, for which nobody waits.
+# The two parts of a split backward: the gradient of the input, which the stage before waits for, and those of the
+# weights, for which no other rank waits.
 BACKWARD_INPUT, BACKWARD_WEIGHT = "backward_input", "backward_weight"
 WORK = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-# From when the receive was posted to when its data was used: waiting until the neighbour has it is in there too.
+# From when the receive was posted to when its data was used, waiting for the neighbour included.
 RECEIVE_ACTIVATION, RECEIVE_GRADIENT = "receive_activation", "receive_gradient"
 
 
 class Interval(NamedTuple):
-    """One piece of work, of a kind in ``WORK``, or one receive; seconds on this host's monotonic clock."""
+    """One piece of work, or one receive.
+
+    Attributes:
+        kind: A kind of work in ``WORK``, or a kind of receive.
+        stage: The stage, from 0.
+        microbatch: The micro-batch of the replica, from 0.
+        start: In seconds, on this host's monotonic clock.
+        end: Likewise.
+    """
 
     kind: str
     stage: int
@@ -36,28 +44,49 @@ Steps = Sequence[Sequence[Interval]]  # of one rank: for each step, oldest first
 
 @dataclass
 class Timeline:
-    """The newest steps' intervals of one rank, oldest first. Outside a training step nothing is kept."""
+    """The intervals of one rank in its newest training steps.
+
+    Attributes:
+        steps: The intervals of each step, oldest step first.
+    """
 
     steps: deque[list[Interval]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
     _current: list[Interval] | None = None
     _posted: dict[tuple[str, int, int], float] = field(default_factory=dict)
 
     def start_step(self) -> None:
+        """Start to record a step."""
         self._current = []
         self._posted.clear()
 
     def end_step(self) -> None:
+        """Keep the step that was recorded."""
         if self._current is not None:
             self.steps.append(self._current)
         self._current = None
 
     def post(self, kind: str, stage: int, microbatch: int) -> None:
-        """A receive that ``begin`` will use is posted now."""
+        """Note that a receive is posted now, which ``begin`` will use.
+
+        Args:
+            kind: A kind of receive.
+            stage: The stage that receives.
+            microbatch: The micro-batch of the replica.
+        """
         if self._current is not None:
             self._posted[kind, stage, microbatch] = now()
 
     def begin(self, receive: str, stage: int, microbatch: int) -> float:
-        """Work that uses what the receive of that kind brought, where there was one, starts now; returns ``now()``."""
+        """Note that work starts now which uses what was received.
+
+        Args:
+            receive: The kind of receive. Where none was posted, nothing is noted.
+            stage: The stage that works.
+            microbatch: The micro-batch of the replica.
+
+        Returns:
+            The time now, in seconds.
+        """
         start = now()
         posted = self._posted.pop((receive, stage, microbatch), None)
         if posted is not None and self._current is not None:
@@ -65,14 +94,26 @@ class Timeline:
         return start
 
     def note(self, kind: str, stage: int, microbatch: int, start: float) -> None:
-        """Work that began at ``start`` (``now()``) ends now."""
+        """Note that work ends now.
+
+        Args:
+            kind: A kind of work in ``WORK``.
+            stage: The stage that worked.
+            microbatch: The micro-batch of the replica.
+            start: When it started, in seconds.
+        """
         if self._current is not None:
             self._current.append(Interval(kind, stage, microbatch, start, now()))
 
 
 class Recording(NamedTuple):
-    """What a rank has measured, for others to read. ``mark``: an instant on its clock that is the same moment for all
-    ranks, give or take a message (just after a barrier)."""
+    """What a rank has recorded, to be sent to others.
+
+    Attributes:
+        host: The name of the rank's host.
+        mark: A time on the rank's clock that is the same moment on all ranks to within a message (after a barrier).
+        steps: The rank's intervals, step by step.
+    """
 
     host: str
     mark: float
@@ -80,15 +121,21 @@ class Recording(NamedTuple):
 
     @classmethod
     def of(cls, timeline: Timeline) -> Recording:
-        """To be called by all ranks as they leave a barrier."""
+        """Make a rank's recording. All ranks call this as they leave a barrier."""
         return cls(socket.gethostname(), now(), list(timeline.steps))
 
 
 def on_one_clock(recordings: Sequence[Recording]) -> list[list[list[Interval]]]:
-    """Each rank's steps on the clock of rank 0's host.
+    """Convert all ranks' times to the clock of rank 0's host.
 
-    The ranks of a host share its clock, and their times stay as they are. Another host's are moved so that the mark
-    falls on rank 0's: right to about the time that a message takes.
+    The ranks of a host share its clock. Another host's times are shifted so that the marks coincide, which is exact to
+    about the time that a message takes.
+
+    Args:
+        recordings: Of all ranks.
+
+    Returns:
+        For each rank, its intervals, step by step.
     """
     marks: dict[str, float] = {}
     for recording in recordings:  # the first to leave the barrier was delayed least
@@ -104,28 +151,37 @@ def on_one_clock(recordings: Sequence[Recording]) -> list[list[list[Interval]]]:
 
 
 def now() -> float:
-    """Seconds; the same clock in every process of a host."""
+    """Return the time in seconds, on a clock that all processes of a host share."""
     return time.perf_counter()
 
 
 def steady_steps(ranks: Sequence[Steps]) -> range:
-    """The steps that all ranks have measured, as indices from the end (-1: the newest), less the warm-up: the first
-    two, if there are more."""
+    """List the steps that all ranks have recorded, without the warm-up.
+
+    Args:
+        ranks: For each rank, its steps.
+
+    Returns:
+        Indices from the end (-1 is the newest). The first two steps are left out, if there are more.
+    """
     count = min(len(steps) for steps in ranks)
     return range((WARM_UP_STEPS if count > WARM_UP_STEPS else 0) - count, 0)
 
 
 def work_span(intervals: Sequence[Interval]) -> tuple[float, float]:
-    """When the first work among ``intervals``, which holds some, began, and when the last ended."""
+    """Return when the first work among ``intervals`` began, and when the last ended."""
     work = [i for i in intervals if i.kind in WORK]
     return min(i.start for i in work), max(i.end for i in work)
 
 
 def bubble_fraction(ranks: Sequence[Steps]) -> float | None:
-    """1 - busy time / (ranks x span from the first forward to the last backward), summed over the steady steps.
+    """Compute 1 - busy time / (ranks x span from the first forward to the last backward), over the steady steps.
 
-    ranks    for each rank of one pipeline, its steps' intervals (``list(timeline.steps)``)
-    returns  None where no step was measured on every rank
+    Args:
+        ranks: For each rank of one pipeline, its steps' intervals (``list(timeline.steps)``).
+
+    Returns:
+        A number from 0 to 1, or None where no step was recorded on every rank.
     """
     busy = span = 0.0
     for index in steady_steps(ranks):

@@ -81,22 +81,27 @@ def arm() -> None:
 def _wrap_steps(attempt: Attempt) -> None:
     import torch.distributed as dist
 
+    from parallel.local import LocalStrategy
+    from parallel.pipeline import Pipeline
     from parallel.stage import Stage
     from parallel.strategy import Strategy
     from training import loop
     from training.optimizer import Optimizer
 
-    train_step, agree, forward = Strategy.train_step, Strategy._agree, Stage.forward
+    agree, forward = Strategy._agree, Stage.forward
     all_reduce, update, evaluate = dist.all_reduce, Optimizer.step, loop.evaluate
 
-    @wraps(train_step)
-    def counted(self, batch, step, *args, **kwargs):
-        attempt.begin(step)
-        attempt.reach(MOMENT, step)
-        try:
-            return train_step(self, batch, step, *args, **kwargs)
-        finally:
-            attempt.training, attempt.done = False, step
+    def counted(train_step):
+        @wraps(train_step)
+        def run(self, batch, step, *args, **kwargs):
+            attempt.begin(step)
+            attempt.reach(MOMENT, step)
+            try:
+                return train_step(self, batch, step, *args, **kwargs)
+            finally:
+                attempt.training, attempt.done = False, step
+
+        return run
 
     @wraps(forward)
     def watched(self, *args, **kwargs):
@@ -136,7 +141,9 @@ def _wrap_steps(attempt: Attempt) -> None:
         attempt.reach(EVALUATION, attempt.step)
         return evaluate(*args, **kwargs)
 
-    Strategy.train_step, Strategy._agree, Stage.forward = counted, poisoned, watched
+    for kind in (LocalStrategy, Pipeline):
+        kind.train_step = counted(kind.train_step)
+    Strategy._agree, Stage.forward = poisoned, watched
     dist.all_reduce, Optimizer.step, loop.evaluate = announced, stepped, evaluated
 
 

@@ -11,7 +11,7 @@ from cases import Layout, Recipe
 from comparing import assert_same_training, weights_of
 from torch import nn
 
-from parallel.batchnorm import normalise_together
+from parallel.batchnorm import normalise_over_replicas
 
 CONVNET = Recipe("convnet", global_batch=32, lr=0.02, steps=6, eval_every=3)
 STATISTICS = ("running_mean", "running_var")
@@ -66,7 +66,7 @@ def normalise_half(x, dy):
     rank, size = dist.get_rank(), len(x) // 2
     mine = x[rank * size : (rank + 1) * size].clone().requires_grad_()
     weight, bias = (torch.full((x.shape[1],), v, dtype=x.dtype, requires_grad=True) for v in (2.0, 0.5))
-    y, mean, variance = normalise_together(mine, weight, bias, 1e-5, group=dist.group.WORLD)
+    y, mean, variance = normalise_over_replicas(mine, weight, bias, 1e-5, group=dist.group.WORLD)
     y.backward(dy[rank * size : (rank + 1) * size])
     return [t.detach() for t in (y, mine.grad, weight.grad, bias.grad, mean, variance)]
 

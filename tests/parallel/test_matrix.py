@@ -10,6 +10,7 @@ from cases import Layout, Recipe
 from comparing import assert_same_training
 
 from parallel.schedules import NAMES, SCHEDULES
+from parallel.strategies import STRATEGIES, StrategyInfo
 
 TOLERANCE = 1e-5  # relative, in float32
 
@@ -22,12 +23,16 @@ RECIPES = {
     "classifier": Recipe("classifier", global_batch=16, lr=0.02, eval_every=10),
     "convnet": Recipe("convnet", global_batch=32, lr=0.02, eval_every=10),
 }
-LAYOUTS = [
-    Layout("model_parallel", pp=2, chunks=4),
-    Layout("ddp", dp=2, chunks=2),
-    Layout("pipelined", pp=2, chunks=4, schedule="1f1b"),
-    Layout("pipe_ddp", dp=2, pp=2, chunks=2),
-]
+
+
+def small_layout(name: str, info: StrategyInfo) -> Layout:
+    """Two replicas and two stages, where the strategy has them; four micro-batches in all."""
+    dp, pp = 1 + info.replicas, 1 + info.stages
+    return Layout(name, dp=dp, pp=pp, chunks=4 // dp, schedule="gpipe" if info.replicas else "1f1b")
+
+
+# Every registered strategy: a new one is compared without a change here.
+LAYOUTS = [small_layout(name, info) for name, info in STRATEGIES.items() if not info.gpu_only and name != "single"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)

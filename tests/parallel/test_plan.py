@@ -144,7 +144,7 @@ def test_replicas_left_open_are_as_many_as_the_started_processes_allow_and_two_o
 
 def test_a_device_list_of_another_length_than_the_stages():
     refused(
-        Layout("model_parallel", pp=3), "names 2 devices for parallel.pp=3 stages", "name one a stage",
+        Layout("model_parallel", pp=3), "names 2 devices for parallel.pp=3 stages", "name one per stage",
         devices=["cpu", "cpu"],
     )  # fmt: skip
 

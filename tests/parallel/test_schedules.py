@@ -78,7 +78,7 @@ def test_interleaved_chunks_are_accepted_exactly_where_torch_accepts_them(chunks
 def test_every_name_has_its_class():
     assert [schedule_class(name).__name__ for name in NAMES] == [
         "ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleLoopedBFS",
-        "ScheduleInterleavedZeroBubble", "SchedulePlanned",
+        "ScheduleInterleavedZeroBubble", "PlannedSchedule",
     ]  # fmt: skip
 
 

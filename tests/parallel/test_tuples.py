@@ -79,32 +79,6 @@ def test_the_first_step_in_bf16_is_that_of_one_process(trained, model):
     assert run[0].norms == pytest.approx(reference.norms, rel=1e-5)
 
 
-class Gate(nn.Module):
-    def forward(self, x: torch.Tensor, unused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x, x.new_ones(len(x))
-
-
-def beside() -> Chain:
-    """The first layer's second output is not used by the second: its gradient is zero."""
-    return Chain(
-        [
-            LayerSpec("first", lambda: Beside(10)),
-            LayerSpec("second", lambda: Gate()),
-            LayerSpec("third", lambda: OfTwo(10)),
-        ],
-        loss=SquaredError(),
-    )
-
-
-class Beside(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.linear(x), self.linear(x) * 2
-
-
 class OfTwo(nn.Module):
     """Owns the loss, and takes two tensors."""
 
@@ -119,11 +93,9 @@ class OfTwo(nn.Module):
         return SquaredError()(self(x, scale), targets, weights)
 
 
-TUPLE_MODELS_HERE = {"beside": beside}
-
-
 def test_a_layer_that_owns_the_loss_gets_what_the_layer_before_returned():
-    stage = Stage(beside(), ["third"], seed=1, device=torch.device("cpu"))
+    chain = Chain([LayerSpec("scaled", lambda: OfTwo(10))], loss=SquaredError())
+    stage = Stage(chain, ["scaled"], seed=1, device=torch.device("cpu"))
     x, scale, targets = torch.randn(4, 10), torch.rand(4), torch.randn(4, 5)
     loss = stage(x, scale, microbatch=torch.tensor([0]), targets=targets)
     assert loss.item() == pytest.approx(SquaredError()(stage.layers(x, scale), targets, None).loss.item())

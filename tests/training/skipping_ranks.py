@@ -30,22 +30,22 @@ def train_spoilt(tree: dict, folder: str, meeting: str, step: int, rank: int, wh
 def _spoilt(bad: int, what: str) -> Iterator[None]:
     from parallel.pipeline import Pipeline
 
-    now, originals = [0], [(kind, kind._forward_backward) for kind in (LocalStrategy, Pipeline)]
-    sums, train_step = Strategy._take_sums, Strategy.train_step
+    now, originals = [0], [(kind, kind.train_step) for kind in (LocalStrategy, Pipeline)]
+    sums, finish_step = Strategy.take_sums, Strategy.finish_step
 
-    def counted(self, batch, step, *args):
-        now[0] = step
-        result = train_step(self, batch, step, *args)
-        now[0] = 0
-        return result
-
-    def spoil_gradient(original):
-        def run(self, batch):
-            original(self, batch)
-            if now[0] == bad and what == "gradient":
-                [p.grad for p in self.parameters() if p.grad is not None][-1].view(-1)[0] = math.nan
+    def counted(original):
+        def run(self, batch, step, *args):
+            now[0] = step
+            result = original(self, batch, step, *args)
+            now[0] = 0
+            return result
 
         return run
+
+    def spoil_gradient(self, *args):
+        if now[0] == bad and what == "gradient":
+            [p.grad for p in self.parameters() if p.grad is not None][-1].view(-1)[0] = math.nan
+        return finish_step(self, *args)
 
     def spoil_loss(self):
         found = sums(self)
@@ -53,15 +53,15 @@ def _spoilt(bad: int, what: str) -> Iterator[None]:
             found[0] = math.nan
         return found
 
-    Strategy.train_step, Strategy._take_sums = counted, spoil_loss
+    Strategy.finish_step, Strategy.take_sums = spoil_gradient, spoil_loss
     for kind, original in originals:
-        kind._forward_backward = spoil_gradient(original)
+        kind.train_step = counted(original)
     try:
         yield
     finally:
-        Strategy.train_step, Strategy._take_sums = train_step, sums
+        Strategy.finish_step, Strategy.take_sums = finish_step, sums
         for kind, original in originals:
-            kind._forward_backward = original
+            kind.train_step = original
 
 
 @contextmanager
