@@ -40,9 +40,12 @@ def mask_secrets(value: Any, name: str = "") -> Any:
     if isinstance(value, dict):
         return {key: mask_secrets(item, str(key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        names = [name, *(item if _is_option(item) else name for item in value)]
-        return [mask_secrets(item, option) for item, option in zip(value, names, strict=False)]
-    if _is_secret(name, str(value)) and not _is_option(value):
+        before = [None, *value]
+        return [
+            mask_secrets(item, option if _is_option(option) and not _is_option(item) else name)
+            for option, item in zip(before, value, strict=False)
+        ]
+    if _is_secret(name, str(value)):
         return MASK
     return _mask_text(value) if isinstance(value, str) else value
 
