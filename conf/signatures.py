@@ -39,6 +39,7 @@ class Parameter:
 def parameters(target: str) -> list[Parameter] | None:
     """The parameters of ``target`` ("package.module.name") that a configuration may set, in order.
 
+    A parameter whose default cannot be told from the source (``float("inf")``) is left out and keeps its default.
     A class that passes ``**options`` on to its base class has the base's parameters too.
 
     Args:
@@ -71,15 +72,17 @@ def _parameters(module: str, node: ast.FunctionDef | ast.ClassDef) -> dict[str, 
 def _own_parameters(module: str, args: ast.arguments) -> Iterator[Parameter]:
     positional = args.posonlyargs + args.args
     defaults = [None] * (len(positional) - len(args.defaults)) + args.defaults
-    for arg, default in zip(positional, defaults, strict=True):
-        yield _parameter(module, arg, default)
-    for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-        yield _parameter(module, arg, default)
+    pairs = [*zip(positional, defaults, strict=True), *zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    for arg, default in pairs:
+        try:
+            value = MISSING if default is None else _value(module, default)
+        except ValueError:
+            continue
+        yield _parameter(module, arg, value)
 
 
-def _parameter(module: str, arg: ast.arg, default: ast.expr | None) -> Parameter:
+def _parameter(module: str, arg: ast.arg, value: Any) -> Parameter:
     kind = _kind(module, arg.annotation, arg.arg)
-    value = MISSING if default is None else _value(module, default)
     if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(value, str) and value in kind.__members__:
         value = kind[value]
     if value is None:
@@ -88,14 +91,15 @@ def _parameter(module: str, arg: ast.arg, default: ast.expr | None) -> Parameter
 
 
 def _value(module: str, node: ast.expr) -> Any:
-    """A default: a literal, or a constant of the module or of one that it imports from."""
+    """A default: a literal, or a constant of the module or of one that it imports from. Raises ValueError for others."""
     if isinstance(node, ast.Name):
         found = _definition(module, node.id)
-        return MISSING if found is None else _value(*found)
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        return MISSING
+        if found is None or not isinstance(found[1], ast.expr):
+            raise ValueError(node.id)
+        return _value(*found)
+    if isinstance(node, ast.Tuple):
+        return tuple(_value(module, item) for item in node.elts)
+    return ast.literal_eval(node)
 
 
 def _kind(module: str, node: ast.expr | None, name: str) -> Any:

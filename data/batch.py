@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,45 +15,66 @@ if TYPE_CHECKING:
 class Batch:
     """A batch of b samples.
 
-    inputs:  [b, ...]
-    targets: [b, ...]
-    weights: [b] float, or None where every sample counts 1; 0.0 marks a sample that only fills up the last
-             evaluation batch and must not count
+    Attributes:
+        inputs: [b, ...], or a flat tuple of such tensors where a model has several inputs.
+        targets: [b, ...].
+        weights: [b] float, or None where every sample counts 1. 0.0 marks a sample that only fills up the last
+            evaluation batch and must not count.
     """
 
-    inputs: Tensor
+    inputs: Tensor | tuple[Tensor, ...]
     targets: Tensor
     weights: Tensor | None = None
 
+    @property
+    def input_tensors(self) -> tuple[Tensor, ...]:
+        """The inputs as a tuple, also where they are a single tensor."""
+        return self.inputs if isinstance(self.inputs, tuple) else (self.inputs,)
+
     def __len__(self) -> int:
-        return len(self.inputs)
+        return len(self.targets)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """Apply ``change`` to every tensor.
+
+        Args:
+            change: Gives the new tensor for an old one.
+
+        Returns:
+            The batch of the new tensors.
+        """
+        inputs = tuple(map(change, self.inputs)) if isinstance(self.inputs, tuple) else change(self.inputs)
+        return Batch(inputs, change(self.targets), None if self.weights is None else change(self.weights))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same batch on `device`; `non_blocking` copies overlap with compute if the memory is pinned."""
-        return Batch(
-            self.inputs.to(device, non_blocking=non_blocking),
-            self.targets.to(device, non_blocking=non_blocking),
-            None if self.weights is None else self.weights.to(device, non_blocking=non_blocking),
-        )
+        """Copy the batch to a device.
+
+        Args:
+            device: Where to.
+            non_blocking: Whether copies overlap with computation, where the memory is pinned.
+
+        Returns:
+            The same batch on ``device``.
+        """
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory (needs an accelerator). The name is DataLoader's protocol."""
-        return Batch(
-            self.inputs.pin_memory(),
-            self.targets.pin_memory(),
-            None if self.weights is None else self.weights.pin_memory(),
-        )
+        """Return the same batch in page-locked memory (needs an accelerator). The name is DataLoader's protocol."""
+        return self.map(lambda tensor: tensor.pin_memory())
 
     def chunks(self, n: int) -> list[Batch]:
-        """Cuts the batch into `n` contiguous micro-batches of b / n samples each (views, no copies).
+        """Cut the batch into micro-batches.
 
-        Raises ValueError if b is not a multiple of n.
+        Args:
+            n: How many.
+
+        Returns:
+            ``n`` contiguous micro-batches of b / n samples each (views, no copies).
+
+        Raises:
+            ValueError: If b is not a multiple of n.
         """
         if n < 1 or len(self) % n:
             raise ValueError(f"a batch of {len(self)} samples cannot be cut into {n} equal micro-batches")
         size = len(self) // n
-        cuts = [slice(i * size, (i + 1) * size) for i in range(n)]
-        return [
-            Batch(self.inputs[cut], self.targets[cut], None if self.weights is None else self.weights[cut])
-            for cut in cuts
-        ]
+        return [self.map(lambda tensor, at=i * size: tensor[at : at + size]) for i in range(n)]

@@ -1,4 +1,8 @@
-"""A model as an ordered chain of named layers, each taking one tensor and giving one tensor.
+"""A chain: a model as an ordered list of named layers, each computed from what the one before returned.
+
+What passes between layers is a tensor, or a flat tuple of tensors: a model with skip connections, with two inputs or
+with an auxiliary loss passes them along. A layer is called ``layer(*tensors)`` with what the layer before returned,
+the first with the batch's inputs, so that ordinary modules work unchanged.
 
 A contiguous run of layers is a *stage*. Layers keep their names in every stage, so the keys of a stage's
 ``state_dict`` are the whole model's keys, on every rank and in every layout.
@@ -20,6 +24,13 @@ from torch import Tensor, nn
 from models.huggingface import HuggingFaceGPT2
 from models.losses import Loss
 from models.seeds import derive_seed, seeded
+
+Tensors = Tensor | tuple[Tensor, ...]  # what passes between layers
+
+
+def as_tuple(tensors: Tensors) -> tuple[Tensor, ...]:
+    """Return a tensor as a tuple of one, and a tuple as it is."""
+    return tensors if isinstance(tensors, tuple) else (tensors,)
 
 
 @dataclass(frozen=True)
@@ -154,11 +165,19 @@ class Layers(nn.Module):
         """(name, layer), first to last."""
         return [(name, self[name]) for name in self.names]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """All layers in order; the loss is not part of it."""
+    def forward(self, *tensors: Tensor) -> Tensors:
+        """Compute all layers in order. The loss is not part of it.
+
+        Args:
+            *tensors: The batch's inputs, or what the layer before returned.
+
+        Returns:
+            What the last layer returns.
+        """
+        output: Tensors = tensors
         for _, layer in self.items():
-            x = layer(x)
-        return x
+            output = layer(*as_tuple(output))
+        return output
 
     def tie(self, tied: Mapping[str, str]) -> None:
         """Make alias and original one Parameter where both are here."""

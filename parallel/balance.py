@@ -12,8 +12,9 @@ import torch
 
 from common.machine import usable_cores
 from data.batch import Batch
-from models.chain import Chain
+from models.chain import Chain, as_tuple
 from parallel.devices import local_device
+from parallel.order import expected_makespan
 from parallel.partition import block_partition, even_split
 from parallel.plan import Plan
 from parallel.precision import autocast, parameter_dtype
@@ -54,26 +55,25 @@ def seconds_per_layer(plan: Plan, chain: Chain, sample: Batch, seed: int, thread
 def _round(plan: Plan, chain: Chain, sample: Batch, seed: int, device: torch.device) -> list[float]:
     """Seconds of each layer, measured once."""
     dtype = parameter_dtype(plan.precision)
-    x = sample.inputs.to(dtype) if sample.inputs.is_floating_point() else sample.inputs
+    tensors = tuple(x.to(dtype) if x.is_floating_point() else x for x in sample.input_tensors)
     seconds = []
     for name in chain.names:
         stage = Stage(chain, [name], seed=seed, device=device, dtype=dtype)
         stage.begin(training=True, step=1, loss_scale=1 / sample.targets.numel())
         for index in range(2):  # the first micro-batch casts the weights and makes their gradients
-            entering = x.detach().requires_grad_(x.is_floating_point() and name != chain.names[0])
+            received = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
             _wait_for(device)
             start = time.perf_counter()
-            if stage.ends_chain:
-                leaving = stage(entering, torch.tensor([index]), sample.targets, sample.weights)
-            else:
-                leaving = stage.run(entering, index)
-            if leaving.requires_grad:
-                leaving.backward(torch.ones_like(leaving))
+            output = as_tuple(
+                stage(*received, microbatch=torch.tensor([index]), targets=sample.targets, weights=sample.weights)
+            )
+            differentiable = [x for x in output if x.requires_grad]
+            torch.autograd.backward(differentiable, [torch.ones_like(x) for x in differentiable])
             _wait_for(device)
             elapsed = time.perf_counter() - start
         stage.end()
         seconds.append(elapsed)
-        x = leaving
+        tensors = output
     return seconds
 
 
@@ -85,11 +85,11 @@ def bytes_per_layer(plan: Plan, chain: Chain, sample: Batch, tensors_per_paramet
     held = 1
     if plan.pipelined:
         held = in_flight(plan.schedule, plan.pp, plan.chunks, plan.stages_per_rank, 0)
-    traced = trace(chain, sample.inputs, sample.targets, plan.precision, plan.device_type)
+    traced = trace(chain, sample, plan.precision, plan.device_type)
     skeleton = chain.skeleton()
     size = parameter_dtype(plan.precision).itemsize * tensors_per_parameter
     return [
-        size * sum(p.numel() for p in skeleton[t.name].parameters()) + held * (t.kept + t.output.bytes) + t.cast
+        size * sum(p.numel() for p in skeleton[t.name].parameters()) + held * (t.kept + t.output_bytes) + t.cast
         for t in traced
     ]
 
@@ -112,9 +112,7 @@ def equal_stages(
         return chunks * max(sum(each[rank::ranks]) for rank in range(ranks)) + (ranks - 1) * max(each)
 
     def planned_cost(counts: Sequence[int]) -> float:
-        from parallel.order import expected_end  # a second of imports that others do without
-
-        return expected_end(stage_costs(costs, counts), ranks, chunks)
+        return expected_makespan(stage_costs(costs, counts), ranks, chunks)
 
     uniform = even_split(len(costs), stages)
     blocks = block_partition(costs, stages)

@@ -1,26 +1,41 @@
-"""The gradients of one rank's stages: forgotten, scaled, clamped, and their part of the whole model's norm."""
+"""The gradients of one rank's stages: averaged over replicas, summed over tied parameters, scaled and clamped."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from models.chain import Chain
+from models.chain import Chain, is_within
 from parallel.mesh import Mesh
+from parallel.plan import Plan
 from parallel.stage import Stage
 
 
 class Gradients:
-    """Those that ``stages`` hold at the moment. ``device``: where the norm's part is wanted."""
+    """The gradients that the stages of a rank hold."""
 
     def __init__(self, stages: Sequence[Stage], chain: Chain, mesh: Mesh, device: torch.device) -> None:
+        """Refer to the stages' gradients.
+
+        Args:
+            stages: Of this rank.
+            chain: The model.
+            mesh: The grid of ranks.
+            device: Where norms are computed.
+        """
         self._stages, self._chain, self._mesh, self._device = stages, chain, mesh, device
 
     def clear(self) -> None:
-        """Replicated ones are views of DDP's buckets and stay so, zeroed: gradients of their own beside the buckets
-        would be the model's size in memory once more."""
+        """Clear the last step's gradients.
+
+        With replicas they are views of DDP's buckets and stay so, zeroed: gradients of their own beside the buckets
+        would take the model's size in memory once more.
+        """
         present = self._present()
         if self._mesh.dp_group is not None and present:
             torch._foreach_zero_(present)
@@ -36,16 +51,21 @@ class Gradients:
             torch._foreach_mul_(present, factor)
 
     def clamp(self, limit: float) -> None:
-        """Every element to [-limit, limit]."""
+        """Clamp every element to [-limit, limit]."""
         present = self._present()
         if present:
             torch._foreach_clamp_min_(present, -limit)
             torch._foreach_clamp_max_(present, limit)
 
     def squared_norm(self) -> Tensor:
-        """Scalar in ``sum_dtype``: this rank's share of the squared norm. Replicas have equal gradients, so only the
-        first adds its own, and the others 0, or NaN where theirs are not finite; a tied parameter adds where it is at
-        home."""
+        """Compute this rank's part of the squared norm of the whole model's gradients.
+
+        Replicas have equal gradients, so only the first adds its own. The others add 0, or NaN where theirs are not
+        finite. A tied parameter is added where its canonical name is.
+
+        Returns:
+            A scalar in ``sum_dtype``.
+        """
         gradients = [
             parameter.grad
             for stage in self._stages
@@ -64,5 +84,104 @@ class Gradients:
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """What sums over ranks are made in."""
+    """Return the dtype in which sums over ranks are computed."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+class TiedParameters:
+    """Tied parameters that several stages hold: each stage has a copy, and all copies get the summed gradient.
+
+    Copies start equal (they are drawn under the same name) and get equal updates, so they stay equal.
+    """
+
+    def __init__(self, plan: Plan, chain: Chain, stages: Sequence[Stage], mesh: Mesh, timeout_s: float) -> None:
+        """Make the process groups of the copies. Every rank of the mesh constructs this.
+
+        Args:
+            plan: Says which stages hold which layers.
+            chain: Says which parameters are tied.
+            stages: Of this rank.
+            mesh: The grid of ranks.
+            timeout_s: The longest that a rank waits for another.
+        """
+        self._copies: list[tuple[list[nn.Parameter], dist.ProcessGroup | None]] = []
+        for original in sorted(set(chain.tied.values())):
+            names = [original, *(alias for alias, target in chain.tied.items() if target == original)]
+            holders = [s.index for s in plan.stages if any(is_within(name, s.layers) for name in names)]
+            if len(holders) < 2:
+                continue
+            positions = sorted({index % mesh.pp for index in holders})
+            group = mesh.new_group(
+                [[mesh.rank_at(replica, p) for p in positions] for replica in range(mesh.dp)], timeout_s
+            )
+            held = [(stage, name) for stage in stages for name in names if is_within(name, stage.layers.names)]
+            if not held:
+                continue
+            parameters = []
+            for stage, name in held:
+                parameter = stage.layers.get_parameter(name)
+                if not any(parameter is other for other in parameters):
+                    parameters.append(parameter)
+            self._copies.append((parameters, group))
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Set every copy's gradient to the sum of all copies'. Called once per step, after the backward."""
+        for parameters, group in self._copies:
+            total = parameters[0].grad
+            for other in parameters[1:]:
+                total += other.grad.to(total.device)
+            if group is not None:
+                dist.all_reduce(total, group=group)
+            for other in parameters[1:]:
+                other.grad.copy_(total)
+
+
+# torch 2.13 renamed the argument and warns at the old name.
+_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+_NO_BUFFER_SYNC = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
+
+_COMPRESSED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def replicate(stage: nn.Module, group: dist.ProcessGroup | None, bucket_mb: float, comm_hook: str) -> nn.Module:
+    """Wrap a stage in DistributedDataParallel.
+
+    Args:
+        stage: The module.
+        group: The ranks that hold the same stage, or None where there is one replica.
+        bucket_mb: Gradients are sent in buckets of about this many MiB, during the backward.
+        comm_hook: The number format of sent gradients: none (as they are), bf16 or fp16.
+
+    Returns:
+        The wrapped stage; ``stage`` itself where there is one replica, or nothing to average.
+    """
+    if group is None or not any(p.requires_grad for p in stage.parameters()):
+        return stage
+    replicated = DistributedDataParallel(
+        stage,
+        process_group=group,
+        init_sync=False,  # weights are drawn by name: equal already
+        **_NO_BUFFER_SYNC,
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=bucket_mb,
+    )
+    if comm_hook in _COMPRESSED:
+        replicated.register_comm_hook((group, _COMPRESSED[comm_hook]), _average_compressed)
+    return replicated
+
+
+def _average_compressed(state: tuple[dist.ProcessGroup, torch.dtype], bucket: dist.GradBucket):
+    """Half as many bytes: the bucket is divided, rounded to the smaller type, summed, and widened in place.
+
+    torch's own hooks (``bf16_compress_hook``) do the same but check for NCCL.
+    """
+    group, dtype = state
+    gradients = bucket.buffer()
+    small = (gradients / dist.get_world_size(group)).to(dtype)
+    sent = dist.all_reduce(small, group=group, async_op=True).get_future()
+
+    def widen(done: torch.futures.Future) -> Tensor:
+        return gradients.copy_(done.value()[0])
+
+    return sent.then(widen)

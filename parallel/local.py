@@ -1,73 +1,114 @@
-"""All stages in this process: ``single``, ``model_parallel`` (stages on several devices), ``ddp`` (one per rank) and
-``data_parallel`` (torch's own, as a baseline).
+"""All stages in one process.
 
-Micro-batches run one after the other and their gradients add up: gradient accumulation, under the name that
+Micro-batches run one after the other and their gradients add up: this is gradient accumulation, under the name that
 pipelines give it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from data.batch import Batch
+from models.chain import Tensors, as_tuple
 from parallel.stage import Stage
-from parallel.strategy import Strategy
+from parallel.strategy import StepResult, Strategy
 
 
 class LocalStrategy(Strategy):
-    """``single``: one stage; ``model_parallel``: several, one device after the other; ``ddp``: one, replicated."""
+    """One stage, with or without replicas on other ranks: ``single`` and ``ddp``."""
 
     def __init__(self, *args, **kwargs) -> None:
+        """Place the model. The arguments are those of ``Strategy``."""
         super().__init__(*args, **kwargs)
-        if self.plan.strategy == "data_parallel":
-            self._modules = [_Scattered(self.stages[0], self.plan.devices)]
-        else:
-            self._modules = [self._replicate(stage) for stage in self.stages]
+        self._model: nn.Module = self.wrap()
 
-    def _forward_backward(self, batch: Batch) -> None:
+    def wrap(self) -> nn.Module:
+        """Make one module of this rank's stages. A subclass may make another.
+
+        Returns:
+            A module that is called like a ``Stage`` and gives the scaled loss of a micro-batch.
+        """
+        return self.replicate(self.stages[0])
+
+    def train_step(self, batch: Batch, step: int, stop: bool = False, loss_limit: float = math.inf) -> StepResult:
+        """See ``Strategy.train_step``."""
+        with self.step(batch, step) as batch:
+            for index, chunk, synchronisation in self._microbatches(batch):
+                with synchronisation:
+                    self._model(
+                        *chunk.input_tensors, microbatch=index, targets=chunk.targets, weights=chunk.weights
+                    ).backward()
+        return self.finish_step(batch, stop, loss_limit)
+
+    def eval_step(self, batch: Batch) -> Tensor:
+        """See ``Strategy.eval_step``."""
+        with self.step(batch) as batch:
+            for index, chunk, _ in self._microbatches(batch):
+                self._model(*chunk.input_tensors, microbatch=index, targets=chunk.targets, weights=chunk.weights)
+        return self.take_sums()
+
+    def _microbatches(self, batch: Batch) -> Iterator[tuple[Tensor, Batch, AbstractContextManager]]:
+        """(index, micro-batch, the context of its backward). Gradients are averaged over replicas in the last one's."""
         chunks = batch.chunks(self.plan.chunks)
-        for index, chunk in zip(self._microbatch_indices(), chunks, strict=True):
-            with ExitStack() as accumulating:
-                if chunk is not chunks[-1]:
-                    for module in self._modules:
-                        if hasattr(module, "no_sync"):
-                            accumulating.enter_context(module.no_sync())
-                self._run(index, chunk).backward()
-
-    def _forward(self, batch: Batch) -> None:
-        for index, chunk in zip(self._microbatch_indices(), batch.chunks(self.plan.chunks), strict=True):
-            self._run(index, chunk)
-
-    def _run(self, index: Tensor, chunk: Batch) -> Tensor:
-        x = chunk.inputs
-        for stage, module in zip(self.stages, self._modules, strict=True):
-            last = chunk.to(stage.device, non_blocking=True) if stage.ends_chain else None
-            x = module(
-                x.to(stage.device, non_blocking=True),
-                microbatch=index,
-                targets=last.targets if last else None,
-                weights=last.weights if last else None,
-            )
-        return x
+        no_sync = getattr(self._model, "no_sync", nullcontext)
+        for index, chunk in zip(self.microbatch_indices(), chunks, strict=True):
+            yield index, chunk, nullcontext() if chunk is chunks[-1] else no_sync()
 
     def close(self) -> None:
-        self._modules.clear()
+        """See ``Strategy.close``."""
+        self._model = None
         super().close()
 
 
-class _Scattered(nn.Module):
-    """``nn.DataParallel`` around a stage: each device takes a part of the micro-batch, with dropout and BatchNorm of
-    its own, and the summed losses add up."""
+class ModelParallel(LocalStrategy):
+    """Several stages, each on a device of its own, that compute one after the other: ``model_parallel``."""
 
+    def wrap(self) -> nn.Module:
+        """Chain the stages."""
+        return _OnSeveralDevices(self.stages)
+
+
+class _OnSeveralDevices(nn.Module):
+    """Stages in order. Tensors are moved to each stage's device."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        super().__init__()
+        self._stages = nn.ModuleList(stages)
+
+    def forward(self, *tensors: Tensor, microbatch: Tensor, targets: Tensor, weights: Tensor | None) -> Tensors:
+        output: Tensors = tensors
+        for stage in self._stages:
+            if stage.ends_chain:
+                targets = targets.to(stage.device, non_blocking=True)
+                weights = weights if weights is None else weights.to(stage.device, non_blocking=True)
+            tensors = tuple(tensor.to(stage.device, non_blocking=True) for tensor in as_tuple(output))
+            output = stage(*tensors, microbatch=microbatch, targets=targets, weights=weights)
+        return output
+
+
+class DataParallel(LocalStrategy):
+    """torch's ``nn.DataParallel``, as a baseline for ``ddp``: ``data_parallel``.
+
+    In every forward the model is copied to all devices. Each takes a part of the micro-batch, with dropout and
+    BatchNorm of its own, and the summed losses are added up.
+    """
+
+    def wrap(self) -> nn.Module:
+        """Copy the stage to all devices."""
+        return _OnCopies(self.stages[0], self.plan.devices)
+
+
+class _OnCopies(nn.Module):
     def __init__(self, stage: Stage, devices: Sequence[str]) -> None:
         super().__init__()
         self._copies = nn.DataParallel(stage, [torch.device(d).index for d in devices])
 
-    def forward(self, x: Tensor, microbatch: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-        # One index a device: arguments are cut along their first dimension, as the inputs are.
-        indices = microbatch.expand(len(x))
-        return self._copies(x, microbatch=indices, targets=targets, weights=weights).sum()
+    def forward(self, *tensors: Tensor, microbatch: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+        # One index for each device: arguments are cut along their first dimension, as the inputs are.
+        indices = microbatch.expand(len(targets))
+        return self._copies(*tensors, microbatch=indices, targets=targets, weights=weights).sum()

@@ -47,7 +47,7 @@ def stage_activations(plan: Plan, chain: Chain, sample: Batch) -> list[int]:
 
     sample  one micro-batch, for its shapes
     """
-    traced = {t.name: t for t in trace(chain, sample.inputs, sample.targets, plan.precision, plan.device_type)}
+    traced = {t.name: t for t in trace(chain, sample, plan.precision, plan.device_type)}
     sizes = []
     for stage in plan.stages:
         held = 1
@@ -55,7 +55,7 @@ def stage_activations(plan: Plan, chain: Chain, sample: Batch) -> list[int]:
             position = stage.index % plan.pp
             held = in_flight(plan.schedule, plan.pp, plan.chunks, plan.stages_per_rank, position)
         layers = [traced[name] for name in stage.layers]
-        sizes.append(held * sum(t.kept + t.output.bytes for t in layers) + sum(t.cast for t in layers))
+        sizes.append(held * sum(t.kept + t.output_bytes for t in layers) + sum(t.cast for t in layers))
     return sizes
 
 

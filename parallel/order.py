@@ -1,12 +1,12 @@
-"""The order in which a pipeline's ranks work that ends earliest, given how long each stage takes.
+"""The order of a pipeline's work with the shortest simulated makespan, given how long each stage takes.
 
-Zero-bubble schedules (Qi et al. 2023, who plan theirs likewise) take the gradients of inputs and of weights apart: the
-former go on to the neighbour at once, the latter, for which nobody waits, fill gaps. A backward in two parts costs a
-little more than in one piece, so here only the last micro-batches' are, as many as pay.
+Zero-bubble schedules (Qi et al. 2023, who plan theirs likewise) split the backward: gradients of inputs are sent to the
+stage before at once, and those of weights, for which no other rank waits, fill gaps. A split backward costs a little
+more than a whole one, so here only the last micro-batches' are split, as many as pay.
 
-An order is made by list scheduling: again and again the rank that can act first does, a backward before a forward, the
-deepest stage's first, and a weight gradient where nothing else is there to do. That is tried with more and fewer
-backwards in two parts, and with more and less memory; the order that ends first is taken.
+An order is made by list scheduling: the rank that can act first does, again and again. It prefers a backward to a
+forward and the deepest stage to others, and computes a weight gradient where it has nothing else to do. This is tried
+with more and fewer split backwards and with more and less memory, and the shortest order is taken.
 """
 
 from __future__ import annotations
@@ -16,28 +16,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torch.distributed.pipelining.schedules import (
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    FULL_BACKWARD,
-    _Action,
-)
-
 from parallel.schedules import max_in_flight
+from parallel.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, WARM_UP_STEPS, WORK, Steps
 
-Orders = dict[int, list[_Action]]  # rank -> what it computes, in order
 
-# Of a forward: what a tensor takes to the neighbour, by and large.
+class Action(NamedTuple):
+    """One piece of a rank's work.
+
+    Attributes:
+        stage: The stage, from 0.
+        kind: A kind of work in ``parallel.timeline.WORK``.
+        microbatch: The micro-batch of the replica, from 0.
+    """
+
+    stage: int
+    kind: str
+    microbatch: int
+
+
+Orders = dict[int, list[Action]]  # rank -> what it computes, in order
+
+# Seconds that a tensor takes to the neighbour, as a fraction of a forward's: a rough estimate.
 _TRANSFER = 0.03
-# What more memory, or more backwards in two parts, must bring to be taken.
+# The gain from which on more memory, or more split backwards, are worth it.
 _LEAST_GAIN = 0.003
-# A rank that has weight gradients left waits for something better that comes within this share of their time, or not.
+# How long a rank that has weight gradients left waits for more urgent work, as a fraction of their time.
 _PATIENCE = (0.0, 0.5)
 
 
 class StageSeconds(NamedTuple):
-    """What one micro-batch takes in a stage: ``backward`` in one piece, or ``inputs`` and ``weights`` apart."""
+    """How long one micro-batch takes in a stage, in seconds.
+
+    Attributes:
+        forward: The forward.
+        backward: A whole backward.
+        inputs: The first part of a split backward, for the gradients of inputs.
+        weights: The second part, for the gradients of weights.
+    """
 
     forward: float
     backward: float
@@ -45,45 +60,95 @@ class StageSeconds(NamedTuple):
     weights: float
 
 
-_FIELDS = {FORWARD: "forward", FULL_BACKWARD: "backward", BACKWARD_INPUT: "inputs", BACKWARD_WEIGHT: "weights"}
+_FIELDS = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "inputs", BACKWARD_WEIGHT: "weights"}
 
-# Before anything is measured: the textbook's, and a little more for a backward in two parts.
+# Before anything is measured: the textbook's times, and a little more for a split backward.
 UNMEASURED = StageSeconds(1.0, 2.0, 1.0, 1.05)
 
 
 def best_order(seconds: Sequence[StageSeconds], ranks: int, chunks: int) -> Orders:
-    """The order for ``chunks`` micro-batches that ends first; stage i runs on rank i % ranks. The same wherever it is
-    worked out. No rank holds more activations than ``max_in_flight`` allows."""
-    best, earliest = None, math.inf
+    """Find the order with the shortest simulated makespan.
+
+    No rank holds more activations than ``max_in_flight`` allows. The result is the same on every rank.
+
+    Args:
+        seconds: What one micro-batch takes in each stage. Stage i runs on rank i % ``ranks``.
+        ranks: Of the pipeline.
+        chunks: How many micro-batches.
+
+    Returns:
+        For each rank, its work in order.
+    """
+    best, shortest = None, math.inf
     for spare in dict.fromkeys((0, ranks // 2, ranks)):
-        held = _most_held(len(seconds), ranks, chunks, spare)
-        for apart in _numbers_apart(ranks, chunks):
+        limits = _limits(len(seconds), ranks, chunks, spare)
+        for split in _split_counts(ranks, chunks):
             for patience in _PATIENCE:
-                planned = _ListScheduling(seconds, ranks, chunks, held, apart, patience)
-                if planned.end < (1 - _LEAST_GAIN) * earliest:
-                    best, earliest = planned.orders, planned.end
+                planned = _ListScheduling(seconds, ranks, chunks, limits, split, patience)
+                if planned.end < (1 - _LEAST_GAIN) * shortest:
+                    best, shortest = planned.orders, planned.end
     return best
 
 
-def expected_end(costs: Sequence[float], ranks: int, chunks: int) -> float:
-    """About when the best order ends, found fast, for stages whose forward and backward together take ``costs``."""
+def expected_makespan(costs: Sequence[float], ranks: int, chunks: int) -> float:
+    """Estimate, in a short time, the makespan of the best order.
+
+    Args:
+        costs: What the forward and backward of one micro-batch take in each stage.
+        ranks: Of the pipeline.
+        chunks: How many micro-batches.
+
+    Returns:
+        The makespan, in the unit of ``costs``.
+    """
     scale = UNMEASURED.forward + UNMEASURED.backward
     seconds = [StageSeconds(*(cost / scale * part for part in UNMEASURED)) for cost in costs]
-    held = _most_held(len(costs), ranks, chunks, spare=ranks)
+    limits = _limits(len(costs), ranks, chunks, spare=ranks)
     return min(
-        _ListScheduling(seconds, ranks, chunks, held, apart, patience=0.0).end
-        for apart in {0, min(chunks, 2 * (ranks - 1))}
+        _ListScheduling(seconds, ranks, chunks, limits, split, patience=0.0).end
+        for split in {0, min(chunks, 2 * (ranks - 1))}
     )
 
 
-def _most_held(stages: int, ranks: int, chunks: int, spare: int) -> list[int]:
-    """Of each rank."""
+def stage_seconds(steps: Steps) -> dict[int, StageSeconds]:
+    """Read off how long each of this rank's stages takes.
+
+    It is the least of the steps after the warm-up, since disturbances only add. Of a backward that was only seen
+    whole, or only split, the other is estimated.
+
+    Args:
+        steps: The rank's recorded steps, oldest first.
+
+    Returns:
+        The times of each stage, by its index.
+    """
+    least: dict[tuple[str, int], float] = {}
+    for step in steps[WARM_UP_STEPS:]:
+        for kind, stage, _, start, end in step:
+            if kind in WORK:
+                least[kind, stage] = min(end - start, least.get((kind, stage), math.inf))
+    return {stage: _seconds(least, stage) for stage in sorted({stage for _, stage in least})}
+
+
+def _seconds(least: dict[tuple[str, int], float], stage: int) -> StageSeconds:
+    forward, backward, inputs, weights = (
+        least.get((kind, stage)) for kind in (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+    )
+    if backward is None:
+        backward = (inputs + weights) * UNMEASURED.backward / (UNMEASURED.inputs + UNMEASURED.weights)
+    if inputs is None:
+        inputs = backward * UNMEASURED.inputs / UNMEASURED.backward
+        weights = backward * UNMEASURED.weights / UNMEASURED.backward
+    return StageSeconds(forward, backward, inputs, weights)
+
+
+def _limits(stages: int, ranks: int, chunks: int, spare: int) -> list[int]:
+    """Of each rank, how many activations it may hold."""
     return [max_in_flight(ranks, chunks, stages // ranks, rank, spare) for rank in range(ranks)]
 
 
-def _numbers_apart(ranks: int, chunks: int) -> list[int]:
-    """How many micro-batches' backwards to try in two parts, ascending, around the 2 (p - 1) that fill the gaps where
-    all takes as long as in theory."""
+def _split_counts(ranks: int, chunks: int) -> list[int]:
+    """How many split backwards to try, ascending, around the 2 (p - 1) that fill the gaps of equal stages."""
     number, numbers = ranks - 1, {0, 1, chunks}
     while 0 < number < chunks:
         numbers.add(number)
@@ -93,19 +158,22 @@ def _numbers_apart(ranks: int, chunks: int) -> list[int]:
 
 @dataclass
 class _ListScheduling:
-    """``orders``, and when the last rank is done.
+    """A list schedule: ``orders``, and ``end``, when the last rank is done.
 
-    held      at most how many stages' activations of a micro-batch each rank holds, until its weights' gradients
-    apart     how many of the last micro-batches have backwards in two parts. The first stage's stay whole: its input
-              needs no gradient
-    patience  of the time of a weight gradient: how soon something better must come for the rank to wait for it
+    Attributes:
+        limits: How many activations (one for each stage and micro-batch) each rank may hold, until the gradients of
+            their weights are computed.
+        split: How many of the last micro-batches have a split backward. The first stage's stay whole: its input needs
+            no gradient.
+        patience: How soon more urgent work must come for a rank to wait for it, as a fraction of a weight gradient's
+            time.
     """
 
     seconds: Sequence[StageSeconds]
     ranks: int
     chunks: int
-    held: Sequence[int]
-    apart: int
+    limits: Sequence[int]
+    split: int
     patience: float
     orders: Orders = field(init=False)
     end: float = field(init=False)
@@ -116,7 +184,7 @@ class _ListScheduling:
         self._transfer = _TRANSFER * sum(stage.forward for stage in self.seconds) / stages
         self._clock = [0.0 for _ in ranks]
         self._holds = [0 for _ in ranks]
-        self._put_off: list[list[_Action]] = [[] for _ in ranks]
+        self._postponed: list[list[Action]] = [[] for _ in ranks]
         self._forward_ended: list[list[float]] = [[] for _ in range(stages)]  # of micro-batches 0, 1, …
         self._backward_ended: list[list[float]] = [[] for _ in range(stages)]
         upcoming = {rank: self._next(rank) for rank in ranks}
@@ -128,30 +196,30 @@ class _ListScheduling:
         self.end = max(self._clock)
 
     def _next(self, rank: int) -> tuple | None:
-        """(when, how urgent, …, rank, action): what this rank does next, as far as can be seen now."""
-        found = []
+        """(when, how urgent, …, rank, action): what this rank does next, as far as is known now."""
+        possible = []
         stages = range(rank, len(self.seconds), self.ranks)
         for i, stage in enumerate(stages):
             chunk = len(self._backward_ended[stage])
             if chunk < self.chunks:
-                two_parts = stage > 0 and chunk >= self.chunks - self.apart
-                action = _Action(stage, BACKWARD_INPUT if two_parts else FULL_BACKWARD, chunk)
-                found.append((self._backward_ready(stage, chunk), 0, chunk, -stage, rank, action))
+                split = stage > 0 and chunk >= self.chunks - self.split
+                action = Action(stage, BACKWARD_INPUT if split else BACKWARD, chunk)
+                possible.append((self._backward_ready(stage, chunk), 0, chunk, -stage, rank, action))
             chunk = len(self._forward_ended[stage])
-            # Room stays for the rank's later stages, else what the earlier ones gave could never come back.
-            if chunk < self.chunks and self._holds[rank] + len(stages) - i <= self.held[rank]:
-                found.append((self._forward_ready(stage, chunk), 1, 0, -stage, rank, _Action(stage, FORWARD, chunk)))
+            # One is kept free for each later stage of the rank, or the earlier ones' gradients could never return.
+            if chunk < self.chunks and self._holds[rank] + len(stages) - i <= self.limits[rank]:
+                possible.append((self._forward_ready(stage, chunk), 1, 0, -stage, rank, Action(stage, FORWARD, chunk)))
         now = self._clock[rank]
-        found = [(max(when, now), *rest) for when, *rest in found if when < math.inf]
-        if self._put_off[rank]:
-            weights = self._put_off[rank][0]
-            soon = now + self.patience * self.seconds[weights.stage_index].weights
-            if not any(when <= soon for when, *_ in found):
-                found = [(now, 2, 0, 0, rank, weights)]
-        return min(found, default=None)
+        possible = [(max(when, now), *rest) for when, *rest in possible if when < math.inf]
+        if self._postponed[rank]:
+            weights = self._postponed[rank][0]
+            soon = now + self.patience * self.seconds[weights.stage].weights
+            if not any(when <= soon for when, *_ in possible):
+                possible = [(now, 2, 0, 0, rank, weights)]
+        return min(possible, default=None)
 
     def _forward_ready(self, stage: int, chunk: int) -> float:
-        """When its input is there; infinity where that cannot be said yet."""
+        """When its input has arrived; infinity where that is not known yet."""
         if stage == 0:
             return 0.0
         before = self._forward_ended[stage - 1]
@@ -166,19 +234,19 @@ class _ListScheduling:
         after = self._backward_ended[stage + 1]
         return after[chunk] + self._transfer if chunk < len(after) else math.inf
 
-    def _act(self, rank: int, start: float, action: _Action) -> None:
-        stage, kind, chunk = action.stage_index, action.computation_type, action.microbatch_index
+    def _act(self, rank: int, start: float, action: Action) -> None:
+        stage, kind, chunk = action
         end = start + getattr(self.seconds[stage], _FIELDS[kind])
         if kind == FORWARD:
             self._forward_ended[stage].append(end)
             self._holds[rank] += 1
         elif kind == BACKWARD_WEIGHT:
-            self._put_off[rank].pop(0)
+            self._postponed[rank].pop(0)
             self._holds[rank] -= 1
         else:
             self._backward_ended[stage].append(end)
             if kind == BACKWARD_INPUT:
-                self._put_off[rank].append(_Action(stage, BACKWARD_WEIGHT, chunk))
+                self._postponed[rank].append(Action(stage, BACKWARD_WEIGHT, chunk))
             else:
                 self._holds[rank] -= 1
         self._clock[rank] = end

@@ -1,11 +1,22 @@
-"""torch's pipeline stage, which here notes when it works."""
+"""torch's pipeline stage and schedule, with what this project adds to them.
+
+This is the one file that uses private names of torch.distributed.pipelining: ``_Action``,
+``_PipelineScheduleRuntime``, its ``_prepare_schedule_with_comms``, and ``_backward.stage_backward_input``. Tried with
+torch 2.11, 2.13 and 2.15.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
+import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining._backward import stage_backward_input
 
+from models.chain import as_tuple
+from parallel.order import UNMEASURED, StageSeconds, best_order
 from parallel.timeline import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -17,51 +28,225 @@ from parallel.timeline import (
     now,
 )
 
+_ACTIONS = {
+    FORWARD: schedules.FORWARD,
+    BACKWARD: schedules.FULL_BACKWARD,
+    BACKWARD_INPUT: schedules.BACKWARD_INPUT,
+    BACKWARD_WEIGHT: schedules.BACKWARD_WEIGHT,
+}
+
 
 class PipeStage(PipelineStage):
-    """Notes when its forwards, backwards and receives ran; waiting for neighbours is in the receives only."""
+    """A stage that also passes tensors without gradients on, splits its backward well, and records when it works.
 
-    def __init__(self, timeline: Timeline, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self._timeline = timeline
+    torch's stage knows only those of the tensors at its borders that have a gradient: before torch 2.13 it expects one
+    for every tensor that it sends. The others (token numbers, masks) are sent after them, by this class.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        module: nn.Module,
+        index: int,
+        stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        neighbours: tuple[int, int],
+        received: Sequence[Tensor],
+        sent: Sequence[Tensor],
+    ) -> None:
+        """Wrap the module of one stage.
+
+        Args:
+            timeline: Where forwards, backwards and receives are recorded. Waiting is in the receives only.
+            module: The stage, under DistributedDataParallel where there are replicas.
+            index: The stage's place in the pipeline, from 0.
+            stages: How many stages the pipeline has.
+            device: The device of the stage.
+            group: The ranks of the pipeline.
+            neighbours: The global ranks that run the stages before and after.
+            received: One micro-batch's incoming tensors, on the meta device, in the layout in which they are sent. Of
+                stage 0, the batch's inputs.
+            sent: The same of the outgoing tensors; of the last stage, the loss.
+        """
+        first, last = index == 0, index == stages - 1
+        self._constants_in = [] if first else [i for i, tensor in enumerate(received) if not tensor.requires_grad]
+        self._constants_out = [] if last else [i for i, tensor in enumerate(sent) if not tensor.requires_grad]
+        super().__init__(
+            module,
+            index,
+            stages,
+            device,
+            input_args=_without(received, self._constants_in),
+            output_args=_without(sent, self._constants_out),
+            group=group,
+        )
+        self._timeline, self._neighbours = timeline, neighbours
+        self._examples = [received[i] for i in self._constants_in]
+        # Tensors without gradients, by micro-batch: those that arrive, and those to be sent.
+        self._arriving: dict[int, list[Tensor]] = {}
+        self._leaving: dict[int, list[Tensor]] = {}
+        self._microbatch = 0
+        self._splits: bool | None = None
+
+    # -- what crosses the borders ----------------------------------------------------------------------------------
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._post(RECEIVE_ACTIVATION, fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
+        """Return the receives of a micro-batch's activations."""
+        operations = super().get_fwd_recv_ops(fwd_chunk_id)
+        if self._examples:
+            tensors = [torch.empty_like(example, device=self.device) for example in self._examples]
+            self._arriving[fwd_chunk_id] = tensors
+            operations = [*operations, *self._operations(dist.irecv, tensors, self._neighbours[0])]
+        return self._posted(RECEIVE_ACTIVATION, fwd_chunk_id, operations)
 
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._post(RECEIVE_GRADIENT, bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
-
-    def _post(self, kind: str, chunk: int, operations: list[dist.P2POp]) -> list[dist.P2POp]:
-        if operations:
-            self._timeline.post(kind, self.stage_index, chunk)
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the sends of a micro-batch's activations."""
+        operations = super().get_fwd_send_ops(fwd_chunk_id)
+        if self._constants_out:
+            tensors = self._leaving.pop(fwd_chunk_id)
+            operations = [*operations, *self._operations(dist.isend, tensors, self._neighbours[1])]
         return operations
 
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the receives of the gradients of what this stage has sent."""
+        return self._posted(RECEIVE_GRADIENT, bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def _operations(self, kind, tensors: Iterable[Tensor], peer: int) -> list[dist.P2POp]:
+        return [dist.P2POp(kind, tensor, peer, self.group) for tensor in tensors]
+
+    def _posted(self, kind: str, microbatch: int, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        if operations:
+            self._timeline.post(kind, self.stage_index, microbatch)
+        return operations
+
+    # -- computation -----------------------------------------------------------------------------------------------
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
+        """Compute a micro-batch's forward, and record when."""
         start = self._timeline.begin(RECEIVE_ACTIVATION, self.stage_index, fwd_chunk_id)
+        self._microbatch = fwd_chunk_id
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._timeline.note(FORWARD, self.stage_index, fwd_chunk_id, start)
         return output
 
+    def forward_maybe_with_nosync(self, *args: Tensor, **kwargs):
+        """Call the module with all incoming tensors, and hand torch those of its outputs that have gradients."""
+        if self._constants_in:
+            tensors = list(args)
+            for position, tensor in zip(self._constants_in, self._arriving.pop(self._microbatch), strict=True):
+                tensors.insert(position, tensor)
+            args = tuple(tensors)
+        output = super().forward_maybe_with_nosync(*args, **kwargs)
+        if not self._constants_out:
+            return output
+        outputs = as_tuple(output)
+        self._leaving[self._microbatch] = [outputs[i] for i in self._constants_out]
+        return _without(outputs, self._constants_out)
+
     def backward_one_chunk(self, bwd_chunk_id: int, loss=None, full_backward: bool = True, last_backward: bool = False):
+        """Compute a micro-batch's backward, or its first part, and record when."""
         start = self._timeline.begin(RECEIVE_GRADIENT, self.stage_index, bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self._timeline.note(BACKWARD if full_backward else BACKWARD_INPUT, self.stage_index, bwd_chunk_id, start)
 
-    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False):
-        """Where inputs' gradients are taken apart from the weights', those of vectors go with the former: a norm and a
-        bias have them at hand when they have their input's. torch puts them off, and does each norm's backward twice:
-        ResNet-50's backward took 8 % longer than in one piece, this way 2."""
-        if backward_type != "input":
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        inputs = bwd_kwargs["input_values"]
-        vectors = [p for p in self.submod.parameters() if p.dim() < 2]
-        matrices = (p for p in self.submod.parameters() if p.dim() >= 2)
-        gradients, put_off = stage_backward_input(
-            bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], [*inputs, *vectors], matrices
-        )
-        return gradients[: len(inputs)], put_off
-
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False):
+        """Compute the second part of a split backward, and record when."""
         start = now()
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self._timeline.note(BACKWARD_WEIGHT, self.stage_index, bwd_chunk_id, start)
+
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False):
+        """Compute gradients: "full" for all of them, or "input" and later "weight" for those of inputs and weights."""
+        if backward_type == "weight":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        inputs = bwd_kwargs["input_values"]
+        if backward_type == "input" and self._can_split(bwd_kwargs["stage_output"], inputs):
+            gradients, groups = self._backward_input(**bwd_kwargs)
+        else:
+            if backward_type == "input" and self.is_last:  # "full" takes the loss itself
+                bwd_kwargs = {**bwd_kwargs, "stage_output": bwd_kwargs["stage_output"][0]}
+            gradients, _ = super().backward_maybe_with_nosync("full", bwd_kwargs, last_backward)
+            groups = []  # nothing is left for the second part of a split backward
+        # The stage before waits for each of them, also where an input had no part in the loss.
+        gradients = tuple(
+            torch.zeros_like(x) if gradient is None and isinstance(x, Tensor) and x.requires_grad else gradient
+            for x, gradient in zip(inputs, gradients, strict=True)
+        )
+        return gradients, groups
+
+    def _backward_input(self, stage_output, output_grads, input_values):
+        """The first part of a split backward.
+
+        Gradients of vectors are computed here, with those of inputs: a norm and a bias have them at hand when they have
+        their input's. torch leaves them to the second part, and computes each norm's backward twice: ResNet-50's
+        backward took 8 % longer than in one piece, this way 2.
+        """
+        outputs = [i for i, output in enumerate(stage_output) if output.requires_grad]
+        inputs = [i for i, x in enumerate(input_values) if isinstance(x, Tensor) and x.requires_grad]
+        vectors = [p for p in self.submod.parameters() if p.dim() < 2]
+        matrices = (p for p in self.submod.parameters() if p.dim() >= 2)
+        taken, groups = stage_backward_input(
+            [stage_output[i] for i in outputs],
+            None if output_grads is None else [output_grads[i] for i in outputs],
+            [*(input_values[i] for i in inputs), *vectors],
+            matrices,
+        )
+        gradients: list[Tensor | None] = [None] * len(input_values)
+        for i, gradient in zip(inputs, taken, strict=False):
+            gradients[i] = gradient
+        return tuple(gradients), groups
+
+    def _can_split(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+        """Whether every output depends on an input that has a gradient.
+
+        torch looks for the weights' gradients on the ways from the inputs to the outputs. A weight whose effect reaches
+        an output on another way (an embedding of token numbers that is passed on) would get none, or a part of it.
+        """
+        if self._splits is None:
+            leaves = {id(x) for x in inputs if isinstance(x, Tensor) and x.requires_grad}
+            self._splits = bool(leaves) and all(_depends(y, leaves) for y in outputs if y.requires_grad)
+        return self._splits
+
+
+def _without(tensors: Sequence[Tensor], positions: Sequence[int]) -> tuple[Tensor, ...]:
+    return tuple(tensor for i, tensor in enumerate(tensors) if i not in positions)
+
+
+def _depends(output: Tensor, leaves: set[int]) -> bool:
+    """Whether the graph of ``output`` reaches one of the tensors with the ids ``leaves``."""
+    waiting, seen = [output.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in leaves:
+            return True
+        waiting.extend(before for before, _ in node.next_functions)
+    return False
+
+
+class PlannedSchedule(schedules._PipelineScheduleRuntime):
+    """A looped schedule with the shortest simulated makespan: for the textbook's times, then for those measured.
+
+    torch adds sends and receives to the order, and runs it.
+    """
+
+    def __init__(self, stages: list[PipelineStage], n_microbatches: int, **kwargs) -> None:
+        """Plan for the textbook's times. The arguments are those of torch's schedules."""
+        super().__init__(stages, n_microbatches, **kwargs)
+        self.plan([UNMEASURED] * self._num_stages)
+
+    def plan(self, seconds: Sequence[StageSeconds]) -> None:
+        """Plan the order anew. All ranks of the pipeline call it, between steps.
+
+        Args:
+            seconds: What one micro-batch takes in each stage of the pipeline.
+        """
+        orders = best_order(seconds, self.pp_group_size, self._n_microbatches)
+        self.pipeline_order = {
+            rank: [schedules._Action(action.stage, _ACTIONS[action.kind], action.microbatch) for action in actions]
+            for rank, actions in orders.items()
+        }
+        self._prepare_schedule_with_comms(self.pipeline_order)

@@ -1,49 +1,54 @@
-"""Stages on ranks of their own, under a schedule of torch.distributed.pipelining: ``pipelined`` and ``pipe_ddp``.
+"""Stages on ranks of their own, under a schedule of torch.distributed.pipelining.
 
-What bites in that package, and what is done about it here:
-* without static metadata the first step runs each stage on uninitialised memory: borders come from ``trace``
-* it averages gradients over chunks by dividing, also those that were there before: scale_grads is off, the loss
-  carries its own factor, gradients are cleared before an evaluation
-* the loss exists on the last stage only: it goes to every rank in the step's all-reduce
-* outputs of the last stage are collected unless told otherwise: the stage gives its loss, and nothing is collected
+What goes wrong in that package, and what is done about it here:
+* Without static metadata the first step runs each stage on uninitialised memory: shapes and dtypes at stage borders
+  come from ``stage_borders``.
+* It averages gradients over chunks by dividing, also those that were there before: ``scale_grads`` is off, the loss
+  carries its own factor, and gradients are cleared before an evaluation.
+* The loss exists on the last stage only: it goes to every rank in the step's all-reduce.
+* Outputs of the last stage are collected unless told otherwise: the stage gives its loss, and nothing is collected.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from data.batch import Batch
-from parallel.pipe_stage import PipeStage
-from parallel.planned import SchedulePlanned, stage_seconds
+from models.chain import Chain
+from parallel.mesh import Mesh
+from parallel.order import stage_seconds
+from parallel.pipe_stage import PipeStage, PlannedSchedule
+from parallel.plan import Plan, StagePlan
 from parallel.schedules import SCHEDULES, schedule_class
-from parallel.shape_inference import TensorSpec
+from parallel.shape_inference import TensorSpec, stage_borders
 from parallel.stage import Stage
-from parallel.strategy import StepResult, Strategy
+from parallel.strategy import Options, StepResult, Strategy
 
-# After so many steps, the warm-up among them, a planned order is planned anew from what they took.
+# After so many steps, the warm-up among them, a planned order is planned anew for the times measured.
 MEASURED_STEPS = 4
 
 
 class Pipeline(Strategy):
-    """``pipelined`` is this with one replica, ``pipe_ddp`` with several."""
+    """A pipeline of stages, with or without replicas of it: ``pipelined`` and ``pipe_ddp``."""
 
-    def __init__(self, *args, borders: Sequence[TensorSpec], **kwargs) -> None:
-        """``borders``: for each stage of the plan, the tensor it receives, then the loss; one micro-batch each."""
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        plan: Plan,
+        chain: Chain,
+        mesh: Mesh,
+        devices: Sequence[torch.device],
+        options: Options,
+        sample: Batch,
+    ) -> None:
+        """Place the stages and make the schedule. The arguments are those of ``Strategy``."""
+        super().__init__(plan, chain, mesh, devices, options, sample)
+        borders = stage_borders(self.plan, self.chain, sample)
         self._pipe_stages = [
-            PipeStage(
-                self.timeline,
-                self._replicate(stage),
-                plan.index,
-                len(self.plan.stages),
-                self.device,
-                input_args=_example(stage, borders[plan.index], sent=plan.index > 0),
-                output_args=_example(stage, borders[plan.index + 1], sent=True),
-                group=self.mesh.pp_group,
-            )
+            self._pipe_stage(stage, plan, borders)
             for stage, plan in zip(self.stages, self.plan.stages_of(self.mesh.position), strict=True)
         ]
         looped = SCHEDULES[self.plan.schedule].looped
@@ -54,37 +59,57 @@ class Pipeline(Strategy):
             scale_grads=False,
         )
 
-    def train_step(self, *args, **kwargs) -> StepResult:
-        result = super().train_step(*args, **kwargs)
-        # A GPU's host clock does not see when its kernels run.
-        if isinstance(self._schedule, SchedulePlanned) and self.device.type == "cpu":
+    def _pipe_stage(self, stage: Stage, plan: StagePlan, borders: Sequence[Sequence[TensorSpec]]) -> PipeStage:
+        ranks = self.mesh.pipeline(self.mesh.replica)
+        return PipeStage(
+            self.timeline,
+            self.replicate(stage),
+            plan.index,
+            len(self.plan.stages),
+            self.device,
+            group=self.mesh.pp_group,
+            neighbours=(ranks[(plan.index - 1) % len(ranks)], ranks[(plan.index + 1) % len(ranks)]),
+            received=[_example(stage, spec, sent=plan.index > 0) for spec in borders[plan.index]],
+            sent=[_example(stage, spec, sent=True) for spec in borders[plan.index + 1]],
+        )
+
+    def train_step(self, batch: Batch, step: int, stop: bool = False, loss_limit: float = math.inf) -> StepResult:
+        """See ``Strategy.train_step``."""
+        with self.step(batch, step) as batch:
+            self._schedule.step(*self._inputs(batch), return_outputs=False, **self._arguments(batch))
+        result = self.finish_step(batch, stop, loss_limit)
+        if isinstance(self._schedule, PlannedSchedule):
             self._plan_anew()
         return result
 
+    def eval_step(self, batch: Batch) -> Tensor:
+        """See ``Strategy.eval_step``."""
+        with self.step(batch) as batch:
+            self._schedule.eval(*self._inputs(batch), return_outputs=False, **self._arguments(batch))
+        return self.take_sums()
+
+    def _inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        return batch.input_tensors if self.mesh.position == 0 else ()
+
+    def _arguments(self, batch: Batch) -> dict[str, Tensor]:
+        indices = self.microbatch_indices()
+        arguments = {"microbatch": indices, "target": indices}
+        if any(stage.ends_chain for stage in self.stages):
+            arguments["targets"] = batch.targets
+            if batch.weights is not None:
+                arguments["weights"] = batch.weights
+        return arguments
+
     def _plan_anew(self) -> None:
-        if len(self.timeline.steps) != MEASURED_STEPS:
+        # A GPU's host clock does not see when its kernels run.
+        if self.device.type != "cpu" or len(self.timeline.steps) != MEASURED_STEPS:
             return
-        known = self.mesh.gather(stage_seconds(list(self.timeline.steps)))
-        seconds = {stage: times for of_rank in known for stage, times in of_rank.items()}
+        measured = self.mesh.gather(stage_seconds(list(self.timeline.steps)))
+        seconds = {stage: times for of_rank in measured for stage, times in of_rank.items()}
         self._schedule.plan([seconds[stage] for stage in range(len(self.plan.stages))])
 
-    def _forward_backward(self, batch: Batch) -> None:
-        self._run(self._schedule.step, batch)
-
-    def _forward(self, batch: Batch) -> None:
-        self._run(self._schedule.eval, batch)
-
-    def _run(self, run, batch: Batch) -> None:
-        inputs = [batch.inputs] if self.mesh.position == 0 else []
-        extra = {}
-        if any(stage.ends_chain for stage in self.stages):
-            extra = {"targets": batch.targets}
-            if batch.weights is not None:
-                extra["weights"] = batch.weights
-        indices = self._microbatch_indices()
-        run(*inputs, microbatch=indices, target=indices, return_outputs=False, **extra)
-
     def close(self) -> None:
+        """See ``Strategy.close``."""
         self._pipe_stages.clear()
         self._schedule = None
         super().close()
@@ -95,7 +120,7 @@ def _already_a_loss(output: Tensor, target: Tensor) -> Tensor:
     return output
 
 
-def _example(stage: Stage, border: TensorSpec, sent: bool) -> Tensor:
-    """Without memory: the batch's inputs, or what passes between stages and has a gradient."""
-    example = torch.empty(border.shape, dtype=border.dtype, device="meta")
-    return stage.as_sent(example).requires_grad_(border.dtype.is_floating_point) if sent else example
+def _example(stage: Stage, spec: TensorSpec, sent: bool) -> Tensor:
+    """A tensor without memory: one of the batch's inputs, or one that is sent between stages."""
+    example = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+    return stage.as_sent(example).requires_grad_(spec.gradient) if sent else example

@@ -12,6 +12,7 @@ from parallel.mesh import Mesh
 from parallel.partition import deal
 from parallel.precision import resolve_precision
 from parallel.schedules import check_chunks, check_schedule, ideal_bubble, stages_per_rank
+from parallel.strategies import StrategyInfo, names_where, strategy_info, suggest
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,9 @@ def make_plan(
     world_size  the number of processes where they are started already (torchrun), else None
     raises      PlanError with the numbers and a way out
     """
-    name = parallel.name
-    pipelined = name in ("pipelined", "pipe_ddp")
-    _check_shape(parallel, pipelined)
+    info = strategy_info(parallel.name)
+    pipelined = info.stage_per_rank
+    _check_shape(parallel, info)
     fixed = None if parallel.dp is None else parallel.dp * (parallel.pp if pipelined else 1)
     device_type = resolve_device_type(device, processes=1 if fixed == 1 else None)
     ranks_per_replica = parallel.pp if pipelined else 1
@@ -105,7 +106,7 @@ def make_plan(
     cost_of = dict(zip(chain.names, costs, strict=True))
     untied = _tied_within(chain, runs, skeleton)
     return Plan(
-        strategy=name,
+        strategy=parallel.name,
         device_type=device_type,
         precision=resolve_precision(precision, device_type),
         dp=dp,
@@ -119,27 +120,26 @@ def make_plan(
         ),
         parameters=sum(p.numel() for p in skeleton.parameters()),
         global_batch_size=global_batch_size,
-        devices=_devices(parallel, device_type),
+        devices=_devices(parallel, info, device_type),
     )
 
 
-def _check_shape(parallel, pipelined: bool) -> None:
-    """Numbers of replicas and stages that contradict the strategy's name."""
+def _check_shape(parallel, info: StrategyInfo) -> None:
+    """Numbers of replicas and stages that contradict what the strategy is."""
     for key in ("dp", "pp", "threads"):
         value = getattr(parallel, key)
         if value is not None and value < 1:
             raise PlanError(f"parallel.{key}={value} must be at least 1")
     name = parallel.name
-    if name == "data_parallel" and (parallel.dp not in (None, 1) or parallel.pp != 1):
-        raise PlanError("parallel=data_parallel is one process, with one stage: leave parallel.dp and parallel.pp at 1")
-    if name in ("single", "model_parallel", "pipelined") and parallel.dp not in (None, 1):
-        other = {"single": "ddp", "pipelined": "pipe_ddp"}.get(name, "pipe_ddp")
+    if not info.replicas and parallel.dp not in (None, 1):
+        other = suggest(replicas=True, stages=info.stages)
         raise PlanError(f"parallel={name} has one replica, parallel.dp={parallel.dp} needs parallel={other}")
-    if name in ("single", "ddp") and parallel.pp != 1:
-        other = {"single": "pipelined", "ddp": "pipe_ddp"}[name]
+    if not info.stages and parallel.pp != 1:
+        other = suggest(replicas=info.replicas, stages=True)
         raise PlanError(f"parallel={name} has one stage, parallel.pp={parallel.pp} needs parallel={other}")
-    if not pipelined and parallel.stages_per_rank not in (None, 1):
-        raise PlanError(f"parallel={name} takes no parallel.stages_per_rank; parallel=pipelined does")
+    if not info.stage_per_rank and parallel.stages_per_rank not in (None, 1):
+        other = suggest(replicas=info.replicas, stages=True)
+        raise PlanError(f"parallel={name} takes no parallel.stages_per_rank; parallel={other} does")
     if parallel.timeout_s <= 0:
         raise PlanError(f"parallel.timeout_s={parallel.timeout_s} must be above 0 seconds")
 
@@ -192,34 +192,36 @@ def _tied_within(chain: Chain, runs: list[list[str]], skeleton) -> list[int]:
     ]
 
 
-def _devices(parallel, device_type: str) -> tuple[str, ...]:
-    """Where model_parallel puts its stages and data_parallel its copies: parallel.devices, or the GPUs in order, or
-    (model_parallel only) the CPU for all of them."""
-    count = device_count(device_type)
-    if parallel.name == "data_parallel":
-        if device_type != "cuda":
-            raise PlanError(
-                f"parallel=data_parallel copies the model to GPUs, device={device_type} has none; use parallel=ddp, "
-                "which runs on any device"
-            )
-        return tuple(parallel.devices or (f"{device_type}:{i}" for i in range(count)))
-    if parallel.name != "model_parallel":
+def _devices(parallel, info: StrategyInfo, device_type: str) -> tuple[str, ...]:
+    """Where one process puts its stages or its copies of the model; empty where each rank has one device.
+
+    The devices are parallel.devices, or the GPUs in order, or for stages also the CPU for all of them.
+    """
+    if info.gpu_only and device_type != "cuda":
+        raise PlanError(
+            f"parallel={parallel.name} runs on GPUs, device={device_type} has none; use "
+            f"parallel={suggest(replicas=True, stages=info.stages)}, which runs on any device"
+        )
+    if not info.several_devices:
         if parallel.devices is not None:
             raise PlanError(
-                "parallel.devices is for parallel=model_parallel and data_parallel; "
-                f"parallel={parallel.name} takes one device a rank"
+                f"parallel.devices is for parallel={' and '.join(names_where(several_devices=True))}; "
+                f"parallel={parallel.name} takes one device per rank"
             )
         return ()
+    count = device_count(device_type)
+    if not info.stages:
+        return tuple(parallel.devices or (f"{device_type}:{i}" for i in range(count)))
     if parallel.devices is None:
         if count is not None and parallel.pp > count:
             raise PlanError(
                 f"parallel.pp={parallel.pp} stages but {count} {device_type} devices; set parallel.pp={count}, or name "
-                f"the devices, one a stage, such as parallel.devices=[{device_type}:0,{device_type}:0], or device=cpu"
+                f"one device per stage, such as parallel.devices=[{device_type}:0,{device_type}:0], or device=cpu"
             )
         return tuple(device_type if count is None else f"{device_type}:{i}" for i in range(parallel.pp))
     if len(parallel.devices) != parallel.pp:
         raise PlanError(
-            f"parallel.devices names {len(parallel.devices)} devices for parallel.pp={parallel.pp} stages; name one a "
-            "stage (the same one may stand twice)"
+            f"parallel.devices names {len(parallel.devices)} devices for parallel.pp={parallel.pp} stages; name one "
+            "per stage (the same one may be named twice)"
         )
     return tuple(parallel.devices)

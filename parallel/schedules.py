@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 
 from common.errors import PlanError
+from parallel.strategies import suggest
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ SCHEDULES = {
     "interleaved_zero_bubble": Schedule(
         f"{_TORCH}:ScheduleInterleavedZeroBubble", looped=True, rounds=True, splits_backward=True
     ),
-    "planned": Schedule("parallel.planned:SchedulePlanned", looped=True, splits_backward=True),
+    "planned": Schedule("parallel.pipe_stage:PlannedSchedule", looped=True, splits_backward=True),
     "zbv_zero_bubble": Schedule(
         f"{_TORCH}:ScheduleZBVZeroBubble", looped=True, splits_backward=True, refused=_V_SHAPED
     ),
@@ -87,7 +88,7 @@ def check_schedule(schedule: str, replicas: int) -> None:
         raise PlanError(
             f"parallel.schedule={schedule} with parallel.dp={replicas} replicas is refused: torch skips the averaging "
             "of gradients there without a word (pytorch issue 144530); use parallel.schedule=interleaved_1f1b, or one "
-            "replica (parallel=pipelined)"
+            f"replica (parallel={suggest(replicas=False, stages=True)})"
         )
 
 

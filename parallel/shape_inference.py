@@ -1,12 +1,12 @@
-"""What each layer takes, gives and keeps, found by running the chain on tensors without memory.
+"""What each layer receives, returns and keeps for the backward, inferred by running the chain on fake tensors.
 
-Fake tensors carry the device, so autocast acts on them as it will in the run; plain meta tensors pass it by, and a
-border declared float32 where the run sends bfloat16 corrupts silently.
+Fake tensors have no memory but carry a device, so autocast acts on them as it will in the run. Plain meta tensors are
+not cast, and a border declared float32 where the run sends bfloat16 corrupts silently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,19 +14,34 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from models.chain import Chain
+from data.batch import Batch
+from models.chain import Chain, Tensors, as_tuple
+from parallel.plan import Plan
 from parallel.precision import autocast, parameter_dtype
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that crosses from one layer to the next."""
+    """A tensor that passes from one layer to the next.
+
+    Attributes:
+        shape: Of one micro-batch.
+        dtype: As it is sent.
+        gradient: Whether a gradient comes back for it. Token numbers have none, for example.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    gradient: bool = True
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """Describe ``tensor``."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     @property
     def bytes(self) -> int:
+        """Size in memory."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -35,17 +50,41 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """``kept``: bytes that autograd holds for each micro-batch's backward; ``cast``: bytes of weights held in the
-    compute dtype, once for all micro-batches of a step."""
+    """What was inferred of one layer.
+
+    Attributes:
+        name: The layer's name.
+        outputs: What it returns; of the last layer, the loss.
+        kept: Bytes that autograd holds for each micro-batch's backward.
+        cast: Bytes of weights held in the compute dtype, once for all micro-batches of a step.
+    """
 
     name: str
-    output: TensorSpec
+    outputs: tuple[TensorSpec, ...]
     kept: int
     cast: int
 
+    @property
+    def output_bytes(self) -> int:
+        """Size of what the layer returns."""
+        return sum(spec.bytes for spec in self.outputs)
 
-def trace(chain: Chain, inputs: Tensor, targets: Tensor, precision: str, device_type: str) -> list[LayerTrace]:
-    """Run one micro-batch (inputs [b, ...], targets [b, ...]: real tensors, used for shape and dtype only)."""
+
+def trace(chain: Chain, sample: Batch, precision: str, device_type: str) -> list[LayerTrace]:
+    """Run one micro-batch through the chain on fake tensors.
+
+    Args:
+        chain: The model.
+        sample: One micro-batch of real tensors, used for their shapes and dtypes only.
+        precision: fp64, fp32, bf16 or fp16.
+        device_type: cpu, cuda or mps.
+
+    Returns:
+        One trace per layer, in order.
+
+    Raises:
+        TypeError: If a layer returns something else than a tensor or a flat tuple of tensors.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     dtype = parameter_dtype(precision)
@@ -56,7 +95,7 @@ def trace(chain: Chain, inputs: Tensor, targets: Tensor, precision: str, device_
             kind = dtype if real.is_floating_point() else real.dtype
             return torch.empty(real.shape, dtype=kind, device=device_type)
 
-        x, goal = fake(inputs), fake(targets)
+        tensors, targets = tuple(map(fake, sample.input_tensors)), fake(sample.targets)
         for layer in chain.layers:
             with torch.device(device_type), _default_dtype(dtype):
                 module = layer.build()
@@ -66,15 +105,33 @@ def trace(chain: Chain, inputs: Tensor, targets: Tensor, precision: str, device_
             with saved_tensors_hooks(kept.note, lambda tensor: tensor):
                 # Twice: the second micro-batch finds the weights cast already, so it keeps activations only.
                 sizes = []
-                for received, wanted in ((x, goal), (x.clone(), goal.clone())):  # each micro-batch's own
+                for own in (tensors, tuple(t.clone() for t in tensors)):  # each micro-batch has its own
                     before = kept.bytes
-                    last = layer is chain.layers[-1]
-                    output = _close(chain, module, received, wanted) if last else module(received)
+                    if layer is chain.layers[-1]:
+                        output = _loss(chain, module, own, targets.clone())
+                    else:
+                        output = module(*own)
                     sizes.append(kept.bytes - before)
-            border = TensorSpec(tuple(output.shape), output.dtype)
-            traces.append(LayerTrace(layer.name, border, kept=sizes[1], cast=sizes[0] - sizes[1]))
-            x = output
+            tensors = _checked(layer.name, output)
+            specs = tuple(map(TensorSpec.of, tensors))
+            traces.append(LayerTrace(layer.name, specs, kept=sizes[1], cast=sizes[0] - sizes[1]))
     return traces
+
+
+def stage_borders(plan: Plan, chain: Chain, sample: Batch) -> list[tuple[TensorSpec, ...]]:
+    """Infer what crosses the borders between stages, for one micro-batch.
+
+    Args:
+        plan: Says which layers make up a stage.
+        chain: The model.
+        sample: One micro-batch.
+
+    Returns:
+        What stages 0, 1, ... receive, and last the loss.
+    """
+    outputs = {t.name: t.outputs for t in trace(chain, sample, plan.precision, plan.device_type)}
+    received = tuple(map(TensorSpec.of, sample.input_tensors))
+    return [received, *(outputs[stage.layers[-1]] for stage in plan.stages)]
 
 
 @contextmanager
@@ -88,11 +145,20 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _close(chain: Chain, module: torch.nn.Module, x: Tensor, targets: Tensor) -> Tensor:
+def _loss(chain: Chain, module: torch.nn.Module, tensors: Sequence[Tensor], targets: Tensor) -> Tensor:
     """The loss of the last layer, whose output never leaves the stage."""
     if hasattr(module, "loss"):
-        return module.loss(x, targets, None).loss
-    return chain.loss(module(x), targets, None).loss
+        return module.loss(*tensors, targets, None).loss
+    return chain.loss(module(*tensors), targets, None).loss
+
+
+def _checked(name: str, output: Tensors) -> tuple[Tensor, ...]:
+    tensors = as_tuple(output)
+    for one in tensors:
+        if not isinstance(one, Tensor):
+            kind = type(one).__name__ + (" in a tuple" if isinstance(output, tuple) else "")
+            raise TypeError(f"layer {name!r} returned a {kind}; return a tensor or a flat tuple of tensors")
+    return tensors
 
 
 class _Kept:

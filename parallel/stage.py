@@ -1,4 +1,4 @@
-"""A stage: the layers that one rank runs as one piece, from an incoming tensor to an outgoing one or to the loss."""
+"""A stage: the layers that one rank runs as one piece, from incoming tensors to outgoing ones or to the loss."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models.batchnorm import BatchNorm2d
-from models.chain import Chain
+from models.chain import Chain, Tensors, as_tuple
 from models.losses import Sums
 from models.seeds import derive_seed, seed_generator
 
 
 class Stage(nn.Module):
-    """Layers ``names`` of ``chain`` with their weights on ``device``; parameters keep the whole model's names.
+    """Some consecutive layers of a chain with their weights. Parameters keep the whole model's names.
 
-    A strategy calls ``begin`` before each step's micro-batches and ``end`` after them; ``sums`` collects, for each
-    micro-batch of a stage that ends the chain, [loss, count, *metrics] as float64.
+    A strategy calls ``begin`` before each step's micro-batches and ``end`` after them.
+
+    Attributes:
+        layers: The layers, by their names.
+        begins_chain: Whether the first layer of the chain is among them.
+        ends_chain: Whether the last layer of the chain is among them.
+        sums: For each micro-batch since the last ``take_sums``, where the stage ends the chain,
+            [loss, count, *metrics] as float64.
     """
 
     def __init__(
@@ -33,6 +39,16 @@ class Stage(nn.Module):
         dtype: torch.dtype = torch.float32,
         recompute: bool = False,
     ) -> None:
+        """Build the layers with their initial weights.
+
+        Args:
+            chain: The model.
+            names: The names of the layers.
+            seed: The run's seed, for weights and dropout.
+            device: Where the weights are.
+            dtype: Of floating-point weights.
+            recompute: Whether a layer's activations are recomputed in the backward, and not kept.
+        """
         super().__init__()
         self.chain, self.device, self.seed, self.recompute = chain, device, seed, recompute
         self.layers = chain.build(names, seed, device, dtype)
@@ -44,91 +60,107 @@ class Stage(nn.Module):
         self.sums: list[Tensor] = []
 
     def begin(self, training: bool, step: int = 0, loss_scale: float = 1.0) -> None:
-        """A step of training (``step`` counts from 1) or of evaluation starts; no weight changes until ``end``."""
+        """Start a step. No weight changes until ``end``.
+
+        Args:
+            training: Whether this is a step of training, and not of evaluation.
+            step: The number of the step, from 1. Dropout depends on it.
+            loss_scale: What the loss is multiplied by before the backward.
+        """
         self.train(training)
         self.step, self.loss_scale = step, loss_scale
-        self._keep_casts({})
+        self._set_step_cache({})
 
     def end(self) -> None:
-        """The step's forwards and backwards are done; weights may change."""
-        self._keep_casts(None)
+        """End a step: its forwards and backwards are done, and weights may change."""
+        self._set_step_cache(None)
 
-    def _keep_casts(self, cache: dict | None) -> None:
+    def _set_step_cache(self, cache: dict | None) -> None:
         last = self.layers[self.layers.names[-1]]
         if hasattr(last, "step_cache"):
             last.step_cache = cache
 
     def forward(
-        self, x: Tensor, microbatch: Tensor, targets: Tensor | None = None, weights: Tensor | None = None
-    ) -> Tensor:
-        """One micro-batch.
+        self, *tensors: Tensor, microbatch: Tensor, targets: Tensor | None = None, weights: Tensor | None = None
+    ) -> Tensors:
+        """Compute one micro-batch.
 
-        x           [b, ...] the batch's inputs, or what the stage before gave (``as_sent``)
-        microbatch  [1 or more] int64, equal: the micro-batch's index in the global batch: dropout is drawn for it
-        targets     [b, ...] and weights [b], used by the stage that ends the chain and ignored by the others
-        returns     the next stage's input; from the stage that ends the chain, where targets are given, the scalar to
-                    differentiate: the summed loss times ``loss_scale``
+        Args:
+            *tensors: [b, ...] each: the batch's inputs, or what the stage before gave.
+            microbatch: [1 or more] int64, all equal: the micro-batch's index in the global batch. Dropout is drawn
+                for it.
+            targets: [b, ...], used by the stage that ends the chain and ignored by the others.
+            weights: [b], likewise.
+
+        Returns:
+            The next stage's input. From the stage that ends the chain, where targets are given, the scalar to
+            differentiate: the summed loss times ``loss_scale``. Without targets, the model's output.
         """
         index = int(microbatch.flatten()[0])
         if not self.begins_chain:
-            x = self._as_received(x)
-        if not self.ends_chain:
-            return self.as_sent(self.run(x, index))
-        if targets is None:
-            return self.run(x, index).contiguous()
-        sums = self._loss(x, index, targets, weights)
-        self.sums.append(sums.stack())
-        return sums.loss * self.loss_scale
-
-    def as_sent(self, x: Tensor) -> Tensor:
-        """``x`` as it goes to the next stage: contiguous; images in channels_last, [b, c, h, w], as the [b, h, w, c]
-        that lies in memory, so that neither they nor their gradients are put into another order on either side."""
-        x = (x.permute(0, 2, 3, 1) if self._images(x) else x).contiguous()
-        # Where input and weight gradients are taken apart, torch detaches what was sent in place: a view refuses.
-        return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
-
-    def _as_received(self, x: Tensor) -> Tensor:
-        return x.permute(0, 3, 1, 2) if self._images(x) else x
-
-    def _images(self, x: Tensor) -> bool:
-        return self.chain.channels_last and x.dim() == 4
-
-    def run(self, x: Tensor, index: int) -> Tensor:
-        """Micro-batch ``index`` through all layers, in the memory format that the last one leaves it in."""
-        return self._run(self.layers.items(), x, index)
-
-    def _loss(self, x: Tensor, index: int, targets: Tensor, weights: Tensor | None) -> Sums:
-        *body, (name, last) = self.layers.items()
-        if not hasattr(last, "loss"):
-            return self.chain.loss(self.run(x, index), targets, weights)
-        x = self._run(body, x, index)
-        self._seed(name, index)
-        return last.loss(x, targets, weights)
-
-    def _run(self, layers: Sequence[tuple[str, nn.Module]], x: Tensor, index: int) -> Tensor:
-        if self._images(x):
-            x = x.contiguous(memory_format=torch.channels_last)  # data comes in plain order
-        for name, layer in layers:
+            tensors = tuple(map(self._as_received, tensors))
+        if self.chain.channels_last:
+            tensors = tuple(map(self._in_channels_last, tensors))  # data comes in plain order
+        layers = self.layers.items()
+        last_name, last = layers[-1]
+        gives_loss = self.ends_chain and targets is not None
+        owns_loss = gives_loss and hasattr(last, "loss")
+        output: Tensors = tensors
+        for name, layer in layers[:-1] if owns_loss else layers:
             if self.recompute and torch.is_grad_enabled():
-                # The layer seeds itself, in the recomputation too, so there is no random state to preserve.
-                x = checkpoint(
-                    self._run_one,
+                # The layer is seeded again in the recomputation, so there is no random state to preserve.
+                output = checkpoint(
+                    self._seeded,
                     name,
                     layer,
-                    x,
                     index,
-                    self.step,
+                    *tensors,
                     use_reentrant=False,
                     preserve_rng_state=False,
                     context_fn=partial(_contexts, layer),
                 )
             else:
-                x = self._run_one(name, layer, x, index, self.step)
-        return x
+                self._seed(name, index)
+                output = layer(*tensors)
+            tensors = as_tuple(output)
+        if not gives_loss:
+            return self._as_output(output)
+        if owns_loss:
+            self._seed(last_name, index)
+            sums = last.loss(*tensors, targets, weights)
+        else:
+            sums: Sums = self.chain.loss(output, targets, weights)
+        self.sums.append(sums.stack())
+        return sums.loss * self.loss_scale
 
-    def _run_one(self, name: str, layer: nn.Module, x: Tensor, index: int, step: int) -> Tensor:
+    def as_sent(self, x: Tensor) -> Tensor:
+        """Return ``x`` as it is sent to the next stage: contiguous.
+
+        Images in channels_last, [b, c, h, w], are sent as the [b, h, w, c] that is in memory, so that neither they nor
+        their gradients are copied into another order on either side.
+        """
+        x = (x.permute(0, 2, 3, 1) if self._is_image(x) else x).contiguous()
+        # Where the backward is split, torch detaches what was sent in place. A view refuses that, and a received
+        # tensor that is passed on untouched would lose its gradient.
+        aliased = x._is_view() or (x.is_leaf and x.requires_grad)
+        return torch.ops.aten._unsafe_view(x, x.shape) if aliased else x
+
+    def _as_output(self, output: Tensors) -> Tensors:
+        change = torch.Tensor.contiguous if self.ends_chain else self.as_sent
+        return tuple(map(change, output)) if isinstance(output, tuple) else change(output)
+
+    def _as_received(self, x: Tensor) -> Tensor:
+        return x.permute(0, 3, 1, 2) if self._is_image(x) else x
+
+    def _in_channels_last(self, x: Tensor) -> Tensor:
+        return x.contiguous(memory_format=torch.channels_last) if self._is_image(x) else x
+
+    def _is_image(self, x: Tensor) -> bool:
+        return self.chain.channels_last and x.dim() == 4
+
+    def _seeded(self, name: str, layer: nn.Module, index: int, *tensors: Tensor) -> Tensors:
         self._seed(name, index)
-        return layer(x)
+        return layer(*tensors)
 
     def _seed(self, name: str, index: int) -> None:
         if self.training:
@@ -140,7 +172,11 @@ class Stage(nn.Module):
             layer.compile()
 
     def take_sums(self) -> Tensor | None:
-        """The sums of all micro-batches since the last call, added up: [2 + metrics] float64; None without any."""
+        """Add up the sums of all micro-batches since the last call.
+
+        Returns:
+            [2 + metrics] float64, or None where there are none.
+        """
         total = torch.stack([sums.to(self.device) for sums in self.sums]).sum(dim=0) if self.sums else None
         self.sums.clear()
         return total
@@ -152,7 +188,7 @@ def _contexts(layer: nn.Module) -> tuple[AbstractContextManager, AbstractContext
 
 
 class _Recomputing(AbstractContextManager):
-    """Entered for each recomputation: twice, where gradients of inputs and of weights are taken apart."""
+    """Entered for each recomputation: twice, where the backward is split."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._norms = [module for module in layer.modules() if isinstance(module, BatchNorm2d)]

@@ -19,6 +19,7 @@ from models.chain import Chain
 from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer, stage_shares
 from parallel.memory import tensors_per_parameter
 from parallel.plan import Plan, make_plan
+from parallel.strategies import names_where
 from training.checkpoint import read_manifest
 from training.checkpoint.init_from import check_start
 from training.checkpoint.new_tokens import grown
@@ -89,8 +90,8 @@ def prepare(cfg: Any, world_size: int | None = None) -> Setup:
     if data.changing_shapes and plan.pipelined:
         raise TrainingError(
             f"data.bucket_by_length=true gives batches of different shapes, and parallel={plan.strategy} sends tensors "
-            "of one fixed shape from stage to stage; use parallel=ddp, single or model_parallel, or "
-            "data.bucket_by_length=false"
+            "of one fixed shape from stage to stage; use parallel="
+            f"{' or '.join(names_where(stage_per_rank=False, gpu_only=False))}, or data.bucket_by_length=false"
         )
     if train.compile:
         check_compiler(plan.device_type)
@@ -263,10 +264,11 @@ def check_shapes(setup: Setup) -> None:
     """Pass a micro-batch through the model and its loss on the meta device, without memory. Raises TrainingError."""
     sample = setup.sample.to("meta")
     try:
-        setup.chain.loss(setup.chain.skeleton()(sample.inputs), sample.targets, None)
-    except (RuntimeError, ValueError) as error:
+        setup.chain.loss(setup.chain.skeleton()(*sample.input_tensors), sample.targets, None)
+    except (RuntimeError, TypeError, ValueError) as error:
         raise TrainingError(
-            f"model={setup.cfg.model.name} cannot take this data: samples {tuple(sample.inputs.shape[1:])} with "
+            f"model={setup.cfg.model.name} cannot take this data: samples "
+            f"{' and '.join(str(tuple(x.shape[1:])) for x in sample.input_tensors)} with "
             f"targets {tuple(sample.targets.shape[1:])} ({error})"
         ) from None
 

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch.distributed.pipelining.schedules import (
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    FULL_BACKWARD,
-    ScheduleInterleaved1F1B,
-)
+from torch.distributed.pipelining import schedules
 
-from parallel.order import StageSeconds
+from parallel.order import Action, StageSeconds
+from parallel.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
-PART = {FORWARD: "forward", FULL_BACKWARD: "backward", BACKWARD_INPUT: "inputs", BACKWARD_WEIGHT: "weights"}
+PART = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "inputs", BACKWARD_WEIGHT: "weights"}
+KINDS = {schedules.FORWARD: FORWARD, schedules.FULL_BACKWARD: BACKWARD}
 
 
 def interleaved(ranks: int, per_rank: int, chunks: int) -> dict:
     """torch's order, which needs no processes."""
-    schedule = ScheduleInterleaved1F1B.__new__(ScheduleInterleaved1F1B)
+    schedule = schedules.ScheduleInterleaved1F1B.__new__(schedules.ScheduleInterleaved1F1B)
     schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = ranks, per_rank, chunks
     schedule.number_of_rounds = max(1, chunks // ranks)
     schedule.microbatches_per_round = chunks // schedule.number_of_rounds
     orders = {rank: schedule._calculate_single_rank_operations(rank) for rank in range(ranks)}
-    return {rank: [action for action in actions if action is not None] for rank, actions in orders.items()}
+    return {
+        rank: [
+            Action(one.stage_index, KINDS[one.computation_type], one.microbatch_index)
+            for one in actions
+            if one is not None and one.computation_type in KINDS
+        ]
+        for rank, actions in orders.items()
+    }
 
 
 def span(orders: dict, seconds: Sequence[StageSeconds]) -> float:
@@ -35,7 +38,7 @@ def span(orders: dict, seconds: Sequence[StageSeconds]) -> float:
         before = sum(map(len, left.values()))
         for rank, actions in left.items():
             while actions and (needed := needs(actions[0], last)) <= ended.keys():
-                stage, kind, chunk = (done := actions.pop(0)).stage_index, done.computation_type, done.microbatch_index
+                stage, kind, chunk = actions.pop(0)
                 takes = getattr(seconds[stage], PART[kind])
                 clock[rank] = max([clock[rank], *(ended[one] for one in needed)]) + takes
                 ended[part(kind), stage, chunk] = clock[rank]
@@ -48,7 +51,7 @@ def part(kind) -> str:
 
 
 def needs(action, last: int) -> set:
-    kind, stage, chunk = part(action.computation_type), action.stage_index, action.microbatch_index
+    kind, stage, chunk = part(action.kind), action.stage, action.microbatch
     if kind == "weight":
         return {("input", stage, chunk)}
     if kind == "forward":

@@ -7,12 +7,10 @@ import torch
 from cases import Layout, Recipe
 from orders import PART, interleaved, span
 from probes import gradients_of_a_planned_step, operators_of_a_planned_step, orders_of_a_planned_run
-from torch.distributed.pipelining.schedules import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD
 
-from parallel.order import UNMEASURED, StageSeconds, best_order
-from parallel.planned import stage_seconds
+from parallel.order import UNMEASURED, StageSeconds, best_order, stage_seconds
 from parallel.schedules import ideal_bubble, in_flight
-from parallel.timeline import Interval
+from parallel.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Interval
 
 TICK = StageSeconds(1, 2, 1, 1)
 SIZES = [(2, 2, 2), (2, 2, 8), (2, 3, 6), (2, 1, 8), (3, 1, 9), (4, 1, 8), (4, 2, 8), (4, 2, 16)]
@@ -31,7 +29,7 @@ DEAR, CHEAP = [StageSeconds(1, 2, 2, 2)] * 4, [StageSeconds(1, 2, 0.5, 0.5)] * 4
 
 def apart(orders: dict) -> set[int]:
     """Micro-batches with a backward in two parts somewhere."""
-    return {a.microbatch_index for actions in orders.values() for a in actions if a.computation_type == BACKWARD_INPUT}
+    return {a.microbatch for actions in orders.values() for a in actions if a.kind == BACKWARD_INPUT}
 
 
 @pytest.mark.parametrize("ranks, per_rank, chunks", SIZES)
@@ -74,18 +72,18 @@ def test_every_gradient_is_taken_once_in_the_order_of_micro_batches_and_only_the
         split = [(stage, chunk) for stage, chunk in every if stage > 0 and chunk in two_parts]
         done = {kind: [] for kind in PART}
         for action in actions:
-            done[action.computation_type].append((action.stage_index, action.microbatch_index))
+            done[action.kind].append((action.stage, action.microbatch))
         assert sorted(done[FORWARD]) == every
-        assert sorted(done[FULL_BACKWARD]) == sorted(set(every) - set(split))
+        assert sorted(done[BACKWARD]) == sorted(set(every) - set(split))
         assert sorted(done[BACKWARD_INPUT]) == sorted(done[BACKWARD_WEIGHT]) == split
         for stage in range(rank, ranks * per_rank, ranks):  # so that sums of gradients are the same, bit for bit
-            gradients = [a.microbatch_index for a in actions if a.stage_index == stage and added(a.computation_type)]
+            gradients = [a.microbatch for a in actions if a.stage == stage and added(a.kind)]
             assert gradients == sorted(gradients)
 
 
 def added(kind) -> bool:
     """Whether it adds to the weights' gradients."""
-    return kind in (FULL_BACKWARD, BACKWARD_WEIGHT)
+    return kind in (BACKWARD, BACKWARD_WEIGHT)
 
 
 @pytest.mark.parametrize("ranks, per_rank, chunks", [*SIZES, *ODD_SIZES])
@@ -98,7 +96,7 @@ def max_in_flight(actions: list) -> int:
     """Forwards whose activations some gradient still needs, of all stages of a rank."""
     held, most = 0, 0
     for action in actions:
-        held += {FORWARD: 1, BACKWARD_INPUT: 0}.get(action.computation_type, -1)
+        held += {FORWARD: 1, BACKWARD_INPUT: 0}.get(action.kind, -1)
         most = max(most, held)
     return most
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from cases import Layout, Recipe, chain_and_batches, parallel_section
 
-from parallel.build import stage_borders
 from parallel.plan import make_plan
 from parallel.precision import autocast, parameter_dtype
-from parallel.shape_inference import TensorSpec, trace
+from parallel.shape_inference import TensorSpec, stage_borders, trace
 
 RECIPES = {name: Recipe(name, global_batch=6, lr=0.1) for name in ("toy", "gpt2")}
 
@@ -17,7 +16,7 @@ RECIPES = {name: Recipe(name, global_batch=6, lr=0.1) for name in ("toy", "gpt2"
 def traced(model: str, precision: str):
     chain, batch_at = chain_and_batches(RECIPES[model])
     batch = batch_at(0)
-    return chain, batch, trace(chain, batch.inputs, batch.targets, precision, "cpu")
+    return chain, batch, trace(chain, batch, precision, "cpu")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
@@ -37,14 +36,14 @@ def test_every_border_is_what_a_real_forward_gives(model, precision):
                 x = layer.loss(x, targets, None).loss
             else:
                 x = chain.loss(layer(x), targets, None).loss
-            real.append((name, TensorSpec(tuple(x.shape), x.dtype)))
-    assert [(t.name, t.output) for t in borders] == real
+            real.append((name, (TensorSpec(tuple(x.shape), x.dtype),)))
+    assert [(t.name, t.outputs) for t in borders] == real
 
 
 def test_autocast_shows_at_a_border():
     """In bf16 the toy's first Linear gives bf16; a border declared float32 would corrupt silently."""
-    assert traced("toy", "bf16")[2][0].output == TensorSpec((6, 10), torch.bfloat16)
-    assert traced("toy", "fp32")[2][0].output == TensorSpec((6, 10), torch.float32)
+    assert traced("toy", "bf16")[2][0].outputs == (TensorSpec((6, 10), torch.bfloat16),)
+    assert traced("toy", "fp32")[2][0].outputs == (TensorSpec((6, 10), torch.float32),)
 
 
 def test_a_stage_s_border_is_that_of_its_last_layer_and_the_last_gives_the_loss():
@@ -53,8 +52,10 @@ def test_a_stage_s_border_is_that_of_its_last_layer_and_the_last_gives_the_loss(
     plan = make_plan(section, chain, global_batch_size=6, device="cpu", precision="bf16")
     borders = stage_borders(plan, chain, batch_at(0).chunks(2)[0])
     assert borders == [
-        TensorSpec((3, 10), torch.float32), TensorSpec((3, 10), torch.bfloat16), TensorSpec((), torch.float32),
-    ]  # fmt: skip
+        (TensorSpec((3, 10), torch.float32, gradient=False),),
+        (TensorSpec((3, 10), torch.bfloat16),),
+        (TensorSpec((), torch.float32),),
+    ]
 
 
 def test_a_border_shows_its_shape_its_dtype_and_its_bytes():
@@ -80,6 +81,6 @@ def test_activations_grow_with_the_batch_and_tracing_moves_no_random_number():
     chain, batch_at = chain_and_batches(RECIPES["gpt2"])
     before = torch.get_rng_state()
     small, large = batch_at(0).chunks(2)[0], batch_at(0)
-    kept = [trace(chain, b.inputs, b.targets, "fp32", "cpu")[1].kept for b in (small, large)]
+    kept = [trace(chain, b, "fp32", "cpu")[1].kept for b in (small, large)]
     assert kept[1] == pytest.approx(2 * kept[0], rel=0.05)
     assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,98 @@
+"""The registry of strategies. Everything that depends on which strategy runs reads it here.
+
+A new strategy is a class (a subclass of ``parallel.strategy.Strategy``), an entry in ``STRATEGIES``, and
+``conf/parallel/NAME.yaml``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pkgutil import resolve_name
+
+from common.errors import PlanError
+
+
+@dataclass(frozen=True)
+class StrategyInfo:
+    """What a strategy is.
+
+    Attributes:
+        class_path: Module and name of its class, imported when it is used.
+        replicas: Whether there may be several replicas (``parallel.dp``), each with an equal part of the batch.
+        stages: Whether the model may be cut into several stages (``parallel.pp``).
+        stage_per_rank: Whether stages run on ranks of their own, under a schedule.
+        several_devices: Whether one process computes on several devices (``parallel.devices``): one device per stage,
+            or, without stages, a copy of the model on each.
+        gpu_only: Whether the devices must be GPUs.
+    """
+
+    class_path: str
+    replicas: bool = False
+    stages: bool = False
+    stage_per_rank: bool = False
+    several_devices: bool = False
+    gpu_only: bool = False
+
+
+STRATEGIES = {
+    "single": StrategyInfo("parallel.local:LocalStrategy"),
+    "model_parallel": StrategyInfo("parallel.local:ModelParallel", stages=True, several_devices=True),
+    "ddp": StrategyInfo("parallel.local:LocalStrategy", replicas=True),
+    "pipelined": StrategyInfo("parallel.pipeline:Pipeline", stages=True, stage_per_rank=True),
+    "pipe_ddp": StrategyInfo("parallel.pipeline:Pipeline", replicas=True, stages=True, stage_per_rank=True),
+    "data_parallel": StrategyInfo("parallel.local:DataParallel", several_devices=True, gpu_only=True),
+}
+
+
+def strategy_info(name: str) -> StrategyInfo:
+    """Look a strategy up.
+
+    Args:
+        name: The value of ``parallel.name``.
+
+    Returns:
+        What the strategy is.
+
+    Raises:
+        PlanError: If there is no such strategy.
+    """
+    if name not in STRATEGIES:
+        known = ", ".join(STRATEGIES)
+        raise PlanError(f"parallel={name} is not registered in parallel/strategies.py, which has {known}")
+    return STRATEGIES[name]
+
+
+def strategy_class(name: str) -> type:
+    """Import the class of a strategy."""
+    return resolve_name(strategy_info(name).class_path)
+
+
+def names_where(**properties: bool) -> list[str]:
+    """List the strategies with some properties.
+
+    Args:
+        **properties: Attributes of ``StrategyInfo`` and their values.
+
+    Returns:
+        Names, in the order of the registry.
+    """
+    return [
+        name
+        for name, info in STRATEGIES.items()
+        if all(getattr(info, key) == value for key, value in properties.items())
+    ]
+
+
+def suggest(*, replicas: bool, stages: bool) -> str:
+    """Name a strategy for an error message.
+
+    Args:
+        replicas: Whether it must have replicas.
+        stages: Whether it must have stages; it then runs them on ranks of their own.
+
+    Returns:
+        The first strategy of the registry that has these properties and runs on any device.
+    """
+    return names_where(
+        replicas=replicas, stages=stages, stage_per_rank=stages, several_devices=False, gpu_only=False
+    )[0]
