@@ -14,7 +14,7 @@ from enum import Enum
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 _SIMPLE = {"int": int, "float": float, "bool": bool, "str": str}
 _LISTS = ("list", "tuple", "List", "Tuple", "Sequence")
@@ -27,7 +27,7 @@ class Parameter:
     Attributes:
         name: Its name in the signature and in the configuration.
         kind: A type that OmegaConf checks: a simple type, an ``Enum`` for a ``Literal`` of words, ``list[...]``, or
-            ``Any`` for every other annotation. ``Optional`` where None is allowed.
+            ``Any`` for every other annotation. ``kind | None`` where None is allowed.
         default: The default value; ``dataclasses.MISSING`` where the configuration has to give one.
     """
 
@@ -86,12 +86,12 @@ def _parameter(module: str, arg: ast.arg, value: Any) -> Parameter:
     if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(value, str) and value in kind.__members__:
         value = kind[value]
     if value is None:
-        kind = Any if kind is Any else Optional[kind]
+        kind = Any if kind is Any else kind | None
     return Parameter(arg.arg, kind, list(value) if isinstance(value, tuple) else value)
 
 
 def _value(module: str, node: ast.expr) -> Any:
-    """A default: a literal, or a constant of the module or of one that it imports from. Raises ValueError for others."""
+    """A default: a literal, or a constant that the module defines or imports. Raises ValueError for others."""
     if isinstance(node, ast.Name):
         found = _definition(module, node.id)
         if found is None or not isinstance(found[1], ast.expr):
@@ -143,7 +143,7 @@ def _kind_of_union(module: str, members: list[ast.expr], name: str) -> Any:
     # A configuration holds no tensors: "float | Tensor" is a float.
     rest = [n for n in members if not _is(n, None) and not (isinstance(n, ast.Name) and n.id == "Tensor")]
     kind = _kind(module, rest[0], name) if len(rest) == 1 else Any
-    return Optional[kind] if kind is not Any and any(_is(n, None) for n in members) else kind
+    return kind | None if kind is not Any and any(_is(n, None) for n in members) else kind
 
 
 def _is(node: ast.expr, value: Any) -> bool:

@@ -28,8 +28,9 @@ def normalise(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tens
 class BatchNorm2d(nn.BatchNorm2d):
     """``nn.BatchNorm2d`` (same keys, same numbers) for a step of several micro-batches.
 
-    normalise    how a micro-batch is normalised in training; a strategy may put one here that works across replicas
-    recomputing  set while a forward runs a second time for its backward: it is not counted again
+    Attributes:
+        normalise: How a micro-batch is normalised in training; a strategy may set one that works across replicas.
+        recomputing: True while a forward runs a second time for its backward: it is not counted again.
     """
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
@@ -40,6 +41,7 @@ class BatchNorm2d(nn.BatchNorm2d):
         self.recomputing = False
 
     def reset_running_stats(self) -> None:
+        """Forget all statistics, those of the step so far included."""
         super().reset_running_stats()
         if "seen" in self._buffers:
             self.seen.zero_()

@@ -17,16 +17,23 @@ IGNORED = -100  # torch's own ignore_index
 
 
 class Sums(NamedTuple):
-    """``loss``: scalar, summed over the terms; ``count``: scalar, how many terms; ``metrics``: one scalar per
-    name in the loss's ``metrics``, each summed over the same terms."""
+    """What a loss adds up.
+
+    Attributes:
+        loss: Scalar, the sum over the terms.
+        count: Scalar, the number of terms.
+        metrics: One scalar for each name in the loss's ``metrics``, each summed over the same terms.
+    """
 
     loss: Tensor
     count: Tensor
     metrics: tuple[Tensor, ...] = ()
 
     def stack(self) -> Tensor:
-        """[loss, count, *metrics] as one detached float64 vector (float32 on MPS, which has no float64), ready to be
-        added up and sent."""
+        """[loss, count, *metrics] as one detached vector, to be added up and sent.
+
+        float64; float32 on MPS, which has no float64.
+        """
         dtype = torch.float32 if self.loss.device.type == "mps" else torch.float64
         return torch.stack([v.detach().to(dtype) for v in (self.loss, self.count, *self.metrics)])
 
@@ -36,7 +43,15 @@ class Loss(Protocol):
 
     metrics: tuple[str, ...]
 
-    def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums: ...
+    def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
+        """Compute the sums.
+
+        Args:
+            output: [b, ...] from the last layer.
+            targets: [b, ...].
+            weights: [b], 0 for samples that do not count; None: all count.
+        """
+        ...
 
 
 def per_element(weights: Tensor | None, like: Tensor) -> Tensor:
@@ -55,12 +70,15 @@ def mask_targets(targets: Tensor, weights: Tensor | None) -> Tensor:
 
 
 class SquaredError:
-    """Squared error summed over all elements of output and targets [b, ...]; the count is their number, so the
-    mean is ``nn.MSELoss``'s."""
+    """Squared error summed over all elements of output and targets [b, ...].
+
+    The count is their number, so the mean is ``nn.MSELoss``'s.
+    """
 
     metrics: tuple[str, ...] = ()
 
     def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
+        """See ``Loss``."""
         errors = F.mse_loss(_at_least_float32(output), targets, reduction="none")
         scale = per_element(weights, errors)
         return Sums((errors * scale).sum(), scale.sum())
@@ -75,6 +93,7 @@ class OneHotSquaredError:
     metrics: tuple[str, ...] = ()
 
     def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
+        """See ``Loss``."""
         counted = targets != IGNORED
         output = _at_least_float32(output)
         one_hot = F.one_hot(targets.where(counted, 0), output.shape[1]).to(output.dtype)
@@ -91,6 +110,7 @@ class ClassCrossEntropy:
     metrics: tuple[str, ...] = ("accuracy",)
 
     def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
+        """See ``Loss``."""
         targets = mask_targets(targets, weights)
         loss = F.cross_entropy(_at_least_float32(output), targets, reduction="sum", ignore_index=IGNORED)
         return Sums(loss, (targets != IGNORED).sum(), ((output.argmax(dim=1) == targets).sum(),))
@@ -105,6 +125,7 @@ class TokenCrossEntropy:
     metrics: tuple[str, ...] = ()
 
     def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
+        """See ``Loss``."""
         targets = mask_targets(targets, weights).flatten()
         logits = _at_least_float32(output.flatten(0, 1))
         loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)

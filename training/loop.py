@@ -18,8 +18,8 @@ from launchers import heartbeat, stopping
 from launchers.stopping import Stopped
 from parallel.strategy import StepResult, Strategy
 from training.checkpoint import Checkpoints
-from training.evaluate import evaluate, record_of
 from training.config import instantiate
+from training.evaluate import evaluate, record_of
 from training.optimizer import Optimizer
 from training.profiling import profiler
 from training.reporting import StepTimes, jsonable

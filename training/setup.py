@@ -26,7 +26,6 @@ from training.checkpoint.new_tokens import grown
 from training.config import environment, instantiate, to_dict
 from training.optimizer import check_optimizer
 
-
 BALANCES = ("time", "size")  # values of parallel.balance that are measured
 
 
@@ -139,7 +138,7 @@ def _plan(cfg: Any, chain: Chain, world_size: int | None) -> Plan:
 
 
 def model_and_data(cfg: Any) -> tuple[Chain, DataSet]:
-    """Build the chain and the data set that ``cfg`` describes; the data set is prepared only where the chain needs it."""
+    """Build the chain and the data set that ``cfg`` describes; the data is prepared only where the chain needs it."""
     data = instantiate(cfg.data)
     check_kind(data, cfg.model)
     if "vocab_size" in cfg.model and cfg.model.vocab_size is None:

@@ -15,8 +15,7 @@ from common.torchvision_loader import load_torchvision
 from data.vocabulary import gpt2
 from training.app import execute
 from training.checkpoint.new_tokens import grown
-from training.config import to_dict
-from training.config import quote_values
+from training.config import quote_values, to_dict
 from training.setup import prepare
 
 EMBEDDING = "embedding.wte.weight"

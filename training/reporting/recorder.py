@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.strategy import Strategy
-from training.config import to_dict
-from training.config import instantiate
+from training.config import instantiate, to_dict
 from training.loop import due
 from training.reporting import MetricsFile, Progress, describe, write_json
 from training.reporting.console import METRICS, SUMMARY

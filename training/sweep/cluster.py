@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from common.errors import UserError
 from launchers import Interrupted
 from launchers.slurm import wait
-from training.autotune import recall, choose_chunks
+from training.autotune import choose_chunks, recall
 from training.config import to_config, to_dict
 from training.reporting.environment import mask_arguments
 from training.slurm_job import Ready, note, prepare_here, queue, ready
