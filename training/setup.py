@@ -191,8 +191,11 @@ def total_steps(steps: int | None, epochs: float | None, per_epoch: int) -> int:
 
 
 def check_train(cfg: Any) -> None:
-    """Check the rules within the section ``train``. Raises TrainingError."""
+    """Check the rules of the section ``train``, and of restarts. Raises TrainingError."""
     train = cfg.train
+    restarts = cfg.launcher.get("max_restarts", 0)
+    if restarts < 0:
+        raise TrainingError(f"launcher.max_restarts={restarts} must be at least 0")
     if train.steps is None and train.epochs is None:
         raise TrainingError("neither train.steps nor train.epochs is set: say how long, for example train.steps=100")
     bounds = {
