@@ -1,4 +1,4 @@
-"""Messages for errors that the user can act on, in one line where they are Hydra's, with the nearest key that exists."""
+"""Messages for errors that the user can act on; Hydra's are in one line, with the nearest key that exists."""
 
 from __future__ import annotations
 

@@ -58,9 +58,7 @@ def house(tmp_path_factory):
 
 def command(house, *words, code=0):
     env = environment({"PYTHONPATH": os.pathsep.join(map(str, (house, house / "tests", house / "tests/training")))})
-    done = subprocess.run(
-        [sys.executable, *words], cwd=house, env=env, capture_output=True, text=True, timeout=600
-    )
+    done = subprocess.run([sys.executable, *words], cwd=house, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == code, done.stdout + done.stderr
     return done
 
@@ -97,7 +95,8 @@ def test_every_strategy_trains_what_was_added_as_single_does(losses, model):
     assert len(runs) > 1
     for name, values in runs.items():
         assert values == pytest.approx(losses[f"{model} single"], rel=1e-5), name
-    assert values[-1] < values[0]
+    if model != "skip":  # whose four batches are all different
+        assert values[-1] < values[0]
 
 
 def test_an_added_optimizer_and_logger_are_used(losses, house):
