@@ -1,4 +1,4 @@
-"""What the user reads about an error: of Hydra's and OmegaConf's one line, with the nearest key or option that exists."""
+"""Messages for errors that the user can act on; Hydra's are in one line, with the nearest key that exists."""
 
 from __future__ import annotations
 

@@ -22,6 +22,8 @@ TARGET_GROUPS = ("model", "data", "optim", "scheduler", "logger")
 
 
 class Device(Enum):
+    """Where to compute; auto: the best available device."""
+
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
@@ -29,6 +31,8 @@ class Device(Enum):
 
 
 class Mode(Enum):
+    """What to do."""
+
     train = "train"
     eval = "eval"
     plan = "plan"
@@ -37,6 +41,8 @@ class Mode(Enum):
 
 
 class Precision(Enum):
+    """The dtype of the computation; auto: bf16 where the device is fast at it, else fp32."""
+
     auto = "auto"
     fp64 = "fp64"
     fp32 = "fp32"
@@ -48,15 +54,15 @@ class Precision(Enum):
 class Train:
     """How a model is trained, whatever it is and wherever it runs."""
 
-    steps: int | None = None  # optimizer steps; with epochs set too, whichever comes first
-    epochs: float | None = None  # passes over the training data; parts of one count in whole steps
+    steps: int | None = None  # optimizer steps; where epochs is set too, whichever comes first
+    epochs: float | None = None  # passes over the training data; fractions are rounded up to whole steps
     global_batch_size: int = 64  # samples per optimizer step over all replicas (sequences, for a language model)
     precision: Precision = Precision.auto  # auto: bf16 where the device is fast at it, else fp32
     grad_clip: float | None = None  # largest norm of the whole model's gradient
     clip_value: float | None = None  # largest absolute value of a gradient element, before grad_clip
     max_skipped: int = 10  # steps in a row that are skipped, as their loss or gradient is not finite, before giving up
-    spike_factor: float | None = None  # skip steps whose loss is above so many times the mean of some twenty before it
-    spike_rollback: int | None = None  # so many spikes in a row: go back to the newest checkpoint's weights
+    spike_factor: float | None = None  # skip steps whose loss exceeds this multiple of the mean of some twenty before
+    spike_rollback: int | None = None  # after this many spikes in a row: return to the newest checkpoint's weights
     compile: bool = False  # torch.compile, layer by layer
     activation_checkpointing: bool = False  # recompute each layer's activations in the backward
     deterministic: bool = False  # same machine, same seed, same bits
@@ -64,12 +70,12 @@ class Train:
     cudnn_benchmark: bool = False  # let cuDNN try its convolutions and keep the fastest (fixed shapes only)
     detect_anomaly: bool = False  # name the operation whose backward gave a NaN (slow)
     overfit: bool = False  # the first step's batch, over and over
-    profile: int = 0  # steps to record with torch.profiler, after three of warm-up; the trace lies in the run directory
+    profile: int = 0  # steps to record with torch.profiler, after three of warm-up, into the run directory
     trace: bool = False  # draw when each forward, backward and transfer of a pipeline ran: timeline.png, timeline.json
     eval_every: int | None = 0  # steps between evaluations; 0: only at the end; null: never
     eval_batches: int | None = None  # batches of an evaluation; null: the whole split
     checkpoint_every: int | None = 0  # steps between checkpoints; 0: only at the end; null: never
-    keep_checkpoints: int = 3  # the newest so many are kept
+    keep_checkpoints: int = 3  # how many of the newest are kept
     resume: str | None = None  # auto: this run directory's newest checkpoint; or the path of one
 
 
@@ -77,14 +83,16 @@ class Train:
 class Sample:
     """For mode=sample."""
 
-    prompt: str = ""  # the text to go on from; GPT-2 can do without
-    tokens: int = 100  # how many to draw
-    temperature: float = 1.0  # logits are divided by it; 0: always the likeliest token
-    top_k: int | None = None  # draw among the so many likeliest tokens; null: all
+    prompt: str = ""  # the text to continue; may be empty for GPT-2
+    tokens: int = 100  # number of tokens to draw
+    temperature: float = 1.0  # logits are divided by it; 0: the likeliest token, always
+    top_k: int | None = None  # draw among this many of the likeliest tokens; null: all
 
 
 @dataclass
 class Root:
+    """The whole configuration."""
+
     seed: int = 1337
     device: Device = Device.auto
     mode: Mode = Mode.train
@@ -109,11 +117,15 @@ Schedule = Enum("Schedule", {name: name for name in SCHEDULES})
 
 
 class Order(Enum):
+    """How ranks are numbered."""
+
     dp_pp = "dp_pp"
     pp_dp = "pp_dp"
 
 
 class CommHook(Enum):
+    """The dtype that gradients are sent in between replicas."""
+
     none = "none"
     bf16 = "bf16"
     fp16 = "fp16"
@@ -121,31 +133,37 @@ class CommHook(Enum):
 
 @dataclass
 class Parallel:
+    """Where a model runs. A strategy is an option of ``parallel`` that sets some of these."""
+
     name: str = "single"
     dp: int | None = 1  # replicas; null: as many as the devices allow (on a CPU: 2)
     pp: int = 1  # stages, one process each (times stages_per_rank); model_parallel: all in one process
-    chunks: Any = 1  # micro-batches per replica and step; where nothing is pipelined: gradient accumulation; auto
+    chunks: Any = 1  # micro-batches per replica and step; without a pipeline: gradient accumulation; auto: measured
     schedule: Schedule = Schedule.gpipe  # order of forwards and backwards in a pipeline
     stages_per_rank: int | None = None  # null: what the schedule needs (interleaved, looped, planned: 2, else 1)
-    balance: Any = "uniform"  # how layers are dealt to stages: uniform, time or size (measured), or [7,7]
-    order: Order = Order.dp_pp  # dp_pp: the ranks of a pipeline are neighbours; pp_dp: those of a stage are
-    devices: list[str] | None = None  # model_parallel: one a stage, such as [cuda:0,cuda:1]; data_parallel: all of them
+    balance: Any = "uniform"  # how layers are divided into stages: uniform, time or size (measured), or [7,7]
+    order: Order = Order.dp_pp  # dp_pp: consecutive ranks are the stages of a pipeline; pp_dp: the replicas of a stage
+    devices: list[str] | None = None  # model_parallel: one per stage, such as [cuda:0,cuda:1]; data_parallel: all
     threads: int | None = None  # CPU threads of each process; null: the cores, divided
-    timeout_s: float = 300.0  # the longest that a rank waits for another before the run ends
+    timeout_s: float = 300.0  # how long a rank waits for another before the run ends
     bucket_mb: float = 25.0  # DistributedDataParallel's gradient bucket, in MiB
-    comm_hook: CommHook = CommHook.none  # what gradients are sent as between replicas: none (as they are), bf16, fp16
+    comm_hook: CommHook = CommHook.none  # none: the gradients' own dtype
     sync_batchnorm: bool = False  # BatchNorm over the replicas' micro-batches together
     env: Any = None  # environment of the workers, such as {NCCL_DEBUG: INFO, GLOO_SOCKET_IFNAME: eth0}
 
 
 @dataclass
 class Local:
+    """Processes of this machine."""
+
     name: str = "local"
-    max_restarts: int = 0  # how often a run goes on from its newest checkpoint by itself when a process has died
+    max_restarts: int = 0  # how often a run resumes by itself after a process has died
 
 
 @dataclass
 class Slurm:
+    """A job of a SLURM cluster."""
+
     name: str = "slurm"
     nodes: int = 1
     tasks_per_node: int | None = None  # processes of each node; null: dp x pp, divided by the nodes
@@ -155,14 +173,14 @@ class Slurm:
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
-    time_min: int = 60  # the job's time limit; at its end the job saves, queues again and goes on
+    time_min: int = 60  # the job's time limit; at its end the job saves, is queued again and resumes
     signal_s: int = 120  # how long before the limit it is told to save; SLURM may be up to 60 s early
     max_requeues: int = 100  # how often a job may be queued again after a time limit
     setup: list[str] = field(default_factory=list)  # shell lines before the run, such as ["module load cuda"]
-    sbatch: dict[str, Any] = field(default_factory=dict)  # more of sbatch's parameters, such as {constraint: a100}
+    sbatch: dict[str, Any] = field(default_factory=dict)  # further parameters of sbatch, such as {constraint: a100}
     wait: bool = True  # false: print the job's number and return at once
-    max_parallel: int | None = None  # jobs of a sweep at the same time; null: all of them
-    poll_s: float = 2.0  # seconds between two looks at the queue
+    max_parallel: int | None = None  # jobs of a sweep that run at the same time; null: all
+    poll_s: float = 2.0  # seconds between two queries of the queue
 
 
 # Keys that the program reads itself and does not pass to the section's target: name -> (type, default).

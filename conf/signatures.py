@@ -14,7 +14,7 @@ from enum import Enum
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 _SIMPLE = {"int": int, "float": float, "bool": bool, "str": str}
 _LISTS = ("list", "tuple", "List", "Tuple", "Sequence")
@@ -27,7 +27,7 @@ class Parameter:
     Attributes:
         name: Its name in the signature and in the configuration.
         kind: A type that OmegaConf checks: a simple type, an ``Enum`` for a ``Literal`` of words, ``list[...]``, or
-            ``Any`` for every other annotation. ``Optional`` where None is allowed.
+            ``Any`` for every other annotation. ``kind | None`` where None is allowed.
         default: The default value; ``dataclasses.MISSING`` where the configuration has to give one.
     """
 
@@ -39,6 +39,7 @@ class Parameter:
 def parameters(target: str) -> list[Parameter] | None:
     """The parameters of ``target`` ("package.module.name") that a configuration may set, in order.
 
+    A parameter whose default cannot be told from the source (``float("inf")``) is left out and keeps its default.
     A class that passes ``**options`` on to its base class has the base's parameters too.
 
     Args:
@@ -71,31 +72,34 @@ def _parameters(module: str, node: ast.FunctionDef | ast.ClassDef) -> dict[str, 
 def _own_parameters(module: str, args: ast.arguments) -> Iterator[Parameter]:
     positional = args.posonlyargs + args.args
     defaults = [None] * (len(positional) - len(args.defaults)) + args.defaults
-    for arg, default in zip(positional, defaults, strict=True):
-        yield _parameter(module, arg, default)
-    for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-        yield _parameter(module, arg, default)
+    pairs = [*zip(positional, defaults, strict=True), *zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    for arg, default in pairs:
+        try:
+            value = MISSING if default is None else _value(module, default)
+        except ValueError:
+            continue
+        yield _parameter(module, arg, value)
 
 
-def _parameter(module: str, arg: ast.arg, default: ast.expr | None) -> Parameter:
+def _parameter(module: str, arg: ast.arg, value: Any) -> Parameter:
     kind = _kind(module, arg.annotation, arg.arg)
-    value = MISSING if default is None else _value(module, default)
     if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(value, str) and value in kind.__members__:
         value = kind[value]
     if value is None:
-        kind = Any if kind is Any else Optional[kind]
+        kind = Any if kind is Any else kind | None
     return Parameter(arg.arg, kind, list(value) if isinstance(value, tuple) else value)
 
 
 def _value(module: str, node: ast.expr) -> Any:
-    """A default: a literal, or a constant of the module or of one that it imports from."""
+    """A default: a literal, or a constant that the module defines or imports. Raises ValueError for others."""
     if isinstance(node, ast.Name):
         found = _definition(module, node.id)
-        return MISSING if found is None else _value(*found)
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        return MISSING
+        if found is None or not isinstance(found[1], ast.expr):
+            raise ValueError(node.id)
+        return _value(*found)
+    if isinstance(node, ast.Tuple):
+        return tuple(_value(module, item) for item in node.elts)
+    return ast.literal_eval(node)
 
 
 def _kind(module: str, node: ast.expr | None, name: str) -> Any:
@@ -139,7 +143,7 @@ def _kind_of_union(module: str, members: list[ast.expr], name: str) -> Any:
     # A configuration holds no tensors: "float | Tensor" is a float.
     rest = [n for n in members if not _is(n, None) and not (isinstance(n, ast.Name) and n.id == "Tensor")]
     kind = _kind(module, rest[0], name) if len(rest) == 1 else Any
-    return Optional[kind] if kind is not Any and any(_is(n, None) for n in members) else kind
+    return kind | None if kind is not Any and any(_is(n, None) for n in members) else kind
 
 
 def _is(node: ast.expr, value: Any) -> bool:

@@ -15,7 +15,7 @@ WIDTHS = (512, 128, 64)
 
 
 def classifier(in_channels: int = 3, image_size: int = 32, num_classes: int = 10) -> Chain:
-    """A chain of seven layers, images [b, in_channels, image_size, image_size] -> logits [b, num_classes].
+    """Build a chain of seven layers, images [b, in_channels, image_size, image_size] -> logits [b, num_classes].
 
     conv1 to conv3 are a 3x3 convolution, ReLU and a halving of the image; fc1 to fc4 a linear layer and, but for the
     last, ReLU. Features on one stage and classifier on the other: ``parallel.balance=[3,4]``; a three-stage split of
@@ -25,7 +25,13 @@ def classifier(in_channels: int = 3, image_size: int = 32, num_classes: int = 10
     a mistake: it treats exclusive classes as ten separate yes-no questions, and where the soft-max saturates on a
     wrong class the gradient vanishes instead of being largest.
 
-    raises   ValueError for a number below 1, or an image too small to be halved three times
+    Args:
+        in_channels: Channels of the images.
+        image_size: Pixels per side.
+        num_classes: Number of classes.
+
+    Raises:
+        ValueError: For a number below 1, or an image too small to be halved three times.
     """
     for key, value in {"in_channels": in_channels, "num_classes": num_classes}.items():
         if value < 1:

@@ -12,12 +12,18 @@ from models.losses import ClassCrossEntropy
 
 
 def convnet(in_channels: int = 1, image_size: int = 28, num_classes: int = 10) -> Chain:
-    """A chain of three layers, images [b, in_channels, image_size, image_size] -> logits [b, num_classes].
+    """Build a chain of three layers, images [b, in_channels, image_size, image_size] -> logits [b, num_classes].
 
     Each block is a 5x5 convolution, BatchNorm, ReLU and a halving of the image, to 16 and to 32 channels. Keys are
     those of the published model: ``layer1.0.weight``, ..., ``fc.bias``.
 
-    raises   ValueError for a number below 1, or an image too small to be halved twice
+    Args:
+        in_channels: Channels of the images.
+        image_size: Pixels per side.
+        num_classes: Number of classes.
+
+    Raises:
+        ValueError: For a number below 1, or an image too small to be halved twice.
     """
     for key, value in {"in_channels": in_channels, "num_classes": num_classes}.items():
         if value < 1:

@@ -62,12 +62,15 @@ class _FusedCrossEntropy(torch.autograd.Function):
 def fused_cross_entropy(x: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
     """Cross entropy of ``x @ weight.T + bias`` against ``targets``, summed over those that are not ``IGNORED``.
 
-    x        [n, c] hidden states, in the compute dtype
-    weight   [v, c] the parameter, which gets the gradient
-    cast     [v, c] the same numbers in the compute dtype, without gradient (cast once per step by the caller)
-    targets  [n] int64 classes below v, or ``IGNORED``
-    bias     [v] a parameter of the weight's dtype, or None
-    returns  a scalar in float32 (float64 for float64)
+    Args:
+        x: [n, c], hidden states in the compute dtype.
+        weight: [v, c], the parameter, which gets the gradient.
+        cast: [v, c], the same numbers in the compute dtype, without gradient (cast once per step by the caller).
+        targets: [n], int64 classes below v, or ``IGNORED``.
+        bias: [v], a parameter of the weight's dtype, or None.
+
+    Returns:
+        A scalar in float32 (float64 for float64).
     """
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias) if t is not None)
     return _FusedCrossEntropy.apply(x, weight, cast, targets, bias, needs_grad)

@@ -29,6 +29,7 @@ class FusedHead(nn.Module):
         return x
 
     def forward(self, x: Tensor) -> Tensor:
+        """[b, t, c] -> logits [b, t, vocab_size]."""
         return self.projection(self.hidden(x))
 
     def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:

@@ -23,14 +23,21 @@ def generate(
     seed: int,
     device: torch.device,
 ) -> list[int]:
-    """``count`` tokens that follow ``tokens`` (one at least).
+    """Draw ``count`` tokens that follow ``tokens``.
 
-    layers       the whole model in evaluation mode: tokens [1, t] -> logits [1, t, at least vocab_size]
-    positions    the model sees at most so many tokens, the newest
-    vocab_size   only tokens below it are drawn (the model's vocabulary may be padded)
-    temperature  logits are divided by it; 0: the likeliest token, always
-    top_k        draw among the so many likeliest; None: all
-    seed         of the draws, which are made on the CPU: the same on every device that computes the same logits
+    Args:
+        layers: The whole model in evaluation mode: tokens [1, t] -> logits [1, t, at least vocab_size].
+        tokens: Token ids to continue, one at least.
+        count: Number of tokens to draw.
+        positions: The model sees at most this many of the newest tokens. None: all.
+        vocab_size: Only tokens below it are drawn (the model's vocabulary may be padded).
+        temperature: Logits are divided by it; 0: the likeliest token, always.
+        top_k: Draw among this many of the likeliest tokens; None: all.
+        seed: Of the draws, which are made on the CPU: the same on every device that computes the same logits.
+        device: Where the model is.
+
+    Returns:
+        The drawn token ids.
     """
     generator = torch.Generator().manual_seed(seed)
     *body, (_, head) = layers.items()

@@ -22,7 +22,14 @@ from models.losses import TokenCrossEntropy
 
 @dataclass(frozen=True)
 class Size:
-    """Layers, heads, width, and the longest sequence in tokens."""
+    """The sizes of a GPT-2.
+
+    Attributes:
+        n_layer: Number of layers.
+        n_head: Number of attention heads.
+        n_embd: Width.
+        block_size: The longest sequence, in tokens.
+    """
 
     n_layer: int
     n_head: int
@@ -49,6 +56,7 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """[b, t] -> [b, t, n_embd]."""
         return self.dropout(self.wte(tokens) + self.wpe.weight[: tokens.shape[1]])
 
 
@@ -62,6 +70,7 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(size.n_embd, size.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[b, t, n_embd] -> same."""
         b, t, c = x.shape
         q, k, v = (part.view(b, t, self.heads, -1).transpose(1, 2) for part in self.c_attn(x).split(c, dim=2))
         dropout = self.dropout if self.training else 0.0
@@ -78,6 +87,7 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * size.n_embd, size.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[b, t, n_embd] -> same."""
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
 
 
@@ -91,6 +101,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[b, t, n_embd] -> same."""
         x = x + self.dropout(self.attn(self.ln_1(x)))
         return x + self.dropout(self.mlp(self.ln_2(x)))
 
@@ -105,16 +116,25 @@ class Head(FusedHead):
 
     @property
     def projection(self) -> nn.Linear:
+        """The head, tied to the embedding."""
         return self.lm_head
 
     def hidden(self, x: Tensor) -> Tensor:
+        """The final norm, [b, t, n_embd] -> same."""
         return self.ln_f(x)
 
 
 def initialise(name: str, module: nn.Module, *, n_layer: int) -> None:
-    """Normal(0, 0.02) for weights and embeddings, 0.01 for positions as OpenAI's code has it, zero biases; the two
-    projections onto the residual stream are scaled by 1/sqrt(2 n_layer), so that its variance does not grow with
-    depth."""
+    """Set the initial weights of one module.
+
+    Normal(0, 0.02) for weights and embeddings, 0.01 for positions as OpenAI's code has it, zero biases; the two
+    projections onto the residual stream are scaled by 1/sqrt(2 n_layer), so that its variance does not grow with depth.
+
+    Args:
+        name: The module's full name.
+        module: A module that holds parameters itself.
+        n_layer: Number of layers of the model.
+    """
     if isinstance(module, nn.LayerNorm):
         module.reset_parameters()
         return
@@ -135,7 +155,11 @@ def resolve_size(
     n_embd: int | None = None,
     block_size: int | None = None,
 ) -> Size:
-    """The numbers of ``size``, each replaced by the one that is given. Raises ValueError for those that cannot be."""
+    """The sizes of ``size``, each replaced by the number that is given.
+
+    Raises:
+        ValueError: For an unknown size, a number below 1, or a width that the heads do not divide.
+    """
     if size not in SIZES:
         raise ValueError(f"model.size={size} is not one of {', '.join(SIZES)}")
     given = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "block_size": block_size}
@@ -160,12 +184,22 @@ def gpt2(
     vocab_size: int = 50304,
     dropout: float = 0.0,
 ) -> Chain:
-    """GPT-2 as a chain: ``embedding``, ``h.0`` … ``h.N-1``, ``head`` (final norm and tied projection).
+    """Build GPT-2 as a chain: ``embedding``, ``h.0`` … ``h.N-1``, ``head`` (final norm and tied projection).
 
-    size        124M | 350M | 774M | 1558M | tiny; each further number that is given replaces the size's own
-    block_size  the longest sequence, in tokens
-    vocab_size  50257 is GPT-2's own; 50304 = 393 x 128 is faster on every device. The extra rows learn to be rare
-    raises      ValueError for an unknown size or a width that its heads do not divide
+    Token ids [b, t] -> logits [b, t, vocab_size].
+
+    Args:
+        size: A published size, or tiny. Each of the next four numbers that is given replaces the size's own.
+        n_layer: Number of layers.
+        n_head: Number of attention heads.
+        n_embd: Width; a multiple of n_head.
+        block_size: The longest sequence, in tokens.
+        vocab_size: 50257 is GPT-2's own; 50304 = 393 x 128 is faster on every device. Further rows
+            learn to be rare.
+        dropout: Probability, in [0, 1).
+
+    Raises:
+        ValueError: For an unknown size, a number below 1, or a width that the heads do not divide.
     """
     chosen = resolve_size(size, n_layer, n_head, n_embd, block_size)
     if vocab_size < 1:

@@ -12,13 +12,15 @@ _BLOCK = 4096  # rows summed at a time: a float64 copy of a whole embedding woul
 
 @torch.no_grad()
 def fill_new_rows(weight: Tensor, vocab_size: int, sources: Sequence[Sequence[int] | None], known: int = 0) -> None:
-    """Set the rows of ``weight`` [rows, width] from ``vocab_size`` on, in place, one for each of ``sources``.
+    """Set the rows of an embedding from ``vocab_size`` on, in place, one for each of ``sources``.
 
-    vocab_size  rows that the vocabulary had before
-    sources     for each new word the rows below ``vocab_size`` whose mean it starts as; None: all of them
-    known       so many of the new words, the first ones, have their rows already
+    Means are computed in float64 on the CPU, so that copies on other ranks and devices get the same numbers.
 
-    Summed in float64 on the CPU, so that copies on other ranks and devices get the same numbers.
+    Args:
+        weight: [rows, width].
+        vocab_size: Number of rows that the vocabulary had before.
+        sources: For each new word the rows below ``vocab_size`` whose mean it starts as; None: all of them.
+        known: How many of the new words, the first ones, have their rows already.
     """
     everything = None
     for i, rows in enumerate(sources[known:], start=known):

@@ -8,11 +8,10 @@ from torch import Tensor, nn
 
 
 class PointwiseConv2d(nn.Conv2d):
-    """``nn.Conv2d`` with a 1x1 kernel: [b, in, h, w] -> [b, out, h / stride, w / stride] (rounded up), the same
-    parameters under the same names.
+    """``nn.Conv2d`` with a 1x1 kernel and the same parameters under the same names.
 
-    With one thread and fewer than 16 images torch's CPU convolution leaves oneDNN for a loop over images with a copy
-    of each: half the speed, in exactly the micro-batches of a pipeline. A dilated one stays (``use_mkldnn`` in
+    With one thread and fewer than 16 images torch's CPU convolution does not use oneDNN but a loop over images with a
+    copy of each: half the speed, in exactly the micro-batches of a pipeline. A dilated one uses it (``use_mkldnn`` in
     aten/src/ATen/native/Convolution.cpp), and a kernel of one pixel has nothing to dilate. In bf16 with the channels
     innermost, one matrix product over all pixels is faster still.
     """
@@ -21,6 +20,7 @@ class PointwiseConv2d(nn.Conv2d):
         super().__init__(in_channels, out_channels, kernel_size=1, stride=stride, bias=bias)
 
     def forward(self, images: Tensor) -> Tensor:
+        """[b, in_channels, h, w] -> [b, out_channels, h / stride, w / stride], rounded up."""
         if images.device.type != "cpu":
             return super().forward(images)
         if torch.is_autocast_enabled("cpu") or images.dtype == torch.bfloat16:

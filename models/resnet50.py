@@ -24,19 +24,28 @@ LOSSES: dict[str, Callable[[], Loss]] = {"mse": OneHotSquaredError, "cross_entro
 
 
 def resnet50(
-    in_channels: int = 3, num_classes: int = 1000, loss: Literal["mse", "cross_entropy"] = "mse", channels_last: bool = True
+    in_channels: int = 3,
+    num_classes: int = 1000,
+    loss: Literal["mse", "cross_entropy"] = "mse",
+    channels_last: bool = True,
 ) -> Chain:
-    """A chain of 22 layers: four of the stem, 16 bottleneck blocks, pooling and the classifier.
+    """Build a chain of 22 layers: four of the stem, 16 bottleneck blocks, pooling and the classifier.
 
     Images [b, in_channels, height, width] of any size, 32 pixels or more to be of use -> logits [b, num_classes]. In
     training, a micro-batch of one image needs more than 32 pixels: of a single value BatchNorm has no variance.
 
-    loss     mse: squared error to the one-hot class over all classes, as in the published experiment;
-             cross_entropy: the usual one, with accuracy
-    channels_last  images with their channels innermost in memory: faster
-    raises   ValueError for a number below 1 or an unknown loss
-    source   The published experiment is PyTorch's tutorial on model parallelism, whose two halves (up to layer2, from
-             layer3 on) are ``parallel.balance=[11,11]``.
+    The published experiment is PyTorch's tutorial on model parallelism, whose two halves (up to layer2, from layer3 on)
+    are ``parallel.balance=[11,11]``.
+
+    Args:
+        in_channels: Channels of the images.
+        num_classes: Number of classes.
+        loss: mse: squared error to the one-hot class over all classes, as in the published experiment; cross_entropy:
+            the usual one, with accuracy.
+        channels_last: Keep images with their channels innermost in memory: faster, the same numbers.
+
+    Raises:
+        ValueError: For a number below 1 or an unknown loss.
     """
     for key, value in {"in_channels": in_channels, "num_classes": num_classes}.items():
         if value < 1:
@@ -62,7 +71,7 @@ def resnet50(
 
 
 def initialise(name: str, module: nn.Module) -> None:
-    """As torchvision's: normal by fan-out in convolutions, torch's default elsewhere."""
+    """Set initial weights as torchvision does: normal by fan-out in convolutions, torch's default elsewhere."""
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     else:

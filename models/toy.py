@@ -1,4 +1,4 @@
-"""The smallest model that has something to split: Linear 10-10, ReLU, Linear 10-5."""
+"""The smallest model that can be split: Linear 10-10, ReLU, Linear 10-5."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from models.losses import SquaredError
 
 
 def toy(in_features: int = 10, hidden: int = 10, out_features: int = 5) -> Chain:
-    """A chain of three layers, [b, in_features] -> [b, out_features], under squared error.
+    """Build a chain of three layers, [b, in_features] -> [b, out_features], under squared error.
 
-    The middle layer holds no parameters: on three stages one has nothing to optimise, and that is legal.
+    The middle layer holds no parameters: on three stages one has nothing to optimize, and that is legal.
     Source: the ToyModel of PyTorch's DDP tutorial.
+
+    Args:
+        in_features: Numbers per sample.
+        hidden: Width of the middle layer.
+        out_features: Numbers to predict.
     """
     return Chain(
         layers=[

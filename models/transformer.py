@@ -1,8 +1,8 @@
-"""The language model of PyTorch's "DDP and pipeline parallelism" tutorial: post-norm Transformer encoder layers, with
-sinusoidal positions and ReLU.
+"""The language model of PyTorch's "DDP and pipeline parallelism" tutorial.
 
-The tutorial gives its layers no mask: each word sees the next one, which it is to predict, and the perplexity of 1.39
-that it prints is that of copying. Here attention is causal. Source: "Training Transformer models using Distributed
+Post-norm Transformer encoder layers, with sinusoidal positions and ReLU. The tutorial gives its layers no mask: each
+word sees the next one, which it is to predict, and the perplexity of 1.39 that it prints is that of copying. Here
+attention is causal. Source: "Training Transformer models using Distributed
 Data Parallel and Pipeline Parallelism" (PyTorch tutorials up to 2.3); layers of Vaswani et al. 2017, "Attention Is All
 You Need".
 """
@@ -56,6 +56,7 @@ class Encoder(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """[b, t] -> [b, t, d_model]."""
         return self.dropout(self.positions(self.embedding(tokens) * self.scale))
 
 
@@ -75,6 +76,7 @@ class SelfAttention(nn.Module):
         nn.init.zeros_(self.in_proj_bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[b, t, d_model] -> same."""
         b, t, c = x.shape
         projected = F.linear(x, self.in_proj_weight, self.in_proj_bias)
         q, k, v = (part.view(b, t, self.heads, -1).transpose(1, 2) for part in projected.split(c, dim=2))
@@ -98,6 +100,7 @@ class TransformerLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[b, t, d_model] -> same."""
         x = self.norm1(x + self.dropout(self.self_attn(x)))
         return self.norm2(x + self.dropout(self.linear2(self.dropout(F.relu(self.linear1(x))))))
 
@@ -111,8 +114,15 @@ class Decoder(FusedHead):
 
 
 def initialise(name: str, module: nn.Module) -> None:
-    """Uniform in +-0.1 for embedding and projection, the latter's bias 0, as published; torch's own
-    ``nn.TransformerEncoderLayer``'s for the layers."""
+    """Set the initial weights of one module.
+
+    Uniform in +-0.1 for embedding and projection, the latter's bias 0, as published; those of
+    ``nn.TransformerEncoderLayer`` for the layers.
+
+    Args:
+        name: The module's full name.
+        module: A module that holds parameters itself.
+    """
     if isinstance(module, nn.Embedding) or name == "decoder.projection":
         module.weight.uniform_(-INITIAL_RANGE, INITIAL_RANGE)
     else:
@@ -130,13 +140,21 @@ def transformer(
     max_len: int = 512,
     vocab_size: int | None = None,
 ) -> Chain:
-    """The tutorial's model as a chain: ``encoder``, ``layers.0`` … ``layers.N-1``, ``decoder``.
+    """Build the tutorial's model as a chain: ``encoder``, ``layers.0`` … ``layers.N-1``, ``decoder``.
 
-    d_model     width of the embeddings and layers; even, and a multiple of n_head
-    d_hid       width between the two linear maps of a layer
-    max_len     the longest sequence, in tokens
-    vocab_size  words to tell apart; it must be given (the run takes it from the data)
-    raises      ValueError for sizes that cannot be, with the nearest width that can
+    Token ids [b, t] -> logits [b, t, vocab_size].
+
+    Args:
+        d_model: Width of the embeddings and layers; even, and a multiple of n_head.
+        d_hid: Width between the two linear maps of a layer.
+        n_head: Number of attention heads.
+        n_layer: Number of layers.
+        dropout: Probability, in [0, 1).
+        max_len: The longest sequence, in tokens.
+        vocab_size: Number of words. None: the data's.
+
+    Raises:
+        ValueError: For sizes that do not fit together, with the nearest width that does.
     """
     if vocab_size is None:
         raise ValueError("model.vocab_size is not set and the data has no vocabulary to take it from; set it")
@@ -165,4 +183,5 @@ def transformer(
         loss=TokenCrossEntropy(),
         initialise=initialise,
         limits={"positions": max_len, "vocabulary": vocab_size},
+        embedding="encoder.embedding.weight",
     )

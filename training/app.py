@@ -24,6 +24,7 @@ _MEET_TIMEOUT_S = 60.0
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 # What every worker imports.
 _PRELOAD = ("training.run", "torch.distributed.pipelining")
+_AGAIN = "start it again with the same command"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -181,7 +182,8 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
                 del setup  # the workers build their own
                 _start_workers(cfg, run_dir, processes, server)
         except Stopped as stopped:
-            raise Stopped(f"{stopped}; {_how_to_resume(cfg, run_dir)}") from None
+            resume = f"go on with the same command and train.resume=auto hydra.run.dir={run_dir}"
+            raise Stopped(f"{stopped}; {resume if cfg.mode == 'train' else _AGAIN}") from None
 
 
 def _early_server(cfg: Any, world: World | None, isolated: bool) -> AbstractContextManager[ForkServer | None]:
@@ -213,12 +215,7 @@ def _start_workers(cfg: Any, run_dir: Path, processes: int, server: ForkServer |
 
 
 def _restarts(cfg: Any) -> int:
-    from common.errors import TrainingError
-
-    most = cfg.launcher.get("max_restarts", 0)
-    if most < 0:
-        raise TrainingError(f"launcher.max_restarts={most} must be at least 0")
-    return most if cfg.mode == "train" else 0
+    return cfg.launcher.get("max_restarts", 0) if cfg.mode == "train" else 0
 
 
 @contextmanager
@@ -229,13 +226,7 @@ def _nothing_begun() -> Iterator[None]:
     except Interrupted as interrupted:
         if interrupted.signum not in stopping.SIGNALS or stopping.second_signal():
             raise
-        raise Stopped("stopped before the first step; start it again with the same command") from None
-
-
-def _how_to_resume(cfg: Any, run_dir: Path) -> str:
-    if cfg.mode != "train":
-        return "start it again with the same command"
-    return f"go on with the same command and train.resume=auto hydra.run.dir={run_dir}"
+        raise Stopped(f"stopped before the first step; {_AGAIN}") from None
 
 
 def _print_memory(setup) -> None:

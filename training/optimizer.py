@@ -85,7 +85,13 @@ def _build(config: Mapping, parameters: list, fused: bool, decay_vectors: bool) 
         groups = [{"params": parameters}]
     if fused and "fused" in known and arguments.get("fused") is None:
         arguments["fused"] = True
-    return instantiate(arguments, [group for group in groups if group["params"]])
+    try:
+        return instantiate(arguments, [group for group in groups if group["params"]])
+    except TrainingError as error:
+        raise TrainingError(
+            f"optim: {error}. An optimizer that is made for matrices leaves the other parameters to a second one: "
+            "'optim.others={_target_: torch.optim.AdamW, lr: 1e-3}'"
+        ) from None
 
 
 def _placed_as(parameter: torch.nn.Parameter, key: str, value: Tensor) -> Tensor:

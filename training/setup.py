@@ -138,7 +138,7 @@ def _plan(cfg: Any, chain: Chain, world_size: int | None) -> Plan:
 
 
 def model_and_data(cfg: Any) -> tuple[Chain, DataSet]:
-    """Build the chain and the data set that ``cfg`` describes; the data set is prepared only where the chain needs it."""
+    """Build the chain and the data set that ``cfg`` describes; the data is prepared only where the chain needs it."""
     data = instantiate(cfg.data)
     check_kind(data, cfg.model)
     if "vocab_size" in cfg.model and cfg.model.vocab_size is None:
@@ -191,8 +191,11 @@ def total_steps(steps: int | None, epochs: float | None, per_epoch: int) -> int:
 
 
 def check_train(cfg: Any) -> None:
-    """Check the rules within the section ``train``. Raises TrainingError."""
+    """Check the rules of the section ``train``, and of restarts. Raises TrainingError."""
     train = cfg.train
+    restarts = cfg.launcher.get("max_restarts", 0)
+    if restarts < 0:
+        raise TrainingError(f"launcher.max_restarts={restarts} must be at least 0")
     if train.steps is None and train.epochs is None:
         raise TrainingError("neither train.steps nor train.epochs is set: say how long, for example train.steps=100")
     bounds = {

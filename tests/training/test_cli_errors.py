@@ -36,7 +36,7 @@ CASES = {
         ["parallel=pipeddp"],
         ["'parallel/pipeddp'", "single", "model_parallel", "ddp", "pipelined", "pipe_ddp"],
     ),
-    "a mistyped key": (["train.stepz=5"], ["stepz", "Train"]),
+    "a mistyped key": (["train.stepz=5"], ["there is no key train.stepz", "did you mean train.steps?"]),
     "a mistyped section": (["trian.steps=5"], ["trian"]),
     "a word for a number": (["train.steps=many"], ["'many'", "Integer", "train.steps"]),
     "a fraction for a whole number": (["parallel.pp=1.5"], ["'1.5'", "Integer", "parallel.pp"]),

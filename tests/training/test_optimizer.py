@@ -1,13 +1,17 @@
 """The optimizer: which parameters decay, how the update runs, and ranks that have nothing to update."""
 
+import inspect
+
 import pytest
 import torch
 from composed import QUIET, compose, config, losses, run, run_on_rank, saved, steps
 
+from common.errors import TrainingError
 from parallel.build import build_strategy
 from parallel.strategy import Options
 from training.config import to_dict
 from training.optimizer import Optimizer
+from training.run import run as train
 from training.setup import prepare
 
 ADAMW = ["optim=adamw", "optim.weight_decay=0.5"]
@@ -62,11 +66,40 @@ def test_one_fused_kernel_updates_all_parameters(toy, monkeypatch, optim):
             made.append(self)
 
     Seen.__module__, Seen.__qualname__ = real.__module__, real.__qualname__
+    Seen.__signature__ = inspect.signature(real)
     monkeypatch.setattr(torch.optim, name, Seen)
     strategy, optimizer = toy(f"optim={optim}")
     *_, optimizer_of_torch = made  # the check before the run makes one too
     assert all(group["fused"] for group in optimizer_of_torch.param_groups)
     step_without_gradient(strategy, optimizer, lr=0.1)
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "RMSprop", "NAdam", "Adadelta", "Rprop", "Muon"])
+def test_any_optimizer_of_torch_trains_by_its_name_alone(name, tmp_path):
+    """Those of a YAML that holds nothing but the target; Muon is for matrices, and leaves the others to AdamW."""
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"this torch has no {name}")
+    cfg = config("train.epochs=null", "train.steps=3", "train.checkpoint_every=2", "optim=adamw")
+    section = {"_target_": f"torch.optim.{name}", "lr": 0.01, "decay_vectors": False, "others": None}
+    if name == "Muon":
+        cfg.optim = section
+        with pytest.raises(TrainingError, match="2D parameters.*optim.others"):
+            train(cfg, tmp_path)
+        section["others"] = {"_target_": "torch.optim.AdamW", "lr": 0.001}
+    cfg.optim = section
+    for folder, resume in (("whole", None), ("resumed", str(tmp_path / "whole/checkpoints/step-00000002"))):
+        (tmp_path / folder).mkdir()
+        cfg.train.resume = resume
+        train(cfg, tmp_path / folder)
+    whole, resumed = (saved(tmp_path / folder, 3) for folder in ("whole", "resumed"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_an_optimizer_that_asks_for_a_closure_is_refused():
+    cfg = config()
+    cfg.optim = {"_target_": "torch.optim.LBFGS", "lr": 1.0, "decay_vectors": False, "others": None}
+    with pytest.raises(TrainingError, match="closure"):
+        prepare(cfg)
 
 
 def test_the_first_step_of_sgd_is_the_gradient_times_the_rate(tmp_path):

@@ -127,8 +127,8 @@ class Weights(Mapping[str, Tensor]):
         tensor = torch.empty(_open(self._file_of[key]).get_slice(key).get_shape(), device="meta")
         shape = tuple(tensor.shape if self._format is None else self._format.convert(name, tensor).shape)
         wanted = tuple(self.expected[name].shape)
-        padded = self._format is not None and name == self._embedding and shape[1:] == wanted[1:] and shape[0] < wanted[0]
-        return wanted if padded else shape
+        may_grow = self._format is not None and name == self._embedding
+        return wanted if may_grow and shape[1:] == wanted[1:] and shape[0] < wanted[0] else shape
 
     def unexpected_keys(self) -> list[str]:
         """Returns the names of tensors in the file that the model does not have."""

@@ -14,10 +14,16 @@ _PADDED_TO = 128
 
 
 def grown(vocab_size: int, extra_tokens: Any) -> int:
-    """The model's vocabulary with room for the extra tokens, which stand from 50,257 on.
+    """The size of the model's vocabulary with the extra tokens, whose ids begin at 50,257.
 
     They take padding where there is some; a vocabulary that was padded to a multiple of 128 stays one.
-    Raises TrainingError where the model lacks some of GPT-2's own tokens.
+
+    Args:
+        vocab_size: The model's vocabulary without them.
+        extra_tokens: The section's value (see ``data.vocabulary.parse_extra_tokens``).
+
+    Raises:
+        TrainingError: Where the model lacks some of GPT-2's own tokens.
     """
     extra = parse_extra_tokens(extra_tokens)
     if not extra:
@@ -33,8 +39,16 @@ def grown(vocab_size: int, extra_tokens: Any) -> int:
 
 
 def add_tokens(extra_tokens: Any, chain: Chain, strategy: Strategy, known: int = 0) -> None:
-    """Set the new tokens' rows in every copy of the embedding that this rank holds: each is the mean of the rows of
-    its description's tokens, or of all of GPT-2's where it has none. The first ``known`` have their rows already."""
+    """Set the new tokens' rows in every copy of the embedding that this rank holds.
+
+    Each is the mean of the rows of its description's tokens, or of all of GPT-2's where it has none.
+
+    Args:
+        extra_tokens: The section's value.
+        chain: The model.
+        strategy: Whose parameters to change.
+        known: How many of the tokens, the first ones, have their rows already.
+    """
     extra = parse_extra_tokens(extra_tokens)
     if len(extra) == known:
         return

@@ -1,0 +1,127 @@
+"""docs/extending.md as written: what it adds appears in the help page, trains everywhere, and agrees with single."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from commandline import ROOT, environment
+
+FOLDERS = ("common", "conf", "data", "launchers", "models", "parallel", "training", "hydra_plugins")
+SUPPORT = ("ranks", "training/commandline", "training/composed", "training/extended_runs")
+FILES = ("train.py", *(f"tests/{name}.py" for name in SUPPORT))
+LAYOUTS = {
+    "single": ["parallel=single", "parallel.chunks=4"],
+    "ddp": ["parallel=ddp", "parallel.dp=2", "parallel.chunks=2"],
+    "pipelined": ["parallel=pipelined", "parallel.chunks=4"],
+    "pipe_ddp": ["parallel=pipe_ddp", "parallel.dp=2", "parallel.chunks=2"],
+    "checked_ddp": ["parallel=checked_ddp", "parallel.dp=2", "parallel.chunks=2"],
+}
+SHORT = [
+    "train.epochs=null", "train.steps=4", "train.global_batch_size=8", "train.eval_every=null",
+    "train.checkpoint_every=null",
+]  # fmt: skip
+ADDED = {
+    "model": ["lstm", "skip"], "data": ["csv_regression"], "optim": ["muon", "rmsprop"], "scheduler": ["inverse_sqrt"],
+    "logger": ["csv"], "parallel": ["checked_ddp"],
+}  # fmt: skip
+
+
+def files_of_the_page():
+    """(path, code, whether it is a line of an existing file), as the page has them."""
+    page = (ROOT / "docs" / "extending.md").read_text()
+    blocks = re.findall(r"^`([\w/.]+)`(, one line in `STRATEGIES`)?:\n\n```\w+\n(.*?)```", page, flags=re.S | re.M)
+    return [(path, code, bool(line)) for path, line, code in blocks]
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory):
+    """A copy of the repository with everything that the page adds, and nothing else."""
+    house = tmp_path_factory.mktemp("extending") / "house"
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, house / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in FILES:
+        (house / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, house / file)
+    for path, code, is_line in files_of_the_page():
+        if is_line:
+            text = (house / path).read_text()
+            code = text.replace("STRATEGIES = {\n", f"STRATEGIES = {{\n{code}", 1)
+        else:
+            assert not (house / path).exists(), f"{path} exists already"
+        (house / path).write_text(code)
+    return house
+
+
+def command(house, *words, code=0):
+    env = environment({"PYTHONPATH": os.pathsep.join(map(str, (house, house / "tests", house / "tests/training")))})
+    done = subprocess.run([sys.executable, *words], cwd=house, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def losses(house):
+    """The losses of every run, by name."""
+    rows = ["a,y,b,c", *(f"{i % 7},{i % 7 - i % 5 / 2},{i % 5},{i % 3}" for i in range(120))]
+    (house.parent / "table.csv").write_text("\n".join(rows) + "\n")
+    (house.parent / "text.txt").write_text((ROOT / "training" / "config.py").read_text() * 4)
+    here = house.parent
+    text = ["data=text", f"data.root={here}/text.txt", f"data.cache_dir={here}/cache", "data.seq_len=16"]
+    lstm = ["model=lstm", "model.width=16", "scheduler=inverse_sqrt", "scheduler.warmup_steps=2", *text]
+    table = ["data=csv_regression", f"data.root={here}/table.csv", "model.in_features=3", "model.out_features=1"]
+    places = {
+        "lstm": (lstm, ["single", "ddp", "pipelined", "pipe_ddp"]),
+        "csv": (table, ["single", "checked_ddp", "pipe_ddp"]),
+        "skip": (["model=skip", "optim=rmsprop"], ["single", "pipe_ddp"]),
+    }
+    runs = {
+        f"{name} {layout}": [*words, *LAYOUTS[layout]]
+        for name, (words, layouts) in places.items()
+        for layout in layouts
+    }
+    runs["muon"] = [*lstm, *LAYOUTS["single"], "optim=muon", "logger=csv", "logger.file=x.csv"]
+    runs = {name: [*words, *SHORT] for name, words in runs.items()}
+    command(house, "tests/training/extended_runs.py", str(house.parent), json.dumps(runs))
+    return json.loads((house.parent / "losses.json").read_text())
+
+
+@pytest.mark.parametrize("model", ["lstm", "csv", "skip"])
+def test_every_strategy_trains_what_was_added_as_single_does(losses, model):
+    runs = {name: values for name, values in losses.items() if name.startswith(f"{model} ")}
+    assert len(runs) > 1
+    for name, values in runs.items():
+        assert values == pytest.approx(losses[f"{model} single"], rel=1e-5), name
+    if model != "skip":  # whose four batches are all different
+        assert values[-1] < values[0]
+
+
+def test_an_added_optimizer_and_logger_are_used(losses, house):
+    assert losses["muon"] != losses["lstm single"]
+    lines = (house.parent / "muon" / "x.csv").read_text().splitlines()
+    assert [float(line.split(",")[1]) for line in lines] == losses["muon"]
+
+
+def test_the_help_page_lists_what_was_added(house):
+    page = command(house, "train.py", "--help").stdout
+    for group, options in ADDED.items():
+        listed = re.search(rf"^  {group}= +((?:.*\n)(?: {{14}}.*\n)*)", page, flags=re.M)[1]
+        assert set(options) <= set(re.findall(r"\w+", listed)), group
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("model.widht=3", "did you mean model.width?"),
+        ("model.width=wide", "model.width: Value 'wide' of type 'str' could not be converted to Integer"),
+        ("optim.momentun=0.1", "did you mean optim.momentum?"),
+        ("data.root=/no/such/file", "data.root=/no/such/file does not exist"),
+    ],
+)
+def test_a_mistake_in_an_added_option_is_one_line(house, override, message):
+    words = ["model=lstm", "optim=rmsprop"] if not override.startswith("data") else ["data=csv_regression"]
+    done = command(house, "train.py", *words, override, "logger=none", f"hydra.run.dir={house.parent}/run", code=1)
+    assert done.stderr.startswith("error: ") and message in done.stderr and done.stderr.count("\n") == 1
