@@ -13,9 +13,10 @@ from conf.schema import register
 from data.batch import Batch
 from data.loader import TrainBatches
 from parallel.build import build_strategy
-from parallel.strategy import Options, StepResult
+from parallel.strategy import StepResult
 from training.config import to_config, to_dict
 from training.optimizer import Optimizer
+from training.run import strategy_options
 from training.setup import Setup, prepare
 
 # A Transformer whose layers can be dealt to two stages in equal shares: the projection onto its words, most of the work
@@ -46,14 +47,10 @@ class Trainer:
         cfg = setup.cfg
         self.setup = setup
         mesh = setup.plan.mesh(rank).connect(timeout_s=600.0)
-        options = Options(
-            seed=cfg.seed,
-            bucket_mb=cfg.parallel.bucket_mb,
-            comm_hook=cfg.parallel.comm_hook,
-            compile=cfg.train.compile,
-        )
         place = rank if local_rank is None else local_rank
-        self.strategy = build_strategy(setup.plan, setup.chain, mesh, options, setup.sample, place)
+        self.strategy = build_strategy(
+            setup.plan, setup.chain, mesh, strategy_options(cfg), setup.sample, place
+        )
         self.optimizer = Optimizer(to_dict(cfg.optim), self.strategy)
         batches = TrainBatches(setup.data.train, setup.plan.global_batch_size, cfg.seed, mesh.replica, mesh.dp)
         self._batches = [batches[number] for number in range(1, KEPT_BATCHES + 1)]

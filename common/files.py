@@ -1,14 +1,75 @@
-"""What it takes for files to be on the disk, and for an error to say why they are not."""
+"""Files that are on the disk whole or not at all, and errors that say how much space is left."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
+def write_atomically(path: Path, data: bytes | str) -> None:
+    """Writes a file under a temporary name, flushes it to the disk and renames it into place.
+
+    A reader, or a run after a crash, sees the old file or the new one, never a part of it. The folder is made where
+    it is missing.
+
+    Args:
+        path: The file. One that exists is replaced.
+        data: Its whole content; text is written as UTF-8.
+
+    Raises:
+        OSError: The disk is full or not writable. The old file is untouched and the temporary one removed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(draft, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())  # before the rename, which may otherwise reach the disk before the data
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Gives an empty folder to fill, which is flushed to the disk and takes its name when the block ends.
+
+    Only one process at a time may do this for the same name.
+
+    Args:
+        folder: The name, under which no folder, or an empty one, may exist when the block ends.
+
+    Yields:
+        A hidden folder beside it. What a process that was killed left in it is removed first.
+
+    Raises:
+        OSError: The disk is full or not writable. After this and after an error in the block nothing is left behind.
+    """
+    draft = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        for path in [*draft.rglob("*"), draft]:
+            flush_path(path)
+        os.replace(draft, folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    flush_path(folder.parent)
+
+
 def flush_path(path: Path) -> None:
-    """Force a file's content, or a folder's entries (names, renames), to the disk. Raises OSError."""
+    """Forces a file's content, or a folder's entries (names, renames), to the disk.
+
+    Raises:
+        OSError: The path does not exist, or the disk does not take it.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -17,14 +78,17 @@ def flush_path(path: Path) -> None:
 
 
 def explain(error: BaseException, path: Path) -> str:
-    """An error's own words, and the space that is left where ``path`` is or would be."""
+    """Returns an error's own words and the free space where ``path`` is or would be."""
     return f"{getattr(error, 'strerror', None) or error}; {free_space(path)}"
 
 
 def free_space(path: Path) -> str:
-    """As in "12.3 MiB are free at FOLDER": ``path``, or the nearest folder above it that exists."""
+    """Returns the free space at ``path``, or at the nearest folder above it that exists.
+
+    For example ``12.3 MiB are free at FOLDER``.
+    """
     try:
-        there = next(place for place in (path.absolute(), *path.absolute().parents) if place.is_dir())
-        return f"{shutil.disk_usage(there).free / 2**20:,.1f} MiB are free at {there}"
+        folder = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.is_dir())
+        return f"{shutil.disk_usage(folder).free / 2**20:,.1f} MiB are free at {folder}"
     except OSError:
         return f"the free space at {path} is unknown"

@@ -49,7 +49,7 @@ class JobSweeper(BasicSweeper):
 
 def _mask(record: logging.LogRecord) -> bool:
     """Hydra announces each job with its overrides."""
-    from training.reporting.environment import mask_arguments
+    from training.reporting import mask_secrets
 
-    record.msg, record.args = mask_arguments([record.getMessage()])[0], ()
+    record.msg, record.args = mask_secrets(record.getMessage()), ()
     return True

@@ -122,7 +122,7 @@ def _work(world: World, tree: dict, run_dir: str) -> None:
     """What each local worker runs, again after a restart: the run goes on by itself then."""
     from launchers.world import restarts
     from training.checkpoint.resume import after_restart
-    from training.reporting.console import SUMMARY
+    from training.reporting import SUMMARY
     from training.run import run
 
     cfg, folder = to_config(tree), Path(run_dir)

@@ -26,8 +26,7 @@ from parallel.memory import tensors_per_parameter
 from parallel.plan import Plan
 from training.checkpoint import newest, read_manifest
 from training.config import environment, to_config, to_dict
-from training.reporting import write_json
-from training.reporting.console import METRICS, SUMMARY
+from training.reporting import METRICS, SUMMARY, write_json
 from training.reporting.metrics import read_records
 
 CHOICES = "choices.json"

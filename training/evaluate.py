@@ -15,20 +15,28 @@ _ASK_EVERY_S = 1.0
 
 
 def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str, float]:
-    """{"loss": mean over all terms, and one mean per metric of the loss}. All ranks call it together.
+    """Evaluates the model on a split. All ranks call it together.
 
-    limit   at most so many global batches; None: all of the source
-    raises  Stopped, on all ranks after the same batch, about a second after one of them was told to stop
+    Args:
+        strategy: The model.
+        source: The split.
+        limit: The largest number of global batches; None for the whole split.
+
+    Returns:
+        "loss", the mean over all terms, and the mean of each of the loss's metrics.
+
+    Raises:
+        Stopped: A rank was told to stop, about a second ago at most. All ranks raise it after the same batch.
     """
     plan, mesh = strategy.plan, strategy.mesh
     batches = EvalBatches(source, plan.global_batch_size, mesh.replica, mesh.dp, limit=limit)
-    border = _Border(strategy)
+    vote = _StopVote(strategy)
     total = None
     for done, batch in enumerate(batches, 1):
         heartbeat.note(heartbeat.here().step, f"evaluating, batch {done} of {len(batches)}")
         sums = strategy.eval_step(batch)
         total = sums if total is None else total + sums
-        if done < len(batches) and border.stops(done):
+        if done < len(batches) and vote.stops(done):
             raise Stopped(f"stopped in an evaluation, after batch {done} of {len(batches)}")
     loss, count, *metrics = strategy.all_sum(total)
     return {
@@ -37,16 +45,18 @@ def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str,
     }
 
 
-class _Border:
-    """Where the ranks ask each other whether to stop: after the first batch, then as often as makes about one question
-    a second. By how many batches that is they agree in the question itself."""
+class _StopVote:
+    """Has the ranks ask each other about once a second whether to stop.
+
+    They ask after the first batch, and agree each time on the number of batches until the next time.
+    """
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._next, self._begin = 1, time.perf_counter()
 
     def stops(self, done: int) -> bool:
-        """Whether to stop after ``done`` batches; all ranks call it with the same number."""
+        """Returns whether to stop after ``done`` batches; all ranks call it with the same number."""
         if done < self._next:
             return False
         seconds = time.perf_counter() - self._begin
@@ -56,7 +66,13 @@ class _Border:
 
 
 def record_of(result: dict[str, float], prefix: str, language: bool) -> dict[str, float]:
-    """As metrics.jsonl has it: val_loss and val_perplexity (language) or val_accuracy and so on."""
+    """Returns an evaluation's result under its names in metrics.jsonl, such as val_loss and val_accuracy.
+
+    Args:
+        result: What ``evaluate`` has returned.
+        prefix: "val" or "test".
+        language: Whether the data are text; their perplexity is added.
+    """
     record = {f"{prefix}_{name}": value for name, value in result.items()}
     if language:
         record[f"{prefix}_perplexity"] = math.exp(min(result["loss"], 700.0))

@@ -1,12 +1,11 @@
-"""The training loop: one optimizer step after the other, and what is written down about each."""
+"""The training loop: one optimizer step after the other, with evaluations and checkpoints in between."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,32 +20,22 @@ from training.checkpoint import Checkpoints
 from training.evaluate import evaluate, record_of
 from training.instantiate import instantiate
 from training.optimizer import Optimizer
-from training.profiling import profiler
-from training.reporting import StepTimes, jsonable
-from training.rollback import roll_back
+from training.reporting import jsonable
+from training.reporting.summary import Outcome
 from training.setup import Setup
-from training.skipping import Skipping
+from training.skipping import Skipping, roll_back
+
+PROFILER_WARM_UP_STEPS = 3
 
 _RESUMED = ("first_loss", "final_loss", "best_val_loss", "best_step")  # of Outcome
 
 
-@dataclass
-class Outcome:
-    """What the loop found, for summary.json."""
-
-    steps: int = 0
-    first_loss: float | None = None
-    final_loss: float | None = None
-    best_val_loss: float | None = None
-    best_step: int | None = None
-    skipped: int = 0
-    checkpoint: Path | None = None
-    times: StepTimes = field(default_factory=StepTimes)
-
-
 class Loop:
-    """Training of one run on one rank. ``record`` takes each line of metrics.jsonl, ``show`` each step for the
-    progress bar, ``say`` a sentence; on ranks other than 0 all three do nothing."""
+    """The training of one run on one rank.
+
+    Attributes:
+        outcome: What the run has reached so far.
+    """
 
     def __init__(
         self,
@@ -58,6 +47,17 @@ class Loop:
         show: Callable[..., None],
         say: Callable[[str], None],
     ) -> None:
+        """Takes the parts of a run.
+
+        Args:
+            setup: The configuration and what was built from it.
+            strategy: This rank's share of the model.
+            optimizer: The optimizer over its parameters.
+            checkpoints: Where to save.
+            record: Takes each record of metrics.jsonl.
+            show: Takes each step's numbers for the progress bar.
+            say: Takes a sentence for the console. On ranks other than 0 these three do nothing.
+        """
         self.setup, self.strategy, self.optimizer, self.checkpoints = setup, strategy, optimizer, checkpoints
         self.record, self.show, self.say = record, show, say
         self.config = setup.cfg.train
@@ -67,67 +67,96 @@ class Loop:
         self._loaded_step = 0
 
     def run(self, first_step: int = 1, unevaluated: bool = False) -> Outcome:
-        """All steps from ``first_step`` on, with the evaluations and checkpoints between and after them.
+        """Trains from ``first_step`` to the last step.
 
-        unevaluated  as rank 0 says: the evaluation that was due after the step before ``first_step`` is still to do
-        raises       Stopped, on all ranks at the same border, where one was told to stop; what was trained is saved
+        Args:
+            first_step: The number of the first step.
+            unevaluated: Whether the step before ``first_step`` was trained but not evaluated, as rank 0 knows.
+
+        Returns:
+            The outcome.
+
+        Raises:
+            Stopped: The run was told to stop. All ranks raise it after the same step, which is saved.
         """
-        config, total = self.config, self.setup.total_steps
+        strategy, config, total = self.strategy, self.config, self.setup.total_steps
         self._begin(first_step - 1, unevaluated)
-        folder = self.checkpoints.folder.parent
+        run_dir = self.checkpoints.folder.parent
         clock = time.perf_counter()
-        with profiler(config.profile, folder, self.strategy.mesh.rank) as advance, self._anomaly_detection():
+        with profiler(config.profile, run_dir, strategy.mesh.rank) as advance, self._anomaly_detection():
             for step, batch in self._batches(first_step):
-                result, lr, skipped = self._step(step, batch)
-                now = time.perf_counter()
-                self._note(step, result, lr, skipped, seconds=now - clock)
+                heartbeat.note(step - 1, f"in step {step}")
+                result = strategy.train_step(batch, step, stopping.wanted(), self.skipping.loss_limit)
+                lr = self.optimizer.base_lr * self.schedule.factor(step, total, self.setup.per_epoch)
+                skipped = self._update(step, result, lr)
+                self._record_step(step, result, lr, skipped, seconds=time.perf_counter() - clock)
                 advance()
-                if step == first_step and self._saves_on_the_way():
-                    self.checkpoints.make_room(self.strategy, self.optimizer)
                 stop = result.stop and step < total
-                if due(config.eval_every, step, total) and not stop:
+                if is_due(config.eval_every, step, total) and not stop:
                     stop = not self._evaluate(step)
                 if stop:
                     self.stop(step)
-                if due(config.checkpoint_every, step, total) or self._is_best(step):
+                if is_due(config.checkpoint_every, step, total) or self._is_best(step):
                     self._save(step, needed=step == total)
-                self._complain()
+                self._report_failed_save()
                 heartbeat.note(step, "reading data")
                 clock = time.perf_counter()
         return self.outcome
 
     def stop(self, step: int) -> NoReturn:
-        """Save what ``step`` and those before have trained, unless it is saved already, and raise Stopped."""
+        """Saves the state after ``step``, unless it is saved already, and raises Stopped."""
         if step > self._loaded_step:
             self._save(step, needed=True)
         where = f"saved in {self.outcome.checkpoint}" if self.outcome.checkpoint else "nothing was new to save"
         raise Stopped(f"stopped after step {step} of {self.setup.total_steps}, {where}")
 
+    def progress(self) -> dict:
+        """Returns what a checkpoint keeps of the loop, so that a resumed run continues as this one would."""
+        numbers = {key: getattr(self.outcome, key) for key in _RESUMED}
+        return {**numbers, "skipping": self.skipping.state_dict()}
+
+    def restore(self, progress: dict, path: Path | None) -> None:
+        """Continues an earlier run.
+
+        Args:
+            progress: What its ``progress()`` was.
+            path: The checkpoint that holds it.
+        """
+        self.outcome.checkpoint = path
+        for key in _RESUMED:
+            setattr(self.outcome, key, progress.get(key))
+        if "skipping" in progress:
+            self.skipping.load_state_dict(progress["skipping"])
+            self.outcome.skipped = self.skipping.skipped
+
     def _begin(self, done: int, unevaluated: bool) -> None:
-        """``done`` steps are behind, and saved."""
+        """Does what was still to be done after step ``done``, which is saved."""
         self.outcome.steps = self._loaded_step = done
         heartbeat.note(done, "meeting the other ranks")
         stops, unevaluated = self.strategy.sum_of(stopping.wanted(), unevaluated)
-        if stops or (unevaluated and not self._evaluate(done)):
+        due = unevaluated and done > 0 and is_due(self.config.eval_every, done, self.setup.total_steps)
+        if stops or (due and not self._evaluate(done)):
             self.stop(done)
         if self._is_best(done):
             self._save(done, needed=False)
         heartbeat.note(done, "reading data")
 
-    def _step(self, step: int, batch: Batch) -> tuple[StepResult, float, str]:
-        """Gradients, clipping, update; the last is why the update was left out, in words, or empty. Every rank takes
-        the same decisions: they follow from agreed numbers."""
+    def _update(self, step: int, result: StepResult, lr: float) -> str:
+        """Clips and applies the gradients.
+
+        Every rank takes the same decisions: they follow from numbers that all agree on.
+
+        Returns:
+            Why the update was skipped; empty where it was not.
+        """
         strategy, config = self.strategy, self.config
-        heartbeat.note(step - 1, f"in step {step}")
-        result = strategy.train_step(batch, step, stopping.wanted(), self.skipping.loss_limit)
-        lr = self.optimizer.base_lr * self.schedule.factor(step, self.setup.total_steps, self.setup.per_epoch)
         strategy.loss_scale.update(result.finite)
         skipped = self.skipping.judge(step, result)
         if skipped:
             if self.skipping.rolls_back:
-                self.checkpoints.settle()
+                self.checkpoints.wait_pending()
                 self.say(f"step {step}: {roll_back(self.checkpoints.folder, strategy, self.optimizer)}")
-            return result, lr, skipped
+            return skipped
         norm = result.grad_norm
         if config.clip_value is not None:
             strategy.clip_grad_value_(config.clip_value)
@@ -135,15 +164,15 @@ class Loop:
         if config.grad_clip is not None:
             strategy.clip_grad_norm_(config.grad_clip, norm)
         self.optimizer.step(lr)
-        return result, lr, ""
+        return ""
 
-    def _note(self, step: int, result: StepResult, lr: float, skipped: str, seconds: float) -> None:
+    def _record_step(self, step: int, result: StepResult, lr: float, skipped: str, seconds: float) -> None:
         outcome, setup = self.outcome, self.setup
         outcome.steps, outcome.skipped = step, self.skipping.skipped
         outcome.first_loss = result.loss if outcome.first_loss is None else outcome.first_loss
         outcome.final_loss = result.loss
-        outcome.times.add(seconds)
-        line = {
+        outcome.seconds.append(seconds)
+        record = {
             "step": step,
             "loss": result.loss,
             "lr": lr,
@@ -152,13 +181,13 @@ class Loop:
             "samples_per_s": setup.plan.global_batch_size / seconds,
         }
         if setup.tokens_per_sample is not None:
-            line["tokens_per_s"] = result.terms / seconds
-        line["skipped"] = bool(skipped)
-        self.record(line)
-        self.show(step, result.loss, line["samples_per_s"], line.get("tokens_per_s"), skipped)
+            record["tokens_per_s"] = result.terms / seconds
+        record["skipped"] = bool(skipped)
+        self.record(record)
+        self.show(step, result.loss, record["samples_per_s"], record.get("tokens_per_s"), skipped)
 
     def _evaluate(self, step: int) -> bool:
-        """False where it was stopped on the way."""
+        """Evaluates on the validation split. Returns False if the run was told to stop meanwhile."""
         if self.setup.data.valid is None:
             return True
         heartbeat.note(step, "evaluating")
@@ -174,42 +203,24 @@ class Loop:
         return True
 
     def _is_best(self, step: int) -> bool:
-        """Whether ``step`` has the lowest validation loss so far, and checkpoints are wanted at all."""
+        """Returns whether ``step`` has the lowest validation loss so far and checkpoints are written at all."""
         return self.outcome.best_step == step and self.config.checkpoint_every is not None
 
-    def _saves_on_the_way(self) -> bool:
-        """Whether checkpoints are to be written while training goes on, for their step or for their evaluation."""
-        config, total = self.config, self.setup.total_steps
-        if config.checkpoint_every is None:
-            return False
-        return any(every is not None and 0 < every < total for every in (config.checkpoint_every, config.eval_every))
-
     def _save(self, step: int, needed: bool) -> None:
-        """``needed``: wait until it is on the disk, and raise CheckpointError where it cannot be written."""
+        """Saves a checkpoint.
+
+        Args:
+            step: The step that was done last.
+            needed: Whether to wait until it is on the disk and to raise CheckpointError if it cannot be written.
+        """
         heartbeat.note(step, "saving a checkpoint")
         progress = jsonable(self.progress())
         self.outcome.checkpoint = self.checkpoints.save(self.strategy, self.optimizer, step, progress, wait=needed)
 
-    def _complain(self) -> None:
-        """Say why a save in the background has failed, once."""
-        problem = self.checkpoints.complaint()
+    def _report_failed_save(self) -> None:
+        problem = self.checkpoints.take_failure()
         if problem is not None:
             self.say(f"warning: {problem}; training goes on, the last good checkpoint stays")
-
-    def progress(self) -> dict:
-        """What a checkpoint keeps of the run beside its tensors: all that the loop needs to go on as if nothing was."""
-        outcome = self.outcome
-        numbers = {key: getattr(outcome, key) for key in _RESUMED}
-        return {**numbers, "skipping": self.skipping.state_dict()}
-
-    def restore(self, progress: dict, path: Path | None) -> None:
-        """Take ``progress()`` of the run that is gone on with, and where it was saved."""
-        self.outcome.checkpoint = path
-        for key in _RESUMED:
-            setattr(self.outcome, key, progress.get(key))
-        if "skipping" in progress:
-            self.skipping.load_state_dict(progress["skipping"])
-            self.outcome.skipped = self.skipping.skipped
 
     def _batches(self, first_step: int) -> Iterator[tuple[int, Batch]]:
         setup, mesh = self.setup, self.strategy.mesh
@@ -223,12 +234,45 @@ class Loop:
             batches, first_step, setup.total_steps, setup.data.num_workers, self.strategy.device.type == "cuda"
         )
 
-    def _anomaly_detection(self):
+    def _anomaly_detection(self) -> AbstractContextManager:
         return torch.autograd.detect_anomaly(check_nan=True) if self.config.detect_anomaly else nullcontext()
 
 
-def due(every: int | None, step: int, total: int) -> bool:
-    """N: every N steps and at the end; 0: at the end; None: never."""
+def is_due(every: int | None, step: int, total: int) -> bool:
+    """Returns whether something is due after a step.
+
+    Args:
+        every: N for every N steps and after the last one, 0 for after the last one only, None for never.
+        step: The step's number.
+        total: The number of the last step.
+    """
     if every is None:
         return False
     return step == total or (every > 0 and step % every == 0)
+
+
+@contextmanager
+def profiler(steps: int, run_dir: Path, rank: int) -> Iterator[Callable[[], None]]:
+    """Records some steps with torch.profiler into ``run_dir/profile/rank_0000.json``, a Chrome trace.
+
+    Args:
+        steps: How many steps are recorded, after three of warm-up; 0 for none.
+        run_dir: The run's directory.
+        rank: This process's rank.
+
+    Yields:
+        A function to call after each step.
+    """
+    if steps == 0:
+        yield lambda: None
+        return
+    from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
+
+    target = run_dir / "profile" / f"rank_{rank:04d}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with profile(
+        activities=list(supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA}),
+        schedule=schedule(wait=PROFILER_WARM_UP_STEPS - 1, warmup=1, active=steps, repeat=1),
+        on_trace_ready=lambda recorded: recorded.export_chrome_trace(str(target)),
+    ) as recorder:
+        yield recorder.step

@@ -1,4 +1,4 @@
-"""One rank's whole run: meet the others, build, train or evaluate, report."""
+"""One rank's whole run: connect to the other ranks, build the model, train or evaluate, report."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ from training.checkpoint.init_from import start
 from training.checkpoint.resume import resume
 from training.config import environment, to_dict
 from training.evaluate import evaluate, record_of
-from training.loop import Loop, Outcome
+from training.instantiate import instantiate
+from training.loop import Loop
 from training.modes import checkpoint_of
 from training.optimizer import Optimizer
-from training.reporting.console import SUMMARY, final_words
+from training.quoting import hydra_word
+from training.reporting import SUMMARY
+from training.reporting.console import final_words
 from training.reporting.recorder import Recorder
-from training.reporting.summary import known_of_ranks, summarise
+from training.reporting.summary import Outcome, RankResult, gather_results, summarise
 from training.reporting.timeline_files import why_no_timeline, write_timeline
 from training.setup import Setup, prepare
 
@@ -44,118 +47,113 @@ def run(
     world: World | None = None,
     store: dist.Store | None = None,
     setup: Setup | None = None,
-) -> dict:
-    """Train or evaluate as ``cfg`` says, as the rank that ``world`` says (alone where it is None).
+) -> dict[str, Any]:
+    """Trains, or evaluates a checkpoint, as the configuration says.
 
-    run_dir  where rank 0 writes; it exists
-    store    an agreed key-value store where the ranks have met already
-    setup    what ``prepare`` made of ``cfg``, where this process has done that already
-    returns  the content of summary.json, on every rank
+    Args:
+        cfg: The composed configuration, with ``mode`` "train" or "eval".
+        run_dir: The existing directory in which rank 0 writes.
+        world: Which rank this process is; None for a process that is alone.
+        store: A key-value store through which the ranks have met already.
+        setup: The result of ``prepare(cfg)`` where this process has it already.
+
+    Returns:
+        The content of summary.json, on every rank.
+
+    Raises:
+        UserError: The run cannot start or go on.
+        Stopped: The run was told to stop; what it has trained is saved.
     """
-    world = world or World.alone()
-    run_dir = Path(run_dir)
+    world, run_dir = world or World.alone(), Path(run_dir)
     os.environ.update(environment(cfg))
     share_cores(world.local_size, cfg.parallel.threads)
     _set_arithmetic(cfg.train)
     setup = setup or prepare(cfg, world.size)
-    if setup.plan.device_type == "cpu":
-        keep_freed_memory(_weights(setup.plan, world.rank))
-    with _process_group(world, setup, store):
-        mesh = setup.plan.mesh(world.rank).connect(cfg.parallel.timeout_s)
-        options = Options(
-            seed=cfg.seed,
-            timeout_s=cfg.parallel.timeout_s,
-            bucket_mb=cfg.parallel.bucket_mb,
-            comm_hook=cfg.parallel.comm_hook,
-            sync_batchnorm=cfg.parallel.sync_batchnorm,
-            recompute=cfg.train.activation_checkpointing,
-            compile=cfg.train.compile,
+    with _strategy(setup, world, store) as strategy:
+        if cfg.mode == "eval":
+            return evaluate_checkpoint(setup, strategy, run_dir)
+        checkpoints = Checkpoints(
+            run_dir / "checkpoints", cfg.train.keep_checkpoints, strategy.mesh, cfg.parallel.timeout_s
         )
-        strategy = build_strategy(setup.plan, setup.chain, mesh, options, setup.sample, world.local_rank)
-        try:
-            return _train(setup, strategy, run_dir) if cfg.mode == "train" else _evaluate(setup, strategy, run_dir)
-        finally:
-            strategy.close()
-
-
-def _train(setup: Setup, strategy: Strategy, run_dir: Path) -> dict:
-    cfg = setup.cfg
-    checkpoints = Checkpoints(
-        run_dir / "checkpoints", cfg.train.keep_checkpoints, strategy.mesh, cfg.parallel.timeout_s
-    )
-    optimizer = Optimizer(to_dict(cfg.optim), strategy)
-    resumed = resume(cfg.train.resume, checkpoints, strategy, optimizer)
-    if resumed.path is None:
-        start(cfg.model, setup.chain, strategy)
-    done = resumed.step
-    if done > setup.total_steps or (done == setup.total_steps and _is_complete(cfg, strategy, run_dir)):
-        raise TrainingError(
-            f"the checkpoint is at step {done} and the run ends at step {setup.total_steps}; set train.steps higher"
-        )
-    recorder = Recorder(setup, strategy, run_dir, first_step=done + 1)
-    no_timeline = why_no_timeline(setup.plan) if cfg.train.trace else None
-    if no_timeline is not None:
-        recorder.say(no_timeline)
-    summary = None
-    try:
+        optimizer = Optimizer(to_dict(cfg.optim), strategy)
+        resumed = resume(cfg.train.resume, checkpoints, strategy, optimizer)
+        if resumed.path is None:
+            start(cfg.model, setup.chain, strategy)
+        _check_steps_left(setup, strategy, run_dir, resumed.step)
+        recorder = _recorder(setup, strategy, run_dir, first_step=resumed.step + 1)
         loop = Loop(setup, strategy, optimizer, checkpoints, recorder.record, recorder.show, recorder.say)
         loop.restore(resumed.progress, resumed.path)
-        outcome = loop.run(done + 1, recorder.lacks_evaluation(done))
-        test = {}
-        if setup.data.test is not None and cfg.train.eval_every is not None:
-            try:
-                test = _evaluate_split(setup, strategy, "test")
-            except Stopped:
-                loop.stop(outcome.steps)
-        ranks = known_of_ranks(strategy, outcome)
-        summary = summarise(setup, strategy, outcome, test, ranks)
-    finally:
-        checkpoints.close()
-        recorder.close(summary)
-    if strategy.mesh.rank == 0:
-        if cfg.train.trace and no_timeline is None:
-            write_timeline(run_dir, setup.plan, cfg.model.name, [rank.intervals for rank in ranks], outcome.steps)
-        print(final_words(summary, run_dir, _overrides(run_dir), outcome.checkpoint), flush=True)
-    return summary
+        summary = None
+        try:
+            outcome = loop.run(resumed.step + 1, recorder.lacks_evaluation(resumed.step))
+            test = _test(setup, strategy, loop)
+            ranks = gather_results(strategy, outcome)
+            summary = _summary(setup, strategy, outcome, test, ranks)
+        finally:
+            checkpoints.close()
+            recorder.close(summary)
+        if world.rank == 0:
+            _report(setup, run_dir, outcome, summary, ranks)
+        return summary
 
 
-def _is_complete(cfg: Any, strategy: Strategy, run_dir: Path) -> bool:
-    """Whether there is nothing left to do after the last step. Else the run was stopped in an evaluation after it."""
-    return cfg.train.resume != "auto" or strategy.sum_of((run_dir / SUMMARY).exists())[0] > 0
+def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict[str, Any]:
+    """Evaluates a checkpoint on the validation and the test split (``mode=eval``).
 
+    Args:
+        setup: The configuration and what was built from it.
+        strategy: This rank's share of the model.
+        run_dir: The directory in which rank 0 writes.
 
-def _evaluate(setup: Setup, strategy: Strategy, run_dir: Path) -> dict:
-    """mode=eval: the validation and the test split under a checkpoint's weights."""
+    Returns:
+        The content of summary.json, on every rank.
+    """
     step = checkpoint.load(checkpoint_of(setup.cfg), strategy)
-    recorder = Recorder(setup, strategy, run_dir, first_step=1)
-    found, summary = {}, None
+    recorder = _recorder(setup, strategy, run_dir, first_step=1)
+    results: dict[str, dict[str, float]] = {"val": {}, "test": {}}
+    summary = None
     try:
-        for prefix, source in (("val", setup.data.valid), ("test", setup.data.test)):
+        for split, source in (("val", setup.data.valid), ("test", setup.data.test)):
             if source is not None:
-                found[prefix] = _evaluate_split(setup, strategy, prefix)
-                recorder.record({"step": step, **found[prefix]})
-                recorder.say("  ".join(f"{k} {v:.6g}" for k, v in found[prefix].items()))
-        outcome = Outcome(steps=step, best_val_loss=found.get("val", {}).get("val_loss"))
-        summary = summarise(setup, strategy, outcome, found.get("test", {}), known_of_ranks(strategy, outcome))
+                results[split] = _evaluate_split(setup, strategy, split)
+                recorder.record({"step": step, **results[split]})
+                recorder.say("  ".join(f"{name} {value:.6g}" for name, value in results[split].items()))
+        outcome = Outcome(steps=step, best_val_loss=results["val"].get("val_loss"))
+        summary = _summary(setup, strategy, outcome, results["test"], gather_results(strategy, outcome))
     finally:
         recorder.close(summary)
     return summary
 
 
-def _evaluate_split(setup: Setup, strategy: Strategy, prefix: str) -> dict[str, float]:
-    """The results on the split that is there, "val" or "test", by their names in metrics.jsonl and summary.json."""
-    source = setup.data.valid if prefix == "val" else setup.data.test
-    result = evaluate(strategy, source, setup.cfg.train.eval_batches)
-    return record_of(result, prefix, language=setup.tokens_per_sample is not None)
+def strategy_options(cfg: Any) -> Options:
+    """Returns the strategy's options of a configuration."""
+    return Options(
+        seed=cfg.seed,
+        timeout_s=cfg.parallel.timeout_s,
+        bucket_mb=cfg.parallel.bucket_mb,
+        comm_hook=cfg.parallel.comm_hook,
+        sync_batchnorm=cfg.parallel.sync_batchnorm,
+        recompute=cfg.train.activation_checkpointing,
+        compile=cfg.train.compile,
+    )
 
 
-def _overrides(run_dir: Path) -> list[str]:
-    """What the user typed, as Hydra wrote it into the run directory."""
-    from omegaconf import OmegaConf
+# -- before the training ---------------------------------------------------------------------------------------------
 
-    path = run_dir / ".hydra" / "overrides.yaml"
-    # Not resolved: a value may stand for a secret of the environment.
-    return OmegaConf.to_container(OmegaConf.load(path), resolve=False) if path.exists() else []
+
+@contextmanager
+def _strategy(setup: Setup, world: World, store: dist.Store | None) -> Iterator[Strategy]:
+    """Connects the ranks and builds this rank's part of the model."""
+    if setup.plan.device_type == "cpu":
+        keep_freed_memory(_weight_bytes(setup.plan, world.rank))
+    with _process_group(world, setup, store):
+        mesh = setup.plan.mesh(world.rank).connect(setup.cfg.parallel.timeout_s)
+        options = strategy_options(setup.cfg)
+        strategy = build_strategy(setup.plan, setup.chain, mesh, options, setup.sample, world.local_rank)
+        try:
+            yield strategy
+        finally:
+            strategy.close()
 
 
 @contextmanager
@@ -178,9 +176,9 @@ def _process_group(world: World, setup: Setup, store: dist.Store | None) -> Iter
     try:
         try:
             yield
-        except Stopped as early:
-            stopped = early
-        # All leave together: a rank that is gone early looks to its neighbours like one that died.
+        except Stopped as error:
+            stopped = error
+        # All ranks leave together: to its neighbours, a rank that leaves early looks like one that died.
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -188,16 +186,93 @@ def _process_group(world: World, setup: Setup, store: dist.Store | None) -> Iter
         raise stopped
 
 
-def _weights(plan: Plan, rank: int) -> int:
-    """Bytes of the weights that ``rank`` holds."""
+def _weight_bytes(plan: Plan, rank: int) -> int:
+    """Returns the bytes of the weights that ``rank`` holds."""
     stages = plan.stages_of(plan.mesh(rank).position)
     return sum(stage.parameters for stage in stages) * parameter_dtype(plan.precision).itemsize
 
 
 def _set_arithmetic(train: Any) -> None:
-    """How the device may compute: bit for bit alike, in TF32, with cuDNN's measured choice of algorithms."""
+    """Sets how the device may compute: bit for bit the same, in TF32, with the fastest algorithms of cuDNN."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = train.tf32
     torch.backends.cudnn.benchmark = train.cudnn_benchmark
     if train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+
+
+def _check_steps_left(setup: Setup, strategy: Strategy, run_dir: Path, done: int) -> None:
+    """Raises TrainingError where a resumed run has no step left to train.
+
+    One that was stopped in the evaluation after its last step is completed by ``train.resume=auto``.
+    """
+    if done < setup.total_steps:
+        return
+    summarised = strategy.sum_of((run_dir / SUMMARY).exists())[0] > 0
+    if done > setup.total_steps or setup.cfg.train.resume != "auto" or summarised:
+        raise TrainingError(
+            f"the checkpoint is at step {done} and the run ends at step {setup.total_steps}; set train.steps higher"
+        )
+
+
+def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) -> Recorder:
+    cfg, logger = setup.cfg, None
+    if strategy.mesh.rank == 0:
+        name = f"{cfg.model.name}-{cfg.parallel.name}"
+        logger = instantiate(to_dict(cfg.logger), run_dir=run_dir, run_config=to_dict(cfg), run_name=name)
+    recorder = Recorder(
+        run_dir,
+        logger,
+        setup.total_steps,
+        first_step,
+        resumed=cfg.train.resume is not None,
+        tokens=setup.tokens_per_sample is not None,
+    )
+    if cfg.mode == "train" and cfg.train.trace and (problem := why_no_timeline(setup.plan)) is not None:
+        recorder.say(problem)
+    return recorder
+
+
+# -- after the training ----------------------------------------------------------------------------------------------
+
+
+def _test(setup: Setup, strategy: Strategy, loop: Loop) -> dict[str, float]:
+    """Returns the results on the test split; empty without one."""
+    if setup.data.test is None or setup.cfg.train.eval_every is None:
+        return {}
+    try:
+        return _evaluate_split(setup, strategy, "test")
+    except Stopped:
+        loop.stop(loop.outcome.steps)
+
+
+def _evaluate_split(setup: Setup, strategy: Strategy, split: str) -> dict[str, float]:
+    """Returns the results on the split "val" or "test" by their names in metrics.jsonl and summary.json."""
+    source = setup.data.valid if split == "val" else setup.data.test
+    result = evaluate(strategy, source, setup.cfg.train.eval_batches)
+    return record_of(result, split, language=setup.tokens_per_sample is not None)
+
+
+def _summary(
+    setup: Setup, strategy: Strategy, outcome: Outcome, test: dict[str, float], ranks: list[RankResult]
+) -> dict[str, Any]:
+    model = setup.cfg.model.name
+    return summarise(strategy, outcome, test, ranks, model, setup.sample, setup.tokens_per_sample)
+
+
+def _report(setup: Setup, run_dir: Path, outcome: Outcome, summary: dict, ranks: list[RankResult]) -> None:
+    """Writes the timeline, if it was asked for, and prints the results."""
+    if setup.cfg.train.trace and why_no_timeline(setup.plan) is None:
+        intervals = [rank.intervals for rank in ranks]
+        write_timeline(run_dir, setup.plan, setup.cfg.model.name, intervals, outcome.steps)
+    link = hydra_word(str(outcome.checkpoint.parent / "latest")) if outcome.checkpoint is not None else None
+    print(final_words(summary, run_dir, _overrides(run_dir), link), flush=True)
+
+
+def _overrides(run_dir: Path) -> list[str]:
+    """Returns what the user typed, as Hydra wrote it into the run directory."""
+    from omegaconf import OmegaConf
+
+    path = run_dir / ".hydra" / "overrides.yaml"
+    # Not resolved: a value may refer to a secret of the environment.
+    return OmegaConf.to_container(OmegaConf.load(path), resolve=False) if path.exists() else []

@@ -1,24 +1,29 @@
-"""Which steps are left out: those whose numbers are not finite and, on request, those whose loss jumps."""
+"""Which updates are skipped: those with numbers that are not finite and, on request, those after a loss spike."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 from common.errors import TrainingError
-from parallel.strategy import StepResult
+from parallel.strategy import StepResult, Strategy
+from training import checkpoint
+from training.optimizer import Optimizer
 
-_SETTLED = 10  # so many losses must be known before one can be called a jump
-_SHARE = 0.05  # of a new loss in the running mean, which so reaches back about twenty steps
+_FEWEST_LOSSES = 10  # before a loss can be called a spike
+_NEW_WEIGHT = 0.05  # of a new loss in the running mean, which thus reaches back about twenty steps
 
 
 class Skipping:
-    """``config``: the section ``train``. Every rank decides alike, from the step's agreed numbers.
+    """Decides after each step whether it counts. Every rank decides alike, from the numbers that all agree on.
 
-    skipped  how many steps were left out so far
+    Attributes:
+        skipped: The number of steps skipped so far.
     """
 
     def __init__(self, config: Any) -> None:
+        """Takes the section ``train`` of the configuration."""
         self._config = config
         self.skipped = 0
         self._in_a_row = self._spikes_in_a_row = self._seen = 0
@@ -26,13 +31,13 @@ class Skipping:
 
     @property
     def loss_limit(self) -> float:
-        """A step with a larger loss is a spike; infinite where none is looked for."""
+        """The largest loss that is no spike; infinite while no spike is looked for."""
         factor = self._config.spike_factor
-        return math.inf if factor is None or self._seen < _SETTLED else factor * self._mean
+        return math.inf if factor is None or self._seen < _FEWEST_LOSSES else factor * self._mean
 
     @property
     def rolls_back(self) -> bool:
-        """Whether so many spikes came in a row that the weights are no longer to be trusted. Asked once."""
+        """Whether ``train.spike_rollback`` spikes came in a row. True once for each such row."""
         enough = self._config.spike_rollback
         if enough is None or self._spikes_in_a_row < enough:
             return False
@@ -40,14 +45,22 @@ class Skipping:
         return True
 
     def judge(self, step: int, result: StepResult) -> str:
-        """Why the step is left out, in words; empty where it counts.
+        """Decides about a step.
 
-        Raises TrainingError where more than ``train.max_skipped`` in a row were.
+        Args:
+            step: The step's number.
+            result: Its result.
+
+        Returns:
+            Why its update is skipped, in words; empty if it is not.
+
+        Raises:
+            TrainingError: More than ``train.max_skipped`` steps in a row were skipped.
         """
         if result.usable:
             self._in_a_row = self._spikes_in_a_row = 0
             self._seen += 1
-            self._mean += max(1 / self._seen, _SHARE) * (result.loss - self._mean)
+            self._mean += max(1 / self._seen, _NEW_WEIGHT) * (result.loss - self._mean)
             return ""
         self.skipped += 1
         self._in_a_row += 1
@@ -71,7 +84,7 @@ class Skipping:
         )
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs, to decide as this one would."""
+        """Returns what a resumed run needs in order to decide as this one would."""
         return {
             "skipped": self.skipped,
             "in_a_row": self._in_a_row,
@@ -81,8 +94,30 @@ class Skipping:
         }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
+        """Takes the ``state_dict`` of the run that is resumed."""
         self.skipped = int(state["skipped"])
         self._in_a_row = int(state["in_a_row"])
         self._spikes_in_a_row = int(state["spikes_in_a_row"])
         self._seen = int(state["seen"])
         self._mean = float(state["mean"])
+
+
+def roll_back(folder: Path, strategy: Strategy, optimizer: Optimizer) -> str:
+    """Loads weights and optimizer from the newest checkpoint. All ranks call it together.
+
+    The caller continues with its next step: the batches in between are not read again.
+
+    Args:
+        folder: The run's ``checkpoints`` folder.
+        strategy: The model.
+        optimizer: Its optimizer.
+
+    Returns:
+        What was done, in words.
+    """
+    # Rank 0 looks for all: others may see an older state of a shared folder.
+    newest = strategy.mesh.gather(checkpoint.newest(folder) if strategy.mesh.rank == 0 else None)[0]
+    if newest is None:
+        return "the loss keeps jumping, and there is no checkpoint yet to go back to (train.checkpoint_every)"
+    step = checkpoint.load(newest, strategy, optimizer)
+    return f"the loss keeps jumping: back to the weights of step {step}, and on with the next batches"

@@ -141,13 +141,14 @@ def _wrap_steps(attempt: Attempt) -> None:
 
 
 def _wrap_saves(attempt: Attempt) -> None:
-    from training.checkpoint import Checkpoints, checkpoints
+    from training.checkpoint import Checkpoints
+    from training.checkpoint import save as saving
 
     save = Checkpoints.save
 
     @wraps(save)
     def counted(self, strategy, optimizer, step, *args, **kwargs):
-        self.settle()  # so that what is written from now on is this step's
+        self.wait_pending()  # so that what is written from now on is this step's
         attempt.saving = step
         return save(self, strategy, optimizer, step, *args, **kwargs)
 
@@ -166,7 +167,7 @@ def _wrap_saves(attempt: Attempt) -> None:
         module_name, _, name = point.partition(".")
         module = importlib.import_module(f"training.checkpoint.{module_name}")
         wrapped = phase(getattr(module, name), point)
-        for user in (module, checkpoints):
+        for user in (module, saving):
             if hasattr(user, name):
                 setattr(user, name, wrapped)
 

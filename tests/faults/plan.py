@@ -10,13 +10,13 @@ from pathlib import Path
 # Points within a step, in its order; then a save's, as the package training.checkpoint lists them.
 STEP = ("forward", "backward", "all-reduce", "optimizer step")
 SAVE = (
-    "snapshot.copied",
-    "writing.write_file",
-    "writing.leave_sidecar",
+    "snapshot.copy_files",
+    "snapshot.write_file",
+    "snapshot.write_sidecar",
     "commit.await_stages",
     "commit.write_manifest",
     "commit.publish",
-    "commit.point",
+    "commit.update_link",
     "commit.remove_old",
 )
 WRITERS = SAVE[:3]  # phases of every rank that writes; the others are rank 0's alone

@@ -1,4 +1,4 @@
-"""Checkpoints: what one layout saved any other goes on from, and what is damaged is named."""
+"""Checkpoints: a resumed run is bit-exact, and damage is named. (Other layouts: test_resume_layouts.)"""
 
 import hashlib
 import json
@@ -7,19 +7,15 @@ import shutil
 
 import pytest
 import torch
-from composed import LAYOUTS, QUIET, compose, losses, records, run, run_on_rank, saved
+from composed import losses, records, run, saved
 
 from common.errors import CheckpointError
-from training import checkpoint
-from training.checkpoint.manifest import sealed
-from training.config import to_dict
-
-SINGLE = ["parallel=single", "parallel.chunks=4"]
+from training.checkpoint.manifest import with_checksum
 
 
 @pytest.fixture(scope="module")
 def recipe(text):
-    """AdamW, whose two moments and step count must travel too; six steps, dropout, a rate that moves."""
+    """AdamW, whose two moments and step count must be saved too; six steps, dropout, a rate that moves."""
     model = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=32", "model.dropout=0.1"]
     length = ["train.steps=6", "train.global_batch_size=8", "train.eval_batches=2", "train.precision=fp32"]
     return [*model, *text, *length, "optim.lr=1e-3", "train.checkpoint_every=3", "train.keep_checkpoints=9"]
@@ -27,85 +23,29 @@ def recipe(text):
 
 @pytest.fixture(scope="module")
 def uninterrupted(recipe, tmp_path_factory):
-    """The folder of a run of ``single`` from step 1 to 6, with its checkpoint of step 3."""
+    """The folder of a run from step 1 to 6, with its checkpoint of step 3."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    run(folder, *recipe, *SINGLE)
+    run(folder, *recipe)
     return folder
 
 
-@pytest.fixture
-def train(ranks, recipe, tmp_path):
-    """``train("ddp", "half", …)`` runs that layout in tmp_path/half."""
-
-    def begin(layout, name, *more):
-        processes, overrides = (1, SINGLE) if layout == "single" else LAYOUTS[layout]
-        folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        tree = to_dict(compose(*QUIET, *recipe, *overrides, *more))
-        ranks.run(processes, run_on_rank, tree, str(folder), str(tmp_path / f"{name}.meeting"))
-        return folder
-
-    return begin
-
-
-def step_3(folder):
-    return folder / "checkpoints" / "step-00000003"
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_single_saved_every_layout_goes_on_from(train, uninterrupted, layout):
-    folder = train(layout, "rest", f"train.resume='{step_3(uninterrupted)}'")
-    assert [line["step"] for line in records(folder) if "loss" in line] == [4, 5, 6]
-    assert losses(folder) == pytest.approx(losses(uninterrupted)[3:], rel=1e-5)
-    assert records(folder)[-1]["val_loss"] == pytest.approx(records(uninterrupted)[-1]["val_loss"], rel=1e-5)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_every_layout_saved_single_goes_on_from(train, uninterrupted, layout):
-    folder = train(layout, "whole")
+def test_a_resumed_run_gives_the_same_bits(recipe, uninterrupted, tmp_path):
+    run(tmp_path, *recipe, f"train.resume='{uninterrupted / 'checkpoints' / 'step-00000003'}'")
+    assert losses(tmp_path) == losses(uninterrupted)[3:]
     for kind in ("model", "optimizer"):
-        ours, wanted = saved(folder, 3, kind), saved(uninterrupted, 3, kind)
-        assert {name: t.shape for name, t in ours.items()} == {name: t.shape for name, t in wanted.items()}
-    rest = train("single", "rest", f"train.resume='{step_3(folder)}'")
-    assert losses(rest) == pytest.approx(losses(uninterrupted)[3:], rel=1e-5)
-
-
-def test_from_two_stages_to_two_replicas(train, uninterrupted):
-    folder = train("pipelined", "whole")
-    rest = train("ddp", "rest", f"train.resume='{step_3(folder)}'")
-    assert losses(rest) == pytest.approx(losses(uninterrupted)[3:], rel=1e-5)
-
-
-def test_the_state_of_the_optimizer_is_what_makes_it_so(train, uninterrupted, tmp_path):
-    """Without the moments the curve is another one: else the tests above would not see them missing."""
-    bare = tmp_path / "bare"
-    shutil.copytree(step_3(uninterrupted), bare)
-    manifest = json.loads((bare / "manifest.json").read_text())
-    for name in [name for name in manifest["files"] if name.startswith("optimizer")]:
-        del manifest["files"][name]
-    (bare / "manifest.json").write_text(json.dumps(sealed(manifest)))
-    rest = train("single", "rest", f"train.resume='{bare}'")
-    assert losses(rest)[1:] != pytest.approx(losses(uninterrupted)[4:], rel=1e-5)
-
-
-def test_going_on_in_the_same_layout_gives_the_same_bits(train, uninterrupted):
-    rest = train("single", "rest", f"train.resume='{step_3(uninterrupted)}'")
-    again = train("single", "again")
-    assert losses(rest) == losses(again)[3:]
-    for kind in ("model", "optimizer"):
-        ours, wanted = saved(rest, 6, kind), saved(again, 6, kind)
+        ours, wanted = saved(tmp_path, 6, kind), saved(uninterrupted, 6, kind)
         assert ours.keys() == wanted.keys()
         assert [name for name in ours if not torch.equal(ours[name], wanted[name])] == []
 
 
-def test_auto_goes_on_in_the_same_directory_from_the_newest_whole_checkpoint(train, uninterrupted):
-    """As after a crash: later steps are on record already, and the newest checkpoint is damaged."""
-    folder = train("single", "whole")
-    os.truncate(next((folder / "checkpoints" / "step-00000006").glob("model-*")), 100)
-    train("single", "whole", "train.resume=auto")
-    assert [line["step"] for line in records(folder) if "loss" in line] == [1, 2, 3, 4, 5, 6]
-    assert losses(folder) == pytest.approx(losses(uninterrupted), rel=1e-5)
-    checkpoint.read_manifest(folder / "checkpoints" / "latest")
+def test_the_state_of_the_optimizer_is_what_makes_it_so(recipe, uninterrupted, tmp_path):
+    """Without the moments the losses differ: else the tests of resuming would not see them missing."""
+    bare = shutil.copytree(uninterrupted / "checkpoints" / "step-00000003", tmp_path / "bare")
+    manifest = json.loads((bare / "manifest.json").read_text())
+    manifest["files"] = {name: entry for name, entry in manifest["files"].items() if name.startswith("model")}
+    (bare / "manifest.json").write_text(json.dumps(with_checksum(manifest)))
+    run(tmp_path / "rest", *recipe, f"train.resume='{bare}'")
+    assert losses(tmp_path / "rest")[1:] != pytest.approx(losses(uninterrupted)[4:], rel=1e-5)
 
 
 def test_auto_starts_from_the_beginning_where_there_is_no_checkpoint(tmp_path):
@@ -187,8 +127,8 @@ def test_a_checkpoint_of_another_optimizer_is_refused_or_its_state_left_out(toy,
 def test_only_the_newest_are_kept(tmp_path):
     rhythm = ["train.checkpoint_every=1", "train.keep_checkpoints=2"]
     run(tmp_path, "train.epochs=null", "train.steps=5", *rhythm)
-    found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert found == ["best", "latest", "step-00000004", "step-00000005"]
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["best", "latest", "step-00000004", "step-00000005"]
     assert os.readlink(tmp_path / "checkpoints" / "latest") == "step-00000005"
 
 

@@ -10,11 +10,9 @@ import torch
 from composed import losses, records, run, saved
 
 from common.errors import CheckpointError
-from training.checkpoint import checkpoints, commit, snapshot, writing
-from training.checkpoint.manifest import parse_manifest
-from training.checkpoint.paths import sidecar_name
-from training.checkpoint.room import Room
-from training.checkpoint.snapshot import Share
+from training.checkpoint import commit, save, snapshot
+from training.checkpoint.manifest import parse_manifest, sidecar_name
+from training.checkpoint.snapshot import StageFiles
 
 STEPS = ["train.epochs=null", "train.steps=6", "optim.momentum=0.9"]
 EVERY_2 = [*STEPS, "train.checkpoint_every=2", "train.keep_checkpoints=9"]
@@ -42,7 +40,7 @@ def names(folder):
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(tmp_path, plainly, monkeypatch):
-    real, seen = writing.write_file, []
+    real, seen = snapshot.write_file, []
 
     def slowly(path, tensors):
         """The first checkpoint's files are written only after the training has done another step."""
@@ -53,57 +51,36 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(t
             seen.append(records(tmp_path)[-1]["step"])
         return real(path, tensors)
 
-    monkeypatch.setattr(writing, "write_file", slowly)
+    monkeypatch.setattr(snapshot, "write_file", slowly)
     run(tmp_path, *EVERY_2)
     assert min(seen) >= 3
     assert same_bits(tmp_path, plainly)
     assert names(tmp_path) == ["best", "latest", "step-00000002", "step-00000004", "step-00000006"]
 
 
-def test_every_save_copies_into_the_memory_that_was_taken_after_the_first_step(tmp_path, plainly, monkeypatch):
-    touch, copied, taken, used = Room.touch, snapshot.copied, [], []
+def test_every_save_copies_into_the_same_memory(tmp_path, plainly, monkeypatch):
+    copy_files, used = snapshot.copy_files, []
 
-    def noted_touch(room, tensors):
-        touch(room, tensors)
-        taken.append({room.place(name, tensor).data_ptr() for name, tensor in tensors.items()})
-
-    def noted_copies(*args):
-        copies = copied(*args)
-        used.append({t.data_ptr() for share in copies for part in share.files.values() for t in part.values()})
+    def noted(*args):
+        copies = copy_files(*args)
+        used.append({t.data_ptr() for stage in copies for t in stage.tensors().values()})
         return copies
 
-    monkeypatch.setattr(Room, "touch", noted_touch)
-    monkeypatch.setattr(checkpoints, "copied", noted_copies)
+    monkeypatch.setattr(save, "copy_files", noted)
     run(tmp_path, *EVERY_2)
-    assert used == [*taken, *taken] and len(taken) == 1  # steps 2 and 4; the last is not copied
+    assert len(used) == 2 and used[0] == used[1], "steps 2 and 4; the last one is not copied"
     assert same_bits(tmp_path, plainly)
-
-
-def test_a_copy_made_while_its_memory_is_still_being_taken_is_whole():
-    tensors = {str(i): torch.randn(1 << 18) for i in range(64)}
-    share = Share(0, {"model-00.safetensors": tensors})
-    for _ in range(5):
-        room = Room()
-        snapshot.make_room([share], 1, room)
-        (copy,) = snapshot.copied([share], 1, room)
-        time.sleep(0.02)  # for a thread that does not stop, to spoil it
-        assert all(torch.equal(copy.files["model-00.safetensors"][name], tensor) for name, tensor in tensors.items())
-
-
-def test_who_saves_at_the_end_only_takes_no_memory_for_copies(tmp_path, monkeypatch):
-    monkeypatch.setattr(Room, "touch", lambda room, tensors: pytest.fail("nothing is copied in this run"))
-    run(tmp_path, *STEPS, "train.checkpoint_every=0", "train.eval_every=0")
 
 
 def test_without_memory_for_a_copy_a_checkpoint_is_written_at_once(tmp_path, plainly, monkeypatch):
     monkeypatch.setattr(snapshot, "available_memory", lambda: 0)
-    real, writers = writing.write_file, []
+    real, writers = snapshot.write_file, []
 
     def note(path, tensors):
         writers.append((path.parent.name[:14], threading.current_thread() is threading.main_thread()))
         return real(path, tensors)
 
-    monkeypatch.setattr(writing, "write_file", note)
+    monkeypatch.setattr(snapshot, "write_file", note)
     run(tmp_path, *EVERY_2)
     assert {name for name, at_once in writers if at_once} == {".step-00000002", ".step-00000004"}
     assert same_bits(tmp_path, plainly)
@@ -158,13 +135,13 @@ def test_what_a_killed_run_left_half_written_is_cleaned_up(tmp_path):
 
 
 def test_a_stage_that_writes_nothing_is_named_after_the_time_limit(tmp_path):
-    writing.leave_sidecar(tmp_path, 0, {"files": {}})
+    snapshot.write_sidecar(tmp_path, 0, {"files": {}})
     with pytest.raises(CheckpointError, match=r"stage 1 of 2 has written nothing to .* for 0.3 s \(parallel.timeout_s"):
         commit.await_stages(tmp_path, stages=2, timeout_s=0.3)
 
 
 def test_a_stage_that_is_slow_but_writes_is_waited_for(tmp_path):
-    writing.leave_sidecar(tmp_path, 0, {"files": {}})
+    snapshot.write_sidecar(tmp_path, 0, {"files": {}})
 
     def slowly():
         with open(tmp_path / "model-01.safetensors", "wb") as file:
@@ -172,7 +149,7 @@ def test_a_stage_that_is_slow_but_writes_is_waited_for(tmp_path):
                 time.sleep(0.25)
                 file.write(b"x")
                 file.flush()
-        writing.leave_sidecar(tmp_path, 1, {"files": {"model-01.safetensors": {}}})
+        snapshot.write_sidecar(tmp_path, 1, {"files": {"model-01.safetensors": {}}})
 
     thread = threading.Thread(target=slowly)
     thread.start()
@@ -185,10 +162,10 @@ def test_a_stage_that_cannot_write_tells_rank_0_even_on_a_full_disk(tmp_path, mo
     def no_room(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writing, "write_file", no_room)
+    monkeypatch.setattr(snapshot, "write_file", no_room)
     if full == "everything":
-        monkeypatch.setattr(writing, "write_json", no_room)
-    error = writing.write_share(tmp_path / "draft", Share(1, {"model-01.safetensors": {}}))
+        monkeypatch.setattr(snapshot, "write_atomically", no_room)
+    error = snapshot.write_stage(tmp_path / "draft", StageFiles(1, {"model-01.safetensors": {}}))
     assert "No space left on device" in error and "MiB are free" in error
     said = "No space left on device" if full == "files" else "no room was left to say why"
     (tmp_path / "draft" / sidecar_name(0)).write_text(json.dumps({"files": {}}))

@@ -260,12 +260,11 @@ def test_printed_paths_come_through_the_shell_and_hydra_as_they_are(toy, name):
     """``lr=0.1`` is how sweeps name their directories."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
+    from training.quoting import hydra_word
     from training.reporting.console import final_words
 
     link = f"/runs/{name}/checkpoints/latest"
-    words = final_words(
-        toy.summary, Path("/runs") / name, ["model.hidden=20"], Path(link).with_name("step-00000005")
-    )
+    words = final_words(toy.summary, Path("/runs") / name, ["model.hidden=20"], hydra_word(link))
     for word, key in (("evaluate:", "checkpoint"), ("go on:", "train.resume")):
         (line,) = [line for line in words.splitlines() if line.startswith(word)]
         overrides = OverridesParser.create().parse_overrides(shlex.split(line.partition(":")[2])[2:])

@@ -125,16 +125,3 @@ def test_a_full_cache_is_replaced_for_this_run_after_a_warning(small_disk, tmp_p
         assert words in ended.console
     where = ended.console.partition("For this run the data lie in ")[2].split()[0]
     assert not os.path.exists(where), "it is removed with the run"
-
-
-@pytest.mark.slow
-def test_wandb_on_a_full_disk_is_warned_about_and_the_run_goes_on(small_disk, start):
-    root = small_disk("8m")
-    run = start(root / "run", "parallel=single")
-    until(run, lambda: len(checkpoints(run)) >= 1, "the first checkpoint")
-    filler = fill(root)
-    until(run, lambda: "wandb: the disk is full" in said(run), "a warning about wandb")
-    filler.unlink()
-    ended = run.wait()
-    assert ended.code == 0, ended.console
-    assert f"{root}/run/wandb" in ended.console

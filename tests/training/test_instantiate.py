@@ -61,7 +61,7 @@ def test_only_the_named_packages_are_open(target):
     "target",
     [
         "training.run.os.system",
-        "training.checkpoint.disk.shutil.os.system",
+        "training.checkpoint.save.shutil.os.system",
         "torch.nn.modules.module.torch.os.popen",
     ],
 )
@@ -74,7 +74,7 @@ def test_a_detour_through_an_allowed_module_runs_no_command(target, witness):
 
 @pytest.mark.parametrize(
     "target",
-    [f"training.checkpoint.disk.{name}" for name in ("Path.touch", "shutil.copyfile", "os.mkdir")],
+    [f"training.checkpoint.save.{name}" for name in ("Path.touch", "shutil.copyfile", "os.mkdir")],
 )
 def test_what_an_allowed_module_has_imported_is_not_allowed_with_it(target, witness, tmp_path):
     (tmp_path / "source").touch()

@@ -4,6 +4,8 @@ import errno
 import json
 import math
 import os
+import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from composed import change_batches, losses, records, run, saved, steps
 
 from common.errors import CheckpointError, TrainingError
 from data.batch import Batch
+from parallel.strategy import Strategy
 
 SHORT = ["train.epochs=null", "train.steps=6"]
 EVERY_STEP = ["train.checkpoint_every=1", "train.keep_checkpoints=100"]
@@ -33,6 +36,20 @@ def distance(folder, step):
     before, after = saved(folder, step - 1), saved(folder, step)
     moves = torch.cat([(after[name] - before[name]).double().flatten() for name in after])
     return moves.norm().item(), moves.abs().max().item()
+
+
+def test_the_run_calls_the_loop_and_the_loop_the_strategy(tmp_path, monkeypatch):
+    """The README's "follow one step": no function of training/ stands in between."""
+    train_step, callers = Strategy.train_step, set()
+
+    def watched(self, *args, **kwargs):
+        frames = [(Path(f.filename), f.name) for f in traceback.extract_stack()]
+        callers.add(tuple(f"{path.stem}.{name}" for path, name in frames if path.parent.name == "training")[-2:])
+        return train_step(self, *args, **kwargs)
+
+    monkeypatch.setattr(Strategy, "train_step", watched)
+    run(tmp_path, *SHORT)
+    assert callers == {("run.run", "loop.run")}
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_the_schedule_goes_on(tmp_path, poison):

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from training.reporting import describe, mask_secrets
-from training.reporting.environment import _git, mask_arguments
+from training.reporting.environment import _git
 
 
 def test_the_description_is_json_and_names_code_machine_and_packages():
@@ -63,14 +63,14 @@ def test_a_machine_without_git_is_described_all_the_same(monkeypatch):
     (["note=" + "0a" * 20], ["note=***"]),
 ])
 def test_secrets_on_the_command_line_are_masked(given, shown):
-    assert mask_arguments(given) == shown
+    assert mask_secrets(given) == shown
 
 
 @pytest.mark.parametrize("argument", [
     "data=tokens", "data.max_tokens=100000", "data.pad_token=50256", "model=gpt2", "optim.lr=1e-3",
     "tokenizer=gpt2", "data.root=/data/" + "0a" * 20 + "/x", "parallel.balance=[7,7]", "logger.tags=[a,b]"])
 def test_ordinary_arguments_are_left_alone(argument):
-    assert mask_arguments([argument]) == [argument]
+    assert mask_secrets([argument]) == [argument]
 
 
 def test_secrets_in_a_configuration_are_masked_at_any_depth():

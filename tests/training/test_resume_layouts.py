@@ -11,7 +11,7 @@ LAYOUTS = {
     "model_parallel": (1, ["parallel=model_parallel", "parallel.chunks=4"]),
     "ddp": (2, ["parallel=ddp", "parallel.dp=2", "parallel.chunks=2"]),
     "pipelined": (2, ["parallel=pipelined", "parallel.chunks=4"]),
-    "pipe_ddp": (4, ["parallel=pipe_ddp", "parallel.dp=2", "parallel.chunks=2"]),
+    "pipe_ddp": (4, ["parallel=pipe_ddp", "parallel.dp=2", "parallel.chunks=2", "parallel.order=pp_dp"]),
 }
 NAMES = list(LAYOUTS)
 RING = list(zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True))
@@ -71,8 +71,9 @@ def check(start, train, model, before, after):
     assert [line["step"] for line in records(rest) if "loss" in line] == list(range(SAVED + 1, SAVED + NEXT + 1))
     assert losses(rest) == pytest.approx(losses(single)[SAVED:], rel=1e-5)
     assert records(rest)[-1]["val_loss"] == pytest.approx(records(single)[-1]["val_loss"], rel=1e-5)
-    shapes = [{k: t.shape for k, t in saved(run, SAVED + NEXT).items()} for run in (rest, single)]
-    assert shapes[0] == shapes[1], "each tensor once, whatever the layout"
+    for kind in ("model", "optimizer"):
+        shapes = [{k: t.shape for k, t in saved(run, SAVED + NEXT, kind).items()} for run in (rest, single)]
+        assert shapes[0] == shapes[1], "each tensor once, whatever the layout"
 
 
 @pytest.mark.parametrize("before, after", RING, ids=lambda name: name)

@@ -11,7 +11,7 @@ from composed import QUIET, compose, config, run, run_on_rank
 
 from parallel.timeline import Interval
 from training.config import to_dict
-from training.reporting.timeline_files import step_of_median_duration, transfers, why_no_timeline, write_timeline
+from training.reporting.timeline_files import step_of_median_duration, why_no_timeline, write_timeline
 from training.setup import prepare
 
 SHORT = ["train.epochs=null", "train.steps=3", "train.eval_every=null", "train.checkpoint_every=null"]
@@ -102,6 +102,8 @@ def test_numbers_that_do_not_fit_their_blocks_are_left_out():
 
 
 def test_a_transfer_begins_when_the_sender_is_done():
+    from training.reporting.timeline_figure import transfers
+
     found = {(t.kind, t.microbatch): t for t in transfers([i for rank in gpipe() for i in rank])}
     assert len(found) == 4
     waited = found["receive_activation", 0]

@@ -6,24 +6,24 @@
     checkpoints/latest -> step-00000050
     checkpoints/best   -> step-00000040                  the lowest validation loss; never removed
 
-What one layout saved any other loads: a tied parameter stands once, under its canonical name, and each rank takes
-what it needs out of whichever file has it.
+What one layout has saved any other loads: a tied parameter is saved once, under its canonical name, and each rank
+reads what it needs from whichever file has it.
 
-A save goes through these phases; a run that is killed in any of them leaves the older checkpoints as they were:
+A save goes through these phases. A run that is killed in any of them leaves the older checkpoints as they were:
 
-    snapshot.copied          each writing rank copies its tensors; from here on training goes on
-    writing.write_stage      files of each stage, flushed and hashed, into the draft .step-00000050.ATTEMPT.tmp
-    writing.leave_sidecar    stage-00.json there: these files are whole (or: what went wrong)
-    commit.await_stages      rank 0 waits for every stage's sidecar
+    snapshot.copy_files      each writing rank copies its tensors; from here on training continues
+    snapshot.write_file      the files of each stage, flushed and hashed, into the draft .step-00000050.ATTEMPT.tmp
+    snapshot.write_sidecar   stage-00.json in the draft: these files are complete (or: what went wrong)
+    commit.await_stages      rank 0 waits for the sidecar of every stage
     commit.write_manifest    manifest.json: step, layout, size and sha256 of each file
     commit.publish           the draft gets its name
-    commit.point             ``latest``, and ``best`` where it is
-    commit.remove_old        only now older ones go
+    commit.update_link       ``latest``, and ``best`` where it is
+    commit.remove_old        only now are older checkpoints removed
 """
 
-from training.checkpoint.checkpoints import Checkpoints
-from training.checkpoint.finding import locate, newest, newest_whole, read_manifest, set_current
-from training.checkpoint.paths import MANIFEST
-from training.checkpoint.reading import load
+from training.checkpoint.commit import set_current
+from training.checkpoint.load import load, locate, newest, newest_whole, read_manifest
+from training.checkpoint.manifest import MANIFEST
+from training.checkpoint.save import Checkpoints
 
 __all__ = ["MANIFEST", "Checkpoints", "load", "locate", "newest", "newest_whole", "read_manifest", "set_current"]

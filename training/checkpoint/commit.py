@@ -1,51 +1,77 @@
-"""The second phase of a save, on rank 0: from a draft with every stage in it to the newest checkpoint."""
+"""The second part of a save, on rank 0: from a draft with the files of every stage to the newest checkpoint."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import CheckpointError
-from common.files import flush_path
-from training.checkpoint.disk import remove, write_json
-from training.checkpoint.manifest import FORMAT, parse_manifest, sealed
-from training.checkpoint.paths import BEST, LATEST, MANIFEST, sidecar_name, step_folders
+from common.files import flush_path, write_atomically
+from training.checkpoint.manifest import (
+    BEST,
+    FORMAT,
+    LATEST,
+    MANIFEST,
+    UNUSED,
+    parse_manifest,
+    sidecar_name,
+    step_folders,
+    step_name,
+    step_of,
+    with_checksum,
+)
 
 _POLL_S = 0.02
 
 
 def commit(draft: Path, final: Path, manifest: dict, stages: int, keep: int, timeout_s: float) -> None:
-    """All of it. ``manifest`` lacks only its files. Raises CheckpointError, OSError; older ones are untouched then."""
+    """Completes and publishes a checkpoint.
+
+    Args:
+        draft: The folder in which the stages write.
+        final: The checkpoint's name.
+        manifest: The manifest without its ``files``.
+        stages: The number of stages.
+        keep: How many of the newest checkpoints are kept.
+        timeout_s: The longest wait, in seconds, while nothing is written to the draft.
+
+    Raises:
+        CheckpointError: A stage has failed, or has written nothing for too long.
+        OSError: The disk is full or not writable. Older checkpoints are untouched in both cases.
+    """
     files = await_stages(draft, stages, timeout_s)
     write_manifest(draft, manifest, files)
     publish(draft, final)
-    point(final.parent, LATEST, final.name)
-    point_best(final, manifest)
+    update_link(final.parent, LATEST, final.name)
+    update_best(final, manifest)
     remove_old(final.parent, keep)
 
 
 def await_stages(draft: Path, stages: int, timeout_s: float) -> dict[str, dict]:
-    """The files of every stage, once all have left their sidecars.
+    """Waits until every stage has written its sidecar; returns the size and the sha256 of all files by their names.
 
-    Raises CheckpointError with a stage's error, or naming the stages from which nothing has come for ``timeout_s``
-    seconds while no file of the draft has grown either.
+    Raises:
+        CheckpointError: A stage has failed; or some stages have no sidecar yet, and no file of the draft has grown
+            for ``timeout_s`` seconds.
     """
     files: dict[str, dict] = {}
     missing = set(range(stages))
-    seen, deadline = None, time.monotonic() + timeout_s
+    last_size, deadline = None, time.monotonic() + timeout_s
     while missing:
         for stage in sorted(missing):
-            content = _sidecar(draft, stage)
+            content = _read_sidecar(draft, stage)
             if content is not None:
                 if "error" in content:
                     raise CheckpointError(f"stage {stage}: {content['error']}")
                 files.update(content["files"])
                 missing.discard(stage)
         size = size_of(draft)
-        if size != seen:
-            seen, deadline = size, time.monotonic() + timeout_s
+        if size != last_size:
+            last_size, deadline = size, time.monotonic() + timeout_s
         elif time.monotonic() > deadline:
             raise CheckpointError(
                 f"stage {', '.join(map(str, sorted(missing)))} of {stages} has written nothing to {draft} for "
@@ -57,23 +83,23 @@ def await_stages(draft: Path, stages: int, timeout_s: float) -> dict[str, dict]:
 
 
 def write_manifest(draft: Path, manifest: dict, files: dict[str, dict]) -> None:
-    """manifest.json in the place of the sidecars, and the whole draft on the disk. Raises OSError."""
-    write_json(draft / MANIFEST, sealed({**manifest, "files": files}))
+    """Replaces the sidecars by manifest.json and flushes the draft to the disk. Raises OSError."""
+    _write(draft / MANIFEST, {**manifest, "files": files})
     for path in draft.glob("stage-*.json"):
         path.unlink()
     flush_path(draft)
 
 
 def publish(draft: Path, final: Path) -> None:
-    """Give the draft its name. A damaged one of that name makes room."""
+    """Gives the draft its name. A damaged checkpoint of that name is removed first."""
     if final.exists():
         remove(final)
     os.replace(draft, final)
     flush_path(final.parent)
 
 
-def point(folder: Path, name: str, target: str) -> None:
-    """Have the relative link ``name`` lead to ``target``, in one step."""
+def update_link(folder: Path, name: str, target: str) -> None:
+    """Has the relative link ``name`` lead to ``target``, in one step."""
     link = folder / f".{name}.tmp"
     link.unlink(missing_ok=True)
     link.symlink_to(target)
@@ -81,30 +107,66 @@ def point(folder: Path, name: str, target: str) -> None:
     flush_path(folder)
 
 
+def update_best(final: Path, manifest: dict) -> None:
+    """Has ``best`` lead to a checkpoint whose evaluation was the best so far."""
+    if manifest["progress"].get("best_step") == manifest["step"]:
+        update_link(final.parent, BEST, final.name)
+
+
 def remove_old(folder: Path, keep: int) -> None:
-    """All but the newest ``keep`` and what ``best`` and ``latest`` lead to."""
+    """Removes all checkpoints but the newest ``keep`` and those that ``best`` and ``latest`` lead to."""
     linked = {os.readlink(folder / name) for name in (LATEST, BEST) if (folder / name).is_symlink()}
     for old in step_folders(folder)[: -max(keep, 1)]:
         if old.name not in linked:
             remove(old)
 
 
+def remove(folder: Path) -> None:
+    """Removes a checkpoint. It is renamed first, so that half of it is never taken for one."""
+    hidden = folder.with_name(f".{folder.name}.removed.tmp")
+    shutil.rmtree(hidden, ignore_errors=True)
+    os.replace(folder, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
 def amend(final: Path, manifest: dict) -> None:
-    """Give a published checkpoint the progress that is known now. Raises OSError, CheckpointError."""
+    """Replaces the progress in the manifest of a published checkpoint. Raises OSError, CheckpointError."""
     known = parse_manifest(final / MANIFEST)
     if known.get("progress") != manifest["progress"]:
-        write_json(final / MANIFEST, sealed({**known, "format": FORMAT, "progress": manifest["progress"]}))
-    point_best(final, manifest)
+        _write(final / MANIFEST, {**known, "format": FORMAT, "progress": manifest["progress"]})
+    update_best(final, manifest)
 
 
-def point_best(final: Path, manifest: dict) -> None:
-    """Have ``best`` lead to a checkpoint whose evaluation was the best so far."""
-    if manifest["progress"].get("best_step") == manifest["step"]:
-        point(final.parent, BEST, final.name)
+def set_current(folder: Path, path: Path | None, best_step: int | None, say: Callable[[str], None]) -> None:
+    """Makes a checkpoint the newest one of its run, which is resumed from it.
+
+    Newer checkpoints, damaged or skipped on purpose, are renamed.
+
+    Args:
+        folder: The run's ``checkpoints`` folder.
+        path: The checkpoint; None for a run that starts from the beginning.
+        best_step: The step with the lowest validation loss up to then.
+        say: Takes a line about each checkpoint that is renamed.
+    """
+    step = 0 if path is None else step_of(path)
+    if path is not None:
+        update_link(folder, LATEST, path.name)
+    if best_step is not None and (folder / step_name(best_step)).is_dir():
+        update_link(folder, BEST, step_name(best_step))
+    for newer in step_folders(folder):
+        if step_of(newer) > step:
+            renamed = newer.with_name(UNUSED + newer.name)
+            if renamed.exists():
+                remove(renamed)
+            os.replace(newer, renamed)
+            say(f"{newer} is kept as {renamed.name}: this run goes on from step {step}")
+    for name in (LATEST, BEST):
+        if (folder / name).is_symlink() and not (folder / name).exists():
+            (folder / name).unlink()
 
 
 def size_of(draft: Path) -> int:
-    """Bytes in the draft: grows as long as somebody writes."""
+    """Returns the bytes in the draft, which grow as long as some rank writes."""
     total = 0
     for path in draft.glob("*"):
         try:
@@ -114,7 +176,11 @@ def size_of(draft: Path) -> int:
     return total
 
 
-def _sidecar(draft: Path, stage: int) -> dict | None:
+def _write(path: Path, manifest: dict) -> None:
+    write_atomically(path, json.dumps(with_checksum(manifest), indent=1))
+
+
+def _read_sidecar(draft: Path, stage: int) -> dict | None:
     path = draft / sidecar_name(stage)
     try:
         return json.loads(path.read_text())

@@ -1,7 +1,7 @@
-"""``model.init_from``: weights to start from, exported by this project or Hugging Face's own.
+"""``model.init_from``: weights to start from, exported by this project or published on Hugging Face.
 
-A folder with model.safetensors (or its parts, model-00001-of-00002.safetensors …), or one such file. Each rank reads
-the tensors of its own layers only. Nothing is unpickled.
+They are a folder with model.safetensors (or its parts, model-00001-of-00002.safetensors …), or one such file. Each
+rank reads the tensors of its own layers only. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -28,10 +28,15 @@ _SHOWN = 3
 
 
 def start(model: Any, chain: Chain, strategy: Strategy) -> None:
-    """Give the model the weights that its run begins with, where these are not the drawn ones.
+    """Loads the weights that a new run starts from, if ``model.init_from`` or ``model.extra_tokens`` is set.
 
-    model   the configuration's section
-    raises  TrainingError as ``check_start`` does
+    Args:
+        model: The section ``model`` of the configuration.
+        chain: The model.
+        strategy: This rank's share of it.
+
+    Raises:
+        TrainingError: The weights do not fit; see ``check_start``.
     """
     known = 0
     if model.init_from is not None:
@@ -43,9 +48,14 @@ def start(model: Any, chain: Chain, strategy: Strategy) -> None:
 
 
 def check_start(model: Any, chain: Chain) -> None:
-    """Whether ``model.init_from``, where it is set, holds this model: by names and shapes, no tensor is read.
+    """Checks that ``model.init_from``, if it is set, holds this model, by names and shapes: no tensor is read.
 
-    Raises TrainingError that names what is missing, of another size, or not the model's.
+    Args:
+        model: The section ``model`` of the configuration.
+        chain: The model.
+
+    Raises:
+        TrainingError: Tensors are missing, of another size, or not the model's; the message names them.
     """
     if model.init_from is None:
         return
@@ -54,9 +64,9 @@ def check_start(model: Any, chain: Chain) -> None:
     for name, tensor in weights.expected.items():
         if name not in weights:
             problems.append(f"{name} is missing")
-        elif (found := weights.shape(name)) != (wanted := tuple(tensor.shape)):
-            problems.append(f"{name} has {found}, the model {wanted}")
-    problems += [f"{name} is not the model's" for name in weights.strangers()]
+        elif (shape := weights.shape(name)) != (expected := tuple(tensor.shape)):
+            problems.append(f"{name} has {shape}, the model {expected}")
+    problems += [f"{name} is not the model's" for name in weights.unexpected_keys()]
     if problems:
         more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise TrainingError(
@@ -66,14 +76,23 @@ def check_start(model: Any, chain: Chain) -> None:
 
 
 class Weights(Mapping[str, Tensor]):
-    """The file's tensors under this project's names, each read when it is asked for.
+    """The tensors of the file under this project's names. Each is read when it is looked up.
 
-    expected  the model's own tensors by name, without memory; tied ones once
-    added     the tokens behind GPT-2's own whose rows the file has
+    Attributes:
+        expected: The model's tensors by name, without memory; a tied one once.
+        added: The tokens after GPT-2's own whose rows the file has.
     """
 
     def __init__(self, model: Any, chain: Chain) -> None:
-        """Raises TrainingError where there is no such file, or one of another model."""
+        """Reads the names of the tensors.
+
+        Args:
+            model: The section ``model`` of the configuration.
+            chain: The model.
+
+        Raises:
+            TrainingError: There is no such file, or it holds another model.
+        """
         self._path = Path(model.init_from).expanduser()
         files = _files(self._path)
         self._file_of = {name: path for path in files for name in _open(path).keys()}
@@ -104,7 +123,7 @@ class Weights(Mapping[str, Tensor]):
         return len(self._keys)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of ``self[name]``, out of the file's header."""
+        """Returns the shape of ``self[name]``, from the file's header."""
         key = self._keys[name]
         tensor = torch.empty(_open(self._file_of[key]).get_slice(key).get_shape(), device="meta")
         shape = tuple(convert(name, tensor).shape if self._gpt2 else tensor.shape)
@@ -112,8 +131,8 @@ class Weights(Mapping[str, Tensor]):
         padded = self._gpt2 and name == EMBEDDING and shape[1:] == wanted[1:] and shape[0] < wanted[0]
         return wanted if padded else shape
 
-    def strangers(self) -> list[str]:
-        """Names in the file that the model has no use for."""
+    def unexpected_keys(self) -> list[str]:
+        """Returns the names of tensors in the file that the model does not have."""
         used = set(self._keys.values())
         return [name for name in self._file_of if name not in used and not (self._gpt2 and _is_harmless(name))]
 
@@ -125,7 +144,7 @@ class Weights(Mapping[str, Tensor]):
 
 
 def _is_harmless(name: str) -> bool:
-    """The tied head, and causal masks of old checkpoints."""
+    """Returns whether a tensor is GPT-2's tied head, or the causal mask of an old checkpoint."""
     return name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias"))
 
 
@@ -138,9 +157,9 @@ def _files(path: Path) -> list[Path]:
                 "with its run by train.resume="
             )
         whole = path / "model.safetensors"
-        found = [whole] if whole.exists() else sorted(path.glob("model-*.safetensors"))
-        if found:
-            return found
+        files = [whole] if whole.exists() else sorted(path.glob("model-*.safetensors"))
+        if files:
+            return files
         pickled = sorted(p for p in path.iterdir() if p.suffix in _PICKLES)
         if not pickled:
             raise TrainingError(f"{given} holds no model.safetensors; give a folder that does, or a .safetensors file")
@@ -167,7 +186,7 @@ def _open(path: Path) -> Any:
 
 
 def _check_config(model: Any, folder: Path) -> None:
-    """What config.json says that shapes do not: the number of heads, and the kind of model."""
+    """Checks what config.json says and shapes do not: the number of heads, and the kind of model."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         heads, kind = config.get("n_head"), config.get("model_type", "gpt2")
@@ -183,7 +202,7 @@ def _check_config(model: Any, folder: Path) -> None:
 
 
 def _known_tokens(model: Any, folder: Path) -> tuple[str, ...]:
-    """The extra tokens that the file's vocabulary has already; the run's must begin with them."""
+    """Returns the extra tokens that the file's vocabulary has already; the run's must begin with them."""
     theirs, ours = added_tokens(folder), parse_extra_tokens(model.get("extra_tokens"))
     if list(theirs) != list(ours)[: len(theirs)]:
         wanted = json.dumps({**dict.fromkeys(theirs), **{k: v for k, v in ours.items() if k not in theirs}})

@@ -1,23 +1,115 @@
-"""manifest.json: what a checkpoint is of, and by which every bit of it can be checked."""
+"""The names in a ``checkpoints`` folder, and manifest.json, by which every bit of a checkpoint can be verified."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor, nn
 
 from common.errors import CheckpointError
-from training.checkpoint.disk import sha256
-from training.checkpoint.paths import MANIFEST, checkpoint_folder
+from parallel.strategy import Strategy
 
+MANIFEST = "manifest.json"
+LATEST, BEST = "latest", "best"
+UNUSED = "unused-"
 FORMAT = 2  # 1 had no checksum of the manifest itself
+
+_STEP = re.compile(r"step-(\d{8,})")
 _KEYS = {"step": int, "optimizer": str, "layout": dict, "loss_scale": dict, "files": dict}
 
 
-def make_manifest(strategy: Any, optimizer: Any, step: int, progress: dict) -> dict:
-    """Everything but ``files``, which the stages' writers will know. ``progress``: what the loop needs to go on."""
+class Optimizer(Protocol):
+    """What a checkpoint needs to know of an optimizer.
+
+    Attributes:
+        kind: The optimizer's class, by its full name.
+    """
+
+    kind: str
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Returns the optimizer's tensors for a parameter."""
+
+    def load_state_of(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> None:
+        """Replaces them."""
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+def step_name(step: int) -> str:
+    """Returns the name of a step's checkpoint, such as step-00000050."""
+    return f"step-{step:08d}"
+
+
+def draft_name(step: int, attempt: str) -> str:
+    """Returns the hidden name of a checkpoint that is being written; each attempt has its own."""
+    return f".{step_name(step)}.{attempt}.tmp"
+
+
+def sidecar_name(stage: int) -> str:
+    """Returns the name of the file that a stage's writer writes last."""
+    return f"stage-{stage:02d}.json"
+
+
+def step_of(folder: Path) -> int:
+    """Returns the step in the name of a checkpoint's folder.
+
+    Raises:
+        ValueError: The folder has another kind of name.
+    """
+    match = _STEP.fullmatch(folder.name)
+    if match is None:
+        raise ValueError(f"{folder} is not named after a step")
+    return int(match[1])
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """Returns the published checkpoints in a ``checkpoints`` folder, whole or damaged, oldest first."""
+    named = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
+    return sorted(named, key=step_of)
+
+
+def drafts(folder: Path) -> list[Path]:
+    """Returns the folders that killed runs have left half written or half removed."""
+    return [path for path in folder.glob(".*.tmp") if path.is_dir() and not path.is_symlink()]
+
+
+def checkpoint_folder(path: Path) -> Path:
+    """Returns the checkpoint that a path stands for.
+
+    That is the path itself, what it links to, or the newest checkpoint of a run directory or of its ``checkpoints``
+    folder; the path itself if it is none of these.
+    """
+    path = Path(path)
+    if (path / MANIFEST).exists():
+        return path
+    for folder in (path, path / "checkpoints"):
+        if (folder / LATEST).is_dir():
+            return folder / LATEST
+        steps = step_folders(folder)
+        if steps:
+            return steps[-1]
+    return path
+
+
+# -- content ---------------------------------------------------------------------------------------------------------
+
+
+def make_manifest(strategy: Strategy, optimizer: Optimizer, step: int, progress: dict) -> dict[str, Any]:
+    """Returns a manifest without its ``files``, which the writers of the stages add.
+
+    Args:
+        strategy: What is saved.
+        optimizer: Its optimizer.
+        step: The step that was done last.
+        progress: What the training loop needs to continue, as plain values.
+    """
     plan = strategy.plan
     return {
         "format": FORMAT,
@@ -38,14 +130,56 @@ def make_manifest(strategy: Any, optimizer: Any, step: int, progress: dict) -> d
     }
 
 
-def sealed(manifest: dict) -> dict:
-    """With the checksum of all the rest."""
+def with_checksum(manifest: dict) -> dict:
+    """Returns a copy of a manifest with the checksum of all its other entries."""
     rest = {key: value for key, value in manifest.items() if key != "sha256"}
     return {**rest, "sha256": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
 
 
-def manifest_at(path: Path) -> dict:
-    """See ``finding.read_manifest``; the error here says nothing of other checkpoints."""
+def parse_manifest(path: Path) -> dict[str, Any]:
+    """Returns the content of a manifest.json.
+
+    Raises:
+        CheckpointError: The file cannot be read, is damaged, or is something else.
+    """
+    try:
+        manifest = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") not in (1, FORMAT):
+        raise CheckpointError(f"{path} is not the manifest of a checkpoint in format {FORMAT}")
+    if manifest["format"] == FORMAT and with_checksum(manifest)["sha256"] != manifest.get("sha256"):
+        raise CheckpointError(f"{path} is damaged: its content does not match its checksum")
+    wrong = [key for key, kind in _KEYS.items() if not isinstance(manifest.get(key), kind)]
+    if not wrong:
+        wrong = [name for name, entry in manifest["files"].items() if not _is_file_entry(name, entry)]
+    if wrong:
+        raise CheckpointError(f"{path} is damaged: {', '.join(map(str, wrong))} in it cannot be right")
+    return manifest
+
+
+def _is_file_entry(name: str, entry: Any) -> bool:
+    """Returns whether an entry has a plain file name (no path out of the folder), a size and a checksum."""
+    return (
+        re.fullmatch(r"\w[\w.-]*", name) is not None
+        and isinstance(entry, dict)
+        and isinstance(entry.get("bytes"), int)
+        and isinstance(entry.get("sha256"), str)
+    )
+
+
+# -- verification ----------------------------------------------------------------------------------------------------
+
+
+def manifest_at(path: Path) -> dict[str, Any]:
+    """Returns the manifest of a checkpoint whose files all exist with the right sizes.
+
+    Args:
+        path: See ``checkpoint_folder``.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it is damaged.
+    """
     folder = checkpoint_folder(Path(path))
     if not (folder / MANIFEST).exists():
         raise CheckpointError(
@@ -55,48 +189,38 @@ def manifest_at(path: Path) -> dict:
     for name, entry in manifest["files"].items():
         size = (folder / name).stat().st_size if (folder / name).exists() else None
         if size != entry["bytes"]:
-            found = "is missing" if size is None else f"has {size} bytes"
+            problem = "is missing" if size is None else f"has {size} bytes"
             raise CheckpointError(
-                f"{folder / name} {found}, the manifest says {entry['bytes']}: the checkpoint is damaged"
+                f"{folder / name} {problem}, the manifest says {entry['bytes']}: the checkpoint is damaged"
             )
     return manifest
 
 
-def parse_manifest(path: Path) -> dict:
-    """The content of a manifest.json. Raises CheckpointError for anything but a whole one."""
-    try:
-        manifest = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") not in (1, FORMAT):
-        raise CheckpointError(f"{path} is not the manifest of a checkpoint in format {FORMAT}")
-    if manifest["format"] == FORMAT and sealed(manifest)["sha256"] != manifest.get("sha256"):
-        raise CheckpointError(f"{path} is damaged: its content is not what its checksum says")
-    wrong = [key for key, kind in _KEYS.items() if not isinstance(manifest.get(key), kind)]
-    wrong += [name for name, entry in manifest["files"].items() if not _describes(name, entry)] if not wrong else []
-    if wrong:
-        raise CheckpointError(f"{path} is damaged: {', '.join(map(str, wrong))} in it cannot be right")
-    return manifest
-
-
 def first_damaged(folder: Path, manifest: dict) -> str | None:
-    """What is wrong with the first file whose content is not what was written; None where all are whole."""
+    """Compares the checksums of all files.
+
+    Returns:
+        What is wrong with the first damaged file; None if all are as they were written.
+    """
     for name, entry in manifest["files"].items():
         try:
-            found = sha256(folder / name)
+            checksum = sha256(folder / name)
         except OSError as error:
             return f"{folder / name} cannot be read: {error}"
-        if found != entry["sha256"]:
-            told = entry["sha256"][:12]
-            return f"{folder / name} is damaged: its sha256 is {found[:12]}…, the manifest says {told}…"
+        if checksum != entry["sha256"]:
+            expected = entry["sha256"][:12]
+            return f"{folder / name} is damaged: its sha256 is {checksum[:12]}…, the manifest says {expected}…"
     return None
 
 
-def _describes(name: str, entry: Any) -> bool:
-    """A plain file name (nothing that leads out of the folder), a size and a checksum."""
-    return (
-        re.fullmatch(r"\w[\w.-]*", name) is not None
-        and isinstance(entry, dict)
-        and isinstance(entry.get("bytes"), int)
-        and isinstance(entry.get("sha256"), str)
-    )
+def sha256(path: Path) -> str:
+    """Returns the checksum of a file's content, in hexadecimal.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    digest = hashlib.sha256()  # Python 3.10 has no hashlib.file_digest
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Going on with a run: which checkpoint, what it knows, and what is said about it."""
+"""Resuming a run: which checkpoint it continues from, and what that checkpoint knows of it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from typing import Any
 
 from common.errors import CheckpointError
 from parallel.strategy import Strategy
-from training import checkpoint
-from training.checkpoint import Checkpoints
-from training.optimizer import Optimizer
+from training.checkpoint.commit import set_current
+from training.checkpoint.load import load, locate, newest, newest_whole, read_manifest
+from training.checkpoint.manifest import Optimizer
+from training.checkpoint.save import Checkpoints
 
 AUTO = "auto"
 
 
 @dataclass
 class Resumed:
-    """``step``: the last one that is done, 0 for none; ``progress``: see ``Loop.progress``; ``path``: of the
-    checkpoint, None for a run that starts anew."""
+    """What a run continues from.
+
+    Attributes:
+        step: The last step that is done; 0 for none.
+        progress: What the training loop has saved of itself.
+        path: The checkpoint; None for a run that starts from the beginning.
+    """
 
     step: int = 0
     progress: dict = field(default_factory=dict)
@@ -27,56 +33,70 @@ class Resumed:
 
 
 def resume(wanted: str | None, checkpoints: Checkpoints, strategy: Strategy, optimizer: Optimizer) -> Resumed:
-    """Load what ``train.resume`` names. All ranks call it; rank 0 looks and says.
+    """Loads the checkpoint that ``train.resume`` names. All ranks call it; rank 0 chooses and prints.
 
-    auto    the newest checkpoint of this run directory that is whole, bit for bit; a damaged one gets a line
-    raises  CheckpointError, on every rank, where a path that was named is damaged
+    Args:
+        wanted: A path; "auto" for the newest checkpoint of this run directory that is whole, bit for bit (a warning
+            names the damaged ones); None for a new run.
+        checkpoints: The checkpoints of this run directory.
+        strategy: The model to load into.
+        optimizer: Its optimizer.
+
+    Returns:
+        What was loaded.
+
+    Raises:
+        CheckpointError: On every rank: the checkpoint that was named is damaged, or does not fit.
     """
     if wanted is None:
         return Resumed()
-    found = problem = None
+    path = problem = None
     if strategy.mesh.rank == 0:
         try:
-            found = _choose(wanted, checkpoints.folder)
+            path = _choose(wanted, checkpoints.folder)
         except CheckpointError as error:
             problem = str(error)
-    problem, found = strategy.mesh.gather((problem, found))[0]
+    problem, path = strategy.mesh.gather((problem, path))[0]
     if problem is not None:
         raise CheckpointError(problem)
-    own = found is None or found.parent == checkpoints.folder.resolve()
-    if found is None:
-        resumed = Resumed()
-    else:
-        step = checkpoint.load(found, strategy, optimizer, verified=True)
-        resumed = Resumed(step, checkpoint.read_manifest(found).get("progress", {}), found)
-    if own:
+    resumed = Resumed()
+    if path is not None:
+        step = load(path, strategy, optimizer, verified=True)
+        resumed = Resumed(step, read_manifest(path).get("progress", {}), path)
+    if path is None or path.parent == checkpoints.folder.resolve():
         if strategy.mesh.rank == 0 and checkpoints.folder.is_dir():
-            say = _warn if wanted != AUTO else lambda text: None  # the damaged ones have had their line
+            say = _warn if wanted != AUTO else lambda text: None  # the damaged ones have been named already
             try:
-                checkpoint.set_current(checkpoints.folder, found, resumed.progress.get("best_step"), say)
+                set_current(checkpoints.folder, path, resumed.progress.get("best_step"), say)
             except OSError as error:
                 _warn(f"{checkpoints.folder} cannot be changed: {error}")
-        if found is not None:
-            checkpoints.resumed_from(found)
+        if path is not None:
+            checkpoints.resumed_from(path)
     return resumed
 
 
 def _choose(wanted: str, folder: Path) -> Path | None:
     if wanted != AUTO:
-        found = checkpoint.locate(Path(wanted))
+        path = locate(Path(wanted))
     else:
-        found = checkpoint.newest_whole(folder, lambda why: _warn(f"{why}; it is not used, and kept as unused-…"))
-    if found is None:
+        path = newest_whole(folder, lambda why: _warn(f"{why}; it is not used, and kept as unused-…"))
+    if path is None:
         print(f"train.resume=auto: no checkpoint in {folder} to go on from; this run starts at step 1", flush=True)
-    else:
-        print(f"going on from {found}", flush=True)
-    return found.resolve() if found is not None else None
+        return None
+    print(f"going on from {path}", flush=True)
+    return path.resolve()
 
 
 def after_restart(cfg: Any, run_dir: Path) -> None:
-    """Have a run that was started a second time by its launcher go on from its own newest checkpoint; without any,
-    from what ``train.resume`` names."""
-    if cfg.train.resume is None or checkpoint.newest(run_dir / "checkpoints") is not None:
+    """Changes ``train.resume`` for a run that its launcher has started again.
+
+    The run continues from its own newest checkpoint; before it has one, from what ``train.resume`` names.
+
+    Args:
+        cfg: The configuration, which is changed.
+        run_dir: The run's directory.
+    """
+    if cfg.train.resume is None or newest(run_dir / "checkpoints") is not None:
         cfg.train.resume = AUTO
 
 

@@ -1,17 +1,22 @@
-"""What a rank writes into a checkpoint, copied first: training changes the originals while the copy is written."""
+"""The first part of a save, on every writing rank: copying the tensors, and writing the copies into the draft."""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from common.files import flush_path, free_space, write_atomically
 from common.machine import available_memory
-from training.checkpoint.room import Room
+from parallel.strategy import Strategy
+from training.checkpoint.manifest import Optimizer, sha256, sidecar_name
 
 log = logging.getLogger("training")
 
@@ -19,21 +24,54 @@ RESERVE = 512 * 2**20  # bytes that a copy leaves free
 
 
 @dataclass
-class Share:
-    """One stage's part of a checkpoint: tensors by name, by file."""
+class StageFiles:
+    """What a checkpoint holds of one stage.
+
+    Attributes:
+        stage: The stage's index.
+        files: Tensors by name, by the name of their file.
+    """
 
     stage: int
     files: dict[str, dict[str, Tensor]]
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors of all files by name."""
+        return {name: tensor for file in self.files.values() for name, tensor in file.items()}
 
-def shares_of(strategy: Any, optimizer: Any) -> list[Share]:
-    """What this rank writes: its stages, where it is of the first replica. Tied copies stand only at home."""
+
+class StagingBuffers:
+    """Main memory for the copies of a save, reused by every save, by one thread at a time.
+
+    Memory that is new to a process costs far more time than the copy itself.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def copy(self, name: str, tensor: Tensor) -> Tensor:
+        """Returns a copy of a tensor, which replaces the copy of the same name before."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = self._buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return buffer.copy_(tensor)
+
+    def missing_bytes(self, tensors: dict[str, Tensor]) -> int:
+        """Returns the bytes of those tensors that have no buffer yet."""
+        return sum(tensor.nbytes for name, tensor in tensors.items() if name not in self._buffers)
+
+
+def stage_files(strategy: Strategy, optimizer: Optimizer) -> list[StageFiles]:
+    """Returns what this rank saves: its stages, if it belongs to the first replica.
+
+    A tied parameter is saved only by the stage that owns its canonical name.
+    """
     if strategy.mesh.replica != 0:
         return []
     tied = strategy.chain.tied
-    shares = []
+    stages = []
     for plan, stage in zip(strategy.plan.stages_of(strategy.mesh.position), strategy.stages, strict=True):
-        weights = {k: v for k, v in stage.layers.state_dict().items() if k not in tied}
+        weights = {name: tensor for name, tensor in stage.layers.state_dict().items() if name not in tied}
         states = {
             f"{name}/{key}": value
             for name, parameter in stage.layers.named_parameters()
@@ -41,60 +79,117 @@ def shares_of(strategy: Any, optimizer: Any) -> list[Share]:
             for key, value in optimizer.state_of(parameter).items()
             if torch.is_tensor(value)
         }
-        files = {f"{kind}-{plan.index:02d}.safetensors": t for kind, t in (("model", weights), ("optimizer", states))}
-        shares.append(Share(plan.index, {name: tensors for name, tensors in files.items() if tensors}))
-    return shares
+        files = {"model": weights, "optimizer": states}
+        named = {f"{kind}-{plan.index:02d}.safetensors": tensors for kind, tensors in files.items() if tensors}
+        stages.append(StageFiles(plan.index, named))
+    return stages
 
 
-def make_room(shares: list[Share], writers: int, room: Room) -> None:
-    """Have ``room`` ready for the copies of ``shares`` before they are wanted, where memory allows."""
-    tensors, _ = _for_main_memory(shares)
-    if _fits(tensors, writers, room):
-        room.touch(tensors)
+@torch.no_grad()
+def copy_files(stages: list[StageFiles], writers: int, buffers: StagingBuffers) -> list[StageFiles] | None:
+    """Copies the tensors, so that training may change the originals.
 
+    On a GPU the copy stays on the device where it fits, which takes milliseconds; elsewhere it goes to main memory.
 
-def copied(shares: list[Share], writers: int, room: Room) -> list[Share] | None:
-    """``shares`` as they are now, or None where memory does not allow copies.
+    Args:
+        stages: What is to be saved.
+        writers: How many processes of this machine may be copying as much at the same time.
+        buffers: Main memory for the copies; those of the save before are overwritten.
 
-    writers  how many processes of this machine may be copying as much at the same time
-    room     where copies go in main memory, over those of the save before
-    On a GPU the copy stays there where it fits: that takes milliseconds, the way to main memory does not.
+    Returns:
+        The copies, or None where memory does not suffice for them.
     """
-    room.settle()
-    tensors, roomy = _for_main_memory(shares)
-    if not _fits(tensors, writers, room):
-        log.debug("too little memory to copy the tensors: the checkpoint is written at once")
+    tensors = {name: tensor for stage in stages for name, tensor in stage.tensors().items()}
+    on_device = _devices_with_space(tensors.values())
+    missing = buffers.missing_bytes({n: t for n, t in tensors.items() if t.device not in on_device})
+    if missing and missing * writers + RESERVE > available_memory():
+        log.debug("too little memory to copy the tensors: the checkpoint is written before training continues")
         return None
 
-    @torch.no_grad()
     def copy(name: str, tensor: Tensor) -> Tensor:
-        return tensor.clone() if tensor.device in roomy else room.place(name, tensor).copy_(tensor)
+        return tensor.clone() if tensor.device in on_device else buffers.copy(name, tensor)
 
     copies = [
-        Share(s.stage, {file: {k: copy(k, t) for k, t in part.items()} for file, part in s.files.items()})
-        for s in shares
+        StageFiles(s.stage, {file: {n: copy(n, t) for n, t in part.items()} for file, part in s.files.items()})
+        for s in stages
     ]
-    for device in roomy:
+    for device in on_device:
         torch.cuda.synchronize(device)
     return copies
 
 
-def _for_main_memory(shares: list[Share]) -> tuple[dict[str, Tensor], set[torch.device]]:
-    """The tensors by name whose copies go to main memory, and the GPUs that have room for those of theirs."""
-    tensors = {name: tensor for share in shares for part in share.files.values() for name, tensor in part.items()}
-    roomy = _roomy_devices(tensors.values())
-    return {name: tensor for name, tensor in tensors.items() if tensor.device not in roomy}, roomy
-
-
-def _fits(tensors: dict[str, Tensor], writers: int, room: Room) -> bool:
-    lacking = room.lacking(tensors)
-    return lacking == 0 or lacking * writers + RESERVE <= available_memory()
-
-
-def _roomy_devices(tensors: Iterable[Tensor]) -> set[torch.device]:
-    """GPUs with room for another copy of what is on them."""
-    wanted: dict[torch.device, int] = {}
+def _devices_with_space(tensors: Iterable[Tensor]) -> set[torch.device]:
+    """Returns the GPUs that have space for another copy of the tensors on them."""
+    needed: dict[torch.device, int] = {}
     for tensor in tensors:
         if tensor.device.type == "cuda":
-            wanted[tensor.device] = wanted.get(tensor.device, 0) + tensor.nbytes
-    return {device for device, size in wanted.items() if torch.cuda.mem_get_info(device)[0] > size + RESERVE}
+            needed[tensor.device] = needed.get(tensor.device, 0) + tensor.nbytes
+    return {device for device, size in needed.items() if torch.cuda.mem_get_info(device)[0] > size + RESERVE}
+
+
+def write_stage(draft: Path, stage: StageFiles) -> str | None:
+    """Writes the files of a stage into the draft, and then its sidecar.
+
+    Returns:
+        What went wrong; None if the files are on the disk.
+    """
+    try:
+        draft.mkdir(parents=True, exist_ok=True)
+        write_sidecar(draft, stage.stage, {"files": write_files(draft, stage)})
+        return None
+    except Exception as error:
+        problem = f"{error}; {free_space(draft.parent)}"
+    for name in stage.files:  # makes space for the sidecar, and for others
+        with suppress(OSError):
+            (draft / name).unlink()
+    try:
+        write_sidecar(draft, stage.stage, {"error": problem})
+    except OSError:
+        _mark_failed(draft, stage.stage)
+    return problem
+
+
+def write_files(draft: Path, stage: StageFiles) -> dict[str, dict]:
+    """Writes and flushes the files of a stage.
+
+    Returns:
+        The size and the sha256 of each file, by its name.
+
+    Raises:
+        OSError: The disk is full or not writable.
+        SafetensorError: Likewise, as safetensors reports it.
+    """
+    return {name: write_file(draft / name, tensors) for name, tensors in stage.files.items()}
+
+
+def write_file(path: Path, tensors: dict[str, Tensor]) -> dict:
+    """Writes and flushes one safetensors file; returns its size and its sha256. Raises as ``write_files`` does."""
+    import safetensors.torch
+
+    safetensors.torch.save_file({name: _in_main_memory(tensor) for name, tensor in tensors.items()}, path)
+    flush_path(path)
+    # Hashed by reading it again: it comes from the page cache, and save_file writes without a copy.
+    return {"sha256": sha256(path), "bytes": path.stat().st_size}
+
+
+def write_sidecar(draft: Path, stage: int, content: dict) -> None:
+    """Tells rank 0 that the files of a stage are written (``files``), or why they are not (``error``).
+
+    Raises:
+        OSError: The disk is full or not writable.
+    """
+    write_atomically(draft / sidecar_name(stage), json.dumps(content, indent=1))
+
+
+def _mark_failed(draft: Path, stage: int) -> None:
+    """Creates an empty file, which needs no space, and whose name says that this stage has failed."""
+    with suppress(OSError):  # then rank 0's wait ends by its time limit
+        os.close(os.open(draft / f"{sidecar_name(stage)}.failed", os.O_CREAT))
+
+
+def _in_main_memory(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cuda":
+        return tensor.cpu().contiguous()
+    # On a stream of its own, so that training's kernels do not wait for the transfer.
+    with torch.cuda.stream(torch.cuda.Stream(tensor.device)):
+        return tensor.cpu().contiguous()

@@ -1,4 +1,4 @@
-"""What a user reads: the plan at the start, the result at the end, and summary.json."""
+"""What a user reads on the console: the plan at the start and the result at the end."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from training.quoting import hydra_word
-
-if TYPE_CHECKING:  # they import torch, and the guard, which Hydra calls in sweeps too, asks only for a name
+if TYPE_CHECKING:  # both import torch
     from parallel.memory import MemoryEstimate
     from parallel.plan import Plan
 
-METRICS = "metrics.jsonl"
-SUMMARY = "summary.json"
 _RESULTS = {
     "best_val_loss": "best validation loss {:.3f}",
     "test_loss": "test loss {:.3f}",
@@ -29,9 +25,15 @@ def describe_plan(
     tokens_per_sample: int | None,
     shares: tuple[list[float], str] | None = None,
 ) -> str:
-    """The layout in words: processes, stages with their layers and parameters, and how a batch is cut.
+    """Returns the layout in words: processes, stages with their layers and parameters, and how a batch is split.
 
-    shares  each stage's measured part of the cost and of which (``Setup.shares``); None: of the parameters
+    Args:
+        plan: The layout.
+        model: The model's name.
+        data: A description of the data.
+        tokens_per_sample: None for data that are not text.
+        shares: Each stage's measured fraction of the cost, and of which cost, such as "of the time". Without it the
+            fractions of the parameters are shown.
     """
     where = f"{plan.processes} process{'es' * (plan.processes > 1)} on {plan.device_type}"
     lines = [
@@ -55,7 +57,7 @@ def describe_plan(
 
 
 def describe_memory(estimates: list[MemoryEstimate]) -> str:
-    """A table of what each rank will hold, in MiB."""
+    """Returns a table of what each rank will hold, in MiB."""
     columns = ("weights", "gradients", "optimizer", "activations", "process", "total")
     lines = ["rank " + " ".join(f"{name:>11}" for name in columns) + "  MiB"]
     for estimate in estimates:
@@ -82,8 +84,15 @@ def _span(layers: tuple[str, ...]) -> str:
     return layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]} ({len(layers)} layers)"
 
 
-def final_words(summary: dict, run_dir: Path, overrides: list[str], checkpoint: Path | None) -> str:
-    """The best metric, where the files are, and what to type next."""
+def final_words(summary: dict, run_dir: Path, overrides: list[str], link: str | None) -> str:
+    """Returns the best metric, where the files are, and what to type next.
+
+    Args:
+        summary: The content of summary.json.
+        run_dir: The run's directory.
+        overrides: What the user typed.
+        link: The path of the newest checkpoint, quoted for Hydra; None where there is no checkpoint.
+    """
     lines = []
     if summary["first_loss"] is not None:
         lines.append(
@@ -101,9 +110,7 @@ def final_words(summary: dict, run_dir: Path, overrides: list[str], checkpoint: 
         peak = sum(summary["peak_memory_bytes"]) / 2**30
         lines.append(f"{speed[0]:,.0f} {speed[1]}   peak memory {peak:.2f} GiB over all ranks{shown}")
     lines.append(f"files: {run_dir}")
-    if checkpoint is not None:
-        # The link that the newest checkpoint always has.
-        link = hydra_word(str(checkpoint.parent / "latest"))
+    if link is not None:
         dropped = ("mode=", "checkpoint=", "train.resume=", "hydra.")
         kept = [o for o in overrides if not o.startswith(dropped)]
         longer = [o for o in kept if not o.startswith(("train.steps=", "train.epochs="))]

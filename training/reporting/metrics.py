@@ -1,4 +1,4 @@
-"""JSON files that survive a full disk: `metrics.jsonl` line by line, and whole files atomically."""
+"""The files of a run's numbers: ``metrics.jsonl`` line by line, and JSON files that are replaced whole."""
 
 from __future__ import annotations
 
@@ -7,78 +7,67 @@ import logging
 import math
 import os
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.files import explain
+from common.files import explain, write_atomically
+from training.reporting.masking import mask_secrets
+
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+
+_LONGEST_LINE = 1 << 16  # bytes
 
 log = logging.getLogger("training")
 
-MAX_PENDING_LINES = 100_000  # about 20 MB; beyond that the oldest unwritten lines are given up
-
 
 class MetricsFile:
-    """One JSON object per line, handed to the operating system at every write.
+    """A file of one JSON object per line, each handed to the operating system at once.
 
-    No method raises on a full or unwritable disk. A line that cannot be written is kept in memory (the newest
-    `max_pending` of them) and tried again at the next `write`; each outage is warned about once. The file
-    holds whole lines only: half a line, left by a failed write or a killed process, is cut off again.
-    One process at a time may write to a path.
+    A full or unwritable disk does not end the training: lines that cannot be written wait in memory and are written
+    as soon as that is possible again. Each outage is warned about once. The file holds whole lines only; half a line
+    that a killed process has left is cut off. One process at a time may write to a file.
     """
 
-    def __init__(self, path: str | os.PathLike, max_pending: int = MAX_PENDING_LINES):
-        """Use `path` (created with its parents at the first write, appended to if it exists)."""
+    def __init__(self, path: str | os.PathLike) -> None:
+        """Takes the path. The file is made, with its folder, at the first write; an existing one is appended to."""
         self.path = Path(path)
         self._pending: deque[bytes] = deque()
-        self._max_pending = max_pending
-        self._dropped = 0
         self._failing = False
         self._fd: int | None = None
-        self._end = 0  # offset behind the last whole line
 
     def write(self, record: dict) -> None:
-        """Append `record` as one line. NaN and infinity become null; tensors and arrays become lists."""
-        line = json.dumps(jsonable(record), allow_nan=False) + "\n"
-        self._pending.append(line.encode())
-        if len(self._pending) > self._max_pending:
-            self._pending.popleft()
-            self._dropped += 1
+        """Appends a record as one line.
+
+        Args:
+            record: NaN and infinity are written as null; tensors and arrays as numbers and lists.
+        """
+        self._pending.append((json.dumps(jsonable(record), allow_nan=False) + "\n").encode())
         self._write_pending()
 
-    def truncate_after(self, step: int) -> bool:
-        """Drop every record whose "step" is larger than `step`: a run resumed there writes them anew.
+    def truncate_after(self, step: int) -> None:
+        """Cuts the file off before the first record whose "step" is larger, or that is no JSON object.
 
-        Lines that are no JSON object are dropped too. Returns False, after a warning, where the file could
-        not be changed; it is then as it was before.
+        A run that is resumed after ``step`` writes those records again. This needs no free space. Where the file
+        cannot be changed, a warning is logged.
         """
-        self._pending = deque(line for line in self._pending if _is_up_to(line, step))
         self._close_fd()
+        self._pending = deque(line for line in self._pending if _is_up_to(line, step))
         try:
-            before = self.path.read_bytes() if self.path.exists() else b""
-            after = b"".join(line for line in before.splitlines(keepends=True) if _is_up_to(line, step))
-            if before.startswith(after):
-                # The usual case: steps only grow. Cutting needs no free space and cannot be seen half done.
-                if len(after) < len(before):
-                    os.truncate(self.path, len(after))
-            else:
-                _replace(self.path, after)
-            return True
+            end = 0
+            for line in self.path.read_bytes().splitlines(keepends=True):
+                if not _is_up_to(line, step):
+                    os.truncate(self.path, end)
+                    break
+                end += len(line)
+        except FileNotFoundError:
+            pass
         except OSError as error:
-            log.warning("%s still holds records after step %d: %s", self.path, step,
-                        explain(error, self.path))
-            return False
-
-    def of_step(self, step: int) -> list[dict]:
-        """The records in the file whose "step" is `step`; none where it cannot be read."""
-        try:
-            lines = self.path.read_bytes().splitlines()
-        except OSError:
-            return []
-        likely = [line for line in lines if b'"step": %d' % step in line]
-        return [record for record in map(_parsed, likely) if record.get("step") == step]
+            log.warning("%s still holds records after step %d: %s", self.path, step, explain(error, self.path))
 
     def close(self) -> None:
-        """Write what is pending, force the file to the disk and close it. A later `write` opens it again."""
+        """Writes what is pending, forces the file to the disk and closes it. A later ``write`` opens it again."""
         if self._pending:
             self._write_pending()
         if self._fd is not None:
@@ -87,50 +76,28 @@ class MetricsFile:
             except OSError as error:
                 log.warning("%s may be incomplete: %s", self.path, explain(error, self.path))
         self._close_fd()
-        if self._pending or self._dropped:
-            log.warning("%s lacks %d records: they could not be written before the end of the run",
-                        self.path, len(self._pending) + self._dropped)
+        if self._pending:
+            log.warning("%s lacks %d records, which could not be written before the run ended", self.path,
+                        len(self._pending))  # fmt: skip
 
     def _write_pending(self) -> None:
-        late = len(self._pending) - 1
+        waiting = len(self._pending) - 1
         try:
             if self._fd is None:
-                self._open()
+                self._fd = _open_to_append(self.path)
             while self._pending:
-                self._append(self._pending[0])
+                _append(self._fd, self._pending[0])
                 self._pending.popleft()
         except OSError as error:
             if not self._failing:
-                log.warning("cannot write %s: %s. Training goes on; up to %d records are kept in memory and "
-                            "written when that works again", self.path, explain(error, self.path),
-                            self._max_pending)
+                log.warning("cannot write %s: %s. Training goes on; records are kept in memory and written when the "
+                            "disk has space again", self.path, explain(error, self.path))  # fmt: skip
             self._failing = True
-            self._cut_torn_line()
-            self._close_fd()  # a fresh descriptor at the next try also recovers from a remounted disk
+            self._close_fd()  # a new descriptor at the next attempt also recovers from a remounted disk
             return
         if self._failing:
-            log.warning("%s can be written again: %d records of the outage caught up, %d lost",
-                        self.path, late, self._dropped)
-            self._failing, self._dropped = False, 0
-
-    def _open(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-        self._end = _end_of_last_line(self._fd)
-        os.ftruncate(self._fd, self._end)
-
-    def _append(self, line: bytes) -> None:
-        written = 0
-        while written < len(line):
-            written += os.pwrite(self._fd, line[written:], self._end + written)
-        self._end += len(line)
-
-    def _cut_torn_line(self) -> None:
-        try:
-            if self._fd is not None:
-                os.ftruncate(self._fd, self._end)
-        except OSError:
-            pass  # `_open` cuts it at the next try
+            log.warning("%s can be written again; %d records of the outage were added", self.path, waiting)
+            self._failing = False
 
     def _close_fd(self) -> None:
         fd, self._fd = self._fd, None
@@ -141,14 +108,39 @@ class MetricsFile:
             pass  # the descriptor is gone either way
 
 
-def write_json(path: str | os.PathLike, obj) -> bool:
-    """Write `obj` as indented JSON so that `path` holds either the old file or the whole new one.
+def _open_to_append(path: Path) -> int:
+    """Opens a file behind its last whole line and returns the descriptor."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    start = max(0, os.fstat(fd).st_size - _LONGEST_LINE)
+    os.ftruncate(fd, start + os.pread(fd, _LONGEST_LINE, start).rfind(b"\n") + 1)
+    return fd
 
-    Values are converted as in `MetricsFile.write`. Returns True, or False after a warning where the disk is
-    full or the folder cannot be written; never raises `OSError`.
+
+def _append(fd: int, line: bytes) -> None:
+    """Writes a whole line, or none of it."""
+    end = os.lseek(fd, 0, os.SEEK_END)
+    try:
+        while line:
+            line = line[os.write(fd, line) :]
+    except OSError:
+        os.ftruncate(fd, end)
+        raise
+
+
+def write_json(path: str | os.PathLike, content: Any) -> bool:
+    """Replaces a JSON file by a new one, with secrets masked.
+
+    Args:
+        path: The file, which holds either its old content or the whole new one at every moment.
+        content: Converted as by ``MetricsFile.write``.
+
+    Returns:
+        True, or False after a warning where the disk is full or the folder cannot be written.
     """
     try:
-        _replace(Path(path), (json.dumps(jsonable(obj), indent=2, allow_nan=False) + "\n").encode())
+        text = json.dumps(mask_secrets(jsonable(content)), indent=2, allow_nan=False)
+        write_atomically(Path(path), text + "\n")
         return True
     except OSError as error:
         log.warning("cannot write %s: %s. Training goes on without it", path, explain(error, Path(path)))
@@ -156,18 +148,38 @@ def write_json(path: str | os.PathLike, obj) -> bool:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`; none where there is no file, and without what a killed job left half written."""
-    found = []
+    """Returns the records of a ``metrics.jsonl``.
+
+    A missing file has none. A line that a killed run has left half written ends the list.
+    """
+    records = []
     try:
-        for line in path.read_text().splitlines():
-            found.append(json.loads(line))
-    except (OSError, ValueError):
+        for line in path.read_bytes().splitlines():
+            record = _parse(line)
+            if record is None:
+                break
+            records.append(record)
+    except OSError:
         pass
-    return found
+    return records
 
 
-def jsonable(value):
-    """A copy of `value` made of what JSON knows. NaN and infinity, unknown to strict JSON, become None."""
+def after_warmup(seconds: Sequence[float]) -> Sequence[float]:
+    """Leaves out the steps in which a run warms up (compilation, allocator, caches).
+
+    Args:
+        seconds: The duration of each step, in order.
+
+    Returns:
+        The durations without the first two steps or the first tenth, whichever is more; all of them where there are
+        fewer than four.
+    """
+    steps = len(seconds)
+    return seconds[max(2, steps // 10) if steps >= 4 else 0 :]
+
+
+def jsonable(value: Any) -> Any:
+    """Returns a copy of a value made of what JSON knows; NaN and infinity become None."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
@@ -183,45 +195,15 @@ def jsonable(value):
     return str(value)
 
 
-def _parsed(line: bytes) -> dict:
-    """The JSON object of a line; an empty one where it holds none."""
+def _is_up_to(line: bytes, step: int) -> bool:
+    record = _parse(line)
+    return record is not None and record.get("step", 0) <= step
+
+
+def _parse(line: bytes) -> dict | None:
+    """Returns the JSON object of a line, or None where it holds none."""
     try:
         record = json.loads(line)
     except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def _is_up_to(line: bytes, step: int) -> bool:
-    record = _parsed(line)
-    if not record:
-        return False
-    at = record.get("step")
-    return not (isinstance(at, (int, float)) and at > step)
-
-
-def _end_of_last_line(fd: int, block: int = 1 << 16) -> int:
-    """The offset behind the last newline of an open file, 0 where there is none."""
-    end = os.fstat(fd).st_size
-    while end > 0:
-        start = max(0, end - block)
-        newline = os.pread(fd, end - start, start).rfind(b"\n")
-        if newline >= 0:
-            return start + newline + 1
-        end = start
-    return 0
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write `data` beside `path` and rename it into place. Raises `OSError`, leaving the old file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())  # a rename may reach the disk before the data does
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+        return None
+    return record if isinstance(record, dict) else None

@@ -6,21 +6,35 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TextIO
 
 SECONDS_BETWEEN_LINES = 5.0
 STEPS_IN_AVERAGE = 30
 
 
 class Progress:
-    """Shows step, loss, throughput and time left on `stream` (standard error where it is None).
+    """Shows step, loss, throughput and time left.
 
-    `total_steps` is the number of the last step, `first_step` the one that comes first: 1, or the one behind
-    the checkpoint. `tokens` chooses tokens/s over samples/s. `clock` gives seconds. A stream that fails
-    (closed, or a file on a full disk) is ignored.
+    A stream that fails (closed, or a file on a full disk) is ignored.
     """
 
-    def __init__(self, total_steps: int, first_step: int = 1, stream=None, tokens: bool = False,
-                 clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        total_steps: int,
+        first_step: int = 1,
+        stream: TextIO | None = None,
+        tokens: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Opens the bar where ``stream`` is a terminal.
+
+        Args:
+            total_steps: The number of the last step.
+            first_step: The number of the first step of this process.
+            stream: Where to write; standard error if None.
+            tokens: Whether tokens per second are shown, not samples per second.
+            clock: Returns the time in seconds.
+        """
         self._total, self._first = total_steps, first_step
         self._stream = sys.stderr if stream is None else stream
         self._tokens = tokens
@@ -29,12 +43,25 @@ class Progress:
         self._recent: deque[tuple[float, int]] = deque(maxlen=STEPS_IN_AVERAGE + 1)
         self._bar = self._open_bar() if self._is_terminal() else None
 
-    def update(self, step: int, loss: float, samples_per_s: float, tokens_per_s: float | None = None,
-               note: str = "") -> None:
-        """Show step `step`, counted from 1, as just finished. `note` is put at the end of its line.
+    def update(
+        self,
+        step: int,
+        loss: float,
+        samples_per_s: float,
+        tokens_per_s: float | None = None,
+        note: str = "",
+    ) -> None:
+        """Shows a step that has just finished.
 
-        Off a terminal only the first and the last step, and otherwise one in `SECONDS_BETWEEN_LINES`, is
-        shown: what must not be missed goes to `say`.
+        Off a terminal only the first and the last step, and otherwise one per ``SECONDS_BETWEEN_LINES``, is shown:
+        what must not be missed goes to ``say``.
+
+        Args:
+            step: The step's number, counted from 1.
+            loss: Its loss.
+            samples_per_s: Its samples per second.
+            tokens_per_s: Its tokens per second, if the data are text.
+            note: A remark for the end of the line.
         """
         now = self._clock()
         self._recent.append((now, step))
@@ -51,9 +78,10 @@ class Progress:
             self._quietly(self._print, f"step {step:>{width}}/{self._total}  {text}")
 
     def seconds_left(self) -> float | None:
-        """Seconds until the last step at the pace of the last `STEPS_IN_AVERAGE`; None before the second.
+        """Returns the seconds until the last step at the pace of the last ``STEPS_IN_AVERAGE`` steps.
 
-        The time up to the end of the first step is not counted: compiling and warming up happen once.
+        None before the second step: the time up to the end of the first is not counted, since compiling and warming
+        up happen once.
         """
         if len(self._recent) < 2:
             return None
@@ -63,11 +91,11 @@ class Progress:
         return (now - started) / (last - first) * max(0, self._total - last)
 
     def say(self, text: str) -> None:
-        """Print `text` on a line of its own, above the bar where there is one."""
+        """Prints ``text`` on a line of its own, above the bar where there is one."""
         self._quietly(self._print, text)
 
     def close(self) -> None:
-        """Leave the bar as it is and move to a new line. A second call does nothing."""
+        """Leaves the bar as it is and moves to a new line. A second call does nothing."""
         if self._bar is not None:
             self._quietly(self._bar.refresh)
             self._quietly(self._bar.close)
@@ -80,13 +108,20 @@ class Progress:
             return False
 
     def _open_bar(self):
-        """The bar, or None on a terminal that cannot be written to."""
+        """Returns the bar, or None on a terminal that cannot be written to."""
         from tqdm import tqdm
 
-        # miniters=1: steps of uneven length would otherwise leave the bar standing for a while.
+        # miniters=1: with steps of uneven length the bar would otherwise stand still for a while.
         try:
-            return tqdm(total=self._total, initial=self._first - 1, file=self._stream, dynamic_ncols=True,
-                        miniters=1, leave=True, bar_format="step {n_fmt}/{total_fmt} |{bar:20}| {desc}")
+            return tqdm(
+                total=self._total,
+                initial=self._first - 1,
+                file=self._stream,
+                dynamic_ncols=True,
+                miniters=1,
+                leave=True,
+                bar_format="step {n_fmt}/{total_fmt} |{bar:20}| {desc}",
+            )
         except (OSError, ValueError):
             return None
 
@@ -109,11 +144,11 @@ class Progress:
         try:
             action(*arguments)
         except (OSError, ValueError):
-            pass  # nobody can be told that nobody can be told
+            pass  # there is no other place to report it
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words, to two units: `45 s`, `1 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
+    """Returns seconds in words, in two units: ``45 s``, ``1 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
     rest = max(0, round(seconds))
     for size, name, smaller, smaller_name in (
             (86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
@@ -123,6 +158,6 @@ def duration(seconds: float) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits are enough to watch a rate by: 1.25, 61.2, 612, 12,345."""
+    """Returns a rate with about three digits: 1.25, 61.2, 612, 12,345."""
     decimals = 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:,.{decimals}f}"

@@ -4,68 +4,93 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from parallel.strategy import Strategy
-from training.config import to_dict
-from training.instantiate import instantiate
-from training.loop import due
-from training.reporting import MetricsFile, Progress, describe, write_json
-from training.reporting.console import METRICS, SUMMARY
-from training.setup import Setup
+from training.reporting.environment import describe
+from training.reporting.metrics import METRICS, SUMMARY, MetricsFile, read_records, write_json
+from training.reporting.progress import Progress
+
+
+class Logger(Protocol):
+    """What ``logger=`` builds, such as ``WandbRun``."""
+
+    def log(self, record: dict, step: int) -> None:
+        """Takes the record of a step."""
+
+    def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
+        """Takes the summary and closes the run."""
 
 
 class Recorder:
-    """Where rank 0's numbers go: metrics.jsonl, wandb, the progress bar. Silent on other ranks."""
+    """Writes rank 0's numbers to metrics.jsonl, to the logger and to the progress bar.
 
-    def __init__(self, setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) -> None:
-        self._talks = strategy.mesh.rank == 0
-        if not self._talks:
+    On other ranks it does nothing.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        logger: Logger | None,
+        total_steps: int,
+        first_step: int = 1,
+        resumed: bool = False,
+        tokens: bool = False,
+    ) -> None:
+        """Describes the environment and opens the files.
+
+        Args:
+            run_dir: The run's directory.
+            logger: The logger; None on ranks other than 0.
+            total_steps: The number of the run's last step.
+            first_step: The number of the first step to come.
+            resumed: Whether an earlier run may have left records in ``run_dir``. Those from ``first_step`` on are
+                dropped.
+            tokens: Whether the progress bar shows tokens per second, not samples per second.
+        """
+        self._logger, self._run_dir = logger, run_dir
+        if logger is None:
             return
-        cfg = setup.cfg
-        self._setup, self._run_dir = setup, run_dir
         write_json(run_dir / "environment.json", describe())
         with suppress(OSError):
-            (run_dir / SUMMARY).unlink()  # of the run that this one goes on with: it speaks of fewer steps
+            (run_dir / SUMMARY).unlink()  # of the run that is resumed: it describes fewer steps
         self._metrics = MetricsFile(run_dir / METRICS)
-        if cfg.train.resume is not None:
+        if resumed:
             self._metrics.truncate_after(first_step - 1)
-        self._logger = instantiate(
-            to_dict(cfg.logger), run_dir=run_dir, run_config=to_dict(cfg), run_name=_run_name(cfg)
-        )
-        self._progress = Progress(setup.total_steps, first_step, tokens=setup.tokens_per_sample is not None)
+        self._progress = Progress(total_steps, first_step, tokens=tokens)
 
     def lacks_evaluation(self, step: int) -> bool:
-        """Whether the run was stopped before or in the evaluation that was due after ``step``, so that it is on record
-        with its training only. As rank 0 knows; False on other ranks."""
-        if step == 0 or not self._talks or not due(self._setup.cfg.train.eval_every, step, self._setup.total_steps):
+        """Returns whether ``step`` is on record with its training but without an evaluation. False on other ranks."""
+        if self._logger is None:
             return False
-        lines = self._metrics.of_step(step)
-        return bool(lines) and not any("val_loss" in line for line in lines)
+        records = [record for record in read_records(self._run_dir / METRICS) if record.get("step") == step]
+        return bool(records) and not any("val_loss" in record for record in records)
 
-    def record(self, line: dict) -> None:
-        if self._talks:
-            self._metrics.write(line)
-            self._logger.log(line, line["step"])
+    def record(self, record: dict[str, Any]) -> None:
+        """Writes a record, which has a "step", to metrics.jsonl and to the logger."""
+        if self._logger is not None:
+            self._metrics.write(record)
+            self._logger.log(record, record["step"])
 
-    def show(self, *args) -> None:
-        if self._talks:
+    def show(self, *args: Any) -> None:
+        """Shows a step on the progress bar; see ``Progress.update``."""
+        if self._logger is not None:
             self._progress.update(*args)
 
     def say(self, text: str) -> None:
-        if self._talks:
+        """Prints a sentence above the progress bar."""
+        if self._logger is not None:
             self._progress.say(text)
 
     def close(self, summary: dict | None) -> None:
-        """``summary`` is None for a run that failed: no summary.json then."""
-        if not self._talks:
+        """Writes summary.json and closes everything.
+
+        Args:
+            summary: The content of summary.json; None for a run that failed, which gets no such file.
+        """
+        if self._logger is None:
             return
         self._progress.close()
         if summary is not None:
             write_json(self._run_dir / SUMMARY, summary)
         self._metrics.close()
         self._logger.finish(summary, exit_code=0 if summary is not None else 1)
-
-
-def _run_name(cfg: Any) -> str:
-    return f"{cfg.model.name}-{cfg.parallel.name}"

@@ -1,49 +1,108 @@
-"""What is known at a run's end, by all ranks together: the content of summary.json."""
+"""What is known at a run's end, on all ranks together: the content of summary.json."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import re
+import statistics
+import sys
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
+from data.batch import Batch
 from parallel.memory import stage_activations
 from parallel.strategy import Strategy
 from parallel.timeline import Interval, Recording, bubble_fraction, on_one_clock
-from training.loop import Outcome
-from training.reporting import peak_memory_bytes
-from training.setup import Setup
+from training.reporting.metrics import after_warmup
 
 
-class Rank(NamedTuple):
-    """What the others must know of a rank at the end: bytes, seconds, and its newest steps' intervals."""
+@dataclass
+class Outcome:
+    """What a run has reached so far.
+
+    Attributes:
+        steps: The number of the last step.
+        first_loss: The loss of the first step.
+        final_loss: The loss of the last step.
+        best_val_loss: The lowest validation loss.
+        best_step: The step after which it was measured.
+        skipped: The number of steps whose update was left out.
+        checkpoint: The newest checkpoint.
+        seconds: The duration of each step of this process.
+    """
+
+    steps: int = 0
+    first_loss: float | None = None
+    final_loss: float | None = None
+    best_val_loss: float | None = None
+    best_step: int | None = None
+    skipped: int = 0
+    checkpoint: Path | None = None
+    seconds: array = field(default_factory=lambda: array("d"))
+
+    @property
+    def step_time_s(self) -> float | None:
+        """The median duration of a step after the warm-up, in seconds; None before the first step."""
+        measured = after_warmup(self.seconds)
+        return statistics.median(measured) if measured else None
+
+
+class RankResult(NamedTuple):
+    """What a rank tells the others at the end.
+
+    Attributes:
+        peak_memory: In bytes.
+        step_time_s: See ``Outcome``.
+        intervals: Those of its newest steps, on one clock for all ranks.
+    """
 
     peak_memory: int
-    step_time: float | None
+    step_time_s: float | None
     intervals: list[list[Interval]]
 
 
-def known_of_ranks(strategy: Strategy, outcome: Outcome) -> list[Rank]:
-    """Every rank's numbers, its intervals on one clock. All ranks call it."""
+def gather_results(strategy: Strategy, outcome: Outcome) -> list[RankResult]:
+    """Returns the results of all ranks, in the order of ranks. All ranks call it together."""
     if strategy.mesh.size > 1:
         dist.barrier()
     recording = Recording.of(strategy.timeline)
-    mine = (peak_memory_bytes(strategy.device), outcome.times.median_after_warmup(), recording)
-    everyone = strategy.mesh.gather(mine)
-    intervals = on_one_clock([recording for *_, recording in everyone])
-    return [Rank(peak, seconds, steps) for (peak, seconds, _), steps in zip(everyone, intervals, strict=True)]
+    gathered = strategy.mesh.gather((peak_memory_bytes(strategy.device), outcome.step_time_s, recording))
+    intervals = on_one_clock([recording for *_, recording in gathered])
+    return [RankResult(peak, seconds, steps) for (peak, seconds, _), steps in zip(gathered, intervals, strict=True)]
 
 
-def summarise(setup: Setup, strategy: Strategy, outcome: Outcome, test: dict[str, float], ranks: list[Rank]) -> dict:
-    """summary.json's content, ``test`` being the results on the test split, where there is one."""
-    plan = setup.plan
-    step_time = ranks[0].step_time
+def summarise(
+    strategy: Strategy,
+    outcome: Outcome,
+    test: dict[str, float],
+    ranks: list[RankResult],
+    model: str,
+    sample: Batch,
+    tokens_per_sample: int | None,
+) -> dict[str, Any]:
+    """Returns the content of summary.json.
+
+    Args:
+        strategy: What was trained, and how.
+        outcome: The loop's result.
+        test: The results on the test split; empty without one.
+        ranks: The results of all ranks.
+        model: The model's name.
+        sample: One micro-batch, for its shapes.
+        tokens_per_sample: None for data that are not text.
+    """
+    plan = strategy.plan
+    step_time = ranks[0].step_time_s
     samples = plan.global_batch_size / step_time if step_time else None
-    tokens = setup.tokens_per_sample
     bubble = None
-    if plan.pipelined and strategy.device.type == "cpu":  # a GPU's host clock does not see when its kernels run
+    if plan.pipelined and strategy.device.type == "cpu":  # the host's clock does not see when a GPU's kernels run
         bubble = bubble_fraction([ranks[rank].intervals for rank in strategy.mesh.pipeline(0)])
     return {
-        "model": setup.cfg.model.name,
+        "model": model,
         "parallel": plan.strategy,
         "device": plan.device_type,
         "world_size": plan.processes,
@@ -61,12 +120,42 @@ def summarise(setup: Setup, strategy: Strategy, outcome: Outcome, test: dict[str
         **{"test_loss": None, **test},
         "step_time_s": step_time,
         "samples_per_s": samples,
-        "tokens_per_s": samples * tokens if samples and tokens else None,
+        "tokens_per_s": samples * tokens_per_sample if samples and tokens_per_sample else None,
         "peak_memory_bytes": [rank.peak_memory for rank in ranks],
         "bubble_fraction": bubble,
         "ideal_bubble_fraction": plan.ideal_bubble,
         "stages": [
-            {"layers": list(s.layers), "parameters": s.parameters, "activation_bytes": held}
-            for s, held in zip(plan.stages, stage_activations(plan, setup.chain, setup.sample), strict=True)
+            {"layers": list(stage.layers), "parameters": stage.parameters, "activation_bytes": activations}
+            for stage, activations in zip(
+                plan.stages, stage_activations(plan, strategy.chain, sample), strict=True
+            )
         ],
     }
+
+
+def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
+    """Returns the peak memory of this process in bytes.
+
+    Args:
+        device: On a CPU this is the peak of the resident set, on a CUDA device that of torch's allocator. Metal keeps
+            no peak: on ``mps`` it is what is allocated now.
+
+    Raises:
+        ValueError: The device is of another kind.
+    """
+    kind = str(device).partition(":")[0]
+    if kind == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if kind == "mps":
+        return torch.mps.current_allocated_memory()
+    if kind != "cpu":
+        raise ValueError(f"no memory figure for device {str(device)!r}; known are cpu, cuda and mps")
+    try:
+        # Preferred over getrusage, whose peak a worker inherits from the process that started it.
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            return int(re.search(r"^VmHWM:\s+(\d+) kB", status.read(), re.MULTILINE)[1]) * 1024
+    except (OSError, TypeError):
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 from matplotlib.axes import Axes
@@ -11,10 +12,19 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from parallel.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, WORK, Interval, work_span
-from training.reporting.timeline_files import transfers
+from parallel.timeline import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    RECEIVE_ACTIVATION,
+    RECEIVE_GRADIENT,
+    WORK,
+    Interval,
+    work_span,
+)
 
-# Told apart by their lightness too: without colours, and by eyes that see fewer of them.
+# The colours differ in lightness too, for print in grey and for colour-blind readers.
 _COLOURS = {FORWARD: "#0072b2", BACKWARD: "#e69f00", BACKWARD_INPUT: "#e69f00", BACKWARD_WEIGHT: "#8fd3bd"}
 _NAMES = {
     FORWARD: "forward",
@@ -23,17 +33,64 @@ _NAMES = {
     BACKWARD_WEIGHT: "backward, weights",
 }
 _IDLE, _WAITING, _SENT = "#f0f0f0", "#c8c8c8", "#404040"
-_WIDTH, _DPI = 12.0, 100  # inches, pixels an inch
+_WIDTH, _DPI = 12.0, 100  # inches, pixels per inch
 _SMALLEST = 5.0  # points of a number that can still be read
 _TOP, _BLOCK, _STRIP_TOP, _STRIP = -0.40, 0.62, 0.26, 0.10  # of a row of height 1, downwards from its middle
+
+# What a neighbour receives of each kind of work.
+_HANDS_ON = {FORWARD: RECEIVE_ACTIVATION, BACKWARD: RECEIVE_GRADIENT, BACKWARD_INPUT: RECEIVE_GRADIENT}
 
 Colour = tuple[float, float, float]
 
 
-def draw(ranks: Mapping[int, Sequence[Interval]], title: str, subtitle: str) -> Figure:
-    """One row a rank, blocks numbered by micro-batch, and what the rank receives as a thin strip below them.
+@dataclass(frozen=True)
+class Transfer:
+    """A tensor that a stage receives from a neighbouring one.
 
-    ranks  by rank, in the order of the stages: the intervals of one step, seconds on one clock
+    Attributes:
+        kind: RECEIVE_ACTIVATION or RECEIVE_GRADIENT.
+        stage: The receiving stage.
+        microbatch: The micro-batch's index.
+        posted: When the receive was posted, in seconds.
+        ready: When the neighbour had finished computing the tensor, but not before ``posted``.
+        used: From when on the tensor was used.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+    posted: float
+    ready: float
+    used: float
+
+
+def transfers(step: Sequence[Interval]) -> list[Transfer]:
+    """Returns the receives of one step.
+
+    Args:
+        step: The intervals of all ranks of one pipeline.
+    """
+    done = {(_HANDS_ON.get(i.kind), i.stage, i.microbatch): i.end for i in step}
+    received = []
+    for kind, stage, microbatch, posted, used in step:
+        if kind in WORK:
+            continue
+        sender = stage - 1 if kind == RECEIVE_ACTIVATION else stage + 1
+        ready = done.get((kind, sender, microbatch), posted)
+        received.append(Transfer(kind, stage, microbatch, posted, min(max(posted, ready), used), used))
+    return received
+
+
+def draw(ranks: Mapping[int, Sequence[Interval]], title: str, subtitle: str) -> Figure:
+    """Draws one row per rank: blocks numbered by micro-batch, and below them a thin strip of what the rank receives.
+
+    Args:
+        ranks: The intervals of one step by rank, in the order of the stages, in seconds on one clock.
+        title: The figure's title.
+        subtitle: The line below it.
+
+    Returns:
+        The figure.
     """
     everything = [i for step in ranks.values() for i in step]
     first, last = work_span(everything)
@@ -87,8 +144,10 @@ def _number(axes: Axes, x: float, y: float, text: str, ground: Colour, size: flo
 
 
 def _font_sizes(step: Sequence[Interval], points_a_second: float) -> Callable[[str, float], float | None]:
-    """In what size a block of some kind and duration gets its number: one size a kind, that fits its median block;
-    None for a block that is too short for it."""
+    """Returns a function from a block's kind and duration in seconds to the font size of its number.
+
+    Each kind has one size, which fits its median block; a block that is too short for it gets None.
+    """
     digits = len(str(max(i.microbatch for i in step)))
     sizes = {}
     for kind in {i.kind for i in step}:
@@ -118,11 +177,11 @@ def _label(rank: int, stages: list[int]) -> str:
 
 
 def _stages_at(loop: int, stages: list[list[int]]) -> str:
-    """Which stages share a shade, such as " (stages 2-3)", where ranks have several."""
+    """Returns which stages share a shade, such as " (stages 2-3)", where ranks have several."""
     if all(len(own) == 1 for own in stages):
         return ""
-    found = sorted(own[loop] for own in stages if loop < len(own))
-    return f" (stages {found[0]}-{found[-1]})" if len(found) > 1 else f" (stage {found[0]})"
+    alike = sorted(own[loop] for own in stages if loop < len(own))
+    return f" (stages {alike[0]}-{alike[-1]})" if len(alike) > 1 else f" (stage {alike[0]})"
 
 
 def _lighter(colour: str, share: float) -> Colour:

@@ -4,46 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_low
 
 from parallel.plan import Plan
-from parallel.timeline import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    FORWARD,
-    RECEIVE_ACTIVATION,
-    RECEIVE_GRADIENT,
-    WORK,
-    Interval,
-    Steps,
-    bubble_fraction,
-    steady_steps,
-    work_span,
-)
+from parallel.timeline import WORK, Interval, Steps, bubble_fraction, steady_steps, work_span
 
 PICTURE, EVENTS = "timeline.png", "timeline.json"
 _MOST_STEPS = 5  # in the Chrome trace
-# What a neighbour receives of each kind of work.
-_HANDS_ON = {FORWARD: RECEIVE_ACTIVATION, BACKWARD: RECEIVE_GRADIENT, BACKWARD_INPUT: RECEIVE_GRADIENT}
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A tensor from a neighbour, seconds: the receive was posted at ``posted``, the neighbour had finished computing
-    the tensor at ``ready`` (or before; never earlier than ``posted``), and it was used from ``used`` on."""
-
-    kind: str
-    stage: int
-    microbatch: int
-    posted: float
-    ready: float
-    used: float
 
 
 def why_no_timeline(plan: Plan) -> str | None:
-    """What to tell a user whose run cannot be drawn; None where it can."""
+    """Returns why a run cannot be drawn, for its user; None where it can."""
     if not plan.pipelined:
         return (
             f"train.trace=true draws pipelines, parallel={plan.strategy} is none: no {PICTURE} will be written; "
@@ -58,11 +30,17 @@ def why_no_timeline(plan: Plan) -> str | None:
 
 
 def write_timeline(run_dir: Path, plan: Plan, model: str, ranks: Sequence[Steps], last_step: int) -> None:
-    """Write timeline.png, the steady step of median duration on replica 0, and timeline.json, up to five steady steps
-    around it on all replicas (open it in https://ui.perfetto.dev).
+    """Writes timeline.png and timeline.json into the run's directory.
 
-    ranks      for each rank of the run its steps' intervals, all on one clock
-    last_step  the number of the newest step in there
+    The picture shows the steady step of median duration on replica 0; the Chrome trace (to be opened in
+    https://ui.perfetto.dev) holds up to five steady steps around it on all replicas.
+
+    Args:
+        run_dir: The run's directory.
+        plan: The layout.
+        model: The model's name, for the title.
+        ranks: The intervals of each rank's newest steps, all on one clock.
+        last_step: The number of the newest of these steps.
     """
     from training.reporting.timeline_figure import draw
 
@@ -100,7 +78,7 @@ def write_timeline(run_dir: Path, plan: Plan, model: str, ranks: Sequence[Steps]
 
 
 def step_of_median_duration(ranks: Sequence[Steps], steps: Sequence[int]) -> int:
-    """Which of ``steps`` (indices from the end) is the median one by the span of its work over all ranks."""
+    """Returns which of ``steps``, indices from the end, has the median span of work over all ranks."""
     spans = {}
     for index in steps:
         first, last = work_span([i for rank in ranks for i in rank[index]])
@@ -109,23 +87,12 @@ def step_of_median_duration(ranks: Sequence[Steps], steps: Sequence[int]) -> int
     return next(index for index, span in spans.items() if span == middle)
 
 
-def transfers(step: Sequence[Interval]) -> list[Transfer]:
-    """The receives among one step's intervals of a whole pipeline, with when the sender was ready."""
-    done = {(_HANDS_ON.get(i.kind), i.stage, i.microbatch): i.end for i in step}
-    found = []
-    for kind, stage, microbatch, posted, used in step:
-        if kind in WORK:
-            continue
-        sender = stage - 1 if kind == RECEIVE_ACTIVATION else stage + 1
-        ready = done.get((kind, sender, microbatch), posted)
-        found.append(Transfer(kind, stage, microbatch, posted, min(max(posted, ready), used), used))
-    return found
-
-
 def _events(replica: int, ranks: dict[int, dict[int, Sequence[Interval]]]) -> list[dict]:
-    """One replica's events: a process, with a thread for the work of each rank and some for what it receives.
+    """Returns one replica's events: a process, with a thread for each rank's work and some for what it receives.
 
-    ranks  by rank: by step number, its intervals
+    Args:
+        replica: The replica's index.
+        ranks: The intervals by step number, by rank.
     """
     events = [_name("process", replica, 0, f"replica {replica}")]
     for position, (rank, steps) in enumerate(ranks.items()):
@@ -133,7 +100,7 @@ def _events(replica: int, ranks: dict[int, dict[int, Sequence[Interval]]]) -> li
         work = 100 * position
         label = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
         events.append(_name("thread", replica, work, f"rank {rank}: {label}"))
-        free: list[float] = []  # when each thread of receives is: those of a thread must not overlap
+        free: list[float] = []  # when each thread of receives becomes free: those of one thread must not overlap
         for number, step in steps.items():
             for interval in sorted(step, key=lambda i: i.start):
                 lane = work

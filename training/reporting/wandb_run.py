@@ -5,66 +5,94 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from common.files import free_space
 from common.machine import changed_environment
-from training.reporting.disk import DiskWatch
-from training.reporting.environment import mask_secrets
+from training.reporting.masking import mask_secrets
 
 log = logging.getLogger("training")
 
 INIT_TIMEOUT_S = 20.0
 FINISH_TIMEOUT_S = 30.0
-RETRY_S = 60.0  # between two tries to start on a disk that is full
 ID_FILE = "wandb_id.txt"
 
 
 class WandbRun:
-    """One wandb run, kept in `run_dir/wandb`; only one may be open in a process.
+    """One wandb run, kept in ``run_dir/wandb``; only one may be open in a process.
 
-    `mode` is "offline" (no key, no prompt, no network, no output) or "online". Without an API key, or where
-    the server does not answer within `init_timeout_s`, an online run becomes an offline one, after a warning.
-    `name` is the display name (`run_name` where it is None). `run_config` is stored with secrets masked; it
-    is not called config, as `hydra.utils.instantiate` has that name for itself. The machine's name, the
-    environment and the command line are not stored.
+    No method raises, and starting and finishing wait no longer than their timeouts: after an exception wandb is off
+    for the rest of the run, which is warned about once. metrics.jsonl is the record of truth; wandb itself does not
+    notice a full disk. The machine's name, the environment and the command line are not stored.
 
-    The run's id is kept in `run_dir/wandb_id.txt`: a resumed training continues the same online run, and
-    `wandb sync` merges its offline parts. No method raises; starting and finishing wait no longer than their
-    timeouts (seconds). Where it cannot start it is tried again each minute or so; after an exception later on it is
-    off for the rest of the run. `metrics.jsonl` is the record of truth: wandb itself does not notice a full disk,
-    so that is watched for here and warned about.
+    The run's id is kept in ``run_dir/wandb_id.txt``: a resumed training continues the same online run, and
+    ``wandb sync`` merges its offline parts.
     """
 
-    def __init__(self, run_dir, run_config: dict, run_name: str | None = None, mode="offline",
-                 project: str = "", group: str | None = None, name: str | None = None, tags=(),
-                 init_timeout_s: float = INIT_TIMEOUT_S, finish_timeout_s: float = FINISH_TIMEOUT_S):
+    def __init__(
+        self,
+        run_dir: str | Path,
+        run_config: dict,
+        run_name: str | None = None,
+        mode: Any = "offline",
+        project: str = "",
+        group: str | None = None,
+        name: str | None = None,
+        tags: Sequence[str] = (),
+        init_timeout_s: float = INIT_TIMEOUT_S,
+        finish_timeout_s: float = FINISH_TIMEOUT_S,
+    ) -> None:
+        """Starts the run.
+
+        Args:
+            run_dir: The directory of the training run.
+            run_config: The configuration, stored with its secrets masked. It is not called config, as
+                ``hydra.utils.instantiate`` has that name for itself.
+            run_name: The display name where ``name`` is None.
+            mode: "offline" (no key, no prompt, no network, no output) or "online". Without an API key, or where the
+                server does not answer in time, an online run becomes an offline one, after a warning.
+            project: The project's name.
+            group: The group's name.
+            name: The display name.
+            tags: The run's tags.
+            init_timeout_s: The longest wait for the start, in seconds.
+            finish_timeout_s: The longest wait for uploads at the end, in seconds.
+        """
         self._run_dir = Path(run_dir).absolute()
         self._timeouts = {"init_timeout": init_timeout_s, "finish_timeout": finish_timeout_s}
         self._run = None
-        self._mode = getattr(mode, "value", mode)
-        self._what = mask_secrets({"project": project or None, "group": group, "name": name or run_name,
-                                   "tags": list(tags), "config": run_config})
-        self._disk = DiskWatch(self._run_dir)
-        self._next_start: float | None = None  # None: it runs, or is off for good
-        self._open()
+        arguments = mask_secrets(
+            {
+                "project": project or None,
+                "group": group,
+                "name": name or run_name,
+                "tags": list(tags),
+                "config": run_config,
+            }
+        )
+        try:
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            if getattr(mode, "value", mode) == "online":
+                self._run = self._start_online(arguments)
+            if self._run is None:
+                self._run = self._start("offline", arguments)
+        except Exception as error:
+            self._turn_off("could not start", error)
 
     @property
     def url(self) -> str | None:
-        """Where an online run can be seen; None for an offline run and where wandb is off."""
+        """The address of an online run; None for an offline run and where wandb is off."""
         return self._run.url if self._run is not None else None
 
     def log(self, record: dict, step: int) -> None:
-        """Log the values of `record` (its own "step" apart) at optimizer step `step`, counted from 1.
+        """Logs the values of a record, except for its "step".
 
-        Records of one step are merged. wandb drops a step smaller than the newest it has seen.
+        Args:
+            record: Numbers by name. Records of the same step are merged.
+            step: The optimizer step, counted from 1. wandb drops a step smaller than the newest it has seen.
         """
-        if self._disk.has_filled():
-            log.warning("wandb: the disk is full (%s); %s/wandb will lack what is logged meanwhile. Training goes on; "
-                        "metrics.jsonl will have every number", free_space(self._run_dir / "wandb"), self._run_dir)
-        if self._run is None and self._next_start is not None and time.monotonic() >= self._next_start:
-            self._open()
         if self._run is None:
             return
         try:
@@ -73,9 +101,11 @@ class WandbRun:
             self._turn_off("could not log", error)
 
     def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
-        """Store `summary` and close the run, waiting for uploads up to the finish timeout.
+        """Stores the summary and closes the run. A second call does nothing.
 
-        A non-zero `exit_code` marks the run as failed. A second call does nothing.
+        Args:
+            summary: Results by name.
+            exit_code: A value other than 0 marks the run as failed.
         """
         run, self._run = self._run, None
         if run is None:
@@ -85,27 +115,12 @@ class WandbRun:
 
             run.summary.update(mask_secrets(summary or {}))
             run.finish(exit_code=exit_code)
-            wandb.teardown()  # the service keeps this run's folders; the next job of a sweep has its own
+            wandb.teardown()  # its service keeps this run's folders; the next job of a sweep has its own
         except Exception as error:
             self._turn_off("could not finish", error)
 
-    def _open(self) -> None:
-        again, self._next_start = self._next_start is not None, None
-        try:
-            self._run_dir.mkdir(parents=True, exist_ok=True)
-            if self._mode == "online":
-                self._run = self._start_online(self._what)
-            if self._run is None:
-                self._run = self._start("offline", self._what)
-            if again:
-                log.warning("wandb could start now: it lacks what was logged before")
-        except Exception as error:
-            self._turn_off("could not start", error, quietly=again)
-            if isinstance(error, OSError) or self._disk.is_full():
-                self._next_start = time.monotonic() + RETRY_S
-
-    def _start_online(self, what: dict):
-        """The online run, or None, after a warning, where there can be none."""
+    def _start_online(self, arguments: dict) -> Any:
+        """Returns the online run, or None, after a warning, where there can be none."""
         import wandb
 
         try:
@@ -114,67 +129,91 @@ class WandbRun:
             if not logged_in:
                 reason = "no API key is set up on this machine; run `wandb login` once"
             else:
-                run = self._start("online", what)
+                run = self._start("online", arguments)
                 log.info("wandb: %s", run.url)
                 return run
         except Exception as error:
             reason = _first_line(error)
-        log.warning("wandb cannot log online (%s). This run logs offline instead; upload it later with: "
-                    "wandb sync %s/wandb/offline-run-*", reason, self._run_dir)
+        log.warning(
+            "wandb cannot log online (%s). This run logs offline instead; upload it later with: "
+            "wandb sync %s/wandb/offline-run-*",
+            reason,
+            self._run_dir,
+        )
         # The service still holds the failed run, and would refuse its id to the offline one.
         _close_service()
         return None
 
-    def _start(self, mode: str, what: dict):
+    def _start(self, mode: str, arguments: dict) -> Any:
         import wandb
 
         settings = wandb.Settings(
-            mode=mode, silent=True, console="off", root_dir=str(self._run_dir), **self._timeouts,
-            resume="allow" if mode == "online" else None,  # an offline run cannot resume, and says so aloud
+            mode=mode,
+            silent=True,
+            console="off",
+            root_dir=str(self._run_dir),
+            **self._timeouts,
+            resume="allow" if mode == "online" else None,  # an offline run cannot resume, and would print that
             # What this project records by itself, or not at all: code, packages, host, user, command line.
-            host="", disable_code=True, disable_git=True, disable_job_creation=True, x_disable_meta=True,
-            x_disable_machine_info=True, x_save_requirements=False)
+            host="",
+            disable_code=True,
+            disable_git=True,
+            disable_job_creation=True,
+            x_disable_meta=True,
+            x_disable_machine_info=True,
+            x_save_requirements=False,
+        )
         with _private_environment(self._run_dir, mode):
-            return wandb.init(id=_run_id(self._run_dir), dir=str(self._run_dir), settings=settings, **what)
+            return wandb.init(id=_run_id(self._run_dir), dir=str(self._run_dir), settings=settings, **arguments)
 
-    def _turn_off(self, what: str, error: Exception, quietly: bool = False) -> None:
+    def _turn_off(self, problem: str, error: Exception) -> None:
         self._run = None
-        if not quietly:
-            log.warning("wandb %s (%s; %s). Training goes on without wandb; metrics.jsonl in %s has every number",
-                        what, _first_line(error), free_space(self._run_dir / "wandb"), self._run_dir)
+        log.warning(
+            "wandb %s (%s; %s). Training goes on without wandb; metrics.jsonl in %s has every number",
+            problem,
+            _first_line(error),
+            free_space(self._run_dir / "wandb"),
+            self._run_dir,
+        )
         _close_service()
 
 
 class NoLogger:
-    """Takes what `WandbRun` takes and does nothing with it (`logger=none`)."""
+    """Takes the same calls as ``WandbRun`` and does nothing (``logger=none``)."""
 
     url = None
 
-    def __init__(self, run_dir=None, run_config: dict | None = None, run_name: str | None = None):
-        pass
+    def __init__(
+        self, run_dir: str | Path | None = None, run_config: dict | None = None, run_name: str | None = None
+    ) -> None:
+        """Takes what ``WandbRun`` takes."""
 
     def log(self, record: dict, step: int) -> None:
-        """Do nothing."""
+        """Does nothing."""
 
     def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
-        """Do nothing."""
+        """Does nothing."""
 
 
 def _private_environment(run_dir: Path, mode: str) -> contextlib.AbstractContextManager[None]:
-    """While wandb's service starts: keep it silent, inside `run_dir`, and from reporting its errors home.
+    """Keeps wandb's service silent, inside ``run_dir``, and from reporting its errors home while it starts.
 
-    No setting does this. The environment is put back, so that no other child inherits it: neither these nor
+    No setting does this. The environment is restored, so that no other child inherits it: neither these variables nor
     the address of the service (WANDB_SERVICE), which a child's wandb would use instead of starting its own.
     """
-    changes: dict[str, str | None] = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false",
-                                      "WANDB_MODE": mode, "WANDB_SERVICE": None}
+    changes: dict[str, str | None] = {
+        "WANDB_SILENT": "true",
+        "WANDB_ERROR_REPORTING": "false",
+        "WANDB_MODE": mode,
+        "WANDB_SERVICE": None,
+    }
     for kind in ("cache", "data", "artifact"):
         changes[f"WANDB_{kind.upper()}_DIR"] = str(run_dir / "wandb" / kind)
     return changed_environment(changes)
 
 
 def _close_service() -> None:
-    """End wandb's service now: at exit, wandb would print a traceback about one that has died."""
+    """Ends wandb's service now. At exit, wandb would print a traceback about one that has died."""
     with contextlib.suppress(Exception):
         import wandb
 
@@ -182,7 +221,7 @@ def _close_service() -> None:
 
 
 def _run_id(run_dir: Path) -> str:
-    """The id in `run_dir/wandb_id.txt`, made up at the first start."""
+    """Returns the id in ``run_dir/wandb_id.txt``, which is drawn at the first start."""
     path = run_dir / ID_FILE
     try:
         if known := path.read_text().strip():

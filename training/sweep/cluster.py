@@ -14,7 +14,7 @@ from launchers import Interrupted
 from launchers.slurm import wait
 from training.autotune import recall, settle_chunks
 from training.config import to_config, to_dict
-from training.reporting.environment import mask_arguments
+from training.reporting import mask_secrets
 from training.slurm_job import Ready, note, prepare_here, queue, ready
 from training.sweep.job import show_as_group
 from training.sweep.record import FAILED, INTERRUPTED, WAITING, Job, write_job
@@ -24,7 +24,7 @@ def check(cfg: Any) -> Ready | None:
     """Record the composed job and check it, without running it; None where it cannot run, which is recorded too."""
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
-    write_job(folder, Job(hydra.job.num, tuple(mask_arguments(list(hydra.overrides.task))), WAITING))
+    write_job(folder, Job(hydra.job.num, tuple(mask_secrets(list(hydra.overrides.task))), WAITING))
     show_as_group(cfg, Path(hydra.sweep.dir), hydra.job.num)
     try:
         cfg = to_config(to_dict(cfg))

@@ -12,7 +12,7 @@ from common.errors import UserError
 from launchers import World
 from launchers.stopping import Stopped
 from training.app import execute
-from training.reporting.environment import mask_arguments
+from training.reporting import mask_secrets
 from training.sweep.record import FAILED, FINISHED, INTERRUPTED, RUNNING, Job, label, read_jobs, swept_keys, write_job
 
 
@@ -27,7 +27,7 @@ def run_job(cfg: Any, hydra: Any, world: World | None) -> None:
     if world is not None and world.rank > 0:
         execute(cfg, folder, world)
         return
-    job = Job(hydra.job.num, tuple(mask_arguments(list(hydra.overrides.task))), RUNNING)
+    job = Job(hydra.job.num, tuple(mask_secrets(list(hydra.overrides.task))), RUNNING)
     write_job(folder, job)
     show_as_group(cfg, Path(hydra.sweep.dir), job.num)
     begin = time.monotonic()

@@ -16,7 +16,7 @@ from omegaconf import open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from training.guard import refuse
-from training.reporting.environment import mask_arguments
+from training.reporting import mask_secrets
 from training.sweep.record import FAILED, FINISHED, RUNNING, SUPERSEDED, WAITING, Job, read_job, write_job
 
 
@@ -52,7 +52,7 @@ def compose_all(compose: Callable[[list[str]], Any], jobs: Iterable[list[str]], 
     """
     entries, first_error = [], None
     for num, overrides in enumerate(jobs):
-        job = Job(num, tuple(mask_arguments(overrides)))
+        job = Job(num, tuple(mask_secrets(overrides)))
         try:
             cfg = compose(overrides)
             with open_dict(cfg):

@@ -6,7 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from training.reporting.environment import mask_arguments
+from training.reporting import mask_secrets
 from training.sweep.page import COLUMNS, page
 from training.sweep.record import FINISHED, RUNNING, WAITING
 from training.sweep.table import Table, read_table, write_csv
@@ -36,7 +36,7 @@ def report(folder: Path, ended: bool = True) -> bool:
 def _write(table: Table, folder: Path) -> list[str]:
     """Returns the names of the files."""
     write_csv(table, folder / CSV)
-    command = shlex.join(["python", Path(sys.argv[0]).name, *mask_arguments(sys.argv[1:])])
+    command = shlex.join(["python", Path(sys.argv[0]).name, *mask_secrets(sys.argv[1:])])
     (folder / PAGE).write_text(page(table, command), encoding="utf-8")
     if not table.timed:
         return [CSV, PAGE]

@@ -10,9 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from training.reporting.console import METRICS, SUMMARY
-from training.reporting.metrics import read_records
-from training.reporting.throughput import after_warmup
+from training.reporting.metrics import METRICS, SUMMARY, after_warmup, read_records
 from training.sweep.record import FINISHED, Job, label, read_jobs, swept_keys, values
 
 SPREAD = (10, 90)  # percentiles of the steps after the warm-up

@@ -1,0 +1,72 @@
+"""Hides secrets in everything that a run writes or prints: configurations, command lines, log lines."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+MASK = "***"
+
+_SECRET_NAME = re.compile(
+    r"(api_?key|access_?key|private_?key|secret(_?key)?|token|password|passwd|credentials?)$", re.IGNORECASE
+)
+# Keys as issuers write them: Hugging Face, OpenAI, GitHub, AWS, wandb (40 hex digits, or wandb_v1_…).
+_SECRET_VALUE = re.compile(
+    r"\b(hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|AKIA[0-9A-Z]{16}|wandb_v\d_\w{16,}"
+    r"|(?<![/\w])[0-9a-f]{40}(?![/\w]))"
+)
+_SHORTEST_SECRET = 8  # characters; a shorter value of a variable may be an ordinary word
+_URL_PASSWORD = re.compile(r"(\w+://[^/\s:@]*:)[^/\s@]+@")
+# `name=value`, `name: value` (inside {…}) and `--name=value`; a value ends where a list or mapping goes on.
+_ASSIGNMENT = re.compile(r"(?P<name>[\w.\-]+)(?P<sign>\s*[=:]\s*)(?P<value>'[^']*'|\"[^\"]*\"|[^,{}\[\]\s'\"]+)")
+# A vocabulary's `pad_token=0` is no secret.
+_HARMLESS = re.compile(r"\d{1,6}|true|false|null|none|", re.IGNORECASE)
+
+
+def mask_secrets(value: Any, name: str = "") -> Any:
+    """Replaces secrets by ``***``.
+
+    A secret is known by its name (``api_key``, ``--token VALUE``), by its form (``hf_…``, a password in a URL), or
+    because a variable of the environment with such a name holds it.
+
+    Args:
+        value: A nested dict or list, a command line as a list of words, or a text.
+        name: The key under which ``value`` stands, if any.
+
+    Returns:
+        A copy of ``value``. Tuples become lists.
+    """
+    if isinstance(value, dict):
+        return {key: mask_secrets(item, str(key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        names = [name, *(item if _is_option(item) else name for item in value)]
+        return [mask_secrets(item, option) for item, option in zip(value, names, strict=False)]
+    if _is_secret(name, str(value)) and not _is_option(value):
+        return MASK
+    return _mask_text(value) if isinstance(value, str) else value
+
+
+def _is_option(word: Any) -> bool:
+    return isinstance(word, str) and word.startswith("--")
+
+
+def _is_secret(name: str, value: str) -> bool:
+    return bool(_SECRET_NAME.search(name.replace("-", "_"))) and not _HARMLESS.fullmatch(value)
+
+
+def _mask_text(text: str) -> str:
+    def mask_assignment(match: re.Match) -> str:
+        return match["name"] + match["sign"] + MASK if _is_secret(match["name"], match["value"]) else match[0]
+
+    for value in _secrets_of_environment():
+        text = text.replace(value, MASK)
+    text = _URL_PASSWORD.sub(rf"\1{MASK}@", text)
+    text = _ASSIGNMENT.sub(mask_assignment, text)
+    return _SECRET_VALUE.sub(MASK, text)
+
+
+def _secrets_of_environment() -> list[str]:
+    """Values that a configuration may have taken from the environment: ``${oc.env:WANDB_API_KEY}``."""
+    named = (value for name, value in os.environ.items() if _SECRET_NAME.search(name))
+    return [value for value in named if len(value) >= _SHORTEST_SECRET and not os.path.exists(value)]
