@@ -19,16 +19,15 @@ multiprocessing.set_forkserver_preload(
 )
 
 
-# Fixtures of a whole session that cost much: the tests that share one run on the same of pytest-xdist's workers.
-_SHARED = ("cluster", "local_losses", "cli", "toy", "trained")
+# Fixtures of a whole session that cost much, and the group of the tests that share what they made.
+_SHARED = {"cli": "runs", "toy": "runs", "cluster": "cluster", "local_losses": "cluster"}
 
 
 def pytest_collection_modifyitems(items):
-    """Has pytest-xdist keep together the tests of a file and those that share runs."""
+    """Has pytest-xdist keep together the tests of a file, and those that share runs."""
     for item in items:
-        shared = [name for name in _SHARED if name in item.fixturenames]
-        group = "runs" if {"cli", "toy"} & set(shared) else shared[0] if shared else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
+        groups = [group for name, group in _SHARED.items() if name in item.fixturenames]
+        item.add_marker(pytest.mark.xdist_group(groups[0] if groups else item.path.stem))
 
 
 @pytest.fixture(scope="session")

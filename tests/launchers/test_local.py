@@ -15,7 +15,7 @@ from launchers.loopback import is_loopback
 def no_worker_is_left():
     yield
     children = psutil.Process().children(recursive=True)
-    assert [child for child in children if "resource_tracker" not in " ".join(child.cmdline())] == []
+    assert [child for child in children if "from multiprocessing." not in " ".join(child.cmdline())] == []
 
 
 @pytest.fixture(scope="module")

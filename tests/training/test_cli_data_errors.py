@@ -1,5 +1,6 @@
 """Bad data: one line that names the file and the way out, before anything starts, and no half-built cache."""
 
+import functools
 import json
 import os
 import re
@@ -7,7 +8,7 @@ import struct
 
 import numpy as np
 import pytest
-from commandline import Started, train
+from commandline import train
 from composed import config
 
 from training.setup import prepare
@@ -138,36 +139,23 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory):
-    """How each case ends: two at a time, since each spends seconds on imports."""
-    found = {}
-    for both in batched(CASES, 2):
-        started = {case: start(case, tmp_path_factory.mktemp("bad")) for case in both}
-        try:
-            found |= {case: (run.wait(60), path) for case, (run, path) in started.items()}
-        finally:
-            for run, _ in started.values():
-                run.kill()
-    return found
+    """``ends("a corrupt row")``: how that case ends, and the path of its data."""
 
+    @functools.cache
+    def end(case):
+        folder = tmp_path_factory.mktemp("bad")
+        path, (make, overrides, _) = folder / "bad", CASES[case]
+        if make is not None:
+            make(path)
+        more = ["logger=none", "device=cpu", f"data.cache_dir={folder}/cache"]
+        return train([*(word.format(path) for word in overrides), *more], folder / "run", env=OFFLINE), path
 
-def start(case, folder):
-    make, overrides, _ = CASES[case]
-    path = folder / "bad"
-    if make is not None:
-        make(path)
-    overrides = [word.format(path) for word in overrides]
-    more = ["logger=none", "device=cpu", f"data.cache_dir={folder}/cache"]
-    return Started([*overrides, *more], folder / "run", env=OFFLINE), path
-
-
-def batched(names, size):
-    names = list(names)
-    return [names[i : i + size] for i in range(0, len(names), size)]
+    return end
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_data_ends_with_one_line_that_names_it_and_the_way_out(ends, case):
-    run, path = ends[case]
+def test_bad_data_ends_with_one_line_that_names_it_and_the_way_out_and_leaves_nothing_half_built(ends, case):
+    run, path = ends(case)
     assert run.code == 1, run.console
     assert run.stdout == "", "nothing was begun"
     (line,) = run.stderr.splitlines()
@@ -177,10 +165,7 @@ def test_bad_data_ends_with_one_line_that_names_it_and_the_way_out(ends, case):
     left = set(os.listdir(run.folder)) if run.folder.exists() else set()
     assert left & {"logs", "metrics.jsonl", "summary.json", "checkpoints"} == set()
 
-
-@pytest.mark.parametrize("case", CASES)
-def test_bad_data_leaves_nothing_half_built(ends, case):
-    cache = ends[case][0].folder.parent / "cache"
+    cache = run.folder.parent / "cache"
     found = [path for path in cache.rglob("*") if not path.name.endswith(".lock")] if cache.exists() else []
     # The index of rows is whole: it says where lines start, whatever stands in them.
     whole = [path for path in found if path.name.startswith("rows-") or path.parent.name.startswith("rows-")]
@@ -191,12 +176,11 @@ def test_bad_data_leaves_nothing_half_built(ends, case):
 
 
 def test_a_download_that_cannot_be_is_given_up_in_seconds(ends):
-    run, _ = ends["no network to download with"]
-    assert run.seconds < 2 * ends["an empty shard"][0].seconds + 15
+    assert ends("no network to download with")[0].seconds < 2 * ends("an empty shard")[0].seconds + 15
 
 
 def test_a_corrupt_row_that_is_mended_is_read(ends):
-    run, path = ends["a corrupt row"]
+    run, path = ends("a corrupt row")
     path.write_text(path.read_text().replace('{"text": "cut sho', '{"text": "whole"}'))
     overrides = [word.format(path) for word in JSONL]
     setup = prepare(config(*overrides, f"data.cache_dir={run.folder.parent}/cache"))

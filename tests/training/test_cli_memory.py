@@ -3,6 +3,7 @@
 import pytest
 from commandline import train
 
+pytestmark = pytest.mark.slow  # gigabytes; estimates against a small run are in test_mode_plan
 # 76 million parameters, 19 of them the embedding: with AdamW 1.2 GB, next to which two tiny sequences are nothing.
 BIG = [
     "model=gpt2", "model.size=tiny", "model.n_embd=384", "model.n_layer=30", "data.seq_len=16", "device=cpu",

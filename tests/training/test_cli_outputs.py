@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commandline import ROOT, TRAIN, environment
+from commandline import ROOT, train
 
 PIPE_DDP = ["parallel=pipe_ddp", "parallel.chunks=4"]  # as test_cli_matrix has it: the run is shared
 TINY_PARAMETERS = 50304 * 64 + 256 * 64 + 6 * (12 * 64 * 64 + 13 * 64) + 2 * 64
@@ -218,41 +218,26 @@ def execute(command, cwd):
     """What a user gets who copies ``command`` into a shell; elsewhere, to leave nothing in the project."""
     python, script, *overrides = shlex.split(command)
     assert (python, script) == ("python", "train.py")
-    done = subprocess.run(
-        [sys.executable, str(TRAIN), *overrides],
-        cwd=cwd,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=150,
-    )
-    return done
+    run = train(overrides, cwd / "again", cwd=cwd, own_folder=False)
+    assert run.code == 0, run.console
+    (run.folder,) = (cwd / "outputs").glob("*/*")
+    return run
 
 
 def test_the_printed_command_evaluates_the_checkpoint(toy, tmp_path):
-    done = execute(printed(toy, "evaluate:"), tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (folder,) = (tmp_path / "outputs").glob("*/*")
-    found = json.loads((folder / "summary.json").read_text())
-    assert found["best_val_loss"] == pytest.approx(toy.summary["best_val_loss"], rel=1e-6)
+    again = execute(printed(toy, "evaluate:"), tmp_path)
+    assert again.summary["best_val_loss"] == pytest.approx(toy.summary["best_val_loss"], rel=1e-6)
 
 
 def test_the_printed_command_goes_on_with_the_training(toy, tmp_path):
-    done = execute(printed(toy, "go on:"), tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (folder,) = (tmp_path / "outputs").glob("*/*")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert lines[0]["step"] == toy.summary["steps"] + 1
-    assert lines[0]["loss"] < toy.summary["first_loss"] / 2
+    first = execute(printed(toy, "go on:"), tmp_path).metrics[0]
+    assert first["step"] == toy.summary["steps"] + 1
+    assert first["loss"] < toy.summary["first_loss"] / 2
 
 
 @pytest.mark.slow
 def test_the_printed_commands_work_for_a_pipeline_too(gpt2, tmp_path):
-    done = execute(printed(gpt2, "go on:") + " train.steps=7 logger=none", tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (folder,) = (tmp_path / "outputs").glob("*/*")
-    assert json.loads((folder / "summary.json").read_text())["steps"] == 7
+    assert execute(printed(gpt2, "go on:") + " train.steps=7 logger=none", tmp_path).summary["steps"] == 7
 
 
 @pytest.mark.parametrize("name", ["plain", "a space", "lr=0.1", "one, two", "(brackets)", "it's"])

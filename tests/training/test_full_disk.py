@@ -65,7 +65,8 @@ def checkpoints(run):
     return sorted((run.folder / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize("layout", ["single", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["single", "ddp"])
 def test_a_disk_that_is_full_for_a_while_costs_nothing_but_a_warning(layout, small_disk, start):
     root = small_disk("8m")
     run = start(root / "run", f"parallel={layout}", "logger=none")
@@ -84,6 +85,7 @@ def test_a_disk_that_is_full_for_a_while_costs_nothing_but_a_warning(layout, sma
     assert ended.summary["steps"] == STEPS
 
 
+@pytest.mark.slow
 def test_a_disk_that_stays_full_ends_the_run_with_an_error_and_the_last_good_checkpoint_loads(
     small_disk, start, tmp_path
 ):
@@ -110,6 +112,7 @@ def test_a_run_directory_that_cannot_be_written_is_an_error_before_anything_star
     assert "MiB are free" in ended.stderr and "hydra.run.dir" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_full_cache_is_replaced_for_this_run_after_a_warning(small_disk, tmp_path, text):
     root = small_disk("1m")
     fill(root)
