@@ -19,7 +19,7 @@ from training.modes import ALONE, run_alone
 _KEY = "job"
 _MEET_TIMEOUT_S = 60.0
 # What every worker imports.
-_PRELOAD = ("training.run", "torch.distributed.pipelining")
+_PRELOAD = ("training.app", "training.run", "parallel.pipeline", "hydra.utils")
 
 
 def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False) -> None:
@@ -28,10 +28,6 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
     isolated  in processes of its own even where one is enough, so that nothing is left here for a next job
     Raises UserError; everything that can be checked is, before any process starts.
     """
-    from training.autotune import recall, settle_chunks
-    from training.setup import prepare
-    from training.slurm_job import prepare_here, run_as_job
-
     cfg = to_config(to_dict(cfg))
     if cfg.mode == "plan" or cfg.mode in ALONE:
         stopping.at_once()
@@ -39,6 +35,11 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
         run_alone(cfg, run_dir, world)
         return
     with _early_server(cfg, world, isolated) as server:
+        # Only now: they import torch.
+        from training.autotune import recall, settle_chunks
+        from training.setup import prepare
+        from training.slurm_job import prepare_here, run_as_job
+
         recall(cfg, run_dir)
         with _nothing_begun():
             settle_chunks(cfg, run_dir, world, server)

@@ -14,8 +14,7 @@ from launchers.loopback import is_loopback
 @pytest.fixture(autouse=True)
 def no_worker_is_left():
     yield
-    children = psutil.Process().children(recursive=True)
-    assert [child for child in children if "resource_tracker" not in " ".join(child.cmdline())] == []
+    assert psutil.Process().children(recursive=True) == []
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ def test_workers_have_ranks_of_their_own_and_sum_over_gloo(met):
 
 def test_only_loopback_sockets_listen(met):
     addresses = met[1][0]["listening"]
-    # The agent's store and one gloo listener for each rank.
+    # The launching process's store and one gloo listener for each rank.
     assert len(addresses) >= 3
     assert all(is_loopback(address) for address in addresses)
 
@@ -63,8 +62,7 @@ def test_the_traceback_of_the_rank_that_raised_comes_back_soon(rank, tmp_path, c
     assert (failed.value.rank, failed.value.kind) == (rank, "exception")
     assert failed.value.text.startswith("Traceback") and "in raise_on" in failed.value.text
     assert failed.value.text.endswith(f"ValueError: bad luck on {rank}\n")
-    # Nothing of torch's agent, and no second traceback, on the console.
-    assert "Traceback" not in (console := "".join(capfd.readouterr())) and "elastic" not in console
+    assert "".join(capfd.readouterr()) == "", "the traceback is in the error alone"
 
 
 def test_a_lost_connection_is_not_taken_for_the_cause(tmp_path):
