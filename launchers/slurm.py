@@ -16,10 +16,10 @@ from typing import Any
 from common.errors import LaunchError
 from launchers import slurm_queue
 from launchers.errors import Interrupted
-from launchers.stopping import StopSignals
 from launchers.slurm_failure import explain
 from launchers.slurm_queue import State
 from launchers.slurm_worker import BLOCK, work
+from launchers.stopping import StopSignals
 
 _ROOT = Path(__file__).resolve().parents[1]
 _UNKNOWN_S = 20.0  # for how long the queue may not know a job, or not answer, before that is taken for the truth

@@ -76,7 +76,7 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
 
 
 def _early_server(cfg: Any, world: World | None, isolated: bool) -> AbstractContextManager[ForkServer | None]:
-    """Where workers are to be expected, the server of theirs, which imports torch while this process does the same."""
+    """The server of a run that may need workers: it imports torch while this process does the same."""
     parallel = cfg.parallel
     workers = isolated or _restarts(cfg) or parallel.dp != 1 or parallel.pp != 1 or parallel.chunks == "auto"
     if not workers or world is not None or cfg.launcher.name != "local" or cfg.mode == "plan":
@@ -95,9 +95,7 @@ def _start_workers(cfg: Any, run_dir: Path, processes: int, server: ForkServer |
         failures.append(failure)
         print(f"{failure}\nrestart {len(failures)} of {most} (launcher.max_restarts)", file=sys.stderr, flush=True)
 
-    run_workers(
-        _work, args, processes, run_dir / "logs", None, most, True, timeout_s, on_restart=tell, server=server
-    )
+    run_workers(_work, args, processes, run_dir / "logs", None, most, True, timeout_s, on_restart=tell, server=server)
 
 
 def _restarts(cfg: Any) -> int:
