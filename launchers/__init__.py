@@ -1,6 +1,6 @@
-"""How processes come to be: found in the environment, or started on this machine.
+"""The processes of a run: described by the environment, or started on this machine.
 
-Ranks are read here and nowhere else.
+Nothing else in the project reads ranks from the environment.
 
     world = World.detect() or World.alone()          # who am I
     store = connect(world, timeout_s=60)             # meet the others (None when alone)

@@ -23,7 +23,7 @@ _KEY = "job"
 _MEET_TIMEOUT_S = 60.0
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 # What every worker imports.
-_PRELOAD = ("training.run", "torch.distributed.pipelining")
+_PRELOAD = ("training.app", "training.run", "parallel.pipeline", "hydra.utils")
 _AGAIN = "start it again with the same command"
 
 
@@ -137,11 +137,7 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
         UserError: For what the user can act on.
         Stopped: For a run that was told to stop.
     """
-    cfg = to_config(to_dict(cfg))  # before the imports: an interpolation that cannot be resolved is an error at once
-    from training.autotune import choose_chunks, recall
-    from training.setup import describe, prepare
-    from training.slurm_job import prepare_here, run_as_job
-
+    cfg = to_config(to_dict(cfg))
     if cfg.mode == "plan" or cfg.mode in ALONE:
         stopping.at_once()
     if cfg.mode in ALONE:
@@ -150,6 +146,11 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
         run_alone(cfg, run_dir, world)
         return
     with _early_server(cfg, world, isolated) as server:
+        # Only now: they import torch.
+        from training.autotune import choose_chunks, recall
+        from training.setup import describe, prepare
+        from training.slurm_job import prepare_here, run_as_job
+
         recall(cfg, run_dir)
         with _nothing_begun():
             choose_chunks(cfg, run_dir, world, server)
@@ -209,9 +210,7 @@ def _start_workers(cfg: Any, run_dir: Path, processes: int, server: ForkServer |
         failures.append(failure)
         print(f"{failure}\nrestart {len(failures)} of {most} (launcher.max_restarts)", file=sys.stderr, flush=True)
 
-    run_workers(
-        _work, args, processes, run_dir / "logs", None, most, True, timeout_s, on_restart=tell, server=server
-    )
+    run_workers(_work, args, processes, run_dir / "logs", None, most, True, timeout_s, on_restart=tell, server=server)
 
 
 def _restarts(cfg: Any) -> int:
