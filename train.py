@@ -5,7 +5,7 @@ from launchers import stopping
 if __name__ == "__main__":
     stopping.install_handlers()  # before the imports below, which take seconds: a signal during them is not lost
 
-from training.app import main
+from training.command_line import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

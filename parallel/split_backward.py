@@ -39,7 +39,7 @@ class DeferredWeights:
 def backward_inputs(
     outputs: Sequence[Tensor],
     gradients: Sequence[Tensor | None] | None,
-    inputs: Sequence[Tensor],
+    inputs: Sequence[object],
     weights: Iterable[Tensor],
 ) -> tuple[list[Tensor | None], DeferredWeights]:
     """Computes the gradients of ``inputs`` and defers those of ``weights``.
@@ -47,7 +47,7 @@ def backward_inputs(
     Args:
         outputs: What the stage returned; those without a graph are ignored.
         gradients: Their gradients; None where ``outputs`` is a scalar loss.
-        inputs: Tensors whose gradients are wanted now. Their ``grad`` is not touched.
+        inputs: Those among them that are tensors with gradients get theirs now. Their ``grad`` is not touched.
         weights: Leaf tensors whose gradients ``backward_weights`` accumulates into ``grad``.
 
     Returns:
@@ -59,7 +59,7 @@ def backward_inputs(
         if output.requires_grad
     ]
     roots = [_node(output) for output, _ in pairs]
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    wanted = [tensor for tensor in inputs if _has_gradient(tensor)]
     groups = _groups(roots, {_node(tensor) for tensor in wanted}, {_node(w): w for w in weights if w.requires_grad})
     hooks = [node.register_prehook(_note(group, node)) for group in groups for node in group.boundary]
     try:
@@ -75,7 +75,7 @@ def backward_inputs(
     finally:
         for hook in hooks:
             hook.remove()
-    return [next(answers) if t.requires_grad else None for t in inputs], DeferredWeights([o for o, _ in pairs], groups)
+    return [next(answers) if _has_gradient(t) else None for t in inputs], DeferredWeights([o for o, _ in pairs], groups)
 
 
 def backward_weights(deferred: DeferredWeights) -> None:
@@ -102,6 +102,10 @@ def backward_weights(deferred: DeferredWeights) -> None:
                 weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
     deferred.groups.clear()
     deferred.outputs.clear()
+
+
+def _has_gradient(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _node(tensor: Tensor) -> Node:

@@ -15,9 +15,9 @@ from hydra.errors import HydraException
 from omegaconf import open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from training.guard import refuse
 from training.reporting import mask_secrets
 from training.reporting.job_record import FAILED, FINISHED, RUNNING, SUPERSEDED, WAITING, Job, read_job, write_job
+from training.reporting.run_directory import refuse
 
 
 @dataclass
