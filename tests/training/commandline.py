@@ -154,7 +154,7 @@ class Started:
     def workers(self) -> list[psutil.Process]:
         """The ranks that the first process started, in their order."""
         children = psutil.Process(self.process.pid).children()
-        servers = [child for child in children if "launchers.forkserver" in " ".join(child.cmdline())]
+        servers = [p for p in children if "launchers.forkserver" in " ".join(p.cmdline())]
         return sorted((p for server in servers for p in server.children()), key=lambda p: p.pid)
 
     def launched(self) -> list[psutil.Process]:
