@@ -1,92 +1,24 @@
-"""The program: from a command line to a run in this process, on workers of this machine, or among existing ranks."""
+"""One job: check the composed configuration, then run it here, on workers of this machine, or among existing ranks."""
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from conf import help_page
 from launchers import Interrupted, LaunchError, WorkerFailed, World, run_workers, stopping
 from launchers.stopping import Stopped
-from training.config import environment, quote_values, to_config, to_dict
+from training.config import environment, to_config, to_dict
 
-ROOT = Path(__file__).resolve().parents[1]
 ALONE = ("export", "sample")  # modes that need one process whatever the strategy is
 _KEY = "job"
 _MEET_TIMEOUT_S = 60.0
-_FULL_ERROR = "HYDRA_FULL_ERROR"
 _AGAIN = "start it again with the same command"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compose the configuration that a command line describes and run it in this process.
-
-    May be called several times in one process. An error that the user can act on is one message on standard error,
-    without a traceback; an error of the program's own is raised.
-
-    Args:
-        argv: The arguments, without the program's name; those of this process by default.
-
-    Returns:
-        The exit code: 0, 1 after an error, ``stopping.EXIT_CODE`` for a run that was told to stop and can go on.
-    """
-    try:
-        with clear_errors():
-            world = World.detect()
-            if world is not None and world.rank > 0:
-                follow(world)
-            else:
-                _compose_and_run(sys.argv[1:] if argv is None else argv, world)
-    except SystemExit as leaving:  # Hydra leaves this way after --help and --cfg, and its callbacks when they refuse
-        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    return 0
-
-
-def _compose_and_run(arguments: Sequence[str], world: World | None) -> None:
-    if {"-h", "--help"} & set(arguments):  # Hydra's own page takes seconds
-        print(help_page(), end="")
-        return
-    import hydra
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
-    from omegaconf import OmegaConf
-
-    from conf.schema import register
-
-    register()
-    run_id = secrets.token_hex(3)
-    OmegaConf.register_new_resolver("run_id", lambda: run_id, replace=True)
-
-    @hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="train")
-    def job(cfg: Any) -> None:
-        section = HydraConfig.get()
-        with clear_errors():
-            if section.mode == RunMode.MULTIRUN:
-                from training.sweep.job import run_job
-
-                run_job(cfg, section, world)
-            else:
-                execute(cfg, Path(section.runtime.output_dir), world)
-
-    before = sys.argv, os.environ.get(_FULL_ERROR)
-    sys.argv = [str(ROOT / "train.py"), *quote_values(arguments)]
-    os.environ[_FULL_ERROR] = "1"  # Hydra raises its errors then; otherwise it prints them in its own form
-    try:
-        GlobalHydra.instance().clear()
-        job()
-    finally:
-        GlobalHydra.instance().clear()
-        sys.argv = before[0]
-        if before[1] is None:
-            del os.environ[_FULL_ERROR]
 
 
 @contextmanager
