@@ -5,7 +5,51 @@ from launchers import stopping
 if __name__ == "__main__":
     stopping.install_handlers()  # before the imports below, which take seconds: a signal during them is not lost
 
-from training.command_line import main
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from conf import help_page
+from launchers import World
+from training.app import clear_errors, execute, follow
+from training.config import quote_values
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line in this process, as often as one likes, and return its exit code.
+
+    An error that the user can act on is one message on standard error; one of the program's own is raised. The code is
+    0, 1 after an error, or ``stopping.EXIT_CODE`` for a run that was told to stop and can go on. ``argv`` does not hold
+    the program's name.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        with clear_errors():
+            world = World.detect()
+            if world is not None and world.rank > 0:
+                follow(world)
+            elif {"-h", "--help"} & set(arguments):
+                print(help_page(), end="")
+            else:
+                from conf.composition import compose_and_run
+
+                compose_and_run(run, quote_values(arguments))
+    except SystemExit as leaving:  # Hydra leaves this way after --cfg, and its callbacks when they refuse
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    return 0
+
+
+def run(cfg: Any, hydra_section: Any) -> None:
+    """Run what Hydra has composed: one run, or one job of a sweep."""
+    with clear_errors():  # here too: Hydra adds a line of its own to what a task raises
+        if hydra_section.mode.name == "MULTIRUN":
+            from training.sweep.job import run_job
+
+            run_job(cfg, hydra_section, World.detect())
+        else:
+            execute(cfg, Path(hydra_section.runtime.output_dir), World.detect())
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

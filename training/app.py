@@ -23,6 +23,37 @@ _PRELOAD = ("training.app", "training.run", "parallel.pipeline", "hydra.utils")
 _AGAIN = "start it again with the same command"
 
 
+@contextmanager
+def clear_errors() -> Iterator[None]:
+    """Turn what a user can act on into one message and an exit code; an error of the program's own keeps its traceback.
+
+    Raises:
+        SystemExit: With code 1 after an error. With ``stopping.EXIT_CODE`` for a run that has stopped as it was told to
+            and can go on; with 128 + the signal's number where it was told twice.
+    """
+    try:
+        yield
+    except Stopped as stopped:
+        print(stopped, end="\n" if str(stopped) else "", file=sys.stderr)
+        raise SystemExit(stopping.EXIT_CODE) from None
+    except Interrupted as interrupted:
+        _fail(str(interrupted), interrupted.exit_code if interrupted.signum in stopping.SIGNALS else 1)
+    except KeyboardInterrupt:
+        _fail("stopped by SIGINT")
+    except Exception as error:
+        from conf.messages import explain
+
+        message = explain(error)
+        if message is None:
+            raise
+        _fail(message)
+
+
+def _fail(message: str, code: int = 1) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(code)
+
+
 def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False) -> None:
     """Run a composed configuration; on rank 0 of existing ranks, lead them.
 

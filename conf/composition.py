@@ -1,0 +1,51 @@
+"""From the arguments of a command line to a composed configuration, by Hydra."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from conf import FOLDER
+from conf.schema import register
+
+_FULL_ERROR = "HYDRA_FULL_ERROR"
+
+
+def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str]) -> None:
+    """Compose the configuration, make the run directory and call ``task``; in a sweep, for each job.
+
+    Args:
+        task: Called with the configuration and Hydra's own section.
+        arguments: The command line without the program's name.
+
+    Raises:
+        HydraException: Where the configuration cannot be composed.
+        SystemExit: After an answer of Hydra's own (--cfg job).
+    """
+    register()
+    run_id = secrets.token_hex(3)
+    OmegaConf.register_new_resolver("run_id", lambda: run_id, replace=True)
+
+    @hydra.main(version_base="1.3", config_path=str(FOLDER), config_name="train")
+    def job(cfg: Any) -> None:
+        task(cfg, HydraConfig.get())
+
+    argv, full_error = sys.argv, os.environ.get(_FULL_ERROR)
+    sys.argv = [str(FOLDER.parent / "train.py"), *arguments]
+    os.environ[_FULL_ERROR] = "1"  # Hydra raises its errors then; otherwise it prints them in its own form
+    GlobalHydra.instance().clear()
+    try:
+        job()
+    finally:
+        GlobalHydra.instance().clear()
+        sys.argv = argv
+        if full_error is None:
+            del os.environ[_FULL_ERROR]
