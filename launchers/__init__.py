@@ -1,6 +1,6 @@
-"""How processes come to be: found in the environment, or started on this machine.
+"""The processes of a run: described by the environment, or started on this machine.
 
-Ranks are read here and nowhere else.
+Nothing else in the project reads ranks from the environment.
 
     world = World.detect() or World.alone()          # who am I
     store = connect(world, timeout_s=60)             # meet the others (None when alone)
@@ -12,8 +12,18 @@ Importing this package does not import torch.
 
 from common.errors import LaunchError
 from launchers.errors import Interrupted, WorkerFailed
+from launchers.forkserver import ForkServer
 from launchers.local import run_workers
 from launchers.store import connect, use_loopback
 from launchers.world import World
 
-__all__ = ["Interrupted", "LaunchError", "WorkerFailed", "World", "connect", "run_workers", "use_loopback"]
+__all__ = [
+    "ForkServer",
+    "Interrupted",
+    "LaunchError",
+    "WorkerFailed",
+    "World",
+    "connect",
+    "run_workers",
+    "use_loopback",
+]

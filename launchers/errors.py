@@ -8,10 +8,11 @@ from common.errors import LaunchError
 class WorkerFailed(LaunchError):
     """A local worker ended before its work was done; this is the first cause, not what followed from it.
 
-    rank: the global rank that failed first.
-    kind: "exception" (it raised), "message" (so it did, what says all in its own words), "signal" (it was killed),
-    "exit" (it left without raising) or "stall" (the others waited for it in vain).
-    text: for an exception that rank's own traceback, otherwise what happened and the last lines of its log.
+    Attributes:
+        rank: The global rank that failed first.
+        kind: "exception" (it raised), "message" (it raised a UserError), "signal" (it was killed), "exit" (it left
+            without raising) or "stall" (the others waited for it in vain).
+        text: That rank's traceback or message; otherwise what happened and the last lines of its log.
     """
 
     def __init__(self, rank: int, kind: str, text: str):
@@ -27,9 +28,12 @@ class WorkerFailed(LaunchError):
 class Interrupted(KeyboardInterrupt):
     """The launching process was told to stop; its workers are gone.
 
-    A KeyboardInterrupt, so that no `except Exception` on the way up takes a wish to stop for a failed run.
-    signum: the signal that came; exit_code: what a shell expects of a process ended by it; left: what has become of
-    the work, in words.
+    A KeyboardInterrupt, so that no `except Exception` on the way up takes a request to stop for a failed run.
+
+    Attributes:
+        signum: The signal that came.
+        left: What has become of the work, in words.
+        exit_code: What a shell expects of a process that this signal has ended.
     """
 
     def __init__(self, signum: int, left: str = "all workers have ended"):

@@ -1,4 +1,4 @@
-"""Telling the worker that failed from those that fell with it: what one writes, what is made of it."""
+"""Which worker failed first, and why: the reports that workers write, and the error that is made of them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ _PEER_MESSAGES = (
 
 @dataclass(frozen=True)
 class Death:
-    """A worker that ended too early.
+    """A worker that ended before its work was done.
 
-    exitcode: as multiprocessing gives it, -N for signal N. report: write_report's or write_stop's, None where there
-    is none.
+    Attributes:
+        rank: Its global rank.
+        exitcode: Its exit code; -N where signal N ended it.
+        report: What `write_report` or `write_stop` wrote; None where there is nothing.
     """
 
     rank: int
@@ -44,7 +46,7 @@ class Death:
 
     @property
     def lost_a_peer(self) -> bool:
-        """Whether the worker says no more than that another went away, or did not answer."""
+        """Whether the worker reports no more than that another one was lost, or did not answer."""
         return self.exitcode >= 0 and self.report is not None and self.report.get("peer", False)
 
     @property
@@ -54,12 +56,12 @@ class Death:
 
     @property
     def stopped(self) -> str | None:
-        """What a worker says that was told to stop and did."""
+        """The message of a worker that stopped because it was told to; None for others."""
         return self.report["message"] if self.report is not None and "stopped" in self.report else None
 
 
 def log_path(log_dir: str | os.PathLike, rank: int) -> Path:
-    """Where a rank other than 0 writes what it has to say."""
+    """The file for what a rank other than 0 prints."""
     return Path(log_dir) / f"rank_{rank:04d}.log"
 
 
@@ -73,7 +75,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def is_peer_error(error: BaseException) -> bool:
-    """Whether `error` says no more than that another process went away."""
+    """Whether `error` reports no more than that another process was lost."""
     from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
     # The first error of the chain is the cause: a clean-up that fails on a closed connection hides a real
@@ -87,13 +89,19 @@ def is_peer_error(error: BaseException) -> bool:
 
 
 def write_report(path: str | os.PathLike, error: BaseException) -> dict:
-    """Writes `error` to `path` as JSON, whole or not at all, and returns that: {"message", "peer", "timestamp",
-    "repeats", "for_user"}.
+    """Writes `error` to a file as JSON, whole or not at all.
 
-    The message is the traceback without the launcher's own frame; the timestamp is in seconds since the epoch. Both
-    names are torch's, whose agent reads the file too when it is the first to see the process gone, and raises
-    KeyError without them. "repeats" is the error's attribute of that name: it would come again after a restart.
-    "for_user" is the message of a UserError, which needs no traceback; None for other errors.
+    Args:
+        path: The file.
+        error: What the worker raised.
+
+    Returns:
+        What was written. "message" is the traceback without the launcher's own frame, "peer" whether it is an
+        `is_peer_error`, "timestamp" the time in seconds since the epoch, "repeats" the error's attribute of that name
+        (it would come again after a restart), and "for_user" the message of a UserError, which needs no traceback.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, frames))
@@ -105,12 +113,12 @@ def write_report(path: str | os.PathLike, error: BaseException) -> dict:
 
 
 def write_stop(path: str | os.PathLike, stopped: BaseException) -> None:
-    """Writes to `path` that the work has ended early because it was told to: {"message", "stopped", "timestamp"}."""
+    """Writes to `path` as JSON that the work ended early because it was told to."""
     _write(path, {"message": str(stopped), "stopped": True, "timestamp": time.time()})
 
 
 def read_report(path: str | os.PathLike) -> dict | None:
-    """What write_report wrote to `path`; None when nothing whole is there."""
+    """What `write_report` or `write_stop` wrote to `path`; None where there is no whole report."""
     try:
         return json.loads(Path(path).read_text())
     except (OSError, ValueError):
@@ -118,10 +126,17 @@ def read_report(path: str | os.PathLike) -> dict | None:
 
 
 def root_cause(deaths: list[Death], log_dir: str | os.PathLike) -> WorkerFailed:
-    """The error to show for `deaths`, of workers that the launcher did not end itself (at least one).
+    """The error to show for workers that ended too early.
 
-    A kill comes before a worker's own error, this before a silent exit, and a lost connection last: it is
-    what the others see of each of them. Of two equals, the earlier.
+    A kill comes before a worker's own error, this before a silent exit, and a lost connection last: it is what the
+    others see of each of them. Of two equals, the earlier.
+
+    Args:
+        deaths: One or more workers, none of them ended by the launcher itself.
+        log_dir: Where their logs are.
+
+    Returns:
+        The error of the one that failed first.
     """
     death = min(deaths, key=_severity)
     if death.exitcode < 0:
@@ -133,12 +148,16 @@ def root_cause(deaths: list[Death], log_dir: str | os.PathLike) -> WorkerFailed:
     return WorkerFailed(death.rank, "exit", text + _log_tail(death.rank, log_dir))
 
 
-def stalled(
-    ranks: Mapping[int, Heartbeat], pids: Mapping[int, int], timeout_s: float | None
-) -> WorkerFailed:
-    """The error to show where the others have given up waiting for `ranks`, whose processes are `pids`.
+def stalled(ranks: Mapping[int, Heartbeat], pids: Mapping[int, int], timeout_s: float | None) -> WorkerFailed:
+    """The error to show where the other ranks have given up waiting for some.
 
-    timeout_s: how long they had waited, where that is known.
+    Args:
+        ranks: The last heartbeats of those ranks.
+        pids: Their process ids, by rank.
+        timeout_s: How long the others waited, in seconds, where that is known.
+
+    Returns:
+        An error that names them, their last steps and what they were doing.
     """
     waited = "" if timeout_s is None else f" (parallel.timeout_s={timeout_s:g})"
     lines = []

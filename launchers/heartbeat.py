@@ -1,4 +1,4 @@
-"""How far each rank has come, and the wish to stop: one page that the launching process and its workers share."""
+"""The last heartbeat of each rank, and the request to stop: a page that the launching process and its workers share."""
 
 from __future__ import annotations
 

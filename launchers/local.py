@@ -57,8 +57,8 @@ def run_workers(
         log_dir: A folder, created where it is missing. Ranks other than 0 write stdout and stderr to rank_0001.log, ...
             there; files that stay empty are removed. Rank 0 keeps this process's console.
         env: More environment variables for the workers, set from their first instruction on (OMP_NUM_THREADS).
-        max_restarts: How often all workers are started anew after a failure, unless it is an exception with an attribute
-            `repeats` that is true. See `launchers.world.restarts`.
+        max_restarts: How often all workers are started anew after a failure, unless it is an exception whose attribute
+            `repeats` is true. See `launchers.world.restarts`.
         stoppable: Whether entry asks launchers.stopping and raises Stopped. Then, where this process handles the
             signals of launchers.stopping, the first one is passed on to the workers and not raised.
         timeout_s: How long workers wait for each other, in seconds: for the message about one that they waited for.

@@ -20,8 +20,11 @@ def is_loopback(host: str) -> bool:
 def use_loopback() -> None:
     """Makes gloo and NCCL use the loopback interface, unless the user named another.
 
-    To be called before any process group exists. Without it both pick the interface of the machine's host
-    name and listen to the network. Raises LaunchError where no loopback interface is found.
+    Call it before any process group exists. Without it both pick the interface of the machine's host name and listen
+    to the network.
+
+    Raises:
+        LaunchError: This machine has no loopback interface of a usual name.
     """
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if not os.environ.get(name):
@@ -29,13 +32,22 @@ def use_loopback() -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on `host`'s own address only, port 0 for any free one.
+    """A socket that listens on the address of `host` only.
 
-    Raises OSError when the address is not this machine's or the port is taken. IPv4 is preferred: a client
-    that asks for "localhost" tries both families, while a socket listens on one.
+    IPv4 is preferred: a client that asks for "localhost" tries both families, while a socket listens on one.
+
+    Args:
+        host: A name or address of this machine.
+        port: The port; 0 for any free one.
+
+    Returns:
+        The listening socket.
+
+    Raises:
+        OSError: The address is not this machine's, or the port is taken.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, kind, protocol, _, address = min(addresses, key=lambda entry: entry[0] != socket.AF_INET)
     listener = socket.socket(family, kind, protocol)
     try:
         # A port whose last owner has just left may be taken again at once.

@@ -105,7 +105,7 @@ class StopSignals:
     and SIGUSR2 are not noted. Outside of the main thread nothing is noted: Python delivers signals to that one only.
 
     Args:
-        stoppable: Whether what runs inside can stop by itself. Then the first of the SIGNALS is not raised but `wanted`,
+        stoppable: Whether what runs inside can stop by itself. Then the first of the SIGNALS is `wanted`, not raised,
             for the caller to pass on.
     """
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import LaunchError
 from launchers.loopback import is_loopback, listen, use_loopback
-from launchers.world import World, master_address
+from launchers.world import World, master_address, restarts
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -20,23 +20,29 @@ __all__ = ["connect", "use_loopback"]
 
 _POLL_S = 0.05
 
-# A store outlives the first process group that used it: a second connect() in this process (one job of a
-# sweep after another, under one torchrun) reuses it, under a fresh prefix so that it sees none of the first
-# one's keys.
+# A store outlives the first process group that used it. A second connect() in this process (one job of a sweep after
+# another, under one torchrun) reuses it under a prefix of its own, so that it sees none of the first one's keys.
 _opened: dict[tuple[str, int], Store] = {}
 _connections = itertools.count()
 
 
 def connect(world: World, timeout_s: float) -> Store | None:
-    """The store that all ranks of `world` share, once all are there; None when there is one rank only.
+    """Waits until all ranks of `world` have called this.
 
-    Every rank must call it equally often. Under torchrun and run_workers the agent hosts the store. Otherwise
-    rank 0 hosts it, on a socket that listens on MASTER_ADDR alone (torch's own would listen on all
-    interfaces). Where MASTER_ADDR is a loopback address, use_loopback() is called too.
+    Every rank must call it equally often. Under torchrun and run_workers the launching process hosts the store.
+    Otherwise rank 0 hosts it, on a socket that listens on MASTER_ADDR alone (torch's own would listen on all
+    interfaces). Where MASTER_ADDR is a loopback address, `use_loopback` is called too.
 
-    timeout_s: how long to wait for the others, in seconds; also the store's own time-out for later calls.
-    Raises LaunchError when a rank does not come in time, naming it, when two processes have the same rank,
-    and when rank 0 cannot listen.
+    Args:
+        world: This rank's place.
+        timeout_s: How long to wait for the others, in seconds; also the store's own time-out for later calls.
+
+    Returns:
+        The store that the ranks share; None where there is one rank only.
+
+    Raises:
+        LaunchError: A rank does not come in time (it is named), two processes have the same rank, or rank 0 cannot
+            listen.
     """
     if world.size == 1:
         return None
@@ -49,8 +55,7 @@ def connect(world: World, timeout_s: float) -> Store | None:
     if (host, port) not in _opened:
         _opened[host, port] = _open(world, host, port, timeout_s)
     # A restarted attempt must not see the keys of the failed one (torch's env:// rendezvous does the same).
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"launchers/attempt-{attempt}/connection-{next(_connections)}", _opened[host, port])
+    store = PrefixStore(f"launchers/attempt-{restarts()}/connection-{next(_connections)}", _opened[host, port])
     _gather(store, world, f"{host}:{port}", timeout_s, deadline)
     return store
 
@@ -59,8 +64,8 @@ def _open(world: World, host: str, port: int, timeout_s: float) -> Store:
     from torch.distributed import TCPStore
 
     timeout = timedelta(seconds=timeout_s)
-    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if world.rank == 0 and not agent_hosts:
+    launcher_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if world.rank == 0 and not launcher_hosts:
         listener = _listen_as_rank_0(world, host, port)
         address = listener.getsockname()[0]
         return TCPStore(

@@ -18,9 +18,13 @@ LOCAL_ROLE = "launchers.local"
 class World:
     """This process's place in the run.
 
-    rank of size over all machines; local_rank of local_size on this one.
-    origin: "alone" (no others), "local" (started by run_workers), "torchrun", "slurm" (a task of a job step), or
-    "environment" (set by hand).
+    Attributes:
+        rank: Its number over all machines.
+        size: The number of ranks over all machines.
+        local_rank: Its number on this machine.
+        local_size: The number of ranks on this machine.
+        origin: "alone" (no others), "local" (started by run_workers), "torchrun", "slurm" (a task of a job step), or
+            "environment" (set by hand).
     """
 
     rank: int
@@ -36,11 +40,19 @@ class World:
 
     @classmethod
     def detect(cls, environ: Mapping[str, str] = os.environ) -> World | None:
-        """The world that RANK and WORLD_SIZE describe, or a SLURM step of several tasks; None where neither is there.
+        """The world that RANK and WORLD_SIZE, or a SLURM step of several tasks, describe.
 
-        The names are torchrun's. MASTER_ADDR and MASTER_PORT must be set where there is more than one rank.
-        LOCAL_RANK and LOCAL_WORLD_SIZE may be left out on one machine, that is when MASTER_ADDR is a loopback
-        address. Raises LaunchError, naming the variable, for what is missing or does not fit together.
+        The names are torchrun's. MASTER_ADDR and MASTER_PORT must be set where there is more than one rank. LOCAL_RANK
+        and LOCAL_WORLD_SIZE may be left out on one machine, that is where MASTER_ADDR is a loopback address.
+
+        Args:
+            environ: The environment variables.
+
+        Returns:
+            The world; None where the environment describes none.
+
+        Raises:
+            LaunchError: A variable is missing or does not fit the others; it is named.
         """
         origin = _origin(environ)
         environ = step_environment(environ)
@@ -60,7 +72,11 @@ class World:
 
 
 def master_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Host and port at which the ranks meet, from MASTER_ADDR and MASTER_PORT. Raises LaunchError."""
+    """Host and port at which the ranks meet, from MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        LaunchError: One of them is missing or is no address.
+    """
     environ = step_environment(environ)
     host = environ.get("MASTER_ADDR")
     if not host:
@@ -83,9 +99,7 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
     value = environ.get(name)
     if not value:
         have = ", ".join(f"{n}={environ[n]}" for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if environ.get(n))
-        raise LaunchError(
-            f"{name} is not set, though {have} is: set it too, or unset all to start the ranks here"
-        )
+        raise LaunchError(f"{name} is not set, though {have} is: set it too, or unset all to start the ranks here")
     try:
         return int(value)
     except ValueError:

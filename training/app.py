@@ -11,13 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launchers import Interrupted, LaunchError, WorkerFailed, World, run_workers, stopping
+from launchers import ForkServer, Interrupted, LaunchError, WorkerFailed, World, run_workers, stopping
 from launchers.stopping import Stopped
 from training.config import environment, to_config, to_dict
 from training.modes import ALONE, run_alone
 
 _KEY = "job"
 _MEET_TIMEOUT_S = 60.0
+# What every worker imports.
+_PRELOAD = ("training.app", "training.run", "parallel.pipeline", "hydra.utils")
 
 
 def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False) -> None:
@@ -26,54 +28,66 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
     isolated  in processes of its own even where one is enough, so that nothing is left here for a next job
     Raises UserError; everything that can be checked is, before any process starts.
     """
-    from training.autotune import recall, settle_chunks
-    from training.setup import describe, prepare
-    from training.slurm_job import prepare_here, run_as_job
-
     cfg = to_config(to_dict(cfg))
     if cfg.mode == "plan" or cfg.mode in ALONE:
         stopping.at_once()
     if cfg.mode in ALONE:
         run_alone(cfg, run_dir, world)
         return
-    recall(cfg, run_dir)
-    with _nothing_begun():
-        settle_chunks(cfg, run_dir, world)
-    queued = world is None and cfg.launcher.name == "slurm"
-    setup = prepare_here(cfg) if queued else prepare(cfg, world.size if world else None)
-    if cfg.mode != "plan":
-        from omegaconf import OmegaConf
+    with _early_server(cfg, world, isolated) as server:
+        # Only now: they import torch.
+        from training.autotune import recall, settle_chunks
+        from training.setup import describe, prepare
+        from training.slurm_job import prepare_here, run_as_job
 
-        from training.reporting import mask_secrets
+        recall(cfg, run_dir)
+        with _nothing_begun():
+            settle_chunks(cfg, run_dir, world, server)
+        queued = world is None and cfg.launcher.name == "slurm"
+        setup = prepare_here(cfg) if queued else prepare(cfg, world.size if world else None)
+        if cfg.mode != "plan":
+            from omegaconf import OmegaConf
 
-        print(OmegaConf.to_yaml(to_config(mask_secrets(to_dict(cfg)))).rstrip(), end="\n\n")
-    print(describe(setup), flush=True)
-    if cfg.mode == "plan":
-        _print_memory(setup)
-        return
-    if queued:
-        run_as_job(setup, run_dir)
-        return
-    processes = setup.plan.processes
-    try:
-        if world is not None:
-            _lead(setup, run_dir, world)
-        elif stopping.wanted():
-            raise Stopped("stopped before the first step")
-        elif processes == 1 and not isolated and not _restarts(cfg):
-            from training.run import run
+            from training.reporting import mask_secrets
 
-            run(cfg, run_dir, setup=setup)
-        else:
-            del setup  # the workers build their own
-            _start_workers(cfg, run_dir, processes)
-    except Stopped as stopped:
-        raise Stopped(f"{stopped}; {_way_on(cfg, run_dir)}") from None
+            print(OmegaConf.to_yaml(to_config(mask_secrets(to_dict(cfg)))).rstrip(), end="\n\n")
+        print(describe(setup), flush=True)
+        if cfg.mode == "plan":
+            _print_memory(setup)
+            return
+        if queued:
+            run_as_job(setup, run_dir)
+            return
+        processes = setup.plan.processes
+        try:
+            if world is not None:
+                _lead(setup, run_dir, world)
+            elif stopping.wanted():
+                raise Stopped("stopped before the first step")
+            elif processes == 1 and not isolated and not _restarts(cfg):
+                from training.run import run
+
+                run(cfg, run_dir, setup=setup)
+            else:
+                del setup  # the workers build their own
+                _start_workers(cfg, run_dir, processes, server)
+        except Stopped as stopped:
+            raise Stopped(f"{stopped}; {_way_on(cfg, run_dir)}") from None
 
 
-def _start_workers(cfg: Any, run_dir: Path, processes: int) -> None:
-    threads, timeout_s = cfg.parallel.threads, cfg.parallel.timeout_s
+def _early_server(cfg: Any, world: World | None, isolated: bool) -> AbstractContextManager[ForkServer | None]:
+    """The server of a run that may need workers: it imports torch while this process does the same."""
+    parallel = cfg.parallel
+    workers = isolated or _restarts(cfg) or parallel.dp != 1 or parallel.pp != 1 or parallel.chunks == "auto"
+    if not workers or world is not None or cfg.launcher.name != "local" or cfg.mode == "plan":
+        return nullcontext()
+    threads = cfg.parallel.threads
     env = {**environment(cfg), **({} if threads is None else {"OMP_NUM_THREADS": str(threads)})}
+    return ForkServer(env, _PRELOAD)
+
+
+def _start_workers(cfg: Any, run_dir: Path, processes: int, server: ForkServer | None) -> None:
+    timeout_s = cfg.parallel.timeout_s
     args = to_dict(cfg), str(run_dir)
     most, failures = _restarts(cfg), []
 
@@ -81,7 +95,7 @@ def _start_workers(cfg: Any, run_dir: Path, processes: int) -> None:
         failures.append(failure)
         print(f"{failure}\nrestart {len(failures)} of {most} (launcher.max_restarts)", file=sys.stderr, flush=True)
 
-    run_workers(_work, args, processes, run_dir / "logs", env, most, True, timeout_s, tell)
+    run_workers(_work, args, processes, run_dir / "logs", None, most, True, timeout_s, on_restart=tell, server=server)
 
 
 def _restarts(cfg: Any) -> int:

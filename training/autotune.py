@@ -18,14 +18,14 @@ from typing import Any
 from common.errors import PlanError
 from common.machine import available_memory
 from data.batch import Batch
-from launchers import WorkerFailed, World, run_workers
+from launchers import ForkServer, WorkerFailed, World, run_workers
 from models.chain import Chain
 from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer
 from parallel.devices import resolve_device_type
 from parallel.memory import tensors_per_parameter
 from parallel.plan import Plan
 from training.checkpoint import newest, read_manifest
-from training.config import environment, to_config, to_dict
+from training.config import to_config, to_dict
 from training.reporting import write_json
 from training.reporting.console import METRICS, SUMMARY
 from training.reporting.metrics import read_records
@@ -84,7 +84,7 @@ class Trial:
     problem: str = ""
 
 
-def settle_chunks(cfg: Any, run_dir: Path, world: World | None) -> None:
+def settle_chunks(cfg: Any, run_dir: Path, world: World | None, server: ForkServer | None = None) -> None:
     """Try a few steps with each chunk count, print the table, and put the fastest that fits into the configuration.
 
     Raises PlanError where there is nobody to try (ranks that were started already, modes that do not train) and where
@@ -101,7 +101,7 @@ def settle_chunks(cfg: Any, run_dir: Path, world: World | None) -> None:
     print("parallel.chunks=auto: a few steps with each", flush=True)
     trials: list[Trial] = []
     for chunks in candidates(cfg.train.global_batch_size):
-        trial = _try(cfg, chunks)
+        trial = _try(cfg, chunks, server)
         if trial is None:
             continue
         if (trial.peak_memory_bytes or 0) > limit:
@@ -110,7 +110,7 @@ def settle_chunks(cfg: Any, run_dir: Path, world: World | None) -> None:
         print(_row(trial), flush=True)
         if _hopeless(trials):
             break
-    best = _fastest(cfg, trials)
+    best = _fastest(cfg, trials, server)
     cfg.parallel.chunks = best.chunks
     write_json(run_dir / CHOICES, {"chunks": best.chunks, "trials": [asdict(trial) for trial in trials]})
     print(f"parallel.chunks={best.chunks} is the fastest\n", flush=True)
@@ -121,7 +121,7 @@ def _hopeless(trials: list[Trial]) -> bool:
     return len(times) > 2 and min(times[-2:]) > _HOPELESS * min(times)
 
 
-def _fastest(cfg: Any, trials: list[Trial]) -> Trial:
+def _fastest(cfg: Any, trials: list[Trial], server: ForkServer | None) -> Trial:
     """Of those that fit; the nearest to the best get a second trial, and their faster one counts."""
     fit = [trial for trial in trials if not trial.problem]
     if not fit:
@@ -134,7 +134,7 @@ def _fastest(cfg: Any, trials: list[Trial]) -> Trial:
     if len(near) > 1:
         print("and once more those that are near the fastest", flush=True)
         for trial in near:
-            again = _try(cfg, trial.chunks)
+            again = _try(cfg, trial.chunks, server)
             if again.step_time_s is not None:
                 trial.step_time_s = min(trial.step_time_s, again.step_time_s)
             print(_row(trial), flush=True)
@@ -151,7 +151,7 @@ def candidates(batch: int) -> list[int]:
     return divisors
 
 
-def _try(cfg: Any, chunks: int) -> Trial | None:
+def _try(cfg: Any, chunks: int, server: ForkServer | None) -> Trial | None:
     """A short run of its own; None where the layout cannot have so many chunks."""
     from training.setup import prepare
 
@@ -167,7 +167,7 @@ def _try(cfg: Any, chunks: int) -> Trial | None:
     with tempfile.TemporaryDirectory() as folder:
         args = (to_dict(trial), folder)
         try:
-            run_workers(_work, args, plan.processes, Path(folder) / "logs", env=environment(trial))
+            run_workers(_work, args, plan.processes, Path(folder) / "logs", server=server)
         except WorkerFailed as failure:
             return Trial(chunks, problem=_reason(failure))
         summary = json.loads((Path(folder) / SUMMARY).read_text())

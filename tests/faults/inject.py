@@ -11,6 +11,7 @@ import time
 from functools import wraps
 from pathlib import Path
 
+import psutil
 from faults.plan import EVALUATION, MOMENT, SAVE, Fault, Record
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
@@ -21,13 +22,16 @@ class Attempt:
     """What this process knows of itself: its rank, the attempt's number, and how far it has come."""
 
     def __init__(self, record: Record) -> None:
-        self.record, self.rank = record, int(os.environ.get("RANK", 0))
-        self._faults = record.faults()
-        self.first = record.next_fault()
-        self.look_up()
+        self.record, self._faults = record, record.faults()
         self.step, self.done, self.saving = 0, 0, 0
         self.training = False
-        (record.folder / f"rank-{self.rank}.pid").write_text(str(os.getpid()))
+
+    def begin_run(self) -> None:
+        """This process, a rank by now, begins a run. (It was forked from one that had imported all this.)"""
+        self.rank = int(os.environ.get("RANK", 0))
+        self.first = self.record.next_fault()
+        self.look_up()
+        (self.record.folder / f"rank-{self.rank}.pid").write_text(str(os.getpid()))
 
     def look_up(self) -> None:
         """Which fault is next: others may have struck without ending this process."""
@@ -64,7 +68,8 @@ class Attempt:
 
     def _victim(self, fault: Fault) -> int:
         if fault.kind == "term":
-            return os.getppid() if "RANK" in os.environ else os.getpid()
+            launched = "RANK" in os.environ  # by the fork server of the launching process
+            return psutil.Process().parent().ppid() if launched else os.getpid()
         if fault.rank == self.rank:
             return os.getpid()
         return int((self.record.folder / f"rank-{fault.rank}.pid").read_text())
@@ -73,9 +78,23 @@ class Attempt:
 def arm() -> None:
     """Wrap what the points of a step and of a save are."""
     attempt = Attempt(Record(Path(os.environ["FAULTS"])))
+    _wrap_run(attempt)
     _wrap_steps(attempt)
     _wrap_saves(attempt)
     _wrap_end(attempt)
+
+
+def _wrap_run(attempt: Attempt) -> None:
+    from training import run as module
+
+    run = module.run
+
+    @wraps(run)
+    def begun(*args, **kwargs):
+        attempt.begin_run()
+        return run(*args, **kwargs)
+
+    module.run = begun
 
 
 def _wrap_steps(attempt: Attempt) -> None:

@@ -102,8 +102,9 @@ class Started:
 
     def workers(self) -> list[psutil.Process]:
         """The ranks that the first process started, in their order."""
-        found = [p for p in psutil.Process(self.process.pid).children() if _is_worker(p)]
-        return sorted(found, key=lambda p: (p.create_time(), p.pid))
+        children = psutil.Process(self.process.pid).children()
+        servers = [p for p in children if "launchers.forkserver" in " ".join(p.cmdline())]
+        return sorted((p for server in servers for p in server.children()), key=lambda p: p.pid)
 
     def launched(self) -> list[psutil.Process]:
         """The ranks that torchrun, being the first process, has started, in their order. (In sessions of their own.)"""
@@ -178,13 +179,6 @@ def _interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _is_worker(process: psutil.Process) -> bool:
-    try:
-        return "spawn_main" in " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _no_such_constant(name: str) -> None:
