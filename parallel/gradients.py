@@ -171,7 +171,7 @@ def replicate(stage: nn.Module, group: dist.ProcessGroup | None, bucket_mb: floa
     return replicated
 
 
-def _average_compressed(state: tuple[dist.ProcessGroup, torch.dtype], bucket: dist.GradBucket):
+def _average_compressed(state: tuple[dist.ProcessGroup, torch.dtype], bucket):  # DDP refuses an annotation in quotes
     """Half as many bytes: the bucket is divided, rounded to the smaller type, summed, and widened in place.
 
     torch's own hooks (``bf16_compress_hook``) do the same but check for NCCL.

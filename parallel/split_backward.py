@@ -75,6 +75,10 @@ def backward_inputs(
     finally:
         for hook in hooks:
             hook.remove()
+    for group in groups:
+        for node in group.boundary:
+            if node not in group.entered:  # an output that no input leads to: nothing was computed there
+                group.entered[node] = _gradients_of(node, pairs)
     return [next(answers) if _has_gradient(t) else None for t in inputs], DeferredWeights([o for o, _ in pairs], groups)
 
 
@@ -113,6 +117,12 @@ def _node(tensor: Tensor) -> Node:
     if tensor.grad_fn is not None:
         return tensor.grad_fn
     return tensor.view_as(tensor).grad_fn.next_functions[0][0]
+
+
+def _gradients_of(node: Node, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor | None, ...]:
+    """The gradients of the outputs that ``node`` makes, by their number."""
+    gradients = {output.output_nr: gradient for output, gradient in pairs if output.grad_fn is node}
+    return tuple(gradients.get(i) for i in range(max(gradients, default=-1) + 1))
 
 
 def _note(group: _Group, node: Node):

@@ -81,6 +81,7 @@ def choose_chunks(cfg: Any, run_dir: Path, world: World | None, server: ForkServ
         cfg: The configuration, which is changed.
         run_dir: Where choices.json is written.
         world: The ranks that exist already, None where this process will start them.
+        server: Forks the workers of the trials.
 
     Raises:
         PlanError: Where no trials can be started (ranks that exist already, modes that do not train), and where no
@@ -149,7 +150,6 @@ def candidates(batch: int) -> list[int]:
 
 def _try(cfg: Any, chunks: int, server: ForkServer | None) -> Trial | None:
     """A short run of its own; None where the layout cannot have so many chunks."""
-
     trial = copy.deepcopy(cfg)
     trial.parallel.chunks = chunks
     trial.logger = {"_target_": "training.reporting.NoLogger"}

@@ -89,8 +89,9 @@ def prepare(cfg: Any, world_size: int | None = None) -> Setup:
     if data.changing_shapes and plan.pipelined:
         raise TrainingError(
             f"data.bucket_by_length=true gives batches of different shapes, and parallel={plan.strategy} sends tensors "
-            "of one fixed shape from stage to stage; use parallel="
-            f"{' or '.join(names_where(stage_per_rank=False, gpu_only=False))}, or data.bucket_by_length=false"
+            "of one fixed shape from stage to stage; use "
+            f"{' or '.join(f'parallel={name}' for name in names_where(stage_per_rank=False, gpu_only=False))}, or "
+            "data.bucket_by_length=false"
         )
     if train.compile:
         check_compiler(plan.device_type)

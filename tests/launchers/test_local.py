@@ -15,9 +15,15 @@ from launchers.loopback import is_loopback
 @pytest.fixture(autouse=True)
 def no_worker_is_left():
     yield
-    children = psutil.Process().children(recursive=True)
-    # The tests' own fork server is a child of this process, too.
-    assert [child for child in children if "from multiprocessing." not in " ".join(child.cmdline())] == []
+    assert [child for child in psutil.Process().children(recursive=True) if not _is_of_the_tests(child)] == []
+
+
+def _is_of_the_tests(process: psutil.Process) -> bool:
+    """Whether it is the tests' own fork server, or has ended."""
+    try:
+        return "from multiprocessing." in " ".join(process.cmdline())
+    except (psutil.ZombieProcess, psutil.NoSuchProcess):
+        return True
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +92,8 @@ def test_the_end_of_the_process_that_forks_the_workers_ends_them_too(tmp_path):
     def kill_it():
         while len(list(tmp_path.glob("*.pids"))) < 2:
             time.sleep(0.1)
-        psutil.Process().children()[0].kill()
+        (server,) = [p for p in psutil.Process().children() if "launchers.forkserver" in " ".join(p.cmdline())]
+        server.kill()
 
     threading.Thread(target=kill_it, daemon=True).start()
     with pytest.raises(LaunchError, match="which forks the workers, was killed by signal 9"):

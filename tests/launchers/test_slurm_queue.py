@@ -6,9 +6,9 @@ import signal
 import subprocess
 
 import pytest
-from conf.schema.launcher import Slurm
 
 from common.errors import LaunchError
+from conf.schema import Slurm
 from launchers import slurm, slurm_queue
 
 NASTY = "a 'b' \"c\" $(touch struck)\ntouch struck; `touch struck`"

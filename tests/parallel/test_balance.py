@@ -103,7 +103,7 @@ def test_a_split_of_more_layers_than_every_split_is_tried_for_is_found_soon_and_
     costs = torch.rand(60, generator=torch.Generator().manual_seed(1)).tolist()
     started = time.perf_counter()
     each = stage_costs(costs, equal_stages(costs, 8, ranks=2, chunks=8, schedule=schedule))
-    assert time.perf_counter() - started < 20
+    assert time.perf_counter() - started < 60
     assert max(sum(each[0::2]), sum(each[1::2])) <= 1.02 * sum(costs) / 2
 
 

@@ -98,6 +98,7 @@ def test_ranks_started_by_hand_meet_by_their_environment_and_only_rank_0_talks(c
             env={**meeting, **TALKATIVE, "RANK": str(rank)},
             cwd=tmp_path,
             own_folder=False,
+            fresh=True,  # torch reads TALKATIVE when it is imported
         )
         for rank in (1, 0)  # rank 1 may come first
     ]

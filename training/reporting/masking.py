@@ -45,6 +45,8 @@ def mask_secrets(value: Any, name: str = "") -> Any:
             mask_secrets(item, option if _is_option(option) and not _is_option(item) else name)
             for option, item in zip(before, value, strict=False)
         ]
+    if name == "git_commit":  # forty hexadecimal digits, as a key of wandb has
+        return value
     if _is_secret(name, str(value)):
         return MASK
     return _mask_text(value) if isinstance(value, str) else value
