@@ -30,9 +30,14 @@ class _Group:
 
 @dataclass
 class DeferredWeights:
-    """What ``backward_weights`` needs. ``outputs`` keeps the graph alive until then."""
+    """What ``backward_weights`` needs.
 
-    outputs: list[Tensor]
+    Attributes:
+        roots: The nodes that make the outputs. They keep the graph alive, also where torch detaches the outputs.
+        groups: The weights, by the boundary nodes that lead to them.
+    """
+
+    roots: list[Node]
     groups: list[_Group]
 
 
@@ -79,7 +84,7 @@ def backward_inputs(
         for node in group.boundary:
             if node not in group.entered:  # an output that no input leads to: nothing was computed there
                 group.entered[node] = _gradients_of(node, pairs)
-    return [next(answers) if _has_gradient(t) else None for t in inputs], DeferredWeights([o for o, _ in pairs], groups)
+    return [next(answers) if _has_gradient(t) else None for t in inputs], DeferredWeights(roots, groups)
 
 
 def backward_weights(deferred: DeferredWeights) -> None:
@@ -105,7 +110,7 @@ def backward_weights(deferred: DeferredWeights) -> None:
             if gradient is not None:
                 weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
     deferred.groups.clear()
-    deferred.outputs.clear()
+    deferred.roots.clear()
 
 
 def _has_gradient(value: object) -> bool:
