@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,16 @@ def told_to_save(pid):
     return int(pending.group(1), 16) >> (signal.SIGUSR2 - 1) & 1
 
 
-def hold_until_the_limit(job):
-    """Stop a rank after its first steps, so that the others wait for it, until SLURM has announced the limit."""
+def hold(job):
+    """Stop a rank after its first steps, so that the others wait for it."""
     wait_until(lambda: job.steps() > 20, 120, "some steps")
     pid = job.rank(1)
     os.kill(pid, signal.SIGSTOP)
-    yield
+    return pid
+
+
+def release_at_the_limit(pid):
+    """Let the rank go on as soon as SLURM has announced the limit. Later the time is over, and SLURM kills the job."""
     try:
         wait_until(lambda: told_to_save(pid), 120, "SLURM's signal")
     finally:
@@ -41,15 +46,15 @@ def lives(cluster, tmp_path_factory):
     folder = tmp_path_factory.mktemp("time")
     jobs = {"limit": Job(cluster, [*RUN, *LIMIT], folder / "limit")}
     try:
-        held = hold_until_the_limit(jobs["limit"])
-        next(held)
-        jobs |= {name: Job(cluster, RUN, folder / name) for name in ("preempted", "at once")}
-        # What preemption does, without a second partition.
-        wait_until(lambda: jobs["at once"].number and jobs["at once"].rank(1), 120, "the processes")
-        jobs["at once"].tell_slurm("scontrol", "requeue")
-        wait_until(lambda: jobs["preempted"].steps() > 20, 120, "some steps")
-        jobs["preempted"].tell_slurm("scontrol", "requeue")
-        next(held, None)
+        with ThreadPoolExecutor(1) as pool:
+            released = pool.submit(release_at_the_limit, hold(jobs["limit"]))
+            jobs |= {name: Job(cluster, RUN, folder / name) for name in ("preempted", "at once")}
+            # What preemption does, without a second partition.
+            wait_until(lambda: jobs["at once"].number and jobs["at once"].rank(1), 120, "the processes")
+            jobs["at once"].tell_slurm("scontrol", "requeue")
+            wait_until(lambda: jobs["preempted"].steps() > 20, 120, "some steps")
+            jobs["preempted"].tell_slurm("scontrol", "requeue")
+            released.result()
         before = {name: wandb_id(job.folder) for name, job in jobs.items()}
         yield {name: (job.wait(150), before[name]) for name, job in jobs.items()}
     finally:
