@@ -14,6 +14,8 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -98,7 +100,14 @@ def layouts() -> list[list[str]]:
 
 
 def train(overrides: list[str]) -> list[dict]:
-    """Returns the metrics.jsonl of one run of the command line.
+    """Returns the metrics.jsonl of one run of the command line; raises SystemExit if it fails."""
+    with run(overrides) as folder:
+        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@contextmanager
+def run(overrides: list[str]) -> Iterator[Path]:
+    """Runs the command line, and gives the run's directory, which is deleted afterwards.
 
     Raises:
         SystemExit: If the run fails.
@@ -108,7 +117,7 @@ def train(overrides: list[str]) -> list[dict]:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
         if done.returncode != 0:
             raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
-        return [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+        yield Path(folder, "run")
 
 
 def compare(result: list[dict], reference: list[dict]) -> dict:

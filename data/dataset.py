@@ -30,8 +30,8 @@ class Source(ABC):
         """The number of samples."""
 
     @abstractmethod
-    def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
-        """Returns samples as (inputs [b, ...], targets [b, ...]).
+    def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
+        """Returns samples as (inputs [b, ...], targets [b, ...]); a tuple of inputs where a model has several.
 
         A pure function: augmentation, where there is any, depends on (seed, epoch, index) alone.
 
@@ -50,27 +50,30 @@ class Source(ABC):
 
 
 class InMemory(Source):
-    """Samples held as two tensors.
+    """Samples held as tensors.
 
     Attributes:
-        inputs: [n, ...].
+        inputs: [n, ...], or a tuple of such tensors where a model has several inputs.
         targets: [n, ...].
     """
 
-    def __init__(self, inputs: Tensor, targets: Tensor):
-        """Raises ValueError if the two differ in length."""
-        if len(inputs) != len(targets):
-            raise ValueError(f"{len(inputs)} inputs and {len(targets)} targets; each input needs one target")
+    def __init__(self, inputs: Tensor | tuple[Tensor, ...], targets: Tensor):
+        """Raises ValueError if inputs and targets differ in length."""
+        for tensor in inputs if isinstance(inputs, tuple) else (inputs,):
+            if len(tensor) != len(targets):
+                raise ValueError(f"{len(tensor)} inputs and {len(targets)} targets; each input needs one target")
         self.inputs, self.targets = inputs, targets
 
     def __len__(self) -> int:
-        return len(self.inputs)
+        return len(self.targets)
 
-    def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
+    def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
         """See Source."""
         import torch
 
         rows = torch.from_numpy(np.asarray(indices, dtype=np.int64))
+        if isinstance(self.inputs, tuple):
+            return tuple(tensor[rows] for tensor in self.inputs), self.targets[rows]
         return self.inputs[rows], self.targets[rows]
 
 

@@ -52,20 +52,20 @@ class ForkServer:
         self._connection, theirs = Pipe()
         # Only this process holds the writing end, so workers read the end of the file when it is gone.
         alive, self._alive = os.pipe()
-        fds = (theirs.fileno(), alive)
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from launchers.forkserver import serve; "
-            f"serve({fds[0]}, {fds[1]}, {[*_PRELOAD, *preload]!r})"
-        )
         with _blocked_signals():
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                env={**os.environ, **(env or {})},
-                stdin=subprocess.DEVNULL,
-                pass_fds=fds,
-            )
+            self._process = self._spawn((theirs.fileno(), alive), env or {}, [*_PRELOAD, *preload])
         theirs.close()
         os.close(alive)
+
+    def _spawn(self, fds: tuple[int, int], env: Mapping[str, str], preload: Sequence[str]) -> subprocess.Popen:
+        """Starts a process that runs ``serve(*fds, preload)``."""
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; from launchers.forkserver import serve; "
+            f"serve({fds[0]}, {fds[1]}, {preload!r})"
+        )
+        return subprocess.Popen(
+            [sys.executable, "-c", code], env={**os.environ, **env}, stdin=subprocess.DEVNULL, pass_fds=fds
+        )
 
     def __enter__(self) -> ForkServer:
         return self

@@ -143,21 +143,28 @@ class Chain:
             The layers.
         """
         layers = self.skeleton(names)
-        done: set[nn.Parameter] = set()
+        # Copies of tied parameters whose original belongs to another stage.
+        copies = {
+            alias: original
+            for alias, original in self.tied.items()
+            if is_within(alias, names) and not is_within(original, names)
+        }
+        copied = {layers.get_parameter(alias) for alias in copies}
+        done: set[Tensor] = set()
         for name, module in layers.named_modules():
             own = set(module.parameters(recurse=False)) | set(module.buffers(recurse=False))
             if own <= done:  # nothing of its own, or an alias of what is initialised already
                 continue
             done |= own
             module.to_empty(device="cpu", recurse=False)
-            with seeded(derive_seed(seed, self._canonical_module(name))), torch.no_grad():
-                self.initialise(name, module)
+            if not own <= copied:
+                with seeded(derive_seed(seed, name)), torch.no_grad():
+                    self.initialise(name, module)
             _move(module, device, dtype)
         layers.tie(self.tied)  # the original has memory now, its alias gets it here
-        for alias, original in self.tied.items():
-            if is_within(alias, names) and not is_within(original, names):
-                with torch.no_grad():
-                    layers.get_parameter(alias).copy_(self._initial(original, seed))
+        with torch.no_grad():
+            for alias, original in copies.items():
+                layers.get_parameter(alias).copy_(self._initial(original, seed))
         return layers
 
     def _initial(self, parameter: str, seed: int) -> Tensor:
@@ -172,13 +179,6 @@ class Chain:
     def canonical(self, name: str) -> str:
         """Return the name of a parameter in files: a tied one's canonical name."""
         return self.tied.get(name, name)
-
-    def _canonical_module(self, name: str) -> str:
-        """A module that holds a tied parameter's copy is seeded as the one that holds the original."""
-        for alias, original in self.tied.items():
-            if alias.rpartition(".")[0] == name:
-                return original.rpartition(".")[0]
-        return name
 
 
 def is_within(parameter: str, layers: Sequence[str]) -> bool:

@@ -47,6 +47,16 @@ class Slow(Source):
         return torch.full((len(indices),), os.getpid()), torch.zeros(len(indices))
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samples_with_two_inputs_are_read_for_training_and_evaluation(num_workers):
+    source = InMemory((torch.arange(10), torch.arange(10) + 0.5), torch.arange(10))
+    for _, batch in train_loader(TrainBatches(source, 4, seed=1), 1, 3, num_workers):
+        first, second = batch.inputs
+        assert torch.equal(first, batch.targets) and torch.equal(second, first + 0.5)
+    for batch in EvalBatches(source, 4):
+        assert torch.equal(batch.inputs[1], batch.inputs[0] + 0.5)
+
+
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_the_slices_of_all_replicas_make_up_the_same_global_batch(dp_size):
     whole = TrainBatches(numbered(103), 8, seed=1)

@@ -124,7 +124,7 @@ def parallel_section(layout: Layout, **changes) -> SimpleNamespace:
 
 # (channels, size, chain) of small versions of the image models.
 IMAGES = {
-    "resnet50": (3, 64, resnet50),
+    "resnet50": (3, 40, resnet50),
     "classifier": (3, 16, lambda: classifier(image_size=16)),
     "convnet": (1, 12, lambda: convnet(image_size=12)),
 }

@@ -13,7 +13,7 @@ from comparing import assert_same_training, weights_of
 TOLERANCE = 1e-5  # relative, in float32
 
 TOY = Recipe("toy", global_batch=24, lr=0.02, eval_every=7)
-GPT2 = Recipe("gpt2", global_batch=16, lr=0.2, clip=0.25, eval_every=5)
+GPT2 = Recipe("gpt2", global_batch=16, lr=0.2, steps=10, clip=0.25, eval_every=5)
 
 TOY_LAYOUTS = [
     Layout("model_parallel", pp=3, chunks=4),
@@ -101,7 +101,7 @@ def test_a_padded_sample_trains_as_one_that_is_not_there(trained, recipe):
 
 def test_evaluation_counts_every_sample_once_and_no_padding(trained):
     for result in trained(Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule="1f1b"), GPT2):
-        assert [count for _, count in result.evaluations] == [(16 - 1) * 32] * 4
+        assert [count for _, count in result.evaluations] == [(16 - 1) * 32] * 2
 
 
 def test_evaluation_in_the_middle_of_training_leaves_the_training_as_it_was(trained):
@@ -158,8 +158,10 @@ def test_the_first_half_precision_step_is_as_exact_as_in_float32(trained, precis
     assert_close(weights_of(run), reference.state, TOLERANCE)
 
 
-@pytest.mark.parametrize("precision, loss, weights", [("bf16", 1e-3, 5e-2), ("fp16", 1e-4, 5e-3)])
-def test_twenty_half_precision_steps_drift_by_rounding_only(trained, precision, loss, weights):
+@pytest.mark.parametrize(
+    "precision, loss, weights", [("bf16", 1e-3, 5e-2), pytest.param("fp16", 1e-4, 5e-3, marks=pytest.mark.slow)]
+)
+def test_half_precision_steps_drift_by_rounding_only(trained, precision, loss, weights):
     """A weight that differs by float32's 1e-7 is at times cast to the next number of the half format, 2^-8 away in
     bf16 and 2^-11 in fp16. Seen in every layout, without dropout too: losses 2e-4 apart in bf16 and 2e-5 in fp16,
     weights 1e-2 and 1e-3 (the last norm's bias, which is small)."""
@@ -196,13 +198,13 @@ def test_an_overflow_on_one_stage_halves_the_loss_scale_and_skips_the_step_on_ev
 def test_a_loss_scale_too_large_for_float16_comes_down_together_until_it_fits(trained):
     """With replicas it may take one halving more than in one process: each divides by its own number of terms."""
     layout = Layout("pipe_ddp", dp=2, pp=2, chunks=4)
-    recipe = dataclasses.replace(GPT2, precision="fp16", steps=12, eval_every=None, loss_scale=2.0**28)
+    recipe = dataclasses.replace(GPT2, precision="fp16", steps=8, eval_every=None, loss_scale=2.0**22)
     run = trained(layout, recipe)
     halvings = run[0].finite.count(False)
-    assert 0 < halvings < 12
+    assert 0 < halvings < 8
     for result in run:
-        assert result.finite == [False] * halvings + [True] * (12 - halvings)
-        assert result.loss_scales[-1] == 2.0 ** (28 - halvings)
+        assert result.finite == [False] * halvings + [True] * (8 - halvings)
+        assert result.loss_scales[-1] == 2.0 ** (22 - halvings)
     (reference,) = trained(layout.single, recipe)
     assert halvings - reference.finite.count(False) in (0, 1)
 

@@ -87,6 +87,7 @@ class Forked(multiprocessing.get_context("forkserver").Process):
         os.environ.update(self._state["env"])
         signal.signal(signal.SIGINT, signal.default_int_handler)
         multiprocessing.set_start_method(None, force=True)
+        _fork_server_of_workers()
         sys.argv = self._argv
         sys.path.insert(0, str(Path(self._argv[0]).parent))
         try:
@@ -107,6 +108,38 @@ class Forked(multiprocessing.get_context("forkserver").Process):
 
     def send_signal(self, signum: int) -> None:
         os.kill(self.pid, signum)
+
+
+class _ForkedServer(multiprocessing.get_context("fork").Process):
+    """As launchers.forkserver has it of subprocess.Popen."""
+
+    def wait(self) -> int:
+        self.join()
+        return self.exitcode
+
+
+def _fork_server_of_workers() -> None:
+    """Have the run fork the server of its workers, which then has imported everything, instead of starting a Python."""
+    from launchers.forkserver import ForkServer, serve
+
+    spawn = ForkServer._spawn
+
+    def fork(self, fds, env, preload):
+        if len(os.listdir("/proc/self/task")) > 1:  # a lock that another thread holds would stay locked in the fork
+            return spawn(self, fds, env, preload)
+
+        def target() -> None:
+            self._connection.close()
+            os.close(self._alive)
+            os.environ.update(env)
+            serve(*fds, preload)
+
+        process = _ForkedServer(target=target)
+        process.start()
+        return process
+
+    if sys.platform == "linux":
+        ForkServer._spawn = fork
 
 
 class Started:
@@ -154,7 +187,7 @@ class Started:
     def workers(self) -> list[psutil.Process]:
         """The ranks that the first process started, in their order."""
         children = psutil.Process(self.process.pid).children()
-        servers = [p for p in children if "launchers.forkserver" in " ".join(p.cmdline())]
+        servers = [p for p in children if os.getpgid(p.pid) == p.pid and os.getsid(p.pid) == self.process.pid]
         return sorted((p for server in servers for p in server.children()), key=lambda p: p.pid)
 
     def launched(self) -> list[psutil.Process]:

@@ -22,7 +22,7 @@ RUNS = {
     ),
     "resnet50": (
         ["parallel=pipelined", "parallel.chunks=2", "train.global_batch_size=8"]
-        + ["data.image_size=64", "data.samples=80"],
+        + ["data.image_size=32", "data.samples=80"],
         [("conv1", "layer2.3"), ("layer3.0", "fc")],
     ),
     "transformer": (

@@ -70,6 +70,7 @@ def test_the_plan_of_one_process_has_no_bubble(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_estimate_is_within_a_factor_of_two_of_what_a_run_takes(tmp_path, text, capsys):
     model = [
         "model=gpt2",

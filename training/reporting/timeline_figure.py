@@ -92,14 +92,33 @@ def draw(ranks: Mapping[int, Sequence[Interval]], title: str, subtitle: str) -> 
     Returns:
         The figure.
     """
-    everything = [i for step in ranks.values() for i in step]
-    first, last = work_span(everything)
-    span = 1e3 * (last - first)
     height = 1.55 + len(ranks) * (0.8 if len(ranks) <= 8 else 0.5)
     figure = Figure(figsize=(_WIDTH, height), layout="constrained", dpi=_DPI)
     axes = figure.add_subplot()
+    handles = diagram(axes, ranks, 0.9 * _WIDTH)
+    figure.suptitle(title, fontsize=13, fontweight="bold")
+    axes.set_title(subtitle, fontsize=10.5)
+    columns = len(handles) if len(handles) <= 6 else 4
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    return figure
+
+
+def diagram(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -> list[Patch]:
+    """Draws the rows of ``draw`` on axes.
+
+    Args:
+        axes: Where to draw.
+        ranks: As for ``draw``.
+        width: Of the axes, in inches, which decides whether a number fits into its block.
+
+    Returns:
+        The legend's handles.
+    """
+    everything = [i for step in ranks.values() for i in step]
+    first, last = work_span(everything)
+    span = 1e3 * (last - first)
     stages = [sorted({i.stage for i in step}) for step in ranks.values()]
-    sizes = _font_sizes(everything, points_a_second=0.9 * 72 * _WIDTH / (last - first))
+    sizes = _font_sizes(everything, points_a_second=72 * width / (last - first))
     legend: dict[tuple[int, int], tuple[str, str]] = {}
 
     for row, (own, step) in enumerate(zip(stages, ranks.values(), strict=True)):
@@ -124,12 +143,7 @@ def draw(ranks: Mapping[int, Sequence[Interval]], title: str, subtitle: str) -> 
     if moves:
         shown += [("receive: sender still computing", _WAITING), ("receive: sent, until used", _SENT)]
     _finish(axes, span, [_label(rank, own) for rank, own in zip(ranks, stages, strict=True)])
-    figure.suptitle(title, fontsize=13, fontweight="bold")
-    axes.set_title(subtitle, fontsize=10.5)
-    handles = [Patch(facecolor=colour, edgecolor="#999999", lw=0.5, label=name) for name, colour in shown]
-    columns = len(handles) if len(handles) <= 6 else 4
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
-    return figure
+    return [Patch(facecolor=colour, edgecolor="#999999", lw=0.5, label=name) for name, colour in shown]
 
 
 def _bar(axes: Axes, left: float, right: float, top: float, height: float, lw: float = 0.0, **colours) -> None:

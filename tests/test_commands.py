@@ -1,0 +1,122 @@
+"""Every command of README and docs/, run as written but for the size of what it trains.
+
+A page's commands run one after the other in one folder, so that a later one finds what an earlier one left there. A
+block of commands that needs more than one machine says so on the page: ``<!-- not run: why -->`` stands before it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import socket
+import struct
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from benchmarks import readme
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "training"))
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+# A command trains this little. A word that a mode does not know is left out there.
+STEPS = ["train.steps=2", "train.epochs=null", "train.eval_batches=1", "data.cache_dir=cache", "device=cpu"]
+SMALL = {
+    "gpt2": ["model.size=tiny", "data.seq_len=32"],
+    "transformer": ["model.d_model=32", "model.d_hid=64", "model.n_head=2", "data.seq_len=16"],
+    "resnet50": ["data.image_size=32", "data.samples=400"],
+}
+# docs/extending.md adds files; tests/training/test_extending.py runs it in a copy of the repository.
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in readme.PAGES if path.name != "extending.md"}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A line of a page: what comes before train.py's own words (torchrun's options), and these."""
+
+    prefix: tuple[str, ...]
+    words: tuple[str, ...]
+    why_not: str | None = None
+
+
+def commands(page: str) -> list[Command]:
+    """The lines of a page that call train.py, with the reason of those that are not run."""
+    found, why_not = [], None
+    for line in PAGES[page].splitlines():
+        if reason := re.fullmatch(r"<!-- not run: (.*) -->", line):
+            why_not = reason[1]
+        elif re.match(r" {4}(python|torchrun|pip) .*train\.py", line):
+            words = shlex.split(line.strip().split("&& ")[-1], comments=True)
+            at = words.index("train.py")
+            found.append(Command(tuple(words[1:at]), tuple(words[at + 1 :]), why_not))
+        elif line and not line.startswith(" "):
+            why_not = None
+    return found
+
+
+def smaller(words: tuple[str, ...]) -> list[str]:
+    """The command's words, and those that make it small."""
+    said = dict(word.partition("=")[::2] for word in words if "=" in word)
+    if "--help" in words or said.get("mode") == "plan" and "parallel.balance" in said:
+        return list(words)
+    few = ["train.eval_batches=1", "data.cache_dir=cache", "device=cpu"] if "mode" in said else STEPS
+    from_a_run = "checkpoint" in said or "model.init_from" in said
+    return [*words, *few, *([] if from_a_run else SMALL.get(said.get("model", ""), []))]
+
+
+@pytest.fixture(scope="module", params=[page for page in PAGES if commands(page)])
+def page(request):
+    return request.param
+
+
+def test_every_command_of_a_page_runs(page, tmp_path):
+    from commandline import train
+
+    prepare(tmp_path)
+    for number, command in enumerate(commands(page)):
+        if command.why_not is not None:
+            continue
+        torchrun = ["-m", "torch.distributed.run", "--master-port", str(free_port()), *command.prefix]
+        run = train(
+            smaller(command.words),
+            tmp_path / f"command-{number}",
+            prefix=torchrun if command.prefix else [],
+            cwd=tmp_path,
+            own_folder=False,
+        )
+        assert run.code == 0, f"{' '.join(command.words)}\n{run.console}"
+
+
+def prepare(folder: Path) -> None:
+    """The user's own data that the pages name: small files in each format."""
+    import numpy as np
+
+    mine = folder / "my"
+    for name in ("wikitext2", "shards", "mnist"):
+        (mine / name).mkdir(parents=True)
+    text = (ROOT / "train.py").read_text() * 20
+    for split in ("train", "valid", "test"):
+        (mine / "wikitext2" / f"{split}.txt").write_text(text)
+    (mine / "notes.txt").write_text(text)
+    row = json.dumps({"question": "How far is the moon?", "answer": "About 384,400 km, or thirty Earths in a row."})
+    (mine / "rows.jsonl").write_text(f"{row}\n" * 300)
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = 20240520, 1, 5000  # llm.c's magic number, version and number of tokens
+    for split in ("train", "val"):
+        shard = header.tobytes() + np.arange(5000, dtype="<u2").tobytes()
+        (mine / "shards" / f"my_{split}_000000.bin").write_bytes(shard)
+    for split, n in (("train", 400), ("t10k", 100)):
+        for kind, shape in (("images-idx3", (n, 28, 28)), ("labels-idx1", (n,))):
+            values = np.zeros(shape, dtype=np.uint8)
+            start = struct.pack(f">BBBB{len(shape)}I", 0, 0, 8, len(shape), *shape)
+            (mine / "mnist" / f"{split}-{kind}-ubyte").write_bytes(start + values.tobytes())
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
