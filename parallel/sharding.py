@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -65,8 +66,26 @@ def fill(tensor: Tensor, given: Tensor) -> None:
         tensor: Shared or not.
         given: A tensor of the same shape, or what gives rows of one for a slice.
     """
-    part, start, _, _ = rows_of(tensor)
-    part.copy_(given[start : start + len(part)] if part.dim() else given[...])
+    local(tensor).copy_(rows_in(given, tensor))
+
+
+def rows_in(given: Tensor, like: Tensor) -> Tensor:
+    """Return those rows of ``given`` that this rank holds of ``like``. The arguments are those of ``fill``."""
+    part, start, _, shared = rows_of(like)
+    return given[start : start + len(part)] if shared else given[...]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all rows of a tensor; a copy where it is shared. All ranks that share it call this together."""
+    part, _, shape, shared = rows_of(tensor)
+    if not shared:
+        return part
+    group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
+    padded = part.new_zeros(-(-shape[0] // group.size()), *shape[1:])
+    padded[: len(part)] = part
+    parts = [torch.empty_like(padded) for _ in range(group.size())]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat(parts)[: shape[0]]
 
 
 class Sharding:

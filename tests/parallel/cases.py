@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from tuple_models import TUPLE_MODELS
 
 from data.batch import Batch
@@ -23,6 +22,7 @@ from models.toy import toy
 from models.transformer import transformer
 from parallel.build import build_strategy
 from parallel.plan import Plan, make_plan
+from parallel.sharding import whole
 from parallel.strategies import strategy_info
 from parallel.strategy import Options, Strategy
 from parallel.timeline import Interval
@@ -243,18 +243,14 @@ def train(layout: Layout, recipe: Recipe) -> Result:
     ends = {*strategy.chain.tied, *strategy.chain.tied.values()}
     for stage in strategy.stages:
         everything = stage.layers.named_parameters(remove_duplicate=False)
-        result.copies |= {name: _whole(p).detach().clone() for name, p in everything if name in ends}
+        result.copies |= {name: whole(p).detach().clone() for name, p in everything if name in ends}
     result.intervals = list(strategy.timeline.steps)
     strategy.close()
     return result
 
 
 def _copy(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: _whole(tensor).detach().clone() for name, tensor in state.items()}
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return {name: whole(tensor).detach().clone() for name, tensor in state.items()}
 
 
 def _interleave(batch: Batch) -> Batch:
