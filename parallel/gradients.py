@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from models.chain import Chain, is_within
 from parallel.mesh import Mesh
 from parallel.plan import Plan
-from parallel.sharding import local
+from parallel.rows import local
 from parallel.stage import Stage
 
 
@@ -136,4 +136,3 @@ class TiedParameters:
                 dist.all_reduce(total, group=group)
             for other in others:
                 other.copy_(total)
-

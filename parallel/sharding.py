@@ -14,78 +14,11 @@ What goes wrong with it, and what is done about it here:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Shard
+from torch import nn
 
 from parallel.mesh import Mesh
 from parallel.stage import Stage
-
-
-class Rows(NamedTuple):
-    """The part of a tensor that this rank holds.
-
-    Attributes:
-        tensor: The part, with the memory of the original.
-        start: The first of its rows (positions along the first dimension) in the whole tensor.
-        shape: Of the whole tensor.
-        shared: Whether other ranks hold other rows.
-    """
-
-    tensor: Tensor
-    start: int
-    shape: tuple[int, ...]
-    shared: bool
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, with the same memory; a tensor that is not shared as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def rows_of(tensor: Tensor) -> Rows:
-    """Return which rows of a tensor this rank holds."""
-    part, shape = local(tensor), tuple(tensor.shape)
-    if not isinstance(tensor, DTensor) or tensor.placements[-1] != Shard(0):
-        return Rows(part, 0, shape, shared=False)
-    mesh = tensor.device_mesh
-    each = -(-shape[0] // mesh.size(mesh.ndim - 1))  # as torch.chunk cuts
-    return Rows(part, min(each * mesh.get_local_rank(mesh.ndim - 1), shape[0]), shape, shared=True)
-
-
-@torch.no_grad()
-def fill(tensor: Tensor, given: Tensor) -> None:
-    """Copy this rank's rows of ``given`` into ``tensor``.
-
-    Args:
-        tensor: Shared or not.
-        given: A tensor of the same shape, or what gives rows of one for a slice.
-    """
-    local(tensor).copy_(rows_in(given, tensor))
-
-
-def rows_in(given: Tensor, like: Tensor) -> Tensor:
-    """Return those rows of ``given`` that this rank holds of ``like``. The arguments are those of ``fill``."""
-    part, start, _, shared = rows_of(like)
-    return given[start : start + len(part)] if shared else given[...]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Return all rows of a tensor; a copy where it is shared. All ranks that share it call this together."""
-    part, _, shape, shared = rows_of(tensor)
-    if not shared:
-        return part
-    group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
-    padded = part.new_zeros(-(-shape[0] // group.size()), *shape[1:])
-    padded[: len(part)] = part
-    parts = [torch.empty_like(padded) for _ in range(group.size())]
-    dist.all_gather(parts, padded, group=group)
-    return torch.cat(parts)[: shape[0]]
 
 
 class Sharding:
@@ -101,7 +34,10 @@ class Sharding:
                 gradients are reduced after every micro-batch. Otherwise they are whole from the first forward to the
                 last backward, and gradients are reduced once.
         """
-        self._reshard = reshard
+        from torch.distributed import fsdp  # imports DTensor: a second
+        from torch.distributed.device_mesh import DeviceMesh
+
+        self._fsdp, self._reshard = fsdp, reshard
         if mesh.outer_group is None:
             self._ranks = DeviceMesh.from_group(mesh.inner_group, device_type)
         else:
@@ -118,9 +54,9 @@ class Sharding:
         if not any(True for _ in module.parameters()):
             return
         # None: the outermost module is whole until its backward, which begins at once.
-        fully_shard(module, mesh=self._ranks, reshard_after_forward=None if self._reshard else False)
+        self._fsdp.fully_shard(module, mesh=self._ranks, reshard_after_forward=None if self._reshard else False)
         if hasattr(module, "loss"):  # a head that owns the loss is called by that name
-            register_fsdp_forward_method(module, "loss")
+            self._fsdp.register_fsdp_forward_method(module, "loss")
 
     def before_backward(self, stages: Iterable[Stage], last: bool) -> None:
         """Say how the next micro-batch's gradients are reduced.
@@ -129,7 +65,7 @@ class Sharding:
             stages: Of this rank.
             last: Whether it is the step's last micro-batch.
         """
-        for stage in _sharded(stages):
+        for stage in self._sharded(stages):
             stage.set_is_last_backward(last)
             stage.set_requires_gradient_sync(self._reshard or last)
             stage.set_requires_all_reduce(last)
@@ -139,7 +75,7 @@ class Sharding:
 
         torch's stage does this in each backward that it runs itself, and not in those that are split.
         """
-        for stage in _sharded(stages):
+        for stage in self._sharded(stages):
             stage.set_is_last_backward(False)
             stage.set_reshard_after_backward(False)
             stage.set_requires_gradient_sync(False)
@@ -148,9 +84,8 @@ class Sharding:
         """Free the whole parameters that no backward will free."""
         for stage in stages:
             for module in stage.modules():
-                if isinstance(module, FSDPModule):
+                if isinstance(module, self._fsdp.FSDPModule):
                     module.reshard()
 
-
-def _sharded(stages: Iterable[Stage]) -> list[Stage]:
-    return [stage for stage in stages if isinstance(stage, FSDPModule)]  # a stage may have no parameters
+    def _sharded(self, stages: Iterable[Stage]) -> list[Stage]:
+        return [stage for stage in stages if isinstance(stage, self._fsdp.FSDPModule)]  # one may have no parameters

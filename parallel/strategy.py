@@ -24,7 +24,8 @@ from parallel.gradients import Gradients, TiedParameters, sum_dtype
 from parallel.mesh import Mesh
 from parallel.plan import Plan
 from parallel.precision import LossScale, autocast, parameter_dtype
-from parallel.sharding import Sharding, fill
+from parallel.rows import fill
+from parallel.sharding import Sharding
 from parallel.stage import Stage
 from parallel.step import Options, StepResult
 from parallel.timeline import Timeline
@@ -64,8 +65,7 @@ class Strategy(ABC):
         self.device = devices[0]
         self.timeline = Timeline()
         self.loss_scale = LossScale(enabled=plan.precision == "fp16")
-        # With one replica there is nothing to share.
-        shares = plan.sharded and mesh.inner_group is not None
+        shares = plan.sharded and mesh.inner_group is not None  # there are others to share with
         self.sharding = Sharding(mesh, self.device.type, plan.reshard) if shares else None
         self.stages = [
             Stage(
@@ -142,11 +142,10 @@ class Strategy(ABC):
             loss_scale = self.loss_scale.factor / batch.targets.numel()
         for stage in self.stages:
             stage.begin(training, step or 0, loss_scale)
+        # A cast that is kept gets its gradient last, when its layer's may have been reduced.
+        keep_casts = self.sharding is None or self.plan.pipelined
         try:
-            with (
-                torch.set_grad_enabled(training),
-                autocast(self.plan.precision, self.device.type, self._weights_stay),
-            ):
+            with torch.set_grad_enabled(training), autocast(self.plan.precision, self.device.type, keep_casts):
                 yield batch
         finally:
             for stage in self.stages:
@@ -272,10 +271,7 @@ class Strategy(ABC):
                 canonical = self.chain.canonical(name)
                 if canonical not in state:
                     raise KeyError(f"{canonical} is not among the {len(state)} tensors given")
-                given = state[canonical]  # once: it may be read from a file here
-                if given.shape != tensor.shape:
-                    raise ValueError(f"{canonical} has {tuple(given.shape)}, expected {tuple(tensor.shape)}")
-                fill(tensor, given)
+                fill(tensor, state[canonical], canonical)
 
     def close(self) -> None:
         """Drop what refers to process groups, before they are destroyed."""
@@ -292,11 +288,6 @@ class Strategy(ABC):
     def microbatch_indices(self) -> Tensor:
         """Return [chunks] indices of this replica's micro-batches in the global batch."""
         return torch.arange(self.plan.chunks) + self.mesh.replica * self.plan.chunks
-
-    @property
-    def _weights_stay(self) -> bool:
-        """Whether what is computed of a weight may be kept for the step: its gradient may come at the very end."""
-        return self.sharding is None or self.plan.pipelined
 
     def take_sums(self) -> Tensor:
         """Return the stages' [loss sum, count, metric sums...] since the last call; zeros where there is no loss."""

@@ -13,11 +13,10 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from common.errors import TrainingError
 from conf.schema import own_keys
-from parallel.sharding import local, rows_in
+from parallel.rows import local, rows_in
 from parallel.strategy import Strategy
 from training.config import instantiate, resolve
 
@@ -92,7 +91,7 @@ def _build(config: Mapping, parameters: list, fused: bool, decay_vectors: bool) 
         groups = [{"params": parameters}]
     if fused and "fused" in known and arguments.get("fused") is None:
         # torch has no rule for a fused SGD over shares. Those it knows take one kernel per step all the same.
-        shared = any(isinstance(parameter, DTensor) for parameter in parameters)
+        shared = any(local(parameter) is not parameter for parameter in parameters)
         arguments["foreach" if shared and resolve(config["_target_"]) is torch.optim.SGD else "fused"] = True
     try:
         return instantiate(arguments, [group for group in groups if group["params"]])

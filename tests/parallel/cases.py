@@ -22,7 +22,7 @@ from models.toy import toy
 from models.transformer import transformer
 from parallel.build import build_strategy
 from parallel.plan import Plan, make_plan
-from parallel.sharding import whole
+from parallel.rows import whole
 from parallel.strategies import strategy_info
 from parallel.strategy import Options, Strategy
 from parallel.timeline import Interval

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from cases import Layout, Recipe, build, chain_and_batches
 
 from parallel.mesh import Mesh
-from parallel.sharding import local
+from parallel.rows import local
 
 
 def sums_over_groups(order: str) -> tuple[int, int]:

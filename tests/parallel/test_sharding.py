@@ -36,9 +36,7 @@ def test_gpt2_with_tied_embeddings_dropout_and_clipping_trains_as_in_one_process
     assert_same_training(trained(layout, GPT2), reference, TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "layout", [Layout("fsdp", dp=3, chunks=2), Layout("pipe_fsdp", dp=3, pp=2, chunks=2)], ids=str
-)
+@pytest.mark.parametrize("layout", [Layout("fsdp", dp=3, chunks=2), Layout("pipe_fsdp", dp=3, pp=2, chunks=2)], ids=str)
 def test_rows_that_do_not_divide_by_the_ranks_train_the_same(trained, layout):
     """The toy's last layer has five rows for three ranks."""
     (reference,) = trained(layout.single, TOY)

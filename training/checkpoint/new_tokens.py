@@ -8,7 +8,7 @@ from common.errors import TrainingError
 from data.vocabulary import GPT2_VOCAB_SIZE, gpt2, parse_extra_tokens
 from models.chain import Chain
 from models.new_rows import fill_new_rows
-from parallel.sharding import fill, whole
+from parallel.rows import fill, whole
 from parallel.strategy import Strategy
 
 _PADDED_TO = 128
@@ -58,4 +58,4 @@ def add_tokens(extra_tokens: Any, chain: Chain, strategy: Strategy, known: int =
         if name == chain.embedding:
             rows = whole(parameter.detach())
             fill_new_rows(rows, GPT2_VOCAB_SIZE, sources, known)
-            fill(parameter, rows)
+            fill(parameter, rows, name)

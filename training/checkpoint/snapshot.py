@@ -16,7 +16,7 @@ from torch import Tensor
 from common.errors import CheckpointError
 from common.files import flush_path, free_space, write_atomically
 from common.machine import available_memory
-from parallel.sharding import Rows, local, rows_of
+from parallel.rows import Rows, local, rows_of
 from parallel.strategy import Strategy
 from training.checkpoint.commit import await_sidecars
 from training.checkpoint.manifest import Optimizer, sha256, sidecar_name
