@@ -84,7 +84,7 @@ def run(
         try:
             outcome = loop.run(resumed.step + 1, recorder.lacks_evaluation(resumed.step))
             test = _test(setup, strategy, loop)
-            ranks = gather_results(strategy, outcome)
+            ranks = gather_results(strategy, outcome, optimizer.state_of)
             summary = _summary(setup, strategy, outcome, test, ranks)
         finally:
             checkpoints.close()

@@ -65,6 +65,7 @@ class Layout:
         words += [] if self.balance == "uniform" else [str(self.balance)]
         words += [] if self.shard is None else [f"shard={self.shard}"]
         words += [] if self.reshard is None else [f"reshard={self.reshard}"]
+        words += [] if self.comm_hook == "none" else [self.comm_hook]
         return " ".join(words)
 
 
@@ -89,6 +90,7 @@ class Recipe:
     fused: bool = False  # SGD's fused kernel
     sync_batchnorm: bool = False
     interleaved: bool = False  # the batch's halves in turn, a quarter of the batch at a time
+    bucket_mb: float = 25.0
     overflow_at_step: int | None = None  # of one parameter's gradient, in the first layer only
 
 
@@ -197,6 +199,7 @@ def build(layout: Layout, recipe: Recipe) -> tuple[Plan, Strategy]:
         recompute=recipe.recompute,
         sync_batchnorm=recipe.sync_batchnorm,
         comm_hook=layout.comm_hook,
+        bucket_mb=recipe.bucket_mb,
     )
     return plan, build_strategy(plan, chain, mesh, options, sample)
 

@@ -91,10 +91,9 @@ def await_sidecars(draft: Path, names: dict[str, str], timeout_s: float) -> dict
         if seen != last_seen:
             last_seen, deadline = seen, time.monotonic() + timeout_s
         elif time.monotonic() > deadline:
-            silent = [who for name, who in names.items() if name not in contents]
+            silent = ", ".join(who for name, who in names.items() if name not in contents)
             raise CheckpointError(
-                f"{', '.join(silent)} of {len(names)} has written nothing to {draft} for {timeout_s:g} s "
-                "(parallel.timeout_s)"
+                f"{silent} of {len(names)} has written nothing to {draft} for {timeout_s:g} s (parallel.timeout_s)"
             )
         if len(contents) < len(names):
             time.sleep(_POLL_S)
