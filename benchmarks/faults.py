@@ -32,7 +32,7 @@ from faults.signals import interrupt, moments  # noqa: E402
 from faults.single_ranks import poison, stall  # noqa: E402
 from faults.table import Trial, rows  # noqa: E402
 
-STRATEGIES = ("ddp", "pipelined", "pipe_ddp")
+STRATEGIES = ("ddp", "pipelined", "pipe_ddp", "fsdp")
 _AT_ONCE = 12  # kills that one run meets
 _SIGNALS = {"single": 8, "ddp": 6, "pipe_ddp": 6}
 

@@ -57,6 +57,8 @@ MORE_LAYOUTS = {
         ["parallel=pipelined", "parallel.pp=4", "parallel.schedule=1f1b"],
         ["parallel=pipe_ddp", "parallel.dp=2", "parallel.pp=2", "parallel.schedule=gpipe"],
         ["parallel=pipe_ddp", "parallel.dp=2", "parallel.pp=2", "parallel.schedule=interleaved_1f1b"],
+        ["parallel=pipe_ddp", "parallel.dp=2", "parallel.pp=2", "parallel.schedule=planned"],
+        ["parallel=pipe_fsdp", "parallel.dp=2", "parallel.pp=2", "parallel.schedule=interleaved_zero_bubble"],
     ]
 }
 
@@ -70,7 +72,7 @@ def main() -> None:
         words = [f"{key}={value}" for key, value in settings.items()]
         reference = None
         for layout in [["parallel=single"], *layouts(), *MORE_LAYOUTS.get(model, [])]:
-            replicas = 2 if "parallel.dp=2" in layout else 1
+            replicas = next((int(word.partition("=")[2]) for word in layout if word.startswith("parallel.dp=")), 1)
             result = train([*words, *layout, f"parallel.chunks={MICROBATCHES // replicas}"])
             reference = reference or result
             about = {"model": model, "precision": settings["train.precision"], "run": " ".join(layout)}
@@ -88,12 +90,14 @@ def models() -> list[str]:
 def layouts() -> list[list[str]]:
     """Returns one layout for each strategy of conf/parallel that has replicas, stages or both.
 
-    A strategy has those for which its YAML file sets ``dp`` or ``pp``; it is a pipeline if the file sets ``chunks``.
+    A strategy has those for which its YAML file sets ``dp`` or ``pp``; it is a pipeline if the file sets ``chunks``,
+    and has groups of replicas if it sets ``shard``.
     """
     found = []
     for path in sorted((ROOT / "conf" / "parallel").glob("*.yaml")):
         keys = OmegaConf.load(path).keys()
-        words = [f"parallel.{key}=2" for key in ("dp", "pp") if key in keys]
+        sizes = {"dp": 4 if "shard" in keys else 2, "pp": 2, "shard": 2}
+        words = [f"parallel.{key}={size}" for key, size in sizes.items() if key in keys]
         if words:
             found.append([f"parallel={path.stem}", *words, *["parallel.schedule=1f1b"] * ("chunks" in keys)])
     return sorted(found, key=len)

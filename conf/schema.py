@@ -124,11 +124,13 @@ class Order(Enum):
 
 
 class CommHook(Enum):
-    """The dtype that gradients are sent in between replicas."""
+    """How gradients are sent between replicas: the dtype, or within nodes first and then between them."""
 
     none = "none"
     bf16 = "bf16"
     fp16 = "fp16"
+    hierarchical = "hierarchical"
+    hierarchical_bf16 = "hierarchical_bf16"
 
 
 @dataclass
@@ -147,7 +149,9 @@ class Parallel:
     threads: int | None = None  # CPU threads of each process; null: the cores, divided
     timeout_s: float = 300.0  # how long a rank waits for another before the run ends
     bucket_mb: float = 25.0  # DistributedDataParallel's gradient bucket, in MiB
-    comm_hook: CommHook = CommHook.none  # none: the gradients' own dtype
+    comm_hook: CommHook = CommHook.none  # none: the gradients' own dtype; hierarchical: within each node first
+    shard: int | None = None  # replicas that share one copy of the parameters; null: all; of hsdp: those of one node
+    reshard: bool | None = None  # fsdp: free each layer's whole parameters after its forward; null: not in pipelines
     sync_batchnorm: bool = False  # BatchNorm over the replicas' micro-batches together
     env: Any = None  # environment of the workers, such as {NCCL_DEBUG: INFO, GLOO_SOCKET_IFNAME: eth0}
 

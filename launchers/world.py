@@ -33,6 +33,11 @@ class World:
     local_size: int
     origin: str
 
+    @property
+    def nodes(self) -> int:
+        """The number of machines, if each has as many ranks as this one."""
+        return -(-self.size // self.local_size)
+
     @classmethod
     def alone(cls) -> World:
         """The world of a single process."""

@@ -126,7 +126,12 @@ class Chain:
         return layers
 
     def build(
-        self, names: Sequence[str], seed: int, device: torch.device, dtype: torch.dtype = torch.float32
+        self,
+        names: Sequence[str],
+        seed: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        built: Callable[[str, nn.Module], None] = lambda name, layer: None,
     ) -> Layers:
         """Build layers with their initial weights. Nothing else takes memory.
 
@@ -138,6 +143,8 @@ class Chain:
             seed: The run's seed.
             device: Where the weights are to be.
             dtype: Of floating-point weights.
+            built: Called with each layer and its name before the next one takes memory. The weights of a layer that
+                shares one with another of these are not final then.
 
         Returns:
             The layers.
@@ -151,21 +158,29 @@ class Chain:
         }
         copied = {layers.get_parameter(alias) for alias in copies}
         done: set[Tensor] = set()
-        for name, module in layers.named_modules():
-            own = set(module.parameters(recurse=False)) | set(module.buffers(recurse=False))
-            if own <= done:  # nothing of its own, or an alias of what is initialised already
-                continue
-            done |= own
-            module.to_empty(device="cpu", recurse=False)
-            if not own <= copied:
-                with seeded(derive_seed(seed, name)), torch.no_grad():
-                    self.initialise(name, module)
-            _move(module, device, dtype)
+        for layer_name, layer in layers.items():
+            for name, module in layer.named_modules(prefix=layer_name):
+                own = set(module.parameters(recurse=False)) | set(module.buffers(recurse=False))
+                if own <= done:  # nothing of its own, or an alias of what is initialised already
+                    continue
+                done |= own
+                module.to_empty(device="cpu", recurse=False)
+                if not own <= copied:
+                    with seeded(derive_seed(seed, name)), torch.no_grad():
+                        self.initialise(name, module)
+                _move(module, device, dtype)
+            with torch.no_grad():
+                for alias, original in copies.items():
+                    if is_within(alias, [layer_name]):
+                        layers.get_parameter(alias).copy_(self._initial(original, seed))
+            built(layer_name, layer)
         layers.tie(self.tied)  # the original has memory now, its alias gets it here
-        with torch.no_grad():
-            for alias, original in copies.items():
-                layers.get_parameter(alias).copy_(self._initial(original, seed))
         return layers
+
+    def tied_within(self, names: Sequence[str]) -> list[str]:
+        """Return the names of the parameters that several of these layers share, aliases and originals."""
+        pairs = [pair for pair in self.tied.items() if all(is_within(name, names) for name in pair)]
+        return sorted({name for pair in pairs for name in pair})
 
     def _initial(self, parameter: str, seed: int) -> Tensor:
         """The initial value of a parameter of any layer; nothing but its module takes memory."""

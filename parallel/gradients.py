@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from models.chain import Chain, is_within
 from parallel.mesh import Mesh
 from parallel.plan import Plan
+from parallel.rows import local
 from parallel.stage import Stage
 
 
@@ -33,11 +32,11 @@ class Gradients:
     def clear(self) -> None:
         """Clear the last step's gradients.
 
-        With replicas they are views of DDP's buckets and stay so, zeroed: gradients of their own beside the buckets
-        would take the model's size in memory once more.
+        With replicas they are views of buckets and stay so, zeroed: gradients of their own beside the buckets would
+        take the model's size in memory once more. Where replicas share them, there are no buckets.
         """
         present = self._present()
-        if self._mesh.dp_group is not None and present:
+        if self._mesh.dp_group is not None and self._mesh.shards == 1 and present:
             torch._foreach_zero_(present)
             return
         for stage in self._stages:
@@ -60,14 +59,14 @@ class Gradients:
     def squared_norm(self) -> Tensor:
         """Compute this rank's part of the squared norm of the whole model's gradients.
 
-        Replicas have equal gradients, so only the first adds its own. The others add 0, or NaN where theirs are not
-        finite. A tied parameter is added where its canonical name is.
+        Replicas have equal gradients, so only the first adds its own, or its ranks their shares. The others add 0, or
+        NaN where theirs are not finite. A tied parameter is added where its canonical name is.
 
         Returns:
             A scalar in ``sum_dtype``.
         """
         gradients = [
-            parameter.grad
+            local(parameter.grad)
             for stage in self._stages
             for name, parameter in stage.layers.named_parameters()
             if parameter.grad is not None and name not in self._chain.tied
@@ -75,12 +74,13 @@ class Gradients:
         dtype = sum_dtype(self._device)
         if not gradients:
             return torch.zeros((), dtype=dtype, device=self._device)
-        norms = torch._foreach_norm(gradients)
-        squares = torch.stack([n.to(self._device, dtype) for n in norms]).square().sum()
-        return squares if self._mesh.replica == 0 else squares * 0
+        # Not in float32: its rounding depends on how the elements are divided among ranks.
+        norms = torch._foreach_norm(gradients, 2, dtype)
+        squares = torch.stack([n.to(self._device) for n in norms]).square().sum()
+        return squares if self._mesh.copy == 0 else squares * 0
 
     def _present(self) -> list[Tensor]:
-        return [p.grad for stage in self._stages for p in stage.layers.parameters() if p.grad is not None]
+        return [local(p.grad) for stage in self._stages for p in stage.layers.parameters() if p.grad is not None]
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
@@ -91,7 +91,8 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 class TiedParameters:
     """Tied parameters that several stages hold: each stage has a copy, and all copies get the summed gradient.
 
-    Copies start equal (they are drawn under the same name) and get equal updates, so they stay equal.
+    Copies start equal (they are drawn under the same name) and get equal updates, so they stay equal. Where replicas
+    share parameters, a rank has the same rows of each copy.
     """
 
     def __init__(self, plan: Plan, chain: Chain, stages: Sequence[Stage], mesh: Mesh, timeout_s: float) -> None:
@@ -128,60 +129,10 @@ class TiedParameters:
     def sum_gradients(self) -> None:
         """Set every copy's gradient to the sum of all copies'. Called once per step, after the backward."""
         for parameters, group in self._copies:
-            total = parameters[0].grad
-            for other in parameters[1:]:
-                total += other.grad.to(total.device)
+            total, *others = [local(parameter.grad) for parameter in parameters]
+            for other in others:
+                total += other.to(total.device)
             if group is not None:
                 dist.all_reduce(total, group=group)
-            for other in parameters[1:]:
-                other.grad.copy_(total)
-
-
-# torch 2.13 renamed the argument and warns at the old name.
-_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-_NO_BUFFER_SYNC = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
-
-_COMPRESSED = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def replicate(stage: nn.Module, group: dist.ProcessGroup | None, bucket_mb: float, comm_hook: str) -> nn.Module:
-    """Wrap a stage in DistributedDataParallel.
-
-    Args:
-        stage: The module.
-        group: The ranks that hold the same stage, or None where there is one replica.
-        bucket_mb: Gradients are sent in buckets of about this many MiB, during the backward.
-        comm_hook: The number format of sent gradients: none (as they are), bf16 or fp16.
-
-    Returns:
-        The wrapped stage; ``stage`` itself where there is one replica, or nothing to average.
-    """
-    if group is None or not any(p.requires_grad for p in stage.parameters()):
-        return stage
-    replicated = DistributedDataParallel(
-        stage,
-        process_group=group,
-        init_sync=False,  # weights are drawn by name: equal already
-        **_NO_BUFFER_SYNC,
-        gradient_as_bucket_view=True,
-        bucket_cap_mb=bucket_mb,
-    )
-    if comm_hook in _COMPRESSED:
-        replicated.register_comm_hook((group, _COMPRESSED[comm_hook]), _average_compressed)
-    return replicated
-
-
-def _average_compressed(state: tuple[dist.ProcessGroup, torch.dtype], bucket):  # DDP refuses an annotation in quotes
-    """Half as many bytes: the bucket is divided, rounded to the smaller type, summed, and widened in place.
-
-    torch's own hooks (``bf16_compress_hook``) do the same but check for NCCL.
-    """
-    group, dtype = state
-    gradients = bucket.buffer()
-    small = (gradients / dist.get_world_size(group)).to(dtype)
-    sent = dist.all_reduce(small, group=group, async_op=True).get_future()
-
-    def widen(done: torch.futures.Future) -> Tensor:
-        return gradients.copy_(done.value()[0])
-
-    return sent.then(widen)
+            for other in others:
+                other.copy_(total)

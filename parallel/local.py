@@ -20,7 +20,7 @@ from parallel.strategy import StepResult, Strategy
 
 
 class LocalStrategy(Strategy):
-    """One stage, with or without replicas on other ranks: ``single`` and ``ddp``."""
+    """One stage, with or without replicas on other ranks: ``single``, ``ddp``, ``fsdp`` and ``hsdp``."""
 
     def __init__(self, *args, **kwargs) -> None:
         """Place the model. The arguments are those of ``Strategy``."""
@@ -57,7 +57,10 @@ class LocalStrategy(Strategy):
         chunks = batch.chunks(self.plan.chunks)
         no_sync = getattr(self._model, "no_sync", nullcontext)
         for index, chunk in zip(self.microbatch_indices(), chunks, strict=True):
-            yield index, chunk, nullcontext() if chunk is chunks[-1] else no_sync()
+            last = chunk is chunks[-1]
+            if self.sharding is not None:
+                self.sharding.before_backward(self.stages, last)
+            yield index, chunk, nullcontext() if last else no_sync()
 
     def close(self) -> None:
         """See ``Strategy.close``."""

@@ -24,9 +24,10 @@ class MemoryEstimate:
 
     Attributes:
         rank: The rank.
-        weights: Parameters.
-        gradients: Their gradients.
-        optimizer: The optimizer's state.
+        weights: Parameters; of shared ones, this rank's share.
+        gradients: Their gradients, likewise.
+        optimizer: The optimizer's state, likewise.
+        gathered: Shared parameters and their gradients, as far as they are whole during a step.
         activations: What autograd holds for the micro-batches in flight, and weights cast to the compute dtype.
         process: The interpreter and its libraries (in main memory, also where a GPU computes).
     """
@@ -35,13 +36,14 @@ class MemoryEstimate:
     weights: int
     gradients: int
     optimizer: int
+    gathered: int
     activations: int
     process: int
 
     @property
     def total(self) -> int:
         """The sum."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.process
+        return self.weights + self.gradients + self.optimizer + self.gathered + self.activations + self.process
 
 
 def tensors_per_parameter(optim) -> int:
@@ -97,10 +99,28 @@ def estimate_memory(plan: Plan, chain: Chain, sample: Batch, optim) -> list[Memo
     """
     held = stage_activations(plan, chain, sample)
     states = tensors_per_parameter(optim) - 2
+    layers = [sum(p.numel() for p in layer.parameters()) for _, layer in chain.skeleton().items()]
+    largest = max(layers) * parameter_dtype(plan.precision).itemsize
     estimates = []
     for rank in range(plan.processes):
         stages = plan.stages_of(plan.mesh(rank).position)
-        weights = sum(stage.parameters for stage in stages) * parameter_dtype(plan.precision).itemsize
+        whole = sum(stage.parameters for stage in stages) * parameter_dtype(plan.precision).itemsize
+        share = -(-whole // plan.mesh(rank).shards)
+        gathered = _gathered(plan, whole, largest) if share < whole else 0
         activations = sum(held[stage.index] for stage in stages)
-        estimates.append(MemoryEstimate(rank, weights, weights, states * weights, activations, PROCESS_BYTES))
+        estimates.append(MemoryEstimate(rank, share, share, states * share, gathered, activations, PROCESS_BYTES))
     return estimates
+
+
+def _gathered(plan: Plan, whole: int, largest: int) -> int:
+    """Estimate the bytes of shared parameters and gradients that are whole during a step.
+
+    Args:
+        plan: The layout of the run.
+        whole: The bytes of all parameters of the rank's stages.
+        largest: The bytes of the largest layer.
+    """
+    # A layer at a time: one computes and the next is fetched. Its gradients lie in a buffer to be reduced, too.
+    weights = min(whole, 2 * largest) if plan.reshard else whole
+    reduced_once = plan.pipelined or (not plan.reshard and plan.chunks > 1)
+    return weights + (whole if reduced_once else min(whole, 2 * largest))

@@ -8,6 +8,13 @@ With parallel.order=dp_pp (rank = replica x pp + position) for dp=2, pp=2:
                      ^- ranks 0 and 2 hold the same stages and average their gradients
 
 parallel.order=pp_dp numbers down the columns instead.
+
+Neighbouring replicas form groups (``group`` of them). A group reduces gradients among its ranks first and then with the
+other groups; where training is sharded, its ranks share one copy of the parameters. For dp=4, group=2 and one stage:
+
+    group 0      ranks 0, 1     <- inner: reduce-scatter, and shares of one copy
+    group 1      ranks 2, 3
+                 ^- ranks 0 and 2 (outer): all-reduce of what each holds after the reduce-scatter
 """
 
 from __future__ import annotations
@@ -29,16 +36,24 @@ class Mesh:
         pp: The number of ranks of each pipeline.
         rank: This process's rank.
         order: dp_pp or pp_dp, the numbering of the ranks.
+        group: How many neighbouring replicas form a group.
+        sharded: Whether the ranks of a group share one copy of the parameters.
         dp_group: The ranks that hold the same stages. None until ``connect``, or where there is one.
         pp_group: The ranks of this pipeline. None likewise.
+        inner_group: The ranks of ``dp_group`` in the same group of replicas. None likewise.
+        outer_group: The ranks of ``dp_group`` at the same place of every group. None likewise.
     """
 
     dp: int
     pp: int
     rank: int = 0
     order: str = "dp_pp"
+    group: int = 1
+    sharded: bool = False
     dp_group: dist.ProcessGroup | None = field(default=None, repr=False)
     pp_group: dist.ProcessGroup | None = field(default=None, repr=False)
+    inner_group: dist.ProcessGroup | None = field(default=None, repr=False)
+    outer_group: dist.ProcessGroup | None = field(default=None, repr=False)
 
     def rank_at(self, replica: int, position: int) -> int:
         """Return the rank that runs ``position`` of pipeline ``replica``."""
@@ -63,6 +78,21 @@ class Mesh:
         """This rank's place in its pipeline, from 0."""
         return self.coordinates(self.rank)[1]
 
+    @property
+    def shards(self) -> int:
+        """How many ranks share one copy of the parameters; 1 where each has its own."""
+        return self.group if self.sharded else 1
+
+    @property
+    def shard(self) -> int:
+        """This rank's place among those that share a copy, from 0."""
+        return self.replica % self.shards
+
+    @property
+    def copy(self) -> int:
+        """The copy of the parameters that this rank has, or has a share of, from 0. The first one is saved."""
+        return self.replica // self.shards
+
     def pipeline(self, replica: int) -> list[int]:
         """Return the ranks of one pipeline, first stage to last."""
         return [self.rank_at(replica, position) for position in range(self.pp)]
@@ -81,7 +111,18 @@ class Mesh:
             This mesh. With more than one rank it needs an initialised default process group.
         """
         self.pp_group = self.new_group([self.pipeline(r) for r in range(self.dp)], timeout_s)
-        self.dp_group = self.new_group([self.replicas(p) for p in range(self.pp)], timeout_s)
+        columns = [self.replicas(position) for position in range(self.pp)]
+        self.dp_group = self.new_group(columns, timeout_s)
+        if self.group == self.dp:
+            self.inner_group = self.dp_group
+        elif self.group == 1:
+            self.outer_group = self.dp_group
+        else:
+            starts = range(0, self.dp, self.group)
+            inner = [column[start : start + self.group] for column in columns for start in starts]
+            self.inner_group = self.new_group(inner, timeout_s)
+            outer = [column[place :: self.group] for column in columns for place in range(self.group)]
+            self.outer_group = self.new_group(outer, timeout_s)
         return self
 
     def gather(self, value: Any) -> list:

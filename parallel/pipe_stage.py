@@ -6,7 +6,7 @@ This is the one file that uses private names of torch.distributed.pipelining: ``
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,7 @@ class PipeStage(PipelineStage):
         neighbours: tuple[int, int],
         received: Sequence[Tensor],
         sent: Sequence[Tensor],
+        reduce: Callable[[], None] | None = None,
     ) -> None:
         """Wrap the module of one stage.
 
@@ -67,6 +68,7 @@ class PipeStage(PipelineStage):
             received: One micro-batch's incoming tensors, on the meta device, in the layout in which they are sent. Of
                 stage 0, the batch's inputs.
             sent: The same of the outgoing tensors; of the last stage, the loss.
+            reduce: Called when the gradients of all micro-batches are there, while other stages still compute.
         """
         first, last = index == 0, index == stages - 1
         self._constants_in = [] if first else [i for i, tensor in enumerate(received) if not tensor.requires_grad]
@@ -80,7 +82,7 @@ class PipeStage(PipelineStage):
             output_args=_without(sent, self._constants_out),
             group=group,
         )
-        self._timeline, self._neighbours = timeline, neighbours
+        self._timeline, self._neighbours, self._reduce = timeline, neighbours, reduce
         self._examples = [received[i] for i in self._constants_in]
         # Tensors without gradients, by micro-batch: those that arrive, and those to be sent.
         self._arriving: dict[int, list[Tensor]] = {}
@@ -153,6 +155,12 @@ class PipeStage(PipelineStage):
         start = now()
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self._timeline.note(BACKWARD_WEIGHT, self.stage_index, bwd_chunk_id, start)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Reduce gradients over replicas; called once per step after the stage's last backward, or evaluation."""
+        super().perform_reduce_grad(grad_scale_factor)
+        if self._reduce is not None and self.has_backward:
+            self._reduce()
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False):
         """Compute gradients: "full" for all of them, or "input" and later "weight" for those of inputs and weights.

@@ -15,10 +15,11 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.batch import Batch
 from models.chain import Chain
+from parallel.averaging import Buckets, averaging
 from parallel.mesh import Mesh
 from parallel.order import stage_seconds
 from parallel.pipe_stage import PipeStage, PlannedSchedule
@@ -33,7 +34,7 @@ MEASURED_STEPS = 4
 
 
 class Pipeline(Strategy):
-    """A pipeline of stages, with or without replicas of it: ``pipelined`` and ``pipe_ddp``."""
+    """A pipeline of stages, with or without replicas of it: ``pipelined``, ``pipe_ddp`` and ``pipe_fsdp``."""
 
     def __init__(
         self,
@@ -47,17 +48,28 @@ class Pipeline(Strategy):
         """Place the stages and make the schedule. The arguments are those of ``Strategy``."""
         super().__init__(plan, chain, mesh, devices, options, sample)
         borders = stage_borders(self.plan, self.chain, sample)
+        self._buckets = self._make_buckets()
         self._pipe_stages = [
             self._pipe_stage(stage, plan, borders)
             for stage, plan in zip(self.stages, self.plan.stages_of(self.mesh.position), strict=True)
         ]
-        looped = SCHEDULES[self.plan.schedule].looped
         self._schedule = schedule_class(self.plan.schedule)(
-            self._pipe_stages if looped else self._pipe_stages[0],
+            self._pipe_stages if SCHEDULES[self.plan.schedule].looped else self._pipe_stages[0],
             self.plan.chunks,
             loss_fn=_already_a_loss,
             scale_grads=False,
         )
+
+    def replicate(self, stage: Stage) -> nn.Module:
+        """See ``Strategy.replicate``. A stage whose backward is split has its gradients averaged by ``Buckets``."""
+        return stage if stage in self._buckets else super().replicate(stage)
+
+    def _make_buckets(self) -> dict[Stage, Buckets]:
+        splits = SCHEDULES[self.plan.schedule].splits_backward
+        if not splits or self.mesh.dp_group is None or self.sharding is not None:
+            return {}
+        average = averaging(self.mesh, self.options.comm_hook)
+        return {stage: Buckets(stage.parameters(), average, self.options.bucket_mb) for stage in self.stages}
 
     def _pipe_stage(self, stage: Stage, plan: StagePlan, borders: Sequence[Sequence[TensorSpec]]) -> PipeStage:
         ranks = self.mesh.pipeline(self.mesh.replica)
@@ -71,12 +83,17 @@ class Pipeline(Strategy):
             neighbours=(ranks[(plan.index - 1) % len(ranks)], ranks[(plan.index + 1) % len(ranks)]),
             received=[_example(stage, spec, sent=plan.index > 0) for spec in borders[plan.index]],
             sent=[_example(stage, spec, sent=True) for spec in borders[plan.index + 1]],
+            reduce=self._buckets[stage].start if stage in self._buckets else None,
         )
 
     def train_step(self, batch: Batch, step: int, stop: bool = False, loss_limit: float = math.inf) -> StepResult:
         """See ``Strategy.train_step``."""
         with self.step(batch, step) as batch:
+            if self.sharding is not None:
+                self.sharding.hold_gradients(self.stages)
             self._schedule.step(*self._inputs(batch), return_outputs=False, **self._arguments(batch))
+        for buckets in self._buckets.values():
+            buckets.wait()
         result = self.finish_step(batch, stop, loss_limit)
         if isinstance(self._schedule, PlannedSchedule):
             self._plan_anew()
@@ -111,6 +128,7 @@ class Pipeline(Strategy):
     def close(self) -> None:
         """See ``Strategy.close``."""
         self._pipe_stages.clear()
+        self._buckets.clear()
         self._schedule = None
         super().close()
 

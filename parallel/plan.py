@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from common.errors import PlanError
 from models.chain import Chain, is_within
 from parallel.devices import device_count, resolve_device_type
+from parallel.groups import check_groups, check_shardable
 from parallel.mesh import Mesh
 from parallel.partition import partition_layers
 from parallel.precision import resolve_precision
@@ -50,6 +51,9 @@ class Plan:
         parameters: The number of trainable parameters of the model, a tied one counted once.
         global_batch_size: Samples per step over all replicas.
         devices: Where one process puts its stages or copies; empty where each rank has one device.
+        group: How many neighbouring replicas reduce gradients among themselves first (``parallel.mesh``).
+        sharded: Whether the replicas of a group share parameters, gradients and optimizer state.
+        reshard: Whether shared parameters are whole one layer at a time.
     """
 
     strategy: str
@@ -65,6 +69,9 @@ class Plan:
     parameters: int
     global_batch_size: int
     devices: tuple[str, ...] = field(default=())
+    group: int = 1
+    sharded: bool = False
+    reshard: bool = False
 
     @property
     def pipelined(self) -> bool:
@@ -90,7 +97,7 @@ class Plan:
 
     def mesh(self, rank: int) -> Mesh:
         """Return the grid of ranks, seen from ``rank``."""
-        return Mesh(self.dp, self.pp if self.pipelined else 1, rank, self.order)
+        return Mesh(self.dp, self.pp if self.pipelined else 1, rank, self.order, self.group, self.sharded)
 
     def stages_of(self, position: int) -> list[StagePlan]:
         """Return the stages of a pipeline position: every ``pp``-th one, or all of them where one process runs all."""
@@ -98,7 +105,14 @@ class Plan:
 
 
 def make_plan(
-    parallel, chain: Chain, *, global_batch_size: int, device: str, precision: str, world_size: int | None = None
+    parallel,
+    chain: Chain,
+    *,
+    global_batch_size: int,
+    device: str,
+    precision: str,
+    world_size: int | None = None,
+    nodes: int = 1,
 ) -> Plan:
     """Make the plan of a run, and check it.
 
@@ -109,6 +123,7 @@ def make_plan(
         device: auto, cpu, cuda or mps.
         precision: auto, fp64, fp32, bf16 or fp16.
         world_size: The number of processes where they are started already (torchrun), else None.
+        nodes: The number of machines, with equally many processes each.
 
     Returns:
         The plan.
@@ -132,10 +147,13 @@ def make_plan(
 
     per_rank = 1
     if pipelined:
-        check_schedule(parallel.schedule, dp)
+        check_schedule(parallel.schedule)
         per_rank = stages_per_rank(parallel.schedule, parallel.stages_per_rank)
         check_chunks(parallel.schedule, chunks, parallel.pp)
     skeleton = chain.skeleton()
+    group, reshard = check_groups(parallel, info, Mesh(dp, ranks_per_replica, order=parallel.order), nodes)
+    if info.sharded:
+        check_shardable(parallel.name, skeleton)
     costs = [sum(p.numel() for p in layer.parameters()) for _, layer in skeleton.items()]
     balance = parallel.balance if isinstance(parallel.balance, str) else list(parallel.balance)
     runs = partition_layers(chain.names, parallel.pp * per_rank, balance, costs)
@@ -157,6 +175,9 @@ def make_plan(
         parameters=sum(p.numel() for p in skeleton.parameters()),
         global_batch_size=global_batch_size,
         devices=_devices(parallel, info, device_type),
+        group=group,
+        sharded=info.sharded,
+        reshard=reshard,
     )
 
 

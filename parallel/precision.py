@@ -43,11 +43,17 @@ def parameter_dtype(precision: str) -> torch.dtype:
     return torch.float64 if precision == "fp64" else torch.float32
 
 
-def autocast(precision: str, device_type: str):
-    """Return the context for one whole step, in which each weight is cast once and not once per micro-batch."""
+def autocast(precision: str, device_type: str, keep_casts: bool = True):
+    """Return the context for one whole step.
+
+    Args:
+        precision: fp64, fp32, bf16 or fp16.
+        device_type: cpu, cuda or mps.
+        keep_casts: Whether each weight is cast once and not once per micro-batch.
+    """
     if precision not in _COMPUTE:
         return nullcontext()
-    return torch.autocast(device_type, dtype=_COMPUTE[precision])
+    return torch.autocast(device_type, dtype=_COMPUTE[precision], cache_enabled=keep_casts)
 
 
 @dataclass

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 
 from common.errors import PlanError
-from parallel.strategies import suggest
 
 
 @dataclass(frozen=True)
@@ -92,24 +91,17 @@ def stages_per_rank(schedule: str, wanted: int | None) -> int:
     return wanted
 
 
-def check_schedule(schedule: str, replicas: int) -> None:
-    """Check that a schedule computes right gradients.
+def check_schedule(schedule: str) -> None:
+    """Check that a schedule can be used.
 
     Args:
         schedule: The schedule's name.
-        replicas: Their number.
 
     Raises:
-        PlanError: If the schedule is refused, always or with so many replicas.
+        PlanError: If it is refused, with the reason.
     """
     if SCHEDULES[schedule].refused:
         raise PlanError(f"parallel.schedule={schedule} is refused: {SCHEDULES[schedule].refused}")
-    if SCHEDULES[schedule].splits_backward and replicas > 1:
-        raise PlanError(
-            f"parallel.schedule={schedule} with parallel.dp={replicas} replicas is refused: torch skips the averaging "
-            "of gradients silently (pytorch issue 144530); use parallel.schedule=interleaved_1f1b, or one "
-            f"replica (parallel={suggest(replicas=False, stages=True)})"
-        )
 
 
 def check_chunks(schedule: str, chunks: int, ranks: int) -> None:

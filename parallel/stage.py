@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models.batchnorm import BatchNorm2d
-from models.chain import Chain, Tensors, as_tuple
+from models.chain import Chain, Tensors, as_tuple, is_within
 from models.losses import Sums
 from models.seeds import derive_seed, seed_generator
 
@@ -38,6 +38,7 @@ class Stage(nn.Module):
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         recompute: bool = False,
+        shard: Callable[[nn.Module], None] | None = None,
     ) -> None:
         """Build the layers with their initial weights.
 
@@ -48,11 +49,20 @@ class Stage(nn.Module):
             device: Where the weights are.
             dtype: Of floating-point weights.
             recompute: Whether a layer's activations are recomputed in the backward, and not kept.
+            shard: Reduces the parameters of a module, each layer and at last the stage, to this rank's share.
         """
         super().__init__()
         self.chain, self.device, self.seed, self.recompute = chain, device, seed, recompute
-        self.layers = chain.build(names, seed, device, dtype)
-        if chain.channels_last:
+        left_to_stage = chain.tied_within(names)
+
+        def built(name: str, layer: nn.Module) -> None:
+            if shard is not None and not any(is_within(parameter, [name]) for parameter in left_to_stage):
+                shard(layer)
+
+        self.layers = chain.build(names, seed, device, dtype, built)
+        if shard is not None:
+            shard(self)
+        elif chain.channels_last:  # shares are contiguous
             self.layers.to(memory_format=torch.channels_last)  # convolutions follow their weights
         self.begins_chain, self.ends_chain = names[0] == chain.names[0], names[-1] == chain.names[-1]
         self.step = 0

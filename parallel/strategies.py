@@ -24,6 +24,8 @@ class StrategyInfo:
         several_devices: Whether one process computes on several devices (``parallel.devices``): one device per stage,
             or, without stages, a copy of the model on each.
         gpu_only: Whether the devices must be GPUs.
+        shards: Whether replicas share parameters, gradients and optimizer state, and which ones unless
+            ``parallel.shard`` says so: "all" of them, or those of one "node". Empty: each replica has its own.
     """
 
     class_path: str
@@ -32,6 +34,12 @@ class StrategyInfo:
     stage_per_rank: bool = False
     several_devices: bool = False
     gpu_only: bool = False
+    shards: str = ""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether replicas share parameters, gradients and optimizer state."""
+        return self.shards != ""
 
 
 STRATEGIES = {
@@ -40,6 +48,11 @@ STRATEGIES = {
     "ddp": StrategyInfo("parallel.local:LocalStrategy", replicas=True),
     "pipelined": StrategyInfo("parallel.pipeline:Pipeline", stages=True, stage_per_rank=True),
     "pipe_ddp": StrategyInfo("parallel.pipeline:Pipeline", replicas=True, stages=True, stage_per_rank=True),
+    "fsdp": StrategyInfo("parallel.local:LocalStrategy", replicas=True, shards="all"),
+    "hsdp": StrategyInfo("parallel.local:LocalStrategy", replicas=True, shards="node"),
+    "pipe_fsdp": StrategyInfo(
+        "parallel.pipeline:Pipeline", replicas=True, stages=True, stage_per_rank=True, shards="all"
+    ),
     "data_parallel": StrategyInfo("parallel.local:DataParallel", several_devices=True, gpu_only=True),
 }
 

@@ -18,11 +18,14 @@ from torch import Tensor, nn
 
 from data.batch import Batch
 from models.chain import Chain
+from parallel.averaging import replicate
 from parallel.batchnorm import RunningStatistics
-from parallel.gradients import Gradients, TiedParameters, replicate, sum_dtype
+from parallel.gradients import Gradients, TiedParameters, sum_dtype
 from parallel.mesh import Mesh
 from parallel.plan import Plan
 from parallel.precision import LossScale, autocast, parameter_dtype
+from parallel.rows import fill
+from parallel.sharding import Sharding
 from parallel.stage import Stage
 from parallel.step import Options, StepResult
 from parallel.timeline import Timeline
@@ -36,6 +39,7 @@ class Strategy(ABC):
         device: Where batches are placed: the first stage's device.
         timeline: When this rank worked, in the newest steps.
         loss_scale: For float16.
+        sharding: How replicas share parameters, gradients and optimizer state; None where each has its own.
     """
 
     def __init__(
@@ -61,6 +65,8 @@ class Strategy(ABC):
         self.device = devices[0]
         self.timeline = Timeline()
         self.loss_scale = LossScale(enabled=plan.precision == "fp16")
+        shares = plan.sharded and mesh.inner_group is not None  # there are others to share with
+        self.sharding = Sharding(mesh, self.device.type, plan.reshard) if shares else None
         self.stages = [
             Stage(
                 chain,
@@ -69,6 +75,7 @@ class Strategy(ABC):
                 device=devices[i % len(devices)],
                 dtype=parameter_dtype(plan.precision),
                 recompute=options.recompute,
+                shard=self.sharding.shard if self.sharding is not None else None,
             )
             for i, stage in enumerate(plan.stages_of(mesh.position))
         ]
@@ -135,12 +142,16 @@ class Strategy(ABC):
             loss_scale = self.loss_scale.factor / batch.targets.numel()
         for stage in self.stages:
             stage.begin(training, step or 0, loss_scale)
+        # A cast that is kept gets its gradient last, when its layer's may have been reduced.
+        keep_casts = self.sharding is None or self.plan.pipelined
         try:
-            with torch.set_grad_enabled(training), autocast(self.plan.precision, self.device.type):
+            with torch.set_grad_enabled(training), autocast(self.plan.precision, self.device.type, keep_casts):
                 yield batch
         finally:
             for stage in self.stages:
                 stage.end()
+            if self.sharding is not None and not training:
+                self.sharding.reshard(self.stages)
         if training:
             self.timeline.end_step()
 
@@ -232,7 +243,7 @@ class Strategy(ABC):
         ]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return parameters and buffers of this rank's stages under global names.
+        """Return parameters and buffers of this rank's stages under global names; of shared ones, its rows.
 
         A tied parameter is included under its canonical name only, so that the parts of one replica's ranks make up
         the model with each tensor once.
@@ -248,7 +259,8 @@ class Strategy(ABC):
         """Copy this rank's part out of ``state``.
 
         Args:
-            state: Any part of the model that includes this rank's, under global names.
+            state: Any part of the model that includes this rank's, under global names: tensors, or what has a tensor's
+                ``shape`` and gives rows of it for a slice.
 
         Raises:
             KeyError: Naming a tensor that is missing.
@@ -259,10 +271,7 @@ class Strategy(ABC):
                 canonical = self.chain.canonical(name)
                 if canonical not in state:
                     raise KeyError(f"{canonical} is not among the {len(state)} tensors given")
-                given = state[canonical]  # once: it may be read from a file here
-                if given.shape != tensor.shape:
-                    raise ValueError(f"{canonical} has {tuple(given.shape)}, expected {tuple(tensor.shape)}")
-                tensor.copy_(given)
+                fill(tensor, state[canonical], canonical)
 
     def close(self) -> None:
         """Drop what refers to process groups, before they are destroyed."""
@@ -271,8 +280,10 @@ class Strategy(ABC):
     # -- for subclasses --------------------------------------------------------------------------------------------
 
     def replicate(self, stage: Stage) -> nn.Module:
-        """Wrap a stage in DistributedDataParallel, where there are replicas and something to average."""
-        return replicate(stage, self.mesh.dp_group, self.options.bucket_mb, self.options.comm_hook)
+        """Wrap a stage in DistributedDataParallel, where replicas have parameters of their own to average."""
+        if self.sharding is not None:
+            return stage
+        return replicate(stage, self.mesh, self.options.bucket_mb, self.options.comm_hook)
 
     def microbatch_indices(self) -> Tensor:
         """Return [chunks] indices of this replica's micro-batches in the global batch."""

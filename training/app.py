@@ -87,7 +87,7 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
         with _nothing_begun():
             choose_chunks(cfg, run_dir, world, server)
         queued = world is None and cfg.launcher.name == "slurm"
-        setup = prepare_here(cfg) if queued else prepare(cfg, world.size if world else None)
+        setup = prepare_here(cfg) if queued else prepare(cfg, *((world.size, world.nodes) if world else ()))
         if cfg.mode != "plan":
             from omegaconf import OmegaConf
 

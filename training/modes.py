@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
 _SINGLE = {"name": "single", "dp": 1, "pp": 1, "chunks": 1, "stages_per_rank": None, "balance": "uniform"}
+_SINGLE |= {"shard": None, "reshard": None, "comm_hook": "none"}
 
 
 def run_alone(cfg: Any, run_dir: Path, world: World | None) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from common.errors import TrainingError
 from conf.schema import own_keys
+from parallel.rows import local, rows_in
 from parallel.strategy import Strategy
 from training.config import instantiate, resolve
 
@@ -67,7 +68,12 @@ class Optimizer:
         return {key: value for one in self._torch for key, value in one.state.get(parameter, {}).items()}
 
     def load_state_of(self, parameter: torch.nn.Parameter, state: Mapping[str, Tensor]) -> None:
-        """Replace those tensors. ``step`` counters stay on the device where torch keeps them."""
+        """Replace those tensors. ``step`` counters stay on the device where torch keeps them.
+
+        Args:
+            parameter: A parameter of this rank.
+            state: Whole tensors, or what gives rows of them; of shared parameters, this rank's rows are taken.
+        """
         for optimizer in self._torch:
             if any(parameter is own for group in optimizer.param_groups for own in group["params"]):
                 optimizer.state[parameter] = {key: _placed_as(parameter, key, v) for key, v in state.items()}
@@ -84,7 +90,9 @@ def _build(config: Mapping, parameters: list, fused: bool, decay_vectors: bool) 
     else:
         groups = [{"params": parameters}]
     if fused and "fused" in known and arguments.get("fused") is None:
-        arguments["fused"] = True
+        # torch has no rule for a fused SGD over shares. Those it knows take one kernel per step all the same.
+        shared = any(local(parameter) is not parameter for parameter in parameters)
+        arguments["foreach" if shared and resolve(config["_target_"]) is torch.optim.SGD else "fused"] = True
     try:
         return instantiate(arguments, [group for group in groups if group["params"]])
     except TrainingError as error:
@@ -95,12 +103,15 @@ def _build(config: Mapping, parameters: list, fused: bool, decay_vectors: bool) 
 
 
 def _placed_as(parameter: torch.nn.Parameter, key: str, value: Tensor) -> Tensor:
-    """On the parameter's device, in its memory order: fused kernels walk both side by side."""
+    """On the parameter's device, in its memory order: fused kernels walk both side by side. Of a share, its rows."""
     if key == "step" and parameter.device.type == "cpu":
-        return value.clone()
+        return value[...].clone()
     if value.shape != parameter.shape:
-        return value.to(parameter.device)
-    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+        return value[...].to(parameter.device)
+    own = rows_in(value, parameter)
+    state = torch.empty_like(parameter, dtype=own.dtype, requires_grad=False)
+    local(state).copy_(own)
+    return state
 
 
 def _arguments(config: Mapping) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def run(
     os.environ.update(environment(cfg))
     share_cores(world.local_size, cfg.parallel.threads)
     _set_arithmetic(cfg.train)
-    setup = setup or prepare(cfg, world.size)
+    setup = setup or prepare(cfg, world.size, world.nodes)
     with _strategy(setup, world, store) as strategy:
         if cfg.mode == "eval":
             return evaluate_checkpoint(setup, strategy, run_dir)
@@ -84,7 +84,7 @@ def run(
         try:
             outcome = loop.run(resumed.step + 1, recorder.lacks_evaluation(resumed.step))
             test = _test(setup, strategy, loop)
-            ranks = gather_results(strategy, outcome)
+            ranks = gather_results(strategy, outcome, optimizer.state_of)
             summary = _summary(setup, strategy, outcome, test, ranks)
         finally:
             checkpoints.close()

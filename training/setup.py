@@ -63,12 +63,13 @@ class Setup:
         return self.data.seq_len
 
 
-def prepare(cfg: Any, world_size: int | None = None) -> Setup:
+def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1) -> Setup:
     """Build the chain and the plan and prepare the data.
 
     Args:
         cfg: The configuration; what it leaves to measurement is replaced by the result.
         world_size: The number of processes where they are started already (torchrun), else None.
+        nodes: The number of machines.
 
     Raises:
         UserError: For a configuration that cannot run, with the numbers and a way out.
@@ -85,7 +86,7 @@ def prepare(cfg: Any, world_size: int | None = None) -> Setup:
     chain, data = model_and_data(cfg)
     if cfg.mode != "eval" and train.resume is None:
         check_start(cfg.model, chain)
-    plan = _plan(cfg, chain, world_size)
+    plan = _plan(cfg, chain, world_size, nodes)
     if data.changing_shapes and plan.pipelined:
         raise TrainingError(
             f"data.bucket_by_length=true gives batches of different shapes, and parallel={plan.strategy} sends tensors "
@@ -102,11 +103,11 @@ def prepare(cfg: Any, world_size: int | None = None) -> Setup:
     setup = Setup(cfg, chain, data, plan, total_steps(train.steps, train.epochs, per_epoch), per_epoch)
     check_shapes(setup)
     if cfg.parallel.balance in BALANCES and len(plan.stages) > 1:
-        _balance(setup, world_size)
+        _balance(setup, world_size, nodes)
     return setup
 
 
-def _balance(setup: Setup, world_size: int | None) -> None:
+def _balance(setup: Setup, world_size: int | None, nodes: int) -> None:
     """Measure what each layer costs, and replace the word in the configuration by the number of layers per stage."""
     cfg, plan = setup.cfg, setup.plan
     if cfg.parallel.balance == "time":
@@ -115,7 +116,7 @@ def _balance(setup: Setup, world_size: int | None) -> None:
         costs = bytes_per_layer(plan, setup.chain, setup.sample, tensors_per_parameter(to_dict(cfg.optim)))
     unit = "of the time" if cfg.parallel.balance == "time" else "of the memory"
     cfg.parallel.balance = equal_stages(costs, len(plan.stages), plan.pp, plan.chunks, plan.schedule)
-    setup.plan = _plan(cfg, setup.chain, world_size)
+    setup.plan = _plan(cfg, setup.chain, world_size, nodes)
     setup.shares = stage_shares(costs, [len(stage.layers) for stage in setup.plan.stages]), unit
 
 
@@ -127,7 +128,7 @@ def describe(setup: Setup) -> str:
     return describe_plan(setup.plan, *described)
 
 
-def _plan(cfg: Any, chain: Chain, world_size: int | None) -> Plan:
+def _plan(cfg: Any, chain: Chain, world_size: int | None, nodes: int) -> Plan:
     return make_plan(
         cfg.parallel,
         chain,
@@ -135,6 +136,7 @@ def _plan(cfg: Any, chain: Chain, world_size: int | None) -> Plan:
         device=cfg.device,
         precision=cfg.train.precision,
         world_size=world_size,
+        nodes=nodes,
     )
 
 

@@ -63,8 +63,8 @@ def prepare_here(cfg: Any):
         per_node = launcher.gpus_per_node
     world_size = None if per_node is None else launcher.nodes * per_node
     if launcher.gpus_per_node is None or torch.cuda.is_available():
-        return prepare(cfg, world_size)
-    setup = prepare(to_config({**to_dict(cfg), "device": "cpu"}), world_size)
+        return prepare(cfg, world_size, launcher.nodes)
+    setup = prepare(to_config({**to_dict(cfg), "device": "cpu"}), world_size, launcher.nodes)
     setup.cfg.device = cfg.device
     return setup
 
@@ -121,7 +121,7 @@ def run_in_task(cfg: Any, run_dir: Path, world: World, give_up: Callable[[Launch
         after_restart(cfg, run_dir)
     try:
         with rendezvous(world, cfg.parallel.timeout_s, give_up) as (store, places):
-            setup = prepare(cfg, world.size)
+            setup = prepare(cfg, world.size, world.nodes)
             if world.rank == 0:
                 update_job(run_dir, status=RUNNING)
                 print("\n".join(filter(None, [describe(setup), describe_places(places)])), flush=True)

@@ -42,8 +42,9 @@ def test_replicas_are_compared_with_one_and_what_they_wait_for_is_all_reduce():
 def test_parity_covers_every_model_and_every_strategy_that_can_differ():
     assert set(parity.models()) == {path.stem for path in (parity.ROOT / "conf" / "model").glob("*.yaml")}
     strategies = [layout[0].removeprefix("parallel=") for layout in parity.layouts()]
-    assert strategies == ["ddp", "model_parallel", "pipelined", "pipe_ddp"]
+    assert strategies == ["ddp", "fsdp", "model_parallel", "hsdp", "pipelined", "pipe_ddp", "pipe_fsdp"]
     assert parity.layouts()[-1][1:] == ["parallel.dp=2", "parallel.pp=2", "parallel.schedule=1f1b"]
+    assert ["parallel=hsdp", "parallel.dp=4", "parallel.shard=2"] in parity.layouts()
 
 
 def test_published_figures_have_mean_and_spread_of_every_split():

@@ -102,6 +102,7 @@ def _wrap_steps(attempt: Attempt) -> None:
 
     from parallel.local import LocalStrategy
     from parallel.pipeline import Pipeline
+    from parallel.rows import local
     from parallel.stage import Stage
     from parallel.strategy import Strategy
     from training import loop
@@ -136,7 +137,7 @@ def _wrap_steps(attempt: Attempt) -> None:
         fault = attempt.fault
         if fault and fault.kind == "nan" and (fault.rank, fault.step) == (attempt.rank, attempt.step):
             if attempt.strike(fault):
-                next(p for p in self.parameters() if p.grad is not None).grad.view(-1)[0] = float("nan")
+                local(next(p for p in self.parameters() if p.grad is not None).grad).view(-1)[0] = float("nan")
         return agree(self, *args, **kwargs)
 
     @wraps(all_reduce)
@@ -200,6 +201,7 @@ def _wrap_saves(attempt: Attempt) -> None:
 
 def _wrap_end(attempt: Attempt) -> None:
     """A run that comes to its end leaves the checksum of each rank's weights."""
+    from parallel.rows import local
     from parallel.strategy import Strategy
 
     close = Strategy.close
@@ -208,7 +210,7 @@ def _wrap_end(attempt: Attempt) -> None:
     def closed(self):
         digest = hashlib.sha256()
         for _, parameter in self.named_parameters():
-            digest.update(parameter.detach().numpy().tobytes())
+            digest.update(local(parameter.detach()).numpy().tobytes())
         told = {"weights": digest.hexdigest(), "stage": self.mesh.position, "replica": self.mesh.replica}
         attempt.record.note(f"end-{attempt.first}-{attempt.rank}", told)
         close(self)

@@ -11,7 +11,7 @@ from faults.runs import RANKS, SAVE_EVERY, Ended, launch
 from faults.table import Trial
 
 _BEFORE_AND_AFTER = {"optimizer step", "snapshot.write_file", "commit.publish", "commit.update_link"}
-_WRITERS = {"ddp": 1, "pipelined": 2, "pipe_ddp": 2}  # so many ranks, the first, write checkpoints
+_WRITERS = {"ddp": 1, "pipelined": 2, "pipe_ddp": 2, "fsdp": 2}  # so many ranks, the first, write checkpoints
 
 
 def every_kill(strategy: str) -> list[Fault]:

@@ -17,7 +17,7 @@ sys.path[:0] = [path for path in (str(TESTS), str(TESTS / "training")) if path n
 from commandline import Run, Started  # noqa: E402
 from faults.plan import Fault, Record  # noqa: E402
 
-RANKS = {"single": 1, "ddp": 2, "pipelined": 2, "pipe_ddp": 4}
+RANKS = {"single": 1, "ddp": 2, "pipelined": 2, "pipe_ddp": 4, "fsdp": 2}
 SAVE_EVERY = 2
 _MODEL = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=16", "model.n_head=2", "model.dropout=0.1"]
 _TEXT = ["model.block_size=16", "model.vocab_size=4096", "data=text", f"data.root='{argparse.__file__}'"]

@@ -22,6 +22,7 @@ from models.toy import toy
 from models.transformer import transformer
 from parallel.build import build_strategy
 from parallel.plan import Plan, make_plan
+from parallel.rows import whole
 from parallel.strategies import strategy_info
 from parallel.strategy import Options, Strategy
 from parallel.timeline import Interval
@@ -41,6 +42,9 @@ class Layout:
     stages_per_rank: int | None = None
     balance: str | tuple[int, ...] = "uniform"
     order: str = "dp_pp"
+    shard: int | None = None
+    reshard: bool | None = None
+    comm_hook: str = "none"
 
     @property
     def pipelined(self) -> bool:
@@ -59,6 +63,9 @@ class Layout:
         words = [self.name, f"dp={self.dp}", f"pp={self.pp}", f"chunks={self.chunks}"]
         words += [self.schedule] * self.pipelined + [self.order] * (self.order != "dp_pp")
         words += [] if self.balance == "uniform" else [str(self.balance)]
+        words += [] if self.shard is None else [f"shard={self.shard}"]
+        words += [] if self.reshard is None else [f"reshard={self.reshard}"]
+        words += [] if self.comm_hook == "none" else [self.comm_hook]
         return " ".join(words)
 
 
@@ -83,7 +90,7 @@ class Recipe:
     fused: bool = False  # SGD's fused kernel
     sync_batchnorm: bool = False
     interleaved: bool = False  # the batch's halves in turn, a quarter of the batch at a time
-    comm_hook: str = "none"
+    bucket_mb: float = 25.0
     overflow_at_step: int | None = None  # of one parameter's gradient, in the first layer only
 
 
@@ -118,6 +125,9 @@ def parallel_section(layout: Layout, **changes) -> SimpleNamespace:
         devices=None,
         threads=None,
         timeout_s=60.0,
+        shard=layout.shard,
+        reshard=layout.reshard,
+        comm_hook=layout.comm_hook,
     )
     return SimpleNamespace(**{**section, **changes})
 
@@ -188,7 +198,8 @@ def build(layout: Layout, recipe: Recipe) -> tuple[Plan, Strategy]:
         timeout_s=60,
         recompute=recipe.recompute,
         sync_batchnorm=recipe.sync_batchnorm,
-        comm_hook=recipe.comm_hook,
+        comm_hook=layout.comm_hook,
+        bucket_mb=recipe.bucket_mb,
     )
     return plan, build_strategy(plan, chain, mesh, options, sample)
 
@@ -235,14 +246,14 @@ def train(layout: Layout, recipe: Recipe) -> Result:
     ends = {*strategy.chain.tied, *strategy.chain.tied.values()}
     for stage in strategy.stages:
         everything = stage.layers.named_parameters(remove_duplicate=False)
-        result.copies |= {name: p.detach().clone() for name, p in everything if name in ends}
+        result.copies |= {name: whole(p).detach().clone() for name, p in everything if name in ends}
     result.intervals = list(strategy.timeline.steps)
     strategy.close()
     return result
 
 
 def _copy(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in state.items()}
+    return {name: whole(tensor).detach().clone() for name, tensor in state.items()}
 
 
 def _interleave(batch: Batch) -> Batch:

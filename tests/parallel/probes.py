@@ -9,6 +9,7 @@ import torch.distributed as dist
 from cases import Layout, Recipe, build, chain_and_batches
 
 from parallel.mesh import Mesh
+from parallel.rows import local
 
 
 def sums_over_groups(order: str) -> tuple[int, int]:
@@ -82,3 +83,28 @@ def operators_of_a_planned_step(layout: Layout, recipe: Recipe, seconds: list) -
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         strategy.train_step(chain_and_batches(recipe)[1](1), 1)
     return Counter({event.key: event.count for event in profile.key_averages()})
+
+
+def gradients_after_an_evaluation(recipe: Recipe, layout: Layout, evaluate: bool) -> list[list[float]]:
+    """This rank's gradients of the second of two steps, with or without an evaluation in between."""
+    plan, strategy = build(layout, recipe)
+    batch_at = chain_and_batches(recipe)[1]
+    for step in (1, 2):
+        if step == 2 and evaluate:
+            strategy.eval_step(batch_at(0).chunks(plan.dp)[strategy.mesh.replica])
+        strategy.train_step(batch_at(step).chunks(plan.dp)[strategy.mesh.replica], step)
+    return [local(parameter.grad).flatten().tolist() for parameter in strategy.parameters()]
+
+
+def bytes_of_state(recipe: Recipe, layout: Layout) -> dict[str, int]:
+    """What this rank keeps between steps, in bytes, and what it keeps of AdamW."""
+    strategy, _ = _one_step(recipe, layout)
+    optimizer = torch.optim.AdamW(strategy.parameters())
+    optimizer.step()
+    tensors = {
+        "weights": list(strategy.parameters()),
+        "gradients": [p.grad for p in strategy.parameters()],
+        "optimizer": [t for state in optimizer.state.values() for t in state.values()],
+    }
+    storages = {kind: [local(t).untyped_storage() for t in own] for kind, own in tensors.items()}
+    return {kind: sum({s.data_ptr(): s.nbytes() for s in own}.values()) for kind, own in storages.items()}

@@ -1,4 +1,4 @@
-"""Six models under five strategies, and images under each schedule: all the same training.
+"""Six models under all strategies, and images under each schedule: all the same training.
 
 ``python -m benchmarks.parity`` makes the README's table.
 """
@@ -27,8 +27,10 @@ RECIPES = {
 
 def small_layout(name: str, info: StrategyInfo) -> Layout:
     """Two replicas and two stages, where the strategy has them; four micro-batches in all."""
-    dp, pp = 1 + info.replicas, 1 + info.stages
-    return Layout(name, dp=dp, pp=pp, chunks=4 // dp, schedule="gpipe" if info.replicas else "1f1b")
+    hybrid = info.shards == "node"  # two groups of two
+    dp, pp = (1 + info.replicas) * (1 + hybrid), 1 + info.stages
+    shard = 2 if hybrid else None
+    return Layout(name, dp=dp, pp=pp, chunks=4 // dp, schedule="gpipe" if info.replicas else "1f1b", shard=shard)
 
 
 # Every registered strategy: a new one is compared without a change here.

@@ -25,8 +25,8 @@ def test_every_configuration_is_of_a_registered_strategy():
 
 
 def test_an_unknown_strategy_is_an_error_that_names_the_known_and_the_file():
-    with pytest.raises(PlanError, match="parallel=fsdp is not registered in parallel/strategies.py, which has single,"):
-        strategy_info("fsdp")
+    with pytest.raises(PlanError, match="parallel=zero is not registered in parallel/strategies.py, which has single,"):
+        strategy_info("zero")
 
 
 @pytest.mark.parametrize(

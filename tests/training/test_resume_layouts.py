@@ -12,6 +12,9 @@ LAYOUTS = {
     "ddp": (2, ["parallel=ddp", "parallel.dp=2", "parallel.chunks=2"]),
     "pipelined": (2, ["parallel=pipelined", "parallel.chunks=4"]),
     "pipe_ddp": (4, ["parallel=pipe_ddp", "parallel.dp=2", "parallel.chunks=2", "parallel.order=pp_dp"]),
+    "fsdp": (4, ["parallel=fsdp", "parallel.dp=4", "parallel.chunks=1"]),
+    "hsdp": (4, ["parallel=hsdp", "parallel.dp=4", "parallel.shard=2", "parallel.chunks=1"]),
+    "pipe_fsdp": (4, ["parallel=pipe_fsdp", "parallel.dp=2", "parallel.chunks=2"]),
 }
 NAMES = list(LAYOUTS)
 RING = list(zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True))

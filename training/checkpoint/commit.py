@@ -54,32 +54,50 @@ def commit(draft: Path, final: Path, manifest: dict, stages: int, keep: int, tim
 def await_stages(draft: Path, stages: int, timeout_s: float) -> dict[str, dict]:
     """Waits until every stage has written its sidecar; returns the size and the sha256 of all files by their names.
 
+    Raises as ``await_sidecars`` does.
+    """
+    names = {sidecar_name(stage): f"stage {stage}" for stage in range(stages)}
+    files = {}
+    for content in await_sidecars(draft, names, timeout_s).values():
+        files.update(content["files"])
+    return dict(sorted(files.items()))
+
+
+def await_sidecars(draft: Path, names: dict[str, str], timeout_s: float) -> dict[str, dict]:
+    """Waits until the writers of some sidecars are done.
+
+    Args:
+        draft: The folder.
+        names: What to call the writer of each sidecar, by the sidecar's name.
+        timeout_s: The longest wait, in seconds, while nothing is written to the draft.
+
+    Returns:
+        The content of each sidecar, by its name.
+
     Raises:
-        CheckpointError: A stage has failed; or some stages have no sidecar yet, and no file of the draft has grown
+        CheckpointError: A writer has failed; or some have written no sidecar yet, and no file of the draft has changed
             for ``timeout_s`` seconds.
     """
-    files: dict[str, dict] = {}
-    missing = set(range(stages))
-    last_size, deadline = None, time.monotonic() + timeout_s
-    while missing:
-        for stage in sorted(missing):
-            content = _read_sidecar(draft, stage)
+    contents: dict[str, dict] = {}
+    last_seen, deadline = None, time.monotonic() + timeout_s
+    while len(contents) < len(names):
+        for name in names.keys() - contents.keys():
+            content = _read_sidecar(draft / name)
             if content is not None:
                 if "error" in content:
-                    raise CheckpointError(f"stage {stage}: {content['error']}")
-                files.update(content["files"])
-                missing.discard(stage)
-        size = size_of(draft)
-        if size != last_size:
-            last_size, deadline = size, time.monotonic() + timeout_s
+                    raise CheckpointError(f"{names[name]}: {content['error']}")
+                contents[name] = content
+        seen = activity_in(draft)
+        if seen != last_seen:
+            last_seen, deadline = seen, time.monotonic() + timeout_s
         elif time.monotonic() > deadline:
+            silent = ", ".join(who for name, who in names.items() if name not in contents)
             raise CheckpointError(
-                f"stage {', '.join(map(str, sorted(missing)))} of {stages} has written nothing to {draft} for "
-                f"{timeout_s:g} s (parallel.timeout_s)"
+                f"{silent} of {len(names)} has written nothing to {draft} for {timeout_s:g} s (parallel.timeout_s)"
             )
-        if missing:
+        if len(contents) < len(names):
             time.sleep(_POLL_S)
-    return dict(sorted(files.items()))
+    return contents
 
 
 def write_manifest(draft: Path, manifest: dict, files: dict[str, dict]) -> None:
@@ -165,14 +183,15 @@ def set_current(folder: Path, path: Path | None, best_step: int | None, say: Cal
             (folder / name).unlink()
 
 
-def size_of(draft: Path) -> int:
-    """Returns the bytes in the draft, which grow as long as some rank writes."""
+def activity_in(draft: Path) -> int:
+    """Returns a number that changes as long as some rank writes to the draft, also into the middle of a file."""
     total = 0
     for path in draft.glob("*"):
         try:
-            total += path.stat().st_size
+            status = path.stat()
         except OSError:
             continue
+        total += status.st_size + status.st_mtime_ns
     return total
 
 
@@ -180,10 +199,10 @@ def _write(path: Path, manifest: dict) -> None:
     write_atomically(path, json.dumps(with_checksum(manifest), indent=1))
 
 
-def _read_sidecar(draft: Path, stage: int) -> dict | None:
-    path = draft / sidecar_name(stage)
+def _read_sidecar(path: Path) -> dict | None:
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
-        failed = path.with_name(f"{path.name}.failed").exists()
-        return {"error": f"it could not be written, and no room was left to say why ({draft})"} if failed else None
+        if not path.with_name(f"{path.name}.failed").exists():
+            return None
+        return {"error": f"it could not be written, and no room was left to say why ({path.parent})"}

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from common.errors import CheckpointError
 from parallel.strategy import Strategy
 from training.checkpoint.manifest import Optimizer, checkpoint_folder, first_damaged, manifest_at, step_folders
+from training.checkpoint.tensor_file import StoredTensor
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -134,7 +133,7 @@ def load(path: Path, strategy: Strategy, optimizer: Optimizer | None = None, ver
 
 
 class Tensors(dict):
-    """The tensors of a checkpoint by name. Each is read when it is looked up, so a rank never holds another's."""
+    """The tensors of a checkpoint by name. Rows are read when they are asked for: a rank never holds another's."""
 
     def __init__(self, folder: Path, manifest: dict) -> None:
         """Reads the names of all tensors."""
@@ -145,11 +144,8 @@ class Tensors(dict):
             with safe_open(folder / name, framework="pt") as file:
                 self.update(dict.fromkeys(file.keys(), folder / name))
 
-    def __getitem__(self, key: str) -> Tensor:
-        from safetensors import safe_open
-
-        with safe_open(super().__getitem__(key), framework="pt") as file:
-            return file.get_tensor(key)
+    def __getitem__(self, key: str) -> StoredTensor:
+        return StoredTensor(super().__getitem__(key), key)
 
 
 def _verify(path: Path, manifest: dict, strategy: Strategy) -> None:

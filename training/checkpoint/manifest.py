@@ -52,9 +52,9 @@ def draft_name(step: int, attempt: str) -> str:
     return f".{step_name(step)}.{attempt}.tmp"
 
 
-def sidecar_name(stage: int) -> str:
-    """Returns the name of the file that a stage's writer writes last."""
-    return f"stage-{stage:02d}.json"
+def sidecar_name(stage: int, share: int = 0) -> str:
+    """Returns the name of the file that a writer of a stage writes last; the first one writes the stage's own."""
+    return f"stage-{stage:02d}.json" if share == 0 else f"stage-{stage:02d}.share-{share:02d}.json"
 
 
 def step_of(folder: Path) -> int:
@@ -120,6 +120,7 @@ def make_manifest(strategy: Strategy, optimizer: Optimizer, step: int, progress:
             "parallel": plan.strategy,
             "dp": plan.dp,
             "pp": plan.pp,
+            "shards": strategy.mesh.shards,
             "chunks": plan.chunks,
             "precision": plan.precision,
             "stages": [list(stage.layers) for stage in plan.stages],

@@ -8,6 +8,7 @@ from common.errors import TrainingError
 from data.vocabulary import GPT2_VOCAB_SIZE, gpt2, parse_extra_tokens
 from models.chain import Chain
 from models.new_rows import fill_new_rows
+from parallel.rows import fill, whole
 from parallel.strategy import Strategy
 
 _PADDED_TO = 128
@@ -55,4 +56,6 @@ def add_tokens(extra_tokens: Any, chain: Chain, strategy: Strategy, known: int =
     sources = [None if words is None else gpt2().encode_ordinary(words) for words in extra.values()]
     for name, parameter in strategy.named_parameters():
         if name == chain.embedding:
-            fill_new_rows(parameter, GPT2_VOCAB_SIZE, sources, known)
+            rows = whole(parameter.detach())
+            fill_new_rows(rows, GPT2_VOCAB_SIZE, sources, known)
+            fill(parameter, rows, name)

@@ -15,7 +15,7 @@ from common.errors import CheckpointError
 from common.files import free_space
 from parallel.mesh import Mesh
 from parallel.strategy import Strategy
-from training.checkpoint.commit import amend, commit, size_of
+from training.checkpoint.commit import activity_in, amend, commit
 from training.checkpoint.manifest import Optimizer, draft_name, drafts, make_manifest, step_name
 from training.checkpoint.snapshot import StageFiles, StagingBuffers, copy_files, stage_files, write_stage
 
@@ -89,9 +89,11 @@ class Checkpoints:
         if self._mesh.rank == 0:
             stages = len(strategy.plan.stages)
             publish = partial(commit, draft, final, manifest, stages, self._keep, self._timeout_s)
-        save = _Save(step, draft, stage_files(strategy, optimizer), publish, in_background=not wait)
+        save = _Save(
+            step, draft, stage_files(strategy, optimizer), publish, in_background=not wait, timeout_s=self._timeout_s
+        )
         if not wait:
-            save.copy_or_write(self._mesh.pp, self._buffers)
+            save.copy_or_write(self._mesh.pp * self._mesh.shards, self._buffers)
         save.start()
         self._pending = save
         if wait:
@@ -167,13 +169,15 @@ class _Save(threading.Thread):
         stages: list[StageFiles],
         publish: partial | None,
         in_background: bool,
+        timeout_s: float,
     ) -> None:
         super().__init__(name=f"checkpoint-{step}", daemon=True)
         self.step, self.draft = step, draft
         self.error: str | None = None
         self.reported = False
         self._stages, self._publish, self._in_background = stages, publish, in_background
-        self._size, self._grew_at = -1, time.monotonic()
+        self._timeout_s = timeout_s
+        self._seen, self._changed_at = -1, time.monotonic()
 
     @property
     def done(self) -> bool:
@@ -211,11 +215,11 @@ class _Save(threading.Thread):
         self.join(seconds)
         if self.done:
             return True, self.error
-        size, now = size_of(self.draft), time.monotonic()
-        if size != self._size:
-            self._size, self._grew_at = size, now
+        seen, now = activity_in(self.draft), time.monotonic()
+        if seen != self._seen:
+            self._seen, self._changed_at = seen, now
         # A little later than rank 0, which watches the draft too and can name the stage.
-        if now - self._grew_at > timeout_s + _POLL_S * 5:
+        if now - self._changed_at > timeout_s + _POLL_S * 5:
             return True, f"nothing was written to {self.draft} for {timeout_s:g} s (parallel.timeout_s)"
         return False, None
 
@@ -225,7 +229,7 @@ class _Save(threading.Thread):
 
     def _write(self) -> None:
         while self._stages:
-            self.error = write_stage(self.draft, self._stages.pop(0)) or self.error
+            self.error = write_stage(self.draft, self._stages.pop(0), self._timeout_s) or self.error
 
 
 def lower_priority() -> None:

@@ -7,20 +7,39 @@ import logging
 import os
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from common.errors import CheckpointError
 from common.files import flush_path, free_space, write_atomically
 from common.machine import available_memory
+from parallel.rows import Rows, local, rows_of
 from parallel.strategy import Strategy
+from training.checkpoint.commit import await_sidecars
 from training.checkpoint.manifest import Optimizer, sha256, sidecar_name
+from training.checkpoint.tensor_file import write_rows
 
 log = logging.getLogger("training")
 
 RESERVE = 512 * 2**20  # bytes that a copy leaves free
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of the ranks that write the files of a stage together.
+
+    Attributes:
+        number: Its place among them. The first one waits for the others and completes the files.
+        of: How many they are.
+        rows: Which rows it has of each tensor.
+    """
+
+    number: int
+    of: int
+    rows: dict[str, Rows]
 
 
 @dataclass
@@ -30,10 +49,12 @@ class StageFiles:
     Attributes:
         stage: The stage's index.
         files: Tensors by name, by the name of their file.
+        share: Which rows of the tensors these are, where several ranks write a file together; None for whole ones.
     """
 
     stage: int
     files: dict[str, dict[str, Tensor]]
+    share: Share | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors of all files by name."""
@@ -62,15 +83,16 @@ class StagingBuffers:
 
 
 def stage_files(strategy: Strategy, optimizer: Optimizer) -> list[StageFiles]:
-    """Returns what this rank saves: its stages, if it belongs to the first replica.
+    """Returns what this rank saves: its stages or its share of them, if it has part in the first copy of the model.
 
     A tied parameter is saved only by the stage that owns its canonical name.
     """
-    if strategy.mesh.replica != 0:
+    mesh = strategy.mesh
+    if mesh.copy != 0:
         return []
     tied = strategy.chain.tied
     stages = []
-    for plan, stage in zip(strategy.plan.stages_of(strategy.mesh.position), strategy.stages, strict=True):
+    for plan, stage in zip(strategy.plan.stages_of(mesh.position), strategy.stages, strict=True):
         weights = {name: tensor for name, tensor in stage.layers.state_dict().items() if name not in tied}
         states = {
             f"{name}/{key}": value
@@ -81,7 +103,11 @@ def stage_files(strategy: Strategy, optimizer: Optimizer) -> list[StageFiles]:
         }
         files = {"model": weights, "optimizer": states}
         named = {f"{kind}-{plan.index:02d}.safetensors": tensors for kind, tensors in files.items() if tensors}
-        stages.append(StageFiles(plan.index, named))
+        share = None
+        if mesh.shards > 1:
+            share = Share(mesh.shard, mesh.shards, {n: rows_of(t) for part in named.values() for n, t in part.items()})
+        own = {file: {n: local(t) for n, t in tensors.items()} for file, tensors in named.items()}
+        stages.append(StageFiles(plan.index, own, share))
     return stages
 
 
@@ -110,7 +136,7 @@ def copy_files(stages: list[StageFiles], writers: int, buffers: StagingBuffers) 
         return tensor.clone() if tensor.device in on_device else buffers.copy(name, tensor)
 
     copies = [
-        StageFiles(s.stage, {file: {n: copy(n, t) for n, t in part.items()} for file, part in s.files.items()})
+        replace(s, files={file: {n: copy(n, t) for n, t in part.items()} for file, part in s.files.items()})
         for s in stages
     ]
     for device in on_device:
@@ -127,15 +153,22 @@ def _devices_with_space(tensors: Iterable[Tensor]) -> set[torch.device]:
     return {device for device, size in needed.items() if torch.cuda.mem_get_info(device)[0] > size + RESERVE}
 
 
-def write_stage(draft: Path, stage: StageFiles) -> str | None:
-    """Writes the files of a stage into the draft, and then its sidecar.
+def write_stage(draft: Path, stage: StageFiles, timeout_s: float = 300.0) -> str | None:
+    """Writes the files of a stage, or this rank's rows of them, into the draft, and then the sidecar.
+
+    Args:
+        draft: The folder.
+        stage: What to write.
+        timeout_s: The longest wait, in seconds, for other writers of these files while nothing is written.
 
     Returns:
         What went wrong; None if the files are on the disk.
     """
+    sidecar = sidecar_name(stage.stage, stage.share.number if stage.share else 0)
     try:
         draft.mkdir(parents=True, exist_ok=True)
-        write_sidecar(draft, stage.stage, {"files": write_files(draft, stage)})
+        content = {"files": write_files(draft, stage)} if stage.share is None else _write_share(draft, stage, timeout_s)
+        write_sidecar(draft, sidecar, content)
         return None
     except Exception as error:
         problem = f"{error}; {free_space(draft.parent)}"
@@ -143,10 +176,36 @@ def write_stage(draft: Path, stage: StageFiles) -> str | None:
         with suppress(OSError):
             (draft / name).unlink()
     try:
-        write_sidecar(draft, stage.stage, {"error": problem})
+        write_sidecar(draft, sidecar, {"error": problem})
     except OSError:
-        _mark_failed(draft, stage.stage)
+        _mark_failed(draft, sidecar)
     return problem
+
+
+def _write_share(draft: Path, stage: StageFiles, timeout_s: float) -> dict:
+    """Writes this rank's rows of a stage's files. The first writer then waits for the others, and hashes the files.
+
+    Returns:
+        The content of the sidecar.
+
+    Raises:
+        CheckpointError: Another writer has failed, has written nothing for too long, or has other tensors.
+        OSError: The disk is full or not writable.
+    """
+    share = stage.share
+    layouts = {
+        name: write_file(draft / name, {n: share.rows[n]._replace(tensor=t) for n, t in tensors.items()}, share)
+        for name, tensors in stage.files.items()
+    }
+    if share.number > 0:
+        return {"layouts": layouts}
+    others = {sidecar_name(stage.stage, n): f"stage {stage.stage}, share {n}" for n in range(1, share.of)}
+    for name, content in await_sidecars(draft, others, timeout_s).items():
+        if content["layouts"] != layouts:
+            raise CheckpointError(f"{others[name]} has other tensors than the first: they cannot share a file")
+    for name in others:
+        (draft / name).unlink()
+    return {"files": {name: _described(draft / name) for name in stage.files}}
 
 
 def write_files(draft: Path, stage: StageFiles) -> dict[str, dict]:
@@ -162,29 +221,46 @@ def write_files(draft: Path, stage: StageFiles) -> dict[str, dict]:
     return {name: write_file(draft / name, tensors) for name, tensors in stage.files.items()}
 
 
-def write_file(path: Path, tensors: dict[str, Tensor]) -> dict:
-    """Writes and flushes one safetensors file; returns its size and its sha256. Raises as ``write_files`` does."""
+def write_file(path: Path, tensors: dict[str, Tensor] | dict[str, Rows], share: Share | None = None) -> dict | str:
+    """Writes and flushes one safetensors file, or this rank's rows of it.
+
+    Returns:
+        The size and the sha256 of a whole file; of rows, what is equal on all ranks that write the same tensors.
+
+    Raises:
+        OSError: The disk is full or not writable.
+        SafetensorError: Likewise, as safetensors reports it.
+    """
+    if share is not None:
+        rows = {name: part._replace(tensor=_in_main_memory(part.tensor)) for name, part in tensors.items()}
+        return write_rows(path, rows, first=share.number == 0)
     import safetensors.torch
 
     safetensors.torch.save_file({name: _in_main_memory(tensor) for name, tensor in tensors.items()}, path)
     flush_path(path)
-    # Hashed by reading it again: it comes from the page cache, and save_file writes without a copy.
+    return _described(path)
+
+
+def _described(path: Path) -> dict:
+    """The size and the sha256 of a file, read again: it comes from the page cache, and was written without a copy."""
     return {"sha256": sha256(path), "bytes": path.stat().st_size}
 
 
-def write_sidecar(draft: Path, stage: int, content: dict) -> None:
+def write_sidecar(draft: Path, name: str, content: dict) -> None:
     """Tells rank 0 that the files of a stage are written (``files``), or why they are not (``error``).
+
+    Of a share, it tells the first writer of the stage.
 
     Raises:
         OSError: The disk is full or not writable.
     """
-    write_atomically(draft / sidecar_name(stage), json.dumps(content, indent=1))
+    write_atomically(draft / name, json.dumps(content, indent=1))
 
 
-def _mark_failed(draft: Path, stage: int) -> None:
-    """Creates an empty file, which needs no space, and whose name says that this stage has failed."""
+def _mark_failed(draft: Path, name: str) -> None:
+    """Creates an empty file, which needs no space, and whose name says that this sidecar's writer has failed."""
     with suppress(OSError):  # then rank 0's wait ends by its time limit
-        os.close(os.open(draft / f"{sidecar_name(stage)}.failed", os.O_CREAT))
+        os.close(os.open(draft / f"{name}.failed", os.O_CREAT))
 
 
 def _in_main_memory(tensor: Tensor) -> Tensor:

@@ -58,7 +58,9 @@ def describe_plan(
 
 def describe_memory(estimates: list[MemoryEstimate]) -> str:
     """Returns a table of what each rank will hold, in MiB."""
-    columns = ("weights", "gradients", "optimizer", "activations", "process", "total")
+    columns = ["weights", "gradients", "optimizer", "gathered", "activations", "process", "total"]
+    if not any(estimate.gathered for estimate in estimates):  # nothing is shared
+        columns.remove("gathered")
     lines = ["rank " + " ".join(f"{name:>11}" for name in columns) + "  MiB"]
     for estimate in estimates:
         lines.append(f"{estimate.rank:>4} " + " ".join(f"{_mib(getattr(estimate, name)):>11}" for name in columns))

@@ -6,15 +6,18 @@ import re
 import statistics
 import sys
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from data.batch import Batch
 from parallel.memory import stage_activations
+from parallel.rows import local
 from parallel.strategy import Strategy
 from parallel.timeline import Interval, Recording, bubble_fraction, on_one_clock
 from training.reporting.metrics import after_warmup
@@ -56,23 +59,48 @@ class RankResult(NamedTuple):
 
     Attributes:
         peak_memory: In bytes.
+        state_bytes: See ``state_bytes``.
         step_time_s: See ``Outcome``.
         intervals: Those of its newest steps, on one clock for all ranks.
     """
 
     peak_memory: int
+    state_bytes: dict[str, int]
     step_time_s: float | None
     intervals: list[list[Interval]]
 
 
-def gather_results(strategy: Strategy, outcome: Outcome) -> list[RankResult]:
+# The tensors that an optimizer keeps for a parameter.
+StateOf = Callable[[nn.Parameter], dict[str, Any]]
+
+
+def gather_results(strategy: Strategy, outcome: Outcome, state_of: StateOf = lambda parameter: {}) -> list[RankResult]:
     """Returns the results of all ranks, in the order of ranks. All ranks call it together."""
     if strategy.mesh.size > 1:
         dist.barrier()
     recording = Recording.of(strategy.timeline)
-    gathered = strategy.mesh.gather((peak_memory_bytes(strategy.device), outcome.step_time_s, recording))
+    own = peak_memory_bytes(strategy.device), state_bytes(strategy, state_of), outcome.step_time_s
+    gathered = strategy.mesh.gather((*own, recording))
     intervals = on_one_clock([recording for *_, recording in gathered])
-    return [RankResult(peak, seconds, steps) for (peak, seconds, _), steps in zip(gathered, intervals, strict=True)]
+    return [RankResult(*numbers, steps) for (*numbers, _), steps in zip(gathered, intervals, strict=True)]
+
+
+def state_bytes(strategy: Strategy, state_of: StateOf) -> dict[str, int]:
+    """Returns the bytes of memory that this rank's weights, gradients and optimizer state take between steps.
+
+    Args:
+        strategy: The model.
+        state_of: What its optimizer keeps for a parameter.
+    """
+    parameters = list(strategy.parameters())
+    tensors = {
+        "weights": parameters,
+        "gradients": [p.grad for p in parameters if p.grad is not None],
+        "optimizer": [value for p in parameters for value in state_of(p).values() if torch.is_tensor(value)],
+    }
+    # Several tensors may be views of one piece of memory.
+    pieces = {kind: [local(tensor).untyped_storage() for tensor in own] for kind, own in tensors.items()}
+    return {kind: sum({s.data_ptr(): s.nbytes() for s in own}.values()) for kind, own in pieces.items()}
 
 
 def summarise(
@@ -107,6 +135,7 @@ def summarise(
         "device": plan.device_type,
         "world_size": plan.processes,
         "dp": plan.dp,
+        "shards": strategy.mesh.shards,
         "pp": plan.pp,
         "chunks": plan.chunks,
         "schedule": plan.schedule,
@@ -122,6 +151,7 @@ def summarise(
         "samples_per_s": samples,
         "tokens_per_s": samples * tokens_per_sample if samples and tokens_per_sample else None,
         "peak_memory_bytes": [rank.peak_memory for rank in ranks],
+        **{f"{kind}_bytes": [rank.state_bytes[kind] for rank in ranks] for kind in ranks[0].state_bytes},
         "bubble_fraction": bubble,
         "ideal_bubble_fraction": plan.ideal_bubble,
         "stages": [

@@ -1,0 +1,91 @@
+"""Parameters, gradients and optimizer state shared among replicas, by torch's FSDP2 (``fully_shard``).
+
+What goes wrong with it, and what is done about it here:
+* Wrapping replaces a module's parameters, and again while they are whole: nothing may hold on to those from before.
+  Stages are sharded while they are built, and parameters are looked up by name.
+* A layer whose weight another layer of the stage shares cannot be sharded alone: both are left to the stage itself.
+* Whole parameters stay registered after an evaluation, whose backward never comes. The sharded gradients would not be
+  cleared then: ``reshard`` after every step of evaluation.
+* A layer's gradients are reduced when its backward ends. A weight whose cast autocast has kept from an earlier
+  micro-batch gets its gradient later than that: ``parallel.strategy`` has autocast keep none.
+* torch's pipelines reduce a stage's gradients once, after its last backward: see ``hold_gradients``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from parallel.mesh import Mesh
+from parallel.stage import Stage
+
+
+class Sharding:
+    """The shares of one rank."""
+
+    def __init__(self, mesh: Mesh, device_type: str, reshard: bool) -> None:
+        """Describe the ranks that share.
+
+        Args:
+            mesh: The grid of ranks, connected.
+            device_type: cpu or cuda.
+            reshard: Whether the layers of a step are whole one at a time, in the forward and again in the backward, and
+                gradients are reduced after every micro-batch. Otherwise they are whole from the first forward to the
+                last backward, and gradients are reduced once.
+        """
+        from torch.distributed import fsdp  # imports DTensor: a second
+        from torch.distributed.device_mesh import DeviceMesh
+
+        self._fsdp, self._reshard = fsdp, reshard
+        if mesh.outer_group is None:
+            self._ranks = DeviceMesh.from_group(mesh.inner_group, device_type)
+        else:
+            replicas = mesh.replicas(mesh.position)
+            self._ranks = DeviceMesh.from_group(
+                [mesh.outer_group, mesh.inner_group],
+                device_type,
+                mesh=[replicas[start : start + mesh.group] for start in range(0, mesh.dp, mesh.group)],
+                mesh_dim_names=("copies", "shards"),
+            )
+
+    def shard(self, module: nn.Module) -> None:
+        """Keep this rank's share of a module's parameters; those of its parts that are sharded already stay so."""
+        if not any(True for _ in module.parameters()):
+            return
+        # None: the outermost module is whole until its backward, which begins at once.
+        self._fsdp.fully_shard(module, mesh=self._ranks, reshard_after_forward=None if self._reshard else False)
+        if hasattr(module, "loss"):  # a head that owns the loss is called by that name
+            self._fsdp.register_fsdp_forward_method(module, "loss")
+
+    def before_backward(self, stages: Iterable[Stage], last: bool) -> None:
+        """Say how the next micro-batch's gradients are reduced.
+
+        Args:
+            stages: Of this rank.
+            last: Whether it is the step's last micro-batch.
+        """
+        for stage in self._sharded(stages):
+            stage.set_is_last_backward(last)
+            stage.set_requires_gradient_sync(self._reshard or last)
+            stage.set_requires_all_reduce(last)
+
+    def hold_gradients(self, stages: Iterable[Stage]) -> None:
+        """Have backwards add gradients up and keep the parameters whole, until the pipeline asks for the reduction.
+
+        torch's stage does this in each backward that it runs itself, and not in those that are split.
+        """
+        for stage in self._sharded(stages):
+            stage.set_is_last_backward(False)
+            stage.set_reshard_after_backward(False)
+            stage.set_requires_gradient_sync(False)
+
+    def reshard(self, stages: Iterable[Stage]) -> None:
+        """Free the whole parameters that no backward will free."""
+        for stage in stages:
+            for module in stage.modules():
+                if isinstance(module, self._fsdp.FSDPModule):
+                    module.reshard()
+
+    def _sharded(self, stages: Iterable[Stage]) -> list[Stage]:
+        return [stage for stage in stages if isinstance(stage, self._fsdp.FSDPModule)]  # one may have no parameters
