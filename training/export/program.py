@@ -1,0 +1,36 @@
+"""A model as a program of torch.export: a .pt2 file that runs without this project's code."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import torch
+from torch.export import Dim, ExportedProgram
+
+from training.export.served import ServedModel, write_texts
+
+PROGRAM = "model.pt2"
+
+
+def trace(model: ServedModel) -> ExportedProgram:
+    """Export the model with a free batch size and, for a language model, a free number of tokens."""
+    axes = {0: Dim("batch")}
+    if model.takes_tokens:
+        axes[1] = Dim("time", max=model.positions)
+    return torch.export.export(model.module, (model.example(2),), dynamic_shapes=(axes,), strict=False)
+
+
+def write(folder: Path, model: ServedModel) -> str:
+    """Write the program, read it again and compare it with the model; returns the comparison's sentence.
+
+    Raises:
+        TrainingError: Where the two differ.
+        OSError: The file cannot be written.
+    """
+    # Not straight to the file: torch's writer reports a full disk as an error of its own.
+    content = io.BytesIO()
+    torch.export.save(trace(model), content)
+    (folder / PROGRAM).write_bytes(content.getbuffer())
+    write_texts(folder, model)
+    return model.compare(torch.export.load(folder / PROGRAM).module(), "torch.export's program")
