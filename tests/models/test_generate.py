@@ -77,7 +77,7 @@ def test_top_p_leaves_the_fewest_likeliest_tokens_that_add_up_to_it():
     assert drawn(top_p=0.85, top_k=2)[0] == {0, 1}, "of those that top_k leaves"
 
 
-# -- keys and values that are kept --------------------------------------------------------------------------------------
+# -- keys and values that are kept -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=["gpt2", "transformer"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from training.export.program import trace
+from training.export.program import free_axes, trace
 from training.export.served import ServedModel, write_texts
 
 MODEL = "model.onnx"
@@ -43,6 +43,7 @@ def write_model(path: Path, model: ServedModel) -> str:
         converted = torch.onnx.export(
             trace(model),
             dynamo=True,
+            dynamic_shapes=({axis: dim.__name__ for axis, dim in free_axes(model).items()},),  # their names
             input_names=[model.takes.name],
             output_names=[model.gives.name],
             opset_version=OPSET,

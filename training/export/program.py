@@ -13,12 +13,17 @@ from training.export.served import ServedModel, write_texts
 PROGRAM = "model.pt2"
 
 
-def trace(model: ServedModel) -> ExportedProgram:
-    """Export the model with a free batch size and, for a language model, a free number of tokens."""
+def free_axes(model: ServedModel) -> dict[int, Dim]:
+    """The axes of the input that may have any length: the batch and, for a language model, the tokens."""
     axes = {0: Dim("batch")}
     if model.takes_tokens:
         axes[1] = Dim("time", max=model.positions)
-    return torch.export.export(model.module, (model.example(2),), dynamic_shapes=(axes,), strict=False)
+    return axes
+
+
+def trace(model: ServedModel) -> ExportedProgram:
+    """Export the model with its free axes."""
+    return torch.export.export(model.module, (model.example(2),), dynamic_shapes=(free_axes(model),), strict=False)
 
 
 def write(folder: Path, model: ServedModel) -> str:

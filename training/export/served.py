@@ -99,7 +99,7 @@ class ServedModel:
         largest = 0.0
         for batch, tokens in ((1, _FEW_TOKENS), (5, _FEW_TOKENS), (2, 3 * _FEW_TOKENS), (1, 1)):
             inputs = self.example(batch, tokens)
-            wanted, given = self.answer(inputs), run(inputs)
+            wanted, given = self.answer(inputs), run(inputs).detach()
             if given.shape != wanted.shape:
                 raise TrainingError(f"{what} gives {tuple(given.shape)} where the model gives {tuple(wanted.shape)}")
             difference = float((given - wanted).abs().max())
