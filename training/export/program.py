@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch.export import Dim, ExportedProgram
 
+from common.errors import TrainingError
 from training.export.served import ServedModel, write_texts
 
 PROGRAM = "model.pt2"
@@ -22,8 +23,21 @@ def free_axes(model: ServedModel) -> dict[int, Dim]:
 
 
 def trace(model: ServedModel) -> ExportedProgram:
-    """Export the model with its free axes."""
-    return torch.export.export(model.module, (model.example(2),), dynamic_shapes=(free_axes(model),), strict=False)
+    """Export the model with its free axes.
+
+    Raises:
+        TrainingError: Where torch cannot.
+    """
+    try:
+        return torch.export.export(model.module, (model.example(2),), dynamic_shapes=(free_axes(model),), strict=False)
+    except Exception as error:  # of many kinds: whatever a layer does that is no graph
+        raise not_exported(model, error) from error
+
+
+def not_exported(model: ServedModel, error: Exception) -> TrainingError:
+    """The error for a model that torch cannot export."""
+    reason = str(error).strip().partition("\n")[0]
+    return TrainingError(f"torch cannot export model={model.name}: {type(error).__name__}: {reason}")
 
 
 def write(folder: Path, model: ServedModel) -> str:

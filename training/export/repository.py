@@ -82,12 +82,12 @@ tokenizer for the packages `tokenizers` and `transformers`,
 
     tokens = tokenizers.Tokenizer.from_file("$name/tokenizer.json").encode("def main").ids
 
-and the next token is drawn from the last row of the logits. At most $positions tokens fit."""
+and the next token is drawn from the last row of the logits."""
 
 _WORDS = """
 Words become tokens before the request, in the client: `$name/vocabulary.txt` lists them, and a word's token is the
 number of its line, from 0 on; a word that is not listed is token 0. Text is lower case, with its signs of punctuation
-as words of their own. The next word is drawn from the last row of the logits. At most $positions words fit."""
+as words of their own. The next word is drawn from the last row of the logits."""
 
 
 def write(folder: Path, model: ServedModel, max_batch_size: int, kind: str) -> str:
@@ -139,7 +139,8 @@ def _readme(model: ServedModel, examples: int) -> str:
     more = model.preparation
     if model.takes_tokens:
         part = _TOKENIZER if "tokenizer.json" in model.texts else _WORDS if "vocabulary.txt" in model.texts else ""
-        more = Template(part).substitute(name=model.name, positions=model.positions)
+        more = Template(part).substitute(name=model.name)
+        more += f"\nA text has at most {model.positions} tokens." if model.positions else ""
     elif LABELS in model.texts:
         more += f"\nA request for the output's best classes gets their names from `{model.name}/{LABELS}`."
     return _README.substitute(

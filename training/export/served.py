@@ -21,6 +21,7 @@ from parallel.strategy import Strategy
 TOLERANCE = 1e-5  # of another program's answers: relative to the largest of the model's, or absolute below 1
 LABELS = "labels.txt"
 _FEW_TOKENS = 16
+_NO_LIMIT = int(1e30)  # what transformers writes for a model without positions
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,8 @@ def serve(name: str, data: DataSet, strategy: Strategy) -> ServedModel:
         words = min(filter(None, (data.vocab_size, chain.limits["vocabulary"])))
     elif isinstance(data, ImageData):
         takes = TensorInfo("images", torch.float32, data.image_shape)
-        preparation = f"Pixels are normalised as in training: (pixel - {_list(data.mean)}) / {_list(data.std)}."
+        if set(data.std) != {1.0}:
+            preparation = f"Pixels are normalised as in training: (pixel - {_list(data.mean)}) / {_list(data.std)}."
     else:
         data.prepare()
         sample, _ = data.train.read(np.zeros(1, np.int64), 0)
@@ -168,7 +170,7 @@ def tokenizer(data: DataSet, chain: Chain) -> dict[str, str]:
     if vocabulary is None:
         return {}
     if isinstance(vocabulary, GPT2Vocabulary):
-        return tokenizer_files(vocabulary.extra, chain.limits["positions"])
+        return tokenizer_files(vocabulary.extra, chain.limits.get("positions", _NO_LIMIT))
     data.prepare()
     return {"vocabulary.txt": "\n".join(vocabulary.words) + "\n"}
 
