@@ -1,8 +1,8 @@
 """The schemas of the configuration: an unknown key or a wrong type is an error before anything starts.
 
-Sections that are fixed (the root with ``train`` and ``sample``, ``parallel``, ``launcher``) have a dataclass here, with
-the meaning of each key. Every other section names a ``_target_``; its keys, types and defaults are the parameters of
-that function or class, and their meaning is in its docstring (see ``conf.signatures``).
+Sections that are fixed (the root with ``train``, ``export`` and ``sample``, ``parallel``, ``launcher``) have a
+dataclass here, with the meaning of each key. Every other section names a ``_target_``; its keys, types and defaults are
+the parameters of that function or class, and their meaning is in its docstring (see ``conf.signatures``).
 """
 
 from __future__ import annotations
@@ -84,9 +84,30 @@ class Sample:
     """For mode=sample."""
 
     prompt: str = ""  # the text to continue; may be empty for GPT-2
-    tokens: int = 100  # number of tokens to draw
+    prompts: list[str] | None = None  # several texts to continue at once, in place of prompt: ["def main", "class A"]
+    tokens: int = 100  # number of tokens to draw for each prompt
     temperature: float = 1.0  # logits are divided by it; 0: the likeliest token, always
     top_k: int | None = None  # draw among this many of the likeliest tokens; null: all
+    top_p: float = 1.0  # draw among the likeliest tokens whose probabilities add up to this much; 1: all
+    seed: int | None = None  # of the draws; null: the run's seed
+    cache: bool = True  # keep keys and values from token to token; false computes the whole text for each, to compare
+
+
+class Format(Enum):
+    """What mode=export writes."""
+
+    safetensors = "safetensors"
+    torch_export = "torch_export"
+    onnx = "onnx"
+    triton = "triton"
+
+
+@dataclass
+class Export:
+    """For mode=export."""
+
+    format: Format = Format.safetensors  # weights; a program for torch.export.load; a model; a repository for a server
+    max_batch_size: int = 8  # of a repository for Triton: samples that the server may compute together
 
 
 @dataclass
@@ -98,6 +119,7 @@ class Root:
     mode: Mode = Mode.train
     checkpoint: str | None = None  # for mode=eval, export and sample: a checkpoint or a run directory
     export_to: str = "export"  # for mode=export: a folder in the run directory
+    export: Export = field(default_factory=Export)
     sample: Sample = field(default_factory=Sample)
     train: Train = field(default_factory=Train)
     model: Any = None

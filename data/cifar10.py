@@ -16,9 +16,7 @@ from data.dataset import Source
 from data.download import download
 from data.images import ImageData, Images, Labelled, crop_and_flip, hold_out
 
-# Of the pixels of the training images: red, green and blue.
-_MEAN = tuple(255 * value for value in (0.4914, 0.4822, 0.4465))
-_STD = tuple(255 * value for value in (0.2470, 0.2435, 0.2616))
+_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _FOLDER = "cifar-10-batches-py"
 # The MD5 of each published file.
 _FILES = {
@@ -42,6 +40,10 @@ class CIFAR10(ImageData):
 
     The 5,000 are taken from the published training images, the same ones every time, with equal shares of each class.
     """
+
+    # Of the pixels of the training images: red, green and blue.
+    mean = tuple(255 * value for value in (0.4914, 0.4822, 0.4465))
+    std = tuple(255 * value for value in (0.2470, 0.2435, 0.2616))
 
     def __init__(
         self,
@@ -73,6 +75,10 @@ class CIFAR10(ImageData):
         """Returns the name of the data set, and how it is augmented."""
         return "CIFAR-10" + (", cropped and mirrored at random" if self.augment else "")
 
+    def class_names(self) -> list[str]:
+        """Returns the published names; further classes have numbers."""
+        return [*_CLASSES, *super().class_names()[len(_CLASSES) :]][: self.num_classes]
+
     def splits(self) -> dict[str, Source]:
         """Returns the three splits.
 
@@ -87,9 +93,9 @@ class CIFAR10(ImageData):
         train, valid = hold_out(published.labels, len(published.labels) // 10)
         augment = partial(crop_and_flip, seed=self.seed) if self.augment else None
         return {
-            "train": Images(published, train, _MEAN, _STD, self.image_shape, augment),
-            "valid": Images(published, valid, _MEAN, _STD, self.image_shape),
-            "test": Images(test, np.arange(len(test.labels)), _MEAN, _STD, self.image_shape),
+            "train": Images(published, train, self.mean, self.std, self.image_shape, augment),
+            "valid": Images(published, valid, self.mean, self.std, self.image_shape),
+            "test": Images(test, np.arange(len(test.labels)), self.mean, self.std, self.image_shape),
         }
 
     def _read(self, folder: Path, split: str) -> Labelled:

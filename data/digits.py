@@ -11,9 +11,6 @@ from common.errors import DataError
 from data.dataset import Source
 from data.images import ImageData, Images, Labelled, hold_out
 
-# Of all pixels, which run from 0 to 16.
-_MEAN, _STD = 4.884, 6.017
-
 
 class Digits(ImageData):
     """1,797 handwritten digits of 8x8 pixels, enlarged to what the model takes.
@@ -21,6 +18,8 @@ class Digits(ImageData):
     80 % to train on, 10 % each to validate and to test, with equal shares of each class.
     Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI, 1998 (the test part).
     """
+
+    mean, std = (4.884,), (6.017,)  # of all pixels, which run from 0 to 16
 
     def title(self) -> str:
         """Returns the name of the data set."""
@@ -39,7 +38,7 @@ class Digits(ImageData):
         rest, test = hold_out(stored.labels, tenth)
         train, valid = (rest[part] for part in hold_out(stored.labels[rest], tenth))
         rows = {"train": train, "valid": valid, "test": test}
-        return {name: Images(stored, part, [_MEAN], [_STD], self.image_shape) for name, part in rows.items()}
+        return {name: Images(stored, part, self.mean, self.std, self.image_shape) for name, part in rows.items()}
 
 
 def _file() -> Path:

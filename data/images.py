@@ -29,7 +29,12 @@ class ImageData(DataSet):
         image_shape: (channels, image_size, image_size) of one sample.
         num_classes: The number of classes.
         cache_dir: Where downloads are kept; None for the user's cache folder.
+        mean: Subtracted from the pixels as stored, one number per stored channel.
+        std: What they are divided by then.
     """
+
+    mean: Sequence[float] = (0.0,)
+    std: Sequence[float] = (1.0,)
 
     def __init__(
         self,
@@ -59,6 +64,10 @@ class ImageData(DataSet):
         self.num_classes = num_classes
         self.cache_dir = cache_dir
         self._prepared = False
+
+    def class_names(self) -> list[str]:
+        """Returns the classes' names: their numbers, where they have none."""
+        return [str(number) for number in range(self.num_classes)]
 
     @abstractmethod
     def splits(self) -> Mapping[str, Source]:

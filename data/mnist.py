@@ -17,8 +17,6 @@ from data.dataset import Source
 from data.download import download
 from data.images import ImageData, Images, Labelled, hold_out
 
-# Of the pixels of the training images.
-_MEAN, _STD = 0.1307 * 255, 0.3081 * 255
 _FILES = {name: (f"{name}-images-idx3-ubyte", f"{name}-labels-idx1-ubyte") for name in ("train", "t10k")}
 _WAYS_OUT = (
     "Give a folder with the four published files, packed (.gz) or not, by data.root=FOLDER, or leave data.root out on "
@@ -32,6 +30,8 @@ class MNIST(ImageData):
     The 5,000 are taken from the published training images, the same ones every time, with equal shares of each class.
     Other data in this format (Fashion-MNIST, EMNIST) is read too, and a twelfth of it is to validate.
     """
+
+    mean, std = (0.1307 * 255,), (0.3081 * 255,)  # of the pixels of the training images
 
     def __init__(self, root: str | None = None, **options: Any):
         """Checks the arguments; prepare() reads the data.
@@ -63,7 +63,7 @@ class MNIST(ImageData):
         published, test = (self._read(folder, name) for name in ("train", "t10k"))
         train, valid = hold_out(published.labels, len(published.labels) // 12)
         parts = {"train": (published, train), "valid": (published, valid), "test": (test, np.arange(len(test.labels)))}
-        return {name: Images(*part, [_MEAN], [_STD], self.image_shape) for name, part in parts.items()}
+        return {name: Images(*part, self.mean, self.std, self.image_shape) for name, part in parts.items()}
 
     def _read(self, folder: Path, name: str) -> Labelled:
         images, labels = (_find(folder, file) for file in _FILES[name])

@@ -78,6 +78,8 @@ class Chain:
         limits: {"positions": 1024, "vocabulary": 50304} where the model has such limits on its inputs.
         channels_last: Whether images are computed faster with their channels innermost in memory.
         embedding: The name of the token embedding's weight, where the vocabulary can grow (``model.extra_tokens``).
+        continues: Whether a text can be continued with a ``models.attention.KeyValueCache``: every layer that looks at
+            other tokens, or at positions, uses it.
         hugging_face: How Hugging Face stores such a model, where it has one (``models.huggingface``).
     """
 
@@ -88,6 +90,7 @@ class Chain:
     limits: Mapping[str, int] = field(default_factory=dict)
     channels_last: bool = False
     embedding: str | None = None
+    continues: bool = False
     hugging_face: HuggingFaceGPT2 | None = None
 
     def __post_init__(self) -> None:

@@ -3,60 +3,111 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from models.attention import KeyValueCache, caching
 from models.chain import Layers
+from models.seeds import derive_seed
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How a token is drawn.
+
+    Attributes:
+        temperature: Logits are divided by it; 0: the likeliest token, always.
+        top_k: Draw among this many of the likeliest tokens; None: all.
+        top_p: Draw among the fewest likeliest tokens whose probabilities add up to this much, in (0, 1]; of those that
+            ``top_k`` leaves.
+        seed: The draws are made on the CPU: the same on every device that computes the same logits.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
 
 
 @torch.no_grad()
 def generate(
     layers: Layers,
-    tokens: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     count: int,
+    draws: Draws,
     *,
     positions: int | None,
     vocab_size: int,
-    temperature: float,
-    top_k: int | None,
-    seed: int,
     device: torch.device,
-) -> list[int]:
-    """Draw ``count`` tokens that follow ``tokens``.
+    cached: bool = False,
+) -> list[list[int]]:
+    """Draw ``count`` tokens that follow each prompt.
+
+    A prompt's tokens do not depend on the prompts after it, nor on whether keys and values are kept.
 
     Args:
-        layers: The whole model in evaluation mode: tokens [1, t] -> logits [1, t, at least vocab_size].
-        tokens: Token ids to continue, one at least.
+        layers: The whole model in evaluation mode: tokens [b, t] -> logits [b, t, at least vocab_size].
+        prompts: Token ids to continue, one at least in each.
         count: Number of tokens to draw.
+        draws: How tokens are drawn. Each prompt has a generator of its own.
         positions: The model sees at most this many of the newest tokens. None: all.
         vocab_size: Only tokens below it are drawn (the model's vocabulary may be padded).
-        temperature: Logits are divided by it; 0: the likeliest token, always.
-        top_k: Draw among this many of the likeliest tokens; None: all.
-        seed: Of the draws, which are made on the CPU: the same on every device that computes the same logits.
         device: Where the model is.
+        cached: Whether keys and values are kept from token to token, of a model that can (``Chain.continues``), until
+            the longest text outgrows ``positions``: from then on every token changes the position of all others.
 
     Returns:
-        The drawn token ids.
+        The drawn token ids of each prompt.
     """
-    generator = torch.Generator().manual_seed(seed)
-    *body, (_, head) = layers.items()
-    text = list(tokens)
+    texts = [list(prompt) for prompt in prompts]
+    longest = max(map(len, texts)) + count
+    limit = longest if positions is None else positions
+    cache = KeyValueCache(min(longest, limit)) if cached else None
+    generators = [torch.Generator().manual_seed(derive_seed(draws.seed, i)) for i in range(len(texts))]
     for _ in range(count):
-        x = torch.tensor([text if positions is None else text[-positions:]], device=device)
-        for _, layer in body:
-            x = layer(x)
-        logits = head(x[:, -1:])[0, 0, :vocab_size].float().cpu()
-        text.append(_draw(logits, temperature, top_k, generator))
-    return text[len(tokens) :]
+        if cache is None or max(map(len, texts)) > limit:
+            logits = _logits(layers, [text[-limit:] for text in texts], device)
+        else:
+            logits = _cached_logits(layers, texts, device, cache)
+        logits = logits[:, :vocab_size].float().cpu()
+        for text, row, generator in zip(texts, logits, generators, strict=True):
+            text.append(draw(row, draws, generator))
+    return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
-def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    if temperature == 0:
+def _logits(layers: Layers, texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """The logits [b, vocabulary] behind the last token of each text. Shorter ones are padded behind."""
+    last = [len(text) - 1 for text in texts]
+    x = torch.tensor([[*text, *[0] * (max(last) + 1 - len(text))] for text in texts], device=device)
+    *body, (_, head) = layers.items()
+    for _, layer in body:
+        x = layer(x)
+    return head(x[torch.arange(len(texts)), last][:, None])[:, 0]
+
+
+def _cached_logits(
+    layers: Layers, texts: Sequence[Sequence[int]], device: torch.device, cache: KeyValueCache
+) -> Tensor:
+    with caching(layers, cache):
+        if cache.empty:
+            return _logits(layers, texts, device)
+        cache.advance([len(text) - 1 for text in texts], device)
+        return _logits(layers, [text[-1:] for text in texts], device)
+
+
+def draw(logits: Tensor, draws: Draws, generator: torch.Generator) -> int:
+    """Draw one token from its logits [vocabulary]."""
+    if draws.temperature == 0:
         return int(logits.argmax())
-    if top_k is not None and top_k < len(logits):
-        least = logits.topk(top_k).values[-1]
+    if draws.top_k is not None and draws.top_k < len(logits):
+        least = logits.topk(draws.top_k).values[-1]
         logits = logits.masked_fill(logits < least, -torch.inf)
     # The largest is 0 then, so that no temperature makes them overflow.
-    probabilities = torch.softmax((logits - logits.max()) / temperature, dim=0)
+    probabilities = torch.softmax((logits - logits.max()) / draws.temperature, dim=0)
+    if draws.top_p < 1:
+        ordered, tokens = probabilities.sort(descending=True)
+        likelier = ordered.cumsum(0) - ordered  # what the tokens before it add up to
+        probabilities[tokens[likelier >= draws.top_p]] = 0
     return int(torch.multinomial(probabilities, 1, generator=generator))

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.attention import CausalAttention, UsesCache
 from models.chain import Chain, LayerSpec
 from models.fused_head import FusedHead
 from models.huggingface import EMBEDDING, HuggingFaceGPT2
@@ -46,7 +47,7 @@ SIZES = {
 }
 
 
-class Embedding(nn.Module):
+class Embedding(UsesCache, nn.Module):
     """Token ids [b, t] -> token plus position embeddings [b, t, n_embd], dropout applied."""
 
     def __init__(self, size: Size, vocab_size: int, dropout: float) -> None:
@@ -57,25 +58,20 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, t] -> [b, t, n_embd]."""
-        return self.dropout(self.wte(tokens) + self.wpe.weight[: tokens.shape[1]])
+        return self.dropout(self.wte(tokens) + self.position_rows(self.wpe.weight, tokens.shape[1]))
 
 
-class Attention(nn.Module):
+class Attention(CausalAttention):
     """Causal multi-head self-attention [b, t, n_embd] -> same, through ``scaled_dot_product_attention``."""
 
     def __init__(self, size: Size, dropout: float) -> None:
-        super().__init__()
-        self.heads, self.dropout = size.n_head, dropout
+        super().__init__(size.n_head, dropout)
         self.c_attn = nn.Linear(size.n_embd, 3 * size.n_embd)
         self.c_proj = nn.Linear(size.n_embd, size.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, t, n_embd] -> same."""
-        b, t, c = x.shape
-        q, k, v = (part.view(b, t, self.heads, -1).transpose(1, 2) for part in self.c_attn(x).split(c, dim=2))
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        return self.c_proj(y.transpose(1, 2).reshape(b, t, c))
+        return self.c_proj(self.attend(self.c_attn(x)))
 
 
 class MLP(nn.Module):
@@ -218,6 +214,7 @@ def gpt2(
         initialise=partial(initialise, n_layer=chosen.n_layer),
         limits={"positions": chosen.block_size, "vocabulary": vocab_size},
         embedding=EMBEDDING,
+        continues=True,
         hugging_face=HuggingFaceGPT2(_huggingface_config(chosen, dropout)),
     )
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.attention import CausalAttention, UsesCache
 from models.chain import Chain, LayerSpec, reset_parameters
 from models.fused_head import FusedHead
 from models.losses import TokenCrossEntropy
@@ -23,7 +24,7 @@ from models.losses import TokenCrossEntropy
 INITIAL_RANGE = 0.1  # of the embedding and of the projection onto the vocabulary, as published
 
 
-class Positions(nn.Module):
+class Positions(UsesCache, nn.Module):
     """Adds sin(p w_i) to the even and cos(p w_i) to the odd channels of position p, w_i = 10000^(-2i / d_model)."""
 
     def __init__(self, max_len: int, d_model: int) -> None:
@@ -42,7 +43,7 @@ class Positions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, t, d_model] -> same."""
-        return x + self.pe[: x.shape[1]]
+        return x + self.position_rows(self.pe, x.shape[1])
 
 
 class Encoder(nn.Module):
@@ -60,12 +61,11 @@ class Encoder(nn.Module):
         return self.dropout(self.positions(self.embedding(tokens) * self.scale))
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(CausalAttention):
     """Causal multi-head self-attention [b, t, d_model] -> same, with ``nn.MultiheadAttention``'s parameters."""
 
     def __init__(self, d_model: int, n_head: int, dropout: float) -> None:
-        super().__init__()
-        self.heads, self.dropout = n_head, dropout
+        super().__init__(n_head, dropout)
         self.in_proj_weight = nn.Parameter(torch.empty(3 * d_model, d_model))
         self.in_proj_bias = nn.Parameter(torch.empty(3 * d_model))
         self.out_proj = nn.Linear(d_model, d_model)
@@ -77,12 +77,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, t, d_model] -> same."""
-        b, t, c = x.shape
-        projected = F.linear(x, self.in_proj_weight, self.in_proj_bias)
-        q, k, v = (part.view(b, t, self.heads, -1).transpose(1, 2) for part in projected.split(c, dim=2))
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        return self.out_proj(y.transpose(1, 2).reshape(b, t, c))
+        return self.out_proj(self.attend(F.linear(x, self.in_proj_weight, self.in_proj_bias)))
 
 
 class TransformerLayer(nn.Module):
@@ -184,4 +179,5 @@ def transformer(
         initialise=initialise,
         limits={"positions": max_len, "vocabulary": vocab_size},
         embedding="encoder.embedding.weight",
+        continues=True,
     )

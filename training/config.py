@@ -152,25 +152,31 @@ def quoted(text: str) -> str:
 
 
 def quote_values(arguments: Sequence[str]) -> list[str]:
-    """Command-line arguments with two values quoted that Hydra's grammar would misread.
+    """Command-line arguments with those values quoted that Hydra's grammar would misread.
 
-    ``sample.prompt=...`` is any text, unless the user has quoted it. ``model.extra_tokens=...`` is JSON,
-    ``{"<a>": "start of an entity"}``: Hydra's own mappings cannot have such keys.
+    ``sample.prompt=...`` is any text, unless the user has quoted it. ``sample.prompts=...`` is JSON, a list of texts.
+    ``model.extra_tokens=...`` is JSON, ``{"<a>": "start of an entity"}``: Hydra's own mappings cannot have such keys.
     """
     return [_quote_value(argument) for argument in arguments]
 
 
 def _quote_value(argument: str) -> str:
     key, equals, value = argument.partition("=")
+    name = key.lstrip("+")
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-    prompt = key.lstrip("+") == "sample.prompt" and equals and not is_quoted
-    if prompt or (key.lstrip("+") == "model.extra_tokens" and _is_json_object(value)):
+    if name == "sample.prompt" and equals and not is_quoted:
         return f"{key}={quoted(value)}"
+    content = _json(value) if name in ("sample.prompts", "model.extra_tokens") else None
+    if isinstance(content, dict):
+        return f"{key}={quoted(value)}"
+    if isinstance(content, list) and all(isinstance(item, str) for item in content):
+        return f"{key}=[{','.join(map(quoted, content))}]"
     return argument
 
 
-def _is_json_object(value: str) -> bool:
+def _json(value: str) -> Any:
+    """What JSON text means; None where it is something else."""
     try:
-        return isinstance(json.loads(value), dict)
+        return json.loads(value)
     except ValueError:
-        return False
+        return None

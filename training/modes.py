@@ -1,31 +1,22 @@
 """The modes that need one process and a checkpoint: ``export`` and ``sample``.
 
-``mode=export`` writes a checkpoint's weights as other programs read them. A model that has a Hugging Face counterpart
-(``Chain.hugging_face``) goes under its names, with config.json and the tokenizer, so that ``from_pretrained(folder)``
-gives the same logits. Other models are a plain state dict under their own names (ResNet-50's are torchvision's).
-
-``mode=sample`` continues a text with a language model.
+``mode=export`` writes a checkpoint's model as other programs read it (``training.export``). ``mode=sample`` continues
+texts with a language model.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-
-from common.errors import CheckpointError, TrainingError
-from common.files import atomic_folder
+from common.errors import TrainingError
 from data.dataset import DataSet
-from data.huggingface_tokenizer import tokenizer_files
 from data.vocabulary import GPT2Vocabulary
 from data.words import WordVocabulary, basic_english
 from launchers import World
 from models.chain import Chain
-from models.generate import generate
+from models.generate import Draws, generate
 from parallel.build import build_strategy
 from parallel.devices import share_cores
 from parallel.plan import make_plan
@@ -34,11 +25,12 @@ from parallel.strategy import Options, Strategy
 from training import checkpoint
 from training.checkpoint import read_manifest
 from training.config import to_config, to_dict
+from training.export.write import check_export, write
 from training.setup import checkpoint_of, model_and_data
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS = "model.safetensors"
+_BETWEEN = "\n" + 20 * "-" + "\n"  # the texts of several prompts
 _SINGLE = {"name": "single", "dp": 1, "pp": 1, "chunks": 1, "stages_per_rank": None, "balance": "uniform"}
 _SINGLE |= {"shard": None, "reshard": None, "comm_hook": "none"}
 
@@ -95,7 +87,7 @@ def restore(cfg: Any, device: str) -> Restored:
 
 
 def export(cfg: Any, run_dir: Path) -> str:
-    """Write the checkpoint ``cfg.checkpoint`` to the folder ``cfg.export_to`` of ``run_dir``.
+    """Write the checkpoint ``cfg.checkpoint`` to the folder ``cfg.export_to`` of ``run_dir``, as ``cfg.export`` says.
 
     The folder appears complete or not at all.
 
@@ -103,29 +95,14 @@ def export(cfg: Any, run_dir: Path) -> str:
         A sentence that says what was written.
 
     Raises:
-        TrainingError: For a folder that is outside of ``run_dir`` or exists.
+        TrainingError: For a folder that is outside of ``run_dir`` or exists, and as ``training.export.write`` does.
         CheckpointError: For a checkpoint that cannot be read, or a folder that cannot be written.
     """
     folder = _export_folder(run_dir, cfg.export_to)
+    check_export(cfg)
     restored = restore(cfg, "cpu")
-    vocabulary, state, texts = restored.data.vocabulary, restored.strategy.state_dict(), {}
-    if restored.chain.hugging_face is not None:
-        state, config = restored.chain.hugging_face.export(state, restored.data.vocab_size)
-        texts["config.json"] = json.dumps(config, indent=1)
-    if isinstance(vocabulary, GPT2Vocabulary):
-        texts |= tokenizer_files(vocabulary.extra, restored.chain.limits["positions"])
-    elif vocabulary is not None:
-        restored.data.prepare()
-        texts["vocabulary.txt"] = "\n".join(vocabulary.words) + "\n"
-    try:
-        with atomic_folder(folder) as draft:
-            # transformers refuses a file without this metadata
-            save_file({k: v.contiguous() for k, v in state.items()}, draft / WEIGHTS, metadata={"format": "pt"})
-            for name, text in texts.items():
-                (draft / name).write_text(text, encoding="utf-8")
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder} could not be written: {error}") from error
-    return f"exported {cfg.model.name} after step {restored.step} to {folder}: {', '.join([WEIGHTS, *texts])}"
+    written = write(cfg, folder, restored.data, restored.strategy)
+    return f"exported {cfg.model.name} after step {restored.step} to {folder}: {written}"
 
 
 def _export_folder(run_dir: Path, name: str) -> Path:
@@ -139,10 +116,10 @@ def _export_folder(run_dir: Path, name: str) -> Path:
 
 
 def sample(cfg: Any) -> str:
-    """Continue ``sample.prompt`` by ``sample.tokens`` tokens.
+    """Continue ``sample.prompt``, or each of ``sample.prompts``, by ``sample.tokens`` tokens.
 
     Returns:
-        The prompt and its continuation.
+        The prompt and its continuation; of several prompts, with a line of dashes between them.
 
     Raises:
         TrainingError: For a model that is not a language model, and for numbers that make no sense, before anything is
@@ -159,22 +136,29 @@ def sample(cfg: Any) -> str:
         )
     if isinstance(vocabulary, WordVocabulary):
         restored.data.prepare()  # which reads the words
-    tokens = _encode(vocabulary, cfg.sample.prompt)
+    settings = cfg.sample
+    prompts = [settings.prompt] if settings.prompts is None else settings.prompts
+    encoded = [_encode(vocabulary, prompt) for prompt in prompts]
     (stage,) = strategy.stages
     stage.eval()
     with autocast(strategy.plan.precision, strategy.device.type):
         drawn = generate(
             stage.layers,
-            tokens or [vocabulary.start],
-            cfg.sample.tokens,
+            [tokens or [vocabulary.start] for tokens in encoded],
+            settings.tokens,
+            Draws(
+                settings.temperature,
+                settings.top_k,
+                settings.top_p,
+                seed=cfg.seed if settings.seed is None else settings.seed,
+            ),
             positions=restored.chain.limits.get("positions"),
             vocab_size=min(vocabulary.size, restored.chain.limits["vocabulary"]),
-            temperature=cfg.sample.temperature,
-            top_k=cfg.sample.top_k,
-            seed=cfg.seed,
             device=strategy.device,
+            cached=settings.cache and restored.chain.continues,
         )
-    return vocabulary.decode([*tokens, *drawn])
+    texts = [vocabulary.decode([*tokens, *more]) for tokens, more in zip(encoded, drawn, strict=True)]
+    return _BETWEEN.join(texts)
 
 
 def _check_sample(cfg: Any) -> None:
@@ -189,6 +173,11 @@ def _check_sample(cfg: Any) -> None:
         raise TrainingError(f"sample.temperature={settings.temperature} must be 0 (always the likeliest) or above")
     if settings.top_k is not None and settings.top_k < 1:
         raise TrainingError(f"sample.top_k={settings.top_k} must be at least 1, or null for all tokens")
+    if not 0 < settings.top_p <= 1:
+        raise TrainingError(f"sample.top_p={settings.top_p} must lie in (0, 1]; 1 draws among all tokens")
+    if settings.prompts is not None and (settings.prompt or not settings.prompts):
+        problem = "and sample.prompt are both set" if settings.prompt else "is empty"
+        raise TrainingError(f"""sample.prompts {problem}; write sample.prompts=["def main", "class A"] alone""")
 
 
 def _encode(vocabulary: GPT2Vocabulary | WordVocabulary, prompt: str) -> list[int]:

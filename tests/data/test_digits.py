@@ -20,7 +20,7 @@ def test_they_are_the_images_that_scikit_learn_gives(prepared):
 
     inputs, targets = everything(prepared(Digits, image_size=8))
     published = load_digits()
-    pixels = (inputs * digits._STD + digits._MEAN).round().to(torch.uint8).flatten(1).numpy()
+    pixels = (inputs * digits.Digits.std[0] + digits.Digits.mean[0]).round().to(torch.uint8).flatten(1).numpy()
     ours = np.column_stack([pixels, targets.numpy()])
     theirs = np.column_stack([published.data, published.target])
     assert np.array_equal(ours[np.lexsort(ours.T)], theirs[np.lexsort(theirs.T)])

@@ -206,6 +206,20 @@ def test_temperature_0_and_one_likeliest_are_the_same_text(say):
     assert say("sample.temperature=0", "sample.tokens=8") == say("sample.top_k=1", "sample.tokens=8")
 
 
+def test_several_prompts_go_on_at_once_the_first_as_if_it_were_alone(say):
+    line = ["sample.tokens=6", "sample.seed=7", "sample.top_p=0.9"]
+    texts = say("sample.prompts=['def main','class A:']", *line).split("\n" + 20 * "-" + "\n")
+    assert [text[:8] for text in texts] == ["def main", "class A:"]
+    assert say("sample.prompt='def main'", *line) == texts[0] + "\n"
+
+
+def test_what_is_kept_from_token_to_token_does_not_change_the_text(say):
+    line = ["sample.prompt='def main'", "sample.tokens=40"]  # the model has 32 positions
+    text = say(*line)
+    assert say(*line, "sample.cache=false") == text
+    assert say(*line, "sample.seed=1337") == text != say(*line, "sample.seed=7")
+
+
 def test_more_tokens_than_the_model_has_positions(say):
     assert say(f"sample.prompt='{'a b c ' * 20}'", "sample.tokens=40").startswith("a b c")
 
@@ -227,6 +241,9 @@ def test_a_model_of_words_speaks_in_words(words, tmp_path, capsys, caplog):
         (["model=gpt2", "sample.tokens=0"], "sample.tokens=0 must be at least 1"),
         (["model=gpt2", "sample.temperature=-1"], "sample.temperature=-1.0 must be 0"),
         (["model=gpt2", "sample.top_k=0"], "sample.top_k=0 must be at least 1"),
+        (["model=gpt2", "sample.top_p=0"], "sample.top_p=0.0 must lie in"),
+        (["model=gpt2", "sample.prompts=[]"], "sample.prompts is empty"),
+        (["model=gpt2", "sample.prompts=[a]", "sample.prompt=b"], "sample.prompts and sample.prompt are both set"),
     ],
 )
 def test_what_cannot_be_sampled_is_an_error_before_anything_loads(tmp_path, overrides, message):

@@ -45,6 +45,12 @@ def test_a_prompt_is_any_text(prompt):
     assert typed(f"model=gpt2 {shlex.quote(f'sample.prompt={prompt}')}").sample.prompt == prompt
 
 
+def test_several_prompts_are_typed_as_json():
+    prompts = ["def f(x, y=1):", "it's", 'say "x"', "a\nb", "[", ""]
+    line = f"model=gpt2 {shlex.quote('sample.prompts=' + json.dumps(prompts))}"
+    assert typed(line).sample.prompts == prompts
+
+
 def test_what_is_quoted_for_hydra_already_stays():
     assert typed("""model=gpt2 "sample.prompt='a b'" """).sample.prompt == "a b"
     line = ["model=gpt2", "model.extra_tokens='{\"<a>\": null}'", "sample.prompt", "train.steps=3", "-m"]

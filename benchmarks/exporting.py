@@ -1,0 +1,104 @@
+"""Every model in every format that is served: its differences from torch, the size of the files, the seconds.
+
+    python -m benchmarks.exporting [--quick]
+
+Each model is trained for a step as conf/ has it (ResNet-50 on images of 224 pixels), exported by ``train.py``, and
+computed by torch.export's program or by ONNX Runtime on the CPU. A format that needs extras that are not installed is
+left out.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from hydra import compose, initialize_config_dir
+from torch import Tensor
+
+from benchmarks import table
+from conf import FOLDER, options
+from training.config import to_config, to_dict
+from training.export.onnx_model import session_of
+from training.export.served import ServedModel, serve
+from training.modes import restore
+
+FORMATS = {"torch_export": "model.pt2", "onnx": "model.onnx", "triton": "1/model.onnx"}
+SIZES = {"resnet50": ["data.image_size=224"]}
+QUICK = {"resnet50": ["data.image_size=32"], "gpt2": ["model.size=tiny"]}
+TRAINING = [
+    "logger=none", "device=cpu", "train.epochs=null", "train.steps=1", "train.eval_every=null",
+    "train.global_batch_size=2", "train.precision=fp32",
+]  # fmt: skip
+
+
+def main() -> None:
+    """Measures, and writes results/exporting.csv."""
+    chosen = table.options(__doc__).parse_args()
+    sizes = QUICK if chosen.quick else SIZES
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options("model"):
+            rows += measure(name, sizes.get(name, []), Path(folder))
+    table.write("exporting", rows, chosen.quick)
+
+
+def measure(name: str, sizes: list[str], folder: Path) -> list[dict]:
+    """Trains a model, exports it in each format and returns a row for each."""
+    line = [f"model={name}", *sizes, *TRAINING]
+    _run(line, folder / name)
+    line += ["mode=export", f"checkpoint='{folder / name}'"]
+    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        restored = restore(to_config(to_dict(compose("train", line))), "cpu")
+    model = serve(name, restored.data, restored.strategy)
+    rows = []
+    for form, file in FORMATS.items():
+        place = folder / f"{name}-{form}"
+        start = time.perf_counter()
+        _run([*line, f"export.format={form}"], place)
+        seconds = time.perf_counter() - start
+        home = place / "export" / (name if form == "triton" else "")
+        compared = compare(model, runner(home / file, model))
+        size = sum(path.stat().st_size for path in (place / "export").rglob("*") if path.is_file())
+        rows.append(
+            {
+                "`model=`": f"`{name}`",
+                "format": f"`{form}`",
+                **compared,
+                "MB": f"{size / 1e6:.2f}",
+                "seconds": f"{seconds:.1f}",
+            }
+        )
+    return rows
+
+
+def runner(path: Path, model: ServedModel) -> Callable[[Tensor], Tensor]:
+    """Returns what computes the outputs of a file."""
+    if path.suffix == ".pt2":
+        return torch.export.load(path).module()
+    return session_of(path, model)
+
+
+@torch.no_grad()
+def compare(model: ServedModel, run: Callable[[Tensor], Tensor]) -> dict[str, str]:
+    """Returns the differences in batches of 1 and 5."""
+    row, same = {}, True
+    for batch in (1, 5):
+        inputs = model.example(batch)
+        wanted, given = model.answer(inputs), run(inputs)
+        row[f"batch of {batch}"] = f"{(given - wanted).abs().max() / wanted.abs().max():.1e}"
+        same &= torch.equal(given.argmax(-1), wanted.argmax(-1))
+    return row | {"same classes": "yes" if same else "no"}
+
+
+def _run(line: list[str], folder: Path) -> None:
+    from train import main as train
+
+    if train([*line, f"hydra.run.dir='{folder}'"]):
+        raise SystemExit(f"train.py {' '.join(line)} failed")
+
+
+if __name__ == "__main__":
+    main()

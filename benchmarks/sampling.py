@@ -1,0 +1,88 @@
+"""Tokens/s of GPT-2: with and without its keys and values kept, and of transformers' generate on the same weights.
+
+    python -m benchmarks.sampling [--rounds 3] [--tokens 64] [--quick]
+
+All contenders take turns in one process and draw the likeliest token each time, so that they can be compared token for
+token. Of 124M parameters with random weights, in fp32, on the CPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from benchmarks import table
+from benchmarks.timing import take_turns
+from common.torchvision_loader import load_torchvision
+from models.generate import Draws, generate
+from models.gpt2 import gpt2
+from models.huggingface import to_huggingface
+
+VOCABULARY = 50257
+PROMPT = 16
+OURS, WHOLE, THEIRS = "keys and values kept", "the whole text for each token", "transformers.generate"
+Tokens = list[list[int]]
+
+
+def main() -> None:
+    """Measures, and writes results/sampling.csv."""
+    options = table.options(__doc__)
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--tokens", type=int, default=64, help="drawn for each prompt")
+    chosen = options.parse_args()
+    size, tokens = ("tiny", 8) if chosen.quick else ("124M", chosen.tokens)
+    rows = []
+    for batch in (1, 4):
+        drawn: dict[str, Tokens] = {}
+        seconds = take_turns(contenders(size, batch, tokens, drawn), 1 if chosen.quick else chosen.rounds)
+        theirs = statistics.median(seconds[THEIRS])
+        rows += [
+            {
+                "prompts": batch,
+                "run": name,
+                "tokens/s": f"{batch * tokens / statistics.median(times):.1f}",
+                "against transformers": f"{theirs / statistics.median(times):.2f}x",
+                "same tokens": "yes" if drawn[name] == drawn[OURS] else "no",
+            }
+            for name, times in seconds.items()
+        ]
+    table.write(
+        "sampling", rows, chosen.quick, size=size, prompt=PROMPT, tokens=tokens, threads=torch.get_num_threads()
+    )
+
+
+def contenders(size: str, batch: int, count: int, drawn: dict[str, Tokens]) -> dict[str, Callable[[int], None]]:
+    """Returns the runs by name. Each leaves its tokens in ``drawn``."""
+    load_torchvision()  # or transformers fails where torchvision does not fit a CPU torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    chain = gpt2(size, vocab_size=VOCABULARY)
+    layers = chain.build(chain.names, 1, torch.device("cpu")).eval()
+    _, config = chain.hugging_face.export(layers.state_dict(), VOCABULARY)
+    reference = GPT2LMHeadModel(GPT2Config(**config)).eval()
+    reference.load_state_dict(to_huggingface(layers.state_dict(), VOCABULARY))
+    prompts = torch.randint(0, VOCABULARY, (batch, PROMPT), generator=torch.Generator().manual_seed(1))
+
+    def ours(cached: bool) -> Tokens:
+        limits = {"positions": chain.limits["positions"], "vocab_size": VOCABULARY}
+        device = torch.device("cpu")
+        return generate(layers, prompts.tolist(), count, Draws(temperature=0), **limits, device=device, cached=cached)
+
+    def theirs() -> Tokens:
+        ends = {"max_new_tokens": count, "min_new_tokens": count, "pad_token_id": VOCABULARY - 1}
+        with torch.no_grad():
+            whole = reference.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, **ends)
+        return whole[:, PROMPT:].tolist()
+
+    runs = {OURS: lambda: ours(True), WHOLE: lambda: ours(False), THEIRS: theirs}
+
+    def timed(name: str, run: Callable[[], Tokens]) -> Callable[[int], None]:
+        return lambda number: drawn.__setitem__(name, run())
+
+    return {name: timed(name, run) for name, run in runs.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Causal self-attention, and the keys and values that it keeps where a text is continued token by token.
+
+Without a cache the next token costs the whole text again; with one it costs one position, which attends to what is
+kept. Only a model whose layers all know of the cache can be continued this way (``Chain.continues``): attention layers
+keep their keys and values in it, and what adds positions asks it where the tokens stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class KeyValueCache:
+    """Keys and values of all attention layers; slot i of a row belongs to the row's position i.
+
+    The first forward takes whole texts from position 0 on, padded behind: attention is causal, so no token sees the
+    padding after it. Each further forward takes one token per row, for which ``advance`` says where it stands.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """Make an empty cache; layers add their share with their first forward.
+
+        Args:
+            capacity: Positions that each row has room for.
+        """
+        self.capacity = capacity
+        self._positions: Tensor | None = None  # [b], of the new tokens; None in the first forward
+        self._visible: Tensor | None = None  # [b, 1, 1, slots]: up to the row's own position
+        self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def empty(self) -> bool:
+        """Whether there was no forward yet."""
+        return not self._kept
+
+    def advance(self, positions: Sequence[int], device: torch.device) -> None:
+        """Say where the next forward's tokens stand, one in each row."""
+        self._positions = torch.tensor(positions, device=device)
+        slots = torch.arange(max(positions) + 1, device=device)
+        self._visible = (slots <= self._positions[:, None])[:, None, None]
+
+    def rows(self, table: Tensor, length: int) -> Tensor:
+        """The rows of a table of positions [positions, c] for ``length`` tokens: [length, c] or [b, 1, c]."""
+        return table[:length] if self._positions is None else table[self._positions][:, None]
+
+    def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Keep a layer's new keys and values and attend to all of them.
+
+        Args:
+            layer: Which layer it is.
+            q: [b, heads, t, width].
+            k: Likewise.
+            v: Likewise.
+
+        Returns:
+            [b, heads, t, width].
+        """
+        if self._positions is None:
+            b, heads, t, width = k.shape
+            self._kept[layer] = tuple(new.new_zeros(b, heads, self.capacity, width) for new in (k, v))
+            for kept, new in zip(self._kept[layer], (k, v), strict=True):
+                kept[:, :, :t] = new
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        rows = torch.arange(len(q), device=q.device)
+        for kept, new in zip(self._kept[layer], (k, v), strict=True):
+            kept[rows, :, self._positions] = new[:, :, 0]
+        k, v = (kept[:, :, : self._visible.shape[-1]] for kept in self._kept[layer])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self._visible)
+
+
+class UsesCache:
+    """A layer that works with a ``KeyValueCache`` while there is one.
+
+    Attributes:
+        cache: Set by ``caching``; None in training and wherever whole texts are computed.
+    """
+
+    cache: KeyValueCache | None = None
+
+    def position_rows(self, table: Tensor, length: int) -> Tensor:
+        """The rows of a table of positions [positions, c] for the next ``length`` tokens: [length, c] or [b, 1, c]."""
+        return table[:length] if self.cache is None else self.cache.rows(table, length)
+
+
+@contextmanager
+def caching(layers: nn.Module, cache: KeyValueCache) -> Iterator[None]:
+    """Have all layers that can use ``cache`` for a while."""
+    users = [module for module in layers.modules() if isinstance(module, UsesCache)]
+    for module in users:
+        module.cache = cache
+    try:
+        yield
+    finally:
+        for module in users:
+            module.cache = None
+
+
+class CausalAttention(UsesCache, nn.Module):
+    """What the attention of the language models shares: everything between its two projections."""
+
+    def __init__(self, n_head: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = n_head, dropout
+
+    def attend(self, projected: Tensor) -> Tensor:
+        """Queries, keys and values side by side, [b, t, 3 c] -> [b, t, c]."""
+        b, t, c = projected.shape[0], projected.shape[1], projected.shape[2] // 3
+        q, k, v = (part.view(b, t, self.heads, -1).transpose(1, 2) for part in projected.split(c, dim=2))
+        if self.cache is not None:
+            y = self.cache.attend(self, q, k, v)
+        else:
+            dropout = self.dropout if self.training else 0.0
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        return y.transpose(1, 2).reshape(b, t, c)

@@ -1,0 +1,192 @@
+"""mode=export in the formats that are served: torch.export, ONNX, and a model repository for Triton."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from composed import config
+from exported import MODELS, ONNX, Exporter, assert_same, batches
+from safetensors.torch import load_file
+
+from common.errors import CheckpointError, TrainingError
+from train import main
+from training.app import execute
+from training.export.served import ServedModel
+
+
+@pytest.fixture(scope="module")
+def exporter(tmp_path_factory, text):
+    return Exporter(tmp_path_factory.mktemp("models"), text)
+
+
+@pytest.fixture
+def export(exporter, tmp_path, capsys):
+    """``export("gpt2", "onnx")``: the folder that is written, and what is said."""
+
+    def write(name, form, *more):
+        return exporter.export(name, form, tmp_path, *more), capsys.readouterr().out
+
+    return write
+
+
+EVERY = [name if name in ("toy", "gpt2") else pytest.param(name, marks=pytest.mark.serving) for name in MODELS]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_program_of_torch_export_computes_the_same_for_any_batch(export, exporter, name):
+    folder, said = export(name, "torch_export")
+    assert f"exported {name} after step 1 to {folder}: " in said
+    assert "largest difference between torch.export's program and the model: " in said
+    program = torch.export.load(folder / "model.pt2").module()
+    for inputs in batches(name):
+        assert_same(program(inputs), exporter.reference(name, inputs))
+
+
+@ONNX
+@pytest.mark.serving
+@pytest.mark.parametrize("name", MODELS)
+def test_a_repository_for_triton_holds_a_model_that_computes_the_same(export, exporter, name):
+    import onnx
+    import onnxruntime
+
+    folder, said = export(name, "triton", "export.max_batch_size=6", "device=cpu")
+    assert "largest difference between ONNX Runtime and the model: " in said
+    model = folder / name / "1" / "model.onnx"
+    session = onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
+    (takes,), (gives,) = session.get_inputs(), session.get_outputs()
+    _, wanted_name, shape = MODELS[name]
+    assert takes.name == wanted_name
+    free = ["batch", "time"] if wanted_name == "tokens" else ["batch", *shape]
+    assert takes.shape == free, "the free axes have names"
+    for inputs in batches(name):
+        (answer,) = session.run([gives.name], {takes.name: inputs.numpy()})
+        assert_same(torch.from_numpy(answer), exporter.reference(name, inputs))
+    assert not [n.name for n in onnx.load(model).graph.initializer if n.name.endswith("lm_head.weight")]
+
+    outputs = exporter.reference(name, batches(name)[0]).shape[-1]
+    config_text = (folder / name / "config.pbtxt").read_text()
+    for line in (
+        f'name: "{name}"',
+        'backend: "onnxruntime"',
+        "max_batch_size: 6",
+        f'name: "{takes.name}"',
+        f'name: "{gives.name}"',
+        f"dims: [ {'-1' if wanted_name == 'tokens' else ', '.join(map(str, shape))} ]",
+        f"dims: [ {f'-1, {outputs}' if wanted_name == 'tokens' else outputs} ]",
+        "data_type: TYPE_INT64" if wanted_name == "tokens" else "data_type: TYPE_FP32",
+        "dynamic_batching {",
+        "kind: KIND_CPU",
+    ):
+        assert line in config_text, line
+    example = load_file(folder / name / "example.safetensors")
+    assert_same(example[gives.name], exporter.reference(name, example[takes.name]))
+    assert name in (folder / "README.md").read_text()
+
+
+@ONNX
+@pytest.mark.serving
+def test_labels_and_tokenizers_are_beside_the_model(export):
+    folder, _ = export("classifier", "triton")
+    assert 'label_filename: "labels.txt"' in (folder / "classifier" / "config.pbtxt").read_text()
+    assert (folder / "classifier" / "labels.txt").read_text().split() == [str(i) for i in range(12)]
+    shutil.rmtree(folder)
+    folder, _ = export("gpt2", "onnx")
+    names = ["model.onnx", "tokenizer.json", "tokenizer_config.json"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+
+
+def test_cifar10_s_classes_have_names():
+    from data.cifar10 import CIFAR10
+
+    assert CIFAR10(num_classes=3).class_names() == ["airplane", "automobile", "bird"]
+    assert CIFAR10(num_classes=12).class_names()[9:] == ["truck", "10", "11"]
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def left(folder):
+    return [path.name for path in folder.iterdir()]
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["export.format=triton", "export.max_batch_size=0"], "export.max_batch_size=0 must be at least 1"),
+        (["export.format=triton", "device=mps"], "device=mps: Triton runs models on device=cpu or cuda"),
+    ],
+)
+@ONNX
+def test_settings_that_make_no_sense_are_errors_before_anything_loads(tmp_path, overrides, message):
+    with pytest.raises(TrainingError, match=message):
+        execute(config("mode=export", "checkpoint=nowhere", *overrides), tmp_path, None)
+
+
+def test_an_unknown_format_is_an_error_that_lists_those_there_are(capsys, tmp_path):
+    assert main(["mode=export", "export.format=tensorrt", f"hydra.run.dir={tmp_path}/run"]) == 1
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("error: ") and "expected one of [safetensors, torch_export, onnx, triton]" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("form", ["onnx", "triton"])
+def test_without_the_extras_the_error_names_the_command(tmp_path, monkeypatch, form):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name))
+    with pytest.raises(TrainingError, match="needs .*onnxscript.*: pip install -r requirements-serving.txt"):
+        execute(config("mode=export", "checkpoint=nowhere", f"export.format={form}"), tmp_path, None)
+
+
+@pytest.mark.parametrize("form", ["torch_export", pytest.param("triton", marks=ONNX)])
+def test_a_model_that_another_program_computes_differently_is_not_exported(export, tmp_path, monkeypatch, form):
+    answer = ServedModel.answer
+    monkeypatch.setattr(ServedModel, "answer", lambda model, inputs: answer(model, inputs) + 1e-3)
+    with pytest.raises(TrainingError, match="differs from the model by 0.001 in a batch of 1"):
+        export("toy", form)
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize("form", ["torch_export", pytest.param("onnx", marks=ONNX)])
+def test_weights_that_are_not_finite_are_not_exported(export, tmp_path, monkeypatch, form):
+    monkeypatch.setattr(ServedModel, "answer", lambda model, inputs: torch.full((len(inputs), 5), np.nan))
+    with pytest.raises(TrainingError, match="differs from the model by nan"):
+        export("toy", form)
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize("form", ["torch_export", pytest.param("triton", marks=ONNX)])
+def test_a_damaged_checkpoint_and_a_folder_that_exists_leave_nothing_behind(exporter, tmp_path, form):
+    overrides, folder = exporter.trained("toy")
+    copy = shutil.copytree(folder, tmp_path / "copy", symlinks=True)
+    (weights,) = (copy / "checkpoints" / "step-00000001").glob("model-*.safetensors")
+    line = [*overrides, "mode=export", f"checkpoint='{copy}'", f"export.format={form}"]
+    place = tmp_path / "place"
+    place.mkdir()
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match="is damaged: its sha256"):
+        execute(config(*line), place, None)
+    weights.write_bytes(content[:-9])
+    with pytest.raises(CheckpointError, match="the checkpoint is damaged"):
+        execute(config(*line), place, None)
+    assert left(place) == []
+    (place / "export").mkdir()
+    with pytest.raises(TrainingError, match="exists already; choose another export_to="):
+        execute(config(*line), place, None)
+    assert left(place) == ["export"] and left(place / "export") == []
+
+
+@pytest.mark.parametrize(
+    "form", ["safetensors", "torch_export", *(pytest.param(f, marks=ONNX) for f in ("onnx", "triton"))]
+)
+def test_a_full_disk_is_an_error_that_leaves_nothing_behind(exporter, small_disk, form):
+    overrides, folder = exporter.trained("convnet")
+    disk = small_disk("64k")  # the model takes 116 kB
+    line = [*overrides, "mode=export", f"checkpoint='{folder}'", f"export.format={form}"]
+    with pytest.raises(CheckpointError, match="could not be written: .*MiB are free at"):
+        execute(config(*line), disk, None)
+    assert left(disk) == []

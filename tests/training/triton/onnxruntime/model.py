@@ -1,0 +1,28 @@
+"""A backend for Triton that stands in for its own `onnxruntime`: the same repositories, computed by PyPI's package.
+
+Triton calls it with the requests that its dynamic batcher has put together; they are computed as one batch.
+"""
+
+import json
+import os
+
+import numpy as np
+import onnxruntime
+import triton_python_backend_utils as triton
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        config = json.loads(args["model_config"])
+        (self.takes,), (self.gives,) = ([tensor["name"] for tensor in config[kind]] for kind in ("input", "output"))
+        path = os.path.join(args["model_repository"], args["model_version"], "model.onnx")
+        self.session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+    def execute(self, requests):
+        parts = [triton.get_input_tensor_by_name(request, self.takes).as_numpy() for request in requests]
+        try:
+            (result,) = self.session.run([self.gives], {self.takes: np.concatenate(parts)})
+        except Exception as error:
+            return [triton.InferenceResponse(error=triton.TritonError(str(error))) for _ in requests]
+        ends = np.cumsum([len(part) for part in parts])[:-1]
+        return [triton.InferenceResponse([triton.Tensor(self.gives, part)]) for part in np.split(result, ends)]

@@ -1,0 +1,111 @@
+"""A Triton server on the loopback interface, from the folder that ``tests/training/triton/install`` has made."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from launchers.loopback import LOOPBACK, listen
+
+BACKEND = Path(__file__).resolve().parent / "triton" / "onnxruntime"
+START_S = 90.0
+VARIABLE = "TRITON_SERVER"
+
+
+class TritonServer:
+    """A server that has some repositories loaded. ``http``, ``grpc``: HOST:PORT."""
+
+    def __init__(self, repositories: Sequence[Path], folder: Path) -> None:
+        home = installed()
+        server = home / "pytriton" / "tritonserver"
+        backends = folder / "backends"
+        backends.mkdir(parents=True)
+        (backends / "python").symlink_to(server / "backends" / "python")
+        (backends / "onnxruntime").symlink_to(BACKEND)
+        ports = {name: _free_port() for name in ("http", "grpc", "metrics")}
+        self.http, self.grpc, self._metrics = (f"{LOOPBACK}:{port}" for port in ports.values())
+        command = [
+            str(server / "bin" / "tritonserver"),
+            *(f"--model-repository={repository}" for repository in repositories),
+            f"--backend-directory={backends}",
+            f"--backend-config=python,shm-region-prefix-name=triton-{os.getpid()}-{ports['http']}",
+            "--disable-auto-complete-config",
+            *(f"--{name}-address={LOOPBACK}" for name in ports),
+            *(f"--{name}-port={port}" for name, port in ports.items()),
+        ]
+        env = {
+            **os.environ,
+            "LD_LIBRARY_PATH": str(home / "nvidia_pytriton.libs"),
+            "PYTHONPATH": str(home / "packages"),
+            "OMP_NUM_THREADS": "1",
+        }
+        self.log = folder / "triton.log"
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            self._await_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def _await_ready(self) -> None:
+        deadline = time.monotonic() + START_S
+        while not self._ready():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                said = self.log.read_text()
+                if "error while loading shared libraries" in said:
+                    pytest.skip(f"tritonserver cannot start: {said.strip()[-200:]}")
+                raise AssertionError(f"tritonserver was not ready within {START_S} s:\n{said[-5000:]}")
+            time.sleep(0.1)
+
+    def _ready(self) -> bool:
+        try:
+            return urllib.request.urlopen(f"http://{self.http}/v2/health/ready", timeout=5).status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def metric(self, name: str, model: str) -> float:
+        """A number of the server's own metrics."""
+        text = urllib.request.urlopen(f"http://{self._metrics}/metrics", timeout=10).read().decode()
+        (value,) = re.findall(rf'^{name}{{model="{model}",version="1"}} (\S+)$', text, flags=re.MULTILINE)
+        return float(value)
+
+    def close(self) -> None:
+        """End it."""
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def installed() -> Path:
+    """Where the server is; skips the test where there is none."""
+    home = os.environ.get(VARIABLE)
+    if not home:
+        pytest.skip(f"needs a Triton server: tests/training/triton/install DIR, then {VARIABLE}=DIR pytest -m serving")
+    stub = Path(home) / "pytriton" / "tritonserver" / "backends" / "python" / "triton_python_backend_stub"
+    if not stub.exists():
+        pytest.skip(f"{VARIABLE}={home}: the installation of the Triton server is not whole ({stub.name} is missing)")
+    missing = re.findall(r"^\s*(\S+) => not found", _ldd(stub), flags=re.MULTILINE)
+    if missing:
+        pytest.skip(f"the Triton server needs {', '.join(missing)} (Debian: apt-get install libpython3.11)")
+    return Path(home)
+
+
+def _free_port() -> int:
+    with listen(LOOPBACK, 0) as listener:
+        return listener.getsockname()[1]
+
+
+def _ldd(path: Path) -> str:
+    return subprocess.run(["ldd", str(path)], capture_output=True, text=True, timeout=20).stdout

@@ -1,0 +1,191 @@
+"""A trained model as other programs run it: one tensor in and one out, both with a name, in float32 on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from common.errors import TrainingError
+from data.dataset import DataSet
+from data.huggingface_tokenizer import tokenizer_files
+from data.images import ImageData
+from data.vocabulary import GPT2Vocabulary
+from models.chain import Chain, Layers
+from parallel.strategy import Strategy
+
+TOLERANCE = 1e-5  # of another program's answers: relative to the largest of the model's, or absolute below 1
+LABELS = "labels.txt"
+_FEW_TOKENS = 16
+_NO_LIMIT = int(1e30)  # what transformers writes for a model without positions
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor that goes in or comes out.
+
+    Attributes:
+        name: Its name.
+        dtype: Its dtype.
+        dims: Its shape without the batch; -1 stands for the number of tokens, which is free.
+    """
+
+    name: str
+    dtype: torch.dtype
+    dims: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model to be served.
+
+    Attributes:
+        name: The model's name.
+        module: In evaluation mode, without the padding of its vocabulary.
+        takes: Its input.
+        gives: Its output.
+        positions: The longest text, in tokens; None for no limit, and for what is no language model.
+        texts: Files that belong to it, by name: a tokenizer, labels.
+        preparation: What has to be done to an input before, in a sentence.
+    """
+
+    name: str
+    module: nn.Module
+    takes: TensorInfo
+    gives: TensorInfo
+    positions: int | None = None
+    texts: Mapping[str, str] = field(default_factory=dict)
+    preparation: str = ""
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether it is a language model."""
+        return self.takes.dims == (-1,)
+
+    def example(self, batch: int, tokens: int = _FEW_TOKENS) -> Tensor:
+        """Random inputs, always the same.
+
+        Args:
+            batch: How many.
+            tokens: Of each, for a language model; no more than its positions.
+        """
+        generator = torch.Generator().manual_seed(batch)
+        if self.takes_tokens:
+            length = tokens if self.positions is None else min(tokens, self.positions)
+            return torch.randint(self.gives.dims[-1], (batch, length), generator=generator)
+        return torch.randn(batch, *self.takes.dims, generator=generator).to(self.takes.dtype)
+
+    @torch.no_grad()
+    def answer(self, inputs: Tensor) -> Tensor:
+        """What the model computes."""
+        return self.module(inputs)
+
+    def compare(self, run: Callable[[Tensor], Tensor], what: str) -> str:
+        """Have another program compute the same, in batches of 1 and 5 and, for a language model, several lengths.
+
+        Args:
+            run: Inputs -> outputs.
+            what: The program's name.
+
+        Returns:
+            A sentence with the largest difference.
+
+        Raises:
+            TrainingError: Where an answer differs by more than ``TOLERANCE``.
+        """
+        largest = 0.0
+        for batch, tokens in ((1, _FEW_TOKENS), (5, _FEW_TOKENS), (2, 3 * _FEW_TOKENS), (1, 1)):
+            inputs = self.example(batch, tokens)
+            wanted, given = self.answer(inputs), run(inputs).detach()
+            if given.shape != wanted.shape:
+                raise TrainingError(f"{what} gives {tuple(given.shape)} where the model gives {tuple(wanted.shape)}")
+            difference = float((given - wanted).abs().max())
+            if not difference <= TOLERANCE * max(1.0, float(wanted.abs().max())):  # not: NaN is neither
+                raise TrainingError(
+                    f"{what} differs from the model by {difference:.2g} in a batch of {batch}, more than {TOLERANCE:g} "
+                    f"of its largest output, {float(wanted.abs().max()):.3g}; nothing was written"
+                )
+            largest = max(largest, difference)
+        return f"largest difference between {what} and the model: {largest:.1e}"
+
+
+class _Served(nn.Module):
+    """All layers, with one tensor in; of a language model, without the logits that only pad its vocabulary."""
+
+    def __init__(self, layers: Layers, words: int | None) -> None:
+        super().__init__()
+        self.layers, self.words = layers, words
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.layers(inputs)
+        return outputs if self.words is None else outputs[..., : self.words]
+
+
+def serve(name: str, data: DataSet, strategy: Strategy) -> ServedModel:
+    """Make the model that ``strategy`` holds ready to be served. Its layers are changed to float32 in place.
+
+    Args:
+        name: The model's name.
+        data: Its data set; prepared where only its samples tell their shape.
+        strategy: Holds the whole model, on the CPU.
+
+    Raises:
+        TrainingError: For a model that gives several tensors.
+    """
+    chain = strategy.chain
+    (stage,) = strategy.stages
+    words, preparation = None, ""
+    if data.seq_len is not None:
+        takes = TensorInfo("tokens", torch.int64, (-1,))
+        words = min(filter(None, (data.vocab_size, chain.limits["vocabulary"])))
+    elif isinstance(data, ImageData):
+        takes = TensorInfo("images", torch.float32, data.image_shape)
+        if set(data.std) != {1.0}:
+            preparation = f"Pixels are normalised as in training: (pixel - {_list(data.mean)}) / {_list(data.std)}."
+    else:
+        data.prepare()
+        sample, _ = data.train.read(np.zeros(1, np.int64), 0)
+        takes = TensorInfo("inputs", torch.float32, tuple(sample.shape[1:]))
+    module = _Served(stage.layers.float().to(memory_format=torch.contiguous_format), words).eval()
+    with torch.no_grad():
+        output = module(torch.zeros(2, *(1 if n < 0 else n for n in takes.dims), dtype=takes.dtype))
+    if not isinstance(output, Tensor):
+        raise TrainingError(f"model={name} gives {len(output)} tensors; only a model that gives one can be served")
+    texts = tokenizer(data, chain)
+    if "classes" in chain.limits:
+        texts[LABELS] = "".join(f"{label}\n" for label in _labels(data, output.shape[-1]))
+    dims = tuple(output.shape[1:])
+    named = "logits" if {"classes", "vocabulary"} & chain.limits.keys() else "outputs"
+    gives = TensorInfo(named, output.dtype, (-1, *dims[1:]) if takes.dims == (-1,) else dims)
+    return ServedModel(name, module, takes, gives, chain.limits.get("positions"), texts, preparation)
+
+
+def tokenizer(data: DataSet, chain: Chain) -> dict[str, str]:
+    """Files that say how text becomes tokens: GPT-2's tokenizer as Hugging Face writes it, or the list of words."""
+    vocabulary = data.vocabulary
+    if vocabulary is None:
+        return {}
+    if isinstance(vocabulary, GPT2Vocabulary):
+        return tokenizer_files(vocabulary.extra, chain.limits.get("positions", _NO_LIMIT))
+    data.prepare()
+    return {"vocabulary.txt": "\n".join(vocabulary.words) + "\n"}
+
+
+def write_texts(folder: Path, model: ServedModel) -> None:
+    """Write the files that belong to a model."""
+    for name, text in model.texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def _labels(data: DataSet, classes: int) -> list[str]:
+    """A name for each class of the model, which may have more than the data."""
+    names = data.class_names() if isinstance(data, ImageData) else []
+    return [*names, *map(str, range(len(names), classes))][:classes]
+
+
+def _list(numbers: tuple[float, ...]) -> str:
+    return ", ".join(f"{number:g}" for number in numbers)
