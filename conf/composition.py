@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging.config
 import os
 import secrets
 import sys
@@ -13,8 +14,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from conf import FOLDER
+from common.errors import UserError
+from conf import FOLDER, environment
 from conf.schema import register
+from conf.trust import LoggingConfigurator
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
@@ -28,9 +31,13 @@ def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str]) 
 
     Raises:
         HydraException: Where the configuration cannot be composed.
+        UserError: For an argument that has Hydra read a pickle, and where its logging cannot be set up.
         SystemExit: After an answer of Hydra's own (--cfg job).
     """
+    if rerun := [argument for argument in arguments if argument.startswith("--e")]:
+        raise UserError(f"{rerun[0]} has Hydra read a pickle, which can run any code: repeat the run by its command")
     register()
+    environment.register()
     run_id = secrets.token_hex(3)
     OmegaConf.register_new_resolver("run_id", lambda: run_id, replace=True)
 
@@ -42,9 +49,11 @@ def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str]) 
     sys.argv = [str(FOLDER.parent / "train.py"), *arguments]
     os.environ[_FULL_ERROR] = "1"  # Hydra raises its errors then; otherwise it prints them in its own form
     GlobalHydra.instance().clear()
+    configurator, logging.config.dictConfigClass = logging.config.dictConfigClass, LoggingConfigurator
     try:
         job()
     finally:
+        logging.config.dictConfigClass = configurator
         GlobalHydra.instance().clear()
         sys.argv = argv
         if full_error is None:

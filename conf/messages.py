@@ -7,9 +7,15 @@ from difflib import get_close_matches
 
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
+from omegaconf.errors import (
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ReadonlyConfigError,
+    ValidationError,
+)
 
-from common.errors import UserError
+from common.errors import message_for_user
 
 
 def explain(error: Exception) -> str | None:
@@ -19,11 +25,13 @@ def explain(error: Exception) -> str | None:
         error: Any exception.
 
     Returns:
-        The message of a ``UserError``. One line for an exception of Hydra's or OmegaConf's: the key, what it should be,
+        What ``message_for_user`` says. One line for an exception of Hydra's or OmegaConf's: the key, what it should be,
         and the nearest that exists. None for an error of the program's own.
     """
-    if isinstance(error, UserError):
-        return str(error)
+    if (message := message_for_user(error)) is not None:
+        return message
+    if isinstance(error, RecursionError) and (file := _includes_itself(error)):
+        return f"conf/{file}.yaml includes itself through its defaults list: take that entry out"
     if not isinstance(error, (HydraException, OmegaConfBaseException)):
         return None
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
@@ -39,9 +47,23 @@ def explain(error: Exception) -> str | None:
         return f"{place}there is no key {cause.full_key}{_nearest(f'{section}{{}}', name, keys)}"
     if isinstance(cause, MissingMandatoryValue):
         return f"{place}{cause.full_key} has no default: set it"
+    if isinstance(cause, ReadonlyConfigError):
+        return f"{place}{cause.full_key} cannot be changed: Hydra would execute what it names. Leave it out"
     if isinstance(cause, ValidationError):
         return f"{place}{cause.full_key}: {_first_line(cause)}"
     return " ".join(str(error if cause is None else cause).split())
+
+
+def _includes_itself(error: RecursionError) -> str | None:
+    """The configuration file at which Hydra gave up following defaults lists; None where it did something else."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__") == "hydra._internal.defaults_list":
+            config = trace.tb_frame.f_locals.get("config_path")
+            if config is not None:
+                return str(config)
+        trace = trace.tb_next
+    return None
 
 
 def _nearest(form: str, name: str, known: Sequence[str]) -> str:

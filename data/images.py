@@ -96,7 +96,7 @@ class Labelled:
         origin: What error messages call the data.
 
     Raises:
-        DataError: There are no images, the numbers of images and labels differ, or a label is out of range.
+        DataError: There are no images or pixels, the numbers of images and labels differ, or a label is out of range.
     """
 
     images: np.ndarray
@@ -110,6 +110,9 @@ class Labelled:
                 f"{self.origin} holds {len(self.images):,} images and {len(self.labels):,} labels; "
                 "give files with one label for each image, and one image at least"
             )
+        if not all(self.images.shape):
+            size = " x ".join(map(str, self.images.shape[2:]))
+            raise DataError(f"{self.origin}: the images have {size} pixels; give images of 1 x 1 or more")
         bad = np.flatnonzero((self.labels < 0) | (self.labels >= self.num_classes))
         if len(bad):
             raise DataError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common.errors import printable
 from launchers import ForkServer, Interrupted, LaunchError, WorkerFailed, World, run_workers, stopping
 from launchers.stopping import Stopped
-from training.config import environment, to_config, to_dict
+from training.config import environment, hydra_word, to_config, to_dict
 
 ALONE = ("export", "sample")  # modes that need one process whatever the strategy is
 _KEY = "job"
@@ -50,7 +52,7 @@ def clear_errors() -> Iterator[None]:
 
 
 def _fail(message: str, code: int = 1) -> None:
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {printable(message)}", file=sys.stderr)
     raise SystemExit(code)
 
 
@@ -93,7 +95,8 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
 
             from training.reporting import mask_secrets
 
-            print(OmegaConf.to_yaml(to_config(mask_secrets(to_dict(cfg)))).rstrip(), end="\n\n")
+            # Not resolved: what was taken from the environment is shown as it was written.
+            print(OmegaConf.to_yaml(OmegaConf.create(mask_secrets(to_dict(cfg)))).rstrip(), end="\n\n")
         print(describe(setup), flush=True)
         if cfg.mode == "plan":
             _print_memory(setup)
@@ -115,7 +118,8 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
                 del setup  # the workers build their own
                 _start_workers(cfg, run_dir, processes, server)
         except Stopped as stopped:
-            resume = f"go on with the same command and train.resume=auto hydra.run.dir={run_dir}"
+            where = shlex.quote(f"hydra.run.dir={hydra_word(str(run_dir))}")
+            resume = f"go on with the same command and train.resume=auto {where}"
             raise Stopped(f"{stopped}; {resume if cfg.mode == 'train' else _AGAIN}") from None
 
 

@@ -6,6 +6,7 @@ The checked configuration travels as a JSON file, which ``python -m training.slu
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 import traceback
@@ -101,7 +102,8 @@ def run_as_job(setup: Any, run_dir: Path) -> None:
     shape = f"{launcher.nodes} node{'s' * (launcher.nodes > 1)} x {run.processes // launcher.nodes} processes"
     print(f"\njob {job.id} is queued: {shape}; its output: {job.output}", flush=True)
     if not launcher.wait:
-        print(f"follow: tail -F {job.output}\nstate:  squeue --job {job.id}\ncancel: scancel {job.id}")
+        follow = f"follow: tail -F {shlex.quote(str(job.output))}"
+        print(f"{follow}\nstate:  squeue --job {job.id}\ncancel: scancel {job.id}")
         return
     wait([job], launcher.poll_s, partial(print, flush=True))
     if job.error is not None:

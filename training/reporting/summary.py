@@ -71,7 +71,7 @@ def gather_results(strategy: Strategy, outcome: Outcome) -> list[RankResult]:
         dist.barrier()
     recording = Recording.of(strategy.timeline)
     gathered = strategy.mesh.gather((peak_memory_bytes(strategy.device), outcome.step_time_s, recording))
-    intervals = on_one_clock([recording for *_, recording in gathered])
+    intervals = on_one_clock([Recording.parse(received) for *_, received in gathered])
     return [RankResult(peak, seconds, steps) for (peak, seconds, _), steps in zip(gathered, intervals, strict=True)]
 
 
