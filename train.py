@@ -42,10 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(cfg: Any, hydra_section: Any) -> None:
     """Run what Hydra has composed: one run, or one job of a sweep."""
-    from conf.trust import check_job
-
     with clear_errors():  # here too: Hydra adds a line of its own to what a task raises
-        check_job(cfg, hydra_section)
         if hydra_section.mode.name == "MULTIRUN":
             from training.sweep.job import run_job
 

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from common.errors import UserError
+
 
 def write_atomically(path: Path, data: bytes | str) -> None:
     """Writes a file under a temporary name, flushes it to the disk and renames it into place.
@@ -64,6 +66,20 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
         raise
     flush_path(folder.parent)
+
+
+def expand_home(path: str | os.PathLike) -> Path:
+    """Returns a path with a ``~`` or ``~user`` at its beginning replaced by that user's folder.
+
+    Raises:
+        UserError: There is no such folder.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UserError(
+            f"{path}: there is no such home folder (HOME is not set, or there is no such user); give a whole path"
+        ) from None
 
 
 def parse_json(text: bytes | str) -> Any:

@@ -15,6 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from common.errors import UserError
+from common.machine import check_working_directory
 from conf import FOLDER, environment
 from conf.schema import register
 from conf.trust import LoggingConfigurator
@@ -36,6 +37,7 @@ def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str]) 
     """
     if rerun := [argument for argument in arguments if argument.startswith("--e")]:
         raise UserError(f"{rerun[0]} has Hydra read a pickle, which can run any code: repeat the run by its command")
+    check_working_directory()
     register()
     environment.register()
     run_id = secrets.token_hex(3)

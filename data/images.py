@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.errors import DataError
+from common.machine import check_memory
 from data.dataset import DataSet, Source
 from data.shuffle import permute
 
@@ -55,6 +56,8 @@ class ImageData(DataSet):
         for name, value in {"image_size": image_size, "channels": channels, "num_classes": num_classes}.items():
             if value < 1:
                 raise DataError(f"data.{name}={value}: it must be at least 1")
+        way_out = "choose a smaller data.image_size"
+        check_memory(8 * channels * image_size**2, f"one image of data.image_size={image_size}", way_out)
         self.image_shape = (channels, image_size, image_size)
         self.num_classes = num_classes
         self.cache_dir = cache_dir

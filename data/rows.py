@@ -76,7 +76,7 @@ class Rows:
         """
         starts, ends = self.offsets[indices], self.offsets[np.asarray(indices) + 1]
         if (starts < 0).any() or (starts >= ends).any() or (ends > self.starts[-1]).any():
-            raise DataError(f"{self.path} is damaged: rows cannot be where it says. Remove the folder {self.path.parent}")
+            raise DataError(f"{self.path} is damaged: no rows can be where it says. Remove {self.path.parent}")
         of_file = self._file_of(starts)
         lengths = np.minimum(ends, self.starts[of_file + 1]) - starts
         lines = [b""] * len(starts)

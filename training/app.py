@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import printable
+from common.machine import changed_environment
 from launchers import ForkServer, Interrupted, LaunchError, WorkerFailed, World, run_workers, stopping
+from launchers.loopback import check_interfaces
 from launchers.stopping import Stopped
 from training.config import environment, hydra_word, to_config, to_dict
+from training.limits import check_need, check_process, check_values
 
 ALONE = ("export", "sample")  # modes that need one process whatever the strategy is
 _KEY = "job"
@@ -71,7 +74,10 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
         UserError: For what the user can act on.
         Stopped: For a run that was told to stop.
     """
-    cfg = to_config(to_dict(cfg))
+    tree = to_dict(cfg)
+    check_values(tree)
+    check_process()
+    cfg = to_config(tree)
     if cfg.mode == "plan" or cfg.mode in ALONE:
         stopping.at_once()
     if cfg.mode in ALONE:
@@ -105,6 +111,9 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
             run_as_job(setup, run_dir)
             return
         processes = setup.plan.processes
+        if world is None or world.local_size == world.size:
+            check_process(processes)
+            check_need(setup)
         try:
             if world is not None:
                 _lead(setup, run_dir, world)
@@ -133,6 +142,8 @@ def _early_server(cfg: Any, world: World | None, isolated: bool) -> AbstractCont
     if not workers or world is not None or cfg.launcher.name != "local" or cfg.mode == "plan":
         return nullcontext()
     threads = parallel.threads
+    with changed_environment(environment(cfg)):
+        check_interfaces()
     env = {**environment(cfg), **({} if threads is None else {"OMP_NUM_THREADS": str(threads)})}
     return ForkServer(env, _PRELOAD)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from common.errors import TrainingError
-from common.files import parse_json
+from common.files import expand_home, parse_json
 from data.huggingface_tokenizer import added_tokens
 from data.vocabulary import parse_extra_tokens
 from models.chain import Chain
@@ -94,7 +94,7 @@ class Weights(Mapping[str, Tensor]):
         Raises:
             TrainingError: There is no such file, or it holds another model.
         """
-        self._path = Path(model.init_from).expanduser()
+        self._path = expand_home(model.init_from)
         files = _files(self._path)
         self._file_of = {name: path for path in files for name in _open(path).keys()}
         self._format, self._embedding = chain.hugging_face, chain.embedding
