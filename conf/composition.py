@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging.config
 import os
 import secrets
 import sys
@@ -18,7 +17,6 @@ from common.errors import UserError
 from common.machine import check_working_directory
 from conf import FOLDER, environment
 from conf.schema import register
-from conf.trust import LoggingConfigurator
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
@@ -51,11 +49,9 @@ def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str]) 
     sys.argv = [str(FOLDER.parent / "train.py"), *arguments]
     os.environ[_FULL_ERROR] = "1"  # Hydra raises its errors then; otherwise it prints them in its own form
     GlobalHydra.instance().clear()
-    configurator, logging.config.dictConfigClass = logging.config.dictConfigClass, LoggingConfigurator
     try:
         job()
     finally:
-        logging.config.dictConfigClass = configurator
         GlobalHydra.instance().clear()
         sys.argv = argv
         if full_error is None:

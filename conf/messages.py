@@ -48,7 +48,7 @@ def explain(error: Exception) -> str | None:
     if isinstance(cause, MissingMandatoryValue):
         return f"{place}{cause.full_key} has no default: set it"
     if isinstance(cause, ReadonlyConfigError):
-        return f"{place}{cause.full_key} cannot be changed: Hydra would execute what it names. Leave it out"
+        return f"{place}{cause.full_key} cannot be changed: what it names would be executed. Leave it out"
     if isinstance(cause, ValidationError):
         return f"{place}{cause.full_key}: {_first_line(cause)}"
     return " ".join(str(error if cause is None else cause).split())

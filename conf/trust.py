@@ -7,7 +7,6 @@ user has typed them, or where they are in this project's own ``conf/``.
 
 from __future__ import annotations
 
-import logging.config
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,7 +24,6 @@ _VARIABLES = (
 )  # fmt: skip
 # Of these, some name a library that is loaded, or a place where files are read and written.
 _FILES = re.compile(r"(PLUGIN|LIBRARIES|LIB|PATH|DIR|HOME|FILE|INJECTION\w*|CONF|CONFIG)$")
-_LOGGING = ("logging.StreamHandler", "logging.NullHandler", "logging.Formatter", "sys.stdout", "sys.stderr")
 
 
 @dataclass(frozen=True)  # OmegaConf takes a frozen class for a section that nothing can change
@@ -44,38 +42,44 @@ class _Callbacks:
     sweep: _Report = field(default_factory=_Report)
 
 
+def _console(format: str) -> type:
+    @dataclass(frozen=True)
+    class Logging:
+        version: int = 1
+        formatters: dict[str, Any] = field(default_factory=lambda: {"simple": {"format": format}})
+        handlers: dict[str, Any] = field(default_factory=lambda: {"console": dict(_HANDLER)})
+        root: dict[str, Any] = field(default_factory=lambda: {"level": "INFO", "handlers": ["console"]})
+        disable_existing_loggers: bool = False
+
+    return Logging
+
+
+_HANDLER = {"class": "logging.StreamHandler", "formatter": "simple", "stream": "ext://sys.stdout"}
+_HydraLogging = _console("[%(asctime)s][HYDRA] %(message)s")
+_JobLogging = _console("%(message)s")
+
+
 @dataclass
 class _Hydra(HydraConf):
     callbacks: _Callbacks = field(default_factory=_Callbacks)
+    hydra_logging: _HydraLogging = field(default_factory=_HydraLogging)
+    job_logging: _JobLogging = field(default_factory=_JobLogging)
+    defaults: list[Any] = field(
+        default_factory=lambda: [entry for entry in HydraConf().defaults if not _is_fixed(entry)]
+    )
+
+
+def _is_fixed(entry: Any) -> bool:
+    return isinstance(entry, dict) and bool({"hydra_logging", "job_logging", "callbacks"} & set(entry))
 
 
 def register() -> None:
-    """Put the schema of Hydra's own section in place of Hydra's: the callbacks are this project's, and no others."""
-    ConfigStore.instance().store(group="hydra", name="config", node=_Hydra, provider="conf")
+    """Put the schema of Hydra's own section in place of Hydra's.
 
-
-class LoggingConfigurator(logging.config.DictConfigurator):
-    """Sets logging up as ``hydra.job_logging`` and ``hydra.hydra_logging`` say, on the console only.
-
-    A handler, a formatter or a filter can be any callable that Python can import, and a handler that writes to a file
-    can write anything anywhere.
+    The callbacks are this project's, and the log goes to the console: a handler of Python's logging can be any class,
+    or write lines of any form into any file.
     """
-
-    def resolve(self, name: str) -> Any:
-        """Return what a dotted name stands for, where it is one of those that are allowed."""
-        if name not in _LOGGING:
-            raise ValueError(f"{name} is not allowed; there are {', '.join(_LOGGING)}")
-        return super().resolve(name)
-
-    def configure(self) -> None:
-        """See the base class. Raises UserError where the configuration is refused or makes no sense."""
-        try:
-            super().configure()
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
-            reason = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
-            raise UserError(
-                f"hydra.job_logging or hydra.hydra_logging: {reason}. Leave them out; for a log, redirect the console"
-            ) from None
+    ConfigStore.instance().store(group="hydra", name="config", node=_Hydra, provider="conf")
 
 
 def check_variables(key: str, variables: Mapping[str, Any]) -> None:

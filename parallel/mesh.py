@@ -110,18 +110,21 @@ class Mesh:
         if self.size == 1:
             return [json.loads(mine)]
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
-        lengths = torch.zeros(self.size, dtype=torch.int64, device=device)
-        dist.all_gather_into_tensor(lengths, torch.tensor([len(mine)], device=device))
-        longest = max(lengths.tolist())
-        if min(lengths.tolist()) < 1 or longest > _LONGEST_MESSAGE:
-            raise LaunchError(f"ranks cannot have sent messages of {lengths.tolist()} bytes: {_TAMPERED}")
+        lengths = [int(length) for length in self._gather_tensors(torch.tensor([len(mine)], device=device))]
+        longest = max(lengths)
+        if min(lengths) < 1 or longest > _LONGEST_MESSAGE:
+            raise LaunchError(f"ranks cannot have sent messages of {lengths} bytes: {_TAMPERED}")
         padded = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8).to(device)
-        messages = torch.zeros(self.size * longest, dtype=torch.uint8, device=device)
-        dist.all_gather_into_tensor(messages, padded)
+        messages = self._gather_tensors(padded)
         try:  # JSON ignores the spaces behind it
-            return [parse_json(row.numpy().tobytes()) for row in messages.cpu().view(self.size, longest)]
+            return [parse_json(message.cpu().numpy().tobytes()) for message in messages]
         except ValueError as error:
             raise LaunchError(f"a rank sent a message that is not JSON ({error}): {_TAMPERED}") from None
+
+    def _gather_tensors(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        received = [torch.zeros_like(mine) for _ in range(self.size)]
+        dist.all_gather(received, mine)
+        return received
 
     def new_group(self, lines: Sequence[Sequence[int]], timeout_s: float) -> dist.ProcessGroup | None:
         """Make one process group for each line of ranks. All ranks call this.

@@ -39,7 +39,7 @@ class RewrittenStore(dist.Store):
 
     def get(self, key):
         value = bytes(self._store.get(key))
-        return _ADDRESS.sub(self._redirect, value) if f"/{self._other}" in f"/{key}" else value
+        return _ADDRESS.sub(self._redirect, value) if key.endswith(f"/{self._other}") else value
 
     def add(self, key, value):
         return self._store.add(key, value)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +22,21 @@ from training.reporting import METRICS, mask_secrets
 
 # Of Linux; the files in it have names and paths of their own.
 _LONGEST_NAME, _LONGEST_PATH = 255, 3800
+_made: list[Path] = []  # folders that Hydra makes for this run, innermost first
+
+
+@contextmanager
+def removed_if_unused(folder: Path, subfolder: str | None) -> Iterator[None]:
+    """Removes a run directory if the block fails and has left nothing there but what Hydra wrote into ``subfolder``."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            if subfolder and os.listdir(folder) == [subfolder]:
+                shutil.rmtree(folder / subfolder)
+                for path in _made:
+                    path.rmdir()
+        raise
 
 
 def refuse(message: str) -> NoReturn:
@@ -47,6 +65,7 @@ class RunDirectoryGuard(Callback):
         problem = _why_not_writable(folder)
         if problem is not None:
             refuse(f"the run directory {folder} cannot be written: {problem}; choose another hydra.run.dir")
+        _made[:] = [path for path in (folder, *folder.parents) if not path.exists()]
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Refuses a sweep under torchrun, and names of directories that lead out of the sweep's."""
