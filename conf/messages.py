@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import (
     ConfigKeyError,
@@ -37,6 +37,9 @@ def explain(error: Exception) -> str | None:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
         return f"there is no '{error.missing_cfg_file}'{_nearest(f'{group}={{}}', name, error.options)}"
+    if isinstance(error, OverrideParseException):
+        reason = _first_line(error.__cause__ or error).partition(" See ")[0]
+        return f"{error.override!r} cannot be read: {reason}; put a value with special characters in quotes"
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__

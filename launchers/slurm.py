@@ -154,7 +154,7 @@ def submit(
             f"launcher.signal_s={options.signal_s} is not below the time limit, launcher.time_min={options.time_min} "
             f"({options.time_min * 60} s); set it lower"
         )
-    _check_options(options)
+    check_options(options)
     folder, count = Path(folder).absolute(), len(log_dirs)
     file = "%j" if count == 1 else "%A_%a"
     at_once = "" if options.max_parallel is None else f"%{options.max_parallel}"
@@ -190,7 +190,7 @@ def submit(
     ]
 
 
-def _check_options(options: Any) -> None:
+def check_options(options: Any) -> None:
     """Check what becomes an argument of sbatch. Raises LaunchError."""
     for key, value in options.sbatch.items():
         if str(key).replace("-", "_") not in _SBATCH:

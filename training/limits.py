@@ -58,7 +58,7 @@ def check_process(processes: int = 1) -> None:
     if hard != unlimited and hard < wanted:
         raise LaunchError(
             f"this process may open {hard} files (ulimit -n), and a run of {processes} processes needs {wanted}; allow "
-            f"more: ulimit -n {_ENOUGH_FILES}"
+            f"more: ulimit -n {max(_ENOUGH_FILES, wanted)}"
         )
     enough = max(_ENOUGH_FILES, wanted)
     if soft != unlimited and soft < enough:

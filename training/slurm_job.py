@@ -18,7 +18,7 @@ from typing import Any
 
 from common.errors import LaunchError, UserError
 from launchers import World
-from launchers.slurm import Job, submit, wait, write_private
+from launchers.slurm import Job, check_options, submit, wait, write_private
 from launchers.slurm_worker import array_index, work
 from launchers.world import restarts
 from training.config import environment, to_config, to_dict
@@ -60,6 +60,7 @@ def prepare_here(cfg: Any):
     from training.setup import prepare
 
     launcher, per_node = cfg.launcher, cfg.launcher.tasks_per_node
+    check_options(launcher)
     if per_node is None and launcher.gpus_per_node is not None and cfg.parallel.dp is None:
         per_node = launcher.gpus_per_node
     world_size = None if per_node is None else launcher.nodes * per_node

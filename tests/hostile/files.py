@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import struct
 from collections.abc import Callable
@@ -41,7 +40,7 @@ def shard(count: int, tokens: np.ndarray, magic: int = 20240520, version: int = 
 
 def good(folder: Path) -> None:
     """What some cases need besides: tokens that can be trained on."""
-    (folder / "good.bin").write_bytes(shard(4096, np.arange(4096) % 50000))
+    (folder / "good.bin").write_bytes(shard(40_960, np.arange(40_960) % 50000))
 
 
 def _write(name: str, content: bytes) -> Callable[[Path], object]:
@@ -104,12 +103,12 @@ def write_checkpoint(folder: Path, **changes: object) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps(with_checksum({**MANIFEST, **changes})))
 
 
-def _manifest(**changes: object) -> Hostile:
-    (key,) = changes
+def _manifest(*says: str, **changes: object) -> Hostile:
+    says = says or ("manifest.json", *changes)
     return Hostile(
         lambda folder: write_checkpoint(folder, **changes),
         ("train.resume={folder}/run", "train.steps=5"),
-        ("manifest.json", key),
+        ("step-00000001", *says),
     )
 
 
@@ -134,7 +133,7 @@ def _yaml(name: str, text: str) -> Callable[[Path], object]:
 
 
 def _experiment(text: str, *says: str) -> Hostile:
-    return Hostile(_yaml("hostile", text), ("experiment=hostile", "--config-dir={folder}"), says)
+    return Hostile(_yaml("hostile", text), ("--config-dir={folder}", "experiment=hostile"), says)
 
 
 _PIXELS, _LABELS = idx((20, 4, 4), bytes(320)), idx((20,), bytes(range(10)) * 2)
@@ -203,7 +202,9 @@ FILES: dict[str, Hostile] = {
     "progress with NaN for what was skipped": _manifest(progress={"skipping": {**_SKIPPING, "mean": float("nan")}}),
     "weights elsewhere": _manifest(files={"../../x.safetensors": {"bytes": 1, "sha256": "0"}}),
     "weights of -1 bytes": _manifest(files={"x.safetensors": {"bytes": -1, "sha256": "0"}}),
-    "weights that are missing": _manifest(files={"x.safetensors": {"bytes": 1, "sha256": "0"}}),
+    "weights that are missing": _manifest(
+        "x.safetensors", "missing", files={"x.safetensors": {"bytes": 1, "sha256": "0"}}
+    ),
     "weights that are not safetensors": _weights(("model.init_from", "safetensors"), b"hello"),
     "weights that are empty": _weights(("model.init_from", "safetensors"), b""),
     "weights with a header of exabytes": _weights(("model.init_from", "safetensors"), b"\xff" * 16),
@@ -233,11 +234,9 @@ def prepare(folder: Path, name: str) -> None:
         FILES[name].make(folder)
     elif name == "an experiment that includes itself":
         _yaml("itself", "defaults:\n  - /experiment: itself\n")(folder)
+    elif name == "a callback in a file":
+        (folder / "hydra" / "callbacks").mkdir(parents=True)
+        (folder / "hydra" / "callbacks" / "evil.yaml").write_text("evil:\n  _target_: os.system\n")
     elif name == "shell lines from elsewhere":
         text = "defaults:\n  - override /launcher: slurm\nlauncher:\n  setup: [touch executed]\n"
         _yaml("shell", text)(folder)
-
-
-def packed(content: bytes) -> bytes:
-    """The same by gzip."""
-    return gzip.compress(content)

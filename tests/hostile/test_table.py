@@ -32,7 +32,7 @@ def test_hostile_input_ends_with_one_line_and_leaves_nothing(case, tmp_path, mon
     code = main(overrides)
     seconds = time.monotonic() - begin
     printed = capsys.readouterr()
-    assert code == 1
+    assert code == 1, printed
     assert printed.err.startswith("error: ") and printed.err.count("error: ") == 1, printed.err
     assert "Traceback" not in printed.out + printed.err
     missing = [words for words in case.says if words not in printed.err]
