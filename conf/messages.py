@@ -14,6 +14,7 @@ from omegaconf.errors import (
     ReadonlyConfigError,
     ValidationError,
 )
+from yaml import YAMLError
 
 from common.errors import message_for_user
 
@@ -30,8 +31,15 @@ def explain(error: Exception) -> str | None:
     """
     if (message := message_for_user(error)) is not None:
         return message
-    if isinstance(error, RecursionError) and (file := _includes_itself(error)):
-        return f"conf/{file}.yaml includes itself through its defaults list: take that entry out"
+    if isinstance(error, YAMLError):
+        return f"a configuration file is no YAML that can be read: {' '.join(str(error).split())}. Correct it"
+    modules, file = _where(error)
+    if isinstance(error, RecursionError) and file is not None:
+        if any(module.startswith("yaml.") for module in modules):
+            return f"the configuration file {file} is nested too deeply to be read: make it flatter"
+        return f"the configuration file {file} includes itself through its defaults list: take that entry out"
+    if isinstance(error, (RuntimeError, ImportError)) and modules[-1:] == ["hydra.core.plugins"]:
+        return f"hydra.launcher or hydra.sweeper: {error}. Leave them as they are"
     if not isinstance(error, (HydraException, OmegaConfBaseException)):
         return None
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
@@ -57,16 +65,15 @@ def explain(error: Exception) -> str | None:
     return " ".join(str(error if cause is None else cause).split())
 
 
-def _includes_itself(error: RecursionError) -> str | None:
-    """The configuration file at which Hydra gave up following defaults lists; None where it did something else."""
-    trace = error.__traceback__
+def _where(error: BaseException) -> tuple[list[str], str | None]:
+    """The modules through which an error came, outermost first, and the file that Hydra was reading then, if any."""
+    modules, file, trace = [], None, error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_globals.get("__name__") == "hydra._internal.defaults_list":
-            config = trace.tb_frame.f_locals.get("config_path")
-            if config is not None:
-                return str(config)
-        trace = trace.tb_next
-    return None
+        frame, trace = trace.tb_frame, trace.tb_next
+        modules.append(str(frame.f_globals.get("__name__")))
+        if modules[-1] == "hydra._internal.defaults_list":
+            file = frame.f_locals.get("path") or file
+    return modules, None if file is None else f"{file}.yaml"
 
 
 def _nearest(form: str, name: str, known: Sequence[str]) -> str:

@@ -23,8 +23,9 @@ TEXT = "x" * 200
 TIMEOUT = timedelta(seconds=20)
 _ADDRESS = re.compile(rb"(..)(\x7f\x00\x00\x01)", re.DOTALL)  # port and 127.0.0.1, as in a sockaddr_in
 _MESSAGE = re.compile(rb'"x{200}"|\x80.{10,14}x{200}..', re.DOTALL)  # the text as JSON, and as a pickle
-# gloo's rank with the lower address waits for the other: both ranks must agree on which that is.
-_FAKE_PORTS = {0: range(21000, 31000), 1: range(61000, 65000)}
+# gloo's rank with the lower address waits for the other, and both must agree on which that is. The ports are compared
+# with their bytes swapped: rank 0's relay has the lowest, rank 1's the highest.
+_FAKE_PORTS = {0: range(0x0400, 0x8000, 256), 1: range(0xFFFF, 0xEF00, -256)}
 
 
 class RewrittenStore(dist.Store):
