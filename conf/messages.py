@@ -71,8 +71,8 @@ def _where(error: BaseException) -> tuple[list[str], str | None]:
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
         modules.append(str(frame.f_globals.get("__name__")))
-        if modules[-1] == "hydra._internal.defaults_list":
-            file = frame.f_locals.get("path") or file
+        if modules[-1].startswith("hydra._internal."):
+            file = frame.f_locals.get("config_path") or frame.f_locals.get("path") or file
     return modules, None if file is None else f"{file}.yaml"
 
 

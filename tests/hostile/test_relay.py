@@ -35,7 +35,7 @@ def test_the_relay_executes_code_where_ranks_send_each_other_pickles(tmp_path):
     assert executed, errors
 
 
-@pytest.mark.parametrize("tamper", ["command", "noise", "deep"])
+@pytest.mark.parametrize("tamper", ["command", "noise"])
 def test_a_relay_ends_the_run_with_an_error_and_executes_nothing(tamper, tmp_path):
     codes, errors, executed = relayed("json", tamper, tmp_path)
     assert not executed
