@@ -48,7 +48,11 @@ def run(cfg: Any, hydra_section: Any) -> None:
 
             run_job(cfg, hydra_section, World.detect())
         else:
-            execute(cfg, Path(hydra_section.runtime.output_dir), World.detect())
+            from training.reporting.run_directory import removed_if_unused
+
+            folder = Path(hydra_section.runtime.output_dir)
+            with removed_if_unused(folder, hydra_section.output_subdir):
+                execute(cfg, folder, World.detect())
 
 
 if __name__ == "__main__":

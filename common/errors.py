@@ -2,6 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
+_WAYS_OUT = {
+    errno.ENAMETOOLONG: "choose a shorter one",
+    errno.EMFILE: "allow this process more open files: ulimit -n 1024",
+    errno.ENFILE: "the whole machine has too many files open: close some",
+    errno.ENOSPC: "free some space, or choose another disk",
+    errno.EDQUOT: "free some space, or choose another disk",
+    errno.EACCES: "check its permissions",
+    errno.EPERM: "check its permissions",
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path",
+    errno.EISDIR: "give a file",
+    errno.ELOOP: "check its symbolic links",
+    errno.EAGAIN: "allow this user more processes: ulimit -u",
+}
+
 
 class UserError(Exception):
     """The message states the numbers and a way out.
@@ -33,3 +51,29 @@ class LaunchError(UserError, RuntimeError):
     """The processes of a run could not be described, started or brought together."""
 
     repeats = False
+
+
+def message_for_user(error: BaseException) -> str | None:
+    """The message about an error that a user can act on, without a traceback; None for one of the program's own.
+
+    Besides ``UserError`` these are what the operating system refuses: a file, or memory. (A lost connection is a matter
+    of the processes of a run; see ``launchers.failure``.)
+    """
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and not isinstance(error, ConnectionError) and error.errno is not None:
+        where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        way_out = _WAYS_OUT.get(error.errno, "check the file, its disk and its permissions")
+        return f"{where}{(error.strerror or str(error)).lower()}; {way_out}"
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
+        said = str(error).strip().partition("\n")[0]
+        return (
+            f"memory is exhausted{f' ({said})' if said else ''}: a smaller model, train.global_batch_size or data set, "
+            "or more parallel.chunks, need less"
+        )
+    return None
+
+
+def printable(text: str) -> str:
+    """A text without what a terminal would take for a command; line ends and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)

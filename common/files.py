@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
@@ -62,6 +66,32 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
         raise
     flush_path(folder.parent)
+
+
+def expand_home(path: str | os.PathLike) -> Path:
+    """Returns a path with a ``~`` or ``~user`` at its beginning replaced by that user's folder.
+
+    Raises:
+        UserError: There is no such folder.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UserError(
+            f"{path}: there is no such home folder (HOME is not set, or there is no such user); give a whole path"
+        ) from None
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Returns the value of a JSON text.
+
+    Raises:
+        ValueError: It is not JSON, not UTF-8, or nested so deeply that Python's parser gives up.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def flush_path(path: Path) -> None:

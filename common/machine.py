@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+
+from common.errors import UserError
 
 
 def usable_cores() -> int:
@@ -16,7 +18,7 @@ def usable_cores() -> int:
 
 
 def available_memory() -> float:
-    """Returns the bytes that processes can still take, by the kernel and by the container's limit.
+    """Returns the bytes that processes can still take, by the kernel and by the limits of the container or service.
 
     Infinite where neither is known.
     """
@@ -26,12 +28,55 @@ def available_memory() -> float:
         available.append(int(fields["MemAvailable"].split()[0]) * 1024)
     except (OSError, KeyError, ValueError):
         pass
-    group = Path("/sys/fs/cgroup")
-    try:
-        available.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):  # without a limit, memory.max reads "max"
-        pass
+    for folder in _control_groups():
+        try:
+            limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
+            # What the kernel has cached of files counts as used, and makes way.
+            fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            used -= int(fields["inactive_file"])
+        except (OSError, ValueError, KeyError):  # without a limit, memory.max reads "max"
+            continue
+        available.append(limit - used)
     return min(available)
+
+
+def check_working_directory() -> None:
+    """Checks that the folder in which this process was started still exists. Raises UserError."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UserError(f"the working directory is gone ({error.strerror}): cd to another one") from None
+
+
+def check_memory(needed: float, what: str, way_out: str) -> None:
+    """Checks that something fits into the memory of this machine.
+
+    Args:
+        needed: In bytes.
+        what: What needs it, such as "data.samples=1000000".
+        way_out: What the user can do.
+
+    Raises:
+        UserError: It does not.
+    """
+    free = available_memory()
+    if needed > free:
+        raise UserError(
+            f"{what} needs {needed / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} GiB are free (a container's "
+            f"limit counts); {way_out}"
+        )
+
+
+def _control_groups() -> Iterator[Path]:
+    """Yields the folders of this process's control groups (version 2), from its own to the outermost that is seen."""
+    top = Path("/sys/fs/cgroup")
+    try:
+        own = next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        own = "/"
+    path = PurePosixPath(own.lstrip("/"))
+    for part in (path, *path.parents):
+        yield top / part
 
 
 @contextmanager

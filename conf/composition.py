@@ -13,7 +13,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from conf import FOLDER
+from common.errors import UserError
+from common.machine import check_working_directory
+from conf import FOLDER, environment
 from conf.schema import register
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -28,9 +30,14 @@ def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str]) 
 
     Raises:
         HydraException: Where the configuration cannot be composed.
+        UserError: For an argument that has Hydra read a pickle, and where its logging cannot be set up.
         SystemExit: After an answer of Hydra's own (--cfg job).
     """
+    if rerun := [argument for argument in arguments if argument.startswith("--e")]:
+        raise UserError(f"{rerun[0]} has Hydra read a pickle, which can run any code: repeat the run by its command")
+    check_working_directory()
     register()
+    environment.register()
     run_id = secrets.token_hex(3)
     OmegaConf.register_new_resolver("run_id", lambda: run_id, replace=True)
 

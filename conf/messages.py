@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
+from omegaconf.errors import (
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ReadonlyConfigError,
+    ValidationError,
+)
+from yaml import YAMLError
 
-from common.errors import UserError
+from common.errors import message_for_user
 
 
 def explain(error: Exception) -> str | None:
@@ -19,16 +26,28 @@ def explain(error: Exception) -> str | None:
         error: Any exception.
 
     Returns:
-        The message of a ``UserError``. One line for an exception of Hydra's or OmegaConf's: the key, what it should be,
+        What ``message_for_user`` says. One line for an exception of Hydra's or OmegaConf's: the key, what it should be,
         and the nearest that exists. None for an error of the program's own.
     """
-    if isinstance(error, UserError):
-        return str(error)
+    if (message := message_for_user(error)) is not None:
+        return message
+    if isinstance(error, YAMLError):
+        return f"a configuration file is no YAML that can be read: {' '.join(str(error).split())}. Correct it"
+    modules, file = _where(error)
+    if isinstance(error, RecursionError) and file is not None:
+        if any(module.startswith("yaml.") for module in modules):
+            return f"the configuration file {file} is nested too deeply to be read: make it flatter"
+        return f"the configuration file {file} includes itself through its defaults list: take that entry out"
+    if isinstance(error, (RuntimeError, ImportError)) and modules[-1:] == ["hydra.core.plugins"]:
+        return f"hydra.launcher or hydra.sweeper: {error}. Leave them as they are"
     if not isinstance(error, (HydraException, OmegaConfBaseException)):
         return None
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
         return f"there is no '{error.missing_cfg_file}'{_nearest(f'{group}={{}}', name, error.options)}"
+    if isinstance(error, OverrideParseException):
+        reason = _first_line(error.__cause__ or error).partition(" See ")[0]
+        return f"{error.override!r} cannot be read: {reason}; put a value with special characters in quotes"
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__
@@ -39,9 +58,22 @@ def explain(error: Exception) -> str | None:
         return f"{place}there is no key {cause.full_key}{_nearest(f'{section}{{}}', name, keys)}"
     if isinstance(cause, MissingMandatoryValue):
         return f"{place}{cause.full_key} has no default: set it"
+    if isinstance(cause, ReadonlyConfigError):
+        return f"{place}{cause.full_key} cannot be changed: what it names would be executed. Leave it out"
     if isinstance(cause, ValidationError):
         return f"{place}{cause.full_key}: {_first_line(cause)}"
     return " ".join(str(error if cause is None else cause).split())
+
+
+def _where(error: BaseException) -> tuple[list[str], str | None]:
+    """The modules through which an error came, outermost first, and the file that Hydra was reading then, if any."""
+    modules, file, trace = [], None, error.__traceback__
+    while trace is not None:
+        frame, trace = trace.tb_frame, trace.tb_next
+        modules.append(str(frame.f_globals.get("__name__")))
+        if modules[-1].startswith("hydra._internal."):
+            file = frame.f_locals.get("config_path") or frame.f_locals.get("path") or file
+    return modules, None if file is None else f"{file}.yaml"
 
 
 def _nearest(form: str, name: str, known: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from conf import FOLDER, options
+from conf import FOLDER, options, trust
 from conf.signatures import Parameter, parameters
 
 TARGET_GROUPS = ("model", "data", "optim", "scheduler", "logger")
@@ -237,6 +237,7 @@ def own_keys(group: str) -> set[str]:
 def register() -> None:
     """Put all schemas into Hydra's ConfigStore, as ``schema/...``, from where conf/ pulls them in."""
     store = ConfigStore.instance()
+    trust.register()
     store.store(group="schema", name="root", node=Root)
     store.store(group="schema", name="parallel", node=Parallel)
     for name, node in {"local": Local, "slurm": Slurm}.items():

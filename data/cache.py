@@ -16,7 +16,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from common.errors import DataError
-from common.files import atomic_folder, explain
+from common.files import atomic_folder, expand_home, explain
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def cached_folder(
         DataError: The lock is held for too long, ``cache_dir`` cannot be a folder, or the temporary folder cannot hold
             the data either. Nothing is left behind.
     """
-    root = Path(cache_dir).expanduser() if cache_dir is not None else default_cache_dir()
+    root = expand_home(cache_dir) if cache_dir is not None else default_cache_dir()
     # The name does not change from process to process, so that the other ranks of a run find what one has built.
     spare = Path(tempfile.gettempdir()) / f"{_PROJECT}-{os.getuid()}"
     for place in (root, spare):
@@ -77,8 +77,18 @@ def cached_folder(
 
 
 def default_cache_dir() -> Path:
-    """Returns ``$XDG_CACHE_HOME/one-word-parallel``, by default ``~/.cache/one-word-parallel``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / _PROJECT
+    """Returns ``$XDG_CACHE_HOME/one-word-parallel``, by default ``~/.cache/one-word-parallel``.
+
+    Raises:
+        DataError: This user has no home folder.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / _PROJECT
+    except RuntimeError:
+        raise DataError(
+            f"there is no place for cached data: HOME is not set, and user {os.getuid()} has no home folder. Give one: "
+            "data.cache_dir=FOLDER"
+        ) from None
 
 
 @contextmanager

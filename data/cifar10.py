@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import DataError
+from common.files import expand_home
 from data.cache import cached_folder
 from data.dataset import Source
 from data.download import download
@@ -68,7 +69,7 @@ class CIFAR10(ImageData):
             DataError: An argument is out of range.
         """
         super().__init__(image_size, channels, **options)
-        self.root = None if not root else Path(root).expanduser().absolute()
+        self.root = None if not root else expand_home(root).absolute()
         self.augment, self.seed = augment, seed
 
     def title(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from common.files import parse_json
 from data.vocabulary import END_OF_TEXT, GPT2_VOCAB_SIZE, published_encoder, published_merges
 
 _TOKENIZER, _ADDED = "tokenizer.json", "added_tokens.json"
@@ -57,17 +58,18 @@ def added_tokens(folder: Path) -> dict[str, int]:
     Args:
         folder: Where the tokenizer is. The result is empty where there is none that can be read.
     """
-    numbers: dict[str, int] = {}
     try:
         if (folder / _TOKENIZER).exists():
-            entries = json.loads((folder / _TOKENIZER).read_text(encoding="utf-8"))["added_tokens"]
+            entries = parse_json((folder / _TOKENIZER).read_bytes())["added_tokens"]
             numbers = {entry["content"]: entry["id"] for entry in entries}
         elif (folder / _ADDED).exists():
-            numbers = json.loads((folder / _ADDED).read_text(encoding="utf-8"))
+            numbers = dict(parse_json((folder / _ADDED).read_bytes()))
+        else:
+            return {}
         behind = [(number, token) for token, number in numbers.items() if number >= GPT2_VOCAB_SIZE]
+        return {token: number for number, token in sorted(behind)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-    return {token: number for number, token in sorted(behind)}
 
 
 def _added(token: str, number: int, special: bool) -> dict:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.errors import DataError
+from common.machine import check_memory
 from data.dataset import DataSet, Source
 from data.shuffle import permute
 
@@ -60,6 +61,8 @@ class ImageData(DataSet):
         for name, value in {"image_size": image_size, "channels": channels, "num_classes": num_classes}.items():
             if value < 1:
                 raise DataError(f"data.{name}={value}: it must be at least 1")
+        way_out = "choose a smaller data.image_size"
+        check_memory(8 * channels * image_size**2, f"one image of data.image_size={image_size}", way_out)
         self.image_shape = (channels, image_size, image_size)
         self.num_classes = num_classes
         self.cache_dir = cache_dir
@@ -105,7 +108,7 @@ class Labelled:
         origin: What error messages call the data.
 
     Raises:
-        DataError: There are no images, the numbers of images and labels differ, or a label is out of range.
+        DataError: There are no images or pixels, the numbers of images and labels differ, or a label is out of range.
     """
 
     images: np.ndarray
@@ -119,6 +122,9 @@ class Labelled:
                 f"{self.origin} holds {len(self.images):,} images and {len(self.labels):,} labels; "
                 "give files with one label for each image, and one image at least"
             )
+        if not all(self.images.shape):
+            size = " x ".join(map(str, self.images.shape[2:]))
+            raise DataError(f"{self.origin}: the images have {size} pixels; give images of 1 x 1 or more")
         bad = np.flatnonzero((self.labels < 0) | (self.labels >= self.num_classes))
         if len(bad):
             raise DataError(

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import DataError
+from common.files import expand_home
 from data.cache import cached_folder
 from data.dataset import DataSet
 from data.documents import find_files
@@ -67,7 +68,7 @@ class Jsonl(DataSet):
         if not _are_names(self.fields):
             raise DataError(f"data.field={field}: give a name or a list of names, as data.field=[question,answer]")
         self.fields = list(self.fields)
-        self.root = Path(root).expanduser().absolute()
+        self.root = expand_home(root).absolute()
         self.vocabulary = GPT2Vocabulary(extra_tokens)
         self.vocab_size = self.vocabulary.size
         self.seq_len = seq_len

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import DataError
+from common.files import expand_home
 from data.cache import cached_folder
 from data.dataset import Source
 from data.download import download
@@ -44,7 +45,7 @@ class MNIST(ImageData):
             DataError: An argument is out of range.
         """
         super().__init__(**options)
-        self.root = None if not root else Path(root).expanduser().absolute()
+        self.root = None if not root else expand_home(root).absolute()
 
     def title(self) -> str:
         """Returns the name of the data set."""

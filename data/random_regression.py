@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from common.errors import DataError
+from common.machine import check_memory
 from data.dataset import DataSet, InMemory
 
 
@@ -51,9 +52,16 @@ class RandomRegression(DataSet):
         self._prepared = False
 
     def prepare(self) -> None:
-        """Makes the three splits, in milliseconds; nothing is written to the disk."""
+        """Makes the three splits, in milliseconds; nothing is written to the disk.
+
+        Raises:
+            UserError: They do not fit into memory.
+        """
         if self._prepared:
             return
+        numbers = 1.2 * self.samples * (self.in_features + self.out_features) + self.in_features * self.out_features
+        sizes = f"data.samples={self.samples} of data.in_features={self.in_features} and {self.out_features} targets"
+        check_memory(12 * numbers, sizes, "choose smaller numbers")  # drawn as fp64, kept as fp32
         teacher = np.random.default_rng([self.seed, 0]).standard_normal((self.in_features, self.out_features))
         teacher /= np.sqrt(self.in_features)
         few = max(1, self.samples // 10)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import DataError
+from common.files import parse_json
 from data.cache import cached_folder
 
 # To be raised when the same files give another index: old ones are then ignored, not misread.
@@ -74,6 +75,8 @@ class Rows:
             DataError: A file cannot be read, or it has changed since it was indexed.
         """
         starts, ends = self.offsets[indices], self.offsets[np.asarray(indices) + 1]
+        if (starts < 0).any() or (starts >= ends).any() or (ends > self.starts[-1]).any():
+            raise DataError(f"{self.path} is damaged: no rows can be where it says. Remove {self.path.parent}")
         of_file = self._file_of(starts)
         lengths = np.minimum(ends, self.starts[of_file + 1]) - starts
         lines = [b""] * len(starts)
@@ -98,9 +101,9 @@ class Rows:
         texts = []
         for index, line in zip(indices, self.lines(indices), strict=True):
             try:
-                row = json.loads(line.decode())
+                row = parse_json(line.decode())
                 texts.append("\n".join([row[field] for field in fields]))
-            except (ValueError, LookupError, TypeError, RecursionError):
+            except (ValueError, LookupError, TypeError):
                 number, path = self.place(index)
                 raise DataError(
                     f"{path} line {number}: {_problem(line, fields)}. Correct the line, or delete it"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from common.errors import DataError
+from common.files import expand_home
 from data.documents import Document, find_files, only_text, split_documents, whole_file
 from data.language import LanguageData
 
@@ -36,7 +36,7 @@ class Text(LanguageData):
         super().__init__(**options)
         if not root:
             raise DataError("data=text needs to know which text: data.root=FILE_OR_FOLDER")
-        self.root = Path(root).expanduser().absolute()
+        self.root = expand_home(root).absolute()
 
     def title(self) -> str:
         """Returns what the text is."""

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from common.errors import DataError
+from common.files import expand_home
 from data.cache import cached_folder
 from data.dataset import DataSet, Source
 from data.token_windows import Concatenated, TokenFile, TokenWindows
@@ -70,7 +71,7 @@ class Tokens(DataSet):
             raise DataError(f"data.vocab_size={vocab_size}: a vocabulary has at least 1 token")
         if format not in FORMATS:
             raise DataError(f"data.format={format} is not one of {', '.join(FORMATS)}")
-        self.root = Path(root).expanduser().absolute()
+        self.root = expand_home(root).absolute()
         vocabulary = GPT2Vocabulary(extra_tokens)
         if vocab_size == GPT2_VOCAB_SIZE:
             vocab_size = vocabulary.size

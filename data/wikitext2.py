@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import DataError
+from common.files import expand_home
 from data.cache import cached_folder
 from data.documents import Document, text_problem, whole_file
 from data.download import fetch, reachable
@@ -38,7 +39,7 @@ class WikiText2(LanguageData):
             DataError: An argument is out of range.
         """
         super().__init__(**options)
-        self.root = None if not root else Path(root).expanduser().absolute()
+        self.root = None if not root else expand_home(root).absolute()
 
     def title(self) -> str:
         """Returns the name of the data set."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import UserError
+from common.errors import message_for_user
 from launchers.errors import WorkerFailed
 from launchers.heartbeat import Heartbeat
 
@@ -25,6 +25,8 @@ _PEER_MESSAGES = (
     "connection refused",
     "socket closed",
     "timed out waiting",
+    "timeout waiting for key",
+    "wait timeout",
     "remote process exited",
     "communicator was aborted",
 )
@@ -107,7 +109,7 @@ def write_report(path: str | os.PathLike, error: BaseException) -> dict:
     text = "".join(traceback.format_exception(type(error), error, frames))
     report = {"message": text, "peer": is_peer_error(error), "timestamp": time.time()}
     report["repeats"] = getattr(error, "repeats", False)
-    report["for_user"] = str(error) if isinstance(error, UserError) else None
+    report["for_user"] = None if report["peer"] else message_for_user(error)
     _write(path, report)
     return report
 

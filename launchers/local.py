@@ -10,21 +10,15 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from common.errors import LaunchError
 from launchers.errors import WorkerFailed
 from launchers.failure import Death, is_stopped, log_path, read_report, root_cause, stalled
 from launchers.forkserver import ForkServer
 from launchers.heartbeat import FINISHED, Board
-from launchers.loopback import LOOPBACK, listen
 from launchers.stopping import Stopped, StopSignals
 from launchers.worker import PEER_DELAY_S, Job
 
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
-
-_STORE_TIMEOUT_S = 60
 _POLL_S = 0.1
 # All ranks of a run that was told to stop leave within moments of each other.
 _LEAVE_S = 10.0
@@ -48,7 +42,7 @@ def run_workers(
 ) -> None:
     """Runs `entry(world, *args)` in `processes` processes of this machine; returns when all have finished.
 
-    Workers talk over the loopback interface only and end with this process, however it ends.
+    Workers meet in a private folder, talk over the loopback interface only, and end with this process, however it ends.
 
     Args:
         entry: A function at the top level of an importable module (not of the script that runs).
@@ -83,13 +77,12 @@ def run_workers(
         private_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="launchers-", ignore_cleanup_errors=True))
         stack.callback(_remove_empty_logs, log_dir, processes)
         server = server or stack.enter_context(ForkServer(env, [entry.__module__]))
-        store = _host_store()
         if stop.wanted:
             raise Stopped("stopped before the first step")
         for restarts in itertools.count():
             folder = os.path.join(private_dir, str(restarts))
             os.mkdir(folder)
-            job = Job(payload, processes, folder, log_dir, store.port, restarts, stoppable, tuple(sys.argv))
+            job = Job(payload, processes, folder, log_dir, restarts, stoppable, tuple(sys.argv))
             try:
                 failure, may_restart = _Workers(server, job, stop, timeout_s).watch()
             finally:
@@ -194,23 +187,6 @@ def _pack(entry: Callable, args: tuple) -> bytes:
             f"{where} and its arguments cannot be sent to another process ({error}): "
             "the function must be at the top level of a module, the arguments picklable"
         ) from error
-
-
-def _host_store() -> TCPStore:
-    """The store at which the workers meet, hosted here: it answers whichever of them has ended or stands still."""
-    from datetime import timedelta
-
-    from torch.distributed import TCPStore  # late: a second in which the server imports torch, too
-
-    listener = listen(LOOPBACK, 0)
-    return TCPStore(
-        LOOPBACK,
-        listener.getsockname()[1],
-        is_master=True,
-        timeout=timedelta(seconds=_STORE_TIMEOUT_S),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # torch's own would listen on all interfaces
-    )
 
 
 def _remove_empty_logs(log_dir: str, processes: int) -> None:

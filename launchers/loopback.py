@@ -31,6 +31,34 @@ def use_loopback() -> None:
             os.environ[name] = _loopback_interface()
 
 
+def check_interfaces() -> None:
+    """Checks that gloo will find the interface that it is told to use, and an address on it.
+
+    Raises:
+        LaunchError: GLOO_SOCKET_IFNAME names none of this machine's, or the loopback interface is down.
+    """
+    names = [name for _, name in socket.if_nameindex()]
+    wanted = os.environ.get("GLOO_SOCKET_IFNAME")
+    if unknown := [name for name in (wanted or "").split(",") if name and name not in names]:
+        raise LaunchError(
+            f"GLOO_SOCKET_IFNAME={wanted}: {', '.join(unknown)} is no network interface of this machine, which has "
+            f"{', '.join(names) or 'none'}; unset it, and the processes of this machine use the loopback interface"
+        )
+    if not wanted and not any(map(_is_up, (LOOPBACK, "::1"))):
+        raise LaunchError(
+            f"the loopback interface of this machine is down (neither {LOOPBACK} nor ::1 answers), and the processes "
+            "of a run talk over it: ip link set lo up"
+        )
+
+
+def _is_up(address: str) -> bool:
+    try:
+        with listen(address, 0) as listener, socket.create_connection(listener.getsockname()[:2], timeout=2.0):
+            return True
+    except OSError:
+        return False
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens on the address of `host` only.
 

@@ -26,6 +26,13 @@ _TEMPLATE = Path(__file__).with_name("train.sbatch")
 _UNKNOWN_S = 20.0  # how long the queue may not know a job before the job counts as gone
 _SILENT_S = 300.0  # how long the queue may not answer at all
 _GONE_S = 60.0  # how long a job that was cancelled may take to end
+# What launcher.sbatch may set. Other options would run commands (wrap, export, prolog) or write files elsewhere.
+_SBATCH = set(
+    "account begin clusters comment constraint contiguous core_spec cores_per_socket cpus_per_gpu cpus_per_task "
+    "deadline dependency distribution exclude exclusive gpus gpus_per_node gpus_per_task gres gres_flags hint hold "
+    "licenses mail_type mail_user mem mem_per_cpu mem_per_gpu network nice nodelist oversubscribe partition priority "
+    "qos requeue reservation sockets_per_node switches threads_per_core time_min tmp wckey".split()
+)
 
 
 @dataclass
@@ -147,6 +154,7 @@ def submit(
             f"launcher.signal_s={options.signal_s} is not below the time limit, launcher.time_min={options.time_min} "
             f"({options.time_min * 60} s); set it lower"
         )
+    check_options(options)
     folder, count = Path(folder).absolute(), len(log_dirs)
     file = "%j" if count == 1 else "%A_%a"
     at_once = "" if options.max_parallel is None else f"%{options.max_parallel}"
@@ -180,6 +188,24 @@ def submit(
         Job(id, folder, Path(log_dir), processes, options.time_min)
         for id, log_dir in zip(numbers, log_dirs, strict=True)
     ]
+
+
+def check_options(options: Any) -> None:
+    """Check what becomes an argument of sbatch. Raises LaunchError."""
+    for key, value in options.sbatch.items():
+        if str(key).replace("-", "_") not in _SBATCH:
+            raise LaunchError(
+                f"launcher.sbatch.{key} is not allowed: sbatch could be made to run other commands by it. Copy "
+                "launchers/train.sbatch and submit it with that option, or leave it out"
+            )
+        _check_word(f"launcher.sbatch.{key}", value)
+    for key in ("partition", "account", "qos"):
+        _check_word(f"launcher.{key}", getattr(options, key))
+
+
+def _check_word(key: str, value: Any) -> None:
+    if value is not None and not str(value).isprintable():
+        raise LaunchError(f"{key}={str(value)!r} holds a control character, which no option of sbatch has: take it out")
 
 
 def write_private(path: Path, text: str) -> None:

@@ -59,7 +59,11 @@ def install_handlers() -> None:
     for signum in SIGNALS:
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, _leave_it_to_the_thread)
-    threading.Thread(target=_listen, args=(incoming,), name="stop-signals", daemon=True).start()
+    try:
+        threading.Thread(target=_listen, args=(incoming,), name="stop-signals", daemon=True).start()
+    except RuntimeError as error:
+        print(f"error: {error}: this user may have no more of them. Allow more: ulimit -u 4096", file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 def wanted() -> bool:

@@ -1,17 +1,25 @@
-"""Where the ranks of a run meet: a torch.distributed store."""
+"""Where the ranks of a run meet: a torch.distributed store.
+
+On one machine it is a file in a folder that no other user can enter. Over several machines it is a TCP store, which
+asks nobody who they are (SECURITY.md).
+"""
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
+import shutil
 import socket
+import stat
+import tempfile
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from common.errors import LaunchError
 from launchers.loopback import is_loopback, listen, use_loopback
-from launchers.world import World, master_address, restarts
+from launchers.world import STORE_FILE, World, master_address, restarts
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -22,16 +30,18 @@ _POLL_S = 0.05
 
 # A store outlives the first process group that used it. A second connect() in this process (one job of a sweep after
 # another, under one torchrun) reuses it under a prefix of its own, so that it sees none of the first one's keys.
-_opened: dict[tuple[str, int], Store] = {}
+_opened: dict[str, Store] = {}
 _connections = itertools.count()
 
 
 def connect(world: World, timeout_s: float) -> Store | None:
     """Waits until all ranks of `world` have called this.
 
-    Every rank must call it equally often. Under torchrun and run_workers the launching process hosts the store.
-    Otherwise rank 0 hosts it, on a socket that listens on MASTER_ADDR alone (torch's own would listen on all
-    interfaces). Where MASTER_ADDR is a loopback address, `use_loopback` is called too.
+    Every rank must call it equally often. Those that run_workers has started meet in a file of its private folder.
+    Others meet at MASTER_ADDR, where the launching process (torchrun) hosts a store, or else rank 0, on a socket that
+    listens on MASTER_ADDR alone (torch's own would listen on all interfaces). Where all of them are on one machine,
+    they go on from there to a file in a private folder of rank 0's. Where MASTER_ADDR is a loopback address,
+    `use_loopback` is called too.
 
     Args:
         world: This rank's place.
@@ -41,22 +51,67 @@ def connect(world: World, timeout_s: float) -> Store | None:
         The store that the ranks share; None where there is one rank only.
 
     Raises:
-        LaunchError: A rank does not come in time (it is named), two processes have the same rank, or rank 0 cannot
-            listen.
+        LaunchError: A rank does not come in time (it is named), two processes have the same rank, rank 0 cannot
+            listen, or its folder is not one that only this user can enter.
     """
     if world.size == 1:
         return None
     from torch.distributed import PrefixStore
 
+    deadline = time.monotonic() + timeout_s
+    prefix = f"launchers/attempt-{restarts()}/connection-{next(_connections)}"
+    if world.origin == "local":
+        use_loopback()
+        where = os.environ[STORE_FILE]
+        if where not in _opened:
+            _opened[where] = _open_file(where, world, timeout_s)
+        store = PrefixStore(prefix, _opened[where])
+        _gather(store, world, where, timeout_s, deadline)
+        return store
     host, port = master_address()
     if is_loopback(host):
         use_loopback()
-    deadline = time.monotonic() + timeout_s
-    if (host, port) not in _opened:
-        _opened[host, port] = _open(world, host, port, timeout_s)
+    where = f"{host}:{port}"
+    if where not in _opened:
+        _opened[where] = _open(world, host, port, timeout_s)
     # A restarted attempt must not see the keys of the failed one (torch's env:// rendezvous does the same).
-    store = PrefixStore(f"launchers/attempt-{restarts()}/connection-{next(_connections)}", _opened[host, port])
-    _gather(store, world, f"{host}:{port}", timeout_s, deadline)
+    store = PrefixStore(prefix, _opened[where])
+    _gather(store, world, where, timeout_s, deadline)
+    return _private_store(store, world, timeout_s) if world.local_size == world.size else store
+
+
+def _private_store(store: Store, world: World, timeout_s: float) -> Store:
+    """From a store that others can reach to a file that they cannot. Only its name goes through the first one."""
+    if world.rank == 0:
+        folder = tempfile.mkdtemp(prefix="launchers-")  # only this user can enter it
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        store.set("folder", folder)
+    else:
+        store.wait(["folder"], timedelta(seconds=timeout_s))
+        folder = store.get("folder").decode()
+        if not _is_private(folder):
+            raise LaunchError(
+                f"rank {world.rank} cannot use rank 0's folder {folder!r}, in which the ranks of one machine meet: it "
+                "must be there for all of them (the same TMPDIR, not in containers of their own) and this user's "
+                "alone. Where ranks do not share their files, set LOCAL_WORLD_SIZE to the number of those that do"
+            )
+    return _open_file(os.path.join(folder, "store"), world, timeout_s)
+
+
+def _is_private(folder: str) -> bool:
+    """Whether it is a folder of this user's that nobody else can enter."""
+    try:
+        status = os.lstat(folder)
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+
+
+def _open_file(path: str, world: World, timeout_s: float) -> Store:
+    from torch.distributed import FileStore
+
+    store = FileStore(path, world.size)
+    store.set_timeout(timedelta(seconds=timeout_s))
     return store
 
 

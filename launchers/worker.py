@@ -16,8 +16,8 @@ from pathlib import Path
 
 from launchers import heartbeat, stopping
 from launchers.failure import log_path, write_report, write_stop
-from launchers.loopback import LOOPBACK, use_loopback
-from launchers.world import LOCAL_ROLE, World
+from launchers.loopback import use_loopback
+from launchers.world import LOCAL_ROLE, STORE_FILE, World
 
 # A rank that only lost its connection leaves last, so that the rank that broke it is seen to fail first.
 PEER_DELAY_S = 2.5
@@ -29,11 +29,11 @@ class Job:
     """What all workers of one start run.
 
     Attributes:
-        payload: Pickle of (entry, args): each worker calls `entry(world, *args)`.
+        payload: Pickle of (entry, args): each worker calls `entry(world, *args)`. It travels through a nameless socket
+            pair, which no other process can reach.
         processes: Number of workers.
-        folder: A private folder of this start, with the workers' heartbeats and error reports.
+        folder: A private folder of this start, with the workers' store, heartbeats and error reports.
         log_dir: Where ranks other than 0 write what they print.
-        port: Of the store on the loopback interface at which the workers meet.
         restarts: How often the workers of this run were started before.
         stoppable: Whether entry asks launchers.stopping between its steps.
         argv: The launching process's sys.argv.
@@ -43,7 +43,6 @@ class Job:
     processes: int
     folder: str
     log_dir: str
-    port: int
     restarts: int
     stoppable: bool
     argv: tuple[str, ...]
@@ -65,9 +64,7 @@ class Job:
             "WORLD_SIZE": str(self.processes),
             "LOCAL_WORLD_SIZE": str(self.processes),
             "ROLE_NAME": LOCAL_ROLE,
-            "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(self.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            STORE_FILE: str(Path(self.folder) / "store"),
             "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }

@@ -12,6 +12,8 @@ from launchers.slurm_step import is_step, step_environment
 
 # ROLE_NAME of the workers that run_workers starts; torchrun has the same variable.
 LOCAL_ROLE = "launchers.local"
+# Names the file, in a folder that no other user can enter, in which those workers meet.
+STORE_FILE = "LAUNCHERS_STORE_FILE"
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,9 @@ class World:
     def detect(cls, environ: Mapping[str, str] = os.environ) -> World | None:
         """The world that RANK and WORLD_SIZE, or a SLURM step of several tasks, describe.
 
-        The names are torchrun's. MASTER_ADDR and MASTER_PORT must be set where there is more than one rank. LOCAL_RANK
-        and LOCAL_WORLD_SIZE may be left out on one machine, that is where MASTER_ADDR is a loopback address.
+        The names are torchrun's. MASTER_ADDR and MASTER_PORT must be set where there is more than one rank that
+        run_workers has not started. LOCAL_RANK and LOCAL_WORLD_SIZE may be left out on one machine, that is where
+        MASTER_ADDR is a loopback address.
 
         Args:
             environ: The environment variables.
@@ -65,9 +68,9 @@ class World:
             return None
         rank, size = (_integer(environ, name) for name in ("RANK", "WORLD_SIZE"))
         _check_place("RANK", rank, "WORLD_SIZE", size)
-        if size > 1:
+        if size > 1 and origin != "local":
             master_address(environ)
-        if size == 1 or is_loopback(environ["MASTER_ADDR"]):
+        if size == 1 or is_loopback(environ.get("MASTER_ADDR", "")):
             environ = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size), **environ}
         local_rank, local_size = (_integer(environ, name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         _check_place("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)

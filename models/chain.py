@@ -15,6 +15,7 @@ builds four layers, with exactly the weights that they have where one device hol
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -26,11 +27,22 @@ from models.losses import Loss
 from models.seeds import derive_seed, seeded
 
 Tensors = Tensor | tuple[Tensor, ...]  # what passes between layers
+_MOST_LAYERS = 10_000  # each is a Python object several times over
 
 
 def as_tuple(tensors: Tensors) -> tuple[Tensor, ...]:
     """Return a tensor as a tuple of one, and a tuple as it is."""
     return tensors if isinstance(tensors, tuple) else (tensors,)
+
+
+def check_depth(n_layer: int) -> None:
+    """Check a model's number of layers before they are made.
+
+    Raises:
+        ValueError: There are fewer than 1, or more than a chain can be made of.
+    """
+    if not 1 <= n_layer <= _MOST_LAYERS:
+        raise ValueError(f"model.n_layer={n_layer} must be at least 1 and at most {_MOST_LAYERS:,}")
 
 
 @dataclass(frozen=True)
@@ -97,7 +109,7 @@ class Chain:
         names = self.names
         if not names:
             raise ValueError("a chain needs at least one layer")
-        repeated = {n for n in names if names.count(n) > 1}
+        repeated = [name for name, count in Counter(names).items() if count > 1]
         if repeated:
             raise ValueError(f"layer names must differ; more than once: {sorted(repeated)}")
 

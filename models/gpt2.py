@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import CausalAttention, UsesCache
-from models.chain import Chain, LayerSpec
+from models.chain import Chain, LayerSpec, check_depth
 from models.fused_head import FusedHead
 from models.huggingface import EMBEDDING, HuggingFaceGPT2
 from models.losses import TokenCrossEntropy
@@ -160,6 +160,7 @@ def resolve_size(
         raise ValueError(f"model.size={size} is not one of {', '.join(SIZES)}")
     given = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "block_size": block_size}
     chosen = replace(SIZES[size], **{key: value for key, value in given.items() if value is not None})
+    check_depth(chosen.n_layer)
     for field in given:
         if getattr(chosen, field) < 1:
             raise ValueError(f"model.{field}={getattr(chosen, field)} must be at least 1")

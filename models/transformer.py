@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import CausalAttention, UsesCache
-from models.chain import Chain, LayerSpec, reset_parameters
+from models.chain import Chain, LayerSpec, check_depth, reset_parameters
 from models.fused_head import FusedHead
 from models.losses import TokenCrossEntropy
 
@@ -157,6 +157,7 @@ def transformer(
         "d_model": d_model, "d_hid": d_hid, "n_head": n_head, "n_layer": n_layer, "max_len": max_len,
         "vocab_size": vocab_size,
     }  # fmt: skip
+    check_depth(n_layer)
     for key, value in sizes.items():
         if value < 1:
             raise ValueError(f"model.{key}={value} must be at least 1")

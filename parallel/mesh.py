@@ -19,12 +19,22 @@ other groups; where training is sharded, its ranks share one copy of the paramet
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from common.errors import LaunchError
+from common.files import parse_json
+
+_LONGEST_MESSAGE = 1 << 28  # bytes
+_TAMPERED = (
+    "the network has changed them, or another program talks to this run's ports (SECURITY.md). Start the run again"
+)
 
 
 @dataclass
@@ -126,12 +136,36 @@ class Mesh:
         return self
 
     def gather(self, value: Any) -> list:
-        """Return every rank's value, by rank. All ranks call this together."""
+        """Return every rank's value, by rank. All ranks call this together.
+
+        Values travel as JSON in tensors of bytes, never as pickles: whoever can reach the ranks' connections can end
+        the run, and can execute nothing.
+
+        Args:
+            value: Made of what JSON knows. Tuples come back as lists.
+
+        Raises:
+            LaunchError: A rank sent something else.
+        """
+        mine = json.dumps(value).encode()
         if self.size == 1:
-            return [value]
-        answers: list = [None] * self.size
-        dist.all_gather_object(answers, value)
-        return answers
+            return [json.loads(mine)]
+        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
+        lengths = [int(length) for length in self._gather_tensors(torch.tensor([len(mine)], device=device))]
+        longest = max(lengths)
+        if min(lengths) < 1 or longest > _LONGEST_MESSAGE:
+            raise LaunchError(f"ranks cannot have sent messages of {lengths} bytes: {_TAMPERED}")
+        padded = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8).to(device)
+        messages = self._gather_tensors(padded)
+        try:  # JSON ignores the spaces behind it
+            return [parse_json(message.cpu().numpy().tobytes()) for message in messages]
+        except ValueError as error:
+            raise LaunchError(f"a rank sent a message that is not JSON ({error}): {_TAMPERED}") from None
+
+    def _gather_tensors(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        received = [torch.zeros_like(mine) for _ in range(self.size)]
+        dist.all_gather(received, mine)
+        return received
 
     def new_group(self, lines: Sequence[Sequence[int]], timeout_s: float) -> dist.ProcessGroup | None:
         """Make one process group for each line of ranks. All ranks call this.

@@ -21,7 +21,7 @@ from data.batch import Batch
 from models.chain import Chain
 from parallel.averaging import Buckets, averaging
 from parallel.mesh import Mesh
-from parallel.order import stage_seconds
+from parallel.order import StageSeconds, stage_seconds
 from parallel.pipe_stage import PipeStage, PlannedSchedule
 from parallel.plan import Plan, StagePlan
 from parallel.schedules import SCHEDULES, schedule_class
@@ -121,8 +121,8 @@ class Pipeline(Strategy):
         # A GPU's host clock does not see when its kernels run.
         if self.device.type != "cpu" or len(self.timeline.steps) != MEASURED_STEPS:
             return
-        measured = self.mesh.gather(stage_seconds(list(self.timeline.steps)))
-        seconds = {stage: times for of_rank in measured for stage, times in of_rank.items()}
+        measured = self.mesh.gather(list(stage_seconds(list(self.timeline.steps)).items()))
+        seconds = {stage: StageSeconds(*times) for of_rank in measured for stage, times in of_rank}
         self._schedule.plan([seconds[stage] for stage in range(len(self.plan.stages))])
 
     def close(self) -> None:

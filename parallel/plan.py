@@ -17,6 +17,8 @@ from parallel.precision import resolve_precision
 from parallel.schedules import check_chunks, check_schedule, ideal_bubble, stages_per_rank
 from parallel.strategies import StrategyInfo, names_where, strategy_info, suggest
 
+_MOST_THREADS = 1024  # of a process; with very many, OpenMP ends it without a word
+
 
 @dataclass(frozen=True)
 class StagePlan:
@@ -197,8 +199,15 @@ def _check_shape(parallel, info: StrategyInfo) -> None:
     if not info.stage_per_rank and parallel.stages_per_rank not in (None, 1):
         other = suggest(replicas=info.replicas, stages=True)
         raise PlanError(f"parallel={name} takes no parallel.stages_per_rank; parallel={other} does")
-    if parallel.timeout_s <= 0:
-        raise PlanError(f"parallel.timeout_s={parallel.timeout_s} must be above 0 seconds")
+    for key, most, unit in (("timeout_s", 10_000_000, " seconds"), ("bucket_mb", 1_000_000, " MiB")):
+        value = getattr(parallel, key)
+        if not 0 < value <= most:
+            raise PlanError(f"parallel.{key}={value} must be above 0 and at most {most:,}{unit}")
+    if parallel.threads is not None and parallel.threads > _MOST_THREADS:
+        raise PlanError(
+            f"parallel.threads={parallel.threads} must be at most {_MOST_THREADS:,}; leave it out, and the processes "
+            "share the cores"
+        )
 
 
 def _replicas(wanted: int | None, ranks_per_replica: int, device_type: str, world_size: int | None) -> int:

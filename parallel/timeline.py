@@ -124,6 +124,12 @@ class Recording(NamedTuple):
         """Make a rank's recording. All ranks call this as they leave a barrier."""
         return cls(socket.gethostname(), now(), list(timeline.steps))
 
+    @classmethod
+    def parse(cls, received: Sequence) -> Recording:
+        """Make a recording of what JSON has left of one: lists in place of tuples."""
+        host, mark, steps = received
+        return cls(host, mark, [[Interval(*interval) for interval in step] for step in steps])
+
 
 def on_one_clock(recordings: Sequence[Recording]) -> list[list[list[Interval]]]:
     """Convert all ranks' times to the clock of rank 0's host.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,9 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common.errors import printable
+from common.machine import changed_environment
 from launchers import ForkServer, Interrupted, LaunchError, WorkerFailed, World, run_workers, stopping
+from launchers.loopback import check_interfaces
 from launchers.stopping import Stopped
-from training.config import environment, to_config, to_dict
+from training.config import environment, hydra_word, to_config, to_dict
+from training.limits import check_need, check_process, check_values
 
 ALONE = ("export", "sample")  # modes that need one process whatever the strategy is
 _KEY = "job"
@@ -50,7 +55,7 @@ def clear_errors() -> Iterator[None]:
 
 
 def _fail(message: str, code: int = 1) -> None:
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {printable(message)}", file=sys.stderr)
     raise SystemExit(code)
 
 
@@ -69,7 +74,10 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
         UserError: For what the user can act on.
         Stopped: For a run that was told to stop.
     """
-    cfg = to_config(to_dict(cfg))
+    tree = to_dict(cfg)
+    check_values(tree)
+    check_process()
+    cfg = to_config(tree)
     if cfg.mode == "plan" or cfg.mode in ALONE:
         stopping.at_once()
     if cfg.mode in ALONE:
@@ -93,7 +101,8 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
 
             from training.reporting import mask_secrets
 
-            print(OmegaConf.to_yaml(to_config(mask_secrets(to_dict(cfg)))).rstrip(), end="\n\n")
+            # Not resolved: what was taken from the environment is shown as it was written.
+            print(OmegaConf.to_yaml(OmegaConf.create(mask_secrets(to_dict(cfg)))).rstrip(), end="\n\n")
         print(describe(setup), flush=True)
         if cfg.mode == "plan":
             _print_memory(setup)
@@ -102,6 +111,9 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
             run_as_job(setup, run_dir)
             return
         processes = setup.plan.processes
+        if world is None or world.local_size == world.size:
+            check_process(processes)
+            check_need(setup)
         try:
             if world is not None:
                 _lead(setup, run_dir, world)
@@ -115,7 +127,8 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
                 del setup  # the workers build their own
                 _start_workers(cfg, run_dir, processes, server)
         except Stopped as stopped:
-            resume = f"go on with the same command and train.resume=auto hydra.run.dir={run_dir}"
+            where = shlex.quote(f"hydra.run.dir={hydra_word(str(run_dir))}")
+            resume = f"go on with the same command and train.resume=auto {where}"
             raise Stopped(f"{stopped}; {resume if cfg.mode == 'train' else _AGAIN}") from None
 
 
@@ -129,6 +142,8 @@ def _early_server(cfg: Any, world: World | None, isolated: bool) -> AbstractCont
     if not workers or world is not None or cfg.launcher.name != "local" or cfg.mode == "plan":
         return nullcontext()
     threads = parallel.threads
+    with changed_environment(environment(cfg)):
+        check_interfaces()
     env = {**environment(cfg), **({} if threads is None else {"OMP_NUM_THREADS": str(threads)})}
     return ForkServer(env, _PRELOAD)
 

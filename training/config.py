@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import Any
 
 from common.errors import PlanError, TrainingError, UserError
+from conf import environment as from_environment
+from conf.trust import check_variables
 
 # The packages whose public classes a configuration may build. A configuration may come from anywhere, and a target can
 # name any class. To use an optimizer of another installed package, add the package here, for example "lion_pytorch".
@@ -21,21 +23,40 @@ FUNCTIONS_OF = ("models",)
 def to_dict(cfg: Any) -> dict:
     """A dict of dicts, lists, numbers and strings, with interpolations resolved and enum members by name.
 
+    What was taken from the environment is listed under ``conf.environment.KEY``, where there is any.
+
     Raises:
         omegaconf.errors.OmegaConfBaseException: For a value that is missing or that cannot be resolved.
     """
     from omegaconf import OmegaConf
 
     if not OmegaConf.is_config(cfg):
-        cfg = OmegaConf.create(cfg)
-    return OmegaConf.to_container(cfg, resolve=True, enum_to_str=True, throw_on_missing=True)
+        cfg = to_config(cfg)
+    tree = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True, throw_on_missing=True)
+    taken = from_environment.used(cfg)
+    return {**tree, from_environment.KEY: taken} if taken["shown"] else tree
 
 
 def to_config(tree: dict) -> Any:
-    """The reverse of ``to_dict``, for reading: ``cfg.train.steps`` over plain data."""
+    """The reverse of ``to_dict``, for reading: ``cfg.train.steps`` over plain data.
+
+    From now on this process shows nothing of what the tree says was taken from the environment.
+    """
     from omegaconf import OmegaConf
 
-    return OmegaConf.create(tree)
+    if from_environment.KEY in tree:
+        from_environment.note(tree[from_environment.KEY]["values"])
+        from_environment.hide_on_console()
+    return OmegaConf.create(_literal(tree))
+
+
+def _literal(node: Any) -> Any:
+    """A copy in which OmegaConf takes no text for an interpolation."""
+    if isinstance(node, dict):
+        return {key: _literal(item) for key, item in node.items()}
+    if isinstance(node, list):
+        return [_literal(item) for item in node]
+    return re.sub(r"(\\*)\$\{", r"\1\1\${", node) if isinstance(node, str) else node
 
 
 def environment(cfg: Any) -> dict[str, str]:
@@ -43,10 +64,12 @@ def environment(cfg: Any) -> dict[str, str]:
 
     Raises:
         PlanError: Where it is no mapping.
+        UserError: For a variable that a configuration may not set.
     """
     wanted = cfg.parallel.env or {}
     if not hasattr(wanted, "items"):
         raise PlanError(f"parallel.env={wanted} must be a mapping, such as parallel.env={{NCCL_DEBUG: INFO}}")
+    check_variables("parallel.env", wanted)
     return {str(name): str(value) for name, value in wanted.items()}
 
 

@@ -28,7 +28,7 @@ from training.config import environment, hydra_word, instantiate, to_dict
 from training.evaluate import evaluate, record_of
 from training.loop import Loop
 from training.optimizer import Optimizer
-from training.reporting import SUMMARY
+from training.reporting import SUMMARY, mask_secrets
 from training.reporting.console import final_words
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
@@ -216,7 +216,7 @@ def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) 
     cfg, logger = setup.cfg, None
     if strategy.mesh.rank == 0:
         name = f"{cfg.model.name}-{cfg.parallel.name}"
-        logger = instantiate(to_dict(cfg.logger), run_dir=run_dir, run_config=to_dict(cfg), run_name=name)
+        logger = instantiate(to_dict(cfg.logger), run_dir=run_dir, run_config=mask_secrets(to_dict(cfg)), run_name=name)
     recorder = Recorder(
         run_dir,
         logger,

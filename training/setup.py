@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import TrainingError
+from common.files import expand_home
 from conf.schema import own_keys
 from data.batch import Batch
 from data.dataset import DataSet
@@ -24,6 +25,7 @@ from training.checkpoint import read_manifest
 from training.checkpoint.init_from import check_start
 from training.checkpoint.new_tokens import grown
 from training.config import environment, instantiate, to_dict
+from training.limits import check_sample
 from training.optimizer import check_optimizer
 
 BALANCES = ("time", "size")  # values of parallel.balance that are measured
@@ -101,6 +103,7 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1) -> Setup:
     check_fit(chain, data, cfg)
     per_epoch = TrainBatches(data.train, train.global_batch_size, cfg.seed, dp_size=plan.dp).steps_per_epoch
     setup = Setup(cfg, chain, data, plan, total_steps(train.steps, train.epochs, per_epoch), per_epoch)
+    check_sample(setup)
     check_shapes(setup)
     if cfg.parallel.balance in BALANCES and len(plan.stages) > 1:
         _balance(setup, world_size, nodes)
@@ -165,6 +168,11 @@ def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
     elif model.get("extra_tokens") is not None:
         arguments["vocab_size"] = grown(arguments["vocab_size"], model.extra_tokens)
     chain = instantiate(arguments)
+    try:
+        chain.skeleton()
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        sizes = ", ".join(f"{key}={value}" for key, value in arguments.items() if isinstance(value, int))
+        raise TrainingError(f"model={model.name} cannot be built with {sizes}: {str(error).splitlines()[0]}") from None
     if model.get("extra_tokens") is not None and chain.embedding is None:
         raise TrainingError(
             f"model.extra_tokens: model={model.name} does not say which parameter is its embedding (Chain.embedding), "
@@ -184,7 +192,7 @@ def checkpoint_of(cfg: Any) -> Path:
             f"mode={cfg.mode} needs checkpoint=PATH: a run directory, or one of its checkpoints, such as "
             "RUN_DIR/checkpoints/latest"
         )
-    return Path(cfg.checkpoint).expanduser()
+    return expand_home(cfg.checkpoint)
 
 
 def total_steps(steps: int | None, epochs: float | None, per_epoch: int) -> int:

@@ -116,8 +116,9 @@ def roll_back(folder: Path, strategy: Strategy, optimizer: Optimizer) -> str:
         What was done, in words.
     """
     # Rank 0 looks for all: others may see an older state of a shared folder.
-    newest = strategy.mesh.gather(checkpoint.newest(folder) if strategy.mesh.rank == 0 else None)[0]
+    found = checkpoint.newest(folder) if strategy.mesh.rank == 0 else None
+    newest = strategy.mesh.gather(found and str(found))[0]
     if newest is None:
         return "the loss keeps jumping, and there is no checkpoint yet to go back to (train.checkpoint_every)"
-    step = checkpoint.load(newest, strategy, optimizer)
+    step = checkpoint.load(Path(newest), strategy, optimizer)
     return f"the loss keeps jumping: back to the weights of step {step}, and on with the next batches"

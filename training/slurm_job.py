@@ -6,6 +6,7 @@ The checked configuration travels as a JSON file, which ``python -m training.slu
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 import traceback
@@ -17,7 +18,7 @@ from typing import Any
 
 from common.errors import LaunchError, UserError
 from launchers import World
-from launchers.slurm import Job, submit, wait, write_private
+from launchers.slurm import Job, check_options, submit, wait, write_private
 from launchers.slurm_worker import array_index, work
 from launchers.world import restarts
 from training.config import environment, to_config, to_dict
@@ -59,6 +60,7 @@ def prepare_here(cfg: Any):
     from training.setup import prepare
 
     launcher, per_node = cfg.launcher, cfg.launcher.tasks_per_node
+    check_options(launcher)
     if per_node is None and launcher.gpus_per_node is not None and cfg.parallel.dp is None:
         per_node = launcher.gpus_per_node
     world_size = None if per_node is None else launcher.nodes * per_node
@@ -101,7 +103,8 @@ def run_as_job(setup: Any, run_dir: Path) -> None:
     shape = f"{launcher.nodes} node{'s' * (launcher.nodes > 1)} x {run.processes // launcher.nodes} processes"
     print(f"\njob {job.id} is queued: {shape}; its output: {job.output}", flush=True)
     if not launcher.wait:
-        print(f"follow: tail -F {job.output}\nstate:  squeue --job {job.id}\ncancel: scancel {job.id}")
+        follow = f"follow: tail -F {shlex.quote(str(job.output))}"
+        print(f"{follow}\nstate:  squeue --job {job.id}\ncancel: scancel {job.id}")
         return
     wait([job], launcher.poll_s, partial(print, flush=True))
     if job.error is not None:

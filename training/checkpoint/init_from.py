@@ -7,6 +7,7 @@ rank reads the tensors of its own layers only. Nothing is unpickled.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from common.errors import TrainingError
+from common.files import expand_home, parse_json
 from data.huggingface_tokenizer import added_tokens
 from data.vocabulary import parse_extra_tokens
 from models.chain import Chain
@@ -92,7 +94,7 @@ class Weights(Mapping[str, Tensor]):
         Raises:
             TrainingError: There is no such file, or it holds another model.
         """
-        self._path = Path(model.init_from).expanduser()
+        self._path = expand_home(model.init_from)
         files = _files(self._path)
         self._file_of = {name: path for path in files for name in _open(path).keys()}
         self._format, self._embedding = chain.hugging_face, chain.embedding
@@ -148,7 +150,8 @@ def _files(path: Path) -> list[Path]:
     if path.is_dir():
         if (path / "manifest.json").exists():
             raise TrainingError(
-                f"{given} is a checkpoint: export it first (python train.py mode=export checkpoint={path} …), or go on "
+                f"{given} is a checkpoint: export it first (python train.py mode=export "
+                f"{shlex.quote(f'checkpoint={path}')} …), or go on "
                 "with its run by train.resume="
             )
         whole = path / "model.safetensors"
@@ -164,9 +167,9 @@ def _files(path: Path) -> list[Path]:
     if path.suffix in _PICKLES:
         raise TrainingError(
             f"{path} is a pickle, which can run any code when it is opened, and is not read. If you trust it, convert "
-            f'it once: python -c "import torch; from safetensors.torch import save_file; '
-            f"save_file({{k: v.clone() for k, v in torch.load('{path}', weights_only=True).items()}}, "
-            f"'{path.with_name('model.safetensors')}')\""
+            f"it once: python -c 'import sys, torch; from safetensors.torch import save_file; save_file({{k: v.clone() "
+            f"for k, v in torch.load(sys.argv[1], weights_only=True).items()}}, sys.argv[2])' "
+            f"{shlex.quote(str(path))} {shlex.quote(str(path.with_name('model.safetensors')))}"
         )
     return [path]
 
@@ -183,13 +186,13 @@ def _open(path: Path) -> Any:
 def _check_config(model: Any, wanted: Mapping[str, Any], folder: Path) -> None:
     """Checks what config.json says and shapes do not: the number of heads, and the kind of model."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = parse_json((folder / "config.json").read_bytes())
         heads, kind = config.get("n_head"), config.get("model_type", wanted["model_type"])
     except (OSError, ValueError, AttributeError):
         return
     if kind != wanted["model_type"]:
         raise TrainingError(f"model.init_from={model.init_from} is a model of type {kind}, not {wanted['model_type']}")
-    if heads is not None and heads != wanted["n_head"]:
+    if isinstance(heads, int) and heads != wanted["n_head"]:
         raise TrainingError(
             f"model.init_from={model.init_from} has {heads} heads, the model {wanted['n_head']}; "
             f"set model.n_head={heads}"
@@ -204,6 +207,6 @@ def _known_tokens(model: Any, folder: Path) -> tuple[str, ...]:
         raise TrainingError(
             f"model.init_from={model.init_from} has the tokens {', '.join(theirs)} behind GPT-2's own, and "
             f"model.extra_tokens begins otherwise: {', '.join(ours) or 'empty'}. Their order is their numbers: "
-            f"set 'model.extra_tokens={wanted}'"
+            f"set {shlex.quote(f'model.extra_tokens={wanted}')}"
         )
     return tuple(theirs)

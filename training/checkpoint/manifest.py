@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from common.errors import CheckpointError
+from common.files import parse_json
 from parallel.strategy import Strategy
 
 MANIFEST = "manifest.json"
@@ -20,7 +22,7 @@ UNUSED = "unused-"
 FORMAT = 2  # 1 had no checksum of the manifest itself
 
 _STEP = re.compile(r"step-(\d{8,})")
-_KEYS = {"step": int, "optimizer": str, "layout": dict, "loss_scale": dict, "files": dict}
+_SKIPPING = ("skipped", "in_a_row", "spikes_in_a_row", "seen", "mean")
 
 
 class Optimizer(Protocol):
@@ -144,19 +146,64 @@ def parse_manifest(path: Path) -> dict[str, Any]:
         CheckpointError: The file cannot be read, is damaged, or is something else.
     """
     try:
-        manifest = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        manifest = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") not in (1, FORMAT):
         raise CheckpointError(f"{path} is not the manifest of a checkpoint in format {FORMAT}")
     if manifest["format"] == FORMAT and with_checksum(manifest)["sha256"] != manifest.get("sha256"):
         raise CheckpointError(f"{path} is damaged: its content does not match its checksum")
-    wrong = [key for key, kind in _KEYS.items() if not isinstance(manifest.get(key), kind)]
-    if not wrong:
-        wrong = [name for name, entry in manifest["files"].items() if not _is_file_entry(name, entry)]
-    if wrong:
+    if wrong := _wrong_entries(manifest):
         raise CheckpointError(f"{path} is damaged: {', '.join(map(str, wrong))} in it cannot be right")
     return manifest
+
+
+def _wrong_entries(manifest: dict) -> list[str]:
+    """Returns the keys of what those who read a manifest could not use."""
+    layout, scale = manifest.get("layout"), manifest.get("loss_scale")
+    checks = {
+        "step": _is_count(manifest.get("step")),
+        "optimizer": isinstance(manifest.get("optimizer"), str),
+        "layout": isinstance(layout, dict) and _is_layout(layout),
+        "loss_scale": isinstance(scale, dict) and all(map(_is_number, scale.values())),
+        "progress": _is_progress(manifest.get("progress", {})),
+        "files": isinstance(manifest.get("files"), dict),
+    }
+    wrong = [key for key, right in checks.items() if not right]
+    return wrong or [name for name, entry in manifest["files"].items() if not _is_file_entry(name, entry)]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _is_layout(layout: dict) -> bool:
+    """Returns whether the entries have the right types, as far as they are there."""
+    stages = layout.get("stages", [])
+    return (
+        isinstance(layout.get("parallel", ""), str)
+        and all(_is_count(layout.get(key, 1)) for key in ("dp", "pp", "chunks"))
+        and isinstance(stages, list)
+        and all(isinstance(stage, list) and all(isinstance(name, str) for name in stage) for stage in stages)
+    )
+
+
+def _is_progress(progress: Any) -> bool:
+    """Returns whether it is what the training loop has saved of itself, or empty."""
+    if not isinstance(progress, dict):
+        return False
+    losses = (progress.get(key) for key in ("first_loss", "final_loss", "best_val_loss"))
+    best, skipping = progress.get("best_step"), progress.get("skipping", dict.fromkeys(_SKIPPING, 0))
+    return (
+        all(loss is None or _is_number(loss) for loss in losses)
+        and (best is None or _is_count(best))
+        and isinstance(skipping, dict)
+        and all(_is_number(skipping.get(key)) for key in _SKIPPING)
+    )
 
 
 def _is_file_entry(name: str, entry: Any) -> bool:
@@ -164,7 +211,7 @@ def _is_file_entry(name: str, entry: Any) -> bool:
     return (
         re.fullmatch(r"\w[\w.-]*", name) is not None
         and isinstance(entry, dict)
-        and isinstance(entry.get("bytes"), int)
+        and _is_count(entry.get("bytes"))
         and isinstance(entry.get("sha256"), str)
     )
 

@@ -56,9 +56,10 @@ def resume(wanted: str | None, checkpoints: Checkpoints, strategy: Strategy, opt
             path = _choose(wanted, checkpoints.folder)
         except CheckpointError as error:
             problem = str(error)
-    problem, path = strategy.mesh.gather((problem, path))[0]
+    problem, chosen = strategy.mesh.gather((problem, path and str(path)))[0]
     if problem is not None:
         raise CheckpointError(problem)
+    path = None if chosen is None else Path(chosen)
     resumed = Resumed()
     if path is not None:
         step = load(path, strategy, optimizer, verified=True)

@@ -1,10 +1,16 @@
-"""Hides secrets in everything that a run writes or prints: configurations, command lines, log lines."""
+"""Hides secrets in everything that a run writes or prints: configurations, command lines, log lines.
+
+What a configuration takes from the environment is known exactly (``conf.environment``). Secrets that were typed are
+guessed by their names and forms.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 from typing import Any
+
+from conf.environment import KEY, hide, shown
 
 MASK = "***"
 
@@ -25,7 +31,7 @@ _HARMLESS = re.compile(r"\d{1,6}|true|false|null|none|", re.IGNORECASE)
 
 
 def mask_secrets(value: Any, name: str = "") -> Any:
-    """Replaces secrets by ``***``.
+    """Replaces secrets by ``***``, and what comes from the environment by ``${oc.env:NAME}``.
 
     A secret is known by its name (``api_key``, ``--token VALUE``), by its form (``hf_…``, a password in a URL), or
     because a variable of the environment with such a name holds it.
@@ -38,6 +44,7 @@ def mask_secrets(value: Any, name: str = "") -> Any:
         A copy of ``value``. Tuples become lists.
     """
     if isinstance(value, dict):
+        value = shown(value) if KEY in value else value
         return {key: mask_secrets(item, str(key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         before = [None, *value]
@@ -47,7 +54,7 @@ def mask_secrets(value: Any, name: str = "") -> Any:
         ]
     if name == "git_commit":  # forty hexadecimal digits, as a key of wandb has
         return value
-    if _is_secret(name, str(value)):
+    if _is_secret(name, str(value)) and not str(value).startswith("${oc.env:"):
         return MASK
     return _mask_text(value) if isinstance(value, str) else value
 
@@ -62,8 +69,10 @@ def _is_secret(name: str, value: str) -> bool:
 
 def _mask_text(text: str) -> str:
     def mask_assignment(match: re.Match) -> str:
-        return match["name"] + match["sign"] + MASK if _is_secret(match["name"], match["value"]) else match[0]
+        secret = _is_secret(match["name"], match["value"]) and not text.startswith("${oc.env:", match.start("value"))
+        return match["name"] + match["sign"] + MASK if secret else match[0]
 
+    text = hide(text)
     for value in _secrets_of_environment():
         text = text.replace(value, MASK)
     text = _URL_PASSWORD.sub(rf"\1{MASK}@", text)
@@ -72,6 +81,6 @@ def _mask_text(text: str) -> str:
 
 
 def _secrets_of_environment() -> list[str]:
-    """Values that a configuration may have taken from the environment: ``${oc.env:WANDB_API_KEY}``."""
+    """Values that a shell may have put on the command line: ``"$WANDB_API_KEY"``."""
     named = (value for name, value in os.environ.items() if _SECRET_NAME.search(name))
     return [value for value in named if len(value) >= _SHORTEST_SECRET and not os.path.exists(value)]

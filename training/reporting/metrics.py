@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.files import explain, write_atomically
+from common.files import explain, parse_json, write_atomically
 from training.reporting.masking import mask_secrets
 
 METRICS = "metrics.jsonl"
@@ -197,13 +197,14 @@ def jsonable(value: Any) -> Any:
 
 def _is_up_to(line: bytes, step: int) -> bool:
     record = _parse(line)
-    return record is not None and record.get("step", 0) <= step
+    number = None if record is None else record.get("step", 0)
+    return isinstance(number, int) and number <= step
 
 
 def _parse(line: bytes) -> dict | None:
     """Returns the JSON object of a line, or None where it holds none."""
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None
     return record if isinstance(record, dict) else None

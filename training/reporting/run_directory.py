@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from common.errors import UserError, printable
 from common.files import explain
+from conf.trust import check_job
 from launchers import World
 from training.reporting import METRICS, mask_secrets
+
+# Of Linux; the files in it have names and paths of their own.
+_LONGEST_NAME, _LONGEST_PATH = 255, 3800
+_made: list[Path] = []  # folders that Hydra makes for this run, innermost first
+
+
+@contextmanager
+def removed_if_unused(folder: Path, subfolder: str | None) -> Iterator[None]:
+    """Removes a run directory if the block fails and has left nothing there but what Hydra wrote into ``subfolder``."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            if subfolder and os.listdir(folder) == [subfolder]:
+                shutil.rmtree(folder / subfolder)
+                for path in _made:
+                    path.rmdir()
+        raise
 
 
 def refuse(message: str) -> NoReturn:
@@ -20,7 +44,7 @@ def refuse(message: str) -> NoReturn:
 
     Hydra turns an exception of a callback into a warning, but lets an exit pass.
     """
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {printable(message)}", file=sys.stderr)
     raise SystemExit(1)
 
 
@@ -32,27 +56,39 @@ class RunDirectoryGuard(Callback):
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Refuses a directory that holds another run or cannot be written."""
+        _check_job(config)
         folder = Path(config.hydra.run.dir)
+        _check_name("hydra.run.dir", folder)
         if config.train.resume is None and (folder / METRICS).exists():
             refuse(f"{folder} holds another run; choose another hydra.run.dir, or go on with it by train.resume=auto")
         _stay_inside("hydra.output_subdir", config.hydra.output_subdir)
         problem = _why_not_writable(folder)
         if problem is not None:
             refuse(f"the run directory {folder} cannot be written: {problem}; choose another hydra.run.dir")
+        _made[:] = [path for path in (folder, *folder.parents) if not path.exists()]
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Refuses a sweep under torchrun, and names of directories that lead out of the sweep's."""
         world = World.detect()
         if world is not None and world.size > 1 and world.origin in ("torchrun", "environment"):
             refuse("a sweep starts its jobs' processes itself: run it as python train.py -m …, without torchrun")
+        _check_name("hydra.sweep.dir", Path(config.hydra.sweep.dir))
         _stay_inside("hydra.output_subdir", config.hydra.output_subdir)
         # Not resolved: it contains the job's number, which only a job knows.
         _stay_inside("hydra.sweep.subdir", OmegaConf.to_container(config.hydra.sweep, resolve=False)["subdir"])
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Masks secrets in the files that Hydra has written."""
+        """Refuses what would execute something else, and masks secrets in the files that Hydra has written."""
+        _check_job(config)
         folder = Path(config.hydra.runtime.output_dir)
         mask_files([*folder.glob(f"{config.hydra.output_subdir}/*.yaml"), folder.parent / "multirun.yaml"])
+
+
+def _check_job(config: DictConfig) -> None:
+    try:
+        check_job(config, config.hydra)
+    except UserError as error:
+        refuse(str(error))
 
 
 def mask_files(paths: list[Path]) -> None:
@@ -69,6 +105,19 @@ def mask_files(paths: list[Path]) -> None:
             # A secret that cannot be masked must not stay.
             path.unlink(missing_ok=True)
             print(f"warning: {path} could not be written again without its secrets: {error}", file=sys.stderr)
+
+
+def _check_name(key: str, path: Path) -> None:
+    """Refuses a path that no file system takes, or that scripts and consoles would take for more than a path."""
+    shown = printable(str(path).encode("unicode_escape").decode())
+    if not str(path).isprintable():
+        refuse(f"{key}={shown} holds characters that cannot be printed; choose another name")
+    longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
+    if longest > _LONGEST_NAME or len(os.fsencode(path.absolute())) > _LONGEST_PATH:
+        refuse(
+            f"{key}={shown[:40]}… is too long: a name of {longest} bytes in a path of {len(os.fsencode(path))}; a file "
+            f"system takes {_LONGEST_NAME} and {_LONGEST_PATH}. Choose a shorter one"
+        )
 
 
 def _stay_inside(key: str, value: str | None) -> None:

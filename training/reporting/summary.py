@@ -81,7 +81,7 @@ def gather_results(strategy: Strategy, outcome: Outcome, state_of: StateOf = lam
     recording = Recording.of(strategy.timeline)
     own = peak_memory_bytes(strategy.device), state_bytes(strategy, state_of), outcome.step_time_s
     gathered = strategy.mesh.gather((*own, recording))
-    intervals = on_one_clock([recording for *_, recording in gathered])
+    intervals = on_one_clock([Recording.parse(received) for *_, received in gathered])
     return [RankResult(*numbers, steps) for (*numbers, _), steps in zip(gathered, intervals, strict=True)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -136,9 +137,9 @@ class WandbRun:
             reason = _first_line(error)
         log.warning(
             "wandb cannot log online (%s). This run logs offline instead; upload it later with: "
-            "wandb sync %s/wandb/offline-run-*",
+            "wandb sync %s/offline-run-*",
             reason,
-            self._run_dir,
+            shlex.quote(str(self._run_dir / "wandb")),
         )
         # The service still holds the failed run, and would refuse its id to the offline one.
         _close_service()

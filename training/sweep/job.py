@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 import traceback
@@ -12,6 +13,7 @@ from common.errors import UserError
 from launchers import World
 from launchers.stopping import Stopped
 from training.app import execute
+from training.config import hydra_word
 from training.reporting import mask_secrets
 from training.reporting.job_record import (
     FAILED,
@@ -56,7 +58,7 @@ def run_job(cfg: Any, hydra: Any, world: World | None) -> None:
         execute(cfg, folder, world, isolated=True)
     except Stopped as stopped:
         end(INTERRUPTED)
-        here = f"train.resume=auto hydra.sweep.dir={hydra.sweep.dir}"
+        here = f"train.resume=auto {shlex.quote(f'hydra.sweep.dir={hydra_word(hydra.sweep.dir)}')}"
         raise Stopped(f"job {job.num} {stopped}\nThe sweep goes on with its own command and {here}") from None
     except KeyboardInterrupt:
         end(INTERRUPTED)

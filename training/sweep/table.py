@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from common.files import parse_json
 from training.reporting.job_record import FINISHED, Job, label, read_jobs, swept_keys, values
 from training.reporting.metrics import METRICS, SUMMARY, after_warmup, read_records
 
@@ -143,9 +144,10 @@ def read_table(folder: Path) -> Table:
 def read_object(path: Path) -> dict[str, Any]:
     """Returns the JSON object in the file ``path``, or {} if it cannot be read."""
     try:
-        return json.loads(path.read_text())
+        content = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}
+    return content if isinstance(content, dict) else {}
 
 
 def write_csv(table: Table, path: Path) -> None:

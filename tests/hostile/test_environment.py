@@ -1,0 +1,89 @@
+"""A machine, a user or a terminal that lacks something: one line says what, and nothing hangs."""
+
+import os
+import pwd
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOY = ["logger=none", "device=cpu", "train.steps=2", "train.epochs=null"]
+
+
+def command(*overrides, cwd, prefix=(), **options):
+    """A new interpreter that runs train.py."""
+    words = [*prefix, sys.executable, str(ROOT / "train.py"), *TOY, *overrides]
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=120, **options)
+
+
+def refused(done):
+    """The command's one line of error."""
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr, done.stderr
+    return done.stderr
+
+
+def test_a_user_without_a_home_folder(tmp_path, monkeypatch, capsys):
+    from train import main
+
+    def nobody(*args):
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    assert main(["model=gpt2", "model.size=tiny", "logger=none"]) == 1
+    said = capsys.readouterr().err
+    assert "HOME is not set" in said and "data.cache_dir=FOLDER" in said
+
+
+def test_a_working_directory_that_is_gone(tmp_path, monkeypatch, capsys):
+    from train import main
+
+    monkeypatch.chdir(tmp_path)  # which goes back in the end
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    assert main(TOY) == 1
+    assert "the working directory is gone" in capsys.readouterr().err
+
+
+def test_an_interface_in_the_environment_that_is_not_there(tmp_path, monkeypatch, capsys):
+    from train import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    assert main([*TOY, "parallel=ddp"]) == 1
+    assert "error: GLOO_SOCKET_IFNAME=nowhere0" in capsys.readouterr().err
+
+
+def test_too_few_open_files(tmp_path):
+    few = 20
+    done = command(cwd=tmp_path, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (few, few)))
+    assert "20 files (ulimit -n)" in refused(done)
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="root becomes another user, whose number of processes is limited")
+def test_too_few_processes(tmp_path):
+    tmp_path.chmod(0o777)
+    done = command(
+        cwd="/", user=61234, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NPROC, (1, 1)), env={"HOME": "/"}
+    )
+    if "Permission denied" in done.stderr:
+        pytest.skip("another user cannot read this project")
+    assert "ulimit -u" in refused(done)
+
+
+def test_a_loopback_interface_that_is_down(tmp_path):
+    prefix = (shutil.which("unshare") or "unshare", "--net")
+    if shutil.which("unshare") is None or subprocess.run([*prefix, "true"], capture_output=True).returncode:
+        pytest.skip("needs unshare, and the right to have a network of one's own")
+    said = refused(command("parallel=ddp", cwd=tmp_path, prefix=prefix))
+    assert "the loopback interface of this machine is down" in said and "ip link set lo up" in said

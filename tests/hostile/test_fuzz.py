@@ -1,0 +1,196 @@
+"""Drawn at random, always the same: what is read either makes sense or is refused with an error for the user."""
+
+import json
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))  # ``composed``
+
+from common.errors import CheckpointError, DataError, UserError, message_for_user
+from data.mnist import read_idx
+from data.rows import Rows
+from data.tokens import check_tokens, read_header
+from parallel.precision import LossScale
+from training.checkpoint.manifest import parse_manifest, with_checksum
+from training.config import to_config, to_dict
+from training.limits import check_values
+from training.reporting.metrics import MetricsFile, read_records
+from training.skipping import Skipping
+
+BOUNDED = settings(
+    max_examples=100,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+# Configurations are checked in a second or so, on a machine that others keep busy.
+FEW = settings(BOUNDED, max_examples=60)
+
+NUMBERS = (
+    st.integers(-(2**70), 2**70) | st.integers(-3, 130) | st.floats() | st.sampled_from([0, -1, 1, 2**31, 2**63, 1e308])
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+KEYS = (
+    "train.steps", "train.epochs", "train.global_batch_size", "train.grad_clip", "train.clip_value",
+    "train.max_skipped", "train.spike_factor", "train.spike_rollback", "train.profile", "train.eval_every",
+    "train.eval_batches", "train.checkpoint_every", "train.keep_checkpoints", "parallel.dp", "parallel.pp",
+    "parallel.chunks", "parallel.threads", "parallel.timeout_s", "parallel.bucket_mb", "optim.lr", "optim.momentum",
+    "optim.weight_decay", "data.noise", "data.seed", "seed", "sample.tokens", "sample.temperature",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tree():
+    from composed import config
+
+    return to_dict(config("data.samples=200", "parallel=ddp"))
+
+
+@FEW
+@given(st.dictionaries(st.sampled_from(KEYS), NUMBERS, min_size=1, max_size=3))
+def test_numbers_of_a_configuration(tree, values):
+    from training.setup import prepare
+
+    changed = json.loads(json.dumps(tree))
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        (changed[section] if section else changed)[name] = value
+    try:
+        check_values(changed)
+        prepare(to_config(changed))
+    except Exception as error:
+        assert message_for_user(error) is not None, f"{values}: {error!r}"
+
+
+ENTRIES = ("format", "step", "seed", "optimizer", "layout", "tied", "loss_scale", "progress", "files")
+
+
+@BOUNDED
+@given(st.dictionaries(st.sampled_from(ENTRIES), JSON), st.booleans())
+def test_manifests(tmp_path, changes, sealed):
+    whole = {
+        "format": 2,
+        "step": 1,
+        "optimizer": "torch.optim.SGD",
+        "layout": {"parallel": "single", "pp": 1, "chunks": 1, "stages": [["a"]]},
+        "loss_scale": {"scale": 1.0, "good_steps": 0},
+        "files": {},
+        **changes,
+    }
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps(with_checksum(whole) if sealed else whole))
+    try:
+        manifest = parse_manifest(path)
+    except CheckpointError:
+        return
+    assert manifest["step"] >= 0
+    if {"scale", "good_steps"} <= manifest["loss_scale"].keys():
+        LossScale(enabled=True).load_state_dict(manifest["loss_scale"])
+    if "skipping" in manifest.get("progress", {}):
+        Skipping(None).load_state_dict(manifest["progress"]["skipping"])
+
+
+@BOUNDED
+@given(st.binary(max_size=300))
+def test_bytes_for_a_manifest(tmp_path, content):
+    path = tmp_path / "manifest.json"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError):
+        parse_manifest(path)
+
+
+@BOUNDED
+@given(
+    st.sampled_from([20240520, 20240801, 0, -1]) | st.integers(-(2**31), 2**31 - 1),
+    st.sampled_from([1]) | st.integers(-(2**31), 2**31 - 1),
+    st.integers(-(2**31), 2**31 - 1) | st.integers(0, 40),
+    st.binary(max_size=80),
+    st.sampled_from(["auto", "llmc", "nanogpt"]),
+)
+def test_token_shards(tmp_path, magic, version, count, tokens, format):
+    path = tmp_path / "x.bin"
+    path.write_bytes(struct.pack("<iii", magic, version, count) + 1012 * b"\0" + tokens)
+    try:
+        file = read_header(path, format)
+        check_tokens(file, 50257)
+    except DataError:
+        return
+    assert 0 < len(file.map()) == file.count and file.map().max() < 50257
+
+
+@BOUNDED
+@given(st.lists(st.binary(max_size=40) | JSON.map(lambda value: json.dumps({"text": value}).encode()), max_size=8))
+def test_json_lines(tmp_path, lines):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    try:
+        rows = Rows([path], tmp_path / "cache")
+        texts = rows.texts(np.arange(len(rows)), ["text"])
+    except DataError:
+        return
+    assert all(isinstance(text, str) for text in texts)
+
+
+@BOUNDED
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=3, max_size=3))
+def test_an_index_of_rows_that_another_has_written(tmp_path, positions):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"text": "a"}\n' * 3)
+    rows = Rows([path], tmp_path / "cache")
+    rows.offsets = np.array([*positions, len(path.read_bytes())])
+    try:
+        rows.texts(np.arange(3), ["text"])
+    except DataError:
+        return
+
+
+@BOUNDED
+@given(
+    st.integers(0, 255) | st.just(8),
+    st.integers(0, 4) | st.just(3),
+    st.lists(st.integers(0, 5) | st.integers(0, 2**32 - 1), min_size=4, max_size=4),
+    st.binary(max_size=130),
+    st.booleans(),
+)
+def test_idx_files(tmp_path, kind, dimensions, shape, content, packed):
+    import gzip
+
+    path = tmp_path / f"x{'.gz' if packed else ''}"
+    whole = bytes((0, 0, kind, dimensions)) + struct.pack(">4I", *shape)[: 4 * dimensions] + content
+    path.write_bytes(gzip.compress(whole) if packed else whole)
+    try:
+        array = read_idx(path, 3)
+    except DataError:
+        return
+    assert array.size == len(content) and array.ndim == 3
+
+
+@BOUNDED
+@given(st.lists(st.binary(max_size=30) | JSON.map(lambda value: json.dumps(value).encode()), max_size=8))
+def test_records_of_metrics(tmp_path, lines):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    assert all(isinstance(record, dict) for record in read_records(path))
+    MetricsFile(path).truncate_after(3)
+    for record in read_records(path):
+        assert record.get("step", 0) <= 3
+
+
+@BOUNDED
+@given(JSON)
+def test_any_tree_for_a_configuration(value):
+    try:
+        check_values({"train": value})
+    except UserError as error:
+        assert str(error).startswith(("train", "the name of train"))
