@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from common.files import read_regular
 from data.vocabulary import END_OF_TEXT, GPT2_VOCAB_SIZE, published_encoder, published_merges
 
 _TOKENIZER, _ADDED = "tokenizer.json", "added_tokens.json"
@@ -60,10 +61,10 @@ def added_tokens(folder: Path) -> dict[str, int]:
     numbers: dict[str, int] = {}
     try:
         if (folder / _TOKENIZER).exists():
-            entries = json.loads((folder / _TOKENIZER).read_text(encoding="utf-8"))["added_tokens"]
+            entries = json.loads(read_regular(folder / _TOKENIZER))["added_tokens"]
             numbers = {entry["content"]: entry["id"] for entry in entries}
         elif (folder / _ADDED).exists():
-            numbers = json.loads((folder / _ADDED).read_text(encoding="utf-8"))
+            numbers = json.loads(read_regular(folder / _ADDED))
         behind = [(number, token) for token, number in numbers.items() if number >= GPT2_VOCAB_SIZE]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -93,6 +95,20 @@ def master_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
 def restarts(environ: Mapping[str, str] = os.environ) -> int:
     """How often the ranks were started before: by run_workers or torchrun, else by a queue that ran their job again."""
     return int(environ.get("TORCHELASTIC_RESTART_COUNT") or environ.get("SLURM_RESTART_COUNT") or 0)
+
+
+def launcher_start(environ: Mapping[str, str] = os.environ) -> tuple[float, str] | None:
+    """When torchrun was started, in seconds since the epoch, and six digits that name it: the same at each restart.
+
+    None for a process that torchrun has not started.
+    """
+    if _origin(environ) != "torchrun":
+        return None
+    import psutil
+
+    agent = psutil.Process(os.getppid())
+    began = agent.create_time()
+    return began, hashlib.sha256(f"{socket.gethostname()} {agent.pid} {began}".encode()).hexdigest()[:6]
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:

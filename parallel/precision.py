@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -41,6 +42,23 @@ def parameter_dtype(precision: str) -> torch.dtype:
     It is float64 for fp64, else float32: bf16 and fp16 are computed under autocast.
     """
     return torch.float64 if precision == "fp64" else torch.float32
+
+
+def copy_checked(tensor: Tensor, given: Tensor, name: str) -> None:
+    """Copy ``given``, of the same shape, into ``tensor``; floating-point numbers may be of another precision.
+
+    Raises:
+        ValueError: The shape or the kind of number differs, or the numbers are beyond ``tensor``'s format.
+    """
+    if given.shape != tensor.shape:
+        raise ValueError(f"{name} has {tuple(given.shape)}, expected {tuple(tensor.shape)}")
+    floating = tensor.is_floating_point()
+    if given.dtype != tensor.dtype and not (floating and given.is_floating_point()):
+        raise ValueError(f"{name} holds {given.dtype}, expected {tensor.dtype}")
+    tensor.copy_(given)
+    narrower = floating and torch.finfo(given.dtype).max > torch.finfo(tensor.dtype).max
+    if narrower and not torch.equal(tensor.isfinite(), given.isfinite().to(tensor.device)):
+        raise ValueError(f"{name} holds {given.dtype} beyond what {tensor.dtype} can express")
 
 
 def autocast(precision: str, device_type: str):

@@ -22,7 +22,7 @@ from parallel.batchnorm import RunningStatistics
 from parallel.gradients import Gradients, TiedParameters, replicate, sum_dtype
 from parallel.mesh import Mesh
 from parallel.plan import Plan
-from parallel.precision import LossScale, autocast, parameter_dtype
+from parallel.precision import LossScale, autocast, copy_checked, parameter_dtype
 from parallel.stage import Stage
 from parallel.step import Options, StepResult
 from parallel.timeline import Timeline
@@ -252,17 +252,14 @@ class Strategy(ABC):
 
         Raises:
             KeyError: Naming a tensor that is missing.
-            ValueError: Naming a tensor that has another shape.
+            ValueError: Naming a tensor that has another shape or holds another kind of number.
         """
         for stage in self.stages:
             for name, tensor in stage.layers.state_dict().items():
                 canonical = self.chain.canonical(name)
                 if canonical not in state:
                     raise KeyError(f"{canonical} is not among the {len(state)} tensors given")
-                given = state[canonical]  # once: it may be read from a file here
-                if given.shape != tensor.shape:
-                    raise ValueError(f"{canonical} has {tuple(given.shape)}, expected {tuple(tensor.shape)}")
-                tensor.copy_(given)
+                copy_checked(tensor, state[canonical], canonical)
 
     def close(self) -> None:
         """Drop what refers to process groups, before they are destroyed."""

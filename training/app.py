@@ -80,9 +80,13 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
     with _early_server(cfg, world, isolated) as server:
         # Only now: they import torch.
         from training.autotune import choose_chunks, recall
+        from training.checkpoint.resume import after_restart
+        from training.reporting.run_directory import started_again
         from training.setup import describe, prepare
         from training.slurm_job import prepare_here, run_as_job
 
+        if started_again() and cfg.mode == "train":
+            after_restart(cfg, run_dir)
         recall(cfg, run_dir)
         with _nothing_begun():
             choose_chunks(cfg, run_dir, world, server)
@@ -241,4 +245,6 @@ def _requeued(world: World) -> AbstractContextManager:
     from launchers.slurm_worker import requeued
 
     stopping.expect_echo()
+    if world.origin == "torchrun":
+        stopping.stop_without_parent()
     return requeued(world) if world.origin == "slurm" else nullcontext()

@@ -19,6 +19,7 @@ from parallel.strategy import StepResult, Strategy
 from training.checkpoint import Checkpoints
 from training.config import instantiate
 from training.evaluate import evaluate, record_of
+from training.identity import recipe
 from training.optimizer import Optimizer
 from training.reporting import jsonable
 from training.reporting.summary import Outcome
@@ -63,8 +64,10 @@ class Loop:
         self.config = setup.cfg.train
         self.schedule = instantiate(setup.cfg.scheduler)
         self.skipping = Skipping(self.config)
+        self.recipe = recipe(setup)
         self.outcome = Outcome()
-        self._loaded_step = 0
+        self._unsaved = False  # whether the weights have changed since the newest checkpoint
+        self._save_due = False
 
     def run(self, first_step: int = 1, unevaluated: bool = False) -> Outcome:
         """Trains from ``first_step`` to the last step.
@@ -96,7 +99,9 @@ class Loop:
                     stop = not self._evaluate(step)
                 if stop:
                     self.stop(step)
-                if is_due(config.checkpoint_every, step, total) or self._is_best(step):
+                self._save_due |= is_due(config.checkpoint_every, step, total)
+                # Not after a skipped step: the checkpoint waits for the next that counts, and the last step.
+                if (self._save_due and (not skipped or step == total)) or self._is_best(step):
                     self._save(step, needed=step == total)
                 self._report_failed_save()
                 heartbeat.note(step, "reading data")
@@ -105,15 +110,14 @@ class Loop:
 
     def stop(self, step: int) -> NoReturn:
         """Saves the state after ``step``, unless it is saved already, and raises Stopped."""
-        if step > self._loaded_step:
-            self._save(step, needed=True)
+        self._save(step, needed=True)
         where = f"saved in {self.outcome.checkpoint}" if self.outcome.checkpoint else "nothing was new to save"
         raise Stopped(f"stopped after step {step} of {self.setup.total_steps}, {where}")
 
     def progress(self) -> dict:
         """Returns what a checkpoint keeps of the loop, so that a resumed run continues as this one would."""
         numbers = {key: getattr(self.outcome, key) for key in _RESUMED}
-        return {**numbers, "skipping": self.skipping.state_dict()}
+        return {**numbers, "skipping": self.skipping.state_dict(), "recipe": self.recipe}
 
     def restore(self, progress: dict, path: Path | None) -> None:
         """Continues an earlier run.
@@ -131,7 +135,7 @@ class Loop:
 
     def _begin(self, done: int, unevaluated: bool) -> None:
         """Does what was still to be done after step ``done``, which is saved."""
-        self.outcome.steps = self._loaded_step = done
+        self.outcome.steps = done
         heartbeat.note(done, "meeting the other ranks")
         stops, unevaluated = self.strategy.sum_of(stopping.wanted(), unevaluated)
         due = unevaluated and done > 0 and is_due(self.config.eval_every, done, self.setup.total_steps)
@@ -157,6 +161,7 @@ class Loop:
                 self.checkpoints.wait_pending()
                 self.say(f"step {step}: {roll_back(self.checkpoints.folder, strategy, self.optimizer)}")
             return skipped
+        self._unsaved = True
         norm = result.grad_norm
         if config.clip_value is not None:
             strategy.clip_grad_value_(config.clip_value)
@@ -207,13 +212,18 @@ class Loop:
         return self.outcome.best_step == step and self.config.checkpoint_every is not None
 
     def _save(self, step: int, needed: bool) -> None:
-        """Saves a checkpoint.
+        """Saves a checkpoint, unless nothing has changed since the newest one.
 
         Args:
             step: The step that was done last.
             needed: Whether to wait until it is on the disk and to raise CheckpointError if it cannot be written.
         """
         heartbeat.note(step, "saving a checkpoint")
+        self._save_due = False
+        if not self._unsaved and not self._is_best(step):
+            if not needed or self.checkpoints.wait_pending() is None:
+                return
+        self._unsaved = False
         progress = jsonable(self.progress())
         self.outcome.checkpoint = self.checkpoints.save(self.strategy, self.optimizer, step, progress, wait=needed)
 
@@ -231,7 +241,12 @@ class Loop:
             batch = batches[1]
             return ((step, batch) for step in range(first_step, setup.total_steps + 1))
         return train_loader(
-            batches, first_step, setup.total_steps, setup.data.num_workers, self.strategy.device.type == "cuda"
+            batches,
+            first_step,
+            setup.total_steps,
+            setup.data.num_workers,
+            pin_memory=self.strategy.device.type == "cuda",
+            timeout_s=setup.cfg.parallel.timeout_s,
         )
 
     def _anomaly_detection(self) -> AbstractContextManager:

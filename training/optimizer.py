@@ -67,7 +67,14 @@ class Optimizer:
         return {key: value for one in self._torch for key, value in one.state.get(parameter, {}).items()}
 
     def load_state_of(self, parameter: torch.nn.Parameter, state: Mapping[str, Tensor]) -> None:
-        """Replace those tensors. ``step`` counters stay on the device where torch keeps them."""
+        """Replace those tensors. ``step`` counters stay on the device where torch keeps them.
+
+        Raises:
+            ValueError: One of them does not hold floating-point numbers, as those of torch's optimizers do.
+        """
+        for key, value in state.items():
+            if not value.is_floating_point():
+                raise ValueError(f"{key} of the optimizer holds {value.dtype}, not floating-point numbers")
         for optimizer in self._torch:
             if any(parameter is own for group in optimizer.param_groups for own in group["params"]):
                 optimizer.state[parameter] = {key: _placed_as(parameter, key, v) for key, v in state.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,6 +27,7 @@ from training.checkpoint.init_from import start
 from training.checkpoint.resume import resume
 from training.config import environment, hydra_word, instantiate, to_dict
 from training.evaluate import evaluate, record_of
+from training.identity import changes, check_ranks
 from training.loop import Loop
 from training.optimizer import Optimizer
 from training.reporting import SUMMARY
@@ -80,6 +82,8 @@ def run(
         recorder = _recorder(setup, strategy, run_dir, first_step=resumed.step + 1)
         loop = Loop(setup, strategy, optimizer, checkpoints, recorder.record, recorder.show, recorder.say)
         loop.restore(resumed.progress, resumed.path)
+        if (before := resumed.progress.get("recipe")) and (changed := changes(before, loop.recipe)) is not None:
+            recorder.say(f"warning: {changed}")
         summary = None
         try:
             outcome = loop.run(resumed.step + 1, recorder.lacks_evaluation(resumed.step))
@@ -145,6 +149,10 @@ def _strategy(setup: Setup, world: World, store: dist.Store | None) -> Iterator[
         keep_freed_memory(_weight_bytes(setup.plan, world.rank))
     with _process_group(world, setup, store):
         mesh = setup.plan.mesh(world.rank).connect(setup.cfg.parallel.timeout_s)
+        if store is not None:  # the ranks were started one by one, maybe on several machines
+            warning = check_ranks(mesh, setup)
+            if warning is not None and mesh.rank == 0:
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
         options = strategy_options(setup.cfg)
         strategy = build_strategy(setup.plan, setup.chain, mesh, options, setup.sample, world.local_rank)
         try:

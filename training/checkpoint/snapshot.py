@@ -13,10 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from common.errors import CheckpointError
 from common.files import flush_path, free_space, write_atomically
 from common.machine import available_memory
 from parallel.strategy import Strategy
-from training.checkpoint.manifest import Optimizer, sha256, sidecar_name
+from training.checkpoint.manifest import Optimizer, sha256, sidecar_name, why_not_finite
 
 log = logging.getLogger("training")
 
@@ -135,8 +136,11 @@ def write_stage(draft: Path, stage: StageFiles) -> str | None:
     """
     try:
         draft.mkdir(parents=True, exist_ok=True)
+        check_finite(stage)
         write_sidecar(draft, stage.stage, {"files": write_files(draft, stage)})
         return None
+    except CheckpointError as error:
+        problem = str(error)
     except Exception as error:
         problem = f"{error}; {free_space(draft.parent)}"
     for name in stage.files:  # makes space for the sidecar, and for others
@@ -147,6 +151,13 @@ def write_stage(draft: Path, stage: StageFiles) -> str | None:
     except OSError:
         _mark_failed(draft, stage.stage)
     return problem
+
+
+def check_finite(stage: StageFiles) -> None:
+    """Raises CheckpointError for tensors that are not finite: nothing could go on from them."""
+    for name, tensor in stage.tensors().items():
+        if (problem := why_not_finite(name, tensor)) is not None:
+            raise CheckpointError(f"{problem}: the run has diverged; try a lower optim.lr, or train.grad_clip=1.0")
 
 
 def write_files(draft: Path, stage: StageFiles) -> dict[str, dict]:

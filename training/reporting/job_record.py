@@ -7,6 +7,7 @@ import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from common.files import read_regular
 from training.reporting.metrics import write_json
 
 JOB = "job.json"
@@ -51,7 +52,7 @@ def update_job(folder: Path, **changes) -> None:
 def read_job(folder: Path) -> Job | None:
     """The record in ``folder``; None where there is none that can be read."""
     try:
-        found = json.loads((folder / JOB).read_text())
+        found = json.loads(read_regular(folder / JOB))
         return Job(**{**found, "overrides": tuple(found["overrides"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -10,9 +10,12 @@ from typing import Any, NoReturn
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from common.errors import UserError
 from common.files import explain
 from launchers import World
+from launchers.world import restarts
 from training.reporting import METRICS, mask_secrets
+from training.reporting.directory_lock import EARLIER_ATTEMPT_S, hold, release
 
 
 def refuse(message: str) -> NoReturn:
@@ -31,28 +34,34 @@ class RunDirectoryGuard(Callback):
     """
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Refuses a directory that holds another run or cannot be written."""
+        """Locks the directory, and refuses one that holds another run or cannot be written."""
         folder = Path(config.hydra.run.dir)
-        if config.train.resume is None and (folder / METRICS).exists():
-            refuse(f"{folder} holds another run; choose another hydra.run.dir, or go on with it by train.resume=auto")
         _stay_inside("hydra.output_subdir", config.hydra.output_subdir)
-        problem = _why_not_writable(folder)
-        if problem is not None:
-            refuse(f"the run directory {folder} cannot be written: {problem}; choose another hydra.run.dir")
+        _lock(folder, "hydra.run.dir")
+        # Only now: a run that began at the same moment would have been overlooked before.
+        if config.train.resume is None and not started_again() and (folder / METRICS).exists():
+            release(folder)
+            refuse(f"{folder} holds another run; choose another hydra.run.dir, or go on with it by train.resume=auto")
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Refuses a sweep under torchrun, and names of directories that lead out of the sweep's."""
+        """Locks the directory; refuses a sweep under torchrun, and names that lead out of the directory."""
         world = World.detect()
         if world is not None and world.size > 1 and world.origin in ("torchrun", "environment"):
             refuse("a sweep starts its jobs' processes itself: run it as python train.py -m …, without torchrun")
         _stay_inside("hydra.output_subdir", config.hydra.output_subdir)
         # Not resolved: it contains the job's number, which only a job knows.
         _stay_inside("hydra.sweep.subdir", OmegaConf.to_container(config.hydra.sweep, resolve=False)["subdir"])
+        _lock(Path(config.hydra.sweep.dir), "hydra.sweep.dir")
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Masks secrets in the files that Hydra has written."""
         folder = Path(config.hydra.runtime.output_dir)
         mask_files([*folder.glob(f"{config.hydra.output_subdir}/*.yaml"), folder.parent / "multirun.yaml"])
+
+
+def started_again() -> bool:
+    """Returns whether this is a rank that torchrun or a queue has started before: its directory is its own."""
+    return World.detect() is not None and restarts() > 0
 
 
 def mask_files(paths: list[Path]) -> None:
@@ -74,6 +83,20 @@ def mask_files(paths: list[Path]) -> None:
 def _stay_inside(key: str, value: str | None) -> None:
     if value is not None and (Path(value).is_absolute() or ".." in Path(value).parts):
         refuse(f"{key}={value} leads out of the run directory; give a name without .. that does not begin with /")
+
+
+def _lock(folder: Path, key: str) -> None:
+    problem = _why_not_writable(folder)
+    try:
+        if problem is None:
+            hold(folder, EARLIER_ATTEMPT_S if started_again() else 0.0)
+    except OSError as error:
+        problem = explain(error, folder)
+    except UserError as error:
+        refuse(str(error))
+    if problem is not None:
+        kind = "run" if key == "hydra.run.dir" else "sweep"
+        refuse(f"the {kind} directory {folder} cannot be written: {problem}; choose another {key}")
 
 
 def _why_not_writable(folder: Path) -> str | None:
