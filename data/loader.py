@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import queue
 import signal
@@ -242,6 +243,7 @@ def _in_processes(batches: TrainBatches, steps: range, num_workers: int) -> Iter
     # blocked while the workers start, so that none arrives before a worker ignores it. This process gets its own late.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
+        multiprocessing.Event()  # a semaphore, as the loader's own: half a loader ends with tracebacks
         iterator = iter(loader)
     except OSError as error:
         raise DataError(

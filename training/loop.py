@@ -66,8 +66,9 @@ class Loop:
         self.skipping = Skipping(self.config)
         self.recipe = recipe(setup)
         self.outcome = Outcome()
-        self._unsaved = False  # whether the weights have changed since the newest checkpoint
-        self._save_due = False
+        # A checkpoint is that of the last step that counted: those that were skipped since then are done again.
+        self._updated = self._saved = 0
+        self._judged = self.skipping.state_dict()  # after that step
 
     def run(self, first_step: int = 1, unevaluated: bool = False) -> Outcome:
         """Trains from ``first_step`` to the last step.
@@ -95,13 +96,14 @@ class Loop:
                 self._record_step(step, result, lr, skipped, seconds=time.perf_counter() - clock)
                 advance()
                 stop = result.stop and step < total
-                if is_due(config.eval_every, step, total) and not stop:
+                evaluates = is_due(config.eval_every, step, total) and not stop
+                if evaluates:
                     stop = not self._evaluate(step)
                 if stop:
                     self.stop(step)
-                self._save_due |= is_due(config.checkpoint_every, step, total)
-                # Not after a skipped step: the checkpoint waits for the next that counts, and the last step.
-                if (self._save_due and (not skipped or step == total)) or self._is_best(step):
+                if evaluates and self._is_best():
+                    self._save(step, needed=step == total, again=True)
+                elif is_due(config.checkpoint_every, step, total):
                     self._save(step, needed=step == total)
                 self._report_failed_save()
                 heartbeat.note(step, "reading data")
@@ -117,7 +119,7 @@ class Loop:
     def progress(self) -> dict:
         """Returns what a checkpoint keeps of the loop, so that a resumed run continues as this one would."""
         numbers = {key: getattr(self.outcome, key) for key in _RESUMED}
-        return {**numbers, "skipping": self.skipping.state_dict(), "recipe": self.recipe}
+        return {**numbers, "skipping": self._judged, "recipe": self.recipe}
 
     def restore(self, progress: dict, path: Path | None) -> None:
         """Continues an earlier run.
@@ -132,17 +134,18 @@ class Loop:
         if "skipping" in progress:
             self.skipping.load_state_dict(progress["skipping"])
             self.outcome.skipped = self.skipping.skipped
+            self._judged = self.skipping.state_dict()
 
     def _begin(self, done: int, unevaluated: bool) -> None:
         """Does what was still to be done after step ``done``, which is saved."""
-        self.outcome.steps = done
+        self.outcome.steps = self._updated = self._saved = done
         heartbeat.note(done, "meeting the other ranks")
         stops, unevaluated = self.strategy.sum_of(stopping.wanted(), unevaluated)
         due = unevaluated and done > 0 and is_due(self.config.eval_every, done, self.setup.total_steps)
         if stops or (due and not self._evaluate(done)):
             self.stop(done)
-        if self._is_best(done):
-            self._save(done, needed=False)
+        if self._is_best():
+            self._save(done, needed=False, again=True)
         heartbeat.note(done, "reading data")
 
     def _update(self, step: int, result: StepResult, lr: float) -> str:
@@ -159,9 +162,11 @@ class Loop:
         if skipped:
             if self.skipping.rolls_back:
                 self.checkpoints.wait_pending()
-                self.say(f"step {step}: {roll_back(self.checkpoints.folder, strategy, self.optimizer)}")
+                loaded, words = roll_back(self.checkpoints.folder, strategy, self.optimizer)
+                self._updated = self._updated if loaded is None else loaded
+                self.say(f"step {step}: {words}")
             return skipped
-        self._unsaved = True
+        self._updated, self._judged = step, self.skipping.state_dict()
         norm = result.grad_norm
         if config.clip_value is not None:
             strategy.clip_grad_value_(config.clip_value)
@@ -202,30 +207,31 @@ class Loop:
             return False
         record = record_of(result, "val", language=self.setup.tokens_per_sample is not None)
         if result["loss"] < (math.inf if self.outcome.best_val_loss is None else self.outcome.best_val_loss):
-            self.outcome.best_val_loss, self.outcome.best_step = result["loss"], step
+            self.outcome.best_val_loss, self.outcome.best_step = result["loss"], self._updated
         self.record({"step": step, **record})
         self.say(f"step {step}: " + "  ".join(f"{k} {v:.4g}" for k, v in record.items()))
         return True
 
-    def _is_best(self, step: int) -> bool:
-        """Returns whether ``step`` has the lowest validation loss so far and checkpoints are written at all."""
-        return self.outcome.best_step == step and self.config.checkpoint_every is not None
+    def _is_best(self) -> bool:
+        """Returns whether these weights have the lowest validation loss so far and checkpoints are written at all."""
+        return self.outcome.best_step == self._updated > 0 and self.config.checkpoint_every is not None
 
-    def _save(self, step: int, needed: bool) -> None:
-        """Saves a checkpoint, unless nothing has changed since the newest one.
+    def _save(self, step: int, needed: bool, again: bool = False) -> None:
+        """Saves the weights as they are since the last step that counted.
 
         Args:
             step: The step that was done last.
             needed: Whether to wait until it is on the disk and to raise CheckpointError if it cannot be written.
+            again: Whether a checkpoint that has these weights already is brought up to date: it may be the best.
         """
         heartbeat.note(step, "saving a checkpoint")
-        self._save_due = False
-        if not self._unsaved and not self._is_best(step):
+        if self._updated == self._saved and not again:
             if not needed or self.checkpoints.wait_pending() is None:
                 return
-        self._unsaved = False
-        progress = jsonable(self.progress())
-        self.outcome.checkpoint = self.checkpoints.save(self.strategy, self.optimizer, step, progress, wait=needed)
+        progress, self._saved = jsonable(self.progress()), self._updated
+        self.outcome.checkpoint = self.checkpoints.save(
+            self.strategy, self.optimizer, self._updated, progress, wait=needed
+        )
 
     def _report_failed_save(self) -> None:
         problem = self.checkpoints.take_failure()

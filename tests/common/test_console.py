@@ -21,7 +21,8 @@ class Broken(io.StringIO):
     def write(self, text):
         raise self.error
 
-    flush = write
+    def flush(self):
+        raise self.error
 
 
 @pytest.mark.parametrize(
