@@ -7,9 +7,11 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from common.errors import PlanError, TrainingError, UserError
+from common.files import read_regular
 
 # The packages whose public classes a configuration may build. A configuration may come from anywhere, and a target can
 # name any class. To use an optimizer of another installed package, add the package here, for example "lion_pytorch".
@@ -36,6 +38,25 @@ def to_config(tree: dict) -> Any:
     from omegaconf import OmegaConf
 
     return OmegaConf.create(tree)
+
+
+def read_yaml(path: Path) -> Any:
+    """The configuration in a YAML file that a run has left.
+
+    Raises:
+        TrainingError: The file cannot be read, is no regular file or no YAML, or has aliases, a few lines of which can
+            stand for gigabytes.
+    """
+    import yaml
+    from omegaconf import OmegaConf
+
+    try:
+        text = read_regular(path).decode()
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise ValueError("it has YAML aliases (*name): write their values out")
+        return OmegaConf.create(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise TrainingError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
 
 
 def environment(cfg: Any) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import LaunchError
+from common.errors import DataError, LaunchError
 from data.batch import Batch
 from data.dataset import DataSet, Source
 from parallel.mesh import Mesh
@@ -51,7 +52,8 @@ def check_ranks(mesh: Mesh, setup: Setup) -> str | None:
     for name in answers[0]:
         ranks: dict[str, list[int]] = {}
         for rank, answer in enumerate(answers):
-            ranks.setdefault(answer.get(name, "unknown"), []).append(rank)
+            if answer[name] is not None:
+                ranks.setdefault(answer[name], []).append(rank)
         if name != "node" and len(ranks) > 1:
             problems.append(f"{name}: {_who_has_what(ranks, [answer['node'] for answer in answers])}")
     if not problems:
@@ -65,11 +67,11 @@ def check_ranks(mesh: Mesh, setup: Setup) -> str | None:
     )
 
 
-def describe_rank(data: DataSet) -> dict[str, str]:
-    """Returns what all ranks must have in common, in words and digests, by what it is."""
-    commit, changed = git_state()
+def describe_rank(data: DataSet) -> dict[str, str | None]:
+    """Returns what all ranks must have in common, in words and digests, by what it is; None for what is not known."""
+    commit, _ = git_state()  # what was changed since then is in the files' digest
     return {
-        "commit": "unknown" if commit is None else f"{commit[:_DIGITS]}{' with changes' if changed else ''}",
+        "commit": commit and commit[:_DIGITS],
         "project files": _project_digest(),
         "torch": torch.__version__,
         "Python": platform.python_version(),
@@ -98,8 +100,9 @@ def data_digest(data: DataSet) -> str:
     digest = hashlib.sha256(f"{data.vocab_size} {data.seq_len}".encode())
     for source in (data.train, data.valid, data.test):
         digest.update(f"|{0 if source is None else len(source)}".encode())
-        for tensor in _some_samples(source):
-            digest.update(_content(tensor))
+        with suppress(DataError):  # a sample that cannot be read is an error when its turn comes
+            for tensor in _some_samples(source):
+                digest.update(_content(tensor))
     return digest.hexdigest()[:_DIGITS]
 
 

@@ -25,7 +25,7 @@ from training import checkpoint
 from training.checkpoint import Checkpoints
 from training.checkpoint.init_from import start
 from training.checkpoint.resume import resume
-from training.config import environment, hydra_word, instantiate, to_dict
+from training.config import environment, hydra_word, instantiate, read_yaml, to_dict
 from training.evaluate import evaluate, record_of
 from training.identity import changes, check_ranks
 from training.loop import Loop
@@ -278,6 +278,8 @@ def _overrides(run_dir: Path) -> list[str]:
     """Returns what the user typed, as Hydra wrote it into the run directory."""
     from omegaconf import OmegaConf
 
-    path = run_dir / ".hydra" / "overrides.yaml"
-    # Not resolved: a value may refer to a secret of the environment.
-    return OmegaConf.to_container(OmegaConf.load(path), resolve=False) if path.exists() else []
+    try:
+        # Not resolved: a value may refer to a secret of the environment.
+        return OmegaConf.to_container(read_yaml(run_dir / ".hydra" / "overrides.yaml"), resolve=False)
+    except TrainingError:
+        return []  # they are but a hint

@@ -24,7 +24,8 @@ EARLIER_ATTEMPT_S = 120.0  # how long a network file system may keep the lock of
 
 _POLL_S = 1.0
 _LONGEST = 4096  # bytes of the file that are read
-_held: dict[Path, int] = {}  # the locks of this process: directory -> descriptor
+# The locks of this process by directory: the descriptor, and the directories that were made for it.
+_held: dict[Path, tuple[int, list[Path]]] = {}
 
 
 def hold(folder: Path, patience_s: float = 0.0) -> None:
@@ -42,9 +43,10 @@ def hold(folder: Path, patience_s: float = 0.0) -> None:
     """
     folder = folder.resolve()
     deadline = time.monotonic() + patience_s
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     while folder not in _held:
         try:
-            _held[folder] = _lock(folder)
+            _held[folder] = _lock(folder), made
         except BlockingIOError as error:
             if time.monotonic() > deadline:
                 raise TrainingError(
@@ -55,14 +57,16 @@ def hold(folder: Path, patience_s: float = 0.0) -> None:
 
 
 def release(folder: Path) -> None:
-    """Removes the lock of a directory, if this process holds it."""
+    """Removes the lock of a directory, if this process holds it, and the directory if it was made for the lock only."""
     folder = folder.resolve()
-    descriptor = _held.pop(folder, None)
-    if descriptor is None:
+    if folder not in _held:
         return
+    descriptor, made = _held.pop(folder)
     with suppress(OSError):
         if _is_file_of(descriptor, folder / LOCK):  # the directory may be gone, and another in its place
             (folder / LOCK).unlink()
+        for path in made:
+            path.rmdir()  # until one is not empty
     os.close(descriptor)
 
 
