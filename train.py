@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with unfailing_output(), locked_directories(), clear_errors():
             world = World.detect()
             if world is not None and world.rank > 0:
-                follow(world)
+                follow(world, arguments)
             elif {"-h", "--help"} & set(arguments):
                 print(help_page(), end="")
             else:

@@ -70,7 +70,7 @@ def _drain(stream: Any) -> None:
     try:
         stream.flush()
     except _FAILURES:
-        with suppress(*_FAILURES):
+        with suppress(*_FAILURES, AttributeError):  # what stands for a stream may have no descriptor
             sink = os.open(os.devnull, os.O_WRONLY)
             os.dup2(sink, stream.fileno())
             os.close(sink)

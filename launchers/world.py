@@ -14,6 +14,7 @@ from launchers.slurm_step import is_step, step_environment
 
 # ROLE_NAME of the workers that run_workers starts; torchrun has the same variable.
 LOCAL_ROLE = "launchers.local"
+_CLOCK_S = 600
 
 
 @dataclass(frozen=True)
@@ -100,14 +101,15 @@ def restarts(environ: Mapping[str, str] = os.environ) -> int:
 def launcher_start(environ: Mapping[str, str] = os.environ) -> tuple[float, str] | None:
     """When torchrun was started, in seconds since the epoch, and six digits that name it: the same at each restart.
 
-    None for a process that torchrun has not started.
+    The time is that of the last ten minutes' beginning: what the system says of a process's start drifts with its
+    clock. None for a process that torchrun has not started.
     """
     if _origin(environ) != "torchrun":
         return None
     import psutil
 
     agent = psutil.Process(os.getppid())
-    began = agent.create_time()
+    began = agent.create_time() // _CLOCK_S * _CLOCK_S
     return began, hashlib.sha256(f"{socket.gethostname()} {agent.pid} {began}".encode()).hexdigest()[:6]
 
 

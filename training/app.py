@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from training.config import environment, to_config, to_dict
 ALONE = ("export", "sample")  # modes that need one process whatever the strategy is
 _KEY = "job"
 _MEET_TIMEOUT_S = 60.0
+_LONGEST_TIMEOUT_S = 1e7
 # What every worker imports.
 _PRELOAD = ("training.app", "training.run", "parallel.pipeline", "hydra.utils")
 _AGAIN = "start it again with the same command"
@@ -188,7 +189,8 @@ def _work(world: World, tree: dict, run_dir: str) -> None:
 
 def _leave(error: LaunchError, console: int = 2) -> None:
     """End this process at once, from any thread: the main thread waits for a rank that will not come."""
-    os.write(console, f"error: {error}\n".encode())
+    with suppress(OSError):  # the console may be gone
+        os.write(console, f"error: {error}\n".encode())
     os._exit(1)
 
 
@@ -206,13 +208,14 @@ def _lead(setup, run_dir: Path, world: World) -> None:
             run(cfg, run_dir, world, store, setup)
 
 
-def follow(world: World) -> None:
+def follow(world: World, arguments: Sequence[str] = ()) -> None:
     """Run rank 0's job on another rank, under torchrun or srun.
 
     The configuration and the run directory are rank 0's, so that there is one of each. Prints nothing unless it fails.
 
     Args:
         world: Who this rank is.
+        arguments: The command line, for a time-out that is typed there: that of the configuration comes too late.
     """
     from datetime import timedelta
 
@@ -221,9 +224,9 @@ def follow(world: World) -> None:
     from launchers.worker import redirect_output
     from training.run import run
 
-    console = os.dup(2)
-    with rendezvous(world, _MEET_TIMEOUT_S, partial(_leave, console=console)) as (store, _):
-        store.wait([_KEY], timedelta(seconds=_MEET_TIMEOUT_S))
+    console, timeout_s = os.dup(2), _typed_timeout(arguments)
+    with rendezvous(world, timeout_s, partial(_leave, console=console)) as (store, _):
+        store.wait([_KEY], timedelta(seconds=timeout_s))
         job = json.loads(store.get(_KEY))
         logs = Path(job["run_dir"]) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
@@ -238,6 +241,14 @@ def follow(world: World) -> None:
             raise
         finally:
             sys.stdout.flush()
+
+
+def _typed_timeout(arguments: Sequence[str]) -> float:
+    typed = [word.partition("=")[2] for word in arguments if word.startswith("parallel.timeout_s=")]
+    with suppress(LookupError, ValueError):
+        if 0 < float(typed[-1]) < _LONGEST_TIMEOUT_S:
+            return float(typed[-1])
+    return _MEET_TIMEOUT_S
 
 
 def _requeued(world: World) -> AbstractContextManager:

@@ -134,8 +134,10 @@ def recipe(setup: Setup) -> dict[str, Any]:
     return {**_flat(mask_secrets(tree)), _SAMPLES_KEY: data_digest(setup.data)}
 
 
-def changes(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """Returns which settings differ between two recipes, with both values; None where none does."""
+def changes(before: Any, now: dict[str, Any]) -> str | None:
+    """Returns which settings differ between two recipes, with both values; None where none does or one is not known."""
+    if not isinstance(before, dict):
+        return None
     same_samples = before.get(_SAMPLES_KEY) == now.get(_SAMPLES_KEY)
     names = [
         name

@@ -82,7 +82,7 @@ def run(
         recorder = _recorder(setup, strategy, run_dir, first_step=resumed.step + 1)
         loop = Loop(setup, strategy, optimizer, checkpoints, recorder.record, recorder.show, recorder.say)
         loop.restore(resumed.progress, resumed.path)
-        if (before := resumed.progress.get("recipe")) and (changed := changes(before, loop.recipe)) is not None:
+        if (changed := changes(resumed.progress.get("recipe"), loop.recipe)) is not None:
             recorder.say(f"warning: {changed}")
         summary = None
         try:

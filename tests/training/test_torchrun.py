@@ -7,12 +7,29 @@ import psutil
 import pytest
 from commandline import Started, wait_until
 
+from launchers.world import launcher_start
+from training.app import _typed_timeout
+
 LAUNCH = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 RECIPE = [
     "parallel=ddp", "logger=none", "device=cpu", "train.epochs=null", "train.checkpoint_every=20",
     "train.eval_every=null",
 ]  # fmt: skip
 START_S = 120
+
+
+def test_the_name_of_the_default_directory_follows_from_torchrun_itself():
+    under_torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "1"}
+    assert launcher_start(under_torchrun) == launcher_start(under_torchrun)
+    assert launcher_start({}) is None
+
+
+@pytest.mark.parametrize(
+    "words, seconds",
+    [("seed=1", 60.0), ("parallel.timeout_s=7.5", 7.5), ("parallel.timeout_s=inf", 60.0), ("parallel.timeout_s=x", 60.0)],
+)
+def test_a_rank_waits_for_rank_0_as_long_as_its_own_command_line_says(words, seconds):
+    assert _typed_timeout(["model=toy", words]) == seconds
 
 
 def has_checkpoint(folder):

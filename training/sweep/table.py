@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from common.files import read_regular
 from training.reporting.job_record import FINISHED, Job, label, read_jobs, swept_keys, values
 from training.reporting.metrics import METRICS, SUMMARY, after_warmup, read_records
 
@@ -143,7 +144,7 @@ def read_table(folder: Path) -> Table:
 def read_object(path: Path) -> dict[str, Any]:
     """Returns the JSON object in the file ``path``, or {} if it cannot be read."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(read_regular(path))
     except (OSError, ValueError):
         return {}
 
