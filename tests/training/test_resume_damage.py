@@ -220,7 +220,8 @@ def test_tensors_of_another_kind_are_refused(copy, tmp_path, change, said):
         run(tmp_path / "other", *RECIPE, f"train.resume={step(copy, 6)}")
 
 
-def test_a_mask_of_minus_infinity_is_finite_enough():
+def test_a_mask_of_minus_infinity_is_finite_enough_and_so_is_an_optimizer_that_overflows():
+    assert why_not_finite("weight/exp_avg_sq", torch.tensor([float("inf")])) is None
     assert why_not_finite("mask", torch.tensor([0.0, float("-inf")])) is None
     assert why_not_finite("weight", torch.tensor([0.0, float("inf")])) == "weight is not finite"
 

@@ -218,11 +218,15 @@ def first_damaged(folder: Path, manifest: dict) -> str | None:
 
 
 def why_not_finite(name: str, tensor: Tensor) -> str | None:
-    """Returns what is wrong with a tensor that a run that has diverged has left; None for a sound one.
+    """Returns what is wrong with a weight of a run that has diverged; None for a sound one.
 
-    A NaN, and an infinity: but -inf alone is an attention mask.
+    It is a NaN or an infinity. But -inf alone is an attention mask, and an optimizer may overflow and go on.
+
+    Args:
+        name: The tensor's name; one of the optimizer's has a slash.
+        tensor: The tensor.
     """
-    if not tensor.is_floating_point() or tensor.numel() == 0:
+    if "/" in name or not tensor.is_floating_point() or tensor.numel() == 0:
         return None
     least, largest = tensor.aminmax()
     if least.isnan() or largest.isnan() or largest == math.inf:
