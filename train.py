@@ -1,8 +1,10 @@
 """Train any model under any parallel strategy: python train.py parallel=pipe_ddp model=gpt2 (--help lists the rest)."""
 
+from common.console import open_standard_descriptors, unfailing_output
 from launchers import stopping
 
 if __name__ == "__main__":
+    open_standard_descriptors()  # before anything else is opened
     stopping.install_handlers()  # before the imports below, which take seconds: a signal during them is not lost
 
 import sys
@@ -14,6 +16,7 @@ from conf import help_page
 from launchers import World
 from training.app import clear_errors, execute, follow
 from training.config import quote_values
+from training.reporting.directory_lock import locked_directories
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,10 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        with clear_errors():
+        with unfailing_output(), locked_directories(), clear_errors():
             world = World.detect()
             if world is not None and world.rank > 0:
-                follow(world)
+                follow(world, arguments)
             elif {"-h", "--help"} & set(arguments):
                 print(help_page(), end="")
             else:

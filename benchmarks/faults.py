@@ -4,7 +4,8 @@
 
 Each rank is killed (SIGKILL) at each point of a step and in each phase of a save, under each strategy; a run is told
 to stop at random moments; files of its newest checkpoint are damaged; one rank's gradient is not a number; one rank
-stalls. Steps lost: steps recomputed after the restart. Bits equal: the final checkpoint's files and all losses are
+stalls; a run of 20,000 steps ends with the memory and the descriptors with which it began. Steps lost: steps
+recomputed after the restart. Bits equal: the final checkpoint's files and all losses are
 those of an undisturbed run (NaN: the replicas' weights are equal). About half an hour on two cores.
 
 --work  keeps the results of each group of faults: the same command continues an interrupted one
@@ -30,6 +31,7 @@ from faults.kills import every_kill, kill, spaced  # noqa: E402
 from faults.runs import RANKS  # noqa: E402
 from faults.signals import interrupt, moments  # noqa: E402
 from faults.single_ranks import poison, stall  # noqa: E402
+from faults.soak import soak  # noqa: E402
 from faults.table import Trial, rows  # noqa: E402
 
 STRATEGIES = ("ddp", "pipelined", "pipe_ddp", "fsdp")
@@ -79,6 +81,7 @@ def groups(quick: bool) -> Iterator[tuple[str, Callable[[Path], list[Trial]]]]:
         yield f"term-{strategy}", lambda f, s=strategy, t=times: interrupt(s, t, f)
     some = {"damages": list(DAMAGES)[:1], "files": ["model-00.safetensors"]} if quick else {}
     yield "damage-single", lambda f: damage("single", f, **some)
+    yield "soak-single", lambda f: [soak(1_000 if quick else 20_000, f)]
 
 
 def _recorded(path: Path, group: Callable[[Path], list[Trial]]) -> list[Trial]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from common.errors import UserError
 from common.machine import check_working_directory
 from conf import FOLDER, environment
 from conf.schema import register
+from launchers.world import launcher_start
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
@@ -38,8 +40,10 @@ def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str]) 
     check_working_directory()
     register()
     environment.register()
-    run_id = secrets.token_hex(3)
+    # A rank that torchrun starts again finds the directory of the attempt before.
+    began, run_id = launcher_start() or (time.time(), secrets.token_hex(3))
     OmegaConf.register_new_resolver("run_id", lambda: run_id, replace=True)
+    OmegaConf.register_new_resolver("began", lambda form: time.strftime(form, time.localtime(began)), replace=True)
 
     @hydra.main(version_base="1.3", config_path=str(FOLDER), config_name="train")
     def job(cfg: Any) -> None:

@@ -58,8 +58,18 @@ class Batch:
         """
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
+    def to_arrays(self) -> Batch:
+        """Return the same batch as numpy arrays, for another process; ``to_tensors`` is the reverse."""
+        return self.map(lambda tensor: tensor.numpy())
+
+    def to_tensors(self) -> Batch:
+        """Return the same batch as tensors that share the arrays' memory."""
+        import torch
+
+        return self.map(torch.from_numpy)
+
     def pin_memory(self) -> Batch:
-        """Return the same batch in page-locked memory (needs an accelerator). The name is DataLoader's protocol."""
+        """Return the same batch in page-locked memory (needs an accelerator)."""
         return self.map(lambda tensor: tensor.pin_memory())
 
     def chunks(self, n: int) -> list[Batch]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import DataError
-from common.files import expand_home
+from common.files import expand_home, read_regular
 from data.cache import cached_folder
 from data.dataset import Source
 from data.download import download
@@ -109,7 +109,7 @@ class CIFAR10(ImageData):
 def _batch(path: Path, md5: str) -> dict:
     """Returns the file's content. Pickles can run any code, so only the published bytes are unpickled."""
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}. {_WAYS_OUT}") from error
     actual = hashlib.md5(content, usedforsecurity=False).hexdigest()

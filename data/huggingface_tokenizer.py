@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from common.files import parse_json
+from common.files import parse_json, read_regular
 from data.vocabulary import END_OF_TEXT, GPT2_VOCAB_SIZE, published_encoder, published_merges
 
 _TOKENIZER, _ADDED = "tokenizer.json", "added_tokens.json"
@@ -60,10 +60,10 @@ def added_tokens(folder: Path) -> dict[str, int]:
     """
     try:
         if (folder / _TOKENIZER).exists():
-            entries = parse_json((folder / _TOKENIZER).read_bytes())["added_tokens"]
+            entries = parse_json(read_regular(folder / _TOKENIZER))["added_tokens"]
             numbers = {entry["content"]: entry["id"] for entry in entries}
         elif (folder / _ADDED).exists():
-            numbers = dict(parse_json((folder / _ADDED).read_bytes()))
+            numbers = dict(parse_json(read_regular(folder / _ADDED)))
         else:
             return {}
         behind = [(number, token) for token, number in numbers.items() if number >= GPT2_VOCAB_SIZE]

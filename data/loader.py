@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import queue
 import signal
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from common.errors import DataError
+from common.files import explain
 from data.batch import Batch
 from data.buckets import Buckets, VariableLength
 from data.dataset import Source
 from data.shuffle import permute
 
 _AHEAD = 2
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_END_S = 10.0  # for the thread to end: one that hangs on a disk is left behind
+_SHARED_MEMORY = Path("/dev/shm")  # where processes have their semaphores
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class TrainBatches(Dataset):
@@ -81,23 +86,69 @@ class TrainBatches(Dataset):
 
 
 def train_loader(
-    batches: TrainBatches, first_step: int, last_step: int, num_workers: int = 0, pin_memory: bool = False
+    batches: TrainBatches,
+    first_step: int,
+    last_step: int,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    timeout_s: float = 300.0,
 ) -> Iterator[tuple[int, Batch]]:
     """Yields (step, batch) for each step, read before it is needed.
 
-    An error while reading is raised here. Thread and processes end with the iterator (exhausted, closed or deleted).
+    A thread reads, or takes what processes read. Thread and processes end with the iterator (exhausted, closed or
+    deleted).
 
     Args:
         batches: The batches by step.
         first_step: The first step.
         last_step: The last step, included.
-        num_workers: Processes that read; 0 for one thread, enough where reading is cheap (tokens).
+        num_workers: Processes that read; 0 for none, enough where reading is cheap (tokens).
         pin_memory: Whether batches are in page-locked memory (only with an accelerator).
+        timeout_s: The longest that a batch may take, in seconds.
+
+    Raises:
+        DataError: A batch takes longer, or the processes cannot be started or die. An error while reading is raised as
+            it is.
     """
     steps = range(first_step, last_step + 1)
-    if num_workers == 0:
-        return _read_in_thread(batches, steps, pin_memory)
-    return _read_in_processes(batches, steps, num_workers, pin_memory)
+    ready: queue.Queue = queue.Queue(maxsize=_AHEAD)
+    stop = threading.Event()
+
+    def put(item: tuple[Batch | None, BaseException | None]) -> None:
+        # A plain put() would wait for ever once nobody takes batches any more.
+        while not stop.is_set():
+            try:
+                return ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def read() -> None:
+        try:
+            source = _in_processes(batches, steps, num_workers) if num_workers else (batches[step] for step in steps)
+            for batch in source:
+                if stop.is_set():
+                    return
+                put((batch.pin_memory() if pin_memory else batch, None))
+        except BaseException as error:
+            put((None, error))
+
+    thread = threading.Thread(target=read, name="read-ahead", daemon=True)
+    thread.start()
+    try:
+        for step in steps:
+            try:
+                batch, error = ready.get(timeout=timeout_s)
+            except queue.Empty:
+                raise DataError(
+                    f"the batch of step {step} was not read within {timeout_s:g} s (parallel.timeout_s): is the disk "
+                    "or network file system that holds the data still there?"
+                ) from None
+            if error is not None:
+                raise error
+            yield step, batch
+    finally:
+        stop.set()
+        thread.join(_END_S)
 
 
 class EvalBatches:
@@ -170,51 +221,20 @@ def _slice(global_batch_size: int, dp_rank: int, dp_size: int) -> np.ndarray:
     return np.arange(dp_rank * size, (dp_rank + 1) * size, dtype=np.int64)
 
 
-def _read_in_thread(batches: TrainBatches, steps: range, pin_memory: bool) -> Iterator[tuple[int, Batch]]:
-    ready: queue.Queue = queue.Queue(maxsize=_AHEAD)
-    stop = threading.Event()
+def _in_processes(batches: TrainBatches, steps: range, num_workers: int) -> Iterator[Batch]:
+    """Yields the batches of some steps, read in processes. Call it in a thread of its own.
 
-    def put(item: tuple) -> None:
-        # A plain put() would wait for ever once nobody takes batches any more.
-        while not stop.is_set():
-            try:
-                return ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-
-    def read() -> None:
-        try:
-            for step in steps:
-                if stop.is_set():
-                    return
-                batch = batches[step]
-                put((step, batch.pin_memory() if pin_memory else batch, None))
-        except BaseException as error:
-            put((None, None, error))
-
-    thread = threading.Thread(target=read, name="read-ahead", daemon=True)
-    thread.start()
-    try:
-        for _ in steps:
-            step, batch, error = ready.get()
-            if error is not None:
-                raise error
-            yield step, batch
-    finally:
-        stop.set()
-        thread.join()
-
-
-def _read_in_processes(
-    batches: TrainBatches, steps: range, num_workers: int, pin_memory: bool
-) -> Iterator[tuple[int, Batch]]:
+    In the main thread torch would install a handler that raises the death of a worker wherever that thread is.
+    """
+    given = f"data.num_workers={num_workers}"
+    way_out = "Use fewer, or data.num_workers=0, which reads in a thread"
     loader = DataLoader(
-        batches,
+        _InWorker(batches),
         batch_size=None,
         sampler=steps,
         num_workers=num_workers,
         prefetch_factor=_AHEAD,
-        pin_memory=pin_memory,
+        collate_fn=_unchanged,
         worker_init_fn=_ignore_signals,
         # Without one of its own the loader draws from the global one, and the run would depend on num_workers.
         generator=torch.Generator(),
@@ -223,10 +243,47 @@ def _read_in_processes(
     # blocked while the workers start, so that none arrives before a worker ignores it. This process gets its own late.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
+        multiprocessing.Event()  # a semaphore, as the loader's own: half a loader ends with tracebacks
         iterator = iter(loader)
+    except OSError as error:
+        raise DataError(
+            f"{given}: the processes that read data cannot be started: {explain(error, _SHARED_MEMORY)}. {way_out}"
+        ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    yield from zip(steps, iterator, strict=True)
+    try:
+        for item in iterator:
+            if isinstance(item, DataError):
+                raise item
+            yield item.to_tensors()
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise DataError(
+            f"{given}: a process that reads data was killed ({str(error).partition(chr(10))[0]}). If nobody killed it, "
+            f"the machine ran out of memory. {way_out}"
+        ) from error
+
+
+class _InWorker(Dataset):
+    """The batches as a worker sends them: as arrays, through its pipe.
+
+    Tensors would go through /dev/shm, which is small in a container (64 MB in Docker's), and a batch that does not fit
+    is lost without an error in the process that waits for it.
+    """
+
+    def __init__(self, batches: TrainBatches) -> None:
+        self._batches = batches
+
+    def __getitem__(self, step: int) -> Batch | DataError:
+        try:
+            return self._batches[step].to_arrays()
+        except DataError as error:
+            return error  # raised, it would come out with the worker's traceback for a message
+
+
+def _unchanged(item: Batch | DataError) -> Batch | DataError:
+    return item
 
 
 def _ignore_signals(worker: int) -> None:

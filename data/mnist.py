@@ -19,6 +19,7 @@ from data.download import download
 from data.images import ImageData, Images, Labelled, hold_out
 
 _FILES = {name: (f"{name}-images-idx3-ubyte", f"{name}-labels-idx1-ubyte") for name in ("train", "t10k")}
+_MOST_VALUES = 1 << 30
 _WAYS_OUT = (
     "Give a folder with the four published files, packed (.gz) or not, by data.root=FOLDER, or leave data.root out on "
     "a machine with a network and they are downloaded"
@@ -86,25 +87,33 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
     Raises:
         DataError: The file cannot be read, is truncated, or is not such a file.
     """
+    length = 4 * (1 + dimensions)
+    magic = bytes((0, 0, 8, dimensions))  # 8 stands for unsigned bytes
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            content = file.read()
+            header = file.read(length)
+            if len(header) < length or header[:4] != magic:
+                raise DataError(
+                    f"{path} is no idx file of bytes in {dimensions} dimensions: it has {path.stat().st_size:,} bytes "
+                    f"and begins with {header[:4].hex() or 'nothing'} instead of {magic.hex()}. {_WAYS_OUT}"
+                )
+            shape = struct.unpack(f">{dimensions}I", header[4:])
+            count = math.prod(shape)
+            if count > _MOST_VALUES:
+                raise DataError(
+                    f"{path} says that it holds {' x '.join(map(str, shape))} = {count:,} values, more than the "
+                    f"{_MOST_VALUES:,} that are read: it is damaged. {_WAYS_OUT}"
+                )
+            content = file.read(count + 1)  # one more than the header promises: a packed file can hold GB in a few MB
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} is damaged or cannot be read: {error}. {_WAYS_OUT}") from error
-    header = 4 * (1 + dimensions)
-    magic = bytes((0, 0, 8, dimensions))  # 8 stands for unsigned bytes
-    if len(content) < header or content[:4] != magic:
+    if len(content) != count:
+        more = " or more" if len(content) > count else ""
         raise DataError(
-            f"{path} is no idx file of bytes in {dimensions} dimensions: it has {len(content):,} bytes and begins with "
-            f"{content[:4].hex() or 'nothing'} instead of {magic.hex()}. {_WAYS_OUT}"
+            f"{path} holds {len(content):,} values{more} after its header, which says "
+            f"{' x '.join(map(str, shape))} = {count:,}: it is cut short or damaged. {_WAYS_OUT}"
         )
-    shape = struct.unpack(f">{dimensions}I", content[4:header])
-    if len(content) - header != math.prod(shape):
-        raise DataError(
-            f"{path} holds {len(content) - header:,} values after its header, which says "
-            f"{' x '.join(map(str, shape))} = {math.prod(shape):,}: it is cut short or damaged. {_WAYS_OUT}"
-        )
-    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+    return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 def _folder(root: Path) -> Path:

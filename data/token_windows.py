@@ -92,6 +92,19 @@ class TokenFile:
         """Returns the tokens memory-mapped: read from the disk when they are used."""
         return np.memmap(self.path, self.dtype, "r", self.offset, (self.count,))
 
+    def check_length(self) -> None:
+        """Raises DataError if the file was cut short: reading the lost part of a map would end this process."""
+        try:
+            size = os.stat(self.path).st_size
+        except FileNotFoundError:
+            return  # its bytes stay readable as long as they are mapped
+        needed = self.offset + self.count * np.dtype(self.dtype).itemsize
+        if size < needed:
+            raise DataError(
+                f"{self.path} was cut short while it was read: it has {size:,} bytes, and had {needed:,} or more. "
+                "Write it again, and go on with the run by train.resume=auto"
+            )
+
 
 def count_tokens(path: Path) -> int:
     """Returns the number of tokens in a file that cached_tokens wrote."""
@@ -145,6 +158,8 @@ class TokenWindows(Source):
         """Returns inputs and targets, both int64 [b, seq_len]."""
         import torch
 
+        if self.file is not None:
+            self.file.check_length()
         starts = self.starts(np.asarray(indices, dtype=np.int64))
         windows = self.tokens[starts[:, None] + np.arange(self.seq_len + 1)].astype(np.int64)
         samples = torch.from_numpy(windows)

@@ -84,6 +84,8 @@ def is_peer_error(error: BaseException) -> bool:
     # one.
     while earlier := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
         error = earlier
+    if isinstance(error, BrokenPipeError):
+        return False  # of a pipe of this process's own: torch reports a lost peer in its own classes
     if isinstance(error, (ConnectionError, DistBackendError, DistNetworkError, DistStoreError)):
         return True
     text = str(error).lower()

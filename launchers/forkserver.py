@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
+from common.console import unfailing_output
 from common.errors import LaunchError
 from launchers.stopping import SIGNALS
 from launchers.worker import Job, work
@@ -157,7 +158,8 @@ def serve(connection_fd: int, alive_fd: int, preload: Sequence[str]) -> None:
     forked = _fork_workers(Connection(connection_fd))
     if forked is not None:
         gc.enable()
-        work(*forked, alive_fd)
+        with unfailing_output():
+            work(*forked, alive_fd)
 
 
 def _fork_workers(connection: Connection) -> tuple[Job, int] | None:

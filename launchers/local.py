@@ -63,7 +63,7 @@ def run_workers(
     Raises:
         LaunchError: Entry or args cannot be sent, before anything starts; or the server was ended from outside.
         WorkerFailed: The error of the rank that failed first, once all workers are gone.
-        Interrupted: This process got SIGINT, SIGHUP or, unless it was passed on, a signal of launchers.stopping; once
+        Interrupted: This process got SIGINT or, unless it was passed on, a signal of launchers.stopping; once
             all workers are gone. It is a KeyboardInterrupt.
         Stopped: The workers said that they were told to stop. It is a KeyboardInterrupt too.
     """

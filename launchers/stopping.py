@@ -1,4 +1,7 @@
-"""Requests to stop: SIGTERM, SIGUSR1 and SIGUSR2 are noted when they come, and a run asks for them where it can end."""
+"""Requests to stop: some signals are noted when they come, and a run asks for them where it can end.
+
+They are SIGTERM, SIGHUP (the terminal is gone), SIGUSR1 and SIGUSR2.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from launchers.errors import Interrupted
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # sysexits.h: EX_TEMPFAIL. The run has ended early and can go on: "queue me again".
 EXIT_CODE = 75
 # `timeout` signals a process and then its group: what follows so soon is the same request, not a second one.
@@ -83,6 +86,12 @@ def second_signal() -> int | None:
     return _state.second
 
 
+def stop_without_parent() -> None:
+    """Has `wanted` say so once the process that has started this one is gone: nobody else would tell it."""
+    parent = os.getppid()
+    also(lambda: os.getppid() != parent)
+
+
 def also(asked: Callable[[], bool]) -> None:
     """Has `wanted` call `asked` too."""
     _state.others.append(asked)
@@ -101,12 +110,13 @@ def expect_echo() -> None:
 
 
 class StopSignals:
-    """While entered, SIGINT, SIGHUP and the SIGNALS are noted, and `check` raises what was noted.
+    """While entered, SIGINT and the SIGNALS are noted, and `check` raises what was noted.
 
     A handler that raised at once could do so while a worker is half started, and nobody would know of it to end it. A
     second signal is only noted, too: there are processes to end before this one. A signal that was ignored (nohup, a
-    background job) stays ignored. In a process without `install_handlers`, SIGTERM is treated like SIGINT, and SIGUSR1
-    and SIGUSR2 are not noted. Outside of the main thread nothing is noted: Python delivers signals to that one only.
+    background job) stays ignored. In a process without `install_handlers`, SIGTERM and SIGHUP are treated like SIGINT,
+    and SIGUSR1 and SIGUSR2 are not noted. Outside of the main thread nothing is noted: Python delivers signals to that
+    one only.
 
     Args:
         stoppable: Whether what runs inside can stop by itself. Then the first of the SIGNALS is `wanted`, not raised,
@@ -119,11 +129,11 @@ class StopSignals:
         self._undo = ExitStack()
 
     def __enter__(self) -> StopSignals:
-        own = [signal.SIGINT, signal.SIGHUP]
+        own = [signal.SIGINT]
         if _state.listening:
             self._undo.enter_context(_held())
         else:
-            own.append(signal.SIGTERM)
+            own += [signal.SIGTERM, signal.SIGHUP]
         if threading.current_thread() is threading.main_thread():
             for signum in own:
                 previous = signal.getsignal(signum)
@@ -177,7 +187,7 @@ def _take(signum: int) -> None:
         _leave_at_once(signum)
     if _state.first is None:
         _state.first = (signum, now)
-    elif now - _state.first[1] >= _state.same_request_s:
+    elif signum != signal.SIGHUP and now - _state.first[1] >= _state.same_request_s:  # a lost terminal asks no one
         _state.second = signum
         if not _state.held:
             _leave_at_once(signum)

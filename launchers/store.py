@@ -9,10 +9,12 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import queue
 import shutil
 import socket
 import stat
 import tempfile
+import threading
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["connect", "use_loopback"]
 
 _POLL_S = 0.05
+_ANSWER_S = 20.0  # a store answers from a thread of its own, however busy its process is
 
 # A store outlives the first process group that used it. A second connect() in this process (one job of a sweep after
 # another, under one torchrun) reuses it under a prefix of its own, so that it sees none of the first one's keys.
@@ -132,7 +135,26 @@ def _open(world: World, host: str, port: int, timeout_s: float) -> Store:
             master_listen_fd=listener.detach(),
         )
     address = _wait_for_listener(world, host, port, timeout_s)
-    return TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    outcome: queue.Queue = queue.Queue()
+
+    def join() -> None:
+        try:
+            outcome.put(TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False))
+        except Exception as error:
+            outcome.put(error)
+
+    # In a thread: where a server accepts and says nothing, torch 2.13's client waits for ever, whatever its timeout.
+    threading.Thread(target=join, name="join-store", daemon=True).start()
+    try:
+        store = outcome.get(timeout=min(timeout_s, _ANSWER_S))
+    except queue.Empty:
+        store = None
+    if store is None or isinstance(store, Exception):
+        raise LaunchError(
+            f"rank {world.rank} reached {host}:{port}, but no store of rank 0 answers there: does another program hold "
+            "MASTER_PORT? Choose a port that nothing uses"
+        ) from store
+    return store
 
 
 def _listen_as_rank_0(world: World, host: str, port: int) -> socket.socket:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +16,7 @@ from launchers.slurm_step import is_step, step_environment
 LOCAL_ROLE = "launchers.local"
 # Names the file, in a folder that no other user can enter, in which those workers meet.
 STORE_FILE = "LAUNCHERS_STORE_FILE"
+_CLOCK_S = 600
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,21 @@ def master_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
 def restarts(environ: Mapping[str, str] = os.environ) -> int:
     """How often the ranks were started before: by run_workers or torchrun, else by a queue that ran their job again."""
     return int(environ.get("TORCHELASTIC_RESTART_COUNT") or environ.get("SLURM_RESTART_COUNT") or 0)
+
+
+def launcher_start(environ: Mapping[str, str] = os.environ) -> tuple[float, str] | None:
+    """When torchrun was started, in seconds since the epoch, and six digits that name it: the same at each restart.
+
+    The time is that of the last ten minutes' beginning: what the system says of a process's start drifts with its
+    clock. None for a process that torchrun has not started.
+    """
+    if _origin(environ) != "torchrun":
+        return None
+    import psutil
+
+    agent = psutil.Process(os.getppid())
+    began = agent.create_time() // _CLOCK_S * _CLOCK_S
+    return began, hashlib.sha256(f"{socket.gethostname()} {agent.pid} {began}".encode()).hexdigest()[:6]
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:

@@ -54,11 +54,18 @@ def fill(tensor: Tensor, given: Tensor, name: str) -> None:
         name: The tensor's name, for the error.
 
     Raises:
-        ValueError: ``given`` has another shape.
+        ValueError: ``given`` has another shape or another kind of number, or numbers beyond ``tensor``'s format.
     """
     if given.shape != tensor.shape:
         raise ValueError(f"{name} has {tuple(given.shape)}, expected {tuple(tensor.shape)}")
-    local(tensor).copy_(rows_in(given, tensor))
+    part, rows = local(tensor), rows_in(given, tensor)
+    floating = part.is_floating_point()
+    if rows.dtype != part.dtype and not (floating and rows.is_floating_point()):
+        raise ValueError(f"{name} holds {rows.dtype}, expected {part.dtype}")
+    part.copy_(rows)
+    narrower = floating and torch.finfo(rows.dtype).max > torch.finfo(part.dtype).max
+    if narrower and not torch.equal(part.isfinite(), rows.isfinite().to(part.device)):
+        raise ValueError(f"{name} holds {rows.dtype} beyond what {part.dtype} can express")
 
 
 def rows_in(given: Tensor, like: Tensor) -> Tensor:

@@ -264,7 +264,7 @@ class Strategy(ABC):
 
         Raises:
             KeyError: Naming a tensor that is missing.
-            ValueError: Naming a tensor that has another shape.
+            ValueError: Naming a tensor that has another shape or holds another kind of number.
         """
         for stage in self.stages:
             for name, tensor in stage.layers.state_dict().items():

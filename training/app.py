@@ -6,8 +6,8 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from training.limits import check_need, check_process, check_values
 ALONE = ("export", "sample")  # modes that need one process whatever the strategy is
 _KEY = "job"
 _MEET_TIMEOUT_S = 60.0
+_LONGEST_TIMEOUT_S = 1e7
 # What every worker imports.
 _PRELOAD = ("training.app", "training.run", "parallel.pipeline", "hydra.utils")
 _AGAIN = "start it again with the same command"
@@ -88,9 +89,13 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
     with _early_server(cfg, world, isolated) as server:
         # Only now: they import torch.
         from training.autotune import choose_chunks, recall
+        from training.checkpoint.resume import after_restart
+        from training.reporting.run_directory import started_again
         from training.setup import describe, prepare
         from training.slurm_job import prepare_here, run_as_job
 
+        if started_again() and cfg.mode == "train":
+            after_restart(cfg, run_dir)
         recall(cfg, run_dir)
         with _nothing_begun():
             choose_chunks(cfg, run_dir, world, server)
@@ -199,7 +204,8 @@ def _work(world: World, tree: dict, run_dir: str) -> None:
 
 def _leave(error: LaunchError, console: int = 2) -> None:
     """End this process at once, from any thread: the main thread waits for a rank that will not come."""
-    os.write(console, f"error: {error}\n".encode())
+    with suppress(OSError):  # the console may be gone
+        os.write(console, f"error: {error}\n".encode())
     os._exit(1)
 
 
@@ -217,13 +223,14 @@ def _lead(setup, run_dir: Path, world: World) -> None:
             run(cfg, run_dir, world, store, setup)
 
 
-def follow(world: World) -> None:
+def follow(world: World, arguments: Sequence[str] = ()) -> None:
     """Run rank 0's job on another rank, under torchrun or srun.
 
     The configuration and the run directory are rank 0's, so that there is one of each. Prints nothing unless it fails.
 
     Args:
         world: Who this rank is.
+        arguments: The command line, for a time-out that is typed there: that of the configuration comes too late.
     """
     from datetime import timedelta
 
@@ -232,9 +239,9 @@ def follow(world: World) -> None:
     from launchers.worker import redirect_output
     from training.run import run
 
-    console = os.dup(2)
-    with rendezvous(world, _MEET_TIMEOUT_S, partial(_leave, console=console)) as (store, _):
-        store.wait([_KEY], timedelta(seconds=_MEET_TIMEOUT_S))
+    console, timeout_s = os.dup(2), _typed_timeout(arguments)
+    with rendezvous(world, timeout_s, partial(_leave, console=console)) as (store, _):
+        store.wait([_KEY], timedelta(seconds=timeout_s))
         job = json.loads(store.get(_KEY))
         logs = Path(job["run_dir"]) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
@@ -251,9 +258,19 @@ def follow(world: World) -> None:
             sys.stdout.flush()
 
 
+def _typed_timeout(arguments: Sequence[str]) -> float:
+    typed = [word.partition("=")[2] for word in arguments if word.startswith("parallel.timeout_s=")]
+    with suppress(LookupError, ValueError):
+        if 0 < float(typed[-1]) < _LONGEST_TIMEOUT_S:
+            return float(typed[-1])
+    return _MEET_TIMEOUT_S
+
+
 def _requeued(world: World) -> AbstractContextManager:
     """A run in a user's batch script that was told to stop is queued again as the same job."""
     from launchers.slurm_worker import requeued
 
     stopping.expect_echo()
+    if world.origin == "torchrun":
+        stopping.stop_without_parent()
     return requeued(world) if world.origin == "slurm" else nullcontext()

@@ -7,9 +7,11 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from common.errors import PlanError, TrainingError, UserError
+from common.files import read_regular
 from conf import environment as from_environment
 from conf.trust import check_variables
 
@@ -57,6 +59,25 @@ def _literal(node: Any) -> Any:
     if isinstance(node, list):
         return [_literal(item) for item in node]
     return re.sub(r"(\\*)\$\{", r"\1\1\${", node) if isinstance(node, str) else node
+
+
+def read_yaml(path: Path) -> Any:
+    """The configuration in a YAML file that a run has left.
+
+    Raises:
+        TrainingError: The file cannot be read, is no regular file or no YAML, or has aliases, a few lines of which can
+            stand for gigabytes.
+    """
+    import yaml
+    from omegaconf import OmegaConf
+
+    try:
+        text = read_regular(path).decode()
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise ValueError("it has YAML aliases (*name): write their values out")
+        return OmegaConf.create(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise TrainingError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
 
 
 def environment(cfg: Any) -> dict[str, str]:

@@ -19,6 +19,7 @@ from parallel.strategy import StepResult, Strategy
 from training.checkpoint import Checkpoints
 from training.config import instantiate
 from training.evaluate import evaluate, record_of
+from training.identity import recipe
 from training.optimizer import Optimizer
 from training.reporting import jsonable
 from training.reporting.summary import Outcome
@@ -63,8 +64,11 @@ class Loop:
         self.config = setup.cfg.train
         self.schedule = instantiate(setup.cfg.scheduler)
         self.skipping = Skipping(self.config)
+        self.recipe = recipe(setup)
         self.outcome = Outcome()
-        self._loaded_step = 0
+        # A checkpoint is that of the last step that counted: those that were skipped since then are done again.
+        self._updated = self._saved = 0
+        self._judged = self.skipping.state_dict()  # after that step
 
     def run(self, first_step: int = 1, unevaluated: bool = False) -> Outcome:
         """Trains from ``first_step`` to the last step.
@@ -92,11 +96,14 @@ class Loop:
                 self._record_step(step, result, lr, skipped, seconds=time.perf_counter() - clock)
                 advance()
                 stop = result.stop and step < total
-                if is_due(config.eval_every, step, total) and not stop:
+                evaluates = is_due(config.eval_every, step, total) and not stop
+                if evaluates:
                     stop = not self._evaluate(step)
                 if stop:
                     self.stop(step)
-                if is_due(config.checkpoint_every, step, total) or self._is_best(step):
+                if evaluates and self._is_best():
+                    self._save(step, needed=step == total, again=True)
+                elif is_due(config.checkpoint_every, step, total):
                     self._save(step, needed=step == total)
                 self._report_failed_save()
                 heartbeat.note(step, "reading data")
@@ -105,15 +112,14 @@ class Loop:
 
     def stop(self, step: int) -> NoReturn:
         """Saves the state after ``step``, unless it is saved already, and raises Stopped."""
-        if step > self._loaded_step:
-            self._save(step, needed=True)
+        self._save(step, needed=True)
         where = f"saved in {self.outcome.checkpoint}" if self.outcome.checkpoint else "nothing was new to save"
         raise Stopped(f"stopped after step {step} of {self.setup.total_steps}, {where}")
 
     def progress(self) -> dict:
         """Returns what a checkpoint keeps of the loop, so that a resumed run continues as this one would."""
         numbers = {key: getattr(self.outcome, key) for key in _RESUMED}
-        return {**numbers, "skipping": self.skipping.state_dict()}
+        return {**numbers, "skipping": self._judged, "recipe": self.recipe}
 
     def restore(self, progress: dict, path: Path | None) -> None:
         """Continues an earlier run.
@@ -128,17 +134,18 @@ class Loop:
         if "skipping" in progress:
             self.skipping.load_state_dict(progress["skipping"])
             self.outcome.skipped = self.skipping.skipped
+            self._judged = self.skipping.state_dict()
 
     def _begin(self, done: int, unevaluated: bool) -> None:
         """Does what was still to be done after step ``done``, which is saved."""
-        self.outcome.steps = self._loaded_step = done
+        self.outcome.steps = self._updated = self._saved = done
         heartbeat.note(done, "meeting the other ranks")
         stops, unevaluated = self.strategy.sum_of(stopping.wanted(), unevaluated)
         due = unevaluated and done > 0 and is_due(self.config.eval_every, done, self.setup.total_steps)
         if stops or (due and not self._evaluate(done)):
             self.stop(done)
-        if self._is_best(done):
-            self._save(done, needed=False)
+        if self._is_best():
+            self._save(done, needed=False, again=True)
         heartbeat.note(done, "reading data")
 
     def _update(self, step: int, result: StepResult, lr: float) -> str:
@@ -155,8 +162,11 @@ class Loop:
         if skipped:
             if self.skipping.rolls_back:
                 self.checkpoints.wait_pending()
-                self.say(f"step {step}: {roll_back(self.checkpoints.folder, strategy, self.optimizer)}")
+                loaded, words = roll_back(self.checkpoints.folder, strategy, self.optimizer)
+                self._updated = self._updated if loaded is None else loaded
+                self.say(f"step {step}: {words}")
             return skipped
+        self._updated, self._judged = step, self.skipping.state_dict()
         norm = result.grad_norm
         if config.clip_value is not None:
             strategy.clip_grad_value_(config.clip_value)
@@ -197,25 +207,31 @@ class Loop:
             return False
         record = record_of(result, "val", language=self.setup.tokens_per_sample is not None)
         if result["loss"] < (math.inf if self.outcome.best_val_loss is None else self.outcome.best_val_loss):
-            self.outcome.best_val_loss, self.outcome.best_step = result["loss"], step
+            self.outcome.best_val_loss, self.outcome.best_step = result["loss"], self._updated
         self.record({"step": step, **record})
         self.say(f"step {step}: " + "  ".join(f"{k} {v:.4g}" for k, v in record.items()))
         return True
 
-    def _is_best(self, step: int) -> bool:
-        """Returns whether ``step`` has the lowest validation loss so far and checkpoints are written at all."""
-        return self.outcome.best_step == step and self.config.checkpoint_every is not None
+    def _is_best(self) -> bool:
+        """Returns whether these weights have the lowest validation loss so far and checkpoints are written at all."""
+        return self.outcome.best_step == self._updated > 0 and self.config.checkpoint_every is not None
 
-    def _save(self, step: int, needed: bool) -> None:
-        """Saves a checkpoint.
+    def _save(self, step: int, needed: bool, again: bool = False) -> None:
+        """Saves the weights as they are since the last step that counted.
 
         Args:
             step: The step that was done last.
             needed: Whether to wait until it is on the disk and to raise CheckpointError if it cannot be written.
+            again: Whether a checkpoint that has these weights already is brought up to date: it may be the best.
         """
         heartbeat.note(step, "saving a checkpoint")
-        progress = jsonable(self.progress())
-        self.outcome.checkpoint = self.checkpoints.save(self.strategy, self.optimizer, step, progress, wait=needed)
+        if self._updated == self._saved and not again:
+            if not needed or self.checkpoints.wait_pending() is None:
+                return
+        progress, self._saved = jsonable(self.progress()), self._updated
+        self.outcome.checkpoint = self.checkpoints.save(
+            self.strategy, self.optimizer, self._updated, progress, wait=needed
+        )
 
     def _report_failed_save(self) -> None:
         problem = self.checkpoints.take_failure()
@@ -231,7 +247,12 @@ class Loop:
             batch = batches[1]
             return ((step, batch) for step in range(first_step, setup.total_steps + 1))
         return train_loader(
-            batches, first_step, setup.total_steps, setup.data.num_workers, self.strategy.device.type == "cuda"
+            batches,
+            first_step,
+            setup.total_steps,
+            setup.data.num_workers,
+            pin_memory=self.strategy.device.type == "cuda",
+            timeout_s=setup.cfg.parallel.timeout_s,
         )
 
     def _anomaly_detection(self) -> AbstractContextManager:

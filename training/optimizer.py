@@ -73,10 +73,17 @@ class Optimizer:
         Args:
             parameter: A parameter of this rank.
             state: Whole tensors, or what gives rows of them; of shared parameters, this rank's rows are taken.
+
+        Raises:
+            ValueError: One of them does not hold floating-point numbers, as those of torch's optimizers do.
         """
         for optimizer in self._torch:
             if any(parameter is own for group in optimizer.param_groups for own in group["params"]):
-                optimizer.state[parameter] = {key: _placed_as(parameter, key, v) for key, v in state.items()}
+                placed = {key: _placed_as(parameter, key, value) for key, value in state.items()}
+                for key, value in placed.items():
+                    if not value.is_floating_point():
+                        raise ValueError(f"{key} of the optimizer holds {value.dtype}, not floating-point numbers")
+                optimizer.state[parameter] = placed
 
 
 def _build(config: Mapping, parameters: list, fused: bool, decay_vectors: bool) -> torch.optim.Optimizer:

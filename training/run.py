@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,8 +25,9 @@ from training import checkpoint
 from training.checkpoint import Checkpoints
 from training.checkpoint.init_from import start
 from training.checkpoint.resume import resume
-from training.config import environment, hydra_word, instantiate, to_dict
+from training.config import environment, hydra_word, instantiate, read_yaml, to_dict
 from training.evaluate import evaluate, record_of
+from training.identity import changes, check_ranks
 from training.loop import Loop
 from training.optimizer import Optimizer
 from training.reporting import SUMMARY, mask_secrets
@@ -80,6 +82,8 @@ def run(
         recorder = _recorder(setup, strategy, run_dir, first_step=resumed.step + 1)
         loop = Loop(setup, strategy, optimizer, checkpoints, recorder.record, recorder.show, recorder.say)
         loop.restore(resumed.progress, resumed.path)
+        if (changed := changes(resumed.progress.get("recipe"), loop.recipe)) is not None:
+            recorder.say(f"warning: {changed}")
         summary = None
         try:
             outcome = loop.run(resumed.step + 1, recorder.lacks_evaluation(resumed.step))
@@ -145,6 +149,10 @@ def _strategy(setup: Setup, world: World, store: dist.Store | None) -> Iterator[
         keep_freed_memory(_weight_bytes(setup.plan, world.rank))
     with _process_group(world, setup, store):
         mesh = setup.plan.mesh(world.rank).connect(setup.cfg.parallel.timeout_s)
+        if store is not None:  # the ranks were started one by one, maybe on several machines
+            warning = check_ranks(mesh, setup)
+            if warning is not None and mesh.rank == 0:
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
         options = strategy_options(setup.cfg)
         strategy = build_strategy(setup.plan, setup.chain, mesh, options, setup.sample, world.local_rank)
         try:
@@ -270,6 +278,8 @@ def _overrides(run_dir: Path) -> list[str]:
     """Returns what the user typed, as Hydra wrote it into the run directory."""
     from omegaconf import OmegaConf
 
-    path = run_dir / ".hydra" / "overrides.yaml"
-    # Not resolved: a value may refer to a secret of the environment.
-    return OmegaConf.to_container(OmegaConf.load(path), resolve=False) if path.exists() else []
+    try:
+        # Not resolved: a value may refer to a secret of the environment.
+        return OmegaConf.to_container(read_yaml(run_dir / ".hydra" / "overrides.yaml"), resolve=False)
+    except TrainingError:
+        return []  # they are but a hint

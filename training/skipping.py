@@ -102,7 +102,7 @@ class Skipping:
         self._mean = float(state["mean"])
 
 
-def roll_back(folder: Path, strategy: Strategy, optimizer: Optimizer) -> str:
+def roll_back(folder: Path, strategy: Strategy, optimizer: Optimizer) -> tuple[int | None, str]:
     """Loads weights and optimizer from the newest checkpoint. All ranks call it together.
 
     The caller continues with its next step: the batches in between are not read again.
@@ -113,12 +113,12 @@ def roll_back(folder: Path, strategy: Strategy, optimizer: Optimizer) -> str:
         optimizer: Its optimizer.
 
     Returns:
-        What was done, in words.
+        The step whose weights these are, None where there is no checkpoint; and what was done, in words.
     """
     # Rank 0 looks for all: others may see an older state of a shared folder.
     found = checkpoint.newest(folder) if strategy.mesh.rank == 0 else None
     newest = strategy.mesh.gather(found and str(found))[0]
     if newest is None:
-        return "the loss keeps jumping, and there is no checkpoint yet to go back to (train.checkpoint_every)"
+        return None, "the loss keeps jumping, and there is no checkpoint yet to go back to (train.checkpoint_every)"
     step = checkpoint.load(Path(newest), strategy, optimizer)
-    return f"the loss keeps jumping: back to the weights of step {step}, and on with the next batches"
+    return step, f"the loss keeps jumping: back to the weights of step {step}, and on with the next batches"

@@ -16,12 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common.console import unfailing_output
 from common.errors import LaunchError, UserError
 from launchers import World
 from launchers.slurm import Job, check_options, submit, wait, write_private
 from launchers.slurm_worker import array_index, work
 from launchers.world import restarts
 from training.config import environment, to_config, to_dict
+from training.reporting.directory_lock import EARLIER_ATTEMPT_S, hold, locked_directories, release
 from training.reporting.job_record import FAILED, FINISHED, RUNNING, update_job
 
 
@@ -98,6 +100,7 @@ def run_as_job(setup: Any, run_dir: Path) -> None:
         LaunchError: What has ended the job, or why the queue refuses it.
     """
     run = Ready.of(setup, run_dir)
+    release(run_dir)  # the job holds it from its start
     launcher = setup.cfg.launcher
     (job,) = queue([run], run.run_dir / "slurm", setup.cfg.model.name)
     shape = f"{launcher.nodes} node{'s' * (launcher.nodes > 1)} x {run.processes // launcher.nodes} processes"
@@ -126,6 +129,7 @@ def run_in_task(cfg: Any, run_dir: Path, world: World, give_up: Callable[[Launch
         with rendezvous(world, cfg.parallel.timeout_s, give_up) as (store, places):
             setup = prepare(cfg, world.size, world.nodes)
             if world.rank == 0:
+                hold(run_dir, EARLIER_ATTEMPT_S if restarts() > 0 else 0.0)
                 update_job(run_dir, status=RUNNING)
                 print("\n".join(filter(None, [describe(setup), describe_places(places)])), flush=True)
             run(cfg, run_dir, world, store, setup)
@@ -150,4 +154,5 @@ def _main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
+    with unfailing_output(), locked_directories():
+        _main(Path(sys.argv[1]))

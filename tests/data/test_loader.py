@@ -1,10 +1,12 @@
 """Which samples a step trains on, on every replica, and how they are read ahead."""
 
+import multiprocessing.synchronize
 import os
 import signal
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 
@@ -30,6 +32,32 @@ class Broken(Source):
         self.reads += 1
         if self.reads == 3:
             raise DataError("sample 42 is damaged")
+        return torch.zeros(len(indices)), torch.zeros(len(indices))
+
+
+class Large(Source):
+    """Gives batches of 80 MB."""
+
+    def __len__(self):
+        return 100
+
+    def read(self, indices, epoch):
+        return torch.full((len(indices), 5_000_000), float(indices[0])), torch.zeros(len(indices))
+
+
+class Killed(Source):
+    """Its reading process dies in the third batch, as the kernel ends one when memory runs out."""
+
+    parent = os.getpid()
+    reads = 0
+
+    def __len__(self):
+        return 100
+
+    def read(self, indices, epoch):
+        self.reads += 1
+        if self.reads == 3 and os.getpid() != self.parent:
+            os.kill(os.getpid(), signal.SIGKILL)
         return torch.zeros(len(indices)), torch.zeros(len(indices))
 
 
@@ -163,3 +191,36 @@ def test_evaluation_can_be_limited_to_some_batches():
     assert len(batches) == 2
     assert torch.cat([batch.inputs for batch in batches]).tolist() == list(range(16))
     assert len(EvalBatches(numbered(33), 8, limit=100)) == 5
+
+
+def test_batches_need_no_shared_memory():
+    """A batch through /dev/shm is a file there; Docker's holds 64 MB, and what does not fit is lost."""
+    before = psutil.disk_usage("/dev/shm").used
+    loader = train_loader(TrainBatches(Large(), 4, seed=1), 1, 3, num_workers=1)
+    most = 0
+    for _, batch in loader:
+        assert batch.inputs.shape == (4, 5_000_000)
+        most = max(most, psutil.disk_usage("/dev/shm").used - before)
+    assert most < 40e6
+
+
+def test_without_room_for_semaphores_the_error_names_shared_memory_and_the_way_out(monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(multiprocessing.synchronize._multiprocessing, "SemLock", full)
+    with pytest.raises(DataError, match=r"data.num_workers=2.*No space left.*/dev/shm.*data.num_workers=0"):
+        next(train_loader(TrainBatches(numbered(50), 8, seed=1), 1, 2, num_workers=2))
+
+
+def test_a_reading_process_that_is_killed_is_an_error_with_the_way_out():
+    seen = []
+    with pytest.raises(DataError, match=r"data.num_workers=1: a process that reads data was killed.*num_workers=0"):
+        for step, _ in train_loader(TrainBatches(Killed(), 4, seed=1), 1, 10, num_workers=1):
+            seen.append(step)
+    assert 3 not in seen
+
+
+def test_a_batch_that_does_not_come_is_an_error_that_names_its_step():
+    with pytest.raises(DataError, match=r"the batch of step 1 was not read within 0.01 s \(parallel.timeout_s\)"):
+        next(train_loader(TrainBatches(Slow(), 4, seed=1), 1, 3, timeout_s=0.01))

@@ -126,3 +126,19 @@ def test_what_torchvision_leaves_is_read_and_kept(prepared, monkeypatch, folder)
     for _ in range(2):
         assert len(prepared(MNIST).train) == 110
     assert downloads == ["MNIST"]
+
+
+def test_a_packed_file_is_read_no_further_than_its_header_promises(prepared, folder):
+    path = folder / "train-images-idx3-ubyte"
+    bomb = path.read_bytes() + bytes(50_000_000)
+    (folder / f"{path.name}.gz").write_bytes(gzip.compress(bomb, 1))
+    path.unlink()
+    with pytest.raises(DataError, match="94,081 values or more after its header"):
+        prepared(MNIST, folder)
+
+
+def test_a_header_that_promises_gigabytes_is_refused(prepared, folder):
+    path = folder / "train-images-idx3-ubyte"
+    path.write_bytes(bytes((0, 0, 8, 3)) + struct.pack(">3I", 60_000, 1000, 1000))
+    with pytest.raises(DataError, match="60000 x 1000 x 1000 = 60,000,000,000 values, more than"):
+        prepared(MNIST, folder)

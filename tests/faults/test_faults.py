@@ -12,6 +12,7 @@ from faults.kills import every_kill, kill, spaced  # noqa: E402
 from faults.plan import SAVE, STEP, Fault  # noqa: E402
 from faults.signals import interrupt, moments  # noqa: E402
 from faults.single_ranks import poison, stall  # noqa: E402
+from faults.soak import soak  # noqa: E402
 
 
 def wrong(trials):
@@ -53,3 +54,8 @@ def test_all_ranks_skip_a_step_whose_gradient_is_not_finite_on_one(tmp_path):
 @pytest.mark.slow
 def test_a_rank_that_no_longer_moves_is_named_and_the_run_ended(tmp_path):
     assert not wrong([stall("pipelined", 1, tmp_path)])
+
+
+@pytest.mark.slow
+def test_a_long_run_ends_with_the_memory_and_the_descriptors_with_which_it_began(tmp_path):
+    assert not wrong([soak(2_000, tmp_path)])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SIGNALS = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
+SIGNALS = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 # Reads lines: "ask" is answered by whether a stop is wanted, "busy" by a second in one call that holds no lock.
 PROCESS = """
 import hashlib, sys

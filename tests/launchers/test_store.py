@@ -62,6 +62,13 @@ def test_a_port_in_use_is_named(port):
         connect(World(0, 2, 0, 2, "environment"), timeout_s=1)
 
 
+def test_a_port_that_a_silent_server_holds_is_named_in_time(port):
+    start = time.monotonic()
+    with listen("127.0.0.1", port), pytest.raises(LaunchError, match="no store of rank 0 answers.*MASTER_PORT"):
+        connect(World(1, 2, 1, 2, "environment"), timeout_s=1)
+    assert time.monotonic() - start < 8
+
+
 def test_a_name_that_other_machines_cannot_reach_is_refused(port):
     with pytest.raises(LaunchError, match="the 1 ranks on other machines cannot reach"):
         connect(World(0, 2, 0, 1, "environment"), timeout_s=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -187,6 +188,16 @@ def test_other_sizes_are_named(recipe, published):
 def test_more_words_than_the_model_has_are_named(recipe, altered):
     folder = altered(lambda state: state.update({"transformer.wte.weight": torch.zeros(50305, 32)}))
     with pytest.raises(TrainingError, match=r"wte.weight has \(50305, 32\), the model \(50304, 32\)"):
+        prepare(config(*recipe, f"model.init_from='{folder}'"))
+
+
+def test_weights_of_another_kind_and_a_pipe_are_named(recipe, altered):
+    folder = altered(lambda state: state.update({"transformer.ln_f.weight": torch.zeros(32, dtype=torch.int64)}))
+    with pytest.raises(TrainingError, match=r"ln_f.weight does not hold floating-point numbers"):
+        prepare(config(*recipe, f"model.init_from='{folder}'"))
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    with pytest.raises(TrainingError, match=r"model.safetensors is not a regular file"):
         prepare(config(*recipe, f"model.init_from='{folder}'"))
 
 

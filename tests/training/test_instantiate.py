@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from common.errors import DataError, TrainingError
-from training.config import instantiate
+from training.config import instantiate, read_yaml
 
 
 @pytest.fixture
@@ -130,3 +130,14 @@ def test_a_parameter_that_the_target_does_not_have_is_named():
 def test_inner_sections_with_a_target_are_built_first():
     layers = instantiate({"_target_": "models.chain.LayerSpec", "name": "x", "build": {"_target_": "torch.nn.ReLU"}})
     assert type(layers.build).__name__ == "ReLU"
+
+
+def test_a_configuration_with_aliases_is_refused_before_they_are_written_out(tmp_path):
+    lines = [f"{name}: &{name} [*{last}, *{last}]" for last, name in zip("abcdefghijkl", "bcdefghijklm", strict=True)]
+    bomb = "\n".join(["a: &a [x, x]", *lines])
+    path = tmp_path / "config.yaml"
+    path.write_text(bomb)
+    with pytest.raises(TrainingError, match="config.yaml cannot be read: it has YAML aliases"):
+        read_yaml(path)
+    path.write_text("- seed=1\n- train.steps=2\n")
+    assert list(read_yaml(path)) == ["seed=1", "train.steps=2"]

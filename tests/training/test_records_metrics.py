@@ -11,6 +11,7 @@ import pytest
 
 from common.files import explain
 from training.reporting import MetricsFile, write_json
+from training.reporting.metrics import read_records
 
 
 def records(path):
@@ -169,3 +170,37 @@ def test_an_error_is_told_with_the_space_that_is_left_where_the_file_would_be(tm
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=12_345_678))
     told = explain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), tmp_path / "no" / "such" / "file")
     assert told == f"No space left on device; 11.8 MiB are free at {tmp_path}"
+
+
+@pytest.mark.parametrize(
+    "change, said, left",
+    [
+        (lambda path: shutil.rmtree(path.parent), "was removed", [3, 4]),
+        (lambda path: os.truncate(path, 0), "was cut short", [3, 4]),
+        (lambda path: (path.unlink(), path.write_text("")), "was replaced by another file", [3, 4]),
+        (lambda path: path.open("a").write('{"step": 0}\n'), "was written to by another process", [1, 2, 0, 3, 4]),
+    ],
+    ids=["removed", "cut short", "replaced", "shared"],
+)
+def test_what_others_do_to_the_file_is_seen_at_the_next_step_and_said_once(path, caplog, change, said, left):
+    caplog.set_level(logging.WARNING, logger="training")
+    file = MetricsFile(path)
+    for step in (1, 2):
+        file.write({"step": step})
+    change(path)
+    for step in (3, 4):
+        file.write({"step": step})
+    file.close()
+    assert [record["step"] for record in records(path)] == left
+    (warning,) = caplog.records
+    assert str(path) in warning.getMessage() and said in warning.getMessage()
+
+
+def test_a_pipe_in_place_of_the_file_is_not_waited_for(path, caplog):
+    path.parent.mkdir()
+    os.mkfifo(path)
+    file = MetricsFile(path)
+    file.truncate_after(3)
+    file.write({"step": 4})
+    assert "not a regular file" in caplog.text
+    assert read_records(path) == []

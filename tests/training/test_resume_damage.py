@@ -1,12 +1,17 @@
 """A damaged checkpoint is found, named, and the newest whole one taken in its place."""
 
+import json
 import os
 import shutil
 
 import pytest
+import torch
 from composed import losses, records, run
+from safetensors.torch import load_file, save_file
 
-from common.errors import CheckpointError
+from common.errors import CheckpointError, TrainingError
+from training.checkpoint.manifest import sha256, why_not_finite, with_checksum
+from training.optimizer import Optimizer
 
 RECIPE = ["train.epochs=null", "train.steps=6", "optim.momentum=0.9", "train.checkpoint_every=2"]
 
@@ -163,3 +168,90 @@ def test_steps_after_the_checkpoint_are_trained_and_recorded_once(copy, whole):
     assert [line["step"] for line in records(copy)] == [line["step"] for line in records(whole)]
     assert losses(copy) == losses(whole)
     assert os.readlink(copy / "checkpoints" / "latest") == "step-00000006"
+
+
+# -- whole, and of no use ------------------------------------------------------------------------------------------
+
+
+def rewrite(folder, change):
+    """Changes the tensors of a checkpoint's model and makes the manifest fit."""
+    path = folder / "model-00.safetensors"
+    tensors = load_file(path)
+    save_file({name: change(tensor) for name, tensor in tensors.items()}, path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][path.name] = {"sha256": sha256(path), "bytes": path.stat().st_size}
+    (folder / "manifest.json").write_text(json.dumps(with_checksum(manifest)))
+
+
+def with_nan(tensor):
+    tensor.view(-1)[-1] = float("nan")
+    return tensor
+
+
+def test_a_checkpoint_with_weights_that_are_not_finite_is_not_gone_on_from(copy, capsys):
+    rewrite(step(copy, 6), with_nan)
+    run(copy, *RECIPE, "train.resume=auto")
+    said = capsys.readouterr()
+    assert "model-00.safetensors cannot be used: net1." in said.err and "is not finite; it is not used" in said.err
+    assert f"going on from {step(copy, 4)}" in said.out
+
+
+@pytest.mark.parametrize("more", ["train.resume={}", "checkpoint={}"])
+def test_a_checkpoint_with_weights_that_are_not_finite_is_an_error_where_it_is_named(copy, tmp_path, more):
+    rewrite(step(copy, 6), with_nan)
+    mode = ["mode=eval"] if more.startswith("checkpoint") else []
+    with pytest.raises(CheckpointError, match=f"is not finite; the newest whole one there is {step(copy, 4)}"):
+        run(tmp_path / "other", *RECIPE, *mode, more.format(step(copy, 6)))
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda tensor: tensor.long(), "holds torch.int64, expected torch.float32"),
+        (lambda tensor: tensor > 0, "holds torch.bool, expected torch.float32"),
+        (lambda tensor: tensor.to(torch.complex64), "holds torch.complex64, expected torch.float32"),
+        (lambda tensor: tensor.double() + 1e300, "holds torch.float64 beyond what torch.float32 can express"),
+    ],
+    ids=["int64", "bool", "complex", "too large"],
+)
+def test_tensors_of_another_kind_are_refused(copy, tmp_path, change, said):
+    rewrite(step(copy, 6), change)
+    with pytest.raises(CheckpointError, match=f"net1.* {said}"):
+        run(tmp_path / "other", *RECIPE, f"train.resume={step(copy, 6)}")
+
+
+def test_a_mask_of_minus_infinity_is_finite_enough_and_so_is_an_optimizer_that_overflows():
+    assert why_not_finite("weight/exp_avg_sq", torch.tensor([float("inf")])) is None
+    assert why_not_finite("mask", torch.tensor([0.0, float("-inf")])) is None
+    assert why_not_finite("weight", torch.tensor([0.0, float("inf")])) == "weight is not finite"
+
+
+def test_a_run_whose_weights_are_not_finite_keeps_its_good_checkpoints(tmp_path, monkeypatch):
+    step_of_optimizer, done = Optimizer.step, []
+
+    def diverge(self, lr):
+        step_of_optimizer(self, lr)
+        done.append(lr)
+        if len(done) == 3:
+            next(iter(self._torch[0].param_groups[0]["params"])).data.view(-1)[0] = float("nan")
+
+    monkeypatch.setattr(Optimizer, "step", diverge)
+    keep = ["train.checkpoint_every=1", "train.keep_checkpoints=1", "train.max_skipped=2"]
+    with pytest.raises(TrainingError, match="not finite for 3 steps in a row"):
+        run(tmp_path / "long", *RECIPE, *keep)
+    done.clear()
+    with pytest.raises(CheckpointError, match="of step 3 could not be written: net1.weight is not finite"):
+        run(tmp_path / "short", *RECIPE, *keep, "train.steps=3")
+    for name in ("long", "short"):
+        left = sorted(path.name for path in (tmp_path / name / "checkpoints").iterdir())
+        assert left == ["latest", "step-00000002"]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model-00.safetensors"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["a pipe", "/dev/zero"])
+def test_what_is_no_regular_file_is_not_read(copy, capsys, name, make):
+    path = step(copy, 6) / name
+    path.unlink()
+    make(path)
+    run(copy, *RECIPE, "train.resume=auto")
+    assert f"going on from {step(copy, 4)}" in capsys.readouterr().out

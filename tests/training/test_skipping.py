@@ -50,8 +50,8 @@ def test_a_nan_on_one_rank_has_all_ranks_skip_that_step(ranks, tmp_path, layout,
     assert [line["skipped"] for line in steps(folder)] == [False, False, True, False]
     assert all(summary["skipped_steps"] == 1 for summary, _ in results)
     for kind in ("model", "optimizer"):  # weights, BatchNorm's running statistics, the optimizer's state and steps
-        assert same(saved(folder, 2, kind), saved(folder, 3, kind))
-        assert not same(saved(folder, 3, kind), saved(folder, 4, kind))
+        assert saved(folder, 3, kind) == {}, "a step that was skipped is no new checkpoint"
+        assert not same(saved(folder, 2, kind), saved(folder, 4, kind))
     if layout in ("ddp", "pipe_ddp"):
         half = len(results) // 2
         assert all(same(results[r][1], results[r + half][1]) for r in range(half)), "replicas stay equal"
@@ -69,6 +69,23 @@ def jumps(monkeypatch):
 
 
 TWENTY = ["train.epochs=null", "train.steps=20", "train.checkpoint_every=6", "train.keep_checkpoints=9"]
+
+
+def test_steps_that_are_skipped_leave_the_checkpoints_before_them(tmp_path, jumps):
+    jumps(15, 16, 17)
+    every = ["train.checkpoint_every=1", "train.keep_checkpoints=2", "train.steps=17"]
+    run(tmp_path, *TWENTY, *every, "train.spike_factor=5")
+    folder = tmp_path / "checkpoints"
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000013", "step-00000014"]
+    assert (folder / "latest").resolve().name == "step-00000014"
+    assert [line["step"] for line in steps(tmp_path)] == list(range(1, 18))
+
+
+def test_a_checkpoint_that_falls_on_a_skipped_step_is_that_of_the_step_before(tmp_path, jumps):
+    jumps(12)
+    run(tmp_path, *TWENTY, "train.spike_factor=5")
+    names = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert names == ["step-00000006", "step-00000011", "step-00000018", "step-00000020"]
 
 
 def test_a_jump_of_the_loss_is_skipped_where_that_is_asked_for(tmp_path, jumps):

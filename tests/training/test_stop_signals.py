@@ -156,6 +156,12 @@ def test_sigterm_to_the_launching_process_stops_all_ranks_and_the_run_goes_on_wh
     assert [line["step"] for line in resumed.steps] == list(range(1, step + 3))
 
 
+def test_a_lost_terminal_stops_a_run_as_sigterm_does(start):
+    one = start("parallel=pipelined")
+    os.killpg(one.process.pid, signal.SIGHUP)  # as the kernel does, to all that are in the foreground
+    has_stopped(one)
+
+
 @pytest.mark.slow
 def test_a_signal_to_one_rank_alone_stops_them_all(start):
     one = start("parallel=pipelined")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from common.errors import TrainingError
-from common.files import expand_home, parse_json
+from common.files import expand_home, parse_json, read_regular
 from data.huggingface_tokenizer import added_tokens
 from data.vocabulary import parse_extra_tokens
 from models.chain import Chain
@@ -43,7 +43,11 @@ def start(model: Any, chain: Chain, strategy: Strategy) -> None:
     if model.init_from is not None:
         check_start(model, chain)
         weights = Weights(model, chain)
-        strategy.load_state_dict(weights)
+        try:
+            strategy.load_state_dict(weights)
+        except ValueError as error:
+            given = f"model.init_from={model.init_from}"
+            raise TrainingError(f"{given} does not fit model={model.name}: {error}") from error
         known = len(weights.added)
     add_tokens(model.get("extra_tokens"), chain, strategy, known)
 
@@ -67,6 +71,8 @@ def check_start(model: Any, chain: Chain) -> None:
             problems.append(f"{name} is missing")
         elif (shape := weights.shape(name)) != (expected := tuple(tensor.shape)):
             problems.append(f"{name} has {shape}, the model {expected}")
+        elif tensor.is_floating_point() and not weights.is_floating_point(name):
+            problems.append(f"{name} does not hold floating-point numbers")
     problems += [f"{name} is not the model's" for name in weights.unexpected_keys()]
     if problems:
         more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -132,6 +138,11 @@ class Weights(Mapping[str, Tensor]):
         may_grow = self._format is not None and name == self._embedding
         return wanted if may_grow and shape[1:] == wanted[1:] and shape[0] < wanted[0] else shape
 
+    def is_floating_point(self, name: str) -> bool:
+        """Returns whether ``self[name]`` holds floating-point numbers, from the file's header."""
+        key = self._keys[name]
+        return _open(self._file_of[key]).get_slice(key).get_dtype().startswith(("F", "BF"))
+
     def unexpected_keys(self) -> list[str]:
         """Returns the names of tensors in the file that the model does not have."""
         used = set(self._keys.values())
@@ -177,6 +188,8 @@ def _files(path: Path) -> list[Path]:
 def _open(path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
+    if not path.is_file():
+        raise TrainingError(f"model.init_from: {path} is not a regular file")
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
@@ -186,7 +199,7 @@ def _open(path: Path) -> Any:
 def _check_config(model: Any, wanted: Mapping[str, Any], folder: Path) -> None:
     """Checks what config.json says and shapes do not: the number of heads, and the kind of model."""
     try:
-        config = parse_json((folder / "config.json").read_bytes())
+        config = parse_json(read_regular(folder / "config.json"))
         heads, kind = config.get("n_head"), config.get("model_type", wanted["model_type"])
     except (OSError, ValueError, AttributeError):
         return

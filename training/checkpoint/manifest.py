@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import sys
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from common.errors import CheckpointError
-from common.files import parse_json
+from common.files import parse_json, read_regular
 from parallel.strategy import Strategy
 
 MANIFEST = "manifest.json"
@@ -146,7 +147,7 @@ def parse_manifest(path: Path) -> dict[str, Any]:
         CheckpointError: The file cannot be read, is damaged, or is something else.
     """
     try:
-        manifest = parse_json(path.read_bytes())
+        manifest = parse_json(read_regular(path))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") not in (1, FORMAT):
@@ -235,9 +236,9 @@ def manifest_at(path: Path) -> dict[str, Any]:
         )
     manifest = parse_manifest(folder / MANIFEST)
     for name, entry in manifest["files"].items():
-        size = (folder / name).stat().st_size if (folder / name).exists() else None
+        size = (folder / name).stat().st_size if (folder / name).is_file() else None
         if size != entry["bytes"]:
-            problem = "is missing" if size is None else f"has {size} bytes"
+            problem = "is missing or no regular file" if size is None else f"has {size} bytes"
             raise CheckpointError(
                 f"{folder / name} {problem}, the manifest says {entry['bytes']}: the checkpoint is damaged"
             )
@@ -245,10 +246,10 @@ def manifest_at(path: Path) -> dict[str, Any]:
 
 
 def first_damaged(folder: Path, manifest: dict) -> str | None:
-    """Compares the checksums of all files.
+    """Compares the checksums of all files, and looks for tensors that are not finite.
 
     Returns:
-        What is wrong with the first damaged file; None if all are as they were written.
+        What is wrong with the first damaged file; None if all are as they were written and can be trained on.
     """
     for name, entry in manifest["files"].items():
         try:
@@ -258,7 +259,37 @@ def first_damaged(folder: Path, manifest: dict) -> str | None:
         if checksum != entry["sha256"]:
             expected = entry["sha256"][:12]
             return f"{folder / name} is damaged: its sha256 is {checksum[:12]}…, the manifest says {expected}…"
+        if name.endswith(".safetensors") and (problem := _first_not_finite(folder / name)) is not None:
+            return f"{folder / name} cannot be used: {problem}"
     return None
+
+
+def why_not_finite(name: str, tensor: Tensor) -> str | None:
+    """Returns what is wrong with a weight of a run that has diverged; None for a sound one.
+
+    It is a NaN or an infinity. But -inf alone is an attention mask, and an optimizer may overflow and go on.
+
+    Args:
+        name: The tensor's name; one of the optimizer's has a slash.
+        tensor: The tensor.
+    """
+    if "/" in name or not tensor.is_floating_point() or tensor.numel() == 0:
+        return None
+    least, largest = tensor.aminmax()
+    if least.isnan() or largest.isnan() or largest == math.inf:
+        return f"{name} is not finite"
+    return None
+
+
+def _first_not_finite(path: Path) -> str | None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            problems = (why_not_finite(name, file.get_tensor(name)) for name in file.keys())
+            return next((problem for problem in problems if problem is not None), None)
+    except (OSError, SafetensorError) as error:
+        return str(error)
 
 
 def sha256(path: Path) -> str:

@@ -19,7 +19,7 @@ from common.machine import available_memory
 from parallel.rows import Rows, local, rows_of
 from parallel.strategy import Strategy
 from training.checkpoint.commit import await_sidecars
-from training.checkpoint.manifest import Optimizer, sha256, sidecar_name
+from training.checkpoint.manifest import Optimizer, sha256, sidecar_name, why_not_finite
 from training.checkpoint.tensor_file import write_rows
 
 log = logging.getLogger("training")
@@ -167,9 +167,12 @@ def write_stage(draft: Path, stage: StageFiles, timeout_s: float = 300.0) -> str
     sidecar = sidecar_name(stage.stage, stage.share.number if stage.share else 0)
     try:
         draft.mkdir(parents=True, exist_ok=True)
+        check_finite(stage)
         content = {"files": write_files(draft, stage)} if stage.share is None else _write_share(draft, stage, timeout_s)
         write_sidecar(draft, sidecar, content)
         return None
+    except CheckpointError as error:
+        problem = str(error)
     except Exception as error:
         problem = f"{error}; {free_space(draft.parent)}"
     for name in stage.files:  # makes space for the sidecar, and for others
@@ -206,6 +209,13 @@ def _write_share(draft: Path, stage: StageFiles, timeout_s: float) -> dict:
     for name in others:
         (draft / name).unlink()
     return {"files": {name: _described(draft / name) for name in stage.files}}
+
+
+def check_finite(stage: StageFiles) -> None:
+    """Raises CheckpointError for tensors that are not finite: nothing could go on from them."""
+    for name, tensor in stage.tensors().items():
+        if (problem := why_not_finite(name, tensor)) is not None:
+            raise CheckpointError(f"{problem}: the run has diverged; try a lower optim.lr, or train.grad_clip=1.0")
 
 
 def write_files(draft: Path, stage: StageFiles) -> dict[str, dict]:

@@ -30,7 +30,7 @@ def describe(command: list[str] | None = None) -> dict[str, Any]:
         usable cores), memory_bytes, gpus (name and memory_bytes of each), packages (versions) and command. What
         cannot be determined is None.
     """
-    commit, dirty = _git(Path(__file__).resolve())
+    commit, dirty = git_state()
     return {
         "git_commit": commit,
         "git_dirty": dirty,
@@ -42,6 +42,11 @@ def describe(command: list[str] | None = None) -> dict[str, Any]:
         "packages": {name: _version(name) for name in PACKAGES},
         "command": mask_secrets(sys.argv if command is None else command),
     }
+
+
+def git_state() -> tuple[str | None, bool | None]:
+    """Returns the commit of this project's checkout, and whether it was changed; both None where there is none."""
+    return _git(Path(__file__).resolve())
 
 
 def _git(tracked_file: Path) -> tuple[str | None, bool | None]:

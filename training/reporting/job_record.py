@@ -6,7 +6,7 @@ import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from common.files import parse_json
+from common.files import parse_json, read_regular
 from training.reporting.metrics import write_json
 
 JOB = "job.json"
@@ -51,7 +51,7 @@ def update_job(folder: Path, **changes) -> None:
 def read_job(folder: Path) -> Job | None:
     """The record in ``folder``; None where there is none that can be read."""
     try:
-        found = parse_json((folder / JOB).read_bytes())
+        found = parse_json(read_regular(folder / JOB))
         return Job(**{**found, "overrides": tuple(found["overrides"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None

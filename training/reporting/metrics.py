@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
 import os
+import stat
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.files import explain, parse_json, write_atomically
+from common.files import explain, parse_json, read_regular, write_atomically
 from training.reporting.masking import mask_secrets
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 
 _LONGEST_LINE = 1 << 16  # bytes
+_LARGEST = 1 << 32  # bytes of a metrics.jsonl
 
 log = logging.getLogger("training")
 
@@ -27,15 +30,17 @@ class MetricsFile:
 
     A full or unwritable disk does not end the training: lines that cannot be written wait in memory and are written
     as soon as that is possible again. Each outage is warned about once. The file holds whole lines only; half a line
-    that a killed process has left is cut off. One process at a time may write to a file.
+    that a killed process has left is cut off. One process at a time may write to a file; one that was removed, cut
+    short or written to by another is warned about once, at the next write, and begun anew where it is gone.
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
         """Takes the path. The file is made, with its folder, at the first write; an existing one is appended to."""
         self.path = Path(path)
         self._pending: deque[bytes] = deque()
-        self._failing = False
+        self._failing = self._disturbed = False
         self._fd: int | None = None
+        self._end = 0  # of the file, as this object has left it
 
     def write(self, record: dict) -> None:
         """Appends a record as one line.
@@ -56,7 +61,7 @@ class MetricsFile:
         self._pending = deque(line for line in self._pending if _is_up_to(line, step))
         try:
             end = 0
-            for line in self.path.read_bytes().splitlines(keepends=True):
+            for line in read_regular(self.path, _LARGEST).splitlines(keepends=True):
                 if not _is_up_to(line, step):
                     os.truncate(self.path, end)
                     break
@@ -83,10 +88,13 @@ class MetricsFile:
     def _write_pending(self) -> None:
         waiting = len(self._pending) - 1
         try:
+            if self._fd is not None and (change := self._foreign_change()) is not None:
+                self._warn_of_change(change)
+                self._close_fd()
             if self._fd is None:
                 self._fd = _open_to_append(self.path)
             while self._pending:
-                _append(self._fd, self._pending[0])
+                self._end = _append(self._fd, self._pending[0])
                 self._pending.popleft()
         except OSError as error:
             if not self._failing:
@@ -98,6 +106,24 @@ class MetricsFile:
         if self._failing:
             log.warning("%s can be written again; %d records of the outage were added", self.path, waiting)
             self._failing = False
+
+    def _foreign_change(self) -> str | None:
+        """Returns what has happened to the file since the last write, in words; None where nothing has."""
+        mine = os.fstat(self._fd)
+        try:
+            if not os.path.samestat(os.stat(self.path), mine):
+                return "was replaced by another file"
+        except FileNotFoundError:
+            return "was removed"
+        if mine.st_size < self._end:
+            return "was cut short"
+        return "was written to by another process" if mine.st_size > self._end else None
+
+    def _warn_of_change(self, change: str) -> None:
+        if not self._disturbed:
+            log.warning("%s %s while this run writes to it: records up to here may be lost or mixed with others. The "
+                        "next ones are written to the file of that name", self.path, change)  # fmt: skip
+        self._disturbed = True
 
     def _close_fd(self) -> None:
         fd, self._fd = self._fd, None
@@ -111,14 +137,17 @@ class MetricsFile:
 def _open_to_append(path: Path) -> int:
     """Opens a file behind its last whole line and returns the descriptor."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     start = max(0, os.fstat(fd).st_size - _LONGEST_LINE)
     os.ftruncate(fd, start + os.pread(fd, _LONGEST_LINE, start).rfind(b"\n") + 1)
     return fd
 
 
-def _append(fd: int, line: bytes) -> None:
-    """Writes a whole line, or none of it."""
+def _append(fd: int, line: bytes) -> int:
+    """Writes a whole line, or none of it; returns the new end of the file."""
     end = os.lseek(fd, 0, os.SEEK_END)
     try:
         while line:
@@ -126,6 +155,7 @@ def _append(fd: int, line: bytes) -> None:
     except OSError:
         os.ftruncate(fd, end)
         raise
+    return os.lseek(fd, 0, os.SEEK_END)
 
 
 def write_json(path: str | os.PathLike, content: Any) -> bool:
@@ -154,7 +184,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """
     records = []
     try:
-        for line in path.read_bytes().splitlines():
+        for line in read_regular(path, _LARGEST).splitlines():
             record = _parse(line)
             if record is None:
                 break

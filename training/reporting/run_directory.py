@@ -18,7 +18,9 @@ from common.errors import UserError, printable
 from common.files import explain
 from conf.trust import check_job
 from launchers import World
+from launchers.world import restarts
 from training.reporting import METRICS, mask_secrets
+from training.reporting.directory_lock import EARLIER_ATTEMPT_S, hold, release
 
 # Of Linux; the files in it have names and paths of their own.
 _LONGEST_NAME, _LONGEST_PATH = 255, 3800
@@ -55,20 +57,21 @@ class RunDirectoryGuard(Callback):
     """
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Refuses a directory that holds another run or cannot be written."""
+        """Locks the directory, and refuses one that holds another run or cannot be written."""
         _check_job(config)
         folder = Path(config.hydra.run.dir)
         _check_name("hydra.run.dir", folder)
-        if config.train.resume is None and (folder / METRICS).exists():
-            refuse(f"{folder} holds another run; choose another hydra.run.dir, or go on with it by train.resume=auto")
         _stay_inside("hydra.output_subdir", config.hydra.output_subdir)
-        problem = _why_not_writable(folder)
-        if problem is not None:
-            refuse(f"the run directory {folder} cannot be written: {problem}; choose another hydra.run.dir")
-        _made[:] = [path for path in (folder, *folder.parents) if not path.exists()]
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        _lock(folder, "hydra.run.dir")
+        # Only now: a run that began at the same moment would have been overlooked before.
+        if config.train.resume is None and not started_again() and (folder / METRICS).exists():
+            release(folder)
+            refuse(f"{folder} holds another run; choose another hydra.run.dir, or go on with it by train.resume=auto")
+        _made[:] = made
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Refuses a sweep under torchrun, and names of directories that lead out of the sweep's."""
+        """Locks the directory; refuses a sweep under torchrun, and names that lead out of the directory."""
         world = World.detect()
         if world is not None and world.size > 1 and world.origin in ("torchrun", "environment"):
             refuse("a sweep starts its jobs' processes itself: run it as python train.py -m …, without torchrun")
@@ -76,6 +79,7 @@ class RunDirectoryGuard(Callback):
         _stay_inside("hydra.output_subdir", config.hydra.output_subdir)
         # Not resolved: it contains the job's number, which only a job knows.
         _stay_inside("hydra.sweep.subdir", OmegaConf.to_container(config.hydra.sweep, resolve=False)["subdir"])
+        _lock(Path(config.hydra.sweep.dir), "hydra.sweep.dir")
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Refuses what would execute something else, and masks secrets in the files that Hydra has written."""
@@ -89,6 +93,11 @@ def _check_job(config: DictConfig) -> None:
         check_job(config, config.hydra)
     except UserError as error:
         refuse(str(error))
+
+
+def started_again() -> bool:
+    """Returns whether this is a rank that torchrun or a queue has started before: its directory is its own."""
+    return World.detect() is not None and restarts() > 0
 
 
 def mask_files(paths: list[Path]) -> None:
@@ -123,6 +132,20 @@ def _check_name(key: str, path: Path) -> None:
 def _stay_inside(key: str, value: str | None) -> None:
     if value is not None and (Path(value).is_absolute() or ".." in Path(value).parts):
         refuse(f"{key}={value} leads out of the run directory; give a name without .. that does not begin with /")
+
+
+def _lock(folder: Path, key: str) -> None:
+    problem = _why_not_writable(folder)
+    try:
+        if problem is None:
+            hold(folder, EARLIER_ATTEMPT_S if started_again() else 0.0)
+    except OSError as error:
+        problem = explain(error, folder)
+    except UserError as error:
+        refuse(str(error))
+    if problem is not None:
+        kind = "run" if key == "hydra.run.dir" else "sweep"
+        refuse(f"the {kind} directory {folder} cannot be written: {problem}; choose another {key}")
 
 
 def _why_not_writable(folder: Path) -> str | None:

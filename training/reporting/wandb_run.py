@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from common.files import free_space
+from common.files import free_space, read_regular
 from common.machine import changed_environment
 from training.reporting.masking import mask_secrets
 
@@ -225,7 +225,7 @@ def _run_id(run_dir: Path) -> str:
     """Returns the id in ``run_dir/wandb_id.txt``, which is drawn at the first start."""
     path = run_dir / ID_FILE
     try:
-        if known := path.read_text().strip():
+        if known := read_regular(path).decode().strip():
             return known
     except FileNotFoundError:
         pass

@@ -15,6 +15,7 @@ from launchers.stopping import Stopped
 from training.app import execute
 from training.config import hydra_word
 from training.reporting import mask_secrets
+from training.reporting.directory_lock import hold, release
 from training.reporting.job_record import (
     FAILED,
     FINISHED,
@@ -46,6 +47,7 @@ def run_job(cfg: Any, hydra: Any, world: World | None) -> None:
     if world is not None and world.rank > 0:
         execute(cfg, folder, world)
         return
+    hold(folder)
     job = Job(hydra.job.num, tuple(mask_secrets(list(hydra.overrides.task))), RUNNING)
     write_job(folder, job)
     show_as_group(cfg, Path(hydra.sweep.dir), job.num)
@@ -69,6 +71,8 @@ def run_job(cfg: Any, hydra: Any, world: World | None) -> None:
         print(f"error: job {job.num}: {text}", file=sys.stderr)
     else:
         end(FINISHED)
+    finally:
+        release(folder)
 
 
 def show_as_group(cfg: Any, sweep_dir: Path, num: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from common.files import parse_json
+from common.files import parse_json, read_regular
 from training.reporting.job_record import FINISHED, Job, label, read_jobs, swept_keys, values
 from training.reporting.metrics import METRICS, SUMMARY, after_warmup, read_records
 
@@ -144,7 +144,7 @@ def read_table(folder: Path) -> Table:
 def read_object(path: Path) -> dict[str, Any]:
     """Returns the JSON object in the file ``path``, or {} if it cannot be read."""
     try:
-        content = parse_json(path.read_bytes())
+        content = parse_json(read_regular(path))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -1,0 +1,60 @@
+"""Printing goes on, or is dropped, whatever becomes of the streams."""
+
+import errno
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+
+from common.console import Unfailing, unfailing_output
+
+
+class Broken(io.StringIO):
+    """A stream that fails as the operating system does."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def write(self, text):
+        raise self.error
+
+    def flush(self):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [BrokenPipeError(errno.EPIPE, "Broken pipe"), OSError(errno.ENOSPC, "full"), ValueError("I/O on closed file")],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_stream_that_fails_ends_nothing(monkeypatch, error):
+    monkeypatch.setattr(sys, "stdout", Broken(error))
+    with unfailing_output():
+        print("a word", flush=True)
+    assert isinstance(sys.stdout, Broken), "the stream is put back"
+
+
+def test_characters_that_the_encoding_lacks_become_question_marks():
+    raw = io.BytesIO()
+    stream = Unfailing(io.TextIOWrapper(raw, encoding="ascii"))
+    print("data: 3 tokens, …", file=stream, flush=True)
+    assert raw.getvalue() == b"data: 3 tokens, ?\n"
+
+
+def test_without_a_stream_printing_does_nothing(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    with unfailing_output():
+        print("a word", flush=True)
+
+
+def test_a_closed_descriptor_is_not_given_to_the_next_file():
+    code = (
+        "import os; from common.console import open_standard_descriptors; open_standard_descriptors(); "
+        "print(os.open('/dev/null', os.O_RDONLY), file=open(os.dup(2), 'w'))"
+    )
+    command = ["sh", "-c", '"$0" -c "$1" <&- >&-', sys.executable, code]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, cwd=os.getcwd())
+    assert int(done.stderr) > 2

@@ -1,0 +1,104 @@
+"""One run at a time in a directory."""
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import socket
+
+import pytest
+from commandline import Started, wait_until
+
+import train as command
+from common.errors import TrainingError
+from training.reporting.directory_lock import LOCK, hold, locked_directories, release
+
+FEW = ["logger=none", "device=cpu", "train.epochs=null", "train.steps=2", "train.eval_every=null"]
+ENDLESS = ["logger=none", "device=cpu", "train.epochs=null", "train.steps=10000000", "train.eval_every=null"]
+
+
+def hold_and_wait(folder, pipe):
+    hold(folder)
+    pipe.send(os.getpid())
+    pipe.recv()
+
+
+@pytest.fixture
+def other(tmp_path):
+    """A process that holds the lock of ``tmp_path/run`` until it is killed."""
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=hold_and_wait, args=(tmp_path / "run", theirs))
+    process.start()
+    assert ours.recv() == process.pid
+    yield process
+    process.kill()
+    process.join()
+
+
+def test_a_directory_that_another_process_holds_is_refused_with_the_holders_name(tmp_path, other):
+    with pytest.raises(TrainingError) as error:
+        hold(tmp_path / "run")
+    assert f"is in use by another run: process {other.pid} on {socket.gethostname()}, since 20" in str(error.value)
+    assert "choose another directory (hydra.run.dir" in str(error.value)
+
+
+def test_death_frees_the_lock(tmp_path, other):
+    other.kill()
+    other.join()
+    with locked_directories():
+        hold(tmp_path / "run")
+    assert not (tmp_path / "run" / LOCK).exists()
+
+
+@pytest.mark.parametrize("more", [[], ["train.resume=auto"]], ids=["a new run", "a resumed run"])
+def test_a_run_does_not_begin_where_another_one_runs(tmp_path, other, capsys, more):
+    before = os.listdir(tmp_path / "run")
+    assert command.main([*FEW, *more, f"hydra.run.dir={tmp_path}/run"]) == 1
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("error: ") and f"process {other.pid} on" in said
+    assert os.listdir(tmp_path / "run") == before, "Hydra has written nothing there either"
+
+
+def test_a_sweep_does_not_begin_where_another_one_runs(tmp_path, other, capsys):
+    assert command.main(["-m", *FEW, "seed=1,2", f"hydra.sweep.dir={tmp_path}/run"]) == 1
+    assert f"process {other.pid} on" in capsys.readouterr().err
+    assert os.listdir(tmp_path / "run") == [LOCK]
+
+
+def test_a_run_that_ends_leaves_no_lock(tmp_path):
+    assert command.main([*FEW, f"hydra.run.dir={tmp_path}/run"]) == 0
+    assert not (tmp_path / "run" / LOCK).exists()
+
+
+def test_of_two_runs_that_start_together_one_writes(tmp_path):
+    both = [Started(ENDLESS, tmp_path / "run", tag=f"console{n}") for n in (0, 1)]
+    try:
+        wait_until(lambda: any(one.process.poll() is not None for one in both), 60, "the end of one of them")
+        loser = next(one for one in both if one.process.poll() is not None)
+        winner = next(one for one in both if one is not loser)
+        refused = loser.wait()
+        assert refused.code == 1 and "is in use by another run: process" in refused.stderr
+        wait_until(lambda: (tmp_path / "run" / "metrics.jsonl").exists(), 60, "a first step")
+        winner.process.terminate()
+        steps = [line["step"] for line in winner.wait().metrics]
+        assert steps == list(range(1, len(steps) + 1))
+    finally:
+        for one in both:
+            one.kill()
+
+
+def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, capsys):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    hold(tmp_path)
+    release(tmp_path)
+    assert "cannot be locked (No locks available)" in capsys.readouterr().err
+
+
+def test_a_holder_that_is_about_to_end_is_waited_for(tmp_path, other):
+    other.kill()
+    hold(tmp_path / "run", patience_s=30)
+    release(tmp_path / "run")

@@ -1,0 +1,121 @@
+"""What ranks, and attempts one after the other, must have in common."""
+
+import numpy as np
+import pytest
+import torch
+from composed import config, run
+
+from common.errors import LaunchError
+from data.dataset import InMemory
+from parallel.mesh import Mesh
+from training import identity
+from training.identity import changes, check_ranks, data_digest, describe_rank
+from training.setup import prepare
+
+FEW = ["train.epochs=null", "train.steps=2", "train.eval_every=null", "data.samples=200"]
+
+
+class TwoRanks(Mesh):
+    """A mesh whose rank 1 answers as ``other`` says."""
+
+    other: dict = {}
+
+    def gather(self, value):
+        """Returns both answers."""
+        return [value, {**value, "node": "n2", **self.other}]
+
+
+@pytest.fixture
+def setup():
+    return prepare(config(*FEW))
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("commit", "0123456789ab"),
+        ("project files", "0123456789ab"),
+        ("torch", "2.11.0+cu130"),
+        ("Python", "3.10.1"),
+        ("data", "0123456789ab"),
+    ],
+)
+def test_ranks_that_differ_are_refused_with_both_values(setup, monkeypatch, name, value):
+    monkeypatch.setattr(TwoRanks, "other", {name: value})
+    ours = describe_rank(setup.data)[name]
+    with pytest.raises(LaunchError) as error:
+        check_ranks(TwoRanks(2, 1), setup)
+    said = str(error.value)
+    assert f"{name}: {ours} on rank 0 (" in said and f"{value} on rank 1 (n2)" in said
+    assert "launcher.allow_mixed=true" in said
+    setup.cfg.launcher.allow_mixed = True
+    assert f"{value} on rank 1 (n2)" in check_ranks(TwoRanks(2, 1), setup)
+
+
+def test_ranks_that_have_all_in_common_meet_without_a_word(setup):
+    assert check_ranks(TwoRanks(2, 1), setup) is None
+
+
+def test_the_digest_of_the_project_is_that_of_its_files(tmp_path, monkeypatch):
+    (tmp_path / "models").mkdir()
+    for name, content in (("train.py", "1\n"), ("models/toy.py", "relu\n"), ("models/notes.txt", "x")):
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr(identity, "_ROOT", tmp_path)
+    before = identity._project_digest()
+    (tmp_path / "models/notes.txt").write_text("y")
+    assert identity._project_digest() == before
+    (tmp_path / "models/toy.py").write_text("tanh\n")
+    assert identity._project_digest() != before
+
+
+class Splits:
+    """A data set of whole numbers."""
+
+    vocab_size = seq_len = valid = test = None
+
+    def __init__(self, numbers):
+        self.train = InMemory(numbers, numbers)
+
+
+def test_the_digest_of_data_is_that_of_its_samples():
+    numbers = torch.arange(1000)
+    assert data_digest(Splits(numbers)) == data_digest(Splits(numbers.clone()))
+    longer, other_end = torch.arange(1001), numbers.clone()
+    other_end[-1] = 0
+    assert len({data_digest(Splits(n)) for n in (numbers, longer, other_end, numbers + 1)}) == 4
+
+
+def test_the_last_bits_of_computed_numbers_do_not_count():
+    numbers = torch.from_numpy(np.random.default_rng(0).normal(size=(50, 7)))
+    assert data_digest(Splits(numbers)) == data_digest(Splits(numbers * (1 + 1e-7)))
+    assert data_digest(Splits(numbers)) != data_digest(Splits(numbers * 1.1))
+
+
+@pytest.mark.parametrize(
+    "other, said",
+    [
+        ("seed=7", "seed 1337 -> 7"),
+        ("train.global_batch_size=50", "train.global_batch_size 64 -> 50"),
+        ("data.samples=190", "data.samples 200 -> 190"),
+        ("scheduler=step", "scheduler._target_ "),
+    ],
+)
+def test_a_run_that_is_resumed_with_other_settings_says_so_with_both_values(tmp_path, capsys, other, said):
+    run(tmp_path, *FEW)
+    capsys.readouterr()
+    run(tmp_path, *FEW, "train.resume=auto", "train.steps=3", other)
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert "this run goes on with other settings than it had before" in warning and said in warning
+
+
+def test_a_run_that_is_resumed_as_it_was_says_nothing(tmp_path, capsys):
+    run(tmp_path, *FEW)
+    run(tmp_path, *FEW, "train.resume=auto", "train.steps=3")
+    assert "other settings" not in capsys.readouterr().err
+
+
+def test_another_text_under_the_same_name_is_seen_and_the_same_text_elsewhere_is_not_mentioned():
+    before = {"data.root": "a", "data.cache_dir": "x", "samples": "0001"}
+    assert changes(before, {**before, "data.root": "b", "data.cache_dir": "y"}) is None
+    assert changes(before, {**before, "samples": "0002"}).endswith("digest of the data 0001 -> 0002")
+    assert changes(before, {**before, "data.root": "b", "samples": "0002"}).endswith("before: data.root a -> b")

@@ -1,0 +1,159 @@
+"""What the ranks of a run, and its attempts one after the other, must have in common to be one run."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.errors import DataError, LaunchError
+from data.batch import Batch
+from data.dataset import DataSet, Source
+from parallel.mesh import Mesh
+from training.config import to_dict
+from training.reporting import mask_secrets
+from training.reporting.environment import git_state
+from training.setup import Setup
+
+_ROOT = Path(__file__).resolve().parents[1]
+_PACKAGES = ("common", "conf", "data", "launchers", "models", "parallel", "training", "hydra_plugins")
+_SAMPLES = 8  # of each split
+_DIGITS = 12
+_SAMPLES_KEY = "samples"
+# Where the data are and how they are read does not change them.
+_NOT_CONTENT = {"data.root", "data.cache_dir", "data.num_workers"}
+
+
+# -- between ranks ---------------------------------------------------------------------------------------------------
+
+
+def check_ranks(mesh: Mesh, setup: Setup) -> str | None:
+    """Compares code, versions and data of all ranks. All ranks call it together.
+
+    Args:
+        mesh: The ranks, connected.
+        setup: What this rank has prepared.
+
+    Returns:
+        A warning about what differs, where ``launcher.allow_mixed`` is set; None where nothing does.
+
+    Raises:
+        LaunchError: On every rank: something differs. The message names the ranks and both values.
+    """
+    answers = mesh.gather({"node": socket.gethostname(), **describe_rank(setup.data)})
+    problems = []
+    for name in answers[0]:
+        ranks: dict[str, list[int]] = {}
+        for rank, answer in enumerate(answers):
+            if answer[name] is not None:
+                ranks.setdefault(answer[name], []).append(rank)
+        if name != "node" and len(ranks) > 1:
+            problems.append(f"{name}: {_who_has_what(ranks, [answer['node'] for answer in answers])}")
+    if not problems:
+        return None
+    differs = f"the ranks do not run the same: {'; '.join(problems)}"
+    if setup.cfg.launcher.get("allow_mixed", False):
+        return f"{differs} (launcher.allow_mixed=true)"
+    raise LaunchError(
+        f"{differs}. Give every machine the same working copy, packages and data; launcher.allow_mixed=true makes this "
+        "a warning"
+    )
+
+
+def describe_rank(data: DataSet) -> dict[str, str | None]:
+    """Returns what all ranks must have in common, in words and digests, by what it is; None for what is not known."""
+    commit, _ = git_state()  # what was changed since then is in the files' digest
+    return {
+        "commit": commit and commit[:_DIGITS],
+        "project files": _project_digest(),
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "data": data_digest(data),
+    }
+
+
+def _who_has_what(ranks: dict[str, list[int]], nodes: list[str]) -> str:
+    groups = []
+    for value, having in ranks.items():
+        machines = ", ".join(dict.fromkeys(nodes[rank] for rank in having))
+        groups.append(f"{value} on rank{'s' * (len(having) > 1)} {', '.join(map(str, having))} ({machines})")
+    return ", ".join(groups)
+
+
+def _project_digest() -> str:
+    digest = hashlib.sha256()
+    files = [path for package in _PACKAGES for path in (_ROOT / package).rglob("*") if path.suffix in (".py", ".yaml")]
+    for path in sorted([_ROOT / "train.py", *files]):
+        digest.update(f"{path.relative_to(_ROOT)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:_DIGITS]
+
+
+def data_digest(data: DataSet) -> str:
+    """Returns a digest of the data: the number of samples in each split, and some samples, the last one included."""
+    digest = hashlib.sha256(f"{data.vocab_size} {data.seq_len}".encode())
+    for source in (data.train, data.valid, data.test):
+        digest.update(f"|{0 if source is None else len(source)}".encode())
+        with suppress(DataError):  # a sample that cannot be read is an error when its turn comes
+            for tensor in _some_samples(source):
+                digest.update(_content(tensor))
+    return digest.hexdigest()[:_DIGITS]
+
+
+def _some_samples(source: Source | None) -> list[Tensor]:
+    if source is None or len(source) == 0:
+        return []
+    indices = np.unique(np.linspace(0, len(source) - 1, _SAMPLES).astype(np.int64))
+    # One by one: of variable length, each is then as long as itself, not as the longest.
+    batches = [Batch(*source.read(np.array([index]), 0)) for index in indices]
+    return [tensor for batch in batches for tensor in (*batch.input_tensors, batch.targets)]
+
+
+def _content(tensor: Tensor) -> bytes:
+    """Returns what a tensor holds; of floating-point numbers, whose last bits differ by processor, the first digits."""
+    if not tensor.is_floating_point():
+        return tensor.numpy().tobytes()
+    numbers = tensor.double()
+    return f"{tuple(tensor.shape)} {numbers.mean():.3g} {numbers.square().mean():.3g}".encode()
+
+
+# -- between attempts ------------------------------------------------------------------------------------------------
+
+
+def recipe(setup: Setup) -> dict[str, Any]:
+    """Returns what a resumed run should have in common with the one before, by the names that users type."""
+    cfg = setup.cfg
+    tree = {"seed": cfg.seed, "train": {"global_batch_size": cfg.train.global_batch_size}}
+    tree |= {"data": to_dict(cfg.data), "scheduler": to_dict(cfg.scheduler)}
+    return {**_flat(mask_secrets(tree)), _SAMPLES_KEY: data_digest(setup.data)}
+
+
+def changes(before: Any, now: dict[str, Any]) -> str | None:
+    """Returns which settings differ between two recipes, with both values; None where none does or one is not known."""
+    if not isinstance(before, dict):
+        return None
+    same_samples = before.get(_SAMPLES_KEY) == now.get(_SAMPLES_KEY)
+    names = [
+        name
+        for name in dict.fromkeys([*before, *now])
+        if before.get(name) != now.get(name) and not (name in _NOT_CONTENT and (same_samples or name != "data.root"))
+    ]
+    if len(names) > 1 and _SAMPLES_KEY in names:
+        names.remove(_SAMPLES_KEY)  # they differ because of another setting
+    if not names:
+        return None
+    listed = (f"{'digest of the data' if n == _SAMPLES_KEY else n} {before.get(n)} -> {now.get(n)}" for n in names)
+    return f"this run goes on with other settings than it had before: {', '.join(listed)}"
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    parts = (_flat(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in tree.items())
+    return {name: value for part in parts for name, value in part.items()}
