@@ -34,14 +34,18 @@ def explain(error: Exception) -> str | None:
         cause = cause.__cause__
     place = _first_line(error).partition(":")[0] + ": " if str(error).startswith("In '") else ""
     if isinstance(cause, (ConfigKeyError, AttributeError)) and isinstance(cause.parent_node, DictConfig):
-        section, name = _split(cause.full_key)
-        keys = [str(key) for key in cause.parent_node]
-        return f"{place}there is no key {cause.full_key}{_nearest(f'{section}{{}}', name, keys)}"
+        return place + unknown_key(cause.full_key, [str(key) for key in cause.parent_node])
     if isinstance(cause, MissingMandatoryValue):
         return f"{place}{cause.full_key} has no default: set it"
     if isinstance(cause, ValidationError):
         return f"{place}{cause.full_key}: {_first_line(cause)}"
     return " ".join(str(error if cause is None else cause).split())
+
+
+def unknown_key(key: str, known: Sequence[str]) -> str:
+    """The message about a key, such as "parallel.chnks", whose section has the keys ``known``."""
+    section, name = _split(key)
+    return f"there is no key {key}{_nearest(f'{section}{{}}', name, known)}"
 
 
 def _nearest(form: str, name: str, known: Sequence[str]) -> str:

@@ -17,6 +17,9 @@ PACKAGES = ("models", "data", "parallel", "training", "torch.nn", "torch.optim")
 # A model may be built by a function: it only computes. Functions elsewhere also write files and start processes.
 FUNCTIONS_OF = ("models",)
 
+# The sections that say what is trained. The others say where.
+KEPT = ("seed", "model", "data", "optim", "scheduler", "train")
+
 
 def to_dict(cfg: Any) -> dict:
     """A dict of dicts, lists, numbers and strings, with interpolations resolved and enum members by name.
@@ -36,6 +39,22 @@ def to_config(tree: dict) -> Any:
     from omegaconf import OmegaConf
 
     return OmegaConf.create(tree)
+
+
+def kept(cfg: Any) -> dict[str, Any]:
+    """What a checkpoint keeps of a configuration: plain data, without secrets and without where to resume."""
+    from training.reporting import jsonable, mask_secrets
+
+    tree = jsonable({name: to_dict(cfg)[name] for name in KEPT})
+    tree["train"].pop("resume")
+    return _public(tree, mask_secrets(tree))
+
+
+def _public(value: Any, masked: Any) -> Any:
+    """``value`` without the keys whose values were masked."""
+    if not isinstance(value, dict):
+        return value
+    return {k: _public(v, masked[k]) for k, v in value.items() if isinstance(v, dict) or v == masked[k]}
 
 
 def environment(cfg: Any) -> dict[str, str]:
@@ -158,6 +177,19 @@ def quote_values(arguments: Sequence[str]) -> list[str]:
     ``{"<a>": "start of an entity"}``: Hydra's own mappings cannot have such keys.
     """
     return [_quote_value(argument) for argument in arguments]
+
+
+def complete(arguments: Sequence[str]) -> list[str]:
+    """Command-line arguments with the configuration of the checkpoint that they name, if they name one.
+
+    Raises:
+        UserError: See ``training.checkpoint.configuration.with_checkpoint``.
+    """
+    if not any(re.match(r"\+*(checkpoint|train\.resume)=", argument) for argument in arguments):
+        return list(arguments)
+    from training.checkpoint.configuration import with_checkpoint  # only now: it imports torch
+
+    return with_checkpoint(arguments)
 
 
 def _quote_value(argument: str) -> str:
