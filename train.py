@@ -14,8 +14,8 @@ from typing import Any
 
 from conf import help_page
 from launchers import World
-from training.app import clear_errors, execute, follow
-from training.config import quote_values
+from training.app import clear_errors, execute, follow, show_configuration
+from training.config import complete, quote_values
 from training.reporting.directory_lock import locked_directories
 
 
@@ -33,11 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             if world is not None and world.rank > 0:
                 follow(world, arguments)
             elif {"-h", "--help"} & set(arguments):
-                print(help_page(), end="")
+                print(help_page(), end="", flush=True)
             else:
                 from conf.composition import compose_and_run
 
-                compose_and_run(run, quote_values(arguments))
+                compose_and_run(run, complete(quote_values(arguments)))
     except SystemExit as leaving:  # Hydra leaves this way after --cfg, and its callbacks when they refuse
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     return 0
@@ -45,7 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(cfg: Any, hydra_section: Any) -> None:
     """Run what Hydra has composed: one run, or one job of a sweep."""
+    from conf.composition import check_keys
+
     with clear_errors():  # here too: Hydra adds a line of its own to what a task raises
+        show_configuration(check_keys(cfg), hydra_section)
         if hydra_section.mode.name == "MULTIRUN":
             from training.sweep.job import run_job
 

@@ -6,8 +6,11 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from typing import TextIO
 
 from common.errors import UserError
+
+_STYLES = {"bold": "1", "red": "1;31"}
 
 
 def usable_cores() -> int:
@@ -96,3 +99,25 @@ def _set(variables: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def terminal_width(stream: TextIO) -> int:
+    """Returns the columns of the terminal that a stream leads to, 80 where it does not say; 0 where it leads elsewhere.
+
+    A terminal may have no columns either: that of a program that only pretends to be one.
+    """
+    try:
+        if not stream.isatty():
+            return 0
+    except (AttributeError, ValueError):
+        return 0
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (AttributeError, OSError, ValueError):
+        return 80
+
+
+def styled(text: str, style: str, stream: TextIO) -> str:
+    """Returns a text in "bold" or "red" where a stream shows that: on a terminal, unless NO_COLOR is set."""
+    plain = not terminal_width(stream) or os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
+    return text if plain else f"\033[{_STYLES[style]}m{text}\033[0m"

@@ -53,9 +53,7 @@ def explain(error: Exception) -> str | None:
         cause = cause.__cause__
     place = _first_line(error).partition(":")[0] + ": " if str(error).startswith("In '") else ""
     if isinstance(cause, (ConfigKeyError, AttributeError)) and isinstance(cause.parent_node, DictConfig):
-        section, name = _split(cause.full_key)
-        keys = [str(key) for key in cause.parent_node]
-        return f"{place}there is no key {cause.full_key}{_nearest(f'{section}{{}}', name, keys)}"
+        return place + unknown_key(cause.full_key, [str(key) for key in cause.parent_node])
     if isinstance(cause, MissingMandatoryValue):
         return f"{place}{cause.full_key} has no default: set it"
     if isinstance(cause, ReadonlyConfigError):
@@ -74,6 +72,12 @@ def _where(error: BaseException) -> tuple[list[str], str | None]:
         if modules[-1].startswith("hydra._internal."):
             file = frame.f_locals.get("config_path") or frame.f_locals.get("path") or file
     return modules, None if file is None else f"{file}.yaml"
+
+
+def unknown_key(key: str, known: Sequence[str]) -> str:
+    """The message about a key, such as "parallel.chnks", whose section has the keys ``known``."""
+    section, name = _split(key)
+    return f"there is no key {key}{_nearest(f'{section}{{}}', name, known)}"
 
 
 def _nearest(form: str, name: str, known: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
 from conf import FOLDER, options, trust
 from conf.signatures import Parameter, parameters
@@ -81,13 +82,14 @@ class Train:
 
 @dataclass
 class Sample:
-    """For mode=sample."""
+    """For mode=sample, and for the text that a trained language model shows at its run's end."""
 
     prompt: str = ""  # the text to continue; may be empty for GPT-2
     prompts: list[str] | None = None  # several texts to continue at once, in place of prompt: ["def main", "class A"]
     tokens: int = 100  # number of tokens to draw for each prompt
     temperature: float = 1.0  # logits are divided by it; 0: the likeliest token, always
     top_k: int | None = None  # draw among this many of the likeliest tokens; null: all
+    at_end: int = 40  # tokens to draw at a training run's end; 0: none
     top_p: float = 1.0  # draw among the likeliest tokens whose probabilities add up to this much; 1: all
     seed: int | None = None  # of the draws; null: the run's seed
     cache: bool = True  # keep keys and values from token to token; false computes the whole text for each, to compare
@@ -118,8 +120,9 @@ class Root:
     device: Device = Device.auto
     mode: Mode = Mode.train
     checkpoint: str | None = None  # for mode=eval, export and sample: a checkpoint or a run directory
-    export_to: str = "export"  # for mode=export: a folder in the run directory
+    export_to: str = "export"  # for mode=export: a new folder; a relative path is in the run directory
     export: Export = field(default_factory=Export)
+    print_config: bool = False  # print the whole configuration at the start, not only what differs from the defaults
     sample: Sample = field(default_factory=Sample)
     train: Train = field(default_factory=Train)
     model: Any = None
@@ -238,6 +241,7 @@ def own_keys(group: str) -> set[str]:
 @cache  # once per process
 def register() -> None:
     """Put all schemas into Hydra's ConfigStore, as ``schema/...``, from where conf/ pulls them in."""
+    OmegaConf.register_new_resolver("by", _by, replace=True)
     store = ConfigStore.instance()
     trust.register()
     store.store(group="schema", name="root", node=Root)
@@ -246,18 +250,24 @@ def register() -> None:
         store.store(group="schema/launcher", name=name, node=node)
     for group in TARGET_GROUPS:
         for option in options(group):
-            schema = _schema(group, option)
+            named = _TARGET.search((FOLDER / group / f"{option}.yaml").read_text(encoding="utf-8"))
+            schema = schema_of(group, option, named[1] if named else None)
             if schema is not None:
                 store.store(group=f"schema/{group}", name=option, node=schema)
 
 
-def _schema(group: str, option: str) -> type | None:
+def _by(key: Any, *choices: Any) -> Any:
+    """``${by:${model.size},tiny,3e-3,124M,6e-4,1e-3}``: the value that follows the key; the last one for any other."""
+    pairs = dict(zip(choices[0:-1:2], choices[1::2], strict=True))
+    return pairs.get(getattr(key, "name", key), choices[-1])
+
+
+def schema_of(group: str, option: str, target: str | None) -> type | None:
     """A dataclass of the parameters of an option's target; None where there is no telling them."""
-    named = _TARGET.search((FOLDER / group / f"{option}.yaml").read_text(encoding="utf-8"))
-    known = parameters(named[1]) if named else None
+    known = parameters(target) if target else None
     if known is None:
         return None
-    fields: dict[str, tuple[Any, Any]] = {"_target_": (str, named[1])}
+    fields: dict[str, tuple[Any, Any]] = {"_target_": (str, target)}
     if group == "model":
         language = any(parameter.name == "vocab_size" for parameter in known)
         fields |= {"name": (str, option), **_MODEL_KEYS, **(_LANGUAGE_MODEL_KEYS if language else {})}

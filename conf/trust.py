@@ -127,3 +127,12 @@ def check_job(cfg: Any, hydra: Any) -> None:
             f"launcher.setup={list(cfg.launcher.setup)} are shell lines, and may come from {', '.join(others)}: type "
             "them on the command line if you mean them"
         )
+
+
+def literal(node: Any) -> Any:
+    """Return a copy of plain data in which OmegaConf takes no text for an interpolation."""
+    if isinstance(node, dict):
+        return {key: literal(item) for key, item in node.items()}
+    if isinstance(node, list):
+        return [literal(item) for item in node]
+    return re.sub(r"(\\*)\$\{", r"\1\1\${", node) if isinstance(node, str) else node

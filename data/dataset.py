@@ -91,6 +91,8 @@ class DataSet(ABC):
         vocab_size: The number of distinct tokens. None for data that is not language, and before prepare() where the
             text decides (words).
         seq_len: Tokens per sample. None for data that is not language.
+        unigram_entropy: The loss, in nats, that counting the training tokens reaches: a model that has learned more is
+            below it. After prepare(); None for data that is not text.
         num_workers: Processes that read ahead (see data.loader.train_loader).
         changing_shapes: Whether training batches differ in shape from step to step (see data.buckets).
     """
@@ -98,6 +100,7 @@ class DataSet(ABC):
     vocabulary: GPT2Vocabulary | WordVocabulary | None = None
     vocab_size: int | None = None
     seq_len: int | None = None
+    unigram_entropy: float | None = None
     changing_shapes: bool = False
     train: Source
     valid: Source | None

@@ -11,7 +11,7 @@ from typing import Literal
 from common.errors import DataError
 from data.dataset import DataSet
 from data.documents import Document
-from data.token_windows import ColumnWindows, TokenWindows, cached_tokens, count_tokens
+from data.token_windows import ColumnWindows, TokenWindows, cached_tokens, count_tokens, unigram_entropy
 from data.vocabulary import ExtraTokens, GPT2Vocabulary
 from data.words import WordVocabulary
 
@@ -96,6 +96,11 @@ class LanguageData(DataSet):
     def vocab_size(self) -> int | None:
         """The number of distinct tokens."""
         return self.vocabulary.size
+
+    @property
+    def unigram_entropy(self) -> float:
+        """See DataSet."""
+        return unigram_entropy(self.train.tokens)
 
     @abstractmethod
     def documents(self) -> Mapping[str, Sequence[Document]]:

@@ -154,8 +154,12 @@ def train_loader(
 class EvalBatches:
     """All samples of a source once, in order, in batches of equal size, as one replica sees them.
 
-    The last global batch is padded with sample 0 at weight 0, so that every replica gets equally many batches of equal
-    size, whatever the number of samples. Every batch has weights. The length is the number of batches.
+    With a limit they are as many whole batches, of samples that are spread evenly over the source: always the same
+    ones. The last global batch is padded with sample 0 at weight 0, so that every replica gets equally many batches of
+    equal size, whatever the number of samples. Every batch has weights. The length is the number of batches.
+
+    Attributes:
+        whole: The number of batches without a limit.
     """
 
     def __init__(
@@ -186,18 +190,22 @@ class EvalBatches:
         self.source = source
         self.global_batch_size = global_batch_size
         self.dp_rank, self.dp_size = dp_rank, dp_size
-        whole = -(-len(source) // global_batch_size)
-        self._length = whole if limit is None else min(whole, limit)
+        self.whole = -(-len(source) // global_batch_size)
+        self._samples = len(source)
+        if limit is not None and limit < self.whole:
+            self._samples = limit * global_batch_size
 
     def __len__(self) -> int:
-        return self._length
+        return -(-self._samples // self.global_batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
         mine = _slice(self.global_batch_size, self.dp_rank, self.dp_size)
         for batch in range(len(self)):
             positions = batch * self.global_batch_size + mine
-            real = positions < len(self.source)
-            inputs, targets = self.source.read(np.where(real, positions, 0), epoch=0)
+            real = positions < self._samples
+            # Each sample stands for an equal part of the source, and is the one in its middle.
+            spread = (2 * positions + 1) * len(self.source) // (2 * self._samples)
+            inputs, targets = self.source.read(np.where(real, spread, 0), epoch=0)
             yield Batch(inputs, targets, torch.from_numpy(real.astype(np.float32)))
 
 

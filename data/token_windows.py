@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SIZES = "tokens.json"
+_MOST_COUNTED = 1 << 24
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -109,6 +110,17 @@ class TokenFile:
 def count_tokens(path: Path) -> int:
     """Returns the number of tokens in a file that cached_tokens wrote."""
     return path.stat().st_size // np.dtype(path.suffix[1:]).itemsize
+
+
+def unigram_entropy(tokens: np.ndarray) -> float:
+    """Returns the entropy of single tokens, in nats: the loss of a model that knows how often each occurs and no more.
+
+    Args:
+        tokens: One-dimensional. Of more than 2^24 only that many are counted.
+    """
+    counts = np.bincount(tokens[:_MOST_COUNTED])
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
 
 
 class TokenWindows(Source):

@@ -29,6 +29,7 @@ class JobSweeper(BasicSweeper):
         Raises:
             KeyboardInterrupt: If the user ends the sweep.
         """
+        from conf.composition import check_keys
         from training.sweep.queue import batches, compose_all, open_folders
 
         logging.getLogger("hydra._internal.core_plugins.basic_launcher").addFilter(_mask)
@@ -36,7 +37,7 @@ class JobSweeper(BasicSweeper):
         overrides = OverridesParser.create(config_loader=loader).parse_overrides([*self._parse_config(), *arguments])
         (jobs,) = self.split_arguments(overrides, None)
         sweep_dir = Path(self.config.hydra.sweep.dir)
-        entries = compose_all(lambda job: loader.load_sweep_config(self.config, job), jobs, sweep_dir)
+        entries = compose_all(lambda job: check_keys(loader.load_sweep_config(self.config, job)), jobs, sweep_dir)
         todo = open_folders(entries, sweep_dir)
         OmegaConf.save(self.config, sweep_dir / "multirun.yaml")
         results = []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shlex
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import printable
-from common.machine import changed_environment
+from common.machine import changed_environment, styled
 from launchers import ForkServer, Interrupted, LaunchError, WorkerFailed, World, run_workers, stopping
 from launchers.loopback import check_interfaces
 from launchers.stopping import Stopped
@@ -35,10 +37,19 @@ def clear_errors() -> Iterator[None]:
 
     Raises:
         SystemExit: With code 1 after an error. With ``stopping.EXIT_CODE`` for a run that has stopped as it was told to
-            and can go on; with 128 + the signal's number where it was told twice.
+            and can go on; with 128 + the signal's number where it was told twice, and where standard output is a pipe
+            that nobody reads any more (``| head``).
     """
     try:
-        yield
+        try:
+            yield
+        finally:
+            sys.stdout.flush()  # or its reader's absence would show only when the interpreter ends
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still in the buffer
+        raise SystemExit(128 + signal.SIGPIPE) from None
     except Stopped as stopped:
         print(stopped, end="\n" if str(stopped) else "", file=sys.stderr)
         raise SystemExit(stopping.EXIT_CODE) from None
@@ -56,8 +67,32 @@ def clear_errors() -> Iterator[None]:
 
 
 def _fail(message: str, code: int = 1) -> None:
-    print(f"error: {printable(message)}", file=sys.stderr)
+    print(f"{styled('error:', 'red', sys.stderr)} {printable(message)}", file=sys.stderr)
     raise SystemExit(code)
+
+
+def _reader_is_gone() -> bool:
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def show_configuration(cfg: Any, hydra_section: Any) -> None:
+    """Print what a run that trains or evaluates differs in from the defaults; with print_config=true, all of it."""
+    if cfg.mode.name not in ("train", "eval"):
+        return
+    from conf.composition import differences
+    from training.reporting import mask_secrets
+    from training.reporting.console import describe_configuration
+
+    if cfg.print_config:
+        from omegaconf import OmegaConf
+
+        text = OmegaConf.to_yaml(OmegaConf.create(mask_secrets(to_dict(cfg)))).rstrip()
+    else:
+        choices, changes = differences(cfg, hydra_section.runtime.choices)
+        text = describe_configuration(choices, mask_secrets(changes))
+    print(text, end="\n\n", flush=True)
 
 
 def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False) -> None:
@@ -101,13 +136,6 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
             choose_chunks(cfg, run_dir, world, server)
         queued = world is None and cfg.launcher.name == "slurm"
         setup = prepare_here(cfg) if queued else prepare(cfg, *((world.size, world.nodes) if world else ()))
-        if cfg.mode != "plan":
-            from omegaconf import OmegaConf
-
-            from training.reporting import mask_secrets
-
-            # Not resolved: what was taken from the environment is shown as it was written.
-            print(OmegaConf.to_yaml(OmegaConf.create(mask_secrets(to_dict(cfg)))).rstrip(), end="\n\n")
         print(describe(setup), flush=True)
         if cfg.mode == "plan":
             _print_memory(setup)
@@ -131,6 +159,10 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
             else:
                 del setup  # the workers build their own
                 _start_workers(cfg, run_dir, processes, server)
+            if cfg.mode == "train" and not isolated:
+                from training.modes import closing_sample
+
+                print(closing_sample(cfg, run_dir), end="", flush=True)
         except Stopped as stopped:
             where = shlex.quote(f"hydra.run.dir={hydra_word(str(run_dir))}")
             resume = f"go on with the same command and train.resume=auto {where}"

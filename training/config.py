@@ -13,13 +13,16 @@ from typing import Any
 from common.errors import PlanError, TrainingError, UserError
 from common.files import read_regular
 from conf import environment as from_environment
-from conf.trust import check_variables
+from conf.trust import check_variables, literal
 
 # The packages whose public classes a configuration may build. A configuration may come from anywhere, and a target can
 # name any class. To use an optimizer of another installed package, add the package here, for example "lion_pytorch".
 PACKAGES = ("models", "data", "parallel", "training", "torch.nn", "torch.optim")
 # A model may be built by a function: it only computes. Functions elsewhere also write files and start processes.
 FUNCTIONS_OF = ("models",)
+
+# The sections that say what is trained. The others say where.
+KEPT = ("seed", "model", "data", "optim", "scheduler", "train")
 
 
 def to_dict(cfg: Any) -> dict:
@@ -49,16 +52,7 @@ def to_config(tree: dict) -> Any:
     if from_environment.KEY in tree:
         from_environment.note(tree[from_environment.KEY]["values"])
         from_environment.hide_on_console()
-    return OmegaConf.create(_literal(tree))
-
-
-def _literal(node: Any) -> Any:
-    """A copy in which OmegaConf takes no text for an interpolation."""
-    if isinstance(node, dict):
-        return {key: _literal(item) for key, item in node.items()}
-    if isinstance(node, list):
-        return [_literal(item) for item in node]
-    return re.sub(r"(\\*)\$\{", r"\1\1\${", node) if isinstance(node, str) else node
+    return OmegaConf.create(literal(tree))
 
 
 def read_yaml(path: Path) -> Any:
@@ -78,6 +72,22 @@ def read_yaml(path: Path) -> Any:
         return OmegaConf.create(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise TrainingError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def kept(cfg: Any) -> dict[str, Any]:
+    """What a checkpoint keeps of a configuration: plain data, without secrets and without where to resume."""
+    from training.reporting import jsonable, mask_secrets
+
+    tree = jsonable({name: to_dict(cfg)[name] for name in KEPT})
+    tree["train"].pop("resume")
+    return _public(tree, mask_secrets(tree))
+
+
+def _public(value: Any, masked: Any) -> Any:
+    """``value`` without the keys whose values were masked."""
+    if not isinstance(value, dict):
+        return value
+    return {k: _public(v, masked[k]) for k, v in value.items() if isinstance(v, dict) or v == masked[k]}
 
 
 def environment(cfg: Any) -> dict[str, str]:
@@ -202,6 +212,19 @@ def quote_values(arguments: Sequence[str]) -> list[str]:
     ``model.extra_tokens=...`` is JSON, ``{"<a>": "start of an entity"}``: Hydra's own mappings cannot have such keys.
     """
     return [_quote_value(argument) for argument in arguments]
+
+
+def complete(arguments: Sequence[str]) -> list[str]:
+    """Command-line arguments with the configuration of the checkpoint that they name, if they name one.
+
+    Raises:
+        UserError: See ``training.checkpoint.configuration.with_checkpoint``.
+    """
+    if not any(re.match(r"\+*(checkpoint|train\.resume)=", argument) for argument in arguments):
+        return list(arguments)
+    from training.checkpoint.configuration import with_checkpoint  # only now: it imports torch
+
+    return with_checkpoint(arguments)
 
 
 def _quote_value(argument: str) -> str:

@@ -65,6 +65,12 @@ class _StopVote:
         return stops > 0
 
 
+def extent(source: Source, global_batch_size: int, limit: int | None) -> str:
+    """Returns how much of a split an evaluation covers, such as "2 of 73 batches"; empty for the whole split."""
+    batches = EvalBatches(source, global_batch_size, limit=limit)
+    return "" if len(batches) == batches.whole else f"{len(batches)} of {batches.whole} batches"
+
+
 def record_of(result: dict[str, float], prefix: str, language: bool) -> dict[str, float]:
     """Returns an evaluation's result under its names in metrics.jsonl, such as val_loss and val_accuracy.
 

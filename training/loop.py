@@ -22,6 +22,7 @@ from training.evaluate import evaluate, record_of
 from training.identity import recipe
 from training.optimizer import Optimizer
 from training.reporting import jsonable
+from training.reporting.console import numbers
 from training.reporting.summary import Outcome
 from training.setup import Setup
 from training.skipping import Skipping, roll_back
@@ -209,7 +210,7 @@ class Loop:
         if result["loss"] < (math.inf if self.outcome.best_val_loss is None else self.outcome.best_val_loss):
             self.outcome.best_val_loss, self.outcome.best_step = result["loss"], self._updated
         self.record({"step": step, **record})
-        self.say(f"step {step}: " + "  ".join(f"{k} {v:.4g}" for k, v in record.items()))
+        self.say(f"step {step}: {numbers(record, self.setup.extent('val'))}")
         return True
 
     def _is_best(self) -> bool:

@@ -10,7 +10,8 @@ import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.errors import TrainingError
+from common.errors import TrainingError, UserError
+from common.files import expand_home
 from data.dataset import DataSet
 from data.vocabulary import GPT2Vocabulary
 from data.words import WordVocabulary, basic_english
@@ -24,9 +25,11 @@ from parallel.precision import autocast
 from parallel.strategy import Options, Strategy
 from training import checkpoint
 from training.checkpoint import read_manifest
+from training.checkpoint.configuration import check_fits, checkpoint_of
 from training.config import to_config, to_dict
 from training.export.write import check_export, write
-from training.setup import checkpoint_of, model_and_data
+from training.reporting.console import describe_sample
+from training.setup import model_and_data
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +83,7 @@ def restore(cfg: Any, device: str) -> Restored:
     read_manifest(path)  # before anything takes time
     share_cores(1, cfg.parallel.threads)
     chain, data = model_and_data(cfg)
+    check_fits(path, chain, cfg)
     parallel = to_config({**to_dict(cfg.parallel), **_SINGLE, "devices": None})
     plan = make_plan(parallel, chain, global_batch_size=1, device=device, precision=cfg.train.precision)
     strategy = build_strategy(plan, chain, plan.mesh(0), Options(seed=cfg.seed), sample=None)
@@ -87,7 +91,9 @@ def restore(cfg: Any, device: str) -> Restored:
 
 
 def export(cfg: Any, run_dir: Path) -> str:
-    """Write the checkpoint ``cfg.checkpoint`` to the folder ``cfg.export_to`` of ``run_dir``, as ``cfg.export`` says.
+    """Write the checkpoint ``cfg.checkpoint`` to the folder ``cfg.export_to``, as ``cfg.export`` says.
+
+    A relative folder is in ``run_dir``.
 
     The folder appears complete or not at all.
 
@@ -95,7 +101,7 @@ def export(cfg: Any, run_dir: Path) -> str:
         A sentence that says what was written.
 
     Raises:
-        TrainingError: For a folder that is outside of ``run_dir`` or exists, and as ``training.export.write`` does.
+        TrainingError: For a folder that exists, and as ``training.export.write`` does.
         CheckpointError: For a checkpoint that cannot be read, or a folder that cannot be written.
     """
     folder = _export_folder(run_dir, cfg.export_to)
@@ -106,10 +112,7 @@ def export(cfg: Any, run_dir: Path) -> str:
 
 
 def _export_folder(run_dir: Path, name: str) -> Path:
-    wanted = Path(name)
-    if wanted.is_absolute() or ".." in wanted.parts or not wanted.parts:
-        raise TrainingError(f"export_to={name} must be a folder in the run directory, such as export_to=export")
-    folder = Path(run_dir).absolute() / wanted
+    folder = Path(run_dir).absolute() / expand_home(name)
     if folder.exists():
         raise TrainingError(f"{folder} exists already; choose another export_to=")
     return folder
@@ -159,6 +162,26 @@ def sample(cfg: Any) -> str:
         )
     texts = [vocabulary.decode([*tokens, *more]) for tokens, more in zip(encoded, drawn, strict=True)]
     return _BETWEEN.join(texts)
+
+
+def closing_sample(cfg: Any, run_dir: Path) -> str:
+    """Draw ``sample.at_end`` tokens from the model that a run has trained, for the end of its console.
+
+    Returns:
+        The text, set off from the results; empty where the run has no checkpoint or its model writes no text.
+    """
+    wanted = "vocab_size" in cfg.model and cfg.sample.at_end > 0 and cfg.train.checkpoint_every is not None
+    if not wanted:
+        return ""
+    again = to_config({**to_dict(cfg), "mode": "sample", "checkpoint": str(run_dir)})
+    again.sample.tokens = cfg.sample.at_end
+    if cfg.data.get("vocabulary") == "words" and not cfg.sample.prompt:
+        again.sample.prompt = "the"  # words have no token that marks the beginning of a text
+    try:
+        return describe_sample(sample(again)) + "\n"
+    except UserError as error:  # the run itself has succeeded
+        logger.warning("no sample of the model's text: %s", error)
+        return ""
 
 
 def _check_sample(cfg: Any) -> None:

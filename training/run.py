@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import TrainingError
+from common.machine import styled
 from launchers import World, connect
 from launchers.stopping import Stopped
 from parallel.build import build_strategy
@@ -23,20 +25,22 @@ from parallel.precision import parameter_dtype
 from parallel.strategy import Options, Strategy
 from training import checkpoint
 from training.checkpoint import Checkpoints
+from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.init_from import start
 from training.checkpoint.resume import resume
-from training.config import environment, hydra_word, instantiate, read_yaml, to_dict
+from training.config import environment, hydra_word, instantiate, kept, read_yaml, to_dict
 from training.evaluate import evaluate, record_of
 from training.identity import changes, check_ranks
 from training.loop import Loop
 from training.optimizer import Optimizer
 from training.reporting import SUMMARY, mask_secrets
-from training.reporting.console import final_words
+from training.reporting.console import final_words, numbers
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
 from training.reporting.timeline_files import why_no_timeline, write_timeline
-from training.setup import Setup, checkpoint_of, prepare
+from training.setup import Setup, prepare
 
+_WHERE = ("device", "parallel", "launcher", "logger")  # sections that a checkpoint does not keep
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "mps": "gloo"}
 
 
@@ -72,7 +76,7 @@ def run(
         if cfg.mode == "eval":
             return evaluate_checkpoint(setup, strategy, run_dir)
         checkpoints = Checkpoints(
-            run_dir / "checkpoints", cfg.train.keep_checkpoints, strategy.mesh, cfg.parallel.timeout_s
+            run_dir / "checkpoints", cfg.train.keep_checkpoints, strategy.mesh, cfg.parallel.timeout_s, kept(cfg)
         )
         optimizer = Optimizer(to_dict(cfg.optim), strategy)
         resumed = resume(cfg.train.resume, checkpoints, strategy, optimizer)
@@ -118,7 +122,7 @@ def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict
             if source is not None:
                 results[split] = _evaluate_split(setup, strategy, split)
                 recorder.record({"step": step, **results[split]})
-                recorder.say("  ".join(f"{name} {value:.6g}" for name, value in results[split].items()))
+                recorder.say(numbers(results[split], setup.extent(split)))
         outcome = Outcome(steps=step, best_val_loss=results["val"].get("val_loss"))
         summary = _summary(setup, strategy, outcome, results["test"], gather_results(strategy, outcome))
     finally:
@@ -270,16 +274,20 @@ def _report(setup: Setup, run_dir: Path, outcome: Outcome, summary: dict, ranks:
     if setup.cfg.train.trace and why_no_timeline(setup.plan) is None:
         intervals = [rank.intervals for rank in ranks]
         write_timeline(run_dir, setup.plan, setup.cfg.model.name, intervals, outcome.steps)
-    link = hydra_word(str(outcome.checkpoint.parent / "latest")) if outcome.checkpoint is not None else None
-    print(final_words(summary, run_dir, _overrides(run_dir), link), flush=True)
+    link = hydra_word(str(outcome.checkpoint.parents[1])) if outcome.checkpoint is not None else None
+    extents = {"best_val_loss": setup.extent("val"), "test_loss": setup.extent("test")}
+    epochs = setup.cfg.train.epochs is not None
+    headline, *rest = final_words(summary, run_dir, _where(run_dir), link, extents, epochs).split("\n")
+    print("\n".join([styled(headline, "bold", sys.stdout), *rest]), flush=True)
 
 
-def _overrides(run_dir: Path) -> list[str]:
-    """Returns what the user typed, as Hydra wrote it into the run directory."""
+def _where(run_dir: Path) -> list[str]:
+    """Returns what the user typed of where to run, as Hydra wrote it into the run directory."""
     from omegaconf import OmegaConf
 
     try:
         # Not resolved: a value may refer to a secret of the environment.
-        return OmegaConf.to_container(read_yaml(run_dir / ".hydra" / "overrides.yaml"), resolve=False)
+        typed = OmegaConf.to_container(read_yaml(run_dir / ".hydra" / "overrides.yaml"), resolve=False)
     except TrainingError:
         return []  # they are but a hint
+    return [word for word in typed if re.split(r"[.=]", word.lstrip("+~"))[0] in _WHERE]

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from common.errors import TrainingError
-from common.files import expand_home
 from conf.schema import own_keys
 from data.batch import Batch
 from data.dataset import DataSet
@@ -22,9 +21,11 @@ from parallel.memory import tensors_per_parameter
 from parallel.plan import Plan, make_plan
 from parallel.strategies import names_where
 from training.checkpoint import read_manifest
+from training.checkpoint.configuration import check_fits, checkpoint_of
 from training.checkpoint.init_from import check_start
 from training.checkpoint.new_tokens import grown
 from training.config import environment, instantiate, to_dict
+from training.evaluate import extent
 from training.limits import check_sample
 from training.optimizer import check_optimizer
 
@@ -59,6 +60,11 @@ class Setup:
         indices = np.zeros(self.plan.microbatch_size, dtype=np.int64)
         return Batch(*self.data.train.read(indices, 0))
 
+    def extent(self, split: str) -> str:
+        """How much an evaluation covers of the split "val" or "test"; empty for all of it, or without one."""
+        source = self.data.valid if split == "val" else self.data.test
+        return "" if source is None else extent(source, self.plan.global_batch_size, self.cfg.train.eval_batches)
+
     @property
     def tokens_per_sample(self) -> int | None:
         """Tokens of one sample; None for data that is not language."""
@@ -79,14 +85,15 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1) -> Setup:
     train = cfg.train
     check_train(cfg)
     environment(cfg)
-    if cfg.mode == "eval":
-        read_manifest(checkpoint_of(cfg))
-    if train.resume not in (None, "auto"):
-        read_manifest(Path(train.resume))
+    saved = checkpoint_of(cfg) if cfg.mode == "eval" else None if train.resume in (None, "auto") else Path(train.resume)
+    if saved is not None:
+        read_manifest(saved)
     check_optimizer(to_dict(cfg.optim))
     instantiate(cfg.scheduler)
     chain, data = model_and_data(cfg)
-    if cfg.mode != "eval" and train.resume is None:
+    if saved is not None:
+        check_fits(saved, chain, cfg)
+    elif train.resume is None:
         check_start(cfg.model, chain)
     plan = _plan(cfg, chain, world_size, nodes)
     if data.changing_shapes and plan.pipelined:
@@ -127,8 +134,20 @@ def describe(setup: Setup) -> str:
     """The plan of a run, for its console."""
     from training.reporting.console import describe_plan
 
-    described = (setup.cfg.model.name, setup.data.description, setup.tokens_per_sample, setup.shares)
-    return describe_plan(setup.plan, *described)
+    data = "\n      ".join([setup.data.description, *_remarks(setup)])
+    return describe_plan(setup.plan, setup.cfg.model.name, data, setup.tokens_per_sample, setup.shares)
+
+
+def _remarks(setup: Setup) -> list[str]:
+    """What a reader of the losses should know: how low they have to be, and what the evaluations cover."""
+    remarks, data, train = [], setup.data, setup.cfg.train
+    if data.unigram_entropy is not None:
+        remarks.append(f"unigram entropy {data.unigram_entropy:.3f} nats: the loss that counting its tokens reaches")
+    if train.eval_every is not None or setup.cfg.mode == "eval":
+        parts = [f"{split} {part}" for split in ("val", "test") if (part := setup.extent(split))]
+        if parts:
+            remarks.append(f"evaluations: {', '.join(parts)}, spread evenly (train.eval_batches)")
+    return remarks
 
 
 def _plan(cfg: Any, chain: Chain, world_size: int | None, nodes: int) -> Plan:
@@ -181,20 +200,6 @@ def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
     return chain
 
 
-def checkpoint_of(cfg: Any) -> Path:
-    """What ``checkpoint`` names: a checkpoint, or a run directory, whose newest one is meant.
-
-    Raises:
-        TrainingError: Where nothing is named. Whether it exists and is complete is checked by those who read it.
-    """
-    if cfg.checkpoint is None:
-        raise TrainingError(
-            f"mode={cfg.mode} needs checkpoint=PATH: a run directory, or one of its checkpoints, such as "
-            "RUN_DIR/checkpoints/latest"
-        )
-    return expand_home(cfg.checkpoint)
-
-
 def total_steps(steps: int | None, epochs: float | None, per_epoch: int) -> int:
     """The number of optimizer steps of a run: what ``steps`` and ``epochs`` (None: no limit) allow, the smaller one."""
     by_epochs = math.ceil(epochs * per_epoch) if epochs is not None else math.inf
@@ -204,6 +209,11 @@ def total_steps(steps: int | None, epochs: float | None, per_epoch: int) -> int:
 def check_train(cfg: Any) -> None:
     """Check the rules of the section ``train``, and of restarts. Raises TrainingError."""
     train = cfg.train
+    if cfg.mode == "train" and cfg.checkpoint is not None:
+        raise TrainingError(
+            f"checkpoint={cfg.checkpoint} is for mode=eval, export and sample; to go on with its training: "
+            f"train.resume={cfg.checkpoint}, to start from its weights: mode=export, then model.init_from="
+        )
     restarts = cfg.launcher.get("max_restarts", 0)
     if restarts < 0:
         raise TrainingError(f"launcher.max_restarts={restarts} must be at least 0")

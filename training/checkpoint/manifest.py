@@ -104,7 +104,9 @@ def checkpoint_folder(path: Path) -> Path:
 # -- content ---------------------------------------------------------------------------------------------------------
 
 
-def make_manifest(strategy: Strategy, optimizer: Optimizer, step: int, progress: dict) -> dict[str, Any]:
+def make_manifest(
+    strategy: Strategy, optimizer: Optimizer, step: int, progress: dict, config: dict | None
+) -> dict[str, Any]:
     """Returns a manifest without its ``files``, which the writers of the stages add.
 
     Args:
@@ -112,6 +114,7 @@ def make_manifest(strategy: Strategy, optimizer: Optimizer, step: int, progress:
         optimizer: Its optimizer.
         step: The step that was done last.
         progress: What the training loop needs to continue, as plain values.
+        config: The run's configuration (see ``training.config.kept``).
     """
     plan = strategy.plan
     return {
@@ -131,6 +134,7 @@ def make_manifest(strategy: Strategy, optimizer: Optimizer, step: int, progress:
         "tied": dict(strategy.chain.tied),
         "loss_scale": strategy.loss_scale.state_dict(),
         "progress": progress,
+        "config": config,
     }
 
 

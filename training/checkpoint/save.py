@@ -31,7 +31,7 @@ class Checkpoints:
         folder: The ``checkpoints`` folder.
     """
 
-    def __init__(self, folder: Path, keep: int, mesh: Mesh, timeout_s: float) -> None:
+    def __init__(self, folder: Path, keep: int, mesh: Mesh, timeout_s: float, config: dict | None = None) -> None:
         """Removes the drafts of killed runs.
 
         Args:
@@ -39,8 +39,10 @@ class Checkpoints:
             keep: How many of the newest checkpoints are kept.
             mesh: The ranks.
             timeout_s: The longest wait, in seconds, for a rank that writes nothing any more.
+            config: The run's configuration, which each checkpoint keeps.
         """
         self.folder, self._keep, self._mesh, self._timeout_s = Path(folder), keep, mesh, timeout_s
+        self._config = config
         token = None
         if mesh.rank == 0:
             for draft in drafts(self.folder):
@@ -79,7 +81,7 @@ class Checkpoints:
         """
         self.wait_pending()
         final = self.folder / step_name(step)
-        manifest = make_manifest(strategy, optimizer, step, progress or {})
+        manifest = make_manifest(strategy, optimizer, step, progress or {}, self._config)
         if step == self._saved_step:
             self._amend(final, manifest)
             return final

@@ -1,9 +1,11 @@
-"""What a user reads on the console: the plan at the start and the result at the end."""
+"""What a user reads on the console: the configuration and the plan at the start, and the result at the end."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill, indent
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # both import torch
@@ -11,11 +13,57 @@ if TYPE_CHECKING:  # both import torch
     from parallel.plan import Plan
 
 _RESULTS = {
-    "best_val_loss": "best validation loss {:.3f}",
-    "test_loss": "test loss {:.3f}",
-    "test_accuracy": "test accuracy {:.2%}",
-    "test_perplexity": "test perplexity {:.1f}",
+    "best_val_loss": "best validation loss",
+    "test_loss": "test loss",
+    "test_accuracy": "test accuracy",
+    "test_perplexity": "test perplexity",
 }
+_WIDTH = 120
+# A bubble this much larger than the ideal, as a fraction and as a factor, comes from stages that take unequal times.
+_FAR_ABOVE, _TIMES_ABOVE = 0.1, 1.5
+
+
+def number(name: str, value: float) -> str:
+    """Returns a result as the console shows it everywhere: losses with 3 decimals, or 4 digits where they are below 1.
+
+    Args:
+        name: What it is, such as "loss", "val_accuracy" or "test_perplexity".
+        value: The number.
+    """
+    if name.endswith("accuracy"):
+        return f"{value:.2%}"
+    if name.endswith(("perplexity", "_per_s")):
+        decimals = 2 if value < 10 else 1 if value < 100 else 0
+        return f"{value:,.{decimals}f}"
+    return f"{value:.3f}" if abs(value) >= 1 else f"{value:.4g}"
+
+
+def numbers(record: Mapping[str, float], extent: str = "") -> str:
+    """Returns an evaluation's results in one line.
+
+    Args:
+        record: The results by name.
+        extent: How much of the split was evaluated, such as "2 of 73 batches"; empty for all of it.
+    """
+    results = [f"{name} {number(name, value)}" for name, value in record.items()]
+    return "  ".join([*results, f"({extent})"] if extent else results)
+
+
+def describe_configuration(choices: Mapping[str, str], changes: Sequence[str]) -> str:
+    """Returns what a run was given: the option of each group, and what differs from their defaults.
+
+    Args:
+        choices: {group: option}.
+        changes: As typed: "train.steps=100".
+    """
+    lines = [" ".join(f"{group}={option}" for group, option in choices.items()), " ".join(changes)]
+    options = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": "  "}
+    return "\n".join(fill(line, _WIDTH, **options) for line in lines if line)
+
+
+def describe_sample(text: str) -> str:
+    """Returns a text that the trained model has written, set off from the results."""
+    return "a sample of its text:\n" + indent(text.strip(), "  ")
 
 
 def describe_plan(
@@ -86,37 +134,54 @@ def _span(layers: tuple[str, ...]) -> str:
     return layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]} ({len(layers)} layers)"
 
 
-def final_words(summary: dict, run_dir: Path, overrides: list[str], link: str | None) -> str:
+def final_words(
+    summary: dict,
+    run_dir: Path,
+    overrides: Sequence[str],
+    link: str | None,
+    extents: Mapping[str, str] | None = None,
+    epochs: bool = True,
+) -> str:
     """Returns the best metric, where the files are, and what to type next.
 
     Args:
         summary: The content of summary.json.
         run_dir: The run's directory.
-        overrides: What the user typed.
-        link: The path of the newest checkpoint, quoted for Hydra; None where there is no checkpoint.
+        overrides: What the user typed that a checkpoint does not bring: where to run.
+        link: The path of the checkpoint, quoted for Hydra; None where there is no checkpoint.
+        extents: How much of its split a result in ``summary`` is about, where that is not all of it.
+        epochs: Whether the length of the run was set in epochs.
     """
     lines = []
     if summary["first_loss"] is not None:
-        lines.append(
-            f"trained {summary['steps']} steps: loss {summary['first_loss']:.3f} -> {summary['final_loss']:.3f}"
-        )
+        first, final = number("loss", summary["first_loss"]), number("loss", summary["final_loss"])
+        lines.append(f"trained {summary['steps']} steps: loss {first} -> {final}")
     for key, words in _RESULTS.items():
         if summary.get(key) is not None:
-            lines.append(words.format(summary[key]))
-    speed = summary["tokens_per_s"], "tokens/s"
-    if speed[0] is None:
-        speed = summary["samples_per_s"], "samples/s"
-    if speed[0] is not None:
-        bubble = summary["bubble_fraction"]
-        shown = "" if bubble is None else f"   bubble {bubble:.1%} (ideal {summary['ideal_bubble_fraction']:.1%})"
-        peak = sum(summary["peak_memory_bytes"]) / 2**30
-        lines.append(f"{speed[0]:,.0f} {speed[1]}   peak memory {peak:.2f} GiB over all ranks{shown}")
-    lines.append(f"files: {run_dir}")
+            extent = (extents or {}).get(key)
+            lines.append(f"{words} {number(key, summary[key])}" + (f" ({extent})" if extent else ""))
+    lines += [*_speed(summary), f"files: {run_dir}"]
     if link is not None:
-        dropped = ("mode=", "checkpoint=", "train.resume=", "hydra.")
-        kept = [o for o in overrides if not o.startswith(dropped)]
-        longer = [o for o in kept if not o.startswith(("train.steps=", "train.epochs="))]
-        further = [f"train.resume={link}", f"train.steps={2 * summary['steps']}", "train.epochs=null"]
-        lines.append(f"evaluate: python train.py {shlex.join(['mode=eval', f'checkpoint={link}', *kept])}")
-        lines.append(f"go on:    python train.py {shlex.join([*further, *longer])}")
+        further = [f"train.resume={link}", f"train.steps={2 * summary['steps']}", *["train.epochs=null"] * epochs]
+        lines.append(f"evaluate: python train.py {shlex.join(['mode=eval', f'checkpoint={link}', *overrides])}")
+        lines.append(f"go on:    python train.py {shlex.join([*further, *overrides])}")
     return "\n".join(lines)
+
+
+def _speed(summary: dict) -> list[str]:
+    """Returns the speed, the memory and the bubble, and what to try where that is large."""
+    name = "tokens_per_s" if summary["tokens_per_s"] is not None else "samples_per_s"
+    if summary[name] is None:
+        return []
+    speed = f"{number(name, summary[name])} {name.replace('_per_', '/')}"
+    line = f"{speed}   peak memory {sum(summary['peak_memory_bytes']) / 2**30:.2f} GiB over all ranks"
+    bubble, ideal = summary["bubble_fraction"], summary["ideal_bubble_fraction"]
+    if bubble is None:
+        return [line]
+    lines = [f"{line}   bubble {bubble:.1%} (ideal {ideal:.1%})"]
+    if bubble > max(ideal + _FAR_ABOVE, ideal * _TIMES_ABOVE):
+        lines.append(
+            "the bubble is far above the ideal, so the stages take unequal times: try parallel.balance=time, which "
+            "measures the layers, or fewer processes than cores"
+        )
+    return lines

@@ -8,6 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import TextIO
 
+from common.machine import terminal_width
+from training.reporting.console import number
+
 SECONDS_BETWEEN_LINES = 5.0
 STEPS_IN_AVERAGE = 30
 
@@ -67,7 +70,8 @@ class Progress:
         self._recent.append((now, step))
         rate, unit = (tokens_per_s, "tokens/s") if self._tokens else (samples_per_s, "samples/s")
         left = self.seconds_left()
-        parts = [f"loss {loss:.3f}", f"{_number(rate)} {unit}" if rate is not None else "",
+        parts = [f"loss {number('loss', loss)}",
+                 f"{number('_per_s', rate)} {unit}" if rate is not None else "",
                  f"{duration(left)} left" if left is not None and step < self._total else "", note]
         text = "  ".join(part for part in parts if part)
         if self._bar is not None:
@@ -102,10 +106,7 @@ class Progress:
             self._bar = None
 
     def _is_terminal(self) -> bool:
-        try:
-            return bool(self._stream.isatty())
-        except (AttributeError, ValueError):
-            return False
+        return terminal_width(self._stream) > 0
 
     def _open_bar(self):
         """Returns the bar, or None on a terminal that cannot be written to."""
@@ -155,9 +156,3 @@ def duration(seconds: float) -> str:
         if rest >= size:
             return f"{rest // size} {name} {rest % size // smaller} {smaller_name}"
     return f"{rest} s"
-
-
-def _number(value: float) -> str:
-    """Returns a rate with about three digits: 1.25, 61.2, 612, 12,345."""
-    decimals = 2 if value < 10 else 1 if value < 100 else 0
-    return f"{value:,.{decimals}f}"
