@@ -15,7 +15,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError, printable
-from common.files import explain
+from common.files import explain, read_yaml
 from conf.trust import check_job
 from launchers import World
 from launchers.world import restarts
@@ -98,15 +98,13 @@ def started_again() -> bool:
 
 def mask_files(paths: list[Path]) -> None:
     """Masks secrets in YAML files; files without secrets, and those that do not exist, are left alone."""
-    for path in paths:
+    for path in filter(Path.exists, paths):
         try:
-            content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+            content = OmegaConf.to_container(read_yaml(path), resolve=False)
             masked = mask_secrets(content)
             if masked != content:
                 OmegaConf.save(OmegaConf.create(masked), path)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
+        except (OSError, UserError) as error:
             # A secret that cannot be masked must not stay.
             path.unlink(missing_ok=True)
             print(f"warning: {path} could not be written again without its secrets: {error}", file=sys.stderr)
