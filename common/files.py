@@ -118,6 +118,25 @@ def read_regular(path: str | os.PathLike, limit: int = 1 << 26) -> bytes:
         return file.read()
 
 
+def read_yaml(path: Path) -> Any:
+    """Returns the OmegaConf configuration in a YAML file.
+
+    Raises:
+        UserError: The file cannot be read, is no regular file or no YAML, or has aliases, a few lines of which can
+            stand for gigabytes.
+    """
+    import yaml
+    from omegaconf import OmegaConf
+
+    try:
+        text = read_regular(path).decode()
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise ValueError("it has YAML aliases (*name): write their values out")
+        return OmegaConf.create(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+
+
 def flush_path(path: Path) -> None:
     """Forces a file's content, or a folder's entries (names, renames), to the disk.
 

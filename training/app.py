@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shlex
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -37,19 +35,10 @@ def clear_errors() -> Iterator[None]:
 
     Raises:
         SystemExit: With code 1 after an error. With ``stopping.EXIT_CODE`` for a run that has stopped as it was told to
-            and can go on; with 128 + the signal's number where it was told twice, and where standard output is a pipe
-            that nobody reads any more (``| head``).
+            and can go on; with 128 + the signal's number where it was told twice.
     """
     try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()  # or its reader's absence would show only when the interpreter ends
-    except BrokenPipeError:
-        if not _reader_is_gone():
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still in the buffer
-        raise SystemExit(128 + signal.SIGPIPE) from None
+        yield
     except Stopped as stopped:
         print(stopped, end="\n" if str(stopped) else "", file=sys.stderr)
         raise SystemExit(stopping.EXIT_CODE) from None
@@ -69,12 +58,6 @@ def clear_errors() -> Iterator[None]:
 def _fail(message: str, code: int = 1) -> None:
     print(f"{styled('error:', 'red', sys.stderr)} {printable(message)}", file=sys.stderr)
     raise SystemExit(code)
-
-
-def _reader_is_gone() -> bool:
-    poll = select.poll()
-    poll.register(1, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def show_configuration(cfg: Any, hydra_section: Any) -> None:

@@ -7,11 +7,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from common.errors import PlanError, TrainingError, UserError
-from common.files import read_regular
 from conf import environment as from_environment
 from conf.trust import check_variables, literal
 
@@ -53,25 +51,6 @@ def to_config(tree: dict) -> Any:
         from_environment.note(tree[from_environment.KEY]["values"])
         from_environment.hide_on_console()
     return OmegaConf.create(literal(tree))
-
-
-def read_yaml(path: Path) -> Any:
-    """The configuration in a YAML file that a run has left.
-
-    Raises:
-        TrainingError: The file cannot be read, is no regular file or no YAML, or has aliases, a few lines of which can
-            stand for gigabytes.
-    """
-    import yaml
-    from omegaconf import OmegaConf
-
-    try:
-        text = read_regular(path).decode()
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-            raise ValueError("it has YAML aliases (*name): write their values out")
-        return OmegaConf.create(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise TrainingError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
 
 
 def kept(cfg: Any) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common.errors import TrainingError
+from common.errors import TrainingError, UserError
+from common.files import read_yaml
 from common.machine import styled
 from launchers import World, connect
 from launchers.stopping import Stopped
@@ -28,7 +29,7 @@ from training.checkpoint import Checkpoints
 from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.init_from import start
 from training.checkpoint.resume import resume
-from training.config import environment, hydra_word, instantiate, kept, read_yaml, to_dict
+from training.config import environment, hydra_word, instantiate, kept, to_dict
 from training.evaluate import evaluate, record_of
 from training.identity import changes, check_ranks
 from training.loop import Loop
@@ -288,6 +289,6 @@ def _where(run_dir: Path) -> list[str]:
     try:
         # Not resolved: a value may refer to a secret of the environment.
         typed = OmegaConf.to_container(read_yaml(run_dir / ".hydra" / "overrides.yaml"), resolve=False)
-    except TrainingError:
+    except UserError:
         return []  # they are but a hint
     return [word for word in typed if re.split(r"[.=]", word.lstrip("+~"))[0] in _WHERE]

@@ -3,8 +3,9 @@
 import pytest
 from omegaconf import OmegaConf
 
-from common.errors import DataError, TrainingError
-from training.config import instantiate, read_yaml
+from common.errors import DataError, TrainingError, UserError
+from common.files import read_yaml
+from training.config import instantiate
 
 
 @pytest.fixture
@@ -137,7 +138,7 @@ def test_a_configuration_with_aliases_is_refused_before_they_are_written_out(tmp
     bomb = "\n".join(["a: &a [x, x]", *lines])
     path = tmp_path / "config.yaml"
     path.write_text(bomb)
-    with pytest.raises(TrainingError, match="config.yaml cannot be read: it has YAML aliases"):
+    with pytest.raises(UserError, match="config.yaml cannot be read: it has YAML aliases"):
         read_yaml(path)
     path.write_text("- seed=1\n- train.steps=2\n")
     assert list(read_yaml(path)) == ["seed=1", "train.steps=2"]

@@ -8,8 +8,9 @@ from typing import Any
 
 from common.errors import CheckpointError
 from parallel.strategy import Strategy
-from training.checkpoint.manifest import Optimizer, checkpoint_folder, first_damaged, manifest_at, step_folders
+from training.checkpoint.manifest import Optimizer, checkpoint_folder, step_folders
 from training.checkpoint.tensor_file import StoredTensor
+from training.checkpoint.verify import first_damaged, manifest_at
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

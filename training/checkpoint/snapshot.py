@@ -19,8 +19,9 @@ from common.machine import available_memory
 from parallel.rows import Rows, local, rows_of
 from parallel.strategy import Strategy
 from training.checkpoint.commit import await_sidecars
-from training.checkpoint.manifest import Optimizer, sha256, sidecar_name, why_not_finite
+from training.checkpoint.manifest import Optimizer, sidecar_name
 from training.checkpoint.tensor_file import write_rows
+from training.checkpoint.verify import sha256, why_not_finite
 
 log = logging.getLogger("training")
 

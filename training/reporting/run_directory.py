@@ -15,16 +15,15 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError, printable
-from common.files import explain
+from common.files import explain, read_yaml
 from conf.trust import check_job
 from launchers import World
 from launchers.world import restarts
 from training.reporting import METRICS, mask_secrets
-from training.reporting.directory_lock import EARLIER_ATTEMPT_S, hold, release
+from training.reporting.directory_lock import EARLIER_ATTEMPT_S, LOCK, hold, release
 
 # Of Linux; the files in it have names and paths of their own.
 _LONGEST_NAME, _LONGEST_PATH = 255, 3800
-_made: list[Path] = []  # folders that Hydra makes for this run, innermost first
 
 
 @contextmanager
@@ -34,10 +33,9 @@ def removed_if_unused(folder: Path, subfolder: str | None) -> Iterator[None]:
         yield
     except BaseException:
         with suppress(OSError):
-            if subfolder and os.listdir(folder) == [subfolder]:
+            if subfolder and set(os.listdir(folder)) <= {subfolder, LOCK}:
                 shutil.rmtree(folder / subfolder)
-                for path in _made:
-                    path.rmdir()
+                release(folder)  # and the folders that were made for it
         raise
 
 
@@ -62,13 +60,11 @@ class RunDirectoryGuard(Callback):
         folder = Path(config.hydra.run.dir)
         _check_name("hydra.run.dir", folder)
         _stay_inside("hydra.output_subdir", config.hydra.output_subdir)
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
         _lock(folder, "hydra.run.dir")
         # Only now: a run that began at the same moment would have been overlooked before.
         if config.train.resume is None and not started_again() and (folder / METRICS).exists():
             release(folder)
             refuse(f"{folder} holds another run; choose another hydra.run.dir, or go on with it by train.resume=auto")
-        _made[:] = made
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Locks the directory; refuses a sweep under torchrun, and names that lead out of the directory."""
@@ -102,15 +98,13 @@ def started_again() -> bool:
 
 def mask_files(paths: list[Path]) -> None:
     """Masks secrets in YAML files; files without secrets, and those that do not exist, are left alone."""
-    for path in paths:
+    for path in filter(Path.exists, paths):
         try:
-            content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+            content = OmegaConf.to_container(read_yaml(path), resolve=False)
             masked = mask_secrets(content)
             if masked != content:
                 OmegaConf.save(OmegaConf.create(masked), path)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
+        except (OSError, UserError) as error:
             # A secret that cannot be masked must not stay.
             path.unlink(missing_ok=True)
             print(f"warning: {path} could not be written again without its secrets: {error}", file=sys.stderr)
