@@ -20,24 +20,24 @@ from conf.trust import check_job
 from launchers import World
 from launchers.world import restarts
 from training.reporting import METRICS, mask_secrets
-from training.reporting.directory_lock import EARLIER_ATTEMPT_S, hold, release
+from training.reporting.directory_lock import EARLIER_ATTEMPT_S, LOCK, hold, release
 
 # Of Linux; the files in it have names and paths of their own.
 _LONGEST_NAME, _LONGEST_PATH = 255, 3800
-_made: list[Path] = []  # folders that Hydra makes for this run, innermost first
 
 
 @contextmanager
 def removed_if_unused(folder: Path, subfolder: str | None) -> Iterator[None]:
-    """Removes a run directory if the block fails and has left nothing there but what Hydra wrote into ``subfolder``."""
+    """Removes what Hydra wrote into a run directory if the block fails and has left nothing else there.
+
+    The directory itself then goes with its lock.
+    """
     try:
         yield
     except BaseException:
         with suppress(OSError):
-            if subfolder and os.listdir(folder) == [subfolder]:
+            if subfolder and set(os.listdir(folder)) <= {subfolder, LOCK}:
                 shutil.rmtree(folder / subfolder)
-                for path in _made:
-                    path.rmdir()
         raise
 
 
@@ -62,13 +62,11 @@ class RunDirectoryGuard(Callback):
         folder = Path(config.hydra.run.dir)
         _check_name("hydra.run.dir", folder)
         _stay_inside("hydra.output_subdir", config.hydra.output_subdir)
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
         _lock(folder, "hydra.run.dir")
         # Only now: a run that began at the same moment would have been overlooked before.
         if config.train.resume is None and not started_again() and (folder / METRICS).exists():
             release(folder)
             refuse(f"{folder} holds another run; choose another hydra.run.dir, or go on with it by train.resume=auto")
-        _made[:] = made
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Locks the directory; refuses a sweep under torchrun, and names that lead out of the directory."""
