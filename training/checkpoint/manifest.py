@@ -181,7 +181,7 @@ def _wrong_entries(manifest: dict) -> list[str]:
 
 
 def _is_config(config: Any) -> bool:
-    """Returns whether it is what a run keeps of its configuration, and nothing that says where, or what else, to run."""
+    """Returns whether it is what a run keeps of its configuration: what is trained, not where, nor what else."""
     if config is None:
         return True
     return (
