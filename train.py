@@ -46,19 +46,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(cfg: Any, hydra_section: Any) -> None:
     """Run what Hydra has composed: one run, or one job of a sweep."""
     from conf.composition import check_keys
+    from training.reporting.run_directory import removed_if_unused
 
-    with clear_errors():  # here too: Hydra adds a line of its own to what a task raises
+    folder = Path(hydra_section.runtime.output_dir)
+    # Errors here too: Hydra adds a line of its own to what a task raises.
+    with clear_errors(), removed_if_unused(folder, hydra_section.output_subdir):
         show_configuration(check_keys(cfg), hydra_section)
         if hydra_section.mode.name == "MULTIRUN":
             from training.sweep.job import run_job
 
             run_job(cfg, hydra_section, World.detect())
         else:
-            from training.reporting.run_directory import removed_if_unused
-
-            folder = Path(hydra_section.runtime.output_dir)
-            with removed_if_unused(folder, hydra_section.output_subdir):
-                execute(cfg, folder, World.detect())
+            execute(cfg, folder, World.detect())
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from pathlib import Path
 from string import Template
 
 FOLDER = Path(__file__).resolve().parent
+# The sections that say what is trained, as the seed does; the others say where. A checkpoint keeps these.
+TRAINED = ("model", "data", "optim", "scheduler", "train")
 
 
 def options(group: str) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
 from common.errors import UserError
 from conf import FOLDER
@@ -108,6 +109,15 @@ def check_variables(key: str, variables: Mapping[str, Any]) -> None:
         )
 
 
+def typed_overrides(hydra: Any) -> list[str]:
+    """Return what the user typed for a job, with its interpolations as they are: a value may be a secret, or missing.
+
+    Args:
+        hydra: Hydra's own section.
+    """
+    return OmegaConf.to_container(hydra.overrides, resolve=False)["task"]
+
+
 def check_job(cfg: Any, hydra: Any) -> None:
     """Check what a composed job would have executed besides this project.
 
@@ -120,7 +130,7 @@ def check_job(cfg: Any, hydra: Any) -> None:
             project's.
     """
     check_variables("hydra.job.env_set", hydra.job.env_set)
-    typed = any(override.lstrip("+").startswith("launcher.setup") for override in hydra.overrides.task)
+    typed = any(override.lstrip("+").startswith("launcher.setup") for override in typed_overrides(hydra))
     others = [s.path for s in hydra.runtime.config_sources if s.schema == "file" and s.path != str(FOLDER)]
     if others and not typed and cfg.launcher.get("setup"):
         raise UserError(

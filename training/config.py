@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from common.errors import PlanError, TrainingError, UserError
+from conf import TRAINED
 from conf import environment as from_environment
 from conf.trust import check_variables, literal
 
@@ -19,8 +20,6 @@ PACKAGES = ("models", "data", "parallel", "training", "torch.nn", "torch.optim")
 # A model may be built by a function: it only computes. Functions elsewhere also write files and start processes.
 FUNCTIONS_OF = ("models",)
 
-# The sections that say what is trained. The others say where.
-KEPT = ("seed", "model", "data", "optim", "scheduler", "train")
 
 
 def to_dict(cfg: Any) -> dict:
@@ -57,7 +56,7 @@ def kept(cfg: Any) -> dict[str, Any]:
     """What a checkpoint keeps of a configuration: plain data, without secrets and without where to resume."""
     from training.reporting import jsonable, mask_secrets
 
-    tree = jsonable({name: to_dict(cfg)[name] for name in KEPT})
+    tree = jsonable({name: to_dict(cfg)[name] for name in ("seed", *TRAINED)})
     tree["train"].pop("resume")
     return _public(tree, mask_secrets(tree))
 

@@ -11,9 +11,6 @@ from data.batch import Batch
 
 _FEWEST_FILES, _FILES_PER_RANK = 64, 16
 _ENOUGH_FILES = 1024
-_FEWEST_PROCESSES = 32
-# Of an estimate: it may be a fifth too high.
-_CERTAIN = 0.8
 
 
 def check_values(tree: Any, key: str = "") -> None:
@@ -68,27 +65,48 @@ def check_process(processes: int = 1) -> None:
 def check_need(setup: Any) -> None:
     """Check that a run whose ranks are all on this machine fits into its memory, before any of them is started.
 
-    On GPUs only what is in main memory counts.
+    Counted is what is certain: processes, weights, gradients, optimizer states, and half of what the layers give for
+    one micro-batch. (mode=plan estimates the whole, which takes seconds.) On GPUs only the processes count.
 
     Raises:
         UserError: It does not.
     """
-    from parallel.memory import estimate_memory
+    from parallel.memory import PROCESS_BYTES, tensors_per_parameter
+    from parallel.precision import parameter_dtype
     from training.config import to_dict
 
-    estimates = estimate_memory(setup.plan, setup.chain, setup.sample, to_dict(setup.cfg.optim))
-    on_cpu = setup.plan.device_type == "cpu"
-    weights_only = setup.cfg.mode != "train"
-    needed = 0
-    for rank in estimates:
-        held = rank.weights if weights_only else rank.total - rank.process
-        needed += rank.process + (held if on_cpu else 0)
+    plan, cfg = setup.plan, setup.cfg
+    needed = plan.processes * PROCESS_BYTES
+    if plan.device_type == "cpu":
+        copies = plan.dp / plan.mesh(0).shards
+        held = copies * sum(stage.parameters for stage in plan.stages) * parameter_dtype(plan.precision).itemsize
+        needed += held * (tensors_per_parameter(to_dict(cfg.optim)) if cfg.mode == "train" else 1)
+        if cfg.mode == "train" and not cfg.train.activation_checkpointing:
+            needed += plan.dp * _layer_outputs(setup) // 2
     check_memory(
-        _CERTAIN * needed,
-        f"model={setup.cfg.model.name} parallel={setup.plan.strategy} in {setup.plan.processes} processes",
+        needed,
+        f"model={cfg.model.name} parallel={plan.strategy} in {plan.processes} processes",
         "choose a smaller model or train.global_batch_size, more parallel.chunks, or fewer processes (mode=plan shows "
         "what needs how much)",
     )
+
+
+def _layer_outputs(setup: Any) -> int:
+    """The bytes that the layers with weights give for one micro-batch; without the last, whose loss may be fused."""
+    from models.chain import as_tuple
+
+    sizes: list[int] = []
+    layers = setup.chain.skeleton(setup.chain.names[:-1])
+    itemsize = 2 if setup.plan.precision in ("bf16", "fp16") else 4
+
+    def note(module: Any, given: tuple, output: Any) -> None:
+        sizes.extend(tensor.numel() * itemsize for tensor in as_tuple(output) if hasattr(tensor, "numel"))
+
+    for module in layers.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_hook(note)
+    layers(*setup.sample.to("meta").input_tensors)
+    return sum(sizes)
 
 
 def check_sample(setup: Any) -> None:

@@ -108,7 +108,7 @@ def _manifest(*says: str, **changes: object) -> Hostile:
     return Hostile(
         lambda folder: write_checkpoint(folder, **changes),
         ("train.resume={folder}/run", "train.steps=5"),
-        ("step-00000001", *says),
+        says,
     )
 
 
@@ -136,6 +136,14 @@ def _experiment(text: str, *says: str) -> Hostile:
     return Hostile(_yaml("hostile", text), ("--config-dir={folder}", "experiment=hostile"), says)
 
 
+CONFIG = {
+    "seed": 1,
+    "model": {"_target_": "models.toy.toy", "name": "toy", "in_features": 10, "hidden": 10, "out_features": 5},
+    "data": {"_target_": "data.random_regression.RandomRegression"},
+    "optim": {"_target_": "torch.optim.SGD", "lr": 0.1},
+    "scheduler": {"_target_": "training.optimizer.Constant"},
+    "train": {},
+}
 _PIXELS, _LABELS = idx((20, 4, 4), bytes(320)), idx((20,), bytes(range(10)) * 2)
 _SKIPPING = {"skipped": 0, "in_a_row": 0, "spikes_in_a_row": 0, "seen": 0, "mean": 0.0}
 FILES: dict[str, Hostile] = {
@@ -200,6 +208,16 @@ FILES: dict[str, Hostile] = {
     "progress with half of what was skipped": _manifest(progress={"skipping": {"skipped": 1}}),
     "progress with words for what was skipped": _manifest(progress={"skipping": {**_SKIPPING, "mean": "x"}}),
     "progress with NaN for what was skipped": _manifest(progress={"skipping": {**_SKIPPING, "mean": float("nan")}}),
+    "a configuration that is a list": _manifest(config=[]),
+    "a configuration without a model": _manifest(config={"seed": 1}),
+    "a configuration with shell lines": _manifest(config={**CONFIG, "launcher": {"setup": ["touch executed"]}}),
+    "a configuration with variables": _manifest(config={**CONFIG, "parallel": {"env": {"LD_PRELOAD": "x"}}}),
+    "a configuration with callbacks": _manifest(config={**CONFIG, "hydra": {"callbacks": {"x": {}}}}),
+    "a configuration with a list for a model": _manifest(config={**CONFIG, "model": []}),
+    "a configuration with a defaults list": _manifest(config={**CONFIG, "data": {"defaults": [{"x": "y"}]}}),
+    "a configuration that calls a command": _manifest(
+        "os.system", "not allowed", config={**CONFIG, "data": {"_target_": "os.system", "command": "touch executed"}}
+    ),
     "weights elsewhere": _manifest(files={"../../x.safetensors": {"bytes": 1, "sha256": "0"}}),
     "weights of -1 bytes": _manifest(files={"x.safetensors": {"bytes": -1, "sha256": "0"}}),
     "weights that are missing": _manifest(

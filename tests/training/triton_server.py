@@ -1,4 +1,4 @@
-"""A Triton server on the loopback interface, from the folder that ``tests/training/triton_install/install`` has made."""
+"""A Triton server on the loopback interface, from the folder that ``triton_install/install`` has made."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def installed() -> Path:
     """Where the server is; skips the test where there is none."""
     home = os.environ.get(VARIABLE)
     if not home:
-        pytest.skip(f"needs a Triton server: tests/training/triton_install/install DIR, then {VARIABLE}=DIR pytest -m serving")
+        install = "tests/training/triton_install/install DIR"
+        pytest.skip(f"needs a Triton server: {install}, then {VARIABLE}=DIR pytest -m serving")
     stub = Path(home) / "pytriton" / "tritonserver" / "backends" / "python" / "triton_python_backend_stub"
     if not stub.exists():
         pytest.skip(f"{VARIABLE}={home}: the installation of the Triton server is not whole ({stub.name} is missing)")

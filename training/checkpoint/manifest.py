@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from common.errors import CheckpointError
 from common.files import parse_json, read_regular
+from conf import TRAINED
 from parallel.strategy import Strategy
 
 MANIFEST = "manifest.json"
@@ -171,10 +172,24 @@ def _wrong_entries(manifest: dict) -> list[str]:
         "layout": isinstance(layout, dict) and _is_layout(layout),
         "loss_scale": isinstance(scale, dict) and all(map(_is_number, scale.values())),
         "progress": _is_progress(manifest.get("progress", {})),
+        "config": _is_config(manifest.get("config")),
         "files": isinstance(manifest.get("files"), dict),
     }
     wrong = [key for key, right in checks.items() if not right]
     return wrong or [name for name, entry in manifest["files"].items() if not _is_file_entry(name, entry)]
+
+
+def _is_config(config: Any) -> bool:
+    """Returns whether it is what a run keeps of its configuration: what is trained, not where, nor what else."""
+    if config is None:
+        return True
+    return (
+        isinstance(config, dict)
+        and config.keys() == {"seed", *TRAINED}
+        and _is_count(config["seed"])
+        and all(isinstance(config[name], dict) and "defaults" not in config[name] for name in TRAINED)
+        and isinstance(config["model"].get("name"), str)
+    )
 
 
 def _is_number(value: Any) -> bool:

@@ -6,8 +6,9 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError, printable
 from common.files import explain, read_yaml
+from conf.messages import explain as explain_error
 from conf.trust import check_job
 from launchers import World
 from launchers.world import restarts
@@ -28,7 +30,10 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 3800
 
 @contextmanager
 def removed_if_unused(folder: Path, subfolder: str | None) -> Iterator[None]:
-    """Removes a run directory if the block fails and has left nothing there but what Hydra wrote into ``subfolder``."""
+    """Removes what Hydra wrote into a run directory if the block fails and has left nothing else there.
+
+    The directory itself then goes with its lock.
+    """
     try:
         yield
     except BaseException:
@@ -48,15 +53,29 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(1)
 
 
+def _refusing(check: Callable[..., None]) -> Callable[..., None]:
+    """A method of a callback whose every exception refuses the run: Hydra would warn, and go on without the check."""
+
+    @wraps(check)
+    def method(self: Callback, config: DictConfig, **kwargs: Any) -> None:
+        try:
+            check(self, config, **kwargs)
+        except Exception as error:
+            refuse(explain_error(error) or f"{type(error).__name__}: {error}")
+
+    return method
+
+
 class RunDirectoryGuard(Callback):
     """Checks the run directory before Hydra writes its first file there, and masks secrets in the files it writes.
 
     The directories of a sweep are checked job by job elsewhere.
     """
 
+    @_refusing
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Locks the directory, and refuses one that holds another run or cannot be written."""
-        _check_job(config)
+        check_job(config, config.hydra)
         folder = Path(config.hydra.run.dir)
         _check_name("hydra.run.dir", folder)
         _stay_inside("hydra.output_subdir", config.hydra.output_subdir)
@@ -66,6 +85,7 @@ class RunDirectoryGuard(Callback):
             release(folder)
             refuse(f"{folder} holds another run; choose another hydra.run.dir, or go on with it by train.resume=auto")
 
+    @_refusing
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Locks the directory; refuses a sweep under torchrun, and names that lead out of the directory."""
         world = World.detect()
@@ -77,18 +97,12 @@ class RunDirectoryGuard(Callback):
         _stay_inside("hydra.sweep.subdir", OmegaConf.to_container(config.hydra.sweep, resolve=False)["subdir"])
         _lock(Path(config.hydra.sweep.dir), "hydra.sweep.dir")
 
+    @_refusing
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Refuses what would execute something else, and masks secrets in the files that Hydra has written."""
-        _check_job(config)
+        check_job(config, config.hydra)
         folder = Path(config.hydra.runtime.output_dir)
         mask_files([*folder.glob(f"{config.hydra.output_subdir}/*.yaml"), folder.parent / "multirun.yaml"])
-
-
-def _check_job(config: DictConfig) -> None:
-    try:
-        check_job(config, config.hydra)
-    except UserError as error:
-        refuse(str(error))
 
 
 def started_again() -> bool:
@@ -135,8 +149,6 @@ def _lock(folder: Path, key: str) -> None:
             hold(folder, EARLIER_ATTEMPT_S if started_again() else 0.0)
     except OSError as error:
         problem = explain(error, folder)
-    except UserError as error:
-        refuse(str(error))
     if problem is not None:
         kind = "run" if key == "hydra.run.dir" else "sweep"
         refuse(f"the {kind} directory {folder} cannot be written: {problem}; choose another {key}")

@@ -11,6 +11,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 
 from common.errors import UserError
+from conf.trust import typed_overrides
 from launchers import Interrupted
 from launchers.slurm import Job as SlurmJob
 from launchers.slurm import wait
@@ -30,7 +31,7 @@ def check(cfg: Any) -> Ready | None:
     """
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
-    write_job(folder, Job(hydra.job.num, tuple(mask_secrets(list(hydra.overrides.task))), WAITING))
+    write_job(folder, Job(hydra.job.num, tuple(mask_secrets(typed_overrides(hydra))), WAITING))
     show_as_group(cfg, Path(hydra.sweep.dir), hydra.job.num)
     try:
         cfg = to_config(to_dict(cfg))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from conf.trust import typed_overrides
 from launchers import World
 from launchers.stopping import Stopped
 from training.app import execute
@@ -48,7 +49,7 @@ def run_job(cfg: Any, hydra: Any, world: World | None) -> None:
         execute(cfg, folder, world)
         return
     hold(folder)
-    job = Job(hydra.job.num, tuple(mask_secrets(list(hydra.overrides.task))), RUNNING)
+    job = Job(hydra.job.num, tuple(mask_secrets(typed_overrides(hydra))), RUNNING)
     write_job(folder, job)
     show_as_group(cfg, Path(hydra.sweep.dir), job.num)
     begin = time.monotonic()
