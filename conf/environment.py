@@ -6,11 +6,13 @@ The resolver notes each value that it gives. A plain configuration carries, unde
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 import traceback
 from collections.abc import Iterable, Mapping
+from pathlib import PurePath
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -100,19 +102,29 @@ def shown(tree: dict) -> dict:
 
 
 def hide(text: str) -> str:
-    """Replace each value that was noted by its expression.
+    """Replace each value that was noted by its expression, also as it reads in a path, in quotes, and in JSON.
 
     Left as they are: numbers of up to six digits, true, false, null, and names of files that exist.
     """
     if text in _expressions:
         return _expressions[text]
     for value in sorted(_expressions, key=len, reverse=True):
-        if value in text and not _HARMLESS.fullmatch(value) and not os.path.exists(value):
-            pattern = re.escape(value)
-            if len(value) < _SHORT:
-                pattern = rf"(?<!\w){pattern}(?!\w)"
-            text = re.sub(pattern, lambda _, value=value: _expressions[value], text)
+        if _HARMLESS.fullmatch(value) or _exists(value):
+            continue
+        for form in {value, str(PurePath(value)), repr(value)[1:-1], json.dumps(value)[1:-1]}:
+            if form in text:
+                pattern = re.escape(form)
+                if len(form) < _SHORT:
+                    pattern = rf"(?<!\w){pattern}(?!\w)"
+                text = re.sub(pattern, lambda _, value=value: _expressions[value], text)
     return text
+
+
+def _exists(path: str) -> bool:
+    try:
+        return os.path.exists(path)
+    except ValueError:  # a NUL byte
+        return False
 
 
 def hide_on_console() -> None:

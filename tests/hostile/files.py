@@ -235,7 +235,7 @@ FILES: dict[str, Hostile] = {
     "an experiment that is a list": _experiment("- 1\n"),
     "an experiment that is a word": _experiment("hello\n"),
     "an experiment with a key twice": _experiment("train:\n  steps: 1\n  steps: 2\n", "steps"),
-    "an experiment with an unknown key": _experiment("train:\n  stepz: 1\n", "stepz", "train.steps"),
+    "an experiment with an unknown key": _experiment("train:\n  stepz: 1\n", "train.stepz", "experiment/hostile"),
     "an experiment with a Python object": _experiment("train: !!python/object/apply:os.system [id]\n"),
     "an experiment with a NUL byte": _experiment('data:\n  cache_dir: "a\\0b"\n', "data.cache_dir", "NUL"),
     "an experiment with a callback": _experiment(

@@ -71,12 +71,13 @@ def test_too_few_open_files(tmp_path):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="root becomes another user, whose number of processes is limited")
-def test_too_few_processes(tmp_path):
-    tmp_path.chmod(0o777)
-    done = command(
-        cwd="/", user=61234, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NPROC, (1, 1)), env={"HOME": "/"}
-    )
-    if "Permission denied" in done.stderr:
+def test_too_few_processes():
+    few = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_NPROC, (1, 1)), "env": {"HOME": "/"}}
+    try:
+        done = command(cwd="/", user=61234, **few)
+    except PermissionError:
+        pytest.skip("another user cannot run this Python")
+    if "Permission denied" in done.stderr or "No module named" in done.stderr:
         pytest.skip("another user cannot read this project")
     assert "ulimit -u" in refused(done)
 
