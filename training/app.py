@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shlex
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -37,19 +35,10 @@ def clear_errors() -> Iterator[None]:
 
     Raises:
         SystemExit: With code 1 after an error. With ``stopping.EXIT_CODE`` for a run that has stopped as it was told to
-            and can go on; with 128 + the signal's number where it was told twice, and where standard output is a pipe
-            that nobody reads any more (``| head``).
+            and can go on; with 128 + the signal's number where it was told twice.
     """
     try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()  # or its reader's absence would show only when the interpreter ends
-    except BrokenPipeError:
-        if not _reader_is_gone():
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still in the buffer
-        raise SystemExit(128 + signal.SIGPIPE) from None
+        yield
     except Stopped as stopped:
         print(stopped, end="\n" if str(stopped) else "", file=sys.stderr)
         raise SystemExit(stopping.EXIT_CODE) from None
@@ -71,12 +60,6 @@ def _fail(message: str, code: int = 1) -> None:
     raise SystemExit(code)
 
 
-def _reader_is_gone() -> bool:
-    poll = select.poll()
-    poll.register(1, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
 def show_configuration(cfg: Any, hydra_section: Any) -> None:
     """Print what a run that trains or evaluates differs in from the defaults; with print_config=true, all of it."""
     if cfg.mode.name not in ("train", "eval"):
@@ -88,6 +71,7 @@ def show_configuration(cfg: Any, hydra_section: Any) -> None:
     if cfg.print_config:
         from omegaconf import OmegaConf
 
+        # Not resolved: what was taken from the environment is shown as it was written.
         text = OmegaConf.to_yaml(OmegaConf.create(mask_secrets(to_dict(cfg)))).rstrip()
     else:
         choices, changes = differences(cfg, hydra_section.runtime.choices)
