@@ -20,7 +20,7 @@ from common.files import expand_home
 from conf.schema import schema_of
 from conf.trust import literal
 from models.chain import Chain
-from training.checkpoint.load import newest, read_manifest
+from training.checkpoint.load import Tensors, newest, read_manifest
 from training.checkpoint.manifest import checkpoint_folder
 
 OPTION = "of_checkpoint"
@@ -98,6 +98,8 @@ def _register(config: Mapping[str, Any]) -> None:
     for group in _GROUPS:
         store.store(group=group, name=OPTION, node=config[group])
     whole = {name: section for name, section in config.items() if name not in _GROUPS}
+    limit = "null" if config["train"].get("eval_batches") is None else config["train"]["eval_batches"]
+    whole["train"] = {**config["train"], "eval_batches": f"${{by:${{mode}},eval,null,{limit}}}"}  # as in conf/model
     defaults = [*({f"override /{group}": OPTION} for group in _GROUPS), "_self_"]
     store.store(group="model", name=OPTION, node={"defaults": defaults, **whole}, package="_global_")
 
@@ -127,14 +129,14 @@ def check_fits(path: Path, chain: Chain, cfg: Any) -> None:
     Raises:
         CheckpointError: It does not. The message names the tensor, and the keys that differ from the checkpoint's.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError
 
-    manifest, folder = read_manifest(path), checkpoint_folder(path)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name in manifest["files"]:
-        if name.startswith("model-"):
-            with safe_open(folder / name, framework="pt") as file:
-                shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
+    manifest = read_manifest(path)
+    try:
+        stored = Tensors(checkpoint_folder(path), manifest)
+        shapes = {name: tuple(stored[name].shape) for name in stored if "/" not in name}
+    except (OSError, SafetensorError):
+        return  # damaged: loading compares the checksums and names the file
     for name, tensor in chain.skeleton().state_dict().items():
         shape, expected = shapes.get(chain.canonical(name)), tuple(tensor.shape)
         if shape != expected:
