@@ -87,8 +87,8 @@ class Sample:
     prompt: str = ""  # the text to continue; may be empty for GPT-2
     prompts: list[str] | None = None  # several texts to continue at once, in place of prompt: ["def main", "class A"]
     tokens: int = 100  # number of tokens to draw for each prompt
-    temperature: float = 1.0  # logits are divided by it; 0: the likeliest token, always
-    top_k: int | None = None  # draw among this many of the likeliest tokens; null: all
+    temperature: float = 0.8  # logits are divided by it; 0: the likeliest token, always
+    top_k: int | None = 200  # draw among this many of the likeliest tokens; null: all
     at_end: int = 40  # tokens to draw at a training run's end; 0: none
     top_p: float = 1.0  # draw among the likeliest tokens whose probabilities add up to this much; 1: all
     seed: int | None = None  # of the draws; null: the run's seed

@@ -186,11 +186,27 @@ def test_evaluation_sees_every_sample_exactly_once(samples, dp_size):
     assert weights.sum() == samples and set(weights.tolist()) <= {0.0, 1.0}
 
 
-def test_evaluation_can_be_limited_to_some_batches():
-    batches = EvalBatches(numbered(33), 8, limit=2)
-    assert len(batches) == 2
-    assert torch.cat([batch.inputs for batch in batches]).tolist() == list(range(16))
-    assert len(EvalBatches(numbered(33), 8, limit=100)) == 5
+def test_a_limited_evaluation_takes_samples_spread_evenly_over_the_split_and_always_the_same_ones():
+    batches = EvalBatches(numbered(1000), 8, limit=2)
+    assert (len(batches), batches.whole) == (2, 125)
+    samples = torch.cat([batch.inputs for batch in batches]).tolist()
+    assert samples == torch.cat([batch.inputs for batch in batches]).tolist()
+    assert {b - a for a, b in zip(samples, samples[1:], strict=False)} <= {62, 63}
+    assert samples[0] == 1000 - 1 - samples[-1], "as far from the beginning as from the end"
+    assert all(batch.weights.all() for batch in batches)
+
+
+def test_a_limited_evaluation_is_the_same_on_any_number_of_replicas():
+    whole = torch.cat([batch.inputs for batch in EvalBatches(numbered(33), 8, limit=2)]).tolist()
+    parts = [list(EvalBatches(numbered(33), 8, rank, 2, limit=2)) for rank in range(2)]
+    assert [x for pair in zip(*parts, strict=True) for batch in pair for x in batch.inputs.tolist()] == whole
+
+
+@pytest.mark.parametrize("limit", [5, 100])
+def test_a_limit_beyond_the_split_is_none(limit):
+    batches = EvalBatches(numbered(33), 8, limit=limit)
+    assert len(batches) == batches.whole == 5
+    assert torch.cat([batch.inputs[batch.weights == 1] for batch in batches]).tolist() == list(range(33))
 
 
 def test_batches_need_no_shared_memory():

@@ -201,14 +201,21 @@ def test_a_run_leaves_nothing_else(gpt2, toy):
 
 def test_the_console_shows_the_configuration_the_plan_and_the_result(gpt2):
     config, plan, result = re.split(r"(?m)^(?=gpt2: )|^(?=trained )", gpt2.stdout)
-    assert yaml.safe_load(config)["parallel"]["name"] == "pipe_ddp"
+    choices, *changes = config.strip().splitlines()
+    assert choices == (
+        "model=gpt2 data=text optim=sgd scheduler=constant parallel=pipe_ddp launcher=local logger=wandb"
+    )
+    changed = " ".join(changes).split()
+    assert {"model.size=tiny", "train.steps=5", "train.precision=fp32", "data.seq_len=32"} <= set(changed)
+    assert "parallel.chunks=4" not in changed and "optim.lr=0.05" not in changed, "they are the defaults"
     assert f"{TINY_PARAMETERS:,} parameters   pipe_ddp: 4 processes on" in plan
     assert "global batch 16 x 32 tokens = 2 replicas x 4 micro-batches of 2" in plan
     for stage, ranks, span in ((0, "0,2", "embedding … h.2 (4 layers)"), (1, "1,3", "h.3 … head (4 layers)")):
         count = f"{gpt2.summary['stages'][stage]['parameters']:,}"
         assert re.search(rf"stage {stage} on ranks {ranks} +{count}  {re.escape(span)}", plan)
     assert f"loss {gpt2.summary['first_loss']:.3f} -> {gpt2.summary['final_loss']:.3f}" in result
-    assert f"best validation loss {gpt2.summary['best_val_loss']:.3f}" in result
+    assert re.search(rf"best validation loss {gpt2.summary['best_val_loss']:.3f} \(1 of \d+ batches\)", result)
+    assert re.search(r"a sample of its text:\n  \S", result)
     assert f"files: {gpt2.folder}" in result
 
 

@@ -96,10 +96,25 @@ def test_a_wrong_type_in_any_section_is_refused():
 
 def test_gpt2_brings_a_data_set_an_optimizer_and_a_schedule_by_itself():
     cfg = compose("model=gpt2")
-    assert cfg.data._target_ == "data.stdlib.Stdlib"
+    assert cfg.data._target_ == "data.torch_docs.TorchDocs"
     assert cfg.optim._target_ == "torch.optim.AdamW"
     assert cfg.scheduler._target_ == "training.optimizer.CosineWarmup"
     assert cfg.train.grad_clip == 1.0
+
+
+def test_a_larger_gpt2_learns_at_a_lower_rate_and_a_tiny_one_in_more_steps():
+    sizes = [compose("model=gpt2", f"model.size={size}") for size in ("tiny", "124M", "350M", "774M", "1558M")]
+    rates = [cfg.optim.lr for cfg in sizes]
+    assert rates == sorted(rates, reverse=True) and rates[0] > rates[1] > rates[2]
+    assert sizes[0].train.steps > sizes[1].train.steps
+    assert compose("model=gpt2", "model.size=tiny", "optim.lr=0.5", "train.steps=3").optim.lr == 0.5
+
+
+def test_an_evaluation_covers_the_whole_split_unless_it_is_told_otherwise():
+    for model in ("gpt2", "resnet50", "transformer"):
+        assert compose(f"model={model}").train.eval_batches is not None
+        assert compose(f"model={model}", "mode=eval").train.eval_batches is None
+        assert compose(f"model={model}", "mode=eval", "train.eval_batches=3").train.eval_batches == 3
 
 
 def test_the_toy_model_brings_its_own():

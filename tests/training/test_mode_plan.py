@@ -33,8 +33,9 @@ def table(said):
 def test_the_plan_shows_the_layout_the_batch_cut_and_the_bubble(gpt2):
     said = gpt2.stdout
     assert "gpt2: 124,475,904 parameters   pipe_ddp: 4 processes on cpu, fp32" in said
-    assert "the standard library of Python" in said
-    assert "global batch 16 x 256 tokens = 2 replicas x 4 micro-batches of 2" in said
+    assert "the documentation of torch" in said
+    assert re.search(r"unigram entropy 6\.\d+ nats: the loss that counting its tokens reaches", said)
+    assert re.search(r"global batch 16 x \d+ tokens = 2 replicas x 4 micro-batches of 2", said)
     assert "schedule gpipe, ideal bubble 20.0%" in said
     first, second = re.findall(r"stage (\d) on ranks ([\d,]+) +([\d,]+)  (.*)", said)
     assert (first[0], first[1], first[3]) == ("0", "0,2", "embedding … h.5 (7 layers)  50.2% of the parameters")
@@ -55,6 +56,14 @@ def test_the_plan_shows_the_memory_of_every_rank(gpt2):
     assert rows[0]["weights"] == pytest.approx(stage, rel=0.01)
     together = float(re.search(r"all ranks together: ([\d.]+) GiB", gpt2.stdout)[1])
     assert together == pytest.approx(sum(row["total"] for row in rows) / 1024, abs=0.1)
+
+
+def test_the_plan_says_how_much_a_limited_evaluation_covers(tmp_path, capsys):
+    execute(config("mode=plan", "train.eval_batches=3", "train.global_batch_size=100"), tmp_path, None)
+    said = capsys.readouterr().out
+    assert "evaluations: val 3 of 10 batches, test 3 of 10 batches, spread evenly" in said
+    execute(config("mode=plan"), tmp_path, None)
+    assert "evaluations" not in capsys.readouterr().out
 
 
 def test_the_plan_trains_nothing(gpt2):

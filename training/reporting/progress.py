@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import deque
@@ -121,6 +122,7 @@ class Progress:
                 dynamic_ncols=True,
                 miniters=1,
                 leave=True,
+                colour=None if os.environ.get("NO_COLOR") else "green",
                 bar_format="step {n_fmt}/{total_fmt} |{bar:20}| {desc}",
             )
         except (OSError, ValueError):

@@ -1,0 +1,126 @@
+"""A checkpoint is enough: evaluation, samples, exports and resuming take their configuration from it."""
+
+import json
+import shlex
+
+import pytest
+from commandline import train
+from composed import config, run, steps
+
+from common.errors import CheckpointError, TrainingError
+from training.checkpoint.configuration import with_checkpoint
+from training.config import complete, kept, quote_values
+
+
+@pytest.fixture(scope="module")
+def words(text, tmp_path_factory):
+    """A run of a small transformer on words, some of whose values are not the defaults."""
+    folder = tmp_path_factory.mktemp("words") / "a run"
+    sizes = ["model=transformer", "model.d_model=16", "model.d_hid=16", "model.n_layer=1", *text]
+    run(folder, *sizes, "train.steps=2", "train.global_batch_size=4", "train.eval_batches=1", "optim.lr=0.01", "seed=5")
+    return folder
+
+
+def composed(*typed: str) -> dict:
+    """What train.py composes of a command line."""
+    return config(*complete(quote_values(typed)))
+
+
+def test_a_checkpoint_brings_the_model_the_data_and_how_they_were_trained(words):
+    for path in (words, words / "checkpoints", words / "checkpoints" / "step-00000002"):
+        cfg = composed("mode=eval", f"checkpoint='{path}'")
+        assert (cfg.model.name, cfg.model.d_model, cfg.data.seq_len, cfg.seed) == ("transformer", 16, 32, 5)
+        assert cfg.data._target_ == "data.text.Text" and cfg.data.vocabulary == "words"
+        assert (cfg.optim.lr, cfg.scheduler._target_) == (0.01, "training.optimizer.CosineWarmup")
+        assert cfg.train.global_batch_size == 4
+        assert cfg.train.eval_batches is None, "the whole split"
+        assert cfg.parallel.name == "single"
+
+
+def test_what_is_typed_wins_over_the_checkpoint(words):
+    named = f"checkpoint='{words}'"
+    cfg = composed("mode=eval", named, "model=transformer", "train.eval_batches=3", "seed=1", "data.num_workers=2")
+    assert (cfg.train.eval_batches, cfg.seed, cfg.data.num_workers, cfg.model.d_model) == (3, 1, 2, 16)
+    cfg = composed(named, "mode=eval", "data=stdlib", "optim=sgd", "parallel=pipe_ddp", "debug=limit")
+    assert (cfg.data._target_, cfg.data.seq_len, cfg.optim._target_) == ("data.stdlib.Stdlib", 256, "torch.optim.SGD")
+    assert (cfg.parallel.name, cfg.train.eval_batches, cfg.model.d_model) == ("pipe_ddp", 1, 16)
+
+
+def test_the_keys_that_it_brings_have_their_types_and_names(words):
+    with pytest.raises(Exception, match="Integer"):
+        composed(f"checkpoint='{words}'", "data.seq_len=long")
+    with pytest.raises(Exception, match="dmodel"):
+        composed(f"checkpoint='{words}'", "model.dmodel=3")
+
+
+def test_a_resumed_run_needs_no_more_than_the_path(words, tmp_path):
+    cfg = composed(f"train.resume='{words}'", "train.steps=3")
+    assert (cfg.model.name, cfg.train.steps, cfg.train.resume) == ("transformer", 3, str(words))
+    run(tmp_path, *complete([f"train.resume='{words}'", "train.steps=3"]))
+    assert [line["step"] for line in steps(tmp_path)] == [3]
+
+
+def test_auto_takes_it_from_the_run_directory(words, tmp_path):
+    here = [f"hydra.run.dir='{words}'", "train.resume=auto"]
+    assert with_checkpoint(here)[0] == "model=of_checkpoint"
+    nothing_yet = [f"hydra.run.dir='{tmp_path}'", "train.resume=auto", "model=gpt2"]
+    assert with_checkpoint(nothing_yet) == nothing_yet
+
+
+@pytest.mark.parametrize("typed", [["model=toy"], ["-m", "model=transformer,toy"]])
+def test_another_model_is_a_contradiction_that_names_both(words, typed):
+    with pytest.raises(TrainingError, match="a run holds model=transformer, and model=.*toy was typed; leave model="):
+        complete(["mode=eval", f"checkpoint='{words}'", *typed])
+
+
+@pytest.mark.parametrize("mode", ["eval", "sample", "export"])
+def test_sizes_that_do_not_fit_are_named_beside_those_of_the_checkpoint(words, tmp_path, mode):
+    from training.app import execute
+
+    cfg = composed(f"mode={mode}", f"checkpoint='{words}'", "model.d_model=32")
+    with pytest.raises(CheckpointError, match=r"model.d_model=16 in the checkpoint and 32 in this command"):
+        execute(cfg, tmp_path, None)
+
+
+def test_a_sweep_over_checkpoints_needs_them_to_agree(words, tmp_path):
+    run(tmp_path / "toy", "train.epochs=null", "train.steps=1")
+    same = f"checkpoint='{words}','{words}/checkpoints/latest'"
+    assert with_checkpoint(["-m", same, "mode=eval"])[0] == "model=of_checkpoint"
+    with pytest.raises(TrainingError, match="have different configurations; name one of them at a time"):
+        with_checkpoint(["-m", f"checkpoint='{words}','{tmp_path}/toy'", "mode=eval"])
+
+
+def test_a_checkpoint_keeps_no_secret(words, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "q8Zr-secret-77")
+    cfg = config("model=gpt2", "model.size=tiny", "data=text", "data.root=/texts/q8Zr-secret-77")
+    assert "root" not in kept(cfg)["data"] and "secret" not in json.dumps(kept(cfg))
+    assert kept(cfg)["model"]["size"] == "tiny"
+    manifest = words / "checkpoints" / "latest" / "manifest.json"
+    assert json.loads(manifest.read_text())["config"]["data"]["seq_len"] == 32
+
+
+def test_a_reference_in_a_foreign_checkpoint_is_not_followed(tmp_path, monkeypatch):
+    from training.checkpoint.manifest import with_checksum
+
+    monkeypatch.setenv("HOME_OF_SECRETS", "found out")
+    run(tmp_path / "toy", "train.epochs=null", "train.steps=1")
+    path = tmp_path / "toy" / "checkpoints" / "step-00000001" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["config"]["model"]["init_from"] = "${oc.env:HOME_OF_SECRETS}"
+    path.write_text(json.dumps(with_checksum(manifest)))
+    assert composed(f"checkpoint='{tmp_path}/toy'").model.init_from == "${oc.env:HOME_OF_SECRETS}"
+
+
+def test_training_from_a_checkpoint_says_how_to_go_on(words, tmp_path):
+    from training.app import execute
+
+    with pytest.raises(TrainingError, match="to go on with its training: train.resume="):
+        execute(composed(f"checkpoint='{words}'"), tmp_path, None)
+
+
+def test_the_short_commands_work_as_a_user_types_them(words, tmp_path):
+    done = train(shlex.split(f"mode=sample checkpoint='{words}' sample.prompt=the sample.tokens=3"), tmp_path / "s")
+    assert done.code == 0 and done.stdout.startswith("the "), done.console
+    done = train(["mode=eval", f"checkpoint='{words}'", "logger=none"], tmp_path / "e")
+    assert done.code == 0, done.console
+    assert "model.d_model=16" in done.stdout and "batches)" not in done.console
