@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from data.dataset import Source
+from data.dataset import DataSet, Source
 from data.loader import EvalBatches
 from launchers import heartbeat, stopping
 from launchers.stopping import Stopped
@@ -65,10 +65,14 @@ class _StopVote:
         return stops > 0
 
 
-def extent(source: Source, global_batch_size: int, limit: int | None) -> str:
-    """Returns how much of a split an evaluation covers, such as "2 of 73 batches"; empty for the whole split."""
-    batches = EvalBatches(source, global_batch_size, limit=limit)
-    return "" if len(batches) == batches.whole else f"{len(batches)} of {batches.whole} batches"
+def extents(data: DataSet, global_batch_size: int, limit: int | None) -> dict[str, str]:
+    """Returns how much of the splits "val" and "test" an evaluation covers, such as "2 of 73 batches".
+
+    A split that it covers whole, and one that the data set does not have, is left out.
+    """
+    sources = {"val": data.valid, "test": data.test}
+    batches = {name: EvalBatches(source, global_batch_size, limit=limit) for name, source in sources.items() if source}
+    return {name: f"{len(b)} of {b.whole} batches" for name, b in batches.items() if len(b) < b.whole}
 
 
 def record_of(result: dict[str, float], prefix: str, language: bool) -> dict[str, float]:

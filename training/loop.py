@@ -210,7 +210,7 @@ class Loop:
         if result["loss"] < (math.inf if self.outcome.best_val_loss is None else self.outcome.best_val_loss):
             self.outcome.best_val_loss, self.outcome.best_step = result["loss"], self._updated
         self.record({"step": step, **record})
-        self.say(f"step {step}: {numbers(record, self.setup.extent('val'))}")
+        self.say(f"step {step}: {numbers(record, self.setup.extents.get('val'))}")
         return True
 
     def _is_best(self) -> bool:

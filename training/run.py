@@ -123,7 +123,7 @@ def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict
             if source is not None:
                 results[split] = _evaluate_split(setup, strategy, split)
                 recorder.record({"step": step, **results[split]})
-                recorder.say(numbers(results[split], setup.extent(split)))
+                recorder.say(numbers(results[split], setup.extents.get(split)))
         outcome = Outcome(steps=step, best_val_loss=results["val"].get("val_loss"))
         summary = _summary(setup, strategy, outcome, results["test"], gather_results(strategy, outcome))
     finally:
@@ -276,9 +276,8 @@ def _report(setup: Setup, run_dir: Path, outcome: Outcome, summary: dict, ranks:
         intervals = [rank.intervals for rank in ranks]
         write_timeline(run_dir, setup.plan, setup.cfg.model.name, intervals, outcome.steps)
     link = hydra_word(str(outcome.checkpoint.parents[1])) if outcome.checkpoint is not None else None
-    extents = {"best_val_loss": setup.extent("val"), "test_loss": setup.extent("test")}
     epochs = setup.cfg.train.epochs is not None
-    headline, *rest = final_words(summary, run_dir, _where(run_dir), link, extents, epochs).split("\n")
+    headline, *rest = final_words(summary, run_dir, _where(run_dir), link, setup.extents, epochs).split("\n")
     print("\n".join([styled(headline, "bold", sys.stdout), *rest]), flush=True)
 
 

@@ -25,7 +25,7 @@ from training.checkpoint.configuration import check_fits, checkpoint_of
 from training.checkpoint.init_from import check_start
 from training.checkpoint.new_tokens import grown
 from training.config import environment, instantiate, to_dict
-from training.evaluate import extent
+from training.evaluate import extents
 from training.limits import check_sample
 from training.optimizer import check_optimizer
 
@@ -60,10 +60,10 @@ class Setup:
         indices = np.zeros(self.plan.microbatch_size, dtype=np.int64)
         return Batch(*self.data.train.read(indices, 0))
 
-    def extent(self, split: str) -> str:
-        """How much an evaluation covers of the split "val" or "test"; empty for all of it, or without one."""
-        source = self.data.valid if split == "val" else self.data.test
-        return "" if source is None else extent(source, self.plan.global_batch_size, self.cfg.train.eval_batches)
+    @property
+    def extents(self) -> dict[str, str]:
+        """How much of "val" and "test" a limited evaluation covers; see ``training.evaluate.extents``."""
+        return extents(self.data, self.plan.global_batch_size, self.cfg.train.eval_batches)
 
     @property
     def tokens_per_sample(self) -> int | None:
@@ -132,22 +132,11 @@ def _balance(setup: Setup, world_size: int | None, nodes: int) -> None:
 
 def describe(setup: Setup) -> str:
     """The plan of a run, for its console."""
-    from training.reporting.console import describe_plan
+    from training.reporting.console import describe_data, describe_plan
 
-    data = "\n      ".join([setup.data.description, *_remarks(setup)])
+    evaluated = setup.cfg.train.eval_every is not None or setup.cfg.mode == "eval"
+    data = describe_data(setup.data.description, setup.data.unigram_entropy, setup.extents if evaluated else {})
     return describe_plan(setup.plan, setup.cfg.model.name, data, setup.tokens_per_sample, setup.shares)
-
-
-def _remarks(setup: Setup) -> list[str]:
-    """What a reader of the losses should know: how low they have to be, and what the evaluations cover."""
-    remarks, data, train = [], setup.data, setup.cfg.train
-    if data.unigram_entropy is not None:
-        remarks.append(f"unigram entropy {data.unigram_entropy:.3f} nats: the loss that counting its tokens reaches")
-    if train.eval_every is not None or setup.cfg.mode == "eval":
-        parts = [f"{split} {part}" for split in ("val", "test") if (part := setup.extent(split))]
-        if parts:
-            remarks.append(f"evaluations: {', '.join(parts)}, spread evenly (train.eval_batches)")
-    return remarks
 
 
 def _plan(cfg: Any, chain: Chain, world_size: int | None, nodes: int) -> Plan:

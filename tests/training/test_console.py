@@ -63,7 +63,7 @@ def test_numbers_have_one_format_everywhere():
 
 
 def test_the_last_words_say_how_much_of_a_split_a_result_is_about():
-    said = words(extents={"test_loss": "2 of 73 batches"})
+    said = words(extents={"test": "2 of 73 batches"})
     assert "best validation loss 0.01235\n" in said and "test loss 6.000 (2 of 73 batches)" in said
     assert "trained 20 steps: loss 10.988 -> 5.988" in said
 

@@ -38,12 +38,12 @@ def number(name: str, value: float) -> str:
     return f"{value:.3f}" if abs(value) >= 1 else f"{value:.4g}"
 
 
-def numbers(record: Mapping[str, float], extent: str = "") -> str:
+def numbers(record: Mapping[str, float], extent: str | None = None) -> str:
     """Returns an evaluation's results in one line.
 
     Args:
         record: The results by name.
-        extent: How much of the split was evaluated, such as "2 of 73 batches"; empty for all of it.
+        extent: How much of the split was evaluated, such as "2 of 73 batches"; None for all of it.
     """
     results = [f"{name} {number(name, value)}" for name, value in record.items()]
     return "  ".join([*results, f"({extent})"] if extent else results)
@@ -64,6 +64,23 @@ def describe_configuration(choices: Mapping[str, str], changes: Sequence[str]) -
 def describe_sample(text: str) -> str:
     """Returns a text that the trained model has written, set off from the results."""
     return "a sample of its text:\n" + indent(text.strip(), "  ")
+
+
+def describe_data(description: str, unigram_entropy: float | None, extents: Mapping[str, str]) -> str:
+    """Returns what the data are, how low a loss has to be, and what limited evaluations cover.
+
+    Args:
+        description: One line about the data.
+        unigram_entropy: In nats; None for data that are not text.
+        extents: How much of each split is evaluated, where that is not all of it.
+    """
+    lines = [description]
+    if unigram_entropy is not None:
+        lines.append(f"unigram entropy {unigram_entropy:.3f} nats: the loss that counting its tokens reaches")
+    if extents:
+        parts = ", ".join(f"{split} {extent}" for split, extent in extents.items())
+        lines.append(f"evaluations: {parts}, spread evenly (train.eval_batches)")
+    return "\n      ".join(lines)
 
 
 def describe_plan(
@@ -149,7 +166,7 @@ def final_words(
         run_dir: The run's directory.
         overrides: What the user typed that a checkpoint does not bring: where to run.
         link: The path of the checkpoint, quoted for Hydra; None where there is no checkpoint.
-        extents: How much of its split a result in ``summary`` is about, where that is not all of it.
+        extents: How much of the split "val" or "test" was evaluated, where that was not all of it.
         epochs: Whether the length of the run was set in epochs.
     """
     lines = []
@@ -158,7 +175,7 @@ def final_words(
         lines.append(f"trained {summary['steps']} steps: loss {first} -> {final}")
     for key, words in _RESULTS.items():
         if summary.get(key) is not None:
-            extent = (extents or {}).get(key)
+            extent = (extents or {}).get("val" if "val" in key else "test") if key.endswith("loss") else None
             lines.append(f"{words} {number(key, summary[key])}" + (f" ({extent})" if extent else ""))
     lines += [*_speed(summary), f"files: {run_dir}"]
     if link is not None:
