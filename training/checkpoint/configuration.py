@@ -20,7 +20,7 @@ from common.files import expand_home
 from conf.schema import schema_of
 from conf.trust import literal
 from models.chain import Chain
-from training.checkpoint.load import newest, read_manifest
+from training.checkpoint.load import Tensors, newest, read_manifest
 from training.checkpoint.manifest import checkpoint_folder
 
 OPTION = "of_checkpoint"
