@@ -71,6 +71,7 @@ def show_configuration(cfg: Any, hydra_section: Any) -> None:
     if cfg.print_config:
         from omegaconf import OmegaConf
 
+        # Not resolved: what was taken from the environment is shown as it was written.
         text = OmegaConf.to_yaml(OmegaConf.create(mask_secrets(to_dict(cfg)))).rstrip()
     else:
         choices, changes = differences(cfg, hydra_section.runtime.choices)
