@@ -47,10 +47,9 @@ def test_what_is_typed_wins_over_the_checkpoint(words):
 
 
 def test_the_keys_that_it_brings_have_their_types_and_names(words):
-    with pytest.raises(Exception, match="Integer"):
-        composed(f"checkpoint='{words}'", "data.seq_len=long")
-    with pytest.raises(Exception, match="dmodel"):
-        composed(f"checkpoint='{words}'", "model.dmodel=3")
+    for typed in ("data.seq_len=long", "model.dmodel=3"):
+        with pytest.raises(Exception, match=typed.partition("=")[0]):
+            composed(f"checkpoint='{words}'", typed)
 
 
 def test_a_resumed_run_needs_no_more_than_the_path(words, tmp_path):

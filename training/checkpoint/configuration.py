@@ -98,6 +98,8 @@ def _register(config: Mapping[str, Any]) -> None:
     for group in _GROUPS:
         store.store(group=group, name=OPTION, node=config[group])
     whole = {name: section for name, section in config.items() if name not in _GROUPS}
+    limit = "null" if config["train"].get("eval_batches") is None else config["train"]["eval_batches"]
+    whole["train"] = {**config["train"], "eval_batches": f"${{by:${{mode}},eval,null,{limit}}}"}  # as in conf/model
     defaults = [*({f"override /{group}": OPTION} for group in _GROUPS), "_self_"]
     store.store(group="model", name=OPTION, node={"defaults": defaults, **whole}, package="_global_")
 
