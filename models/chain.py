@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
+from common.errors import TrainingError
 from models.huggingface import HuggingFaceGPT2
 from models.losses import Loss
 from models.seeds import derive_seed, seeded
@@ -43,6 +44,20 @@ def check_depth(n_layer: int) -> None:
     """
     if not 1 <= n_layer <= _MOST_LAYERS:
         raise ValueError(f"model.n_layer={n_layer} must be at least 1 and at most {_MOST_LAYERS:,}")
+def checked(name: str, layer: nn.Module, output: Tensors) -> tuple[Tensor, ...]:
+    """Return a layer's output as a tuple.
+
+    Raises:
+        TypeError: If it is neither a tensor nor a flat tuple of tensors.
+    """
+    tensors = as_tuple(output)
+    for one in tensors:
+        if not isinstance(one, Tensor):
+            kind = type(one).__name__ + (" in a tuple" if isinstance(output, tuple) else "")
+            raise TypeError(
+                f"layer {name!r} ({type(layer).__name__}) returned a {kind}; return a tensor or a flat tuple of tensors"
+            )
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -63,15 +78,14 @@ def reset_parameters(name: str, module: nn.Module) -> None:
 
     Args:
         name: The module's full name.
-        module: The module.
-
-    Raises:
-        TypeError: If the module has no ``reset_parameters()``.
+        module: The module. One without ``reset_parameters()`` keeps what its constructor gave it.
     """
-    reset = getattr(module, "reset_parameters", None)
-    if reset is None:
-        raise TypeError(f"layer {name!r} ({type(module).__name__}) holds parameters but has no reset_parameters()")
-    reset()
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
 
 
 @dataclass(frozen=True)
@@ -86,13 +100,17 @@ class Chain:
             during a step and None outside.
         tied: {alias: canonical} names of parameters that are one parameter.
         initialise: (full module name, module) -> None, called once for every submodule that holds parameters or buffers
-            itself, under a seed made of the name, so that no module's numbers depend on another's.
+            itself, under a seed made of the name, so that no module's numbers depend on another's. A layer in which one
+            of these has no ``reset_parameters()`` (``nn.MultiheadAttention``) is constructed under a seed made of the
+            layer's name first; with the default ``initialise`` it stays as it was constructed.
         limits: {"positions": 1024, "vocabulary": 50304} where the model has such limits on its inputs.
         channels_last: Whether images are computed faster with their channels innermost in memory.
         embedding: The name of the token embedding's weight, where the vocabulary can grow (``model.extra_tokens``).
         continues: Whether a text can be continued with a ``models.attention.KeyValueCache``: every layer that looks at
             other tokens, or at positions, uses it.
         hugging_face: How Hugging Face stores such a model, where it has one (``models.huggingface``).
+        fingerprint: Of weights that the chain brings along instead of drawing them from the run's seed: equal on all
+            ranks.
     """
 
     layers: Sequence[LayerSpec]
@@ -104,6 +122,7 @@ class Chain:
     embedding: str | None = None
     continues: bool = False
     hugging_face: HuggingFaceGPT2 | None = None
+    fingerprint: str = ""
 
     def __post_init__(self) -> None:
         names = self.names
@@ -117,6 +136,20 @@ class Chain:
     def names(self) -> list[str]:
         """Layer names, first to last."""
         return [layer.name for layer in self.layers]
+
+    def with_loss(self, loss: Loss) -> Chain:
+        """Return this chain under another loss.
+
+        Raises:
+            TrainingError: If the last layer owns the loss.
+        """
+        last = self.names[-1]
+        if hasattr(self.skeleton([last])[last], "loss"):
+            raise TrainingError(
+                f"model.loss: the last layer of this model, {last}, computes the loss together with the logits; leave "
+                "model.loss out, or write a model whose last layer does not"
+            )
+        return replace(self, loss=loss)
 
     def skeleton(self, names: Sequence[str] | None = None) -> Layers:
         """Build layers on the meta device: shapes and no memory.
@@ -174,15 +207,16 @@ class Chain:
         copied = {layers.get_parameter(alias) for alias in copies}
         done: set[Tensor] = set()
         for layer_name, layer in layers.items():
+            constructed = self._constructed(layer_name, layer, seed)
             for name, module in layer.named_modules(prefix=layer_name):
                 own = set(module.parameters(recurse=False)) | set(module.buffers(recurse=False))
                 if own <= done:  # nothing of its own, or an alias of what is initialised already
                     continue
                 done |= own
-                module.to_empty(device="cpu", recurse=False)
-                if not own <= copied:
-                    with seeded(derive_seed(seed, name)), torch.no_grad():
-                        self.initialise(name, module)
+                if own <= copied:
+                    module.to_empty(device="cpu", recurse=False)
+                else:
+                    self._fill(name, module, constructed, derive_seed(seed, name))
                 _move(module, device, dtype)
             with torch.no_grad():
                 for alias, original in copies.items():
@@ -200,11 +234,30 @@ class Chain:
     def _initial(self, parameter: str, seed: int) -> Tensor:
         """The initial value of a parameter of any layer; nothing but its module takes memory."""
         module_name, _, attribute = parameter.rpartition(".")
-        module = self.skeleton([name for name in self.names if is_within(parameter, [name])]).get_submodule(module_name)
-        module.to_empty(device="cpu", recurse=False)
-        with seeded(derive_seed(seed, module_name)), torch.no_grad():
-            self.initialise(module_name, module)
+        (layer_name,) = [name for name in self.names if is_within(parameter, [name])]
+        layers = self.skeleton([layer_name])
+        module = layers.get_submodule(module_name)
+        constructed = self._constructed(layer_name, layers[layer_name], seed)
+        self._fill(module_name, module, constructed, derive_seed(seed, module_name))
         return getattr(module, attribute)
+
+    def _constructed(self, name: str, layer: nn.Module, seed: int) -> dict[str, nn.Module]:
+        """A layer's modules by name, on the CPU, where only its constructor can tell its numbers; else nothing."""
+        if all(hasattr(module, "reset_parameters") for module in layer.modules() if _own_tensors(module)):
+            return {}
+        spec = next(spec for spec in self.layers if spec.name == name)
+        with seeded(derive_seed(seed, name)), torch.device("cpu"):
+            return dict(spec.build().named_modules(prefix=name))
+
+    def _fill(self, name: str, module: nn.Module, constructed: Mapping[str, nn.Module], seed: int) -> None:
+        """Give a module of the skeleton memory on the CPU and its initial numbers."""
+        module.to_empty(device="cpu", recurse=False)
+        with seeded(seed), torch.no_grad():
+            if name in constructed:
+                for key, tensor in _own_tensors(module).items():
+                    tensor.copy_(getattr(constructed[name], key))
+            if name not in constructed or self.initialise is not reset_parameters:
+                self.initialise(name, module)
 
     def canonical(self, name: str) -> str:
         """Return the name of a parameter in files: a tied one's canonical name."""
