@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from data.batch import Batch
-from models.chain import Chain, checked
+from models.chain import Chain
+from models.layers import checked
 from parallel.plan import Plan
 from parallel.precision import autocast, parameter_dtype
 

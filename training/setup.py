@@ -14,7 +14,8 @@ from conf.schema import own_keys
 from data.batch import Batch
 from data.dataset import DataSet
 from data.loader import TrainBatches
-from models.chain import Chain, checked
+from models.chain import Chain
+from models.layers import checked
 from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer, stage_shares
 from parallel.devices import check_compiler
 from parallel.memory import tensors_per_parameter

@@ -110,7 +110,8 @@ def test_an_added_optimizer_and_logger_are_used(losses, house):
 def test_an_added_metric_is_in_the_records_of_training_and_of_validation(losses, house):
     lines = [json.loads(line) for line in (house.parent / "top3" / "metrics.jsonl").read_text().splitlines()]
     for prefix, count in {"": 4, "val_": 2}.items():
-        found = [(line[f"{prefix}accuracy"], line[f"{prefix}top3_accuracy"]) for line in lines if f"{prefix}loss" in line]
+        names = f"{prefix}accuracy", f"{prefix}top3_accuracy"
+        found = [tuple(line[name] for name in names) for line in lines if f"{prefix}loss" in line]
         assert len(found) == count and all(0 <= first <= third <= 1 for first, third in found)
         assert any(third > 0 for _, third in found)
 
