@@ -9,6 +9,7 @@ if __name__ == "__main__":
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +44,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(cfg: Any, hydra_section: Any) -> None:
-    """Run what Hydra has composed: one run, or one job of a sweep."""
+def run(cfg: Any, hydra_section: Any) -> float | None:
+    """Run what Hydra has composed: one run, or one job of a sweep, whose objective is returned."""
     from conf.composition import check_keys
     from training.reporting.run_directory import removed_if_unused
 
-    folder = Path(hydra_section.runtime.output_dir)
-    # Errors here too: Hydra adds a line of its own to what a task raises.
-    with clear_errors(), removed_if_unused(folder, hydra_section.output_subdir):
+    folder, is_job = Path(hydra_section.runtime.output_dir), hydra_section.mode.name == "MULTIRUN"
+    # Errors of a run here too: Hydra adds a line of its own to what a task raises. A job's are on record.
+    with nullcontext() if is_job else clear_errors(), removed_if_unused(folder, hydra_section.output_subdir):
         show_configuration(check_keys(cfg), hydra_section)
-        if hydra_section.mode.name == "MULTIRUN":
+        if is_job:
             from training.sweep.job import run_job
 
-            run_job(cfg, hydra_section, World.detect())
-        else:
-            execute(cfg, folder, World.detect())
+            return run_job(cfg, hydra_section, World.detect())
+        execute(cfg, folder, World.detect())
+    return None
 
 
 if __name__ == "__main__":

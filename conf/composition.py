@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import ConfigCompositionException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException, HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -43,19 +47,19 @@ def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str]) 
     if rerun := [argument for argument in arguments if argument.startswith("--e")]:
         raise UserError(f"{rerun[0]} has Hydra read a pickle, which can run any code: repeat the run by its command")
     check_working_directory()
-    register()
-    environment.register()
+    own = _open_own(arguments)
     # A rank that torchrun starts again finds the directory of the attempt before.
-    began, run_id = launcher_start() or (time.time(), secrets.token_hex(3))
-    OmegaConf.register_new_resolver("run_id", lambda: run_id, replace=True)
-    OmegaConf.register_new_resolver("began", lambda form: time.strftime(form, time.localtime(began)), replace=True)
+    start = launcher_start() or (time.time(), secrets.token_hex(3))
+    _register_resolvers(*start)
 
     @hydra.main(version_base="1.3", config_path=str(FOLDER), config_name="train")
-    def job(cfg: Any) -> None:
-        task(cfg, HydraConfig.get())
+    def job(cfg: Any) -> Any:
+        _register_resolvers(*start)  # a launcher of others (joblib) runs this in a process of its own
+        cfg.import_from = [*cfg.import_from, *own]
+        return task(cfg, HydraConfig.get())
 
     argv, full_error = sys.argv, os.environ.get(_FULL_ERROR)
-    sys.argv = [str(FOLDER.parent / "train.py"), *arguments]
+    sys.argv = [str(FOLDER.parent / "train.py"), *_composable(_expand_lists(arguments)), *_directory(arguments, *start)]
     os.environ[_FULL_ERROR] = "1"  # Hydra raises its errors then; otherwise it prints them in its own form
     GlobalHydra.instance().clear()
     try:
@@ -65,6 +69,21 @@ def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str]) 
         sys.argv = argv
         if full_error is None:
             del os.environ[_FULL_ERROR]
+
+
+def _register_resolvers(began: float, run_id: str) -> None:
+    register()
+    environment.register()
+    OmegaConf.register_new_resolver("run_id", lambda: run_id, replace=True)
+    OmegaConf.register_new_resolver("began", lambda form: time.strftime(form, time.localtime(began)), replace=True)
+
+
+def _directory(arguments: Sequence[str], began: float, run_id: str) -> list[str]:
+    """The directory of a sweep under a launcher of others, whose processes know no resolvers before they begin."""
+    foreign = any(word.startswith("hydra/launcher=") for word in arguments)
+    if not foreign or any(word.startswith("hydra.sweep.dir=") for word in arguments):
+        return []
+    return [f"hydra.sweep.dir={time.strftime('multirun/%Y-%m-%d/%H-%M-%S', time.localtime(began))}-{run_id}"]
 
 
 def check_keys(cfg: DictConfig, path: str = "") -> DictConfig:
@@ -136,3 +155,93 @@ def _leaves(cfg: DictConfig) -> Iterator[tuple[str, Any]]:
 
 def _word(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+def compose(overrides: Sequence[str]) -> Any:
+    """Compose the configuration of a command line without running anything.
+
+    Raises:
+        HydraException: Where it cannot be composed.
+    """
+    register()
+    environment.register()
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(FOLDER), version_base="1.3"):
+        return hydra.compose("train", _expand_lists(overrides))
+
+
+def _open_own(arguments: Sequence[str]) -> list[str]:
+    """Make the user's own options known: those of ``--config-dir FOLDER``.
+
+    Returns:
+        The folders in which their targets are: FOLDER, the one that it is in, and those of ``import_from``.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    folder = parser.parse_known_args(list(arguments))[0].config_dir
+    if folder is None:
+        register()
+        return []
+    folder = folder.expanduser().absolute()
+    folders = [str(folder.parent), str(folder)]
+    sys.path.extend(one for one in folders if one not in sys.path)  # to read the signatures of targets there
+    register(folder)
+    return folders
+
+
+def _expand_lists(arguments: Sequence[str]) -> list[str]:
+    """``logger=[wandb,csv]`` and ``callbacks=[early_stop]`` as options of their groups, each in a section of its own.
+
+    The first logger is the section ``logger``, the others ``loggers.NAME``; callbacks are ``callbacks.NAME``.
+    """
+    return [word for argument in arguments for word in _expand(argument)]
+
+
+def contract_lists(overrides: Sequence[str]) -> list[str]:
+    """The reverse: what was typed, of the overrides that Hydra has recorded."""
+    words: list[str] = []
+    names: dict[str, list[str]] = {"logger": [], "callbacks": []}
+    for override in overrides:
+        added = re.fullmatch(r"\+(?:schema/)?(logger|callback)@(?:loggers|callbacks)\.[\w-]+=([\w-]+)", override)
+        if added is None:
+            words.append(override)
+        elif not override.startswith("+schema/"):
+            names["logger" if added[1] == "logger" else "callbacks"].append(added[2])
+    if names["logger"]:
+        first = next((word.partition("=")[2] for word in words if word.startswith("logger=")), "wandb")
+        words = [word for word in words if not word.startswith("logger=")]
+        names["logger"].insert(0, first)
+    return [*words, *(f"{key}=[{','.join(some)}]" for key, some in names.items() if some)]
+
+
+def _expand(argument: str) -> list[str]:
+    match = re.fullmatch(r"(?:logger=\[([\w,\s-]+)\]|callbacks=\[?([\w,\s-]+)\]?)", argument)
+    if match is None or argument == "callbacks=null":
+        return [argument]
+    names = re.findall(r"[\w-]+", match[1] or match[2])
+    group, section = ("logger", "loggers") if match[1] else ("callback", "callbacks")
+    first = [f"logger={names.pop(0)}"] if match[1] and names else []
+    # The schema stands before what it checks.
+    return first + [f"+{part}{group}@{section}.{name}={name}" for name in names for part in ("schema/", "")]
+
+
+def _composable(arguments: Sequence[str]) -> list[str]:
+    """What Hydra is given for a sweep over options, such as ``-m model=gpt2,transformer data.seq_len=64``.
+
+    Hydra composes once without what is swept, and would refuse ``data.seq_len`` of the default model's data. As a sweep
+    over one value it is left out there too.
+    """
+    if not {"-m", "--multirun"} & set(arguments):
+        return list(arguments)
+    try:
+        parsed = {word: OverridesParser.create().parse_override(word) for word in arguments if "=" in word[1:]}
+    except HydraException:
+        return list(arguments)  # Hydra says what is wrong
+    own = {word: override for word, override in parsed.items() if not word.startswith(("-", "hydra"))}
+    if not any(override.is_sweep_override() and "." not in override.key_or_group for override in own.values()):
+        return list(arguments)
+    single = {word for word, o in own.items() if "." in o.key_or_group and not (o.is_sweep_override() or o.is_delete())}
+    return [_as_sweep(word) if word in single else word for word in arguments]
+
+
+def _as_sweep(override: str) -> str:
+    key, _, value = override.partition("=")
+    return f"{key}=choice({value})" if value else override

@@ -11,15 +11,16 @@ import re
 from dataclasses import MISSING, dataclass, field, make_dataclass
 from enum import Enum
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from conf import FOLDER, options, trust
+from conf import FOLDER, trust
 from conf.signatures import Parameter, parameters
 
-TARGET_GROUPS = ("model", "data", "optim", "scheduler", "logger")
+TARGET_GROUPS = ("model", "data", "optim", "scheduler", "logger", "callback")
 
 
 class Device(Enum):
@@ -112,6 +113,21 @@ class Export:
     max_batch_size: int = 8  # of a repository for Triton: samples that the server may compute together
 
 
+class Direction(Enum):
+    """Which way an objective is better."""
+
+    minimize = "minimize"
+    maximize = "maximize"
+
+
+@dataclass
+class Sweep:
+    """What the jobs of a sweep (-m) are compared by, and what a sweeper such as optuna is told."""
+
+    objective: str | None = None  # a number such as val_loss, val_accuracy or step_time_s; null: see docs/sweeps.md
+    direction: Direction | None = None  # null: by the name; more accuracy and more speed are better
+
+
 @dataclass
 class Root:
     """The whole configuration."""
@@ -125,13 +141,18 @@ class Root:
     print_config: bool = False  # print the whole configuration at the start, not only what differs from the defaults
     sample: Sample = field(default_factory=Sample)
     train: Train = field(default_factory=Train)
+    sweep: Sweep = field(default_factory=Sweep)
     model: Any = None
     parallel: Any = None
     data: Any = None
     optim: Any = None
     scheduler: Any = None
     logger: Any = None
+    loggers: Any = None  # further ones by name, such as logger=[wandb,csv] sets
+    callbacks: Any = None  # by name, such as callbacks=[early_stop] sets, or a list of sections with a _target_
     launcher: Any = None
+    allow: list[str] = field(default_factory=list)  # packages besides this project's that targets may be of
+    import_from: list[str] = field(default_factory=list)  # folders in which they are, besides the installed packages
 
 
 SCHEDULES = (
@@ -215,7 +236,10 @@ class Slurm:
 
 
 # Keys that the program reads itself and does not pass to the section's target: name -> (type, default).
-_MODEL_KEYS = {"init_from": (str | None, None)}  # start from exported weights: a folder or a .safetensors file
+_MODEL_KEYS = {
+    "init_from": (str | None, None),  # start from exported weights: a folder or a .safetensors file
+    "loss": (Any, None),  # another loss: {_target_: mypackage.MyLoss, ...}; a model may have a parameter of this name
+}
 _LANGUAGE_MODEL_KEYS = {
     "vocabulary": (str, "gpt2"),  # what its data should use: gpt2 | words
     "extra_tokens": (Any, None),  # behind GPT-2's own tokens: {"<a>": "start of an entity", "<b>": null}
@@ -238,9 +262,13 @@ def own_keys(group: str) -> set[str]:
     }.get(group, set())
 
 
-@cache  # once per process
-def register() -> None:
-    """Put all schemas into Hydra's ConfigStore, as ``schema/...``, from where conf/ pulls them in."""
+@cache  # once per process and folder
+def register(own: Path | None = None) -> None:
+    """Put all schemas into Hydra's ConfigStore, as ``schema/...``, from where conf/ pulls them in.
+
+    Args:
+        own: A folder of the user's own options (``--config-dir``).
+    """
     OmegaConf.register_new_resolver("by", _by, replace=True)
     store = ConfigStore.instance()
     trust.register()
@@ -249,17 +277,24 @@ def register() -> None:
     for name, node in {"local": Local, "slurm": Slurm}.items():
         store.store(group="schema/launcher", name=name, node=node)
     for group in TARGET_GROUPS:
-        for option in options(group):
-            named = _TARGET.search((FOLDER / group / f"{option}.yaml").read_text(encoding="utf-8"))
-            schema = schema_of(group, option, named[1] if named else None)
-            if schema is not None:
-                store.store(group=f"schema/{group}", name=option, node=schema)
+        for file in [*(FOLDER / group).glob("*.yaml"), *((own / group).glob("*.yaml") if own is not None else ())]:
+            named = _TARGET.search(file.read_text(encoding="utf-8"))
+            target = named[1] if named else None
+            schema = schema_of(group, file.stem, target) or _own_keys_of(group, file.stem)
+            store.store(group=f"schema/{group}", name=file.stem, node=schema)
 
 
 def _by(key: Any, *choices: Any) -> Any:
     """``${by:${model.size},tiny,3e-3,124M,6e-4,1e-3}``: the value that follows the key; the last one for any other."""
     pairs = dict(zip(choices[0:-1:2], choices[1::2], strict=True))
     return pairs.get(getattr(key, "name", key), choices[-1])
+
+
+def _own_keys_of(group: str, option: str) -> dict[str, Any]:
+    """The program's own keys of an option of which no more can be told: its package is not installed, or compiled."""
+    if group == "model":
+        return {"name": option, **{key: default for key, (_, default) in _MODEL_KEYS.items()}}
+    return {key: default for key, (_, default) in _OPTIMIZER_KEYS.items()} if group == "optim" else {}
 
 
 def schema_of(group: str, option: str, target: str | None) -> type | None:
@@ -275,7 +310,7 @@ def schema_of(group: str, option: str, target: str | None) -> type | None:
         fields |= _OPTIMIZER_KEYS
     supplied = _SUPPLIED.get(group, ())
     fields |= {p.name: (p.kind, _default(p)) for p in known if p.name not in supplied}
-    return make_dataclass(option, [(name, kind, default) for name, (kind, default) in fields.items()])
+    return make_dataclass(option.replace("-", "_"), [(name, kind, default) for name, (kind, default) in fields.items()])
 
 
 def _default(parameter: Parameter) -> Any:

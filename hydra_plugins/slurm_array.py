@@ -22,12 +22,15 @@ class SlurmArray(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Return one JobReturn per job; whether the job failed is recorded in its directory."""
-        from training.sweep.cluster import check, run_all
+        from training.sweep.cluster import check, objective_of, run_all
 
         setup_globals()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         returned = [self._compose(list(job), num, check) for num, job in enumerate(job_overrides, initial_job_idx)]
-        run_all([job.return_value for job in returned if job.return_value is not None])
+        runs = {num: job.return_value for num, job in enumerate(returned) if job.return_value is not None}
+        run_all(list(runs.values()))
+        for num, run in runs.items():
+            returned[num].return_value = objective_of(run)
         return returned
 
     def _compose(self, overrides: list[str], num: int, check: Any) -> JobReturn:

@@ -17,22 +17,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
+from common.errors import TrainingError
 from models.huggingface import HuggingFaceGPT2
+from models.layers import Layers as Layers  # these three are part of what a chain is
+from models.layers import Tensors as Tensors
+from models.layers import as_tuple as as_tuple
 from models.losses import Loss
 from models.seeds import derive_seed, seeded
 
-Tensors = Tensor | tuple[Tensor, ...]  # what passes between layers
 _MOST_LAYERS = 10_000  # each is a Python object several times over
-
-
-def as_tuple(tensors: Tensors) -> tuple[Tensor, ...]:
-    """Return a tensor as a tuple of one, and a tuple as it is."""
-    return tensors if isinstance(tensors, tuple) else (tensors,)
 
 
 def check_depth(n_layer: int) -> None:
@@ -63,15 +61,14 @@ def reset_parameters(name: str, module: nn.Module) -> None:
 
     Args:
         name: The module's full name.
-        module: The module.
-
-    Raises:
-        TypeError: If the module has no ``reset_parameters()``.
+        module: The module. One without ``reset_parameters()`` keeps what its constructor gave it.
     """
-    reset = getattr(module, "reset_parameters", None)
-    if reset is None:
-        raise TypeError(f"layer {name!r} ({type(module).__name__}) holds parameters but has no reset_parameters()")
-    reset()
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
 
 
 @dataclass(frozen=True)
@@ -86,13 +83,17 @@ class Chain:
             during a step and None outside.
         tied: {alias: canonical} names of parameters that are one parameter.
         initialise: (full module name, module) -> None, called once for every submodule that holds parameters or buffers
-            itself, under a seed made of the name, so that no module's numbers depend on another's.
+            itself, under a seed made of the name, so that no module's numbers depend on another's. A layer in which one
+            of these has no ``reset_parameters()`` (``nn.MultiheadAttention``) is constructed under a seed made of the
+            layer's name first; with the default ``initialise`` it stays as it was constructed.
         limits: {"positions": 1024, "vocabulary": 50304} where the model has such limits on its inputs.
         channels_last: Whether images are computed faster with their channels innermost in memory.
         embedding: The name of the token embedding's weight, where the vocabulary can grow (``model.extra_tokens``).
         continues: Whether a text can be continued with a ``models.attention.KeyValueCache``: every layer that looks at
             other tokens, or at positions, uses it.
         hugging_face: How Hugging Face stores such a model, where it has one (``models.huggingface``).
+        fingerprint: Of weights that the chain brings along instead of drawing them from the run's seed: equal on all
+            ranks.
     """
 
     layers: Sequence[LayerSpec]
@@ -104,6 +105,7 @@ class Chain:
     embedding: str | None = None
     continues: bool = False
     hugging_face: HuggingFaceGPT2 | None = None
+    fingerprint: str = ""
 
     def __post_init__(self) -> None:
         names = self.names
@@ -117,6 +119,20 @@ class Chain:
     def names(self) -> list[str]:
         """Layer names, first to last."""
         return [layer.name for layer in self.layers]
+
+    def with_loss(self, loss: Loss) -> Chain:
+        """Return this chain under another loss.
+
+        Raises:
+            TrainingError: If the last layer owns the loss.
+        """
+        last = self.names[-1]
+        if hasattr(self.skeleton([last])[last], "loss"):
+            raise TrainingError(
+                f"model.loss: the last layer of this model, {last}, computes the loss together with the logits; leave "
+                "model.loss out, or write a model whose last layer does not"
+            )
+        return replace(self, loss=loss)
 
     def skeleton(self, names: Sequence[str] | None = None) -> Layers:
         """Build layers on the meta device: shapes and no memory.
@@ -174,15 +190,16 @@ class Chain:
         copied = {layers.get_parameter(alias) for alias in copies}
         done: set[Tensor] = set()
         for layer_name, layer in layers.items():
+            constructed = self._constructed(layer_name, layer, seed)
             for name, module in layer.named_modules(prefix=layer_name):
                 own = set(module.parameters(recurse=False)) | set(module.buffers(recurse=False))
                 if own <= done:  # nothing of its own, or an alias of what is initialised already
                     continue
                 done |= own
-                module.to_empty(device="cpu", recurse=False)
-                if not own <= copied:
-                    with seeded(derive_seed(seed, name)), torch.no_grad():
-                        self.initialise(name, module)
+                if own <= copied:
+                    module.to_empty(device="cpu", recurse=False)
+                else:
+                    self._fill(name, module, constructed, derive_seed(seed, name))
                 _move(module, device, dtype)
             with torch.no_grad():
                 for alias, original in copies.items():
@@ -200,11 +217,30 @@ class Chain:
     def _initial(self, parameter: str, seed: int) -> Tensor:
         """The initial value of a parameter of any layer; nothing but its module takes memory."""
         module_name, _, attribute = parameter.rpartition(".")
-        module = self.skeleton([name for name in self.names if is_within(parameter, [name])]).get_submodule(module_name)
-        module.to_empty(device="cpu", recurse=False)
-        with seeded(derive_seed(seed, module_name)), torch.no_grad():
-            self.initialise(module_name, module)
+        (layer_name,) = [name for name in self.names if is_within(parameter, [name])]
+        layers = self.skeleton([layer_name])
+        module = layers.get_submodule(module_name)
+        constructed = self._constructed(layer_name, layers[layer_name], seed)
+        self._fill(module_name, module, constructed, derive_seed(seed, module_name))
         return getattr(module, attribute)
+
+    def _constructed(self, name: str, layer: nn.Module, seed: int) -> dict[str, nn.Module]:
+        """A layer's modules by name, on the CPU, where only its constructor can tell its numbers; else nothing."""
+        if all(hasattr(module, "reset_parameters") for module in layer.modules() if _own_tensors(module)):
+            return {}
+        spec = next(spec for spec in self.layers if spec.name == name)
+        with seeded(derive_seed(seed, name)), torch.device("cpu"):
+            return dict(spec.build().named_modules(prefix=name))
+
+    def _fill(self, name: str, module: nn.Module, constructed: Mapping[str, nn.Module], seed: int) -> None:
+        """Give a module of the skeleton memory on the CPU and its initial numbers."""
+        module.to_empty(device="cpu", recurse=False)
+        with seeded(seed), torch.no_grad():
+            if name in constructed:
+                for key, tensor in _own_tensors(module).items():
+                    tensor.copy_(getattr(constructed[name], key))
+            if name not in constructed or self.initialise is not reset_parameters:
+                self.initialise(name, module)
 
     def canonical(self, name: str) -> str:
         """Return the name of a parameter in files: a tied one's canonical name."""
@@ -214,55 +250,6 @@ class Chain:
 def is_within(parameter: str, layers: Sequence[str]) -> bool:
     """Return whether the parameter with this full name belongs to one of the layers."""
     return any(parameter.startswith(f"{layer}.") for layer in layers)
-
-
-class Layers(nn.Module):
-    """Consecutive named layers. Dots in names become nesting, so that keys read ``h.0.attn.c_attn.weight``."""
-
-    def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
-        super().__init__()
-        self.names = [name for name, _ in layers]
-        for name, layer in layers:
-            *parents, last = name.split(".")
-            node: nn.Module = self
-            for part in parents:
-                if part not in node._modules:
-                    node.add_module(part, nn.Module())
-                node = node.get_submodule(part)
-            node.add_module(last, layer)
-
-    def __getitem__(self, name: str) -> nn.Module:
-        return self.get_submodule(name)
-
-    def items(self) -> list[tuple[str, nn.Module]]:
-        """Return (name, layer), first to last."""
-        return [(name, self[name]) for name in self.names]
-
-    def forward(self, *tensors: Tensor) -> Tensors:
-        """Compute all layers in order. The loss is not part of it.
-
-        Args:
-            *tensors: The batch's inputs, or what the layer before returned.
-
-        Returns:
-            What the last layer returns.
-        """
-        output: Tensors = tensors
-        for _, layer in self.items():
-            output = layer(*as_tuple(output))
-        return output
-
-    def tie(self, tied: Mapping[str, str]) -> None:
-        """Make alias and original one Parameter where both are among these layers.
-
-        Args:
-            tied: {alias: canonical} names.
-        """
-        own = dict(self.named_parameters(remove_duplicate=False))
-        for alias, original in tied.items():
-            if alias in own and original in own:
-                module, _, attribute = alias.rpartition(".")
-                setattr(self.get_submodule(module), attribute, own[original])
 
 
 def _move(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

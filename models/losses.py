@@ -42,7 +42,9 @@ class Loss(Protocol):
     """The loss at the end of a chain.
 
     Attributes:
-        metrics: Names of the further sums that it gives.
+        metrics: Names of the further sums that it gives. Their means stand in every record of metrics.jsonl
+            ("accuracy", "val_accuracy"). The loss of a language model that has auxiliary terms gives that of the tokens
+            alone as "token_loss": perplexity is computed from it.
     """
 
     metrics: tuple[str, ...]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import shutil
 
 import torch
 
@@ -86,3 +88,14 @@ def keep_freed_memory(weights: int = 0) -> None:
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGEST_INT = 2**31 - 1
+
+
+def check_compiler(device_type: str) -> None:
+    """Raise PlanError where torch.compile has no C++ compiler to call (CPU code; a GPU's launchers too)."""
+    named = os.environ.get("CXX")
+    candidates = [named] if named else ["g++", "clang++", "c++"]
+    if not any(shutil.which(name) for name in candidates):
+        raise PlanError(
+            f"train.compile=true needs a C++ compiler on this machine (looked for {', '.join(candidates)}); install "
+            "one (Debian: apt-get install g++), point CXX at it, or leave train.compile=false"
+        )

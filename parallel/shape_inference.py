@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from data.batch import Batch
-from models.chain import Chain, Tensors, as_tuple
+from models.chain import Chain
+from models.layers import checked
 from parallel.plan import Plan
 from parallel.precision import autocast, parameter_dtype
 
@@ -112,7 +113,7 @@ def trace(chain: Chain, sample: Batch, precision: str, device_type: str) -> list
                     else:
                         output = module(*own)
                     sizes.append(kept.bytes - before)
-            tensors = _checked(layer.name, output)
+            tensors = checked(layer.name, module, output)
             specs = tuple(map(TensorSpec.of, tensors))
             traces.append(LayerTrace(layer.name, specs, kept=sizes[1], cast=sizes[0] - sizes[1]))
     return traces
@@ -150,15 +151,6 @@ def _loss(chain: Chain, module: torch.nn.Module, tensors: Sequence[Tensor], targ
     if hasattr(module, "loss"):
         return module.loss(*tensors, targets, None).loss
     return chain.loss(module(*tensors), targets, None).loss
-
-
-def _checked(name: str, output: Tensors) -> tuple[Tensor, ...]:
-    tensors = as_tuple(output)
-    for one in tensors:
-        if not isinstance(one, Tensor):
-            kind = type(one).__name__ + (" in a tuple" if isinstance(output, tuple) else "")
-            raise TypeError(f"layer {name!r} returned a {kind}; return a tensor or a flat tuple of tensors")
-    return tensors
 
 
 class _Kept:

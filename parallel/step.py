@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class StepResult:
         stop: Whether some rank asked to stop.
         terms: How many terms the loss has: tokens that are no padding, for a language model.
         spike: Whether the loss is above the limit that was given.
+        metrics: The mean of each of the loss's metrics over the same terms, by name.
     """
 
     loss: float
@@ -46,6 +48,7 @@ class StepResult:
     stop: bool
     terms: float
     spike: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def finite(self) -> bool:

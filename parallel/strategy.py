@@ -172,11 +172,11 @@ class Strategy(ABC):
         return result
 
     def _agree(self, terms: int, stop: bool, loss_limit: float) -> StepResult:
-        """The step's one small all-reduce: loss, count, squared norm and the stop flag together.
+        """The step's one small all-reduce: loss, count, metrics, squared norm and the stop flag together.
 
         A number that is not finite on one rank makes the sum not finite on all, so all take the same decision.
         """
-        loss, count, *_ = self.take_sums()
+        loss, count, *metrics = self.take_sums()
         has_loss = any(stage.ends_chain for stage in self.stages)
         local = torch.stack(
             [
@@ -185,16 +185,19 @@ class Strategy(ABC):
                 torch.full_like(loss, terms if has_loss else 0),
                 self.gradients.squared_norm().to(loss),
                 torch.full_like(loss, stop),
+                *metrics,
             ]
         )
-        loss, count, assumed, squares, stops = self.all_sum(local)
+        loss, count, assumed, squares, stops, *metrics = self.all_sum(local)
         # Gradients were divided by the number of terms; where some were padding, by too many.
         factor = assumed / count if count else 1.0
         factor /= self.loss_scale.factor
         self.gradients.multiply(factor)
         norm = math.sqrt(squares) * factor if math.isfinite(squares) else math.nan
         mean = loss / count if count else math.nan
-        return StepResult(mean, norm, stops > 0, count, spike=mean > loss_limit)
+        means = [value / count if count else math.nan for value in metrics]
+        named = dict(zip(self.chain.loss.metrics, means, strict=True))
+        return StepResult(mean, norm, stops > 0, count, spike=mean > loss_limit, metrics=named)
 
     def all_sum(self, vector: Tensor) -> list[float]:
         """Add a vector up over all ranks, who call this together; the result is the same on every rank."""

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import printable
+from common.given import pack, unpack
 from common.machine import changed_environment, styled
 from launchers import ForkServer, Interrupted, LaunchError, WorkerFailed, World, run_workers, stopping
 from launchers.loopback import check_interfaces
 from launchers.stopping import Stopped
-from training.config import environment, hydra_word, to_config, to_dict
+from training.config import environment, hydra_word, open_doors, to_config, to_dict
 from training.limits import check_need, check_process, check_values
 
 ALONE = ("export", "sample")  # modes that need one process whatever the strategy is
@@ -98,6 +99,7 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
     check_values(tree)
     check_process()
     cfg = to_config(tree)
+    open_doors(cfg)
     if cfg.mode == "plan" or cfg.mode in ALONE:
         stopping.at_once()
     if cfg.mode in ALONE:
@@ -171,7 +173,7 @@ def _early_server(cfg: Any, world: World | None, isolated: bool) -> AbstractCont
 
 def _start_workers(cfg: Any, run_dir: Path, processes: int, server: ForkServer | None) -> None:
     timeout_s = cfg.parallel.timeout_s
-    args = to_dict(cfg), str(run_dir)
+    args = to_dict(cfg), str(run_dir), pack()
     most, failures = _restarts(cfg), []
 
     def tell(failure: WorkerFailed) -> None:
@@ -204,13 +206,14 @@ def _print_memory(setup) -> None:
     print("\n" + describe_memory(estimate_memory(setup.plan, setup.chain, setup.sample, optim)))
 
 
-def _work(world: World, tree: dict, run_dir: str) -> None:
+def _work(world: World, tree: dict, run_dir: str, given: bytes | None) -> None:
     """What each local worker runs. After a restart it resumes from the newest checkpoint."""
     from launchers.world import restarts
     from training.checkpoint.resume import after_restart
     from training.reporting import SUMMARY
     from training.run import run
 
+    unpack(given)
     cfg, folder = to_config(tree), Path(run_dir)
     if restarts() > 0:
         after_restart(cfg, folder)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import PlanError
+from common.given import pack, unpack
 from common.machine import available_memory
 from launchers import ForkServer, WorkerFailed, World, run_workers
 from parallel.devices import resolve_device_type
@@ -152,7 +153,7 @@ def _try(cfg: Any, chunks: int, server: ForkServer | None) -> Trial | None:
     """A short run of its own; None where the layout cannot have so many chunks."""
     trial = copy.deepcopy(cfg)
     trial.parallel.chunks = chunks
-    trial.logger = {"_target_": "training.reporting.NoLogger"}
+    trial.update(logger={"_target_": "training.reporting.NoLogger"}, loggers=None, callbacks=None)
     trial.train.update(steps=_TRIAL_STEPS, epochs=None, eval_every=None, checkpoint_every=None, resume=None)
     trial.train.update(profile=0, trace=False)
     try:
@@ -160,7 +161,7 @@ def _try(cfg: Any, chunks: int, server: ForkServer | None) -> Trial | None:
     except PlanError:
         return None
     with tempfile.TemporaryDirectory() as folder:
-        args = (to_dict(trial), folder)
+        args = (to_dict(trial), folder, pack())
         try:
             run_workers(_work, args, plan.processes, Path(folder) / "logs", server=server)
         except WorkerFailed as failure:
@@ -170,7 +171,7 @@ def _try(cfg: Any, chunks: int, server: ForkServer | None) -> Trial | None:
     return Trial(chunks, min(filter(None, times)), sum(summary["peak_memory_bytes"]))
 
 
-def _work(world: World, tree: dict, folder: str) -> None:
+def _work(world: World, tree: dict, folder: str, given: bytes | None) -> None:
     """What each worker of a trial runs: rank 0 is silent too."""
     from launchers.failure import log_path
     from launchers.worker import redirect_output
@@ -178,6 +179,7 @@ def _work(world: World, tree: dict, folder: str) -> None:
 
     if world.rank == 0:
         redirect_output(log_path(Path(folder) / "logs", 0))
+    unpack(given)
     run(to_config(tree), Path(folder), world)
 
 

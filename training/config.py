@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from common.errors import PlanError, TrainingError, UserError
@@ -15,10 +17,33 @@ from conf import environment as from_environment
 from conf.trust import check_variables, literal
 
 # The packages whose public classes a configuration may build. A configuration may come from anywhere, and a target can
-# name any class. To use an optimizer of another installed package, add the package here, for example "lion_pytorch".
+# name any class. The user's own are named in `allow` (see open_doors).
 PACKAGES = ("models", "data", "parallel", "training", "torch.nn", "torch.optim")
 # A model may be built by a function: it only computes. Functions elsewhere also write files and start processes.
 FUNCTIONS_OF = ("models",)
+_allowed: tuple[str, ...] = ()  # of the run that this process works on
+
+
+def open_doors(cfg: Any) -> None:
+    """Let targets also be classes and functions of the packages in ``allow``, in this process, until the next call.
+
+    They are imported from where Python finds them, and from the folders in ``import_from``.
+
+    Raises:
+        TrainingError: Where a name is not a package's.
+    """
+    global _allowed
+    names = cfg.get("allow") or []
+    for name in names:
+        if not all(part.isidentifier() for part in str(name).split(".")):
+            raise TrainingError(f"allow={name}: give names of packages or modules, such as allow=[mypackage]")
+    _allowed = tuple(names)
+    add_to_path(cfg.get("import_from") or [])
+
+
+def add_to_path(folders: Sequence[str]) -> None:
+    """Have Python look for modules in these folders too, after all others."""
+    sys.path.extend(folder for folder in folders if folder not in sys.path)
 
 
 
@@ -139,24 +164,28 @@ def resolve(target: Any) -> Any:
 
     Raises:
         TrainingError: Where there is none, and for anything but a public class of ``PACKAGES`` or a public function of
-            ``FUNCTIONS_OF`` that is defined there, not imported from elsewhere.
+            ``FUNCTIONS_OF``, or one of either kind of a package in ``allow``, that is defined there, not imported from
+            elsewhere.
     """
-    if not isinstance(target, str) or not _is_of(target, PACKAGES):
+    if not isinstance(target, str) or not _is_of(target, (*PACKAGES, *_allowed)):
         raise _refused(target, "it is of another package")
     if any(part.startswith("_") for part in target.split(".")):
         raise _refused(target, "it is private")
     module, _, name = target.rpartition(".")
     try:
         item = getattr(import_module(module), name)
-    except (AttributeError, ModuleNotFoundError) as error:
+    except (AttributeError, ImportError) as error:
         raise TrainingError(f"_target_={target} names nothing: {error}") from error
     if not inspect.isclass(item) and not inspect.isfunction(item):
         raise _refused(target, "it is neither a class nor a function")
     home = f"{item.__module__}.{item.__qualname__}"
-    if not _is_of(home, PACKAGES):
+    if not _is_of(home, (*PACKAGES, *_allowed)):
         raise _refused(target, f"it is {home}")
-    if not inspect.isclass(item) and not _is_of(home, FUNCTIONS_OF):
+    if not inspect.isclass(item) and not _is_of(home, (*FUNCTIONS_OF, *_allowed)):
         raise _refused(target, "it is a function")
+    package = getattr(item, "requires", None)  # of a class that works with a package which is not always there
+    if package is not None and find_spec(package.partition("-")[0]) is None:
+        raise TrainingError(f"{target} needs a package that is not installed: pip install {package}")
     return item
 
 
@@ -165,10 +194,11 @@ def _is_of(name: str, packages: Sequence[str]) -> bool:
 
 
 def _refused(target: Any, reason: str) -> TrainingError:
+    yours = str(target).partition(".")[0] if isinstance(target, str) and target.partition(".")[0] else "mypackage"
     return TrainingError(
         f"_target_={target} is not allowed: {reason}. Configurations may build public classes of "
-        f"{', '.join(PACKAGES)}, and call functions of {', '.join(FUNCTIONS_OF)}, only; PACKAGES in training/config.py "
-        "is the list"
+        f"{', '.join(PACKAGES)}, call functions of {FUNCTIONS_OF[0]}, and use what allow= names: "
+        f"{', '.join(_allowed) or 'nothing now'}. If you trust it: allow=[{yours}]"
     )
 
 

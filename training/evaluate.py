@@ -81,9 +81,10 @@ def record_of(result: dict[str, float], prefix: str, language: bool) -> dict[str
     Args:
         result: What ``evaluate`` has returned.
         prefix: "val" or "test".
-        language: Whether the data are text; their perplexity is added.
+        language: Whether the data are text. Their perplexity is added: of the metric "token_loss" where the loss has
+            one, as one with auxiliary terms has, else of the loss.
     """
     record = {f"{prefix}_{name}": value for name, value in result.items()}
     if language:
-        record[f"{prefix}_perplexity"] = math.exp(min(result["loss"], 700.0))
+        record[f"{prefix}_perplexity"] = math.exp(min(result.get("token_loss", result["loss"]), 700.0))
     return record

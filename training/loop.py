@@ -16,6 +16,7 @@ from data.loader import TrainBatches, train_loader
 from launchers import heartbeat, stopping
 from launchers.stopping import Stopped
 from parallel.strategy import StepResult, Strategy
+from training.callbacks import Callbacks, TrainingRun
 from training.checkpoint import Checkpoints
 from training.config import instantiate
 from training.evaluate import evaluate, record_of
@@ -48,6 +49,7 @@ class Loop:
         record: Callable[[dict], None],
         show: Callable[..., None],
         say: Callable[[str], None],
+        histogram: Callable[..., None] = lambda *_: None,
     ) -> None:
         """Takes the parts of a run.
 
@@ -59,6 +61,7 @@ class Loop:
             record: Takes each record of metrics.jsonl.
             show: Takes each step's numbers for the progress bar.
             say: Takes a sentence for the console. On ranks other than 0 these three do nothing.
+            histogram: Takes a histogram for the loggers, see ``training.callbacks``.
         """
         self.setup, self.strategy, self.optimizer, self.checkpoints = setup, strategy, optimizer, checkpoints
         self.record, self.show, self.say = record, show, say
@@ -66,6 +69,8 @@ class Loop:
         self.schedule = instantiate(setup.cfg.scheduler)
         self.skipping = Skipping(self.config)
         self.recipe = recipe(setup)
+        seen = TrainingRun(setup.cfg, checkpoints.folder.parent, strategy, record, histogram, say)
+        self.callbacks = Callbacks(setup.cfg.callbacks, seen)
         self.outcome = Outcome()
         # A checkpoint is that of the last step that counted: those that were skipped since then are done again.
         self._updated = self._saved = 0
@@ -97,19 +102,28 @@ class Loop:
                 self._record_step(step, result, lr, skipped, seconds=time.perf_counter() - clock)
                 advance()
                 stop = result.stop and step < total
-                evaluates = is_due(config.eval_every, step, total) and not stop
+                evaluates = is_due(config.eval_every, step, self._last(step)) and not stop
                 if evaluates:
                     stop = not self._evaluate(step)
                 if stop:
                     self.stop(step)
+                last = self._last(step)
                 if evaluates and self._is_best():
-                    self._save(step, needed=step == total, again=True)
-                elif is_due(config.checkpoint_every, step, total):
-                    self._save(step, needed=step == total)
+                    self._save(step, needed=step == last, again=True)
+                elif is_due(config.checkpoint_every, step, last):
+                    self._save(step, needed=step == last)
                 self._report_failed_save()
+                if step == last:
+                    break
                 heartbeat.note(step, "reading data")
                 clock = time.perf_counter()
+        if (reason := self.callbacks.run.stop_reason) is not None:
+            self.say(f"stopped after step {self.outcome.steps} of {total}: {reason}")
         return self.outcome
+
+    def _last(self, step: int) -> int:
+        """The number of the run's last step: this one, where a callback ends the run."""
+        return self.setup.total_steps if self.callbacks.run.stop_reason is None else step
 
     def stop(self, step: int) -> NoReturn:
         """Saves the state after ``step``, unless it is saved already, and raises Stopped."""
@@ -120,7 +134,7 @@ class Loop:
     def progress(self) -> dict:
         """Returns what a checkpoint keeps of the loop, so that a resumed run continues as this one would."""
         numbers = {key: getattr(self.outcome, key) for key in _RESUMED}
-        return {**numbers, "skipping": self._judged, "recipe": self.recipe}
+        return {**numbers, "skipping": self._judged, "recipe": self.recipe, "callbacks": self.callbacks.state_dict()}
 
     def restore(self, progress: dict, path: Path | None) -> None:
         """Continues an earlier run.
@@ -136,6 +150,7 @@ class Loop:
             self.skipping.load_state_dict(progress["skipping"])
             self.outcome.skipped = self.skipping.skipped
             self._judged = self.skipping.state_dict()
+        self.callbacks.load_state_dict(progress.get("callbacks", {}))
 
     def _begin(self, done: int, unevaluated: bool) -> None:
         """Does what was still to be done after step ``done``, which is saved."""
@@ -186,6 +201,7 @@ class Loop:
         record = {
             "step": step,
             "loss": result.loss,
+            **result.metrics,
             "lr": lr,
             "grad_norm": result.grad_norm,
             "step_time_s": seconds,
@@ -195,6 +211,7 @@ class Loop:
             record["tokens_per_s"] = result.terms / seconds
         record["skipped"] = bool(skipped)
         self.record(record)
+        self.callbacks.on_step(record)
         self.show(step, result.loss, record["samples_per_s"], record.get("tokens_per_s"), skipped)
 
     def _evaluate(self, step: int) -> bool:
@@ -211,6 +228,7 @@ class Loop:
             self.outcome.best_val_loss, self.outcome.best_step = result["loss"], self._updated
         self.record({"step": step, **record})
         self.say(f"step {step}: {numbers(record, self.setup.extents.get('val'))}")
+        self.callbacks.on_evaluation({"step": step, **record})
         return True
 
     def _is_best(self) -> bool:
@@ -233,6 +251,7 @@ class Loop:
         self.outcome.checkpoint = self.checkpoints.save(
             self.strategy, self.optimizer, self._updated, progress, wait=needed
         )
+        self.callbacks.on_checkpoint(self.outcome.checkpoint)
 
     def _report_failed_save(self) -> None:
         problem = self.checkpoints.take_failure()

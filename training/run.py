@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from common.errors import TrainingError, UserError
 from common.files import read_yaml
+from common.given import GIVEN
 from common.machine import styled
 from launchers import World, connect
 from launchers.stopping import Stopped
@@ -29,19 +30,20 @@ from training.checkpoint import Checkpoints
 from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.init_from import start
 from training.checkpoint.resume import resume
-from training.config import environment, hydra_word, instantiate, kept, to_dict
+from training.config import environment, hydra_word, instantiate, kept, open_doors, to_dict
 from training.evaluate import evaluate, record_of
 from training.identity import changes, check_ranks
 from training.loop import Loop
 from training.optimizer import Optimizer
 from training.reporting import SUMMARY, mask_secrets
 from training.reporting.console import final_words, numbers
+from training.reporting.loggers import Loggers, sections
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
 from training.reporting.timeline_files import why_no_timeline, write_timeline
 from training.setup import Setup, prepare
 
-_WHERE = ("device", "parallel", "launcher", "logger")  # sections that a checkpoint does not keep
+_WHERE = ("device", "parallel", "launcher", "logger", "allow", "import_from")  # what a checkpoint does not keep
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "mps": "gloo"}
 
 
@@ -70,6 +72,7 @@ def run(
     """
     world, run_dir = world or World.alone(), Path(run_dir)
     os.environ.update(environment(cfg))
+    open_doors(cfg)
     share_cores(world.local_size, cfg.parallel.threads)
     _set_arithmetic(cfg.train)
     setup = setup or prepare(cfg, world.size, world.nodes)
@@ -85,7 +88,8 @@ def run(
             start(cfg.model, setup.chain, strategy)
         _check_steps_left(setup, strategy, run_dir, resumed.step)
         recorder = _recorder(setup, strategy, run_dir, first_step=resumed.step + 1)
-        loop = Loop(setup, strategy, optimizer, checkpoints, recorder.record, recorder.show, recorder.say)
+        shown = recorder.record, recorder.show, recorder.say, recorder.histogram
+        loop = Loop(setup, strategy, optimizer, checkpoints, *shown)
         loop.restore(resumed.progress, resumed.path)
         if (changed := changes(resumed.progress.get("recipe"), loop.recipe)) is not None:
             recorder.say(f"warning: {changed}")
@@ -95,6 +99,7 @@ def run(
             test = _test(setup, strategy, loop)
             ranks = gather_results(strategy, outcome, optimizer.state_of)
             summary = _summary(setup, strategy, outcome, test, ranks)
+            loop.callbacks.on_end(summary)
         finally:
             checkpoints.close()
             recorder.close(summary)
@@ -229,7 +234,8 @@ def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) 
     cfg, logger = setup.cfg, None
     if strategy.mesh.rank == 0:
         name = f"{cfg.model.name}-{cfg.parallel.name}"
-        logger = instantiate(to_dict(cfg.logger), run_dir=run_dir, run_config=mask_secrets(to_dict(cfg)), run_name=name)
+        supplied = {"run_dir": run_dir, "run_config": mask_secrets(to_dict(cfg)), "run_name": name}
+        logger = Loggers([instantiate(section, **supplied) for section in sections(cfg)])
     recorder = Recorder(
         run_dir,
         logger,
@@ -275,7 +281,9 @@ def _report(setup: Setup, run_dir: Path, outcome: Outcome, summary: dict, ranks:
     if setup.cfg.train.trace and why_no_timeline(setup.plan) is None:
         intervals = [rank.intervals for rank in ranks]
         write_timeline(run_dir, setup.plan, setup.cfg.model.name, intervals, outcome.steps)
-    link = hydra_word(str(outcome.checkpoint.parents[1])) if outcome.checkpoint is not None else None
+    link = None
+    if outcome.checkpoint is not None and setup.cfg.model._target_ != GIVEN:  # which no command line can name
+        link = hydra_word(str(outcome.checkpoint.parents[1]))
     epochs = setup.cfg.train.epochs is not None
     headline, *rest = final_words(summary, run_dir, _where(run_dir), link, setup.extents, epochs).split("\n")
     print("\n".join([styled(headline, "bold", sys.stdout), *rest]), flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,23 @@ from data.batch import Batch
 from data.dataset import DataSet
 from data.loader import TrainBatches
 from models.chain import Chain
+from models.layers import checked
 from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer, stage_shares
+from parallel.devices import check_compiler
 from parallel.memory import tensors_per_parameter
 from parallel.plan import Plan, make_plan
 from parallel.strategies import names_where
+from training.callbacks import build as build_callbacks
 from training.checkpoint import read_manifest
 from training.checkpoint.configuration import check_fits, checkpoint_of
 from training.checkpoint.init_from import check_start
 from training.checkpoint.new_tokens import grown
-from training.config import environment, instantiate, to_dict
+from training.config import environment, instantiate, resolve, to_dict
 from training.evaluate import extents
 from training.limits import check_sample
 from training.optimizer import check_optimizer
+from training.reporting import loggers
+from training.reporting.objective import check_objective
 
 BALANCES = ("time", "size")  # values of parallel.balance that are measured
 
@@ -90,7 +94,11 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1) -> Setup:
         read_manifest(saved)
     check_optimizer(to_dict(cfg.optim))
     instantiate(cfg.scheduler)
+    build_callbacks(cfg.callbacks)
+    for section in loggers.sections(cfg):
+        resolve(section["_target_"])
     chain, data = model_and_data(cfg)
+    check_objective(cfg.sweep.objective, chain.loss.metrics, data.seq_len is not None)
     if saved is not None:
         check_fits(saved, chain, cfg)
     elif train.resume is None:
@@ -136,7 +144,8 @@ def describe(setup: Setup) -> str:
 
     evaluated = setup.cfg.train.eval_every is not None or setup.cfg.mode == "eval"
     data = describe_data(setup.data.description, setup.data.unigram_entropy, setup.extents if evaluated else {})
-    return describe_plan(setup.plan, setup.cfg.model.name, data, setup.tokens_per_sample, setup.shares)
+    allowed = f"\nallow: {', '.join(setup.cfg.allow)}" if setup.cfg.allow else ""
+    return describe_plan(setup.plan, setup.cfg.model.name, data, setup.tokens_per_sample, setup.shares) + allowed
 
 
 def _plan(cfg: Any, chain: Chain, world_size: int | None, nodes: int) -> Plan:
@@ -170,7 +179,10 @@ def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
     Raises:
         TrainingError: For arguments that the model refuses.
     """
-    arguments = {key: value for key, value in model.items() if key not in own_keys("model")}
+    loss = model.get("loss")
+    own_loss = hasattr(loss, "keys")  # and not a parameter of the model's
+    dropped = own_keys("model") if own_loss or loss is None else own_keys("model") - {"loss"}
+    arguments = {key: value for key, value in model.items() if key not in dropped}
     if "vocab_size" in arguments and arguments["vocab_size"] is None:
         arguments["vocab_size"] = vocab_size
     elif model.get("extra_tokens") is not None:
@@ -181,6 +193,8 @@ def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         sizes = ", ".join(f"{key}={value}" for key, value in arguments.items() if isinstance(value, int))
         raise TrainingError(f"model={model.name} cannot be built with {sizes}: {str(error).splitlines()[0]}") from None
+    if own_loss:
+        chain = chain.with_loss(instantiate(loss))
     if model.get("extra_tokens") is not None and chain.embedding is None:
         raise TrainingError(
             f"model.extra_tokens: model={model.name} does not say which parameter is its embedding (Chain.embedding), "
@@ -273,26 +287,23 @@ def check_fit(chain: Chain, data: DataSet, cfg: Any) -> None:
 
 
 def check_shapes(setup: Setup) -> None:
-    """Pass a micro-batch through the model and its loss on the meta device, without memory. Raises TrainingError."""
+    """Pass a micro-batch through the model and its loss on the meta device, without memory.
+
+    Raises:
+        TrainingError: A layer cannot take what it is given, or its output cannot be passed on; it is named.
+    """
     sample = setup.sample.to("meta")
+    tensors, at = sample.input_tensors, ""
     try:
-        setup.chain.loss(setup.chain.skeleton()(*sample.input_tensors), sample.targets, None)
-    except (RuntimeError, TypeError, ValueError) as error:
+        for name, layer in setup.chain.skeleton().items():
+            at = f"layer {name!r} ({type(layer).__name__}): "
+            output = layer(*tensors)
+            at = ""
+            tensors = checked(name, layer, output)
+        setup.chain.loss(output, sample.targets, None)
+    except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, IndexError) as error:
         raise TrainingError(
             f"model={setup.cfg.model.name} cannot take this data: samples "
             f"{' and '.join(str(tuple(x.shape[1:])) for x in sample.input_tensors)} with "
-            f"targets {tuple(sample.targets.shape[1:])} ({error})"
+            f"targets {tuple(sample.targets.shape[1:])} ({at}{error})"
         ) from None
-
-
-def check_compiler(device_type: str) -> None:
-    """Raise TrainingError where torch.compile has no C++ compiler to call (CPU code; a GPU's launchers too)."""
-    import shutil
-
-    named = os.environ.get("CXX")
-    candidates = [named] if named else ["g++", "clang++", "c++"]
-    if not any(shutil.which(name) for name in candidates):
-        raise TrainingError(
-            f"train.compile=true needs a C++ compiler on this machine (looked for {', '.join(candidates)}); install "
-            "one (Debian: apt-get install g++), point CXX at it, or leave train.compile=false"
-        )

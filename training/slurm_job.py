@@ -22,7 +22,7 @@ from launchers import World
 from launchers.slurm import Job, check_options, submit, wait, write_private
 from launchers.slurm_worker import array_index, work
 from launchers.world import restarts
-from training.config import environment, to_config, to_dict
+from training.config import environment, open_doors, to_config, to_dict
 from training.reporting.directory_lock import EARLIER_ATTEMPT_S, hold, locked_directories, release
 from training.reporting.job_record import FAILED, FINISHED, RUNNING, update_job
 
@@ -127,6 +127,7 @@ def run_in_task(cfg: Any, run_dir: Path, world: World, give_up: Callable[[Launch
         after_restart(cfg, run_dir)
     try:
         with rendezvous(world, cfg.parallel.timeout_s, give_up) as (store, places):
+            open_doors(cfg)
             setup = prepare(cfg, world.size, world.nodes)
             if world.rank == 0:
                 hold(run_dir, EARLIER_ATTEMPT_S if restarts() > 0 else 0.0)

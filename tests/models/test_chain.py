@@ -126,9 +126,29 @@ class Scale(nn.Module):
         self.factor = nn.Parameter(torch.ones(1))
 
 
-def test_a_layer_that_cannot_be_initialised_is_an_error_and_no_memory_of_chance():
-    with pytest.raises(TypeError, match=r"layer 'scale' \(Scale\) holds parameters but has no reset_parameters\(\)"):
-        Chain([LayerSpec("scale", Scale)], loss=SquaredError()).build(["scale"], 1, CPU)
+def attention() -> Chain:
+    layers = [LayerSpec(f"h.{i}", lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)) for i in range(2)]
+    return Chain([*layers, LayerSpec("scale", Scale), LayerSpec("head", lambda: nn.Linear(8, 3))], loss=SquaredError())
+
+
+def test_a_layer_without_reset_parameters_starts_as_its_constructor_makes_it():
+    chain = attention()
+    weights = chain.build(chain.names, 1, CPU).state_dict()
+    assert weights["scale.factor"] == 1
+    bound = (6 / (8 + 24)) ** 0.5  # as nn.MultiheadAttention: uniform by Xavier's rule, biases 0
+    assert 0.8 * bound < weights["h.0.self_attn.in_proj_weight"].abs().max() <= bound
+    assert not weights["h.0.self_attn.in_proj_bias"].any() and not weights["h.0.self_attn.out_proj.bias"].any()
+    assert not torch.equal(weights["h.0.linear1.weight"], weights["h.1.linear1.weight"])
+
+
+@pytest.mark.parametrize("names", [["h.1"], ["h.1", "scale", "head"]], ids=len)
+def test_such_layers_start_from_the_same_numbers_in_any_cut(names):
+    chain = attention()
+    whole = chain.build(chain.names, 7, CPU).state_dict()
+    before = torch.get_rng_state()
+    part = chain.build(names, 7, CPU).state_dict()
+    assert all(torch.equal(whole[name], tensor) for name, tensor in part.items())
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(

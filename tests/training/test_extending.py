@@ -25,8 +25,8 @@ SHORT = [
     "train.checkpoint_every=null",
 ]  # fmt: skip
 ADDED = {
-    "model": ["lstm", "skip"], "data": ["csv_regression"], "optim": ["muon", "rmsprop"], "scheduler": ["inverse_sqrt"],
-    "logger": ["csv"], "parallel": ["checked_ddp"],
+    "model": ["lstm", "skip"], "data": ["csv_regression"], "optim": ["lion", "rmsprop"], "scheduler": ["inverse_sqrt"],
+    "logger": ["losses"], "callbacks": ["weight_norm"], "parallel": ["checked_ddp"],
 }  # fmt: skip
 
 
@@ -83,8 +83,10 @@ def losses(house):
         for name, (words, layouts) in places.items()
         for layout in layouts
     }
-    runs["muon"] = [*lstm, *LAYOUTS["single"], "optim=muon", "logger=csv", "logger.file=x.csv"]
-    runs = {name: [*words, *SHORT] for name, words in runs.items()}
+    runs["muon"] = [*lstm, *LAYOUTS["single"], "optim=muon", "logger=losses", "logger.file=x.csv"]
+    top3 = "model.loss={_target_: models.top_k.TopK, k: 3}"
+    runs["top3"] = ["model=skip", top3, "train.eval_every=2", *LAYOUTS["pipe_ddp"]]
+    runs = {name: [*SHORT, *words] for name, words in runs.items()}
     command(house, "tests/training/extended_runs.py", str(house.parent), json.dumps(runs))
     return json.loads((house.parent / "losses.json").read_text())
 
@@ -103,6 +105,15 @@ def test_an_added_optimizer_and_logger_are_used(losses, house):
     assert losses["muon"] != losses["lstm single"]
     lines = (house.parent / "muon" / "x.csv").read_text().splitlines()
     assert [float(line.split(",")[1]) for line in lines] == losses["muon"]
+
+
+def test_an_added_metric_is_in_the_records_of_training_and_of_validation(losses, house):
+    lines = [json.loads(line) for line in (house.parent / "top3" / "metrics.jsonl").read_text().splitlines()]
+    for prefix, count in {"": 4, "val_": 2}.items():
+        names = f"{prefix}accuracy", f"{prefix}top3_accuracy"
+        found = [tuple(line[name] for name in names) for line in lines if f"{prefix}loss" in line]
+        assert len(found) == count and all(0 <= first <= third <= 1 for first, third in found)
+        assert any(third > 0 for _, third in found)
 
 
 def test_the_help_page_lists_what_was_added(house):

@@ -40,7 +40,7 @@ def read_back(run_dir):
 
 def losses(run_dir):
     items = [record["history"]["item"] for record in read_back(run_dir) if record["type"] == "history"]
-    return {item["_step"]: item["loss"] for item in items if "loss" in item}
+    return {item["_step"]: item["train/loss"] for item in items if "train/loss" in item}
 
 
 SCRIPT = """
@@ -66,7 +66,7 @@ def test_an_offline_run_is_silent_stays_in_its_folder_and_can_be_read_back(tmp_p
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert losses(run_dir) == {step: pytest.approx(1 / step) for step in range(1, 6)}
     text = json.dumps(read_back(run_dir))
-    assert '"val_loss": 2.5' in text and '"final_loss": 0.2' in text and '"lr": 0.5' in text
+    assert '"val/loss": 2.5' in text and '"final_loss": 0.2' in text and '"lr": 0.5' in text
     assert "abcdefgh12345678" not in text
     assert '"host"' not in text
     assert sorted(os.listdir(run_dir)) == ["wandb", "wandb_id.txt"]

@@ -1,5 +1,6 @@
 """report.html: self-contained, and readable in a real browser at the width of a desktop and of a phone."""
 
+import base64
 import re
 import shutil
 
@@ -20,7 +21,7 @@ def html(tmp_path_factory):
 
 def test_nothing_comes_from_elsewhere_and_nothing_runs(html):
     links = re.findall(r'\b(?:src|srcset|href)="([^"]*)"', html)
-    assert len(links) == 5 and all(link.startswith("data:") for link in links)
+    assert len(links) == 1 + 2 * 4 and all(link.startswith("data:") for link in links)
     assert "<script" not in html and "url(" not in html and "@import" not in html
 
 
@@ -39,8 +40,13 @@ def test_a_sweep_in_which_nothing_has_trained_has_a_page_too(tmp_path):
     assert "failed: no" in text and "waiting: not started" in text and "<img" not in text
 
 
-@pytest.mark.parametrize("width", [1200, 390])
-def test_a_browser_shows_it_without_complaint_and_without_sideways_scrolling(html, width, tmp_path):
+def test_it_says_which_curves_lie_on_each_other(html):
+    text = re.sub(r"<[^>]*>", "", html)
+    assert "parallel.chunks=20 and parallel.chunks=30 lie on each other: they differ by 0 at most." in text
+
+
+@pytest.mark.parametrize("width, scheme", [(1200, "light"), (500, "dark"), (390, "light")])
+def test_a_browser_shows_it_without_complaint_and_without_sideways_scrolling(html, width, scheme, tmp_path):
     api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -r requirements-dev.txt")
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
@@ -50,7 +56,7 @@ def test_a_browser_shows_it_without_complaint_and_without_sideways_scrolling(htm
     messages, schemes = [], []
     with api.sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-        view = chromium.new_page(viewport={"width": width, "height": 800})
+        view = chromium.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
         view.on("console", lambda message: messages.append(message.text))
         view.on("pageerror", lambda error: messages.append(str(error)))
         view.on("request", lambda request: schemes.append(request.url.split(":")[0]))
@@ -61,7 +67,15 @@ def test_a_browser_shows_it_without_complaint_and_without_sideways_scrolling(htm
             "Math.min(...[...document.querySelectorAll('p, td, th, figcaption, pre')].filter(e => e.offsetParent)"
             ".map(e => parseFloat(getComputedStyle(e).fontSize)))"
         )
+        paper, ink = (
+            [int(number) for number in re.findall(r"\d+", view.evaluate(f"getComputedStyle(document.body).{name}"))[:3]]
+            for name in ("backgroundColor", "color")
+        )
+        picture = view.evaluate("document.images[0].currentSrc")
         chromium.close()
+    assert (sum(paper) > sum(ink)) == (scheme == "light")
+    ink_of_the_picture = b"#d7dde3" in base64.b64decode(picture.partition(",")[2])
+    assert ink_of_the_picture == (scheme == "dark")
     assert messages == [] and set(schemes) <= {"file", "data"}
     assert len(shown) == 2 and all(natural > 0 and drawn > 0.6 * min(width, 900) for natural, drawn in shown)
     assert across <= width

@@ -1,12 +1,13 @@
 """The table and the figures of a sweep, read from the files of its jobs."""
 
 import csv
+import json
 
 import numpy as np
 import pytest
 from sweep_jobs import chunk_sweep, leave
 
-from training.sweep.figure import ideal_costs, loss_figure, numeric_axis, time_figure
+from training.sweep.figure import coinciding, ideal_costs, loss_figure, numeric_axis, score_figure
 from training.sweep.table import read_table, write_csv
 
 
@@ -26,14 +27,14 @@ def test_the_csv_has_a_row_per_job_in_order_with_overrides_and_results(tmp_path)
 
 def test_the_fastest_job_of_each_model_is_the_best(tmp_path):
     for num, (model, seconds) in enumerate([("toy", 2.0), ("toy", 1.0), ("gpt2", 9.0), ("gpt2", 8.0)]):
-        leave(tmp_path, num, f"model={model}", f"optim.lr={num % 2}", times=[seconds] * 6, model=model)
+        leave(tmp_path, num, f"model={model}", f"parallel.pp={num % 2}", times=[seconds] * 6, model=model)
     assert [row.best for row in read_table(tmp_path).rows] == [False, True, False, True]
 
 
 def test_steps_of_different_sizes_are_compared_by_the_sample(tmp_path):
     leave(tmp_path, 0, "train.global_batch_size=10", times=[1.0] * 6, batch=10)
     leave(tmp_path, 1, "train.global_batch_size=100", times=[2.0] * 6, batch=100)
-    table = read_table(tmp_path)
+    table = read_table(tmp_path, "step_time_s")
     assert table.per_sample
     assert [row.cost for row in table.rows] == pytest.approx([0.1, 0.02])
     assert table.rows[1].best
@@ -71,7 +72,7 @@ def test_the_ideal_curve_follows_the_bubble_and_no_job_is_below_it(tmp_path):
 
 
 def test_the_figure_shows_spread_best_ideal_and_what_failed(tmp_path):
-    figure = time_figure(read_table(chunk_sweep(tmp_path)))
+    figure = score_figure(read_table(chunk_sweep(tmp_path)))
     (legend,) = figure.legends
     labels = [text.get_text() for text in legend.get_texts()]
     assert labels == ["measured", "ideal", "best: parallel.chunks=12, 2.9 s", "not finished"]
@@ -86,11 +87,70 @@ def test_words_are_bars_numbers_an_axis_with_a_curve_for_each_word_and_seeds_nei
     table = read_table(tmp_path)
     table.keys = ["parallel", "parallel.dp"]
     assert numeric_axis(table) == "parallel.dp"
-    labels = [text.get_text() for text in time_figure(table).legends[0].get_texts()]
+    labels = [text.get_text() for text in score_figure(table).legends[0].get_texts()]
     assert {"parallel=ddp", "parallel=pipe_ddp"} <= set(labels)
     table.keys = ["parallel", "seed"]
     assert numeric_axis(table) is None
-    assert len(time_figure(table).axes[0].patches) == 4
+    assert len(score_figure(table).axes[0].patches) == 4
+
+
+def rates(sweep, *results, key="optim.lr"):
+    """A job for each (value, step time, validation loss)."""
+    for num, (value, seconds, val_loss) in enumerate(results):
+        folder = leave(sweep, num, f"{key}={value}", times=[seconds] * 6)
+        summary = json.loads((folder / "summary.json").read_text()) | {"best_val_loss": val_loss}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        record = {"step": 6, "val_loss": val_loss, "val_accuracy": 1 - val_loss / 10}
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(record) + "\n")
+    return sweep
+
+
+@pytest.mark.parametrize(
+    "key, named, name, best",
+    [
+        ("optim.lr", None, "val_loss", 1),
+        ("parallel.chunks", None, "step_time_s", 0),
+        ("train.compile", None, "step_time_s", 0),
+        ("seed", None, "val_loss", 1),
+        ("optim.lr", "step_time_s", "step_time_s", 0),
+        ("optim.lr", "samples_per_s", "samples_per_s", 0),
+        ("parallel.chunks", "val_accuracy", "val_accuracy", 1),
+    ],
+)
+def test_jobs_are_ranked_by_what_was_asked_for_or_by_what_varies(tmp_path, key, named, name, best):
+    table = read_table(rates(tmp_path, (1, 1.0, 8.0), (3, 2.0, 5.0), (2, 3.0, 6.0), key=key), named)
+    assert table.objective.name == name
+    assert [row.best for row in table.rows] == [num == best for num in range(3)]
+
+
+def test_without_any_validation_the_training_loss_ranks(tmp_path):
+    leave(tmp_path, 0, "optim.lr=1", times=[1.0] * 6)
+    leave(tmp_path, 1, "optim.lr=2", times=[2.0] * 8)  # whose loss, 2 / steps, is lower
+    table = read_table(tmp_path)
+    assert table.objective.name == "final_loss" and table.rows[1].best
+
+
+def test_a_direction_that_is_asked_for_wins_over_the_name(tmp_path):
+    sweep = rates(tmp_path, (1, 1.0, 8.0), (3, 2.0, 5.0))
+    assert read_table(sweep, "val_loss", "maximize").rows[0].best
+
+
+def test_losses_over_a_rate_are_drawn_without_an_ideal_and_named_on_the_axis(tmp_path):
+    figure = score_figure(read_table(rates(tmp_path, (1e-4, 1.0, 8.0), (1e-3, 1.0, 5.0))))
+    (axes,) = figure.axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("optim.lr", "best validation loss")
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["measured", "best: optim.lr=0.001, 5"]
+
+
+def test_curves_that_lie_on_each_other_are_found_and_each_is_seen(tmp_path):
+    for num in range(3):
+        leave(tmp_path, num, f"parallel={num}", times=[1.0] * 6)
+    leave(tmp_path, 3, "parallel=3", times=[1.0] * 4)
+    table = read_table(tmp_path)
+    assert [[row.job.num for row in group] for group in coinciding(table)] == [[0, 1, 2]]
+    widths = [line.get_linewidth() for line in loss_figure(table).axes[0].lines]
+    assert widths[0] > widths[1] > widths[2]
 
 
 def test_losses_are_drawn_for_every_job_that_has_any(tmp_path):

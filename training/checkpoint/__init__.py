@@ -22,8 +22,18 @@ A save goes through these phases. A run that is killed in any of them leaves the
 """
 
 from training.checkpoint.commit import set_current
-from training.checkpoint.load import load, locate, newest, newest_whole, read_manifest
+from training.checkpoint.load import load, locate, newest, newest_whole, read_manifest, read_weights
 from training.checkpoint.manifest import MANIFEST
 from training.checkpoint.save import Checkpoints
 
-__all__ = ["MANIFEST", "Checkpoints", "load", "locate", "newest", "newest_whole", "read_manifest", "set_current"]
+__all__ = [
+    "MANIFEST",
+    "Checkpoints",
+    "load",
+    "locate",
+    "newest",
+    "newest_whole",
+    "read_manifest",
+    "read_weights",
+    "set_current",
+]

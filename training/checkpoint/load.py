@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from common.errors import CheckpointError
 from parallel.strategy import Strategy
 from training.checkpoint.manifest import Optimizer, checkpoint_folder, step_folders
@@ -131,6 +133,20 @@ def load(path: Path, strategy: Strategy, optimizer: Optimizer | None = None, ver
     except (ValueError, TypeError, OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be loaded: {error}") from error
     return manifest["step"]
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Reads a whole model's parameters and buffers, a tied parameter under its canonical name.
+
+    Args:
+        path: A checkpoint, a link to one, or a run directory, whose newest checkpoint is meant.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    folder = locate(Path(path))
+    tensors = Tensors(folder, read_manifest(folder))
+    return {name: tensors[name] for name in tensors if "/" not in name}
 
 
 class Tensors(dict):

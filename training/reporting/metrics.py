@@ -177,6 +177,15 @@ def write_json(path: str | os.PathLike, content: Any) -> bool:
         return False
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in the file ``path``, or {} if it cannot be read."""
+    try:
+        content = parse_json(read_regular(path))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Returns the records of a ``metrics.jsonl``.
 

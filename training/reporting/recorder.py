@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from training.reporting.environment import describe
+from training.reporting.loggers import Loggers
 from training.reporting.metrics import METRICS, SUMMARY, MetricsFile, read_records, write_json
 from training.reporting.progress import Progress
 
 
-class Logger(Protocol):
-    """What ``logger=`` builds, such as ``WandbRun``."""
-
-    def log(self, record: dict, step: int) -> None:
-        """Takes the record of a step."""
-
-    def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
-        """Takes the summary and closes the run."""
-
-
 class Recorder:
-    """Writes rank 0's numbers to metrics.jsonl, to the logger and to the progress bar.
+    """Writes rank 0's numbers to metrics.jsonl, to the loggers and to the progress bar.
 
     On other ranks it does nothing.
     """
@@ -30,7 +21,7 @@ class Recorder:
     def __init__(
         self,
         run_dir: Path,
-        logger: Logger | None,
+        logger: Loggers | None,
         total_steps: int,
         first_step: int = 1,
         resumed: bool = False,
@@ -40,7 +31,7 @@ class Recorder:
 
         Args:
             run_dir: The run's directory.
-            logger: The logger; None on ranks other than 0.
+            logger: The loggers; None on ranks other than 0.
             total_steps: The number of the run's last step.
             first_step: The number of the first step to come.
             resumed: Whether an earlier run may have left records in ``run_dir``. Those from ``first_step`` on are
@@ -66,10 +57,15 @@ class Recorder:
         return bool(records) and not any("val_loss" in record for record in records)
 
     def record(self, record: dict[str, Any]) -> None:
-        """Writes a record, which has a "step", to metrics.jsonl and to the logger."""
+        """Writes a record, which has a "step", to metrics.jsonl and to the loggers."""
         if self._logger is not None:
             self._metrics.write(record)
             self._logger.log(record, record["step"])
+
+    def histogram(self, *args: Any) -> None:
+        """Shows a histogram in the loggers; see ``Loggers.histogram``."""
+        if self._logger is not None:
+            self._logger.histogram(*args)
 
     def show(self, *args: Any) -> None:
         """Shows a step on the progress bar; see ``Progress.update``."""

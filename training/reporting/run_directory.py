@@ -50,7 +50,7 @@ def refuse(message: str) -> NoReturn:
     Hydra turns an exception of a callback into a warning, but lets an exit pass.
     """
     print(f"error: {printable(message)}", file=sys.stderr)
-    raise SystemExit(1)
+    raise SystemExit(1) from UserError(message)
 
 
 def _refusing(check: Callable[..., None]) -> Callable[..., None]:

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from common.files import free_space, read_regular
 from common.machine import changed_environment
+from training.reporting.environment import git_state
+from training.reporting.loggers import grouped
 from training.reporting.masking import mask_secrets
 
 log = logging.getLogger("training")
@@ -26,7 +28,8 @@ class WandbRun:
 
     No method raises, and starting and finishing wait no longer than their timeouts: after an exception wandb is off
     for the rest of the run, which is warned about once. metrics.jsonl is the record of truth; wandb itself does not
-    notice a full disk. The machine's name, the environment and the command line are not stored.
+    notice a full disk. The commit and the machine's load are stored;
+    its name, the environment and the command line are not.
 
     The run's id is kept in ``run_dir/wandb_id.txt``: a resumed training continues the same online run, and
     ``wandb sync`` merges its offline parts.
@@ -88,7 +91,7 @@ class WandbRun:
         return self._run.url if self._run is not None else None
 
     def log(self, record: dict, step: int) -> None:
-        """Logs the values of a record, except for its "step".
+        """Logs the values of a record, except for its "step", as train/loss, val/loss and so on.
 
         Args:
             record: Numbers by name. Records of the same step are merged.
@@ -97,7 +100,18 @@ class WandbRun:
         if self._run is None:
             return
         try:
-            self._run.log({key: value for key, value in record.items() if key != "step"}, step=step)
+            self._run.log(grouped(record), step=step)
+        except Exception as error:
+            self._turn_off("could not log", error)
+
+    def histogram(self, name: str, counts: Sequence[float], edges: Sequence[float], step: int) -> None:
+        """Logs a histogram, see ``Loggers.histogram``."""
+        if self._run is None:
+            return
+        try:
+            import wandb
+
+            self._run.log({name: wandb.Histogram(np_histogram=(list(counts), list(edges)))}, step=step)
         except Exception as error:
             self._turn_off("could not log", error)
 
@@ -155,13 +169,14 @@ class WandbRun:
             root_dir=str(self._run_dir),
             **self._timeouts,
             resume="allow" if mode == "online" else None,  # an offline run cannot resume, and would print that
+            # The commit, but not the remote's address, which may hold a key.
+            git_commit=git_state()[0],
+            disable_git=True,
             # What this project records by itself, or not at all: code, packages, host, user, command line.
             host="",
             disable_code=True,
-            disable_git=True,
             disable_job_creation=True,
             x_disable_meta=True,
-            x_disable_machine_info=True,
             x_save_requirements=False,
         )
         with _private_environment(self._run_dir, mode):
@@ -177,23 +192,6 @@ class WandbRun:
             self._run_dir,
         )
         _close_service()
-
-
-class NoLogger:
-    """Takes the same calls as ``WandbRun`` and does nothing (``logger=none``)."""
-
-    url = None
-
-    def __init__(
-        self, run_dir: str | Path | None = None, run_config: dict | None = None, run_name: str | None = None
-    ) -> None:
-        """Takes what ``WandbRun`` takes."""
-
-    def log(self, record: dict, step: int) -> None:
-        """Does nothing."""
-
-    def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
-        """Does nothing."""
 
 
 def _private_environment(run_dir: Path, mode: str) -> contextlib.AbstractContextManager[None]:

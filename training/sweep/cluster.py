@@ -16,9 +16,10 @@ from launchers import Interrupted
 from launchers.slurm import Job as SlurmJob
 from launchers.slurm import wait
 from training.autotune import choose_chunks, recall
-from training.config import to_config, to_dict
+from training.config import open_doors, to_config, to_dict
 from training.reporting import mask_secrets
-from training.reporting.job_record import FAILED, INTERRUPTED, WAITING, Job, update_job, write_job
+from training.reporting.job_record import FAILED, FINISHED, INTERRUPTED, WAITING, Job, read_job, update_job, write_job
+from training.reporting.objective import value_for_sweeper
 from training.slurm_job import Ready, prepare_here, queue
 from training.sweep.job import show_as_group
 
@@ -35,6 +36,7 @@ def check(cfg: Any) -> Ready | None:
     show_as_group(cfg, Path(hydra.sweep.dir), hydra.job.num)
     try:
         cfg = to_config(to_dict(cfg))
+        open_doors(cfg)
         recall(cfg, folder)
         choose_chunks(cfg, folder, None)
         return Ready.of(prepare_here(cfg), folder)
@@ -76,6 +78,12 @@ def run_all(runs: list[Ready]) -> None:
         for job, folder in jobs:
             if job.error is not None:
                 _fail(folder, job.error)
+
+
+def objective_of(run: Ready) -> float | None:
+    """Return what a job that has ended tells a sweeper that chooses the next ones; None where it has no result."""
+    job = read_job(run.run_dir)
+    return value_for_sweeper(to_config(run.tree), run.run_dir) if job is not None and job.status == FINISHED else None
 
 
 def _fail(folder: Path, error: Exception) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import cycle
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
 from training.reporting.job_record import label
-from training.sweep.table import Row, Table, seconds
+from training.sweep.table import Row, Table
 
 CHUNKS = "parallel.chunks"
 WIDE, NARROW = 8.0, 4.2  # inches: for a desktop and for a phone
@@ -19,23 +22,36 @@ _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#
 _BEST, _IDEAL, _FAILED = "#009e73", "#777777", "#c0392b"
 _LEGEND = 16  # entries at most: beyond them colours repeat
 _POINTS = 400  # of a loss curve, however long the run
+_SAME = 1e-3  # of the height of the figure: what an eye does not see
+_LIGHT_INK = "#d7dde3"
+_DARK = {
+    key: _LIGHT_INK
+    for key in ("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color")
+}
 
 
-def time_figure(table: Table, width: float = WIDE) -> Figure:
-    """Draws the step time against the swept value, with the spread of the steps and the best job marked.
+def colours(dark: bool) -> AbstractContextManager[None]:
+    """Draws for a dark page, or for a light one, inside the block. The background is left to the page."""
+    return matplotlib.rc_context({**(_DARK if dark else {}), "savefig.transparent": True})
+
+
+def score_figure(table: Table, width: float = WIDE) -> Figure:
+    """Draws the objective against the swept value with the best job marked; of times, the spread of the steps too.
 
     One numeric override is the x axis and the others distinguish curves; without a numeric one each job is a bar. Over
-    ``parallel.chunks`` of a pipeline the ideal is drawn too, see ``ideal_costs``.
+    ``parallel.chunks`` of a pipeline the ideal time is drawn too, see ``ideal_costs``.
 
     Args:
-        table: The sweep; ``table.timed`` must not be empty.
+        table: The sweep; ``table.scored`` must not be empty.
         width: In inches.
     """
     axis = numeric_axis(table)
     height = _HEIGHT if axis else max(_HEIGHT, 0.5 + len(table.rows) * (0.1 + 0.22 * len(table.keys)))
     figure, axes = _canvas(width, height)
-    scale, unit = (1e3, "ms") if max(row.cost for row in table.timed) < 1 else (1.0, "s")
-    title = f"time per {'sample' if table.per_sample else 'step'} ({unit})"
+    scale, title = 1.0, table.objective.title
+    if table.by_time:
+        scale, unit = (1e3, "ms") if max(row.score for row in table.scored) < 1 else (1.0, "s")
+        title = f"time per {'sample' if table.per_sample else 'step'} ({unit})"
     if axis is None:
         _bars(axes, table, scale)
         axes.set_xlabel(title)
@@ -48,18 +64,52 @@ def time_figure(table: Table, width: float = WIDE) -> Figure:
 
 
 def loss_figure(table: Table, width: float = WIDE) -> Figure | None:
-    """Draws the training loss of each job over its steps, ``width`` inches wide; returns None if no job has any."""
-    rows = [row for row in table.rows if len(row.curve) > 1]
+    """Draws the training loss of each job over its steps, ``width`` inches wide; returns None if no job has any.
+
+    Of curves that lie on each other the earlier are drawn wider, so that all of them show.
+    """
+    rows = _with_curves(table)
     if not rows:
         return None
     figure, axes = _canvas(width, 0.75 * _HEIGHT)
+    wider = {row.label: len(group) - place for group in coinciding(table) for place, row in enumerate(group, 1)}
     for row, colour, style in zip(rows, cycle(_COLOURS), cycle(("-", "--", ":")), strict=False):
         steps, losses = zip(*row.curve[:: max(1, len(row.curve) // _POINTS)], strict=True)
-        axes.plot(steps, losses, style, color=colour, label=row.label, linewidth=1.5)
+        over = wider.get(row.label, 0)
+        line = {"linewidth": 1.5 + 2 * min(over, 5), "alpha": 0.6 if over else 1.0}
+        axes.plot(steps, losses, "-" if over else style, color=colour, label=row.label, **line)
     axes.set_xlabel("step")
     axes.set_ylabel("training loss")
     _add_legend(figure, axes)
     return figure
+
+
+def coinciding(table: Table) -> list[list[Row]]:
+    """Returns the groups of jobs whose loss curves lie on each other: an eye sees one curve."""
+    rows = _with_curves(table)
+    losses = [loss for row in rows for _, loss in row.curve]
+    height = max(losses) - min(losses) if losses else 0.0
+    groups: list[list[Row]] = []
+    for row in rows:
+        group = next((group for group in groups if difference([group[0], row]) <= _SAME * height), None)
+        if group is None:
+            groups.append([row])
+        else:
+            group.append(row)
+    return [group for group in groups if len(group) > 1]
+
+
+def difference(rows: Sequence[Row]) -> float:
+    """Returns the largest difference between the loss curves of ``rows`` at any step; infinite for other steps."""
+    curves = [np.array(row.curve) for row in rows]
+    if any(len(curve) != len(curves[0]) or (curve[:, 0] != curves[0][:, 0]).any() for curve in curves):
+        return float("inf")
+    losses = np.stack([curve[:, 1] for curve in curves])
+    return float((losses.max(axis=0) - losses.min(axis=0)).max())
+
+
+def _with_curves(table: Table) -> list[Row]:
+    return [row for row in table.rows if len(row.curve) > 1]
 
 
 def numeric_axis(table: Table) -> str | None:
@@ -69,7 +119,7 @@ def numeric_axis(table: Table) -> str | None:
     """
     counts = {}
     for key in table.keys:
-        numbers = [_number(row, key) for row in table.timed]
+        numbers = [_number(row, key) for row in table.scored]
         if key != "seed" and None not in numbers and len(set(numbers)) > 1:
             counts[key] = len(set(numbers))
     return CHUNKS if CHUNKS in counts else max(counts, key=counts.get, default=None)
@@ -109,52 +159,55 @@ def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
 def _curves(axes: Axes, table: Table, axis: str, scale: float) -> None:
     others = [key for key in table.keys if key != axis]
     groups: dict[str, list[Row]] = {}
-    for row in sorted(table.timed, key=lambda row: _number(row, axis)):
+    for row in sorted(table.scored, key=lambda row: _number(row, axis)):
         groups.setdefault(label(row.job, others) if others else "measured", []).append(row)
     for (name, rows), colour in zip(groups.items(), cycle(_COLOURS), strict=False):
-        x, y = [_number(row, axis) for row in rows], [row.cost * scale for row in rows]
-        axes.errorbar(x, y, _whiskers(rows, scale), marker="o", color=colour, capsize=3, label=name, zorder=3)
-        dense = np.geomspace(x[0], x[-1], 200) if axis == CHUNKS and len(rows) > 1 else None
+        x, y = [_number(row, axis) for row in rows], [row.score * scale for row in rows]
+        whiskers = _whiskers(rows, scale) if table.by_time else None
+        axes.errorbar(x, y, whiskers, marker="o", color=colour, capsize=3, label=name, zorder=3)
+        has_ideal = table.by_time and axis == CHUNKS and len(rows) > 1
+        dense = np.geomspace(x[0], x[-1], 200) if has_ideal else None
         ideal = None if dense is None else ideal_costs(rows, dense)
         if ideal is not None:
             name = "ideal" if colour == _COLOURS[0] else None
             colour = _IDEAL if len(groups) == 1 else colour
             axes.plot(dense, ideal * scale, "--", color=colour, linewidth=1.3, label=name, zorder=2)
-    for row in table.timed:
+    for row in table.scored:
         if row.best:
-            name = f"best: {row.label}, {seconds(row.cost)}"
+            name = f"best: {row.label}, {table.show_score(row)}"
             star = {"marker": "*", "color": _BEST, "markersize": 17, "markeredgecolor": "white", "zorder": 4}
-            axes.plot(_number(row, axis), row.cost * scale, linestyle="none", label=name, **star)
+            axes.plot(_number(row, axis), row.score * scale, linestyle="none", label=name, **star)
     lost = {_number(row, axis) for row in table.rows if not row.finished} - {None}
     if lost:
         bottom = {"transform": axes.get_xaxis_transform(), "label": "not finished"}
         axes.plot(sorted(lost), [0.02] * len(lost), "x", color=_FAILED, **bottom)
-    ticks = sorted({_number(row, axis) for row in table.timed} | lost)
+    ticks = sorted({_number(row, axis) for row in table.scored} | lost)
     if ticks[0] > 0 and ticks[-1] / ticks[0] >= 8:
         axes.set_xscale("log")
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.xaxis.minorticks_off()
-    costs = [row.cost for row in table.timed]
-    if max(costs) / min(costs) > 20:
+    scores = [row.score for row in table.scored]
+    if min(scores) > 0 and max(scores) / min(scores) > 20:
         axes.set_yscale("log")
-    else:
+    elif table.by_time:
         axes.set_ylim(bottom=0)
     axes.set_xlabel(axis)
-    axes.grid(axis="y", color="#e5e5e5", zorder=0)
+    axes.grid(axis="y", color=_IDEAL, alpha=0.25, zorder=0)
 
 
 def _bars(axes: Axes, table: Table, scale: float) -> None:
     rows = table.rows[::-1]
     for place, row in enumerate(rows):
-        if row.step_time is None:
+        if row.score is None:
             axes.text(0, place, f" {row.job.status}", color=_FAILED, va="center")
             continue
         colour = _BEST if row.best else _COLOURS[0]
-        whiskers = _whiskers([row], scale)
-        bar = axes.barh(place, row.cost * scale, xerr=whiskers, color=colour, alpha=0.85, height=0.65, capsize=3)
-        axes.bar_label(bar, [seconds(row.cost) + " (best)" * row.best], padding=5)
+        whiskers = _whiskers([row], scale) if table.by_time else None
+        bar = axes.barh(place, row.score * scale, xerr=whiskers, color=colour, alpha=0.85, height=0.65, capsize=3)
+        axes.bar_label(bar, [table.show_score(row) + " (best)" * row.best], padding=5)
     axes.set_yticks(range(len(rows)), [row.label.replace(" ", "\n") for row in rows])
-    axes.set_xlim(0, 1.35 * scale * max(row.spread[1] / row.divisor for row in table.timed))
+    longest = max(row.spread[1] / row.divisor if table.by_time else row.score for row in table.scored)
+    axes.set_xlim(0, 1.35 * scale * longest) if longest > 0 else axes.margins(x=0.35)
     axes.set_ylim(-0.6, len(rows) - 0.4)
 
 

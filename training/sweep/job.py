@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import shlex
 import sys
 import time
@@ -9,7 +10,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
+from common.errors import TrainingError, UserError
 from conf.trust import typed_overrides
 from launchers import World
 from launchers.stopping import Stopped
@@ -28,27 +29,37 @@ from training.reporting.job_record import (
     swept_keys,
     write_job,
 )
+from training.reporting.loggers import sections
+from training.reporting.objective import value_for_sweeper
+
+_OWN_SWEEPER = "hydra_plugins.job_sweeper.JobSweeper"  # goes by the jobs' records
 
 
-def run_job(cfg: Any, hydra: Any, world: World | None) -> None:
+def run_job(cfg: Any, hydra: Any, world: World | None) -> float | None:
     """Runs one job of a sweep in processes of its own and records how it ends in job.json.
 
-    A job that fails raises nothing, so that the next ones run.
+    A job that fails raises nothing, so that the next ones run; a sweeper of others, such as optuna, is told by an
+    exception and decides.
 
     Args:
         cfg: The composed configuration.
         hydra: Hydra's own section, for the job's number, overrides and directory.
         world: This process's place among processes that exist already; None if the job starts its own.
 
+    Returns:
+        The sweep's objective, see ``training.reporting.objective``; None where the job has none.
+
     Raises:
         KeyboardInterrupt: To end the sweep.
+        TrainingError: The job failed, under a sweeper of others.
         Exception: Any error, on ranks other than 0; rank 0 keeps the record.
     """
     folder = Path(hydra.runtime.output_dir)
     if world is not None and world.rank > 0:
         execute(cfg, folder, world)
-        return
+        return None
     hold(folder)
+    _leave_loky()
     job = Job(hydra.job.num, tuple(mask_secrets(typed_overrides(hydra))), RUNNING)
     write_job(folder, job)
     show_as_group(cfg, Path(hydra.sweep.dir), job.num)
@@ -59,6 +70,7 @@ def run_job(cfg: Any, hydra: Any, world: World | None) -> None:
 
     try:
         execute(cfg, folder, world, isolated=True)
+        value = value_for_sweeper(cfg, folder)
     except Stopped as stopped:
         end(INTERRUPTED)
         here = f"train.resume=auto {shlex.quote(f'hydra.sweep.dir={hydra_word(hydra.sweep.dir)}')}"
@@ -70,10 +82,19 @@ def run_job(cfg: Any, hydra: Any, world: World | None) -> None:
         text = str(error) if isinstance(error, UserError) else traceback.format_exc()
         end(FAILED, text)
         print(f"error: job {job.num}: {text}", file=sys.stderr)
-    else:
-        end(FINISHED)
+        if hydra.sweeper._target_ != _OWN_SWEEPER:
+            raise TrainingError(f"job {job.num}: {text}") from None
+        return None
     finally:
         release(folder)
+    end(FINISHED)
+    return value
+
+
+def _leave_loky() -> None:
+    """Undoes what joblib's workers (hydra/launcher=joblib) do to multiprocessing: no other module knows "loky"."""
+    if multiprocessing.get_start_method(allow_none=True) == "loky":
+        multiprocessing.set_start_method(None, force=True)
 
 
 def show_as_group(cfg: Any, sweep_dir: Path, num: int) -> None:
@@ -84,11 +105,12 @@ def show_as_group(cfg: Any, sweep_dir: Path, num: int) -> None:
         sweep_dir: The sweep's directory, with the record of every job.
         num: The job's number.
     """
-    if "group" not in cfg.logger:
-        return
-    if cfg.logger.group is None:
-        cfg.logger.group = sweep_dir.absolute().name
     jobs = [job for _, job in read_jobs(sweep_dir)]
     keys = swept_keys(jobs)
-    if cfg.logger.name is None and keys:
-        cfg.logger.name = next(label(job, keys) for job in jobs if job.num == num)[:120]
+    for section in sections(cfg):
+        if "group" not in section:
+            continue
+        if section.group is None:
+            section.group = sweep_dir.absolute().name
+        if section.name is None and keys:
+            section.name = next(label(job, keys) for job in jobs if job.num == num)[:120]

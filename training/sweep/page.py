@@ -12,7 +12,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from training.sweep.table import Table, read_object, seconds
+from training.reporting.metrics import read_object
+from training.sweep.table import Table
 
 
 def page(table: Table, command: str) -> str:
@@ -32,8 +33,8 @@ def page(table: Table, command: str) -> str:
         table=table,
         command=command,
         time=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        results=list(_results(table)),
-        figures=list(_figures(table)) if table.timed else [],
+        results=list(results(table)),
+        figures=list(_figures(table)) if table.scored else [],
         errors=_errors(table),
         timelines=[
             (row, _data_uri("image/png", path.read_bytes()))
@@ -44,20 +45,45 @@ def page(table: Table, command: str) -> str:
     )
 
 
-def _results(table: Table) -> Iterator[str]:
+def results(table: Table) -> Iterator[str]:
     """The best job of each model in a sentence."""
     best = [row for row in table.rows if row.best]
     for row in best:
-        slowest = max(table.rivals(row), key=lambda rival: rival.cost)
+        rivals, sign = table.rivals(row), -1 if table.objective.larger_is_better else 1
+        worst = max(rivals, key=lambda rival: sign * rival.score)
         whose = f" of {row.summary['model']}" if len(best) > 1 else ""
-        cost = f"{seconds(row.cost)} per {'sample' if table.per_sample else 'step'}"
-        yield f"Fastest{whose}: {row.label} with {cost}, {slowest.cost / row.cost:.2f}x as fast as {slowest.label}."
+        if table.by_time:
+            cost = f"{table.show_score(row)} per {'sample' if table.per_sample else 'step'}"
+            yield f"Fastest{whose}: {row.label} with {cost}, {worst.score / row.score:.2f}x as fast as {worst.label}."
+        else:
+            score = f"{table.objective.name} {table.show_score(row)}"
+            yield f"Best{whose}: {row.label} with {score}; {worst.label} has {table.show_score(worst)}."
 
 
-def _figures(table: Table) -> Iterator[tuple[str, str, str, str]]:
-    """Each figure's alternative text, caption, and the addresses of its wide and its narrow form."""
-    from training.sweep.figure import CHUNKS, NARROW, WIDE, loss_figure, numeric_axis, time_figure
+def _figures(table: Table) -> Iterator[tuple[str, str, dict[tuple[str, bool], str]]]:
+    """Each figure's alternative text, its caption, and its addresses by the form of the page: (width, whether dark)."""
+    from training.sweep.figure import NARROW, WIDE, colours, loss_figure, score_figure
 
+    for alt, text, draw in (
+        (f"{table.objective.title} of each job", _score_caption(table), score_figure),
+        ("Training loss of each job", _loss_caption(table), loss_figure),
+    ):
+        forms = {}
+        for width, inches in (("narrow", NARROW), ("wide", WIDE)):
+            for dark in (True, False):
+                with colours(dark):
+                    figure = draw(table, inches)
+                    if figure is not None:
+                        forms[width, dark] = _svg_uri(figure)
+        if forms:
+            yield alt[0].upper() + alt[1:], text, forms
+
+
+def _score_caption(table: Table) -> str:
+    from training.sweep.figure import CHUNKS, numeric_axis
+
+    if not table.by_time:
+        return f"{'Larger' if table.objective.larger_is_better else 'Smaller'} is better."
     caption = (
         "Median of each job's steps after the warm-up; the bars reach from the 10th to the 90th percentile. "
         f"{'Steps are of different sizes, so the time per sample is shown. ' if table.per_sample else ''}"
@@ -68,13 +94,17 @@ def _figures(table: Table) -> Iterator[tuple[str, str, str, str]]:
             "W, the time of one stage if splitting the batch cost nothing, is the smallest measured "
             "time × (1 − ideal bubble), so the curve touches the job that comes nearest to its own ideal."
         )
-    for alt, text, draw in (
-        ("Time per step of each job", caption, time_figure),
-        ("Training loss of each job", "Training loss over the steps.", loss_figure),
-    ):
-        drawn = [draw(table, width) for width in (WIDE, NARROW)]
-        if None not in drawn:
-            yield alt, text, *map(_svg_uri, drawn)
+    return caption
+
+
+def _loss_caption(table: Table) -> str:
+    from training.sweep.figure import coinciding, difference
+
+    sentences = ["Training loss over the steps."]
+    for group in coinciding(table):
+        names = f"{', '.join(row.label for row in group[:-1])} and {group[-1].label}"
+        sentences.append(f"The curves of {names} lie on each other: they differ by {difference(group):.1g} at most.")
+    return " ".join(sentences)
 
 
 def _errors(table: Table) -> dict[str, list[str]]:

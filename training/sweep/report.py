@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -26,26 +27,30 @@ class SweepReport(Callback):
         """Writes the report into the sweep's directory."""
         # With launcher.wait=false the jobs are still queued or running.
         waited = OmegaConf.select(config, "launcher.wait", default=True)
-        if not report(Path(config.hydra.sweep.dir), ended=waited):
+        chosen = OmegaConf.select(config, "sweep.objective"), OmegaConf.select(config, "sweep.direction")
+        if not report(Path(config.hydra.sweep.dir), waited, *chosen):
             raise SystemExit(1)
 
 
-def report(folder: Path, ended: bool = True) -> bool:
+def report(folder: Path, ended: bool = True, objective: str | None = None, direction: str | None = None) -> bool:
     """Writes sweep.csv, sweep.png (if a job has trained) and report.html, and prints the table.
 
     Args:
         folder: The sweep's directory.
         ended: Whether every job should have ended by now.
+        objective: ``sweep.objective``.
+        direction: ``sweep.direction``.
 
     Returns:
         Whether the files are written and no job has failed, been interrupted or, if ``ended``, is unfinished.
     """
-    from training.sweep.table import read_table  # numpy: Hydra imports this module before every run
+    from training.sweep.page import results  # numpy: Hydra imports this module before every run
+    from training.sweep.table import read_table
 
-    table = read_table(folder)
+    table = read_table(folder, objective, direction)
     if not table.rows:
         return True
-    print("\n" + describe(table))
+    print("\n".join(["", *results(table), describe(table)]))
     try:
         print(f"files: {folder}: {' '.join(_write(table))}", flush=True)
     except OSError as error:
@@ -57,17 +62,19 @@ def report(folder: Path, ended: bool = True) -> bool:
 
 def _write(table: Table) -> list[str]:
     """Writes the files and returns their names."""
+    from conf.composition import contract_lists
     from training.sweep.page import page
     from training.sweep.table import write_csv
 
     write_csv(table, table.folder / CSV)
-    command = shlex.join(["python", Path(sys.argv[0]).name, *mask_secrets(sys.argv[1:])])
+    typed = [re.sub(r"^([^=]+)=choice\((.*)\)$", r"\1=\2", word) for word in contract_lists(sys.argv[1:])]
+    command = shlex.join(["python", Path(sys.argv[0]).name, *mask_secrets(typed)])
     (table.folder / PAGE).write_text(page(table, command), encoding="utf-8")
-    if not table.timed:
+    if not table.scored:
         return [CSV, PAGE]
-    from training.sweep.figure import time_figure
+    from training.sweep.figure import score_figure
 
-    time_figure(table).savefig(table.folder / FIGURE)
+    score_figure(table).savefig(table.folder / FIGURE)
     return [CSV, FIGURE, PAGE]
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from common.files import parse_json, read_regular
 from training.reporting.job_record import FINISHED, Job, label, read_jobs, swept_keys, values
-from training.reporting.metrics import METRICS, SUMMARY, after_warmup, read_records
+from training.reporting.metrics import METRICS, SUMMARY, after_warmup, read_object, read_records
+from training.reporting.objective import TIME, Objective, objective
 
 PERCENTILES = (10, 90)  # the spread of the step times
 
@@ -31,7 +31,8 @@ class Row:
         times: Seconds of each step after the warm-up.
         curve: The step and the training loss of every step.
         divisor: What step times are divided by to be comparable between jobs: 1, or the samples per step.
-        best: Whether it is the fastest of several jobs of its model.
+        score: The sweep's objective; None if the job has not finished or has no such number.
+        best: Whether it has the best score of several jobs of its model.
     """
 
     job: Job
@@ -42,6 +43,7 @@ class Row:
     times: list[float] = field(default_factory=list)
     curve: list[tuple[int, float]] = field(default_factory=list)
     divisor: int = 1
+    score: float | None = None
     best: bool = False
 
     @property
@@ -89,13 +91,25 @@ class Table:
         folder: The sweep's directory.
         keys: The overrides whose values differ between jobs, in their order.
         rows: One row per job, by number.
+        objective: What jobs are compared by.
         per_sample: Whether ``Row.cost`` is a time per sample, as the jobs' steps are of different sizes.
     """
 
     folder: Path
     keys: list[str]
     rows: list[Row]
+    objective: Objective
     per_sample: bool = False
+
+    @property
+    def by_time(self) -> bool:
+        """Whether the objective is the time per step, or per sample."""
+        return self.objective.name == TIME
+
+    @property
+    def scored(self) -> list[Row]:
+        """The rows that have a score."""
+        return [row for row in self.rows if row.score is not None]
 
     @property
     def timed(self) -> list[Row]:
@@ -114,18 +128,34 @@ class Table:
     @property
     def columns(self) -> dict[str, Callable[[Row], str]]:
         """The columns of results that at least one row fills: title, and what formats a row's cell."""
-        return {title: show for title, show in _COLUMNS.items() if any(show(row) for row in self.rows)}
+        shown = {title: show for title, show in _COLUMNS.items() if any(show(row) for row in self.rows)}
+        if self.objective.name not in _SHOWN and self.scored:
+            shown[self.objective.name] = self.show_score
+        return shown
+
+    def show_score(self, row: Row) -> str:
+        """Formats the score of a row; "" where it has none."""
+        if row.score is None:
+            return ""
+        return seconds(row.score) if self.by_time else f"{row.score:.4g}"
 
     def rivals(self, row: Row) -> list[Row]:
-        """The timed rows of the same model as ``row``, itself included."""
-        return [other for other in self.timed if other.summary.get("model") == row.summary.get("model")]
+        """The scored rows of the same model as ``row``, itself included."""
+        return [other for other in self.scored if other.summary.get("model") == row.summary.get("model")]
 
 
-def read_table(folder: Path) -> Table:
-    """Reads what the jobs below ``folder`` have left; marks the fastest job of each model."""
+def read_table(folder: Path, objective_name: str | None = None, direction: str | None = None) -> Table:
+    """Reads what the jobs below ``folder`` have left; marks the best job of each model.
+
+    Args:
+        folder: The sweep's directory.
+        objective_name: ``sweep.objective``; None: see ``training.reporting.objective``.
+        direction: ``sweep.direction``.
+    """
     jobs = read_jobs(folder)
     keys = swept_keys([job for _, job in jobs])
-    table = Table(folder, keys, [Row(job, path, label(job, keys), values(job)) for path, job in jobs])
+    chosen = objective(objective_name, keys, [path for path, _ in jobs], direction)
+    table = Table(folder, keys, [Row(job, path, label(job, keys), values(job)) for path, job in jobs], chosen)
     for row in table.rows:
         row.summary = read_object(row.folder / SUMMARY) if row.finished else {}
         steps = [record for record in read_records(row.folder / METRICS) if "step_time_s" in record]
@@ -135,19 +165,13 @@ def read_table(folder: Path) -> Table:
     table.per_sample = len(set(batches)) > 1 and 0 not in batches
     for row, batch in zip(table.timed, batches, strict=True):
         row.divisor = batch if table.per_sample else 1
-    for row in table.timed:
+    for row in table.timed if table.by_time else table.rows:
+        if row.finished:
+            row.score = row.cost if table.by_time else chosen.of(row.folder)
+    for row in table.scored:
         rivals = table.rivals(row)
-        row.best = len(rivals) > 1 and row is min(rivals, key=lambda rival: rival.cost)
+        row.best = len(rivals) > 1 and row is next(r for r in rivals if r.score == chosen.best(r.score for r in rivals))
     return table
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in the file ``path``, or {} if it cannot be read."""
-    try:
-        content = parse_json(read_regular(path))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def write_csv(table: Table, path: Path) -> None:
@@ -227,3 +251,4 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "final loss": _number("final_loss"),
     "best val. loss": _number("best_val_loss"),
 }
+_SHOWN = (TIME, "val_loss", "final_loss", "samples_per_s", "tokens_per_s", "peak_memory_bytes", "bubble_fraction")

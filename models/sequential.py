@@ -1,0 +1,99 @@
+"""A chain of an ``nn.Sequential`` that exists already: its layers, its names and its weights."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from models.batchnorm import BatchNorm2d
+from models.chain import Chain, LayerSpec
+from models.losses import Loss
+
+# Their running statistics would move with every micro-batch of every replica, each in its own way.
+_LAYOUT_DEPENDENT = (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def chain_of(net: nn.Sequential, loss: Loss, **fields: Any) -> Chain:
+    """Make a chain that starts from the weights of ``net``; ``net`` itself is not changed by training.
+
+    Every process of a run holds these weights once, beside its own layers'. Parameters that layers share are tied,
+    frozen ones stay frozen, and ``nn.BatchNorm2d`` becomes ``models.batchnorm.BatchNorm2d``.
+
+        chain = chain_of(nn.Sequential(nn.Flatten(), nn.Linear(784, 10)), ClassCrossEntropy())
+
+    Args:
+        net: Its children are the layers, in order and by their names ("0", "1", ... unless they have others).
+        loss: See ``models.losses``.
+        **fields: Further fields of ``Chain``, such as ``limits={"vocabulary": 50257}``.
+
+    Raises:
+        ValueError: For a BatchNorm other than ``BatchNorm2d``, and for a lazy module that has not been called yet.
+    """
+    source = copy.deepcopy(net).cpu()
+    for name, module in list(source.named_modules()):
+        if isinstance(module, _LAYOUT_DEPENDENT):
+            raise ValueError(
+                f"layer {name!r} is a {type(module).__name__}, whose running statistics would depend on the layout; "
+                "use GroupNorm, LayerNorm, or BatchNorm2d on [b, c, 1, 1]"
+            )
+        if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
+            raise ValueError(f"layer {name!r} ({type(module).__name__}) is lazy: call the model once before")
+        if type(module) is nn.BatchNorm2d:
+            source.set_submodule(name, _as_ours(name, module))
+    names = [name for name, _ in source.named_modules(remove_duplicate=False) if name and "." not in name]
+    first: dict[nn.Parameter, str] = {}
+    shared = {
+        name: first[parameter]
+        for name, parameter in source.named_parameters(remove_duplicate=False)
+        if first.setdefault(parameter, name) != name
+    }
+    return Chain(
+        layers=[LayerSpec(name, partial(_without_weights, source.get_submodule(name))) for name in names],
+        loss=loss,
+        tied=shared,
+        initialise=partial(_copy_weights, source),
+        fingerprint=_fingerprint(source),
+        **fields,
+    )
+
+
+def _as_ours(name: str, norm: nn.BatchNorm2d) -> BatchNorm2d:
+    if not norm.affine or not norm.track_running_stats or norm.momentum is None:
+        raise ValueError(f"layer {name!r}: BatchNorm2d needs affine=True, track_running_stats=True and a momentum")
+    ours = BatchNorm2d(norm.num_features, norm.eps, norm.momentum)
+    ours.load_state_dict(norm.state_dict())
+    for own, theirs in zip(ours.parameters(), norm.parameters(), strict=True):
+        own.requires_grad_(theirs.requires_grad)
+    return ours
+
+
+def _without_weights(layer: nn.Module) -> nn.Module:
+    """A copy of ``layer`` on the current default device, in the default dtype, with memory of chance."""
+    empty: dict[int, Any] = {}
+    for parameter in layer.parameters():
+        empty[id(parameter)] = nn.Parameter(_empty_like(parameter), parameter.requires_grad)
+    for buffer in layer.buffers():
+        empty[id(buffer)] = _empty_like(buffer)
+    return copy.deepcopy(layer, empty)  # which takes these for copies that it has made already
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=None if tensor.is_floating_point() else tensor.dtype)
+
+
+def _fingerprint(net: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in net.state_dict().items():
+        digest.update(name.encode() + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _copy_weights(source: nn.Module, name: str, module: nn.Module) -> None:
+    given = source.get_submodule(name)
+    for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        tensor.copy_(getattr(given, key))

@@ -1,0 +1,65 @@
+"""A model that exists already, as a chain: its weights, in any cut."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from data.batch import Batch
+from models.losses import ClassCrossEntropy
+from models.sequential import chain_of
+from parallel.shape_inference import trace
+
+CPU = torch.device("cpu")
+
+
+def network() -> nn.Sequential:
+    """With a BatchNorm whose statistics have moved, a frozen weight, and two modules that stand at two places."""
+    relu, linear = nn.ReLU(), nn.Linear(4, 4)
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), relu, nn.Flatten(), nn.Linear(16, 4), relu, linear, linear,
+        nn.Linear(4, 2),
+    )  # fmt: skip
+    net[4].weight.requires_grad_(False)
+    net(torch.randn(8, 1, 4, 4))
+    return net.eval()
+
+
+def test_a_chain_computes_what_the_network_computes_and_shares_no_memory_with_it():
+    net, images = network(), torch.randn(3, 1, 4, 4)
+    chain = chain_of(net, ClassCrossEntropy())
+    layers = chain.build(chain.names, 1, CPU).eval()
+    assert torch.equal(layers(images), net(images))
+    assert set(layers.state_dict()) == set(net.state_dict())
+    with torch.no_grad():
+        layers["0"].weight.zero_()
+    assert net[0].weight.any()
+
+
+@pytest.mark.parametrize("cut", [2, 5, 7, 8])
+def test_any_cut_of_it_computes_the_same(cut):
+    net, images = network(), torch.randn(3, 1, 4, 4)
+    chain = chain_of(net, ClassCrossEntropy())
+    first, second = (chain.build(names, 1, CPU).eval() for names in (chain.names[:cut], chain.names[cut:]))
+    assert torch.equal(second(first(images)), net(images))
+
+
+def test_what_stands_twice_is_tied_and_what_is_frozen_stays_so():
+    chain = chain_of(network(), ClassCrossEntropy())
+    assert chain.tied == {"7.weight": "6.weight", "7.bias": "6.bias"}
+    layers = chain.build(chain.names, 1, CPU)
+    assert layers["7"].weight is layers["6"].weight
+    assert [name for name, p in layers.named_parameters() if not p.requires_grad] == ["4.weight"]
+
+
+def test_its_shapes_are_inferred_without_its_weights_and_it_can_be_sent_to_another_process():
+    chain = pickle.loads(pickle.dumps(chain_of(network(), ClassCrossEntropy())))
+    traced = trace(chain, Batch(torch.randn(3, 1, 4, 4), torch.zeros(3, dtype=torch.int64)), "bf16", "cpu")
+    assert traced[0].outputs[0].dtype == torch.bfloat16 and traced[-2].outputs[0].shape == (3, 4)
+
+
+@pytest.mark.parametrize("layer, words", [(nn.BatchNorm1d(4), "'1' is a BatchNorm1d"), (nn.LazyLinear(3), "is lazy")])
+def test_what_would_depend_on_the_layout_or_has_no_shape_yet_is_refused(layer, words):
+    with pytest.raises(ValueError, match=words):
+        chain_of(nn.Sequential(nn.Linear(4, 4), layer), ClassCrossEntropy())

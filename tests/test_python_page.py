@@ -1,0 +1,42 @@
+"""docs/python.md as written: as a script, and as a notebook in a real kernel."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), flags=re.DOTALL)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+
+
+def test_the_page_runs_as_a_script(tmp_path):
+    assert len(BLOCKS) == 3
+    (tmp_path / "page.py").write_text("\n".join(BLOCKS))
+    done = subprocess.run(
+        [sys.executable, "page.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list(tmp_path.glob("outputs/*/*/summary.json"))) == 3
+    assert float(done.stdout.splitlines()[-1]) > 0.8
+
+
+def test_a_notebook_trains_on_workers_and_shows_what_they_say(tmp_path, monkeypatch):
+    nbformat = pytest.importorskip("nbformat", reason="needs nbclient and ipykernel: pip install nbclient ipykernel")
+    nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel: pip install nbclient ipykernel")
+    pytest.importorskip("ipykernel", reason="needs ipykernel: pip install ipykernel")
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    cells = [nbformat.v4.new_code_cell(block) for block in (BLOCKS[0], BLOCKS[2])]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    nbclient.NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    said = "".join(output.get("text", "") for cell in cells for output in cell.outputs)
+    assert "ddp: 2 processes" in said and "pipe_ddp: 4 processes" in said
+    assert "trained 20 steps" in said, "by rank 0, which is another process than the kernel"
+    assert len(list(tmp_path.glob("outputs/*/*/summary.json"))) == 2

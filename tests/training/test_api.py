@@ -1,0 +1,101 @@
+"""Training from a Python program: the command line's words, a configuration, and models and data of one's own."""
+
+import pytest
+import torch
+from torch import nn
+
+from common.errors import CheckpointError, UserError
+from data.tensors import TensorData
+from models.losses import ClassCrossEntropy
+from models.sequential import chain_of
+from training import load_config, train
+
+QUICK = ["train.epochs=null", "train.steps=4", "logger=none", "device=cpu", "parallel.threads=1"]
+PARALLEL = ["parallel=pipe_ddp", "parallel.dp=2", "parallel.chunks=2"]
+
+
+class Squeeze(nn.Module):
+    """A layer of this file, which no worker can import."""
+
+    def forward(self, x):
+        return x.flatten(1).tanh()
+
+
+@pytest.fixture
+def own():
+    """A network and samples whose class is the sign of their sum."""
+    torch.manual_seed(3)
+    inputs = torch.randn(400, 2, 4)
+    data = TensorData(inputs, (inputs.sum(dim=(1, 2)) > 0).long())
+    return nn.Sequential(Squeeze(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)), data
+
+
+def test_the_words_of_the_command_line_give_a_summary_and_a_directory(tmp_path):
+    result = train(*QUICK, f"hydra.run.dir={tmp_path}/run")
+    assert result.summary["steps"] == 4 and result.summary["model"] == "toy"
+    assert result.run_dir == tmp_path / "run" and (result.run_dir / ".hydra" / "config.yaml").exists()
+    losses = [record["loss"] for record in result.metrics if "loss" in record]
+    assert losses[-1] == result.summary["final_loss"] < losses[0]
+    assert set(result.state_dict()) == {"net1.weight", "net1.bias", "net2.weight", "net2.bias"}
+
+
+def test_a_configuration_is_composed_changed_and_run(tmp_path):
+    cfg = load_config(*QUICK, "model=convnet", "data.image_size=8", "model.image_size=8")
+    assert (cfg.model.name, cfg.train.steps) == ("convnet", 4)
+    cfg.train.steps = 2
+    result = train(f"hydra.run.dir={tmp_path}/run", config=cfg)
+    assert (result.summary["steps"], result.summary["model"]) == (2, "convnet")
+    assert "steps: 2" in (result.run_dir / ".hydra" / "config.yaml").read_text()
+
+
+def test_a_network_of_ones_own_starts_from_its_weights_and_is_trained_alike_everywhere(tmp_path, own):
+    """In this process, and in four that cannot import what it is made of."""
+    net, data = own
+    losses, results = {}, {}
+    for name, layout in {"single": ["parallel.chunks=4"], "pipe_ddp": PARALLEL}.items():
+        chain = chain_of(net, ClassCrossEntropy())
+        result = train(*QUICK, *layout, "optim.lr=0.5", f"hydra.run.dir={tmp_path}/{name}", model=chain, data=data)
+        losses[name] = [record["loss"] for record in result.metrics if "loss" in record]
+        results[name] = result
+    batch, targets = data.train.inputs, data.train.targets
+    before = nn.functional.cross_entropy(net(batch), targets).item()
+    assert losses["single"][0] == pytest.approx(before, abs=0.1), "the weights that it came with"
+    assert losses["pipe_ddp"] == pytest.approx(losses["single"], rel=1e-6)
+    net.load_state_dict(results["pipe_ddp"].state_dict())
+    assert nn.functional.cross_entropy(net(batch), targets).item() < before - 0.02
+
+
+def test_what_is_given_is_forgotten_after_the_run_and_evaluated_when_given_again(tmp_path, own):
+    net, data = own
+    chain = chain_of(net, ClassCrossEntropy())
+    run = train(*QUICK, f"hydra.run.dir={tmp_path}/run", model=chain, data=data)
+    again = [*QUICK, "mode=eval", f"checkpoint={run.run_dir}"]
+    result = train(*again, f"hydra.run.dir={tmp_path}/eval", model=chain, data=data)
+    assert result.summary["test_loss"] == pytest.approx(run.summary["test_loss"], rel=1e-6)
+    cfg = load_config(*again)
+    cfg.model = {"_target_": "models.given.given", "key": "model", "name": "given", "init_from": None}
+    with pytest.raises(UserError, match="give it again"):
+        train(f"hydra.run.dir={tmp_path}/without", config=cfg)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["optim.lrr=1"], "did you mean optim.lr"),
+        (["parallel=ddp", "parallel.dp=3"], "cannot be cut into dp=3"),
+        (["model=gpt3"], "there is no 'model/gpt3'"),
+        (["-m", "seed=1,2"], "in a loop"),
+    ],
+)
+def test_a_mistake_is_an_exception_with_the_message_of_the_command_line(words, message, tmp_path, capsys):
+    with pytest.raises(UserError, match=message):
+        train(*words, f"hydra.run.dir={tmp_path}/run")
+    assert "Error executing job" not in capsys.readouterr().err
+
+
+def test_a_directory_that_holds_a_run_is_an_exception_too(tmp_path):
+    result = train(*QUICK, "train.checkpoint_every=null", f"hydra.run.dir={tmp_path}/run")
+    with pytest.raises(UserError, match="holds another run"):
+        train(*QUICK, f"hydra.run.dir={tmp_path}/run")
+    with pytest.raises(CheckpointError):
+        result.state_dict()

@@ -1,0 +1,147 @@
+"""Callbacks: what they are told, that they may end a run, and that a resumed run continues theirs."""
+
+import json
+from pathlib import Path
+
+import pytest
+from composed import QUIET, compose, config, records, run_on_rank
+from composed import run as train
+
+from common.errors import TrainingError
+from conf.composition import compose as compose_line
+from conf.composition import contract_lists
+from training.config import open_doors, to_config, to_dict
+from training.run import run as run_config
+from training.setup import prepare
+
+SHORT = ["train.epochs=null", "train.steps=8"]
+OWN = """
+from pathlib import Path
+
+class Diary:
+    def __init__(self, file):
+        self.file = Path(file)
+
+    def on_step(self, run, record):
+        self._note(f"step {run.step} {record['loss'] > 0}")
+
+    def on_evaluation(self, run, record):
+        self._note(f"evaluation {sorted(record)}")
+
+    def on_checkpoint(self, run, path):
+        self._note(f"checkpoint {path.name}")
+
+    def on_end(self, run, summary):
+        run.record({"step": run.step, "diary": 1.0})
+        self._note(f"end {summary['steps']}")
+
+    def _note(self, line):
+        with open(self.file, "a") as file:
+            print(line, file=file)
+"""
+
+
+@pytest.fixture
+def diary(tmp_path, monkeypatch):
+    """A package of the user's own with a callback, and the words that use it."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "my_callbacks.py").write_text(OWN)
+    monkeypatch.setattr("sys.path", list(__import__("sys").path))
+    section = f"callbacks=[{{_target_: my_callbacks.Diary, file: {tmp_path}/diary.txt}}]"
+    yield tmp_path / "diary.txt", [section, "allow=[my_callbacks]", f"import_from=[{tmp_path}/mine]"]
+    open_doors({})
+
+
+def test_an_own_callback_is_told_of_steps_evaluations_checkpoints_and_the_end(tmp_path, diary):
+    file, words = diary
+    open_doors(config(*words))
+    train(tmp_path / "run", *words, "train.epochs=null", "train.steps=2")
+    assert file.read_text().splitlines() == [
+        "step 1 True",
+        "step 2 True",
+        "evaluation ['step', 'val_loss']",
+        "checkpoint step-00000002",
+        "end 2",
+    ]
+    assert records(tmp_path / "run")[-1] == {"step": 2, "diary": 1.0}
+
+
+def early_stop(*overrides):
+    cfg = config(*SHORT, "train.eval_every=1", "optim.lr=1e-12", *overrides)
+    cfg.callbacks = {"early_stop": {"_target_": "training.callbacks.early_stop.EarlyStop", "min_delta": 0.1}}
+    return cfg
+
+
+def test_early_stop_ends_the_run_as_after_its_last_step(tmp_path):
+    summary = run_config(early_stop(), tmp_path)
+    assert summary["steps"] == 4, "one evaluation to begin with, and three that are no better"
+    assert summary["test_loss"] is not None
+    assert (tmp_path / "checkpoints" / "latest").resolve().name == "step-00000004"
+
+
+def test_a_resumed_run_knows_how_long_it_has_not_been_better(tmp_path):
+    first = early_stop("train.steps=3")
+    run_config(first, tmp_path)
+    manifest = json.loads((tmp_path / "checkpoints" / "latest" / "manifest.json").read_text())
+    assert manifest["progress"]["callbacks"]["early_stop"]["since"] == 2
+    again = early_stop("train.resume=auto")
+    assert run_config(again, tmp_path)["steps"] == 4
+
+
+def test_gradients_of_all_stages_are_counted_once_and_alike_in_every_layout(ranks, tmp_path):
+    words = [*SHORT, "train.steps=3", "parallel.chunks=4"]
+    section = {"histogram": {"_target_": "training.callbacks.gradient_histogram.GradientHistogram", "every": 2}}
+    trees = {}
+    for name, layout in {"one": [], "four": ["parallel=pipe_ddp", "parallel.dp=2", "parallel.chunks=2"]}.items():
+        tree = to_dict(compose(*QUIET, *words, *layout))
+        trees[name] = tree | {"callbacks": section}
+        (tmp_path / name).mkdir()
+    run_config(to_config(trees["one"]), tmp_path / "one")
+    ranks.run(4, run_on_rank, trees["four"], str(tmp_path / "four"), str(tmp_path / "meeting"))
+    one, four = (
+        {(line["step"], line["name"]): line for line in map(json.loads, open(tmp_path / name / "gradients.jsonl"))}
+        for name in ("one", "four")
+    )
+    names = [f"{layer}.{kind}" for layer in ("net1", "net2") for kind in ("weight", "bias")]
+    assert one.keys() == four.keys() == {(step, name) for step in (1, 3) for name in names}
+    for key, line in one.items():
+        assert sum(four[key]["counts"]) == sum(line["counts"])
+        assert four[key]["edges"] == pytest.approx(line["edges"], rel=1e-4, abs=1e-7)
+
+
+def test_options_are_named_in_a_list_and_each_has_a_section_of_its_own():
+    cfg = compose_line(["callbacks=[early_stop,gradient_histogram]", "callbacks.early_stop.patience=7"])
+    assert set(cfg.callbacks) == {"early_stop", "gradient_histogram"}
+    assert cfg.callbacks.early_stop.patience == 7
+    with pytest.raises(Exception, match="patienc"):
+        compose_line(["callbacks=[early_stop]", "callbacks.early_stop.patienc=7"])
+
+
+def test_commands_that_are_printed_name_them_as_they_were_typed():
+    from conf.composition import _expand_lists
+
+    typed = ["seed=1", "logger=[wandb,csv]", "callbacks=[early_stop]"]
+    assert contract_lists(_expand_lists(typed)) == typed
+
+
+@pytest.mark.parametrize(
+    "section, message",
+    [
+        (["early_stop"], "no section with a _target_"),
+        ([{"_target_": "torch.nn.ReLU"}], "none of the methods on_step"),
+        ([{"_target_": "training.callbacks.early_stop.EarlyStop", "patience": 0}], "patience=0 must be at least 1"),
+        ([{"_target_": "os.system"}], "not allowed"),
+    ],
+)
+def test_a_wrong_callback_is_refused_before_the_run(section, message):
+    cfg = config()
+    cfg.callbacks = section
+    with pytest.raises(TrainingError, match=message):
+        prepare(cfg)
+
+
+def test_a_metric_that_no_evaluation_has_is_an_error_that_lists_the_others(tmp_path):
+    cfg = early_stop()
+    cfg.callbacks.early_stop.metric = "val_accuracy"
+    with pytest.raises(TrainingError, match="val_accuracy is not in the evaluation, which has val_loss"):
+        run_config(cfg, Path(tmp_path))

@@ -1,0 +1,104 @@
+"""Several loggers at once: each gets every record, and one that fails costs a warning."""
+
+import csv
+import logging
+
+import pytest
+from composed import config, records
+from composed import run as train
+
+from common.errors import TrainingError
+from conf.composition import compose
+from training.reporting.loggers import Loggers, grouped, sections
+from training.setup import prepare
+
+SHORT = ["train.epochs=null", "train.steps=3"]
+
+
+def test_loggers_are_a_list_and_each_further_one_has_a_section_of_its_own():
+    cfg = compose(["logger=[wandb,tensorboard,csv]", "logger.mode=online", "loggers.csv.file=x.csv"])
+    assert cfg.logger.mode.name == "online" and set(cfg.loggers) == {"tensorboard", "csv"}
+    assert [section._target_.rpartition(".")[2] for section in sections(cfg)] == [
+        "WandbRun", "TensorBoardRun", "CsvLogger",
+    ]  # fmt: skip
+    assert [s._target_ for s in sections(compose(["logger=[csv]"]))] == ["training.reporting.CsvLogger"]
+
+
+def test_the_csv_has_a_line_per_step_with_the_evaluation_after_it(tmp_path):
+    cfg = compose(["logger=[none,csv]", *SHORT])
+    train(tmp_path, *SHORT, "train.eval_every=2", "logger=csv")
+    lines = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
+    assert [line["step"] for line in lines] == ["1", "2", "3"]
+    assert [float(line["loss"]) for line in lines] == [r["loss"] for r in records(tmp_path) if "loss" in r]
+    assert [bool(line["val_loss"]) for line in lines] == [False, True, True]
+    assert set(cfg.loggers) == {"csv"}
+
+
+def test_numbers_are_grouped_by_their_split():
+    record = {"step": 3, "loss": 1.0, "accuracy": 0.5, "val_loss": 2.0, "test_top3_accuracy": 0.9}
+    assert grouped(record) == {
+        "train/loss": 1.0, "train/accuracy": 0.5, "val/loss": 2.0, "test/top3_accuracy": 0.9,
+    }  # fmt: skip
+
+
+def test_one_that_fails_is_warned_about_once_and_the_others_go_on(caplog):
+    seen = []
+
+    class Broken:
+        def log(self, record, step):
+            raise OSError("no space")
+
+        def finish(self, summary=None, exit_code=0):
+            seen.append("closed the broken one")
+
+    class Good:
+        def log(self, record, step):
+            seen.append(step)
+
+        def finish(self, summary=None, exit_code=0):
+            seen.append("end")
+
+    both = Loggers([Broken(), Good()])
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2):
+            both.log({"loss": 1.0}, step)
+        both.histogram("gradients/a", [1.0], [0.0, 1.0], 2)
+        both.finish({})
+    assert seen == [1, 2, "end"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "Broken failed (OSError: no space). Training goes on without it; metrics.jsonl has every number"
+    ]
+
+
+def test_a_package_that_is_not_installed_is_missed_before_the_run(monkeypatch):
+    monkeypatch.setattr("training.config.find_spec", lambda name: None)
+    for name, package in (("tensorboard", "tensorboard"), ("mlflow", "mlflow-skinny")):
+        with pytest.raises(TrainingError, match=f"pip install {package}"):
+            prepare(config(f"logger={name}"))
+
+
+def test_tensorboard_shows_grouped_numbers_and_histograms(tmp_path):
+    pytest.importorskip("tensorboard", reason="needs tensorboard: pip install tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    histogram = "callbacks=[{_target_: training.callbacks.gradient_histogram.GradientHistogram}]"
+    train(tmp_path, *SHORT, "logger=tensorboard", histogram)
+    events = EventAccumulator(str(tmp_path / "tensorboard"), {"histograms": 0}).Reload()
+    assert {"train/loss", "train/lr", "val/loss"} <= set(events.Tags()["scalars"])
+    shown = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert shown == [(r["step"], pytest.approx(r["loss"])) for r in records(tmp_path) if "loss" in r]
+    (counts,) = events.Histograms("gradients/net1.weight")
+    assert sum(counts.histogram_value.bucket) == 100
+
+
+def test_mlflow_has_parameters_metrics_and_one_run_for_a_resumed_training(tmp_path):
+    mlflow = pytest.importorskip("mlflow", reason="needs mlflow: pip install mlflow-skinny")
+    words = [*SHORT, "logger=mlflow", "train.checkpoint_every=1"]
+    train(tmp_path, *words, "train.steps=2")
+    train(tmp_path, *words, "train.resume=auto")
+    client = mlflow.MlflowClient((tmp_path / "mlruns").as_uri())  # which the logger has allowed
+    (experiment,) = [one for one in client.search_experiments() if one.name == "one-word-parallel"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.data.params["model.name"], run.info.status) == ("toy", "FINISHED")
+    shown = sorted((m.step, m.value) for m in client.get_metric_history(run.info.run_id, "train/loss"))
+    assert shown == [(r["step"], pytest.approx(r["loss"])) for r in records(tmp_path) if "loss" in r]

@@ -1,0 +1,194 @@
+"""Training from a Python program or a notebook: the command line's words, and objects of one's own (docs/python.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.errors import TrainingError, UserError
+from common.given import GIVEN, set_given
+from launchers import World
+from training.app import execute, follow, show_configuration
+from training.config import complete, quote_values
+from training.reporting.directory_lock import locked_directories
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from data.dataset import DataSet
+    from models.chain import Chain
+
+_SWEEPS = {"-m", "--multirun"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run has left.
+
+    Attributes:
+        run_dir: The run directory.
+        summary: The content of summary.json; empty for a mode that writes none, such as plan.
+        tied: {alias: canonical} names of parameters of the model that was given.
+    """
+
+    run_dir: Path
+    summary: dict[str, Any]
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The records of metrics.jsonl."""
+        from training.reporting.metrics import METRICS, read_records
+
+        return read_records(self.run_dir / METRICS)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Read the trained weights, by the whole model's names: for ``load_state_dict`` of the model that was given.
+
+        Raises:
+            CheckpointError: There is no checkpoint, or it is damaged.
+        """
+        from training.checkpoint import read_weights
+
+        weights = read_weights(self.run_dir)
+        return weights | {alias: weights[name] for alias, name in self.tied.items()}
+
+
+def load_config(*overrides: str) -> Any:
+    """Compose a configuration without running it.
+
+    Args:
+        *overrides: Words of the command line, such as "model=gpt2" and "train.steps=10".
+
+    Returns:
+        The configuration, to be read or changed: ``cfg.train.steps = 20``; ``train(config=cfg)`` runs it.
+
+    Raises:
+        UserError: A word is wrong; the message names the nearest that exists.
+    """
+    from conf.composition import compose
+
+    with _clear_errors():
+        return compose(complete(quote_values(overrides)))
+
+
+def train(
+    *overrides: str,
+    config: Any = None,
+    model: Chain | None = None,
+    data: DataSet | None = None,
+) -> Result:
+    """Run what ``python train.py *overrides`` runs, and return what it has left.
+
+    Workers are processes of their own, so a notebook and a script without ``if __name__ == "__main__"`` may call it.
+    A run of one process takes place in this one.
+
+    Args:
+        *overrides: Words of the command line.
+        config: What ``load_config`` has returned, to be run instead; overrides may then only be Hydra's own, such as
+            "hydra.run.dir=runs/a".
+        model: A model of one's own, instead of ``model=``: a ``Chain``, such as ``models.sequential.chain_of`` makes of
+            an ``nn.Sequential``. What a model's YAML would bring (data, optimizer, steps) is up to the overrides.
+        data: A data set of one's own, instead of ``data=``, such as ``data.tensors.TensorData(inputs, targets)``.
+
+    Returns:
+        The run's directory and its summary.
+
+    Raises:
+        UserError: For what the command line would report as an error.
+        KeyboardInterrupt: The run was interrupted; its processes have ended.
+    """
+    from conf.composition import compose_and_run
+
+    if _SWEEPS & set(overrides):
+        raise TrainingError("train() is one run: call it in a loop, or sweep by python train.py -m")
+    if config is not None and any(not word.startswith("hydra.") for word in overrides):
+        raise TrainingError("with config=, change the configuration itself; only hydra.… may be given as words")
+    objects = {key: one for key, one in (("model", model), ("data", data)) if one is not None}
+    world = World.detect()
+    set_given(objects)
+    try:
+        if world is not None and world.rank > 0:
+            follow(world, overrides)
+            raise SystemExit  # as on the command line, what follows is rank 0's
+        run = _Run(config, objects, world)
+        with locked_directories(), _clear_errors():
+            compose_and_run(run, complete(quote_values(overrides)))
+            if run.error is not None:
+                raise run.error
+        return run.result
+    finally:
+        set_given({})
+
+
+class _Run:
+    """What Hydra calls with the composed configuration."""
+
+    def __init__(self, config: Any, objects: dict[str, Any], world: World | None) -> None:
+        self._config, self._objects, self._world = config, objects, world
+        self.result: Result
+        self.error: Exception | None = None
+
+    def __call__(self, cfg: Any, hydra: Any) -> None:
+        try:
+            self._run(cfg, hydra)
+        except Exception as error:  # through Hydra, it would come with a line of Hydra's own
+            self.error = error
+
+    def _run(self, cfg: Any, hydra: Any) -> None:
+        from omegaconf import OmegaConf
+
+        from conf.composition import check_keys
+        from training.reporting.metrics import SUMMARY, read_object
+        from training.reporting.run_directory import mask_files, removed_if_unused
+
+        run_dir = Path(hydra.runtime.output_dir)
+        with removed_if_unused(run_dir, hydra.output_subdir):
+            check_keys(cfg)
+            if self._config is None and not self._objects:
+                show_configuration(cfg, hydra)
+            else:
+                cfg = with_given(cfg if self._config is None else self._config, self._objects)
+                if cfg.launcher.name == "slurm" and self._objects and self._world is None:
+                    raise TrainingError("objects of a Python program exist on this machine only: use launcher=local")
+                composed = run_dir / (hydra.output_subdir or ".hydra") / "config.yaml"
+                OmegaConf.save(cfg, composed)
+                mask_files([composed])
+            execute(cfg, run_dir, self._world)
+        model = self._objects.get("model")
+        self.result = Result(run_dir, read_object(run_dir / SUMMARY), model.tied if model is not None else {})
+
+
+def with_given(cfg: Any, objects: dict[str, Any]) -> Any:
+    """Return a copy of a configuration whose sections ``model`` and ``data`` name the objects that were given."""
+    from omegaconf import OmegaConf
+
+    cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False, enum_to_str=True))
+    for key, one in objects.items():
+        cfg[key] = {"_target_": GIVEN, "key": key, "fingerprint": getattr(one, "fingerprint", "")}
+    if "model" in objects:
+        cfg.model.update(name="given", init_from=None)
+        vocabulary = objects["model"].limits.get("vocabulary")
+        if vocabulary is not None:
+            cfg.model.vocab_size = vocabulary
+    return cfg
+
+
+@contextmanager
+def _clear_errors() -> Iterator[None]:
+    """Lets a program see each mistake of its own as a UserError."""
+    from conf.messages import explain
+
+    try:
+        yield
+    except SystemExit as leaving:  # of Hydra's callbacks
+        if isinstance(leaving.__cause__, UserError):
+            raise leaving.__cause__ from None
+        raise
+    except Exception as error:
+        if isinstance(error, UserError) or (message := explain(error)) is None:
+            raise
+        raise TrainingError(message) from None

@@ -1,0 +1,148 @@
+"""Code of one's own at four points of a run: after a step, an evaluation, a checkpoint, and at the end.
+
+``callbacks=[early_stop,gradient_histogram]`` names options of conf/callback/; a configuration may also hold a list of
+sections with a ``_target_``. ``early_stop`` and ``gradient_histogram`` are examples to copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.errors import TrainingError
+from training.config import instantiate, to_dict
+
+if TYPE_CHECKING:
+    from parallel.strategy import Strategy
+
+_METHODS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
+
+
+class Callback:
+    """What a callback may define; each method does nothing here. A callback need not be a subclass.
+
+    All ranks call every method in the same order, so a callback may communicate. ``on_step`` and ``on_evaluation`` get
+    the record as it stands in metrics.jsonl. Loss, metrics, rate and norm are the same on every rank; times are not.
+    An exception ends the run with its traceback; a ``common.errors.UserError``, with its message.
+    """
+
+    def on_step(self, run: TrainingRun, record: Mapping[str, Any]) -> None:
+        """After an optimizer step. Gradients are still there, averaged over replicas and clipped."""
+
+    def on_evaluation(self, run: TrainingRun, record: Mapping[str, Any]) -> None:
+        """After an evaluation of the validation split."""
+
+    def on_checkpoint(self, run: TrainingRun, path: Path) -> None:
+        """After a checkpoint was begun. It appears at ``path`` once it is whole, which may be a few steps later."""
+
+    def on_end(self, run: TrainingRun, summary: Mapping[str, Any]) -> None:
+        """After a run that reached its end, with what summary.json will hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run continues from, as JSON has it. Checkpoints hold it."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what ``state_dict`` has returned."""
+
+
+@dataclass
+class TrainingRun:
+    """What a callback sees of a run on its rank.
+
+    Attributes:
+        cfg: The configuration.
+        run_dir: The run directory.
+        strategy: This rank's share of the model: ``strategy.named_parameters()``, ``strategy.mesh``.
+        record: Takes a record, which has a "step", for metrics.jsonl and the loggers; rank 0's counts.
+        histogram: Takes (name, counts, edges, step) for loggers that can show it; rank 0's counts.
+        say: Takes a sentence for the console; rank 0's counts.
+        step: The step that was done last.
+        stop_reason: Why the run ends after this step; None while it goes on.
+    """
+
+    cfg: Any
+    run_dir: Path
+    strategy: Strategy
+    record: Callable[[dict[str, Any]], None]
+    histogram: Callable[[str, Sequence[float], Sequence[float], int], None]
+    say: Callable[[str], None]
+    step: int = 0
+    stop_reason: str | None = None
+
+    def stop(self, reason: str) -> None:
+        """End the training after this step as after its last: evaluated, saved and tested. All ranks must call this."""
+        self.stop_reason = reason
+
+
+class Callbacks:
+    """All callbacks of a run, in their order. Each is called where it has the method."""
+
+    def __init__(self, section: Any, run: TrainingRun) -> None:
+        """Build them.
+
+        Args:
+            section: The section ``callbacks`` of the configuration.
+            run: What they see.
+
+        Raises:
+            TrainingError: See ``build``.
+        """
+        self.run = run
+        self._all = build(section)
+
+    def on_step(self, record: Mapping[str, Any]) -> None:
+        """See ``Callback``."""
+        self.run.step = record["step"]
+        self._call("on_step", record)
+
+    def on_evaluation(self, record: Mapping[str, Any]) -> None:
+        """See ``Callback``."""
+        self._call("on_evaluation", record)
+
+    def on_checkpoint(self, path: Path) -> None:
+        """See ``Callback``."""
+        self._call("on_checkpoint", path)
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        """See ``Callback``."""
+        self._call("on_end", summary)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of those that have any, by name."""
+        states = {name: one.state_dict() for name, one in self._all.items() if hasattr(one, "state_dict")}
+        return {name: state for name, state in states.items() if state}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Continue from such states; a callback that was not there before starts anew."""
+        for name in states.keys() & self._all.keys():
+            self._all[name].load_state_dict(states[name])
+
+    def _call(self, method: str, argument: Any) -> None:
+        for one in self._all.values():
+            if hasattr(one, method):
+                getattr(one, method)(self.run, argument)
+
+
+def build(section: Any) -> dict[str, Any]:
+    """Build the callbacks of the section ``callbacks``: a mapping by name, a list, or None.
+
+    Raises:
+        TrainingError: For what is no section with a ``_target_``, or has none of a callback's methods.
+    """
+    tree = to_dict({"callbacks": section})["callbacks"] or {}
+    if isinstance(tree, list):
+        tree = {str(place): one for place, one in enumerate(tree)}
+    built = {}
+    for name, one in tree.items():
+        if not isinstance(one, dict) or "_target_" not in one:
+            raise TrainingError(
+                f"callbacks: {one} is no section with a _target_; write callbacks=[early_stop] (an option of "
+                "conf/callback/) or 'callbacks=[{_target_: mypackage.MyCallback}]'"
+            )
+        built[name] = instantiate(one)
+        if not any(hasattr(built[name], method) for method in _METHODS):
+            raise TrainingError(f"callbacks: {one['_target_']} has none of the methods {', '.join(_METHODS)}")
+    return built

@@ -1,0 +1,52 @@
+"""How the gradients of each parameter are distributed, every so many steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from common.errors import TrainingError
+from training.callbacks import Callback, TrainingRun
+
+
+class GradientHistogram(Callback):
+    """Writes a histogram of each parameter's gradient to gradients.jsonl, and to loggers that draw histograms."""
+
+    def __init__(self, every: int = 10, bins: int = 32) -> None:
+        """Check the numbers.
+
+        Args:
+            every: Steps from one histogram to the next, the first step included.
+            bins: Bins between the smallest and the largest element.
+
+        Raises:
+            TrainingError: A number is below 1.
+        """
+        if every < 1 or bins < 1:
+            raise TrainingError(f"gradient_histogram: every={every} and bins={bins} must be at least 1")
+        self.every, self.bins = every, bins
+
+    def on_step(self, run: TrainingRun, record: Mapping[str, Any]) -> None:
+        """Gather the histograms of all stages on rank 0. Replicas have equal gradients: the first one's count."""
+        if (run.step - 1) % self.every or record["skipped"]:  # a skipped step's gradients may be infinite
+            return
+        strategy = run.strategy
+        own = {}
+        if strategy.mesh.replica == 0:
+            own = {name: self._histogram(p.grad) for name, p in strategy.named_parameters() if p.grad is not None}
+        stages = strategy.mesh.gather(own)
+        if strategy.mesh.rank > 0:
+            return
+        with open(run.run_dir / "gradients.jsonl", "a", encoding="utf-8") as file:
+            for name, (counts, edges) in {name: h for stage in stages for name, h in stage.items()}.items():
+                file.write(json.dumps({"step": run.step, "name": name, "counts": counts, "edges": edges}) + "\n")
+                run.histogram(f"gradients/{name}", counts, edges, run.step)
+
+    def _histogram(self, gradient: torch.Tensor) -> tuple[list[float], list[float]]:
+        """Counts per bin, [bins], and the borders of the bins, [bins + 1]."""
+        flat = gradient.detach().flatten().float().cpu()
+        counts, edges = torch.histogram(flat, self.bins)
+        return counts.tolist(), edges.tolist()

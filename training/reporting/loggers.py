@@ -1,0 +1,124 @@
+"""Where a run's numbers are shown besides metrics.jsonl: one logger, or several."""
+
+from __future__ import annotations
+
+import csv
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from training.reporting.metrics import METRICS, read_records
+
+log = logging.getLogger("training")
+
+
+class Logger(Protocol):
+    """What an option of ``logger=`` builds, such as ``WandbRun``.
+
+    It may also have ``histogram(name, counts, edges, step)``, and an attribute ``requires`` of its class: the package
+    that it needs, by its name for pip.
+    """
+
+    def log(self, record: dict, step: int) -> None:
+        """Takes a line of metrics.jsonl."""
+
+    def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
+        """Takes the summary, which is None for a run that failed, and closes the run."""
+
+
+class NoLogger:
+    """Takes the same calls as the others and does nothing (``logger=none``)."""
+
+    url = None
+
+    def __init__(
+        self, run_dir: str | Path | None = None, run_config: dict | None = None, run_name: str | None = None
+    ) -> None:
+        """Takes what every logger takes."""
+
+    def log(self, record: dict, step: int) -> None:
+        """Does nothing."""
+
+    def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
+        """Does nothing."""
+
+
+class CsvLogger:
+    """Writes metrics.csv when the run ends: one line per step, with the evaluation after it."""
+
+    def __init__(self, run_dir: str | Path, run_config: dict, run_name: str, file: str = "metrics.csv") -> None:
+        """Takes what every logger takes.
+
+        Args:
+            run_dir: The run directory.
+            run_config: Not used.
+            run_name: Not used.
+            file: Name of the file in the run directory.
+        """
+        self._run_dir, self._file = Path(run_dir), file
+
+    def log(self, record: dict, step: int) -> None:
+        """Does nothing: metrics.jsonl has every record, those of a resumed run in order."""
+
+    def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
+        """Writes the file."""
+        lines: dict[int, dict[str, Any]] = {}
+        for record in read_records(self._run_dir / METRICS):
+            lines.setdefault(record["step"], {}).update(record)
+        columns = list(dict.fromkeys(name for line in lines.values() for name in line))
+        with open(self._run_dir / self._file, "w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(lines.values())
+
+
+class Loggers:
+    """Several loggers as one. One that raises is warned about and left out from then on; the run goes on."""
+
+    def __init__(self, loggers: Sequence[Logger]) -> None:
+        self._loggers = list(loggers)
+
+    def log(self, record: dict, step: int) -> None:
+        """See ``Logger``."""
+        self._call("log", record, step)
+
+    def histogram(self, name: str, counts: Sequence[float], edges: Sequence[float], step: int) -> None:
+        """Shows how numbers are distributed, where a logger can.
+
+        Args:
+            name: Such as "gradients/head.weight".
+            counts: [bins].
+            edges: [bins + 1], ascending.
+            step: The optimizer step.
+        """
+        self._call("histogram", name, counts, edges, step)
+
+    def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
+        """See ``Logger``."""
+        self._call("finish", summary, exit_code)
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        for logger in list(self._loggers):
+            try:
+                if hasattr(logger, method):
+                    getattr(logger, method)(*arguments)
+            except Exception as error:
+                self._loggers.remove(logger)
+                kind, text = type(logger).__name__, f"{type(error).__name__}: {error}".partition("\n")[0]
+                log.warning("%s failed (%s). Training goes on without it; metrics.jsonl has every number", kind, text)
+
+
+def sections(cfg: Any) -> list[Any]:
+    """Returns the sections of a configuration that describe loggers: ``logger`` and those of ``loggers``."""
+    return [cfg.logger, *(cfg.loggers or {}).values()]
+
+
+def grouped(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns the numbers of a record under names that group them: train/loss, val/loss, test/accuracy."""
+    names = {}
+    for key, value in record.items():
+        split, _, name = key.partition("_")
+        names[f"{split}/{name}" if split in ("val", "test") else f"train/{key}"] = value
+    names.pop("train/step", None)
+    return names

@@ -1,0 +1,77 @@
+"""MLflow: the run's numbers in a tracking server, or in a file of the run directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from training.reporting.loggers import grouped
+from training.reporting.masking import mask_secrets
+
+ID_FILE = "mlflow_id.txt"
+_LONGEST_VALUE = 500  # characters of a parameter that every server takes
+
+
+class MlflowRun:
+    """One MLflow run; a resumed training continues the same."""
+
+    requires = "mlflow-skinny"
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        run_config: dict,
+        run_name: str,
+        tracking_uri: str | None = None,
+        experiment: str = "one-word-parallel",
+    ) -> None:
+        """Starts the run.
+
+        Args:
+            run_dir: The run directory.
+            run_config: The configuration; its values are the run's parameters, secrets masked.
+            run_name: The run's name.
+            tracking_uri: A server, such as http://127.0.0.1:5000. None: what MLFLOW_TRACKING_URI says, else the folder
+                mlruns in the run directory.
+            experiment: The experiment's name.
+        """
+        import mlflow
+
+        self._run_dir = Path(run_dir).absolute()
+        uri = tracking_uri or mlflow.environment_variables.MLFLOW_TRACKING_URI.get()
+        if uri is None:  # MLflow prefers a data base, which needs more packages; files are enough for one run
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            uri = (self._run_dir / "mlruns").as_uri()
+        self._client = mlflow.MlflowClient(uri)
+        known = self._run_dir / ID_FILE
+        if known.exists():
+            self._id = known.read_text().strip()
+            return
+        found = self._client.get_experiment_by_name(experiment)
+        number = found.experiment_id if found is not None else self._client.create_experiment(experiment)
+        self._id = self._client.create_run(number, run_name=run_name).info.run_id
+        known.write_text(self._id + "\n")
+        for key, value in _flat(mask_secrets(run_config)).items():
+            self._client.log_param(self._id, key, str(value)[:_LONGEST_VALUE])
+
+    def log(self, record: dict, step: int) -> None:
+        """Adds the numbers of a record."""
+        for name, value in grouped(record).items():
+            if value is not None:
+                self._client.log_metric(self._id, name, float(value), step=step)
+
+    def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
+        """Adds the summary and marks the run as finished or failed."""
+        for name, value in (summary or {}).items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                self._client.log_metric(self._id, f"summary/{name}", float(value))
+        self._client.set_terminated(self._id, "FINISHED" if exit_code == 0 else "FAILED")
+
+
+def _flat(tree: dict, prefix: str = "") -> dict[str, Any]:
+    """The values of nested dicts by dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

@@ -1,0 +1,122 @@
+"""What a sweep compares its jobs by: a number of each job, and which way it is better."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import TrainingError
+from training.reporting.metrics import METRICS, SUMMARY, read_object, read_records
+
+TIME, LOSS, TRAINING_LOSS = "step_time_s", "val_loss", "final_loss"
+
+# Keys that change how fast a model is trained, and not what is learned.
+_SPEED = re.compile(
+    r"parallel(\..+)?|launcher(\..+)?|device|loggers?(\..+)?|data\.(num_workers|cache_dir)|hydra\..*"
+    r"|train\.(compile|activation_checkpointing|precision|deterministic|tf32|cudnn_benchmark|profile|trace)"
+)
+# Jobs are compared with those of the same model, and another seed is the same question once more.
+_NEITHER = ("model", "seed")
+_LARGER_IS_BETTER = re.compile(r"accuracy|_per_s$|(^|_)(f1|auc|precision|recall|top\d+)($|_)")
+_SUMMARISED = (
+    LOSS, "test_loss", TRAINING_LOSS, "first_loss", TIME, "samples_per_s", "tokens_per_s", "peak_memory_bytes",
+    "bubble_fraction",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A number that every finished job has.
+
+    Attributes:
+        name: A number of summary.json, or a metric of the validation such as val_accuracy. "val_loss" is the best.
+        larger_is_better: Whether the largest is the best.
+    """
+
+    name: str
+    larger_is_better: bool
+
+    @property
+    def title(self) -> str:
+        """The objective as the label of an axis."""
+        return {LOSS: "best validation loss", TRAINING_LOSS: "training loss of the last step"}.get(self.name, self.name)
+
+    def of(self, folder: Path) -> float | None:
+        """Returns the number of the run in ``folder``; None where it has none."""
+        summary = read_object(folder / SUMMARY)
+        value = summary.get("best_val_loss" if self.name == LOSS else self.name)
+        if isinstance(value, list):  # one number per rank
+            value = sum(value)
+        if value is None and self.name.startswith("val_"):
+            values = [record.get(self.name) for record in read_records(folder / METRICS)]
+            value = self.best(filter(_is_number, values))
+        return float(value) if _is_number(value) else None
+
+    def best(self, values: Any) -> Any:
+        """Returns the best of some numbers; None where there are none."""
+        return (max if self.larger_is_better else min)(values, default=None)
+
+
+def objective(
+    name: str | None, keys: Sequence[str], folders: Sequence[Path], direction: str | None = None
+) -> Objective:
+    """Chooses what to compare jobs by.
+
+    Args:
+        name: ``sweep.objective``; None: the time per step where only settings of speed vary, else the validation loss,
+            or the training loss where nothing was validated.
+        keys: The overrides that vary.
+        folders: The directories of the jobs.
+        direction: "minimize" or "maximize"; None: by the name, so that more accuracy and more speed are better.
+    """
+    if name is None:
+        compared = [key for key in keys if key not in _NEITHER]
+        name = TIME if compared and all(_SPEED.fullmatch(key) for key in compared) else LOSS
+        if name == LOSS and all(Objective(LOSS, False).of(folder) is None for folder in folders):
+            name = TRAINING_LOSS
+    larger = bool(_LARGER_IS_BETTER.search(name)) if direction is None else direction == "maximize"
+    return Objective(name, larger)
+
+
+def value_for_sweeper(cfg: Any, folder: Path) -> float | None:
+    """Returns what a finished job tells a sweeper that chooses the next ones; None where it has not trained.
+
+    Args:
+        cfg: The job's configuration.
+        folder: Its directory.
+
+    Raises:
+        TrainingError: ``sweep.objective`` is none of the run's numbers.
+    """
+    chosen = objective(cfg.sweep.objective, (), [folder])
+    value = chosen.of(folder)
+    if value is None and cfg.sweep.objective is not None and cfg.mode == "train":
+        raise TrainingError(
+            f"sweep.objective={chosen.name} is not among the numbers in {folder} (summary.json, metrics.jsonl); was "
+            "the run evaluated? train.eval_every=0 evaluates at the end"
+        )
+    return value
+
+
+def check_objective(name: str | None, metrics: Sequence[str], language: bool) -> None:
+    """Checks ``sweep.objective`` before a run.
+
+    Args:
+        name: Its value.
+        metrics: The names of the loss's metrics.
+        language: Whether there is a perplexity.
+
+    Raises:
+        TrainingError: No run has such a number.
+    """
+    own = [*metrics, *["perplexity"] * language]
+    known = [*_SUMMARISED, *(f"{split}_{metric}" for split in ("val", "test") for metric in own)]
+    if name is not None and name not in known:
+        raise TrainingError(f"sweep.objective={name} is not a number of this run, which has {', '.join(known)}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,63 @@
+"""TensorBoard: the run's numbers as event files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from training.reporting.loggers import grouped
+from training.reporting.masking import mask_secrets
+
+
+class TensorBoardRun:
+    """Event files in ``run_dir/tensorboard``: ``tensorboard --logdir outputs`` shows all runs below a folder."""
+
+    requires = "tensorboard"
+
+    def __init__(self, run_dir: str | Path, run_config: dict, run_name: str, folder: str = "tensorboard") -> None:
+        """Takes the run; files are made at the first record.
+
+        Args:
+            run_dir: The run directory.
+            run_config: The configuration, shown as a text with its secrets masked.
+            run_name: Not used: TensorBoard names runs by their folders.
+            folder: Name of the folder in the run directory.
+        """
+        self._folder, self._config, self._writer = Path(run_dir) / folder, mask_secrets(run_config), None
+
+    def log(self, record: dict, step: int) -> None:
+        """Adds the numbers of a record."""
+        for name, value in grouped(record).items():
+            if value is not None:
+                self._open(step).add_scalar(name, float(value), step)
+
+    def histogram(self, name: str, counts: Sequence[float], edges: Sequence[float], step: int) -> None:
+        """Adds a histogram, see ``Loggers.histogram``. Elements count as the middle of their bin."""
+        middles = [(low + high) / 2 for low, high in zip(edges, edges[1:], strict=False)]
+        total = sum(count * x for count, x in zip(counts, middles, strict=True))
+        squares = sum(count * x * x for count, x in zip(counts, middles, strict=True))
+        self._open(step).add_histogram_raw(
+            name, edges[0], edges[-1], int(sum(counts)), total, squares, edges[1:], counts, step
+        )
+
+    def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
+        """Adds the summary and closes the files."""
+        if self._writer is not None:
+            if summary is not None:
+                self._writer.add_text("summary", _as_code(mask_secrets(summary)), summary["steps"])
+            self._writer.close()
+
+    def _open(self, step: int):
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # What a run that died has left after the step that it resumes from is not shown.
+            self._writer = SummaryWriter(str(self._folder), purge_step=step)
+            self._writer.add_text("config", _as_code(self._config), step)
+        return self._writer
+
+
+def _as_code(content: dict) -> str:
+    text = json.dumps(content, indent=1, default=str)
+    return "    " + text.replace("\n", "\n    ")  # Markdown
