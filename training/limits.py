@@ -11,6 +11,7 @@ from data.batch import Batch
 
 _FEWEST_FILES, _FILES_PER_RANK = 64, 16
 _ENOUGH_FILES = 1024
+_MOST_EPOCHS = 1e9
 
 
 def check_values(tree: Any, key: str = "") -> None:
@@ -36,6 +37,47 @@ def check_values(tree: Any, key: str = "") -> None:
         raise TrainingError(f"{key}={tree} is not finite: give a number, or null where the key may be left empty")
     elif isinstance(tree, int) and not -(2**63) <= tree < 2**63:
         raise TrainingError(f"{key} is a number of more than 64 bits: give a smaller one")
+
+
+def check_train(cfg: Any) -> None:
+    """Check the rules of the section ``train``, and of restarts. Raises TrainingError."""
+    train = cfg.train
+    if cfg.mode == "train" and cfg.checkpoint is not None:
+        raise TrainingError(
+            f"checkpoint={cfg.checkpoint} is for mode=eval, export and sample; to go on with its training: "
+            f"train.resume={cfg.checkpoint}, to start from its weights: mode=export, then model.init_from="
+        )
+    restarts = cfg.launcher.get("max_restarts", 0)
+    if restarts < 0:
+        raise TrainingError(f"launcher.max_restarts={restarts} must be at least 0")
+    if train.steps is None and train.epochs is None:
+        raise TrainingError("neither train.steps nor train.epochs is set: say how long, for example train.steps=100")
+    bounds = {
+        "steps": 1, "global_batch_size": 1, "max_skipped": 0, "profile": 0, "keep_checkpoints": 1,
+        "eval_every": 0, "checkpoint_every": 0, "eval_batches": 1, "spike_rollback": 1,
+    }  # fmt: skip
+    for key, least in bounds.items():
+        value = train[key]
+        if value is not None and value < least:
+            raise TrainingError(f"train.{key}={value} must be at least {least}")
+    for key in ("epochs", "grad_clip", "clip_value"):
+        value = train[key]
+        if value is not None and not value > 0:
+            raise TrainingError(f"train.{key}={value} must be above 0")
+    if train.epochs is not None and train.epochs > _MOST_EPOCHS:
+        raise TrainingError(f"train.epochs={train.epochs:g} must be at most {_MOST_EPOCHS:g}")
+    if train.spike_factor is not None and not train.spike_factor > 1:
+        raise TrainingError(f"train.spike_factor={train.spike_factor} must be above 1, such as 3")
+    if train.spike_rollback is not None and train.spike_factor is None:
+        raise TrainingError(
+            f"train.spike_rollback={train.spike_rollback} needs train.spike_factor, which says what a spike is; set it "
+            "to 3 for example"
+        )
+    if train.deterministic and train.cudnn_benchmark:
+        raise TrainingError(
+            "train.cudnn_benchmark=true takes whichever algorithm was fastest this time, train.deterministic=true the "
+            "same one every time: switch one of them off"
+        )
 
 
 def check_process(processes: int = 1) -> None:

@@ -28,7 +28,7 @@ from training.checkpoint.init_from import check_start
 from training.checkpoint.new_tokens import grown
 from training.config import environment, instantiate, resolve, to_dict
 from training.evaluate import extents
-from training.limits import check_sample
+from training.limits import check_sample, check_train
 from training.optimizer import check_optimizer
 from training.reporting import loggers
 from training.reporting.objective import check_objective
@@ -207,45 +207,6 @@ def total_steps(steps: int | None, epochs: float | None, per_epoch: int) -> int:
     """The number of optimizer steps of a run: what ``steps`` and ``epochs`` (None: no limit) allow, the smaller one."""
     by_epochs = math.ceil(epochs * per_epoch) if epochs is not None else math.inf
     return int(min(steps if steps is not None else math.inf, by_epochs))
-
-
-def check_train(cfg: Any) -> None:
-    """Check the rules of the section ``train``, and of restarts. Raises TrainingError."""
-    train = cfg.train
-    if cfg.mode == "train" and cfg.checkpoint is not None:
-        raise TrainingError(
-            f"checkpoint={cfg.checkpoint} is for mode=eval, export and sample; to go on with its training: "
-            f"train.resume={cfg.checkpoint}, to start from its weights: mode=export, then model.init_from="
-        )
-    restarts = cfg.launcher.get("max_restarts", 0)
-    if restarts < 0:
-        raise TrainingError(f"launcher.max_restarts={restarts} must be at least 0")
-    if train.steps is None and train.epochs is None:
-        raise TrainingError("neither train.steps nor train.epochs is set: say how long, for example train.steps=100")
-    bounds = {
-        "steps": 1, "global_batch_size": 1, "max_skipped": 0, "profile": 0, "keep_checkpoints": 1,
-        "eval_every": 0, "checkpoint_every": 0, "eval_batches": 1, "spike_rollback": 1,
-    }  # fmt: skip
-    for key, least in bounds.items():
-        value = train[key]
-        if value is not None and value < least:
-            raise TrainingError(f"train.{key}={value} must be at least {least}")
-    for key in ("epochs", "grad_clip", "clip_value"):
-        value = train[key]
-        if value is not None and not value > 0:
-            raise TrainingError(f"train.{key}={value} must be above 0")
-    if train.spike_factor is not None and not train.spike_factor > 1:
-        raise TrainingError(f"train.spike_factor={train.spike_factor} must be above 1, such as 3")
-    if train.spike_rollback is not None and train.spike_factor is None:
-        raise TrainingError(
-            f"train.spike_rollback={train.spike_rollback} needs train.spike_factor, which says what a spike is; set it "
-            "to 3 for example"
-        )
-    if train.deterministic and train.cudnn_benchmark:
-        raise TrainingError(
-            "train.cudnn_benchmark=true takes whichever algorithm was fastest this time, train.deterministic=true the "
-            "same one every time: switch one of them off"
-        )
 
 
 def check_kind(data: DataSet, model: Any) -> None:

