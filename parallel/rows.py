@@ -41,7 +41,7 @@ def rows_of(tensor: Tensor) -> Rows:
         return Rows(part, 0, shape, shared=False)
     mesh = tensor.device_mesh
     each = -(-shape[0] // mesh.size(mesh.ndim - 1))  # as torch.chunk cuts
-    return Rows(part, min(each * mesh.get_local_rank(mesh.ndim - 1), shape[0]), shape, shared=True)
+    return Rows(part, min(each * mesh.get_coordinate()[-1], shape[0]), shape, shared=True)
 
 
 @torch.no_grad()
@@ -74,12 +74,14 @@ def rows_in(given: Tensor, like: Tensor) -> Tensor:
     return given[start : start + len(part)] if shared else given[...]
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return all rows of a tensor; a copy where it is shared. All ranks that share it call this together."""
+def whole(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return all rows of a tensor; a copy where it is shared. All ranks of ``group``, which share it, call this.
+
+    Not ``full_tensor``: DTensor remembers the process groups of an earlier run in the same process.
+    """
     part, _, shape, shared = rows_of(tensor)
     if not shared:
         return part
-    group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
     padded = part.new_zeros(-(-shape[0] // group.size()), *shape[1:])
     padded[: len(part)] = part
     parts = [torch.empty_like(padded) for _ in range(group.size())]

@@ -215,7 +215,7 @@ def train(layout: Layout, recipe: Recipe) -> Result:
     result = Result(
         layers=[name for stage in strategy.stages for name in stage.layers.names],
         parameters=sum(p.numel() for p in parameters),
-        initial=_copy(strategy.state_dict()),
+        initial=_copy(strategy, strategy.state_dict()),
     )
     if recipe.loss_scale is not None:
         strategy.loss_scale.scale = recipe.loss_scale
@@ -242,18 +242,18 @@ def train(layout: Layout, recipe: Recipe) -> Result:
         if recipe.eval_every and step % recipe.eval_every == 0:
             sums = strategy.eval_step(_pad_last(batch_at(0)).chunks(plan.dp)[share])
             result.evaluations.append(strategy.all_sum(sums))
-    result.state = _copy(strategy.state_dict())
+    result.state = _copy(strategy, strategy.state_dict())
     ends = {*strategy.chain.tied, *strategy.chain.tied.values()}
     for stage in strategy.stages:
         everything = stage.layers.named_parameters(remove_duplicate=False)
-        result.copies |= {name: whole(p).detach().clone() for name, p in everything if name in ends}
+        result.copies |= _copy(strategy, {name: parameter for name, parameter in everything if name in ends})
     result.intervals = list(strategy.timeline.steps)
     strategy.close()
     return result
 
 
-def _copy(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: whole(tensor).detach().clone() for name, tensor in state.items()}
+def _copy(strategy: Strategy, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: whole(tensor, strategy.mesh.inner_group).detach().clone() for name, tensor in state.items()}
 
 
 def _interleave(batch: Batch) -> Batch:

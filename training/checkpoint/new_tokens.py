@@ -56,6 +56,6 @@ def add_tokens(extra_tokens: Any, chain: Chain, strategy: Strategy, known: int =
     sources = [None if words is None else gpt2().encode_ordinary(words) for words in extra.values()]
     for name, parameter in strategy.named_parameters():
         if name == chain.embedding:
-            rows = whole(parameter.detach())
+            rows = whole(parameter.detach(), strategy.mesh.inner_group)
             fill_new_rows(rows, GPT2_VOCAB_SIZE, sources, known)
             fill(parameter, rows, name)
