@@ -98,8 +98,9 @@ def _register(config: Mapping[str, Any]) -> None:
     for group in _GROUPS:
         store.store(group=group, name=OPTION, node=config[group])
     whole = {name: section for name, section in config.items() if name not in _GROUPS}
-    limit = "null" if config["train"].get("eval_batches") is None else config["train"]["eval_batches"]
-    whole["train"] = {**config["train"], "eval_batches": f"${{by:${{mode}},eval,null,{limit}}}"}  # as in conf/model
+    limit = config["train"].get("eval_batches")
+    if isinstance(limit, int):  # mode=eval covers the whole split, as in conf/model
+        whole["train"] = {**config["train"], "eval_batches": f"${{by:${{mode}},eval,null,{limit}}}"}
     defaults = [*({f"override /{group}": OPTION} for group in _GROUPS), "_self_"]
     store.store(group="model", name=OPTION, node={"defaults": defaults, **whole}, package="_global_")
 
