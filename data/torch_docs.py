@@ -1,4 +1,4 @@
-"""Prose that every machine with this project has: PyTorch's documentation of its own functions and classes."""
+"""English that every machine with this project has: PyTorch's documentation of its own functions."""
 
 from __future__ import annotations
 
@@ -6,26 +6,23 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from pkgutil import resolve_name
 
 from common.errors import DataError
 from data.cache import cached_folder
 from data.documents import Document, split_documents
 from data.language import LanguageData
 
-_FORMAT = 1  # to be raised when the same version of torch gives another text
+_FORMAT = 2  # to be raised when the same version of torch gives another text
 _FILE = "torch_docs.txt"
-_MODULES = ("", ".Tensor", ".nn", ".nn.functional", ".nn.init", ".optim", ".linalg", ".fft", ".special")
 _DOCUMENT_BYTES = 1000  # so small that each split has parts of every chapter
-_ROLE = re.compile(r":[\w:]+:`~?([^`<]*?)\s*(?:<[^`]*>)?`")  # :class:`~torch.nn.Linear`, :ref:`title <label>`
-_LETTERS = 0.9  # of a paragraph of prose, spaces included
+_LEFT_OUT = re.compile(r">>>|\\|^Examples?::?$|^Members:")  # examples, formulas, lists of constants
 
 
 class TorchDocs(LanguageData):
-    """The paragraphs of prose in what ``help(torch.add)`` and the like show, about 500 kB of English.
+    """What ``help(torch.add)`` and the like show: about 400 kB of English in a formulaic style, with its markup.
 
-    Each paragraph is one line and occurs once. Signatures, examples, formulas and markup are left out. The text differs
-    a little between versions of torch, and not between versions of Python.
+    Each paragraph is one line. Examples and formulas are left out, and what is written about two names alike occurs
+    once. The text differs a little between versions of torch, and not between versions of Python.
     """
 
     name = "torch_docs"
@@ -59,31 +56,21 @@ class TorchDocs(LanguageData):
 
 
 def _paragraphs() -> Iterator[str]:
-    seen = set()
-    for documentation in _documentation():
-        for paragraph in re.split(r"\n\s*\n", documentation):
-            line = _ROLE.sub(r"\1", " ".join(paragraph.split())).replace("`", "")
-            if line not in seen and _is_prose(line):
-                seen.add(line)
-                yield line
-
-
-def _is_prose(line: str) -> bool:
-    """Whether a paragraph is of words: no directive, formula, table, example or signature."""
-    markup = line.startswith("..") or "\\" in line or ">>>" in line
-    return not markup and line.count(" ") > 1 and sum(c.isalpha() or c == " " for c in line) >= _LETTERS * len(line)
+    for documentation in dict.fromkeys(_documentation()):
+        lines = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", documentation))
+        yield from (line for line in lines if line and not _LEFT_OUT.search(line))
 
 
 def _documentation() -> Iterator[str]:
-    """Yields the documentation of each public name, as it is read in a terminal."""
-    for module in _MODULES:
-        owner = resolve_name(f"torch{module}")
-        for name in sorted(dir(owner)):
-            item = getattr(owner, name)
-            text = getattr(item, "__doc__", None)
-            home = getattr(item, "__module__", None) or "torch"  # that of a compiled function is None
-            if not name.startswith("_") and callable(item) and home.split(".")[0] == "torch" and isinstance(text, str):
-                yield inspect.cleandoc(text)
+    """Yields the documentation of each public name of torch, as it is read in a terminal."""
+    import torch
+
+    for name in sorted(dir(torch)):
+        item = getattr(torch, name)
+        text = getattr(item, "__doc__", None)
+        home = getattr(item, "__module__", None) or "torch"  # that of a compiled function is None
+        if not name.startswith("_") and callable(item) and home.split(".")[0] == "torch" and isinstance(text, str):
+            yield inspect.cleandoc(text)
 
 
 def _parts(path: Path) -> list[Document]:

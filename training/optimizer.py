@@ -197,23 +197,26 @@ class CosineWarmup:
     """Linear from 1/warmup_steps to 1, then half a cosine down to ``min_ratio`` (GPT-3's schedule, as in nanoGPT).
 
     Args:
-        warmup_steps: Length of the linear part, in steps. None: a fifth of the run.
+        warmup_steps: Length of the linear part, in steps. None: ``warmup_ratio`` of the run.
         min_ratio: The last factor, in [0, 1].
+        warmup_ratio: The linear part as a fraction of the run, in [0, 1].
 
     Raises:
         TrainingError: For numbers outside of these ranges.
     """
 
-    def __init__(self, warmup_steps: int | None = None, min_ratio: float = 0.1) -> None:
-        if (warmup_steps is not None and warmup_steps < 0) or not 0.0 <= min_ratio <= 1.0:
+    def __init__(self, warmup_steps: int | None = None, min_ratio: float = 0.1, warmup_ratio: float = 0.2) -> None:
+        in_range = 0.0 <= min_ratio <= 1.0 and 0.0 <= warmup_ratio <= 1.0
+        if (warmup_steps is not None and warmup_steps < 0) or not in_range:
             raise TrainingError(
-                f"scheduler.warmup_steps={warmup_steps} must be 0 or more and scheduler.min_ratio={min_ratio} in [0, 1]"
+                f"scheduler.warmup_steps={warmup_steps} must be 0 or more, and scheduler.min_ratio={min_ratio} and "
+                f"scheduler.warmup_ratio={warmup_ratio} in [0, 1]"
             )
-        self.warmup_steps, self.min_ratio = warmup_steps, min_ratio
+        self.warmup_steps, self.min_ratio, self.warmup_ratio = warmup_steps, min_ratio, warmup_ratio
 
     def factor(self, step: int, total: int, per_epoch: int) -> float:
         """In [0, 1]; 1 at the end of the warm-up."""
-        warmup = total // 5 if self.warmup_steps is None else self.warmup_steps
+        warmup = round(total * self.warmup_ratio) if self.warmup_steps is None else self.warmup_steps
         if step <= warmup:
             return step / warmup
         done = (step - 1 - warmup) / max(1, total - warmup)

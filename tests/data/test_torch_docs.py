@@ -1,7 +1,6 @@
 """The default text: prose out of the documentation of torch, and what counting its tokens reaches."""
 
 import math
-import types
 
 import numpy as np
 import pytest
@@ -17,14 +16,14 @@ def text_of(source) -> str:
     return gpt2().decode(source.tokens.tolist())
 
 
-def test_the_default_text_is_prose_without_markup_and_each_paragraph_occurs_once(prepared):
+def test_the_default_text_is_of_sentences_without_examples_and_formulas(prepared):
     data = prepared(TorchDocs, seq_len=96)
     text = text_of(data.train) + text_of(data.valid) + text_of(data.test)
     lines = [line for line in text.replace("<|endoftext|>", "").splitlines() if line]
-    assert len(lines) > 1000 and len(set(lines)) == len(lines)
-    assert "Computes the absolute value of each element in input." in lines
-    assert not any(mark in text for mark in ("`", ">>>", "\\text", ".. math::", ":class:"))
-    assert sum(c.isalpha() or c == " " for c in text) > 0.9 * len(text)
+    assert len(lines) > 1000
+    assert "Computes the absolute value of each element in :attr:`input`." in lines
+    assert not any(mark in text for mark in (">>>", "\\text", "Example::\n"))
+    assert sum(c.isalpha() or c == " " for c in text) > 0.8 * len(text)
 
 
 def test_its_splits_are_of_the_same_kind_and_large_enough(prepared):
@@ -50,6 +49,6 @@ def test_what_it_collects_is_the_same_in_every_process_and_is_kept(prepared, mon
 
 
 def test_a_torch_without_documentation_says_which_text_there_is(cache, monkeypatch):
-    monkeypatch.setattr(torch_docs, "resolve_name", lambda name: types.SimpleNamespace())
+    monkeypatch.setattr(torch_docs, "_documentation", lambda: iter(()))
     with pytest.raises(DataError, match="python -OO.*data=stdlib, or data=text data.root="):
         TorchDocs(cache_dir=str(cache)).prepare()
