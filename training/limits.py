@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.errors import LaunchError, TrainingError
 from common.machine import check_memory
 from data.batch import Batch
+
+if TYPE_CHECKING:
+    from data.dataset import DataSet
+    from models.chain import Chain
 
 _FEWEST_FILES, _FILES_PER_RANK = 64, 16
 _ENOUGH_FILES = 1024
@@ -167,3 +171,41 @@ def check_sample(setup: Any) -> None:
         f"a micro-batch of {count} samples of {size / 2**20:,.1f} MiB",
         "choose more parallel.chunks, a smaller train.global_batch_size or smaller samples",
     )
+
+
+def check_kind(data: DataSet, model: Any) -> None:
+    """Check that both are about tokens or neither is. Raises TrainingError."""
+    if (data.seq_len is None) == ("vocab_size" not in model):
+        return
+    kind = "tokens" if data.seq_len is not None else "numbers"
+    raise TrainingError(
+        f"model={model.name} does not take the {kind} that this data set gives; leave data= out and the model brings "
+        "one that fits"
+    )
+
+
+def check_length(chain: Chain, data: DataSet) -> None:
+    """Check that a sample is no longer than the model's positions. Raises TrainingError."""
+    positions = chain.limits.get("positions")
+    if positions is not None and data.seq_len > positions:
+        raise TrainingError(
+            f"data.seq_len={data.seq_len} is longer than the model's {positions} positions; set "
+            f"data.seq_len={positions} or less, or give the model more (model.block_size={data.seq_len} of gpt2, "
+            f"model.max_len={data.seq_len} of transformer)"
+        )
+
+
+def check_fit(chain: Chain, data: DataSet, cfg: Any) -> None:
+    """Check that the model has room for the data's words or classes. Raises TrainingError."""
+    vocabulary, classes = chain.limits.get("vocabulary"), chain.limits.get("classes")
+    if vocabulary is not None and data.vocab_size is not None and data.vocab_size > vocabulary:
+        raise TrainingError(
+            f"the data has a vocabulary of {data.vocab_size}, model.vocab_size={vocabulary} is too small; set "
+            f"model.vocab_size={data.vocab_size} or more"
+        )
+    given = getattr(data, "num_classes", None)
+    if classes is not None and given is not None and given > classes:
+        raise TrainingError(
+            f"the data has {given} classes, model.num_classes={classes} is too few; set model.num_classes={given} or "
+            "more"
+        )

@@ -281,9 +281,8 @@ def _report(setup: Setup, run_dir: Path, outcome: Outcome, summary: dict, ranks:
     if setup.cfg.train.trace and why_no_timeline(setup.plan) is None:
         intervals = [rank.intervals for rank in ranks]
         write_timeline(run_dir, setup.plan, setup.cfg.model.name, intervals, outcome.steps)
-    link = None
-    if outcome.checkpoint is not None and setup.cfg.model._target_ != GIVEN:  # which no command line can name
-        link = hydra_word(str(outcome.checkpoint.parents[1]))
+    nameable = outcome.checkpoint is not None and setup.cfg.model._target_ != GIVEN
+    link = hydra_word(str(outcome.checkpoint.parents[1])) if nameable else None
     epochs = setup.cfg.train.epochs is not None
     headline, *rest = final_words(summary, run_dir, _where(run_dir), link, setup.extents, epochs).split("\n")
     print("\n".join([styled(headline, "bold", sys.stdout), *rest]), flush=True)

@@ -28,7 +28,7 @@ from training.checkpoint.init_from import check_start
 from training.checkpoint.new_tokens import grown
 from training.config import environment, instantiate, resolve, to_dict
 from training.evaluate import extents
-from training.limits import check_sample, check_train
+from training.limits import check_fit, check_kind, check_length, check_sample, check_train
 from training.optimizer import check_optimizer
 from training.reporting import loggers
 from training.reporting.objective import check_objective
@@ -207,44 +207,6 @@ def total_steps(steps: int | None, epochs: float | None, per_epoch: int) -> int:
     """The number of optimizer steps of a run: what ``steps`` and ``epochs`` (None: no limit) allow, the smaller one."""
     by_epochs = math.ceil(epochs * per_epoch) if epochs is not None else math.inf
     return int(min(steps if steps is not None else math.inf, by_epochs))
-
-
-def check_kind(data: DataSet, model: Any) -> None:
-    """Check that both are about tokens or neither is. Raises TrainingError."""
-    if (data.seq_len is None) == ("vocab_size" not in model):
-        return
-    kind = "tokens" if data.seq_len is not None else "numbers"
-    raise TrainingError(
-        f"model={model.name} does not take the {kind} that this data set gives; leave data= out and the model brings "
-        "one that fits"
-    )
-
-
-def check_length(chain: Chain, data: DataSet) -> None:
-    """Check that a sample is no longer than the model's positions. Raises TrainingError."""
-    positions = chain.limits.get("positions")
-    if positions is not None and data.seq_len > positions:
-        raise TrainingError(
-            f"data.seq_len={data.seq_len} is longer than the model's {positions} positions; set "
-            f"data.seq_len={positions} or less, or give the model more (model.block_size={data.seq_len} of gpt2, "
-            f"model.max_len={data.seq_len} of transformer)"
-        )
-
-
-def check_fit(chain: Chain, data: DataSet, cfg: Any) -> None:
-    """Check that the model has room for the data's words or classes. Raises TrainingError."""
-    vocabulary, classes = chain.limits.get("vocabulary"), chain.limits.get("classes")
-    if vocabulary is not None and data.vocab_size is not None and data.vocab_size > vocabulary:
-        raise TrainingError(
-            f"the data has a vocabulary of {data.vocab_size}, model.vocab_size={vocabulary} is too small; set "
-            f"model.vocab_size={data.vocab_size} or more"
-        )
-    given = getattr(data, "num_classes", None)
-    if classes is not None and given is not None and given > classes:
-        raise TrainingError(
-            f"the data has {given} classes, model.num_classes={classes} is too few; set model.num_classes={given} or "
-            "more"
-        )
 
 
 def check_shapes(setup: Setup) -> None:
