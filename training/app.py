@@ -18,8 +18,8 @@ from common.machine import changed_environment, styled
 from launchers import ForkServer, Interrupted, LaunchError, WorkerFailed, World, run_workers, stopping
 from launchers.loopback import check_interfaces
 from launchers.stopping import Stopped
+from training.checks.limits import check_need, check_process, check_values
 from training.config import environment, hydra_word, open_doors, to_config, to_dict
-from training.limits import check_need, check_process, check_values
 
 ALONE = ("export", "sample")  # modes that need one process whatever the strategy is
 _KEY = "job"

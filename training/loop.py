@@ -18,9 +18,9 @@ from launchers.stopping import Stopped
 from parallel.strategy import StepResult, Strategy
 from training.callbacks import Callbacks, TrainingRun
 from training.checkpoint import Checkpoints
+from training.checks.identity import recipe
 from training.config import instantiate
 from training.evaluate import evaluate, record_of
-from training.identity import recipe
 from training.optimizer import Optimizer
 from training.reporting import jsonable
 from training.reporting.console import numbers

@@ -30,9 +30,9 @@ from training.checkpoint import Checkpoints
 from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.init_from import start
 from training.checkpoint.resume import resume
+from training.checks.identity import changes, check_ranks
 from training.config import environment, hydra_word, instantiate, kept, open_doors, to_dict
 from training.evaluate import evaluate, record_of
-from training.identity import changes, check_ranks
 from training.loop import Loop
 from training.optimizer import Optimizer
 from training.reporting import SUMMARY, mask_secrets

@@ -26,9 +26,9 @@ from training.checkpoint import read_manifest
 from training.checkpoint.configuration import check_fits, checkpoint_of
 from training.checkpoint.init_from import check_start
 from training.checkpoint.new_tokens import grown
+from training.checks.limits import check_fit, check_kind, check_length, check_sample, check_train
 from training.config import environment, instantiate, resolve, to_dict
 from training.evaluate import extents
-from training.limits import check_fit, check_kind, check_length, check_sample, check_train
 from training.optimizer import check_optimizer
 from training.reporting import loggers
 from training.reporting.objective import check_objective

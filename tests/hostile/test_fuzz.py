@@ -18,8 +18,8 @@ from data.rows import Rows
 from data.tokens import check_tokens, read_header
 from parallel.precision import LossScale
 from training.checkpoint.manifest import parse_manifest, with_checksum
+from training.checks.limits import check_values
 from training.config import to_config, to_dict
-from training.limits import check_values
 from training.reporting.metrics import MetricsFile, read_records
 from training.skipping import Skipping
 

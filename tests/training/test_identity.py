@@ -8,8 +8,8 @@ from composed import config, run
 from common.errors import LaunchError
 from data.dataset import InMemory
 from parallel.mesh import Mesh
-from training import identity
-from training.identity import changes, check_ranks, data_digest, describe_rank
+from training.checks import identity
+from training.checks.identity import changes, check_ranks, data_digest, describe_rank
 from training.setup import prepare
 
 FEW = ["train.epochs=null", "train.steps=2", "train.eval_every=null", "data.samples=200"]

@@ -20,9 +20,8 @@ from parallel.mesh import Mesh
 from training.config import to_dict
 from training.reporting import mask_secrets
 from training.reporting.environment import git_state
-from training.setup import Setup
 
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("common", "conf", "data", "launchers", "models", "parallel", "training", "hydra_plugins")
 _SAMPLES = 8  # of each split
 _DIGITS = 12
@@ -34,7 +33,7 @@ _NOT_CONTENT = {"data.root", "data.cache_dir", "data.num_workers"}
 # -- between ranks ---------------------------------------------------------------------------------------------------
 
 
-def check_ranks(mesh: Mesh, setup: Setup) -> str | None:
+def check_ranks(mesh: Mesh, setup: Any) -> str | None:
     """Compares code, versions and data of all ranks. All ranks call it together.
 
     Args:
@@ -126,7 +125,7 @@ def _content(tensor: Tensor) -> bytes:
 # -- between attempts ------------------------------------------------------------------------------------------------
 
 
-def recipe(setup: Setup) -> dict[str, Any]:
+def recipe(setup: Any) -> dict[str, Any]:
     """Returns what a resumed run should have in common with the one before, by the names that users type."""
     cfg = setup.cfg
     tree = {"seed": cfg.seed, "train": {"global_batch_size": cfg.train.global_batch_size}}
