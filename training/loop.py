@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,11 +24,10 @@ from training.identity import recipe
 from training.optimizer import Optimizer
 from training.reporting import jsonable
 from training.reporting.console import numbers
+from training.reporting.profiler import profiler
 from training.reporting.summary import Outcome
 from training.setup import Setup
 from training.skipping import Skipping, roll_back
-
-PROFILER_WARM_UP_STEPS = 3
 
 _RESUMED = ("first_loss", "final_loss", "best_val_loss", "best_step")  # of Outcome
 
@@ -290,30 +289,3 @@ def is_due(every: int | None, step: int, total: int) -> bool:
     if every is None:
         return False
     return step == total or (every > 0 and step % every == 0)
-
-
-@contextmanager
-def profiler(steps: int, run_dir: Path, rank: int) -> Iterator[Callable[[], None]]:
-    """Records some steps with torch.profiler into ``run_dir/profile/rank_0000.json``, a Chrome trace.
-
-    Args:
-        steps: How many steps are recorded, after three of warm-up; 0 for none.
-        run_dir: The run's directory.
-        rank: This process's rank.
-
-    Yields:
-        A function to call after each step.
-    """
-    if steps == 0:
-        yield lambda: None
-        return
-    from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
-
-    target = run_dir / "profile" / f"rank_{rank:04d}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with profile(
-        activities=list(supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA}),
-        schedule=schedule(wait=PROFILER_WARM_UP_STEPS - 1, warmup=1, active=steps, repeat=1),
-        on_trace_ready=lambda recorded: recorded.export_chrome_trace(str(target)),
-    ) as recorder:
-        yield recorder.step
