@@ -160,8 +160,7 @@ def _strategy(setup: Setup, world: World, store: dist.Store | None) -> Iterator[
     with _process_group(world, setup, store):
         mesh = setup.plan.mesh(world.rank).connect(setup.cfg.parallel.timeout_s)
         if store is not None:  # the ranks were started one by one, maybe on several machines
-            warning = check_ranks(mesh, setup)
-            if warning is not None and mesh.rank == 0:
+            if (warning := check_ranks(mesh, setup)) is not None and mesh.rank == 0:
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
         options = strategy_options(setup.cfg)
         strategy = build_strategy(setup.plan, setup.chain, mesh, options, setup.sample, world.local_rank)
