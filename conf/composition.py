@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import secrets
@@ -25,6 +24,7 @@ from common.machine import check_working_directory
 from conf import FOLDER, environment, options
 from conf.messages import unknown_key
 from conf.schema import register
+from conf.trust import config_folder, config_folders
 from launchers.world import launcher_start
 
 _GROUPS = ("model", "data", "optim", "scheduler", "parallel", "launcher", "logger")
@@ -172,18 +172,11 @@ def _open_own(arguments: Sequence[str]) -> list[str]:
     """Make the user's own options known: those of ``--config-dir FOLDER``.
 
     Returns:
-        The folders in which their targets are: FOLDER, the one that it is in, and those of ``import_from``.
+        The folders in which their targets are, where ``allow=`` lets targets be of there: FOLDER, and the one it is in.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config-dir", "-cd", type=Path)
-    folder = parser.parse_known_args(list(arguments))[0].config_dir
-    if folder is None:
-        register()
-        return []
-    folder = folder.expanduser().absolute()
-    folders = [str(folder.parent), str(folder)]
+    folders = config_folders(arguments)
     sys.path.extend(one for one in folders if one not in sys.path)  # to read the signatures of targets there
-    register(folder)
+    register(config_folder(arguments))
     return folders
 
 

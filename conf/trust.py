@@ -1,15 +1,18 @@
 """A configuration may come from anywhere: it chooses what this project does, and cannot have anything else executed.
 
 Targets are checked where they are called (``training.config.resolve``). Here is what Hydra itself, or the environment
-of processes, would execute. The one exception is ``launcher.setup``, whose values are shell lines: they count where the
-user has typed them, or where they are in this project's own ``conf/``.
+of processes, would execute. The exceptions are ``launcher.setup``, whose values are shell lines, and ``allow`` and
+``import_from``, which let targets be of other packages: they count where the user has typed them, or where they are in
+this project's own ``conf/``.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hydra.conf import HydraConf
@@ -17,12 +20,15 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from common.errors import UserError
+from common.files import expand_home
 from conf import FOLDER
 
 _VARIABLES = (
     "NCCL_", "RCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "HIP_", "ROCR_",
     "OMP_", "GOMP_", "KMP_", "MKL_",
 )  # fmt: skip
+_CODE = ("allow", "import_from")  # keys that name packages whose code targets may be, and where they are
+_WORDS = re.compile(r"[,\[\]'\"\s]+")
 # Of these, some name a library that is loaded, or a place where files are read and written.
 _FILES = re.compile(r"(PLUGIN|LIBRARIES|LIB|PATH|DIR|HOME|FILE|INJECTION\w*|CONF|CONFIG)$")
 
@@ -126,17 +132,61 @@ def check_job(cfg: Any, hydra: Any) -> None:
         hydra: Hydra's own section.
 
     Raises:
-        UserError: ``hydra.job.env_set`` is not allowed, or ``launcher.setup`` comes from a file that is not this
-            project's.
+        UserError: ``hydra.job.env_set`` is not allowed, or code is named (``launcher.setup``, ``allow``,
+            ``import_from``) by a file that is not this project's.
     """
     check_variables("hydra.job.env_set", hydra.job.env_set)
-    typed = any(override.lstrip("+").startswith("launcher.setup") for override in typed_overrides(hydra))
+    typed = [override.lstrip("+") for override in typed_overrides(hydra)]
     others = [s.path for s in hydra.runtime.config_sources if s.schema == "file" and s.path != str(FOLDER)]
-    if others and not typed and cfg.launcher.get("setup"):
-        raise UserError(
-            f"launcher.setup={list(cfg.launcher.setup)} are shell lines, and may come from {', '.join(others)}: type "
-            "them on the command line if you mean them"
-        )
+    named = {"launcher.setup": cfg.launcher.get("setup"), **{key: cfg.get(key) for key in _CODE}}
+    for key, values in named.items():
+        if others and values and not any(word.startswith(key) for word in typed):
+            raise UserError(
+                f"{key}={list(values)} has code executed, and may come from {', '.join(others)}: type it on the "
+                "command line if you mean it"
+            )
+
+
+def check_received(tree: Mapping[str, Any], arguments: Sequence[str]) -> None:
+    """Check what rank 0's configuration would have executed on another rank, by that rank's own command line.
+
+    The configuration has come through a store that others may reach.
+
+    Args:
+        tree: The configuration, as plain data.
+        arguments: What was typed here.
+
+    Raises:
+        UserError: ``allow`` or ``import_from`` has what was not typed here.
+    """
+    words = [argument.lstrip("+").partition("=") for argument in arguments]
+    typed = {key: {w for k, _, value in words if k == key for w in _WORDS.split(value)} for key in _CODE}
+    typed["import_from"] |= set(config_folders(arguments))
+    for key in _CODE:
+        if unknown := [str(name) for name in tree.get(key) or [] if str(name) not in typed[key]]:
+            raise UserError(
+                f"rank 0 sends {key}={unknown}, which has code executed and was not typed on this rank: give every "
+                "machine the same command line"
+            )
+
+
+def config_folder(arguments: Sequence[str]) -> Path | None:
+    """Return the folder of the user's own options, ``--config-dir``; None where there is none."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    folder = parser.parse_known_args(list(arguments))[0].config_dir
+    return None if folder is None else expand_home(folder).absolute()
+
+
+def config_folders(arguments: Sequence[str]) -> list[str]:
+    """Return where the targets of the user's own options are: the folder of ``--config-dir``, and the one it is in.
+
+    Empty where ``allow=`` was not typed: no module may come from there then, neither one that torch would like to find.
+    """
+    folder = config_folder(arguments)
+    if folder is None or not any(argument.lstrip("+").startswith("allow=") for argument in arguments):
+        return []
+    return [str(folder.parent), str(folder)]
 
 
 def literal(node: Any) -> Any:

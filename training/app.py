@@ -253,6 +253,7 @@ def follow(world: World, arguments: Sequence[str] = ()) -> None:
     """
     from datetime import timedelta
 
+    from conf.trust import check_received
     from launchers.failure import log_path
     from launchers.peer_check import rendezvous
     from launchers.worker import redirect_output
@@ -262,6 +263,7 @@ def follow(world: World, arguments: Sequence[str] = ()) -> None:
     with rendezvous(world, timeout_s, partial(_leave, console=console)) as (store, _):
         store.wait([_KEY], timedelta(seconds=timeout_s))
         job = json.loads(store.get(_KEY))
+        check_received(job["cfg"], arguments)
         logs = Path(job["run_dir"]) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         redirect_output(log_path(logs, world.rank))

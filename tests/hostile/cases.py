@@ -160,6 +160,12 @@ _CODE = {
     "shell lines from elsewhere": (
         ("--config-dir={folder}", "experiment=shell"), ("launcher.setup", "touch", "type"),
     ),
+    "a package that a file allows": (
+        ("--config-dir={folder}", "experiment=allowed"), ("allow=['os']", "type it"),
+    ),
+    "a folder of modules that a file names": (
+        ("--config-dir={folder}", "experiment=imported"), ("import_from=", "type it"),
+    ),
     "an option of sbatch that runs commands": (
         ("launcher=slurm", "+launcher.sbatch.wrap=id"), ("launcher.sbatch.wrap", "not allowed"),
     ),

@@ -252,6 +252,10 @@ def prepare(folder: Path, name: str) -> None:
         FILES[name].make(folder)
     elif name == "an experiment that includes itself":
         _yaml("itself", "defaults:\n  - /experiment: itself\n")(folder)
+    elif name == "a package that a file allows":
+        _yaml("allowed", "allow: [os]\nscheduler:\n  _target_: os.system\n")(folder)
+    elif name == "a folder of modules that a file names":
+        _yaml("imported", "import_from: [/tmp]\n")(folder)
     elif name == "a callback in a file":
         (folder / "hydra" / "callbacks").mkdir(parents=True)
         (folder / "hydra" / "callbacks" / "evil.yaml").write_text("evil:\n  _target_: os.system\n")

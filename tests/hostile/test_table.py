@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # ``cases`` and ``file
 from cases import CASES
 from files import prepare
 
+from common.errors import UserError
+
 PATIENCE_S = 60  # of a machine that others keep busy; alone it is less than one
 
 
@@ -44,3 +46,14 @@ def test_hostile_input_ends_with_one_line_and_leaves_nothing(case, tmp_path, mon
 
 def test_the_table_is_large():
     assert len(CASES) >= 200 and len({case.name for case in CASES}) == len(CASES)
+
+
+def test_a_rank_executes_nothing_that_only_rank_0_has_named():
+    """Its configuration has come through a store that others may reach."""
+    from conf.trust import check_received
+
+    typed = ["allow=[mine,other.module]", "import_from=['/a','/c']"]
+    check_received({"allow": ["mine", "other.module"], "import_from": ["/c"]}, typed)
+    for tree in ({"allow": ["os"]}, {"import_from": ["/d"]}, {"allow": ["mine", "other"]}):
+        with pytest.raises(UserError, match="rank 0 sends .* was not typed on this rank"):
+            check_received(tree, typed)

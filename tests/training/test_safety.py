@@ -105,6 +105,7 @@ def test_no_secret_is_written_or_shown(layout, tmp_path):
         "logger.group=${oc.env:SLACK_WEBHOOK}",
         "data.cache_dir=${oc.env:OPENAI_KEY}",
         "train.max_skipped=${oc.env:MOST}",
+        "print_config=true",
     ]
     run = train([f"parallel={layout}", *TOY, *given], tmp_path / "run", env={**SECRETS, **TAKEN, "MOST": "87"})
     assert run.code == 0, run.console
