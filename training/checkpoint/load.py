@@ -144,9 +144,11 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: There is none, or it is damaged.
     """
+    from safetensors.torch import load_file
+
     folder = locate(Path(path))
-    tensors = Tensors(folder, read_manifest(folder))
-    return {name: tensors[name] for name in tensors if "/" not in name}
+    files = [name for name in read_manifest(folder)["files"] if name.startswith("model-")]
+    return {key: tensor for name in files for key, tensor in load_file(folder / name).items()}
 
 
 class Tensors(dict):

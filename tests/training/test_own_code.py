@@ -1,0 +1,150 @@
+"""Models, losses and optimizers in a folder of the user's own: ``--config-dir`` and ``allow``."""
+
+import sys
+
+import pytest
+from composed import config, records
+from omegaconf import OmegaConf
+
+from common.errors import TrainingError, UserError
+from conf.composition import _composable
+from training import train
+from training.config import open_doors, resolve
+from training.evaluate import record_of
+from training.setup import prepare
+
+QUICK = ["train.epochs=null", "train.steps=3", "logger=none", "device=cpu", "parallel.threads=1"]
+MODULE = '''
+import torch
+from torch import nn
+
+from models.chain import Chain, LayerSpec
+from models.losses import SquaredError, Sums
+
+
+class Shift(nn.Module):
+    """Holds a parameter and has no reset_parameters()."""
+
+    def __init__(self, start: float):
+        super().__init__()
+        self.by = nn.Parameter(torch.full((5,), start))
+
+    def forward(self, x):
+        return x + self.by
+
+
+class Absolute(SquaredError):
+    metrics = ("worst",)
+
+    def __call__(self, output, targets, weights):
+        errors = (output - targets).abs()
+        return Sums(errors.sum(), torch.tensor(errors.numel()), (errors.detach().amax(dim=1).sum(),))
+
+
+class Sluggish(torch.optim.SGD):
+    pass
+
+
+def deep(width: int = 8, start: float = 1.0) -> Chain:
+    layers = [
+        LayerSpec("first", lambda: nn.Linear(10, width)),
+        LayerSpec("last", lambda: nn.Linear(width, 5)),
+        LayerSpec("shift", lambda: Shift(start)),
+    ]
+    return Chain(layers, loss=SquaredError())
+
+
+def broken() -> Chain:
+    layers = [LayerSpec("fine", lambda: nn.Linear(10, 5)), LayerSpec("attention", lambda: nn.LSTM(5, 5))]
+    return Chain([*layers, LayerSpec("last", lambda: nn.Linear(5, 5))], loss=SquaredError())
+'''
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """``mine/conf`` and, beside it, ``mine/my_models.py``."""
+    folder = tmp_path / "mine"
+    (folder / "conf" / "model").mkdir(parents=True)
+    (folder / "conf" / "optim").mkdir()
+    (folder / "my_models.py").write_text(MODULE)
+    for name in ("deep", "broken"):
+        (folder / "conf" / "model" / f"{name}.yaml").write_text(f"_target_: my_models.{name}\n")
+    (folder / "conf" / "optim" / "sluggish.yaml").write_text("_target_: my_models.Sluggish\nlr: 0.1\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_models", raising=False)
+    yield [f"--config-dir={folder}/conf"]
+    open_doors({})
+
+
+def test_a_model_and_an_optimizer_of_a_folder_beside_the_configuration_are_trained_on_workers(mine, tmp_path, capfd):
+    words = [*mine, "model=deep", "model.width=4", "optim=sluggish", "allow=[my_models]", "parallel=pipelined"]
+    loss = "model.loss={_target_: my_models.Absolute}"
+    result = train(*words, loss, *QUICK, "parallel.chunks=2", f"hydra.run.dir={tmp_path}/run")
+    assert [name for stage in result.summary["stages"] for name in stage["layers"]] == ["first", "last", "shift"]
+    assert "allow: my_models" in capfd.readouterr().out, "in the plan"
+    steps = [record for record in records(tmp_path / "run") if "loss" in record]
+    assert len(steps) == 3 and all(record["worst"] > record["loss"] for record in steps)
+
+
+def test_their_keys_come_from_their_signatures(mine, tmp_path):
+    with pytest.raises(UserError, match="did you mean model.width"):
+        train(*mine, "model=deep", "model.widht=3", "allow=[my_models]", f"hydra.run.dir={tmp_path}/run")
+
+
+def test_without_allow_they_are_refused_with_the_way_out(mine, tmp_path):
+    with pytest.raises(TrainingError, match=r"_target_=my_models.deep is not allowed: .* allow=\[my_models\]"):
+        train(*mine, "model=deep", *QUICK, f"hydra.run.dir={tmp_path}/run")
+
+
+def test_a_layer_whose_output_cannot_be_passed_on_is_named_before_anything_starts(mine, tmp_path):
+    with pytest.raises(TrainingError, match=r"layer 'attention' \(LSTM\) returned a tuple in a tuple"):
+        train(*mine, "model=broken", "allow=[my_models]", *QUICK, f"hydra.run.dir={tmp_path}/run")
+
+
+@pytest.mark.parametrize("name", ["my-models", "os; x", "a..b"])
+def test_what_is_no_name_of_a_package_cannot_be_allowed(name):
+    with pytest.raises(TrainingError, match="give names of packages"):
+        open_doors({"allow": [name]})
+
+
+@pytest.mark.parametrize("target", ["common.given.unpack", "common.given.take", "training.api.train", "os.system"])
+def test_what_handles_objects_of_a_program_is_no_target(target):
+    with pytest.raises(TrainingError, match="not allowed"):
+        resolve(target)
+
+
+def test_a_loss_that_the_last_layer_computes_cannot_be_replaced(text):
+    cfg = config("model=gpt2", "model.size=tiny", *text)
+    cfg.model.loss = {"_target_": "models.losses.TokenCrossEntropy"}
+    with pytest.raises(TrainingError, match="head, computes the loss together with the logits"):
+        prepare(cfg)
+
+
+def test_perplexity_is_of_the_tokens_loss_and_not_of_the_total_with_other_terms():
+    assert record_of({"loss": 3.0, "token_loss": 0.0}, "val", language=True)["val_perplexity"] == 1.0
+    assert record_of({"loss": 0.0}, "val", language=True)["val_perplexity"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "typed, given",
+    [
+        ("-m model=gpt2,toy data.seq_len=64 seed=1", "-m model=gpt2,toy data.seq_len=choice(64) seed=1"),
+        ("-m model=gpt2 data.seq_len=64,32", "-m model=gpt2 data.seq_len=64,32"),
+        ("-m model=a,b parallel.balance=[7,7] x.y=1,2 hydra.sweep.dir=x", None),
+        ("model=gpt2 data.seq_len=64", "model=gpt2 data.seq_len=64"),
+    ],
+)
+def test_a_sweep_over_models_leaves_settings_of_their_sections_to_the_jobs(typed, given):
+    given = given or "-m model=a,b parallel.balance=choice([7,7]) x.y=1,2 hydra.sweep.dir=x"
+    assert _composable(typed.split()) == given.split()
+
+
+@pytest.mark.parametrize("name", ["val_loss", "step_time_s", "val_nonsense"])
+def test_an_objective_that_no_run_has_is_refused_before_the_run(name):
+    cfg = config()
+    OmegaConf.update(cfg, "sweep.objective", name)
+    if name == "val_nonsense":
+        with pytest.raises(TrainingError, match="sweep.objective=val_nonsense is not a number of this run"):
+            prepare(cfg)
+    else:
+        prepare(cfg)
