@@ -1,5 +1,6 @@
 """Two hosts on one machine: network namespaces with addresses of their own and a cable between them."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -48,6 +49,11 @@ class Hosts:
     def cut(self):
         """Pull the cable out."""
         self.ip("-n", self.names[1], "link", "set", "cable", "down")
+
+    def crossed(self):
+        """The bytes that have passed through the cable in both directions, as the interface counts them."""
+        (link,) = json.loads(self.ip("-n", self.names[0], "-s", "-j", "link", "show", "cable"))
+        return link["stats64"]["rx"]["bytes"] + link["stats64"]["tx"]["bytes"]
 
     def torchrun(self, overrides, folder, outputs, env=({}, {})):
         """Both agents, two ranks each."""

@@ -77,3 +77,32 @@ def test_hosts_that_cannot_reach_each_other_are_named_before_the_run_starts(host
     assert codes == [1, 1]
     assert re.search(r"rank 0 \(.*10.213.77.1\) cannot connect to rank 2 \(.*127.0.0.1\): ", outputs[0].read_text())
     assert "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; here there are lo (127.0.0.1), cable" in outputs[0].read_text()
+
+
+def test_groups_of_replicas_on_a_host_send_fewer_bytes_between_hosts(hosts, tmp_path):
+    """Per step and direction two ranks of each host all-reduce half of the gradients; the rest stays on the host."""
+    steps = 4
+    model = ["model=gpt2", "model.size=tiny", "data=text", f"data.root='{os.__file__}'", "data.seq_len=32"]
+    quiet = ["train.eval_every=null", "train.checkpoint_every=null", "logger=none", "device=cpu"]
+    train = ["train.epochs=null", f"train.steps={steps}", "train.global_batch_size=8", "train.precision=fp32"]
+    layouts = {
+        "ddp": ["parallel=ddp"],
+        "hierarchical": ["parallel=ddp", "parallel.comm_hook=hierarchical"],
+        "fsdp": ["parallel=fsdp"],
+        "hsdp": ["parallel=hsdp"],
+    }
+    sent, losses = {}, {}
+    for name, layout in layouts.items():
+        before, outputs = hosts.crossed(), [tmp_path / f"{name}-a", tmp_path / f"{name}-b"]
+        recipe = [*model, f"data.cache_dir={tmp_path}/cache", *train, *quiet, *layout, "parallel.dp=4"]
+        codes, _ = end(hosts.torchrun(recipe, tmp_path / name, outputs), 150)
+        assert codes == [0, 0], "\n".join(path.read_text() for path in outputs)
+        run = Run(0, "", "", 0.0, tmp_path / name)
+        weights = 4 * run.summary["parameters"]
+        sent[name], losses[name] = (hosts.crossed() - before) / steps / weights, run.losses
+    print({name: f"{times:.2f} x the weights" for name, times in sent.items()})
+    assert all(loss == pytest.approx(losses["ddp"], rel=1e-6) for loss in losses.values())
+    # Of the ring of an all-reduce over four ranks, two links cross, with 3/2 of the weights each.
+    assert sent["hierarchical"] < 0.8 * sent["ddp"]
+    assert sent["hsdp"] < 0.8 * sent["ddp"]
+    assert sent["hsdp"] < 0.5 * sent["fsdp"]
