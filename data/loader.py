@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -103,44 +104,8 @@ def train_loader(
             it is.
     """
     steps = range(first_step, last_step + 1)
-    ready: queue.Queue = queue.Queue(maxsize=AHEAD)
-    stop = threading.Event()
-
-    def put(item: tuple[Batch | None, BaseException | None]) -> None:
-        # A plain put() would wait for ever once nobody takes batches any more.
-        while not stop.is_set():
-            try:
-                return ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-
-    def read() -> None:
-        try:
-            here = (batches[step] for step in steps)
-            for batch in read_in_processes(batches, steps, num_workers) if num_workers else here:
-                if stop.is_set():
-                    return
-                put((batch.pin_memory() if pin_memory else batch, None))
-        except BaseException as error:
-            put((None, error))
-
-    thread = threading.Thread(target=read, name="read-ahead", daemon=True)
-    thread.start()
-    try:
-        for step in steps:
-            try:
-                batch, error = ready.get(timeout=timeout_s)
-            except queue.Empty:
-                raise DataError(
-                    f"the batch of step {step} was not read within {timeout_s:g} s (parallel.timeout_s): is the disk "
-                    "or network file system that holds the data still there?"
-                ) from None
-            if error is not None:
-                raise error
-            yield step, batch
-    finally:
-        stop.set()
-        thread.join(_END_S)
+    read = read_in_processes(batches, steps, num_workers) if num_workers else (batches[step] for step in steps)
+    yield from zip(steps, read_ahead(read, pin_memory, timeout_s, "batch of step", first_step), strict=True)
 
 
 class EvalBatches:
@@ -219,3 +184,66 @@ def _slice(global_batch_size: int, dp_rank: int, dp_size: int) -> np.ndarray:
     """Returns a replica's positions in the global batch."""
     size = global_batch_size // dp_size
     return np.arange(dp_rank * size, (dp_rank + 1) * size, dtype=np.int64)
+
+
+def read_ahead(
+    batches: Iterable[Batch],
+    pin_memory: bool = False,
+    timeout_s: float = 300.0,
+    what: str = "evaluation batch",
+    first: int = 1,
+) -> Iterator[Batch]:
+    """Yields batches that a thread has read before they are needed.
+
+    An error while reading is raised here. The thread ends with the iterator (exhausted, closed or deleted).
+
+    Args:
+        batches: Iterated over in the thread.
+        pin_memory: Whether they are in page-locked memory (only with an accelerator).
+        timeout_s: The longest that a batch may take, in seconds.
+        what: What error messages call a batch.
+        first: The number of the first one there.
+
+    Raises:
+        DataError: A batch takes longer.
+    """
+    ready: queue.Queue = queue.Queue(maxsize=AHEAD)
+    stop = threading.Event()
+
+    def put(item: tuple[Batch | None, BaseException | None]) -> None:
+        # A plain put() would wait for ever once nobody takes batches any more.
+        while not stop.is_set():
+            try:
+                return ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def read() -> None:
+        try:
+            for batch in batches:
+                if stop.is_set():
+                    return
+                put((batch.pin_memory() if pin_memory else batch, None))
+            put((None, None))
+        except BaseException as error:
+            put((None, error))
+
+    thread = threading.Thread(target=read, name="read-ahead", daemon=True)
+    thread.start()
+    try:
+        for number in itertools.count(first):
+            try:
+                batch, error = ready.get(timeout=timeout_s)
+            except queue.Empty:
+                raise DataError(
+                    f"the {what} {number} was not read within {timeout_s:g} s (parallel.timeout_s): is the disk "
+                    "or network file system that holds the data still there?"
+                ) from None
+            if error is not None:
+                raise error
+            if batch is None:
+                return
+            yield batch
+    finally:
+        stop.set()
+        thread.join(_END_S)

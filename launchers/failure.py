@@ -52,6 +52,11 @@ class Death:
         return self.exitcode >= 0 and self.report is not None and self.report.get("peer", False)
 
     @property
+    def aborted(self) -> bool:
+        """Whether the worker ended itself without a report, as NCCL's watchdog ends one that waited too long."""
+        return self.exitcode == -signal.SIGABRT and self.report is None
+
+    @property
     def repeats(self) -> bool:
         """Whether the worker's error would come again after a restart."""
         return self.report is not None and self.report.get("repeats", False)
@@ -132,8 +137,8 @@ def read_report(path: str | os.PathLike) -> dict | None:
 def root_cause(deaths: list[Death], log_dir: str | os.PathLike) -> WorkerFailed:
     """The error to show for workers that ended too early.
 
-    A kill comes before a worker's own error, this before a silent exit, and a lost connection last: it is what the
-    others see of each of them. Of two equals, the earlier.
+    A kill comes before a worker's own error, this before a silent exit or an abort, and a lost connection last: it is
+    what the others see of each of them. Of two equals, the earlier.
 
     Args:
         deaths: One or more workers, none of them ended by the launcher itself.
@@ -181,6 +186,8 @@ def _write(path: str | os.PathLike, report: dict) -> None:
 
 
 def _severity(death: Death) -> tuple[int, float]:
+    if death.aborted:
+        return 2, death.rank
     if death.exitcode < 0:
         return 0, death.rank
     if death.report is None:

@@ -136,20 +136,31 @@ class _Workers:
             raise Stopped(stopped)
         # Judged before the others are ended, so that their deaths are not taken for causes.
         stall = None
-        if all(death.lost_a_peer for death in deaths):
-            stall = self._stall()
+        if all(death.lost_a_peer or death.aborted for death in deaths):
+            stall = self._stall(aborted=any(death.aborted for death in deaths))
             deaths = [self._death(rank) for rank in self._ended_early()]
         may_restart = not self._stop.wanted and not any(death.repeats for death in deaths)
         return stall or root_cause(deaths, self._job.log_dir), may_restart
 
-    def _stall(self) -> WorkerFailed | None:
-        """Names the ranks for which all others have given up waiting: they alone neither moved nor complained."""
+    def _stall(self, aborted: bool) -> WorkerFailed | None:
+        """Names the ranks for which all others have given up waiting: they alone neither moved nor complained.
+
+        Where some have ``aborted``, because NCCL's watchdog has ended them or for a reason of their own, only ranks
+        that have not moved for as long as others wait.
+        """
+        patience_s = 0.0
+        if aborted:
+            if self._timeout_s is None:
+                return None
+            patience_s = 0.9 * self._timeout_s
 
         def silent() -> list[int]:
             return [
                 rank
                 for rank in range(self._job.processes)
-                if rank not in self._server.exitcodes and read_report(self._job.report_path(rank)) is None
+                if rank not in self._server.exitcodes
+                and read_report(self._job.report_path(rank)) is None
+                and self._board.read(rank).silent_s >= patience_s
             ]
 
         self._wait_while(silent, _GIVE_UP_S)

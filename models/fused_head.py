@@ -22,7 +22,7 @@ class FusedHead(nn.Module):
         # The weight in the compute dtype, kept between micro-batches. A dict while a step runs, in which no weight
         # changes; None outside of one, so that nothing stale can be used. (The weight's version cannot tell: fused
         # optimizers do not move it.)
-        self.step_cache: dict[torch.dtype, Tensor] | None = None
+        self.step_cache: dict[tuple[torch.device, torch.dtype], Tensor] | None = None
 
     def hidden(self, x: Tensor) -> Tensor:
         """What is projected; a subclass may put a norm here."""
@@ -50,6 +50,7 @@ class FusedHead(nn.Module):
             return weight
         if self.step_cache is None:
             return weight.to(dtype)
-        if dtype not in self.step_cache:
-            self.step_cache[dtype] = weight.to(dtype)
-        return self.step_cache[dtype]
+        key = weight.device, dtype  # copies of the module on other devices share the dict
+        if key not in self.step_cache:
+            self.step_cache[key] = weight.to(dtype)
+        return self.step_cache[key]

@@ -75,7 +75,7 @@ def _round(plan: Plan, chain: Chain, sample: Batch, seed: int, device: torch.dev
             _wait_for(device)
             start = time.perf_counter()
             output = as_tuple(
-                stage(*received, microbatch=torch.tensor([index]), targets=sample.targets, weights=sample.weights)
+                stage(*received, microbatch=index, targets=sample.targets, weights=sample.weights)
             )
             differentiable = [x for x in output if x.requires_grad]
             torch.autograd.backward(differentiable, [torch.ones_like(x) for x in differentiable])

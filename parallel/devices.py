@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from common.errors import PlanError
 from common.machine import usable_cores
+from parallel.precision import resolve_precision
 
 
 def resolve_device_type(wanted: str, processes: int | None = None) -> str:
@@ -38,17 +41,64 @@ def resolve_device_type(wanted: str, processes: int | None = None) -> str:
     return wanted
 
 
+@dataclass(frozen=True)
+class Hardware:
+    """What a run will find where it runs.
+
+    Attributes:
+        device_type: cpu, cuda or mps.
+        count: The number of such devices of a machine. None for CPUs, whose cores any number of processes may share,
+            and where it is not known.
+        precision: What ``auto`` stands for there; ``auto`` where it is not known.
+    """
+
+    device_type: str
+    count: int | None = None
+    precision: str = "auto"
+
+    @classmethod
+    def here(cls, wanted: str, processes: int | None = None) -> Hardware:
+        """Look at this machine. Arguments and errors are those of ``resolve_device_type``."""
+        device_type = resolve_device_type(wanted, processes)
+        return cls(device_type, device_count(device_type), resolve_precision("auto", device_type))
+
+
 def device_count(device_type: str) -> int | None:
     """Count the devices. None for CPUs, whose cores any number of processes may share."""
     return {"cuda": torch.cuda.device_count, "mps": lambda: 1, "cpu": lambda: None}[device_type]()
 
 
 def local_device(device_type: str, local_rank: int) -> torch.device:
-    """Return the device of this rank: one GPU per rank, or the CPU that all share."""
+    """Return the device of this rank, the CPU that all share or a GPU, and make it the current one.
+
+    GPUs are dealt in turn. Where there are fewer of them than ranks, ranks share them, unless each rank sees only the
+    GPU that a queue has given it: ``gpus_in_common`` finds out.
+    """
     if device_type == "cuda":
-        torch.cuda.set_device(local_rank)
-        return torch.device("cuda", local_rank)
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
     return torch.device(device_type)
+
+
+def gpus_in_common(store: dist.Store, rank: int, size: int, device: torch.device) -> list[list[int]]:
+    """Find out which ranks have the same GPU. All ranks call this together, before anything else uses ``store``.
+
+    Args:
+        store: Through which they tell each other.
+        rank: This rank.
+        size: The number of ranks.
+        device: This rank's GPU.
+
+    Returns:
+        For each GPU that several ranks have, those ranks.
+    """
+    # Every GPU of the world has a number of its own, whatever index a process sees it under.
+    store.set(f"gpu-{rank}", str(torch.cuda.get_device_properties(device).uuid))
+    ranks_of: dict[bytes, list[int]] = {}
+    for other in range(size):
+        ranks_of.setdefault(store.get(f"gpu-{other}"), []).append(other)
+    return [ranks for ranks in ranks_of.values() if len(ranks) > 1]
 
 
 def share_cores(processes: int, wanted: int | None) -> int:

@@ -13,8 +13,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from common.errors import PlanError
 from data.batch import Batch
 from models.chain import Tensors, as_tuple
+from parallel.precision import autocast
 from parallel.stage import Stage
 from parallel.strategy import StepResult, Strategy
 
@@ -52,11 +54,11 @@ class LocalStrategy(Strategy):
                 self._model(*chunk.input_tensors, microbatch=index, targets=chunk.targets, weights=chunk.weights)
         return self.take_sums()
 
-    def _microbatches(self, batch: Batch) -> Iterator[tuple[Tensor, Batch, AbstractContextManager]]:
+    def _microbatches(self, batch: Batch) -> Iterator[tuple[int, Batch, AbstractContextManager]]:
         """(index, micro-batch, the context of its backward). Gradients are averaged over replicas in the last one's."""
         chunks = batch.chunks(self.plan.chunks)
         no_sync = getattr(self._model, "no_sync", nullcontext)
-        for index, chunk in zip(self.microbatch_indices(), chunks, strict=True):
+        for index, chunk in zip(self.microbatch_indices().tolist(), chunks, strict=True):
             last = chunk is chunks[-1]
             if self.sharding is not None:
                 self.sharding.before_backward(self.stages, last)
@@ -83,7 +85,7 @@ class _OnSeveralDevices(nn.Module):
         super().__init__()
         self._stages = nn.ModuleList(stages)
 
-    def forward(self, *tensors: Tensor, microbatch: Tensor, targets: Tensor, weights: Tensor | None) -> Tensors:
+    def forward(self, *tensors: Tensor, microbatch: int, targets: Tensor, weights: Tensor | None) -> Tensors:
         output: Tensors = tensors
         for stage in self._stages:
             if stage.ends_chain:
@@ -103,15 +105,33 @@ class DataParallel(LocalStrategy):
 
     def wrap(self) -> nn.Module:
         """Copy the stage to all devices."""
-        return _OnCopies(self.stages[0], self.plan.devices)
+        if self.options.compile:
+            raise PlanError(
+                "train.compile=true: what is compiled stays on one GPU, and parallel=data_parallel copies the model to "
+                "all in every forward; use parallel=ddp, or train.compile=false"
+            )
+        return _OnCopies(self.stages[0], self.plan.devices, self.plan.precision)
 
 
 class _OnCopies(nn.Module):
-    def __init__(self, stage: Stage, devices: Sequence[str]) -> None:
+    def __init__(self, stage: Stage, devices: Sequence[str], precision: str) -> None:
         super().__init__()
-        self._copies = nn.DataParallel(stage, [torch.device(d).index for d in devices])
+        indices = [torch.device(d).index for d in devices]
+        self._copies = nn.DataParallel(_Copy(stage, indices, precision), indices)
 
-    def forward(self, *tensors: Tensor, microbatch: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-        # One index for each device: arguments are cut along their first dimension, as the inputs are.
-        indices = microbatch.expand(len(targets))
-        return self._copies(*tensors, microbatch=indices, targets=targets, weights=weights).sum()
+    def forward(self, *tensors: Tensor, microbatch: int, targets: Tensor, weights: Tensor | None) -> Tensor:
+        return self._copies(*tensors, microbatch=microbatch, targets=targets, weights=weights).sum()
+
+
+class _Copy(nn.Module):
+    """What runs on each device, in a thread of its own, where autocast is not in force."""
+
+    def __init__(self, stage: Stage, devices: Sequence[int], precision: str) -> None:
+        super().__init__()
+        self._stage, self._devices, self._precision = stage, devices, precision
+
+    def forward(self, *tensors: Tensor, microbatch: int, targets: Tensor, weights: Tensor | None) -> Tensor:
+        # Dropout differs from part to part of the micro-batch.
+        index = microbatch * len(self._devices) + self._devices.index(targets.device.index)
+        with autocast(self._precision, "cuda"):
+            return self._stage(*tensors, microbatch=index, targets=targets, weights=weights)

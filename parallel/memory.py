@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from common.errors import PlanError
 from data.batch import Batch
 from models.chain import Chain
 from parallel.plan import Plan
@@ -44,6 +46,32 @@ class MemoryEstimate:
     def total(self) -> int:
         """The sum."""
         return self.weights + self.gradients + self.optimizer + self.gathered + self.activations + self.process
+
+
+def check_gpus(plan: Plan, optim, memory: Callable[[int], int]) -> None:
+    """Check that what ranks hold for sure fits into the GPUs that they are dealt to, activations left out.
+
+    Args:
+        plan: The layout of a run that is started on this machine.
+        optim: The configuration section: its target, and momentum for SGD.
+        memory: Gives the bytes of the GPU with an index.
+
+    Raises:
+        PlanError: With the numbers, and a way out.
+    """
+    if plan.gpus is None or plan.devices:
+        return
+    each = parameter_dtype(plan.precision).itemsize * tensors_per_parameter(optim)
+    for gpu in range(min(plan.gpus, plan.processes)):
+        ranks = range(gpu, plan.processes, plan.gpus)
+        needed = each * sum(s.parameters for rank in ranks for s in plan.stages_of(plan.mesh(rank).position))
+        if needed > memory(gpu):
+            who = f"rank {gpu} needs" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} together need"
+            raise PlanError(
+                f"{who} {needed / 2**30:.1f} GiB of cuda:{gpu} for weights, gradients and optimizer state alone, and "
+                f"it has {memory(gpu) / 2**30:.1f} GiB; choose a smaller model, or fewer replicas (parallel.dp), or "
+                "device=cpu"
+            )
 
 
 def tensors_per_parameter(optim) -> int:

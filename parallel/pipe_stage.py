@@ -24,7 +24,6 @@ from parallel.timeline import (
     RECEIVE_ACTIVATION,
     RECEIVE_GRADIENT,
     Timeline,
-    now,
 )
 
 _ACTIONS = {
@@ -152,7 +151,7 @@ class PipeStage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False):
         """Compute the second part of a split backward, and record when."""
-        start = now()
+        start = self._timeline.now()
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self._timeline.note(BACKWARD_WEIGHT, self.stage_index, bwd_chunk_id, start)
 

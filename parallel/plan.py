@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 
 from common.errors import PlanError
 from models.chain import Chain, is_within
-from parallel.devices import device_count, resolve_device_type
+from parallel.devices import Hardware
 from parallel.groups import check_groups, check_shardable
 from parallel.mesh import Mesh
 from parallel.partition import partition_layers
-from parallel.precision import resolve_precision
 from parallel.schedules import check_chunks, check_schedule, ideal_bubble, stages_per_rank
 from parallel.strategies import StrategyInfo, names_where, strategy_info, suggest
 
@@ -42,7 +41,7 @@ class Plan:
     Attributes:
         strategy: The name in the registry (``parallel.strategies``).
         device_type: cpu, cuda or mps.
-        precision: fp64, fp32, bf16 or fp16.
+        precision: fp64, fp32, bf16 or fp16; auto in the plan of a run that another machine will start.
         dp: The number of replicas.
         pp: The number of stages, divided by ``stages_per_rank``.
         order: dp_pp or pp_dp, the numbering of the ranks.
@@ -56,6 +55,7 @@ class Plan:
         group: How many neighbouring replicas reduce gradients among themselves first (``parallel.mesh``).
         sharded: Whether the replicas of a group share parameters, gradients and optimizer state.
         reshard: Whether shared parameters are whole one layer at a time.
+        gpus: How many GPUs the ranks that are started here are dealt to, in turn; None where there are no such ranks.
     """
 
     strategy: str
@@ -74,6 +74,12 @@ class Plan:
     group: int = 1
     sharded: bool = False
     reshard: bool = False
+    gpus: int | None = None
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether several of the ranks that are started here have the same GPU."""
+        return self.gpus is not None and self.processes > self.gpus
 
     @property
     def pipelined(self) -> bool:
@@ -115,6 +121,7 @@ def make_plan(
     precision: str,
     world_size: int | None = None,
     nodes: int = 1,
+    hardware: Hardware | None = None,
 ) -> Plan:
     """Make the plan of a run, and check it.
 
@@ -126,6 +133,7 @@ def make_plan(
         precision: auto, fp64, fp32, bf16 or fp16.
         world_size: The number of processes where they are started already (torchrun), else None.
         nodes: The number of machines, with equally many processes each.
+        hardware: Of the machine that will run it; None for this one.
 
     Returns:
         The plan.
@@ -137,11 +145,12 @@ def make_plan(
     pipelined = info.stage_per_rank
     _check_shape(parallel, info)
     fixed = None if parallel.dp is None else parallel.dp * (parallel.pp if pipelined else 1)
-    device_type = resolve_device_type(device, processes=1 if fixed == 1 else None)
+    started_here = world_size is None and hardware is None
+    hardware = hardware or Hardware.here(device, processes=1 if fixed == 1 else None)
     ranks_per_replica = parallel.pp if pipelined else 1
-    dp = _replicas(parallel.dp, ranks_per_replica, device_type, world_size)
+    dp = _replicas(parallel.dp, ranks_per_replica, hardware, world_size)
     processes = dp * ranks_per_replica
-    _check_world(processes, dp, ranks_per_replica, device_type, world_size)
+    _check_world(processes, dp, ranks_per_replica, hardware, world_size)
     chunks = parallel.chunks
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
         raise PlanError(f"parallel.chunks={chunks} must be a whole number of at least 1, or auto")
@@ -163,8 +172,8 @@ def make_plan(
     untied = _tied_within(chain, runs, skeleton)
     return Plan(
         strategy=parallel.name,
-        device_type=device_type,
-        precision=resolve_precision(precision, device_type),
+        device_type=hardware.device_type,
+        precision=hardware.precision if precision == "auto" else precision,
         dp=dp,
         pp=parallel.pp,
         order=parallel.order,
@@ -176,7 +185,8 @@ def make_plan(
         ),
         parameters=sum(p.numel() for p in skeleton.parameters()),
         global_batch_size=global_batch_size,
-        devices=_devices(parallel, info, device_type),
+        devices=_devices(parallel, info, hardware),
+        gpus=hardware.count if started_here and hardware.device_type == "cuda" else None,
         group=group,
         sharded=info.sharded,
         reshard=reshard,
@@ -210,27 +220,26 @@ def _check_shape(parallel, info: StrategyInfo) -> None:
         )
 
 
-def _replicas(wanted: int | None, ranks_per_replica: int, device_type: str, world_size: int | None) -> int:
+def _replicas(wanted: int | None, ranks_per_replica: int, hardware: Hardware, world_size: int | None) -> int:
     if wanted is not None:
         return wanted
     if world_size is not None:
         return max(1, world_size // ranks_per_replica)
-    devices = device_count(device_type)
+    devices = hardware.count
     return 2 if devices is None else max(1, devices // ranks_per_replica)
 
 
-def _check_world(processes: int, dp: int, ranks_per_replica: int, device_type: str, world_size: int | None) -> None:
+def _check_world(processes: int, dp: int, ranks_per_replica: int, hardware: Hardware, world_size: int | None) -> None:
     layout = f"parallel.dp={dp} x parallel.pp={ranks_per_replica} = {processes} processes"
     if world_size is not None and world_size != processes:
         raise PlanError(
             f"{layout}, but {world_size} were started (WORLD_SIZE); start {processes}, or choose numbers whose "
             f"product is {world_size}"
         )
-    devices = device_count(device_type)
-    if world_size is None and devices is not None and processes > devices:
+    if hardware.device_type == "mps" and processes > 1:
         raise PlanError(
-            f"{layout}, but this machine has {devices} {device_type} device{'s' * (devices != 1)}; choose fewer, or "
-            "device=cpu, whose cores any number of processes share"
+            f"{layout}, but device=mps is for one process; choose one, or device=cpu, whose cores any number of "
+            "processes share"
         )
 
 
@@ -258,11 +267,12 @@ def _tied_within(chain: Chain, runs: list[list[str]], skeleton) -> list[int]:
     ]
 
 
-def _devices(parallel, info: StrategyInfo, device_type: str) -> tuple[str, ...]:
+def _devices(parallel, info: StrategyInfo, hardware: Hardware) -> tuple[str, ...]:
     """Where one process puts its stages or its copies of the model; empty where each rank has one device.
 
-    The devices are parallel.devices, or the GPUs in order, or for stages also the CPU for all of them.
+    The devices are parallel.devices, or the GPUs in turn, or for stages also the CPU for all of them.
     """
+    device_type, count = hardware.device_type, hardware.count
     if info.gpu_only and device_type != "cuda":
         raise PlanError(
             f"parallel={parallel.name} runs on GPUs, device={device_type} has none; use "
@@ -275,16 +285,10 @@ def _devices(parallel, info: StrategyInfo, device_type: str) -> tuple[str, ...]:
                 f"parallel={parallel.name} takes one device per rank"
             )
         return ()
-    count = device_count(device_type)
     if not info.stages:
-        return tuple(parallel.devices or (f"{device_type}:{i}" for i in range(count)))
+        return tuple(parallel.devices or (f"{device_type}:{i}" for i in range(count or 1)))
     if parallel.devices is None:
-        if count is not None and parallel.pp > count:
-            raise PlanError(
-                f"parallel.pp={parallel.pp} stages but {count} {device_type} devices; set parallel.pp={count}, or name "
-                f"one device per stage, such as parallel.devices=[{device_type}:0,{device_type}:0], or device=cpu"
-            )
-        return tuple(device_type if count is None else f"{device_type}:{i}" for i in range(parallel.pp))
+        return tuple(device_type if count is None else f"{device_type}:{i % count}" for i in range(parallel.pp))
     if len(parallel.devices) != parallel.pp:
         raise PlanError(
             f"parallel.devices names {len(parallel.devices)} devices for parallel.pp={parallel.pp} stages; name one "

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.batch import Batch
 from models.chain import Chain
@@ -58,12 +59,14 @@ class LayerTrace:
         outputs: What it returns; of the last layer, the loss.
         kept: Bytes that autograd holds for each micro-batch's backward.
         cast: Bytes of weights held in the compute dtype, once for all micro-batches of a step.
+        random: Whether it draws random numbers in training.
     """
 
     name: str
     outputs: tuple[TensorSpec, ...]
     kept: int
     cast: int
+    random: bool
 
     @property
     def output_bytes(self) -> int:
@@ -103,7 +106,7 @@ def trace(chain: Chain, sample: Batch, precision: str, device_type: str) -> list
             if hasattr(module, "step_cache"):
                 module.step_cache = {}  # as in the middle of a step
             kept = _Kept(module)
-            with saved_tensors_hooks(kept.note, lambda tensor: tensor):
+            with saved_tensors_hooks(kept.note, lambda tensor: tensor), _Draws() as draws:
                 # Twice: the second micro-batch finds the weights cast already, so it keeps activations only.
                 sizes = []
                 for own in (tensors, tuple(t.clone() for t in tensors)):  # each micro-batch has its own
@@ -115,7 +118,7 @@ def trace(chain: Chain, sample: Batch, precision: str, device_type: str) -> list
                     sizes.append(kept.bytes - before)
             tensors = checked(layer.name, module, output)
             specs = tuple(map(TensorSpec.of, tensors))
-            traces.append(LayerTrace(layer.name, specs, kept=sizes[1], cast=sizes[0] - sizes[1]))
+            traces.append(LayerTrace(layer.name, specs, sizes[1], cast=sizes[0] - sizes[1], random=draws.seen))
     return traces
 
 
@@ -151,6 +154,24 @@ def _loss(chain: Chain, module: torch.nn.Module, tensors: Sequence[Tensor], targ
     if hasattr(module, "loss"):
         return module.loss(*tensors, targets, None).loss
     return chain.loss(module(*tensors), targets, None).loss
+
+
+class _Draws(TorchDispatchMode):
+    """Notices operators that draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in operator.tags:
+            arguments = operator._schema.arguments
+            given = {a.name: a.default_value for a in arguments}
+            given |= dict(zip(given, args, strict=False)) | kwargs
+            # Attention has this tag because it may drop something out.
+            self.seen |= given.get("dropout_p", given.get("p")) != 0.0
+        return operator(*args, **kwargs)
 
 
 class _Kept:

@@ -68,6 +68,7 @@ class Stage(nn.Module):
         self.step = 0
         self.loss_scale = 1.0
         self.sums: list[Tensor] = []
+        self._compiled_whole = False
 
     def begin(self, training: bool, step: int = 0, loss_scale: float = 1.0) -> None:
         """Start a step. No weight changes until ``end``.
@@ -91,14 +92,14 @@ class Stage(nn.Module):
             last.step_cache = cache
 
     def forward(
-        self, *tensors: Tensor, microbatch: Tensor, targets: Tensor | None = None, weights: Tensor | None = None
+        self, *tensors: Tensor, microbatch: int | Tensor, targets: Tensor | None = None, weights: Tensor | None = None
     ) -> Tensors:
         """Compute one micro-batch.
 
         Args:
             *tensors: [b, ...] each: the batch's inputs, or what the stage before gave.
-            microbatch: [1 or more] int64, all equal: the micro-batch's index in the global batch. Dropout is drawn
-                for it.
+            microbatch: The micro-batch's index in the global batch; dropout is drawn for it. A schedule of torch cuts
+                it out of a tensor and gives [1] int64 on the CPU.
             targets: [b, ...], used by the stage that ends the chain and ignored by the others.
             weights: [b], likewise.
 
@@ -106,15 +107,27 @@ class Stage(nn.Module):
             The next stage's input. From the stage that ends the chain, where targets are given, the scalar to
             differentiate: the summed loss times ``loss_scale``. Without targets, the model's output.
         """
-        index = int(microbatch.flatten()[0])
+        index = int(microbatch)
         if not self.begins_chain:
             tensors = tuple(map(self._as_received, tensors))
         if self.chain.channels_last:
             tensors = tuple(map(self._in_channels_last, tensors))  # data comes in plain order
+        gives_loss = self.ends_chain and targets is not None
+        # Where nothing is random, the index is left out: the stage is compiled once for all micro-batches.
+        where = None if self._compiled_whole else index
+        output = self._compute(where, tensors, targets if gives_loss else None, weights)
+        if not gives_loss:
+            return self._as_output(output)
+        self.sums.append(output.stack())
+        return output.loss * self.loss_scale
+
+    def _compute(
+        self, index: int | None, tensors: tuple[Tensor, ...], targets: Tensor | None, weights: Tensor | None
+    ) -> Tensors | Sums:
+        """All layers and, where there are targets, the loss. ``index`` is None where nothing is random."""
         layers = self.layers.items()
         last_name, last = layers[-1]
-        gives_loss = self.ends_chain and targets is not None
-        owns_loss = gives_loss and hasattr(last, "loss")
+        owns_loss = targets is not None and hasattr(last, "loss")
         output: Tensors = tensors
         for name, layer in layers[:-1] if owns_loss else layers:
             if self.recompute and torch.is_grad_enabled():
@@ -130,18 +143,11 @@ class Stage(nn.Module):
                     context_fn=partial(_contexts, layer),
                 )
             else:
-                self._seed(name, index)
-                output = layer(*tensors)
+                output = self._seeded(name, layer, index, *tensors)
             tensors = as_tuple(output)
-        if not gives_loss:
-            return self._as_output(output)
         if owns_loss:
-            self._seed(last_name, index)
-            sums = last.loss(*tensors, targets, weights)
-        else:
-            sums: Sums = self.chain.loss(output, targets, weights)
-        self.sums.append(sums.stack())
-        return sums.loss * self.loss_scale
+            return self._seeded(last_name, last.loss, index, *tensors, targets, weights)
+        return output if targets is None else self.chain.loss(output, targets, weights)
 
     def as_sent(self, x: Tensor) -> Tensor:
         """Return ``x`` as it is sent to the next stage: contiguous.
@@ -168,18 +174,34 @@ class Stage(nn.Module):
     def _is_image(self, x: Tensor) -> bool:
         return self.chain.channels_last and x.dim() == 4
 
-    def _seeded(self, name: str, layer: nn.Module, index: int, *tensors: Tensor) -> Tensors:
-        self._seed(name, index)
+    def _seeded(self, name: str, layer: Callable, index: int | None, *tensors: Tensor | None) -> Tensors | Sums:
+        if self.training and index is not None:
+            # Of the inputs' device: ``data_parallel`` runs copies of the stage on others.
+            seed_generator(tensors[0].device, derive_seed(self.seed, self.step, index, name))
         return layer(*tensors)
 
-    def _seed(self, name: str, index: int) -> None:
-        if self.training:
-            seed_generator(self.device, derive_seed(self.seed, self.step, index, name))
+    def compile(self, random: bool) -> None:
+        """Compile layers and loss in place, so that names stay.
 
-    def compile(self) -> None:
-        """Compile each layer in place (``nn.Module.compile``), so that names stay."""
-        for _, layer in self.layers.items():
+        Args:
+            random: Whether some layer draws random numbers. It is seeded before, which cannot be compiled, so each
+                layer is then compiled by itself; otherwise all of them together.
+        """
+        self._compiled_whole = not random and not self.recompute
+        layers = self.layers.items()
+        # All layers share one piece of code, of which torch compiles 8 versions and then runs the rest uncompiled.
+        # ResNet-50 has eight kinds of layers, each in training and in evaluation.
+        import torch._dynamo.config as config
+
+        config.recompile_limit = max(config.recompile_limit, 4 * len(layers))
+        if self._compiled_whole:
+            self._compute = torch.compile(self._compute)
+            return
+        for _, layer in layers:
             layer.compile()
+        last = layers[-1][1]
+        if hasattr(last, "loss"):
+            last.loss = torch.compile(last.loss)
 
     def take_sums(self) -> Tensor | None:
         """Add up the sums of all micro-batches since the last call.

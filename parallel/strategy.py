@@ -25,6 +25,7 @@ from parallel.mesh import Mesh
 from parallel.plan import Plan
 from parallel.precision import LossScale, autocast, parameter_dtype
 from parallel.rows import fill
+from parallel.shape_inference import trace
 from parallel.sharding import Sharding
 from parallel.stage import Stage
 from parallel.step import Options, StepResult
@@ -37,6 +38,7 @@ class Strategy(ABC):
     Attributes:
         stages: The stages that this rank runs, in order.
         device: Where batches are placed: the first stage's device.
+        devices: All devices that this rank computes on, each once.
         timeline: When this rank worked, in the newest steps.
         loss_scale: For float16.
         sharding: How replicas share parameters, gradients and optimizer state; None where each has its own.
@@ -59,11 +61,11 @@ class Strategy(ABC):
             mesh: The grid of ranks, connected.
             devices: Of this rank; its stages are placed on them in turn.
             options: How stages are run.
-            sample: One micro-batch, for subclasses that need to know shapes.
+            sample: One micro-batch, for its shapes; None only where neither a pipeline nor a compiler needs them.
         """
         self.plan, self.chain, self.mesh, self.options = plan, chain, mesh, options
-        self.device = devices[0]
-        self.timeline = Timeline()
+        self.device, self.devices = devices[0], list(dict.fromkeys(devices))
+        self.timeline = Timeline(self.device.type)
         self.loss_scale = LossScale(enabled=plan.precision == "fp16")
         shares = plan.sharded and mesh.inner_group is not None  # there are others to share with
         self.sharding = Sharding(mesh, self.device.type, plan.reshard) if shares else None
@@ -80,8 +82,10 @@ class Strategy(ABC):
             for i, stage in enumerate(plan.stages_of(mesh.position))
         ]
         if options.compile:
+            traces = trace(chain, sample, plan.precision, plan.device_type)
+            random = {layer.name for layer in traces if layer.random}
             for stage in self.stages:
-                stage.compile()
+                stage.compile(random=not random.isdisjoint(stage.layers.names))
         self.tied = TiedParameters(plan, chain, self.stages, mesh, options.timeout_s)
         self.gradients = Gradients(self.stages, chain, mesh, self.device)
         self.statistics = RunningStatistics(self.stages, plan.chunks, mesh.dp_group)
@@ -203,11 +207,13 @@ class Strategy(ABC):
         """Add a vector up over all ranks, who call this together; the result is the same on every rank."""
         if self.mesh.size > 1:
             dist.all_reduce(vector)
-        return vector.tolist()
+        with self.timeline.waiting():
+            return vector.tolist()
 
     def sum_of(self, *numbers: float) -> list[float]:
         """Add each of a few numbers up over all ranks, who call this together."""
-        return self.all_sum(torch.tensor(numbers, dtype=sum_dtype(self.device), device=self.device))
+        vector = torch.tensor(numbers, dtype=sum_dtype(self.device))
+        return self.all_sum(vector.to(self.device) if self.mesh.size > 1 else vector)
 
     def grad_norm(self) -> float:
         """Compute the norm of the whole model's gradients as they are. All ranks call this together."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 KEPT_STEPS = 50
 WARM_UP_STEPS = 2
@@ -42,17 +42,41 @@ class Interval(NamedTuple):
 Steps = Sequence[Sequence[Interval]]  # of one rank: for each step, oldest first, its intervals
 
 
-@dataclass
+# A time in seconds; on a GPU, what the host cannot know yet: an event of CUDA.
+Moment = Any
+
+
 class Timeline:
     """The intervals of one rank in its newest training steps.
+
+    On a GPU they are those of the kernels, not of the host that submits them: events are recorded among the kernels,
+    and read when the host has waited for the step's numbers.
 
     Attributes:
         steps: The intervals of each step, oldest step first.
     """
 
-    steps: deque[list[Interval]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
-    _current: list[Interval] | None = None
-    _posted: dict[tuple[str, int, int], float] = field(default_factory=dict)
+    def __init__(self, device_type: str = "cpu") -> None:
+        """Record on a device.
+
+        Args:
+            device_type: Of the device that works: cpu, cuda or mps.
+        """
+        self.steps: deque[list[Interval]] = deque(maxlen=KEPT_STEPS)
+        self._on_gpu = device_type == "cuda"
+        self._current: list[Interval] | None = None
+        self._posted: dict[tuple[str, int, int], Moment] = {}
+        self._unread: list[Interval] | None = None
+
+    def now(self) -> Moment:
+        """Return the moment that the device's work has reached."""
+        if not self._on_gpu:
+            return now()
+        import torch  # here: figures of a timeline are drawn without it
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def start_step(self) -> None:
         """Start to record a step."""
@@ -60,10 +84,27 @@ class Timeline:
         self._posted.clear()
 
     def end_step(self) -> None:
-        """Keep the step that was recorded."""
-        if self._current is not None:
+        """Keep the step that was recorded. On a GPU it is among ``steps`` after the next ``waiting``."""
+        if self._on_gpu:
+            self._unread = self._current
+        elif self._current is not None:
             self.steps.append(self._current)
         self._current = None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Read the events of the step before, where the host waits inside the block for all that the device does."""
+        if not self._unread:
+            yield
+            return
+        last = self.now()
+        yield
+        end, intervals, self._unread = now(), self._unread, None
+
+        def seconds(event: Moment) -> float:
+            return end - event.elapsed_time(last) / 1e3
+
+        self.steps.append([i._replace(start=seconds(i.start), end=seconds(i.end)) for i in intervals])
 
     def post(self, kind: str, stage: int, microbatch: int) -> None:
         """Note that a receive is posted now, which ``begin`` will use.
@@ -74,9 +115,9 @@ class Timeline:
             microbatch: The micro-batch of the replica.
         """
         if self._current is not None:
-            self._posted[kind, stage, microbatch] = now()
+            self._posted[kind, stage, microbatch] = self.now()
 
-    def begin(self, receive: str, stage: int, microbatch: int) -> float:
+    def begin(self, receive: str, stage: int, microbatch: int) -> Moment:
         """Note that work starts now which uses what was received.
 
         Args:
@@ -85,25 +126,25 @@ class Timeline:
             microbatch: The micro-batch of the replica.
 
         Returns:
-            The time now, in seconds.
+            The moment.
         """
-        start = now()
+        start = self.now()
         posted = self._posted.pop((receive, stage, microbatch), None)
         if posted is not None and self._current is not None:
             self._current.append(Interval(receive, stage, microbatch, posted, start))
         return start
 
-    def note(self, kind: str, stage: int, microbatch: int, start: float) -> None:
+    def note(self, kind: str, stage: int, microbatch: int, start: Moment) -> None:
         """Note that work ends now.
 
         Args:
             kind: A kind of work in ``WORK``.
             stage: The stage that worked.
             microbatch: The micro-batch of the replica.
-            start: When it started, in seconds.
+            start: When it started, as ``begin`` or ``now`` returned it.
         """
         if self._current is not None:
-            self._current.append(Interval(kind, stage, microbatch, start, now()))
+            self._current.append(Interval(kind, stage, microbatch, start, self.now()))
 
 
 class Recording(NamedTuple):

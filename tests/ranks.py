@@ -7,13 +7,17 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import wait
 
+import pretend_cuda
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from common.machine import changed_environment
+from parallel import host_group
 
 CASE_TIMEOUT_S = 120
 GRACE_S = 3  # how long the other ranks have to answer after one has failed
@@ -22,10 +26,12 @@ _HOST = "127.0.0.1"
 
 class Ranks:
     """Up to ``most`` processes, started when a case first needs them, of one thread each. Every case gets a gloo
-    world of its own on the first n of them; a case that fails ends them all, and the next one starts new ones."""
+    world of its own on the first n of them; a case that fails ends them all, and the next one starts new ones.
 
-    def __init__(self, most: int = 8) -> None:
-        self._most = most
+    With an ``environment`` (``pretend_cuda``) they are new interpreters, whose worlds are of another ``backend``."""
+
+    def __init__(self, most: int = 8, environment: Mapping[str, str] | None = None, backend: str = "gloo") -> None:
+        self._most, self._environment, self._backend = most, environment, backend
         self._cases = 0
         self._processes: list[mp.Process] = []
         self._pipes: list = []
@@ -76,11 +82,12 @@ class Ranks:
 
     def _start(self, world: int) -> None:
         assert world <= self._most, f"a case wants {world} ranks, the pool has {self._most}"
-        context = mp.get_context("forkserver")
+        context = mp.get_context("spawn" if self._environment else "forkserver")
         while len(self._processes) < world:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(self._port, theirs), daemon=True)
-            process.start()
+            process = context.Process(target=_serve, args=(self._port, theirs, self._backend), daemon=True)
+            with changed_environment(self._environment or {}):
+                process.start()
             theirs.close()  # so that a process that dies closes the pipe
             self._pipes.append(ours)
             self._processes.append(process)
@@ -94,9 +101,13 @@ class Ranks:
         self._pipes.clear()
 
 
-def _serve(port: int, pipe) -> None:
+def _serve(port: int, pipe, backend: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    if backend == "host":
+        host_group.register()
+    elif backend == "pretend_nccl":
+        pretend_cuda.register_nccl()
     store = dist.TCPStore(_HOST, port, is_master=False, wait_for_workers=False)
     while True:
         try:
@@ -109,7 +120,7 @@ def _serve(port: int, pipe) -> None:
             if world > 1:
                 timeout = timedelta(seconds=CASE_TIMEOUT_S)
                 prefixed = dist.PrefixStore(case, store)
-                dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world, timeout=timeout)
+                dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=timeout)
             answer = True, function(*args, **kwargs)
         except Exception:
             answer = False, traceback.format_exc()

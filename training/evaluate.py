@@ -6,7 +6,7 @@ import math
 import time
 
 from data.dataset import DataSet, Source
-from data.loader import EvalBatches
+from data.loader import EvalBatches, read_ahead
 from launchers import heartbeat, stopping
 from launchers.stopping import Stopped
 from parallel.strategy import Strategy
@@ -32,7 +32,7 @@ def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str,
     batches = EvalBatches(source, plan.global_batch_size, mesh.replica, mesh.dp, limit=limit)
     vote = _StopVote(strategy)
     total = None
-    for done, batch in enumerate(batches, 1):
+    for done, batch in enumerate(read_ahead(batches, pin_memory=strategy.device.type == "cuda"), 1):
         heartbeat.note(heartbeat.here().step, f"evaluating, batch {done} of {len(batches)}")
         sums = strategy.eval_step(batch)
         total = sums if total is None else total + sums

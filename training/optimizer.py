@@ -78,12 +78,13 @@ class Optimizer:
             ValueError: One of them does not hold floating-point numbers, as those of torch's optimizers do.
         """
         for optimizer in self._torch:
-            if any(parameter is own for group in optimizer.param_groups for own in group["params"]):
-                placed = {key: _placed_as(parameter, key, value) for key, value in state.items()}
-                for key, value in placed.items():
-                    if not value.is_floating_point():
-                        raise ValueError(f"{key} of the optimizer holds {value.dtype}, not floating-point numbers")
-                optimizer.state[parameter] = placed
+            for group in optimizer.param_groups:
+                if any(parameter is own for own in group["params"]):
+                    placed = {key: _placed_as(parameter, key, value, group) for key, value in state.items()}
+                    for key, value in placed.items():
+                        if not value.is_floating_point():
+                            raise ValueError(f"{key} of the optimizer holds {value.dtype}, not floating-point numbers")
+                    optimizer.state[parameter] = placed
 
 
 def _build(config: Mapping, parameters: list, fused: bool, decay_vectors: bool) -> torch.optim.Optimizer:
@@ -109,10 +110,10 @@ def _build(config: Mapping, parameters: list, fused: bool, decay_vectors: bool) 
         ) from None
 
 
-def _placed_as(parameter: torch.nn.Parameter, key: str, value: Tensor) -> Tensor:
+def _placed_as(parameter: torch.nn.Parameter, key: str, value: Tensor, group: Mapping[str, Any]) -> Tensor:
     """On the parameter's device, in its memory order: fused kernels walk both side by side. Of a share, its rows."""
-    if key == "step" and parameter.device.type == "cpu":
-        return value[...].clone()
+    if key == "step" and not (group.get("fused") or group.get("capturable")):
+        return value[...].cpu().clone()  # read by the host in every update
     if value.shape != parameter.shape:
         return value[...].to(parameter.device)
     own = rows_in(value, parameter)

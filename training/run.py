@@ -22,6 +22,7 @@ from launchers import World, connect
 from launchers.stopping import Stopped
 from parallel.build import build_strategy
 from parallel.devices import keep_freed_memory, share_cores
+from parallel.host_group import NCCL, choose_backend
 from parallel.plan import Plan
 from parallel.precision import parameter_dtype
 from parallel.strategy import Options, Strategy
@@ -44,7 +45,6 @@ from training.reporting.timeline_files import why_no_timeline, write_timeline
 from training.setup import Setup, prepare
 
 _WHERE = ("device", "parallel", "launcher", "logger", "allow", "import_from")  # what a checkpoint does not keep
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "mps": "gloo"}
 
 
 def run(
@@ -176,11 +176,11 @@ def _process_group(world: World, setup: Setup, store: dist.Store | None) -> Iter
         yield
         return
     timeout_s = setup.cfg.parallel.timeout_s
-    device_type = setup.plan.device_type
-    kwargs = {"device_id": torch.device("cuda", world.local_rank)} if device_type == "cuda" else {}
+    store = store if store is not None else connect(world, timeout_s)
+    backend, kwargs = choose_backend(setup.plan.device_type, world.rank, world.size, world.local_rank, store)
     dist.init_process_group(
-        _BACKENDS[device_type],
-        store=store if store is not None else connect(world, timeout_s),
+        backend,
+        store=store,
         rank=world.rank,
         world_size=world.size,
         timeout=timedelta(seconds=timeout_s),
@@ -194,8 +194,12 @@ def _process_group(world: World, setup: Setup, store: dist.Store | None) -> Iter
             stopped = error
         # All ranks leave together: to its neighbours, a rank that leaves early looks like one that died.
         dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        # NCCL would first wait for what it was given, and for the peers in it: an error would be told after timeout_s.
+        if backend != NCCL:
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
     if stopped is not None:
         raise stopped
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,12 @@ from conf.schema import own_keys
 from data.batch import Batch
 from data.dataset import DataSet
 from data.loader import TrainBatches
+from launchers import World, run_workers
 from models.chain import Chain
 from models.layers import checked
 from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer, stage_shares
-from parallel.devices import check_compiler
-from parallel.memory import tensors_per_parameter
+from parallel.devices import Hardware, check_compiler
+from parallel.memory import check_gpus, tensors_per_parameter
 from parallel.plan import Plan, make_plan
 from parallel.strategies import names_where
 from training.callbacks import build as build_callbacks
@@ -27,7 +30,7 @@ from training.checkpoint.configuration import check_fits, checkpoint_of
 from training.checkpoint.init_from import check_start
 from training.checkpoint.new_tokens import grown
 from training.checks.limits import check_fit, check_kind, check_length, check_sample, check_train
-from training.config import environment, instantiate, resolve, to_dict
+from training.config import environment, instantiate, resolve, to_config, to_dict
 from training.evaluate import extents
 from training.optimizer import check_optimizer
 from training.reporting import loggers
@@ -75,13 +78,14 @@ class Setup:
         return self.data.seq_len
 
 
-def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1) -> Setup:
+def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: Hardware | None = None) -> Setup:
     """Build the chain and the plan and prepare the data.
 
     Args:
         cfg: The configuration; what it leaves to measurement is replaced by the result.
         world_size: The number of processes where they are started already (torchrun), else None.
         nodes: The number of machines.
+        hardware: Of the machine that will run it, on which times are measured then; None for this one.
 
     Raises:
         UserError: For a configuration that cannot run, with the numbers and a way out.
@@ -103,7 +107,8 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1) -> Setup:
         check_fits(saved, chain, cfg)
     elif train.resume is None:
         check_start(cfg.model, chain)
-    plan = _plan(cfg, chain, world_size, nodes)
+    plan = _plan(cfg, chain, world_size, nodes, hardware)
+    check_gpus(plan, to_dict(cfg.optim), _gpu_memory)
     if data.changing_shapes and plan.pipelined:
         raise TrainingError(
             f"data.bucket_by_length=true gives batches of different shapes, and parallel={plan.strategy} sends tensors "
@@ -121,21 +126,49 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1) -> Setup:
     check_sample(setup)
     check_shapes(setup)
     if cfg.parallel.balance in BALANCES and len(plan.stages) > 1:
-        _balance(setup, world_size, nodes)
+        _balance(setup, world_size, nodes, hardware)
     return setup
 
 
-def _balance(setup: Setup, world_size: int | None, nodes: int) -> None:
+def _balance(setup: Setup, world_size: int | None, nodes: int, hardware: Hardware | None) -> None:
     """Measure what each layer costs, and replace the word in the configuration by the number of layers per stage."""
     cfg, plan = setup.cfg, setup.plan
     if cfg.parallel.balance == "time":
-        costs = seconds_per_layer(plan, setup.chain, setup.sample, cfg.seed, cfg.parallel.threads)
+        if hardware is not None:
+            return  # the run's first rank measures
+        apart = plan.device_type == "cuda" and world_size is None and plan.processes > 1
+        costs = _seconds_in_own_process(cfg) if apart else seconds_of_layers(setup)
     else:
         costs = bytes_per_layer(plan, setup.chain, setup.sample, tensors_per_parameter(to_dict(cfg.optim)))
     unit = "of the time" if cfg.parallel.balance == "time" else "of the memory"
     cfg.parallel.balance = equal_stages(costs, len(plan.stages), plan.pp, plan.chunks, plan.schedule)
-    setup.plan = _plan(cfg, setup.chain, world_size, nodes)
+    setup.plan = _plan(cfg, setup.chain, world_size, nodes, hardware)
     setup.shares = stage_shares(costs, [len(stage.layers) for stage in setup.plan.stages]), unit
+
+
+def seconds_of_layers(setup: Setup) -> list[float]:
+    """Measure the seconds of each layer of the model on this machine."""
+    cfg = setup.cfg
+    return seconds_per_layer(setup.plan, setup.chain, setup.sample, cfg.seed, cfg.parallel.threads)
+
+
+def _seconds_in_own_process(cfg: Any) -> list[float]:
+    """Measure in a process that ends: this one would keep a context on a GPU that the run's ranks use."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_workers(_measure, (to_dict(cfg), folder), 1, Path(folder) / "logs")
+        return json.loads((Path(folder) / "seconds.json").read_text())
+
+
+def _measure(world: World, tree: dict, folder: str) -> None:
+    cfg = to_config(tree)
+    cfg.parallel.balance = "uniform"
+    (Path(folder) / "seconds.json").write_text(json.dumps(seconds_of_layers(prepare(cfg))))
+
+
+def _gpu_memory(index: int) -> int:
+    import torch
+
+    return torch.cuda.get_device_properties(index).total_memory
 
 
 def describe(setup: Setup) -> str:
@@ -148,7 +181,7 @@ def describe(setup: Setup) -> str:
     return describe_plan(setup.plan, setup.cfg.model.name, data, setup.tokens_per_sample, setup.shares) + allowed
 
 
-def _plan(cfg: Any, chain: Chain, world_size: int | None, nodes: int) -> Plan:
+def _plan(cfg: Any, chain: Chain, world_size: int | None, nodes: int, hardware: Hardware | None) -> Plan:
     return make_plan(
         cfg.parallel,
         chain,
@@ -157,6 +190,7 @@ def _plan(cfg: Any, chain: Chain, world_size: int | None, nodes: int) -> Plan:
         precision=cfg.train.precision,
         world_size=world_size,
         nodes=nodes,
+        hardware=hardware,
     )
 
 

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from launchers.world import restarts
 from training.config import environment, open_doors, to_config, to_dict
 from training.reporting.directory_lock import EARLIER_ATTEMPT_S, hold, locked_directories, release
 from training.reporting.job_record import FAILED, FINISHED, RUNNING, update_job
+
+_BALANCE = "balance"  # a key of the store
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,11 @@ class Ready:
 
 
 def prepare_here(cfg: Any):
-    """Check a run on the submitting side, for the processes that the job will have.
+    """Check a run on the submitting side, for the processes and the GPUs that the job will have.
 
-    A machine without a GPU checks all but the devices.
+    What this machine has does not count, and nothing is measured on it.
     """
-    import torch
-
+    from parallel.devices import Hardware
     from training.setup import prepare
 
     launcher, per_node = cfg.launcher, cfg.launcher.tasks_per_node
@@ -66,11 +68,9 @@ def prepare_here(cfg: Any):
     if per_node is None and launcher.gpus_per_node is not None and cfg.parallel.dp is None:
         per_node = launcher.gpus_per_node
     world_size = None if per_node is None else launcher.nodes * per_node
-    if launcher.gpus_per_node is None or torch.cuda.is_available():
-        return prepare(cfg, world_size, launcher.nodes)
-    setup = prepare(to_config({**to_dict(cfg), "device": "cpu"}), world_size, launcher.nodes)
-    setup.cfg.device = cfg.device
-    return setup
+    gpus = launcher.gpus_per_node
+    on_gpus = cfg.device == "cuda" or (cfg.device == "auto" and gpus is not None)
+    return prepare(cfg, world_size, launcher.nodes, Hardware("cuda", gpus) if on_gpus else Hardware("cpu"))
 
 
 def queue(runs: list[Ready], folder: Path, name: str) -> list[Job]:
@@ -120,7 +120,7 @@ def run_in_task(cfg: Any, run_dir: Path, world: World, give_up: Callable[[Launch
     from launchers.peer_check import describe_places, rendezvous
     from training.checkpoint.resume import after_restart
     from training.run import run
-    from training.setup import describe, prepare
+    from training.setup import describe
 
     begin = time.monotonic()
     if restarts() > 0:
@@ -128,7 +128,7 @@ def run_in_task(cfg: Any, run_dir: Path, world: World, give_up: Callable[[Launch
     try:
         with rendezvous(world, cfg.parallel.timeout_s, give_up) as (store, places):
             open_doors(cfg)
-            setup = prepare(cfg, world.size, world.nodes)
+            setup = _prepare_alike(cfg, world, store)
             if world.rank == 0:
                 hold(run_dir, EARLIER_ATTEMPT_S if restarts() > 0 else 0.0)
                 update_job(run_dir, status=RUNNING)
@@ -142,6 +142,20 @@ def run_in_task(cfg: Any, run_dir: Path, world: World, give_up: Callable[[Launch
         raise
     if world.rank == 0:
         update_job(run_dir, status=FINISHED, seconds=time.monotonic() - begin)
+
+
+def _prepare_alike(cfg: Any, world: World, store: Any) -> Any:
+    """Prepare a rank of the job. What is measured, rank 0 measures for all."""
+    from training.setup import prepare
+
+    measured = store is not None and cfg.parallel.balance == "time"
+    if measured and world.rank > 0:
+        store.wait([_BALANCE], timedelta(seconds=cfg.parallel.timeout_s))
+        cfg.parallel.balance = json.loads(store.get(_BALANCE))
+    setup = prepare(cfg, world.size, world.nodes)
+    if measured and world.rank == 0:
+        store.set(_BALANCE, json.dumps(to_dict(cfg.parallel)["balance"]))
+    return setup
 
 
 def _config_path(folder: Path, index: int) -> Path:

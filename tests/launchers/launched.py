@@ -148,3 +148,14 @@ def by_hand():
 
 if __name__ == "__main__":
     by_hand()
+
+
+def abort(world, rank, after_s):
+    """`rank` ends as NCCL's watchdog ends a rank that has waited `after_s` seconds; the other does not move."""
+    from launchers import heartbeat
+
+    heartbeat.note(3, "in step 4")
+    time.sleep(after_s)
+    if world.rank == rank:
+        os.abort()
+    time.sleep(60)

@@ -130,3 +130,15 @@ def test_inputs_are_left_as_they_were():
 
 def _forbidden(*_):
     raise AssertionError("gradient work")
+
+
+def test_the_weight_gradient_of_many_rows_of_float16_does_not_overflow():
+    """A frequent word's gradient is a sum over its rows, and no loss scale acts before it is taken."""
+    rows, value = 4096, 64.0
+    x = torch.full((rows, WIDTH), value, dtype=torch.float16, requires_grad=True)
+    weight, bias = torch.zeros(CLASSES, WIDTH, requires_grad=True), torch.zeros(CLASSES, requires_grad=True)
+    targets = torch.zeros(rows, dtype=torch.int64)
+    fused_cross_entropy(x, weight, weight.detach().half(), targets, bias).backward()
+    wanted = -rows * (1 - 1 / CLASSES) * value  # -257,000: more than 65,504
+    assert weight.grad[0].tolist() == pytest.approx([wanted] * WIDTH, rel=2e-3)
+    assert bias.grad[0].item() == pytest.approx(wanted / value, rel=2e-3)

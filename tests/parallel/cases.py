@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 
+import pretend_cuda
 import torch
 import torch.distributed as dist
 from tuple_models import TUPLE_MODELS
@@ -92,6 +93,7 @@ class Recipe:
     interleaved: bool = False  # the batch's halves in turn, a quarter of the batch at a time
     bucket_mb: float = 25.0
     overflow_at_step: int | None = None  # of one parameter's gradient, in the first layer only
+    device: str = "cpu"
 
 
 @dataclass
@@ -109,6 +111,7 @@ class Result:
     layers: list[str] = field(default_factory=list)
     parameters: int = 0
     intervals: list[list[Interval]] = field(default_factory=list)
+    waits: list[dict[str, int]] = field(default_factory=list)  # for a pretend GPU, by step
 
 
 def parallel_section(layout: Layout, **changes) -> SimpleNamespace:
@@ -187,11 +190,12 @@ def build(layout: Layout, recipe: Recipe) -> tuple[Plan, Strategy]:
         parallel_section(layout),
         chain,
         global_batch_size=recipe.global_batch,
-        device="cpu",
+        device=recipe.device,
         precision=recipe.precision,
         world_size=world,
     )
-    mesh = plan.mesh(dist.get_rank() if world > 1 else 0).connect(timeout_s=60)
+    rank = dist.get_rank() if world > 1 else 0
+    mesh = plan.mesh(rank).connect(timeout_s=60)
     sample = batch_at(0).chunks(plan.dp * plan.chunks)[0]
     options = Options(
         seed=7,
@@ -201,7 +205,7 @@ def build(layout: Layout, recipe: Recipe) -> tuple[Plan, Strategy]:
         comm_hook=layout.comm_hook,
         bucket_mb=recipe.bucket_mb,
     )
-    return plan, build_strategy(plan, chain, mesh, options, sample)
+    return plan, build_strategy(plan, chain, mesh, options, sample, rank)
 
 
 def train(layout: Layout, recipe: Recipe) -> Result:
@@ -226,7 +230,11 @@ def train(layout: Layout, recipe: Recipe) -> Result:
         if recipe.cut:
             batch = Batch(batch.inputs[:-1], batch.targets[:-1])
         hook = _overflow(strategy) if step == recipe.overflow_at_step else None
-        outcome = strategy.train_step(batch.chunks(plan.dp)[share], step)
+        mine = batch.chunks(plan.dp)[share]
+        if recipe.device == "cuda":
+            mine = mine.pin_memory()
+            pretend_cuda.take_waits()
+        outcome = strategy.train_step(mine, step)
         if hook is not None:
             hook.remove()
         strategy.loss_scale.update(outcome.finite)
@@ -235,6 +243,8 @@ def train(layout: Layout, recipe: Recipe) -> Result:
             strategy.clip_grad_norm_(recipe.clip, outcome.grad_norm)
         if optimizer is not None and outcome.finite:
             optimizer.step()
+        if recipe.device == "cuda":
+            result.waits.append(pretend_cuda.take_waits())
         result.losses.append(outcome.loss)
         result.norms.append(outcome.grad_norm)
         result.finite.append(outcome.finite)
@@ -253,7 +263,7 @@ def train(layout: Layout, recipe: Recipe) -> Result:
 
 
 def _copy(strategy: Strategy, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: whole(tensor, strategy.mesh.inner_group).detach().clone() for name, tensor in state.items()}
+    return {name: whole(tensor, strategy.mesh.inner_group).detach().cpu().clone() for name, tensor in state.items()}
 
 
 def _interleave(batch: Batch) -> Batch:

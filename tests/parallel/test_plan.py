@@ -11,13 +11,23 @@ from cases import Layout, parallel_section
 from common.errors import PlanError
 from models.gpt2 import gpt2
 from models.toy import toy
+from parallel.devices import Hardware
+from parallel.memory import check_gpus
 from parallel.plan import Plan, make_plan
+from training.reporting.console import describe_plan
 
 
-def plan(layout: Layout, chain=None, *, batch=24, device="cpu", precision="fp32", world=None, **changes) -> Plan:
-    section = parallel_section(layout, **changes)
+def plan(
+    layout: Layout, chain=None, *, batch=24, device="cpu", precision="fp32", world=None, hardware=None, **changes
+) -> Plan:
     return make_plan(
-        section, chain or toy(), global_batch_size=batch, device=device, precision=precision, world_size=world
+        parallel_section(layout, **changes),
+        chain or toy(),
+        global_batch_size=batch,
+        device=device,
+        precision=precision,
+        world_size=world,
+        hardware=hardware,
     )
 
 
@@ -164,18 +174,41 @@ def test_a_gpu_that_is_not_there(monkeypatch):
 
 def test_more_ranks_than_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    refused(
-        Layout("pipe_ddp", dp=2, pp=2, chunks=2), "= 4 processes", "has 1 cuda device;", "device=cpu", device="cuda"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    shared = plan(Layout("pipe_ddp", dp=2, pp=2, chunks=2), device="cuda")
+    assert shared.shares_gpus and not plan(Layout("ddp", dp=2, chunks=2), device="cuda").shares_gpus
+    assert "4 processes share 3 GPUs: tensors between them go through main memory" in describe_plan(
+        shared, "toy", "", None
     )
+
+
+def test_more_ranks_than_gpus_have_memory_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    layout = plan(Layout("ddp", dp=2, chunks=2), device="cuda")
+    adam = {"_target_": "torch.optim.Adam"}
+    needed = 2 * 4 * 4 * layout.parameters  # ranks x tensors x bytes
+    check_gpus(layout, adam, lambda index: needed)
+    with pytest.raises(PlanError, match="ranks 0, 1 together need .* GiB of cuda:0 for weights, gradients"):
+        check_gpus(layout, adam, lambda index: needed - 1)
 
 
 def test_more_stages_in_one_process_than_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    layout = Layout("model_parallel", pp=2)
-    refused(layout, "parallel.pp=2 stages but 1 cuda devices", "[cuda:0,cuda:0]", "device=cpu", device="cuda")
-    assert plan(layout, device="cuda", devices=["cuda:0", "cuda:0"]).devices == ("cuda:0", "cuda:0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert plan(Layout("model_parallel", pp=3), device="cuda").devices == ("cuda:0", "cuda:1", "cuda:0")
+
+
+def test_a_run_for_another_machine_counts_on_its_gpus(monkeypatch):
+    """A login node has other devices, or none: nothing is asked of it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("this machine was asked"))
+    elsewhere = plan(Layout("ddp", dp=None, chunks=1), device="auto", precision="auto", hardware=Hardware("cuda", 4))
+    assert (elsewhere.device_type, elsewhere.dp, elsewhere.precision) == ("cuda", 4, "auto")
+    copies = plan(Layout("data_parallel"), device="auto", hardware=Hardware("cuda", 2))
+    assert copies.devices == ("cuda:0", "cuda:1")
 
 
 def test_a_balance_list_that_does_not_fit_the_stages():

@@ -151,7 +151,13 @@ def _devices_with_space(tensors: Iterable[Tensor]) -> set[torch.device]:
     for tensor in tensors:
         if tensor.device.type == "cuda":
             needed[tensor.device] = needed.get(tensor.device, 0) + tensor.nbytes
-    return {device for device, size in needed.items() if torch.cuda.mem_get_info(device)[0] > size + RESERVE}
+    return {device for device, size in needed.items() if _free_memory(device) > size + RESERVE}
+
+
+def _free_memory(device: torch.device) -> int:
+    """Returns the bytes that torch can still allocate on a GPU, those among them that its allocator keeps."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def write_stage(draft: Path, stage: StageFiles, timeout_s: float = 300.0) -> str | None:
@@ -277,6 +283,12 @@ def _mark_failed(draft: Path, name: str) -> None:
 def _in_main_memory(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cuda":
         return tensor.cpu().contiguous()
-    # On a stream of its own, so that training's kernels do not wait for the transfer.
-    with torch.cuda.stream(torch.cuda.Stream(tensor.device)):
-        return tensor.cpu().contiguous()
+    # A stream's block makes the device current again that was current before, which in a new thread is device 0, and
+    # that creates a context there: 500 MB for each rank.
+    with torch.cuda.device(tensor.device):
+        # On a stream of its own, so that training's kernels do not wait for the transfer; it waits for those that
+        # still write the tensor.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream):
+            return tensor.cpu().contiguous()

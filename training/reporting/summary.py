@@ -79,7 +79,7 @@ def gather_results(strategy: Strategy, outcome: Outcome, state_of: StateOf = lam
     if strategy.mesh.size > 1:
         dist.barrier()
     recording = Recording.of(strategy.timeline)
-    own = peak_memory_bytes(strategy.device), state_bytes(strategy, state_of), outcome.step_time_s
+    own = sum(map(peak_memory_bytes, strategy.devices)), state_bytes(strategy, state_of), outcome.step_time_s
     gathered = strategy.mesh.gather((*own, recording))
     intervals = on_one_clock([Recording.parse(received) for *_, received in gathered])
     return [RankResult(*numbers, steps) for (*numbers, _), steps in zip(gathered, intervals, strict=True)]
@@ -127,7 +127,7 @@ def summarise(
     step_time = ranks[0].step_time_s
     samples = plan.global_batch_size / step_time if step_time else None
     bubble = None
-    if plan.pipelined and strategy.device.type == "cpu":  # the host's clock does not see when a GPU's kernels run
+    if plan.pipelined:
         bubble = bubble_fraction([ranks[rank].intervals for rank in strategy.mesh.pipeline(0)])
     return {
         "model": model,

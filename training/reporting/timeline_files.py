@@ -21,11 +21,6 @@ def why_no_timeline(plan: Plan) -> str | None:
             f"train.trace=true draws pipelines, parallel={plan.strategy} is none: no {PICTURE} will be written; "
             "train.profile=N records N steps of any run"
         )
-    if plan.device_type != "cpu":
-        return (
-            f"train.trace=true measures on the host's clock, which does not see when kernels run on "
-            f"{plan.device_type}: no {PICTURE} will be written; train.profile=N records N steps there"
-        )
     return None
 
 

@@ -1,0 +1,173 @@
+"""A process group for ranks that share a GPU: tensors travel through main memory, by gloo.
+
+NCCL refuses two ranks on one device, and gloo itself does not send a GPU's tensors from rank to rank. Here every
+operation copies what it reads to main memory, has gloo work on that, and copies the result back. The copies wait for
+the device, so no operation overlaps with computation: it is the slow way that always works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from parallel.devices import gpus_in_common, local_device
+
+BACKEND, NCCL = "host", "nccl"
+
+
+def choose_backend(
+    device_type: str, rank: int, size: int, local_rank: int, store: dist.Store
+) -> tuple[str, dict[str, Any]]:
+    """Decide how ranks exchange tensors. All ranks call this together; rank 0 says where they share GPUs.
+
+    Args:
+        device_type: cpu, cuda or mps.
+        rank: This rank.
+        size: The number of ranks.
+        local_rank: This rank's number on its machine.
+        store: Through which the ranks tell each other.
+
+    Returns:
+        The backend's name, and further arguments of ``init_process_group`` for it.
+    """
+    if device_type != "cuda":
+        return "gloo", {}
+    device = local_device("cuda", local_rank)
+    shared = gpus_in_common(store, rank, size, device)
+    if not shared:
+        return NCCL, {"device_id": device}
+    register()
+    if rank == 0:
+        named = ", ".join(" and ".join(map(str, ranks)) for ranks in shared)
+        print(f"ranks that share a GPU: {named}; tensors between ranks go through main memory", flush=True)
+    return BACKEND, {}
+
+
+def register() -> None:
+    """Make ``init_process_group("host")`` and groups made after it such groups."""
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, _new_group, devices=["cpu", "cuda"])
+
+
+def _new_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> HostGroup:
+    return HostGroup(dist.ProcessGroupGloo(store, rank, size, timeout=timeout), rank, size)
+
+
+class HostGroup(dist.ProcessGroup):
+    """What strategies, DistributedDataParallel and torch's pipelines ask of a group.
+
+    The methods are those that torch.distributed's functions call, under its names.
+    """
+
+    def __init__(self, gloo: dist.ProcessGroupGloo, rank: int, size: int) -> None:
+        """Work through ``gloo``, which has the same ranks."""
+        super().__init__(rank, size)
+        self._gloo = gloo
+
+    def getBackendName(self) -> str:
+        """The name in torch's registry."""
+        return BACKEND
+
+    def _get_backend(self, device: torch.device) -> dist.ProcessGroupGloo:
+        return self._gloo  # torch 2.11 asks it whether operations can be coalesced
+
+    def allreduce(self, tensors: list[Tensor], opts=None) -> dist.Work:
+        """Reduce in place."""
+        return self._run(self._gloo.allreduce, tensors, _or(opts, distributed_c10d.AllreduceOptions))
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts=None) -> dist.Work:
+        """Reduce several tensors in place."""
+        return self._run(self._gloo.allreduce_coalesced, tensors, _or(opts, distributed_c10d.AllreduceCoalescedOptions))
+
+    def broadcast(self, tensors: list[Tensor], opts=None) -> dist.Work:
+        """Send one rank's tensors to all."""
+        return self._run(self._gloo.broadcast, tensors, _or(opts, distributed_c10d.BroadcastOptions))
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts=None) -> dist.Work:
+        """Collect every rank's tensor in a list."""
+        hosts = [list(map(_empty_host, of_one)) for of_one in outputs]
+        work = self._gloo.allgather(hosts, list(map(_host, inputs)), _or(opts, distributed_c10d.AllgatherOptions))
+        return _Work(work, sum(outputs, []), sum(hosts, []), outputs)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts=None) -> dist.Work:
+        host = _empty_host(output)
+        work = self._gloo._allgather_base(host, _host(input), _or(opts, distributed_c10d.AllgatherOptions))
+        return _Work(work, [output], [host], output)
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts=None) -> dist.Work:
+        host = _empty_host(output)
+        work = self._gloo._reduce_scatter_base(host, _host(input), _or(opts, distributed_c10d.ReduceScatterOptions))
+        return _Work(work, [output], [host], output)
+
+    # torch 2.13's names of the two
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
+        """Send a tensor."""
+        hosts = list(map(_host, tensors))
+        return _Work(self._gloo.send(hosts, rank, tag), [], hosts, tensors)
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
+        """Receive a tensor."""
+        hosts = list(map(_empty_host, tensors))
+        return _Work(self._gloo.recv(hosts, rank, tag), tensors, hosts, tensors)
+
+    def barrier(self, opts=None) -> dist.Work:
+        """Wait for all ranks."""
+        return self._gloo.barrier(distributed_c10d.BarrierOptions())
+
+    def shutdown(self) -> None:
+        """Close the connections."""
+        self._gloo = None
+
+    def _run(self, operation: Callable, tensors: list[Tensor], opts) -> dist.Work:
+        hosts = list(map(_host, tensors))
+        return _Work(operation(hosts, opts), tensors, hosts, tensors)
+
+
+class _Work(dist.Work):
+    """An operation under way. Whoever waits for it brings the results to the device."""
+
+    def __init__(self, work: dist.Work, tensors: Sequence[Tensor], hosts: Sequence[Tensor], result) -> None:
+        super().__init__()
+        self._work, self._result = work, result
+        # Also holds what is sent until it is gone.
+        self._tensors, self._hosts = list(tensors), list(hosts)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._work.wait()
+        with torch.no_grad():
+            for tensor, host in zip(self._tensors, self._hosts, strict=False):
+                if tensor is not host:
+                    tensor.copy_(host)
+        self._tensors, self._hosts = [], []
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def get_future(self) -> torch.futures.Future:
+        """For DistributedDataParallel, which asks for it in the backward."""
+        self.wait()
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(self._result)
+        return future
+
+
+def _host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous()
+
+
+def _empty_host(tensor: Tensor) -> Tensor:
+    return tensor if tensor.device.type == "cpu" else torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _or(opts, default: type):
+    return default() if opts is None else opts

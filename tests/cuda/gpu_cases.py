@@ -1,0 +1,130 @@
+"""What the tests of this folder run in a process with pretend GPUs."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pretend_cuda
+import torch
+from cases import Layout, Recipe, build, chain_and_batches
+
+from parallel.host_group import HostGroup
+from parallel.shape_inference import trace
+from training.checkpoint import snapshot
+from training.optimizer import Optimizer
+from training.reporting.summary import peak_memory_bytes
+
+ADAMW = {
+    "_target_": "torch.optim.AdamW", "lr": 1e-3, "weight_decay": 0.1, "decay_vectors": False, "others": None,
+}  # fmt: skip
+
+
+def traces(recipe: Recipe, device_type: str) -> list:
+    chain, batch_at = chain_and_batches(recipe)
+    return trace(chain, batch_at(1), recipe.precision, device_type)
+
+
+def waits_of_an_update_after_a_resume(recipe: Recipe) -> tuple[dict, dict]:
+    """What makes the host wait in AdamW's second update, without and with a resume before it; two GPUs, two stages."""
+    counted = []
+    for resumes in (False, True):
+        plan, strategy = build(Layout("model_parallel", pp=2, chunks=4), recipe)
+        assert [str(stage.device) for stage in strategy.stages] == ["cuda:0", "cuda:1"]
+        _, batch_at = chain_and_batches(recipe)
+        optimizer = Optimizer(ADAMW, strategy)
+        for step in (1, 2):
+            strategy.train_step(batch_at(step), step)
+            if resumes:
+                for parameter in strategy.parameters():
+                    state = {key: value.cpu() for key, value in optimizer.state_of(parameter).items()}
+                    optimizer.load_state_of(parameter, state)
+            with pretend_cuda.counted_waits() as waits:
+                optimizer.step(1e-3)
+        counted.append(dict(waits))
+    return tuple(counted)
+
+
+def write_from_a_thread(folder: str) -> tuple[list, list, list]:
+    """Saves a tensor of GPU 1 from a new thread.
+
+    Returns:
+        Of each stream that was made, its device and the streams it waited for; the devices that got a context.
+    """
+    made, contexts = [], []
+    stream_of_torch, set_device = torch.cuda.Stream, torch.cuda.set_device
+
+    class Noted(stream_of_torch):
+        def __init__(self, *args, **kwargs) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    def note(device) -> None:
+        contexts.append(torch.device(device if not isinstance(device, int) else f"cuda:{device}").index)
+        set_device(device)
+
+    weight = torch.arange(4.0, device="cuda:1")
+    torch.cuda.Stream, torch.cuda.set_device = Noted, note
+    try:
+        stage = snapshot.StageFiles(0, {"model-00.safetensors": {"weight": weight}})
+        saving = threading.Thread(target=snapshot.write_stage, args=(Path(folder), stage))
+        saving.start()
+        saving.join()
+    finally:
+        torch.cuda.Stream, torch.cuda.set_device = stream_of_torch, set_device
+    default = torch.cuda.default_stream(1)
+    waited = [[stream is default for stream in one.waited_for] for one in made]
+    return [one.device.index for one in made], waited, contexts
+
+
+def generators_seeded(recipe: Recipe) -> list[int]:
+    """How often each GPU's generator is seeded in a step of data_parallel with dropout."""
+    plan, strategy = build(Layout("data_parallel", chunks=2), recipe)
+    _, batch_at = chain_and_batches(recipe)
+    before = [generator.seeded for generator in torch.cuda.default_generators]
+    strategy.train_step(batch_at(1), 1)
+    return [g.seeded - b for g, b in zip(torch.cuda.default_generators, before, strict=True)]
+
+
+def peaks(recipe: Recipe) -> tuple[int, int]:
+    """The peak memory of a process with two GPUs, and the sum of what each has."""
+    from training.reporting.summary import Outcome, gather_results
+
+    plan, strategy = build(Layout("model_parallel", pp=2, chunks=4), recipe)
+    (result,) = gather_results(strategy, Outcome())
+    return result.peak_memory, sum(peak_memory_bytes(f"cuda:{i}") for i in range(2))
+
+
+def exchange(rank_of_pool: None = None) -> list:
+    """Operations of a group whose ranks share a GPU, each with tensors of the GPU."""
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    assert isinstance(dist.group.WORLD, HostGroup)
+    mine = torch.full((3,), float(rank + 1), device="cuda")
+    total = mine.clone()
+    dist.all_reduce(total)
+    parts = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(parts, mine)
+    whole = torch.empty(3 * size, device="cuda")
+    dist.all_gather_into_tensor(whole, mine)
+    part = torch.empty(3, device="cuda")
+    dist.reduce_scatter_tensor(part, whole)
+    sent = torch.full((3,), 7.0 if rank == 0 else 0.0, device="cuda")
+    dist.broadcast(sent, src=0)
+    received = torch.zeros(3, device="cuda")
+    operations = [
+        dist.P2POp(dist.isend, mine.view(1, 3).t()[:, 0], (rank + 1) % size),
+        dist.P2POp(dist.irecv, received, (rank - 1) % size),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    dist.barrier()
+    results = [total, *parts, whole, part, sent, received]
+    assert all(t.is_cuda for t in results)
+    return [t.tolist() for t in results]
+
+
+def installed() -> bool:
+    return "pretend_cuda_backend" in sys.modules

@@ -1,0 +1,57 @@
+"""What no CPU run would show: devices, streams, contexts, and what makes the host wait."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import gpu_cases
+import pytest
+from test_cuda_parity import RECIPES, on_gpu
+
+GPT2 = on_gpu(RECIPES["gpt2"])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("model", RECIPES)
+def test_a_trace_for_a_gpu_has_the_shapes_and_dtypes_of_one_for_a_cpu(gpus, model, precision):
+    recipe = dataclasses.replace(RECIPES[model], precision=precision)
+    (on_cuda,), on_cpu = gpus.run(1, gpu_cases.traces, recipe, "cuda"), gpu_cases.traces(recipe, "cpu")
+    assert [(t.name, t.outputs) for t in on_cuda] == [(t.name, t.outputs) for t in on_cpu]
+
+
+def test_a_resumed_update_does_not_wait_for_the_gpus(gpus):
+    ((plain, resumed),) = gpus.run(1, gpu_cases.waits_of_an_update_after_a_resume, GPT2)
+    assert resumed == plain == {}
+
+
+def test_a_checkpoint_waits_for_the_update_before_it_and_touches_its_own_gpu_only(gpus, tmp_path):
+    ((devices, waited, contexts),) = gpus.run(1, gpu_cases.write_from_a_thread, str(tmp_path))
+    assert devices == [1]
+    assert waited == [[True]], "the weights may still be being written"
+    assert set(contexts) == {1}, "each device that was made current has a context of 500 MB"
+
+
+def test_data_parallel_seeds_each_gpu(gpus):
+    ((first, second),) = gpus.run(1, gpu_cases.generators_seeded, GPT2)
+    assert first == second > 0
+
+
+def test_peak_memory_is_that_of_all_gpus_of_a_process(gpus):
+    ((counted, of_each),) = gpus.run(1, gpu_cases.peaks, GPT2)
+    assert counted == of_each
+
+
+def test_ranks_that_share_a_gpu_exchange_its_tensors(environment):
+    from ranks import Ranks
+
+    pool = Ranks(2, environment, "host")
+    try:
+        answers = pool.run(2, gpu_cases.exchange)
+    finally:
+        pool.close()
+    for rank, (total, *parts, whole, part, sent, received) in enumerate(answers):
+        assert total == [3.0] * 3
+        assert parts == [[1.0] * 3, [2.0] * 3] and whole == [1.0] * 3 + [2.0] * 3
+        assert part == [2.0 * (rank + 1)] * 3
+        assert sent == [7.0] * 3
+        assert received == [2.0 - rank] * 3

@@ -1,0 +1,109 @@
+"""Every model under every strategy and schedule on pretend GPUs: the training of one GPU, and that of the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from cases import Layout, Recipe
+from comparing import assert_same_training
+
+from parallel.schedules import NAMES, SCHEDULES
+from parallel.strategies import STRATEGIES
+
+TOLERANCE = 1e-5  # relative, in float32
+
+RECIPES = {
+    "toy": Recipe("toy", global_batch=8, lr=0.02),
+    "resnet50": Recipe("resnet50", global_batch=4, lr=1e-3, momentum=0.0, precision="fp64"),
+    "transformer": Recipe("transformer", global_batch=8, lr=0.2, clip=0.5, dropout=0.2),
+    "gpt2": Recipe("gpt2", global_batch=8, lr=0.2, clip=0.25),
+    "classifier": Recipe("classifier", global_batch=8, lr=0.02),
+    "convnet": Recipe("convnet", global_batch=8, lr=0.02),
+}
+RECIPES = {name: dataclasses.replace(recipe, steps=3, eval_every=3) for name, recipe in RECIPES.items()}
+SINGLE = Layout("single", chunks=4)
+LAYOUTS = [
+    Layout("model_parallel", pp=2, chunks=4),
+    Layout("ddp", dp=2, chunks=2),
+    Layout("pipelined", pp=2, chunks=4, schedule="1f1b"),
+    Layout("pipe_ddp", dp=2, pp=2, chunks=2),
+]
+
+
+def on_gpu(recipe: Recipe, **changes) -> Recipe:
+    return dataclasses.replace(recipe, device="cuda", **changes)
+
+
+@pytest.mark.parametrize("model", RECIPES)
+def test_every_model_trains_on_a_gpu_as_on_the_cpu(trained, ranks, model):
+    from cases import train
+
+    recipe = dataclasses.replace(RECIPES[model], dropout=0.0)  # a GPU draws other numbers
+    (reference,) = ranks.run(1, train, SINGLE, recipe)
+    assert_same_training(trained(SINGLE, on_gpu(recipe)), reference, TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("model", RECIPES)
+def test_every_model_trains_under_every_strategy_as_on_one_gpu(trained, model, layout):
+    recipe = on_gpu(RECIPES[model])
+    (reference,) = trained(SINGLE, recipe)
+    run = trained(layout, recipe)
+    assert_same_training(run, reference, 1e-10 if recipe.precision == "fp64" else TOLERANCE)
+    for rank, result in enumerate(run):
+        assert sum(result.waits[-1].values()) == 1, f"rank {rank} waited for its GPU: {result.waits}"
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_every_schedule_trains_as_one_gpu_and_records_when_it_worked(trained, schedule):
+    recipe = on_gpu(RECIPES["gpt2"], steps=5)  # of a planned schedule, the last runs in another order
+    (reference,) = trained(SINGLE, recipe)
+    run = trained(Layout("pipelined", pp=2, chunks=4, schedule=schedule), recipe)
+    assert_same_training(run, reference, TOLERANCE)
+    works = 2 * 4 * (2 if SCHEDULES[schedule].looped else 1)  # a forward and a backward of each micro-batch and stage
+    for result in run:
+        assert len(result.intervals) == recipe.steps
+        for step in result.intervals:
+            kinds = [i.kind for i in step if not i.kind.startswith(("receive", "backward_weight"))]
+            assert len(kinds) == works
+            assert all(i.start <= i.end for i in step)
+        ends = [max(i.end for i in step) for step in result.intervals]
+        assert ends == sorted(ends)
+
+
+@pytest.mark.parametrize("layout", [SINGLE, *LAYOUTS], ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "model, precision", [(name, p) for name in RECIPES if name != "resnet50" for p in ("bf16", "fp16")]
+)
+def test_every_model_trains_under_every_strategy_in_half_precision(trained, model, layout, precision):
+    (exact,) = trained(SINGLE, on_gpu(RECIPES[model]))
+    run = trained(layout, on_gpu(RECIPES[model], precision=precision))
+    for result in run:
+        assert result.finite[-1]  # float16 finds its loss scale by steps that overflow
+        assert result.losses[0] == pytest.approx(exact.losses[0], rel=2e-2)
+        assert all(tensor.dtype.itemsize >= 4 for tensor in result.state.values())
+        assert sum(result.waits[-1].values()) == 1, result.waits  # DistributedDataParallel has two steps of its own
+
+
+def test_data_parallel_trains_in_the_precision_that_was_asked_for(trained):
+    """Its threads know nothing of the run's autocast, and its copies of the head share what the head remembers."""
+    assert STRATEGIES["data_parallel"].gpu_only
+    for precision, tolerance in (("fp32", 1e-5), ("bf16", 1e-2)):
+        recipe = on_gpu(RECIPES["gpt2"], dropout=0.0, precision=precision)
+        (reference,) = trained(SINGLE, recipe)
+        (result,) = trained(Layout("data_parallel", chunks=4), recipe)
+        assert result.losses == pytest.approx(reference.losses, rel=tolerance)
+        assert result.norms == pytest.approx(reference.norms, rel=tolerance)
+
+
+def test_synchronised_batchnorm_and_rounded_gradients_train_as_on_the_cpu(trained, ranks):
+    from cases import train
+
+    recipe = dataclasses.replace(RECIPES["classifier"], sync_batchnorm=True, comm_hook="bf16")
+    layout = Layout("ddp", dp=2, chunks=2)
+    reference = ranks.run(2, train, layout, recipe)
+    run = trained(layout, on_gpu(recipe))
+    assert run[0].losses == pytest.approx(reference[0].losses, rel=1e-4)
+    assert not math.isnan(run[0].norms[-1])

@@ -1,0 +1,112 @@
+"""Runs on GPUs, as far as they can be told without one: how ranks leave a group, and what a queue is told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pretend_cuda
+import pytest
+import torch
+import torch.distributed as dist
+
+from launchers import World
+from parallel import devices
+from training import run as training_run
+
+TWO = World(rank=1, size=2, local_rank=1, local_size=2, origin="environment")
+
+
+@pytest.fixture
+def group(monkeypatch):
+    """What is done with a process group of NCCL."""
+    done = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **kwargs: done.append(backend))
+    monkeypatch.setattr(dist, "barrier", lambda: done.append("barrier"))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroy"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"gpu-{torch.device(device).index}")
+    )
+    return done
+
+
+def setup() -> SimpleNamespace:
+    cfg = SimpleNamespace(parallel=SimpleNamespace(timeout_s=5.0))
+    return SimpleNamespace(cfg=cfg, plan=SimpleNamespace(device_type="cuda"))
+
+
+def store_with(rank_0: str) -> dist.Store:
+    store = dist.HashStore()
+    store.set("gpu-0", rank_0)
+    return store
+
+
+def test_a_rank_that_fails_does_not_wait_for_nccl(group):
+    with pytest.raises(MemoryError), training_run._process_group(TWO, setup(), store_with("gpu-0")):
+        raise MemoryError
+    assert group == ["nccl"]
+
+
+def test_a_rank_that_is_done_leaves_nccl_with_the_others(group):
+    with training_run._process_group(TWO, setup(), store_with("gpu-0")):
+        pass
+    assert group == ["nccl", "barrier", "destroy"]
+
+
+def test_ranks_with_one_gpu_do_not_use_nccl(group):
+    with training_run._process_group(TWO, setup(), store_with("gpu-1")):
+        pass
+    assert group == ["host", "barrier", "destroy"]
+
+
+def test_a_rank_that_sees_one_gpu_takes_it(group, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert devices.local_device("cuda", 3) == torch.device("cuda", 0)
+
+
+def test_the_submitting_machine_is_not_asked_for_its_devices(monkeypatch):
+    from composed import config
+
+    from training import setup as training_setup
+    from training.slurm_job import prepare_here
+
+    monkeypatch.setattr(devices, "resolve_device_type", lambda *args: pytest.fail("it was asked"))
+    monkeypatch.setattr(training_setup, "seconds_per_layer", lambda *args: pytest.fail("it was measured"))
+    queued = ["model=toy", "launcher=slurm", "launcher.gpus_per_node=4", "device=auto", "train.precision=auto"]
+    ddp = prepare_here(config(*queued, "parallel=ddp"))
+    assert (ddp.plan.device_type, ddp.plan.dp, ddp.plan.precision) == ("cuda", 4, "auto")
+    assert prepare_here(config(*queued, "parallel=data_parallel")).plan.devices == tuple(f"cuda:{i}" for i in range(4))
+    piped = prepare_here(config(*queued, "parallel=pipelined", "parallel.chunks=2", "parallel.balance=time"))
+    assert piped.cfg.parallel.balance == "time"
+
+
+def test_one_gpu_is_enough_for_every_layout(tmp_path):
+    """The whole command, on one pretend GPU: it says that it is shared, draws its timeline, and learns the same."""
+    if problem := pretend_cuda.why_not():
+        pytest.skip(f"pretend CUDA: {problem}")
+    from commandline import TRAIN, environment
+
+    common = ["model=gpt2", "model.size=tiny", "data.seq_len=32", "train.global_batch_size=8", "train.steps=4"]
+    common += ["logger=none", "train.precision=fp32", "parallel.threads=1", "train.eval_every=0"]
+    layouts = {
+        "shared": ["parallel=pipe_ddp", "parallel.dp=1", "parallel.chunks=4", "train.trace=true", "device=cuda"],
+        "cpu": ["parallel=single", "parallel.chunks=4", "device=cpu"],
+    }
+    losses = {}
+    for name, layout in layouts.items():
+        env = environment(pretend_cuda.environment(devices=1) if name == "shared" else {})
+        folder = tmp_path / name
+        command = [sys.executable, str(TRAIN), *common, *layout, f"hydra.run.dir={folder}"]
+        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        losses[name] = [line["loss"] for line in lines if "loss" in line]
+        if name == "shared":
+            assert "2 processes share 1 GPU: tensors between them go through main memory" in ended.stdout
+            assert (folder / "timeline.png").exists()
+            assert 0.0 < json.loads((folder / "summary.json").read_text())["bubble_fraction"] < 1.0
+    assert losses["shared"] == pytest.approx(losses["cpu"], rel=1e-5)
