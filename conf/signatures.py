@@ -63,7 +63,8 @@ def _parameters(module: str, node: ast.FunctionDef | ast.ClassDef) -> dict[str, 
     if init is not None and init.args.kwarg is None:
         return own
     for base in node.bases:
-        found = _definition(module, base.id) if isinstance(base, ast.Name) else None
+        where, _, name = ast.unparse(base).rpartition(".")  # torch.optim.SGD after `import torch`
+        found = _definition(where or module, name) if isinstance(base, (ast.Name, ast.Attribute)) else None
         if found is not None and isinstance(found[1], ast.ClassDef):
             return own | {name: p for name, p in _parameters(*found).items() if name not in own}
     return own

@@ -68,7 +68,7 @@ def losses(house):
     """The losses of every run, by name."""
     rows = ["a,y,b,c", *(f"{i % 7},{i % 7 - i % 5 / 2},{i % 5},{i % 3}" for i in range(120))]
     (house.parent / "table.csv").write_text("\n".join(rows) + "\n")
-    (house.parent / "text.txt").write_text((ROOT / "training" / "config.py").read_text() * 4)
+    (house.parent / "text.txt").write_text("the cat and the dog saw the bird and the bird saw the cat\n" * 2000)
     here = house.parent
     text = ["data=text", f"data.root={here}/text.txt", f"data.cache_dir={here}/cache", "data.seq_len=16"]
     lstm = ["model=lstm", "model.width=16", "scheduler=inverse_sqrt", "scheduler.warmup_steps=2", *text]
