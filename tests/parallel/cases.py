@@ -125,6 +125,7 @@ def parallel_section(layout: Layout, **changes) -> SimpleNamespace:
         devices=None,
         threads=None,
         timeout_s=60.0,
+        bucket_mb=25.0,
         shard=layout.shard,
         reshard=layout.reshard,
         comm_hook=layout.comm_hook,
