@@ -122,8 +122,7 @@ TABLES: dict[str, Callable[[], list[dict]]] = {
     "faults": partial(
         some_columns, "faults", "fault", "strategy", "tried", "survived", "steps lost", "bits equal"
     ),
-    "exports": partial(table.read, "exporting"),
-    **{name: partial(table.read, name) for name in ("sampling", "ddp", "overhead_loop", "overhead_start", "gpt2")},
+    **{name: partial(table.read, name) for name in ("ddp", "overhead_loop", "overhead_start", "gpt2")},
 }  # fmt: skip
 
 if __name__ == "__main__":

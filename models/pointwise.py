@@ -21,7 +21,7 @@ class PointwiseConv2d(nn.Conv2d):
 
     def forward(self, images: Tensor) -> Tensor:
         """[b, in_channels, h, w] -> [b, out_channels, h / stride, w / stride], rounded up."""
-        if images.device.type != "cpu":
+        if images.device.type != "cpu" or torch.compiler.is_exporting():
             return super().forward(images)
         if torch.is_autocast_enabled("cpu") or images.dtype == torch.bfloat16:
             if self.stride != (1, 1) or not images.is_contiguous(memory_format=torch.channels_last):
