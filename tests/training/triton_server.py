@@ -44,7 +44,7 @@ class TritonServer:
         env = {
             **os.environ,
             "LD_LIBRARY_PATH": str(home / "nvidia_pytriton.libs"),
-            "PYTHONPATH": str(home / "packages"),
+            "TRITON_PACKAGES": str(home / "packages"),
             "OMP_NUM_THREADS": "1",
         }
         self.log = folder / "triton.log"

@@ -5,10 +5,14 @@ Triton calls it with the requests that its dynamic batcher has put together; the
 
 import json
 import os
+import sys
 
-import numpy as np
-import onnxruntime
-import triton_python_backend_utils as triton
+# The server's Python ignores PYTHONPATH; with numpy 2 of another environment its tensors would be empty.
+sys.path.insert(0, os.environ["TRITON_PACKAGES"])
+
+import numpy as np  # noqa: E402
+import onnxruntime  # noqa: E402
+import triton_python_backend_utils as triton  # noqa: E402
 
 
 class TritonPythonModel:
