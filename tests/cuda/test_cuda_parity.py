@@ -23,6 +23,8 @@ RECIPES = {
     "convnet": Recipe("convnet", global_batch=8, lr=0.02),
 }
 RECIPES = {name: dataclasses.replace(recipe, steps=3, eval_every=3) for name, recipe in RECIPES.items()}
+# The pretended GPUs are slow: the others are left to `pytest -m slow`.
+MODELS = [pytest.param(name, marks=[] if name in ("gpt2", "convnet") else pytest.mark.slow) for name in RECIPES]
 SINGLE = Layout("single", chunks=4)
 LAYOUTS = [
     Layout("model_parallel", pp=2, chunks=4),
@@ -36,7 +38,7 @@ def on_gpu(recipe: Recipe, **changes) -> Recipe:
     return dataclasses.replace(recipe, device="cuda", **changes)
 
 
-@pytest.mark.parametrize("model", RECIPES)
+@pytest.mark.parametrize("model", MODELS)
 def test_every_model_trains_on_a_gpu_as_on_the_cpu(trained, ranks, model):
     from cases import train
 
@@ -46,7 +48,7 @@ def test_every_model_trains_on_a_gpu_as_on_the_cpu(trained, ranks, model):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-@pytest.mark.parametrize("model", RECIPES)
+@pytest.mark.parametrize("model", MODELS)
 def test_every_model_trains_under_every_strategy_as_on_one_gpu(trained, model, layout):
     recipe = on_gpu(RECIPES[model])
     (reference,) = trained(SINGLE, recipe)
@@ -56,7 +58,9 @@ def test_every_model_trains_under_every_strategy_as_on_one_gpu(trained, model, l
         assert sum(result.waits[-1].values()) == 1, f"rank {rank} waited for its GPU: {result.waits}"
 
 
-@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(name, marks=[] if name == "planned" else pytest.mark.slow) for name in NAMES]
+)
 def test_every_schedule_trains_as_one_gpu_and_records_when_it_worked(trained, schedule):
     recipe = on_gpu(RECIPES["gpt2"], steps=5)  # of a planned schedule, the last runs in another order
     (reference,) = trained(SINGLE, recipe)
@@ -75,7 +79,13 @@ def test_every_schedule_trains_as_one_gpu_and_records_when_it_worked(trained, sc
 
 @pytest.mark.parametrize("layout", [SINGLE, *LAYOUTS], ids=lambda layout: layout.name)
 @pytest.mark.parametrize(
-    "model, precision", [(name, p) for name in RECIPES if name != "resnet50" for p in ("bf16", "fp16")]
+    "model, precision",
+    [
+        pytest.param(name, p, marks=[] if (name, p) == ("gpt2", "bf16") else pytest.mark.slow)
+        for name in RECIPES
+        if name != "resnet50"
+        for p in ("bf16", "fp16")
+    ],
 )
 def test_every_model_trains_under_every_strategy_in_half_precision(trained, model, layout, precision):
     (exact,) = trained(SINGLE, on_gpu(RECIPES[model]))
