@@ -8,8 +8,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # ``cases`` and ``files``
 
-from cases import CASES
-from files import prepare
+from hostile_cases import CASES
+from hostile_files import prepare
 
 from common.errors import UserError
 

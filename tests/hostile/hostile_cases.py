@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from files import FILES
+from hostile_files import FILES
 
 TOY = ("logger=none", "device=cpu")
 GPT2 = (*TOY, "model=gpt2", "model.size=tiny", "data.seq_len=16", "train.global_batch_size=4")
