@@ -154,6 +154,8 @@ def _leaves(cfg: DictConfig) -> Iterator[tuple[str, Any]]:
 
 def _word(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def compose(overrides: Sequence[str]) -> Any:
     """Compose the configuration of a command line without running anything.
 
@@ -230,7 +232,11 @@ def _composable(arguments: Sequence[str]) -> list[str]:
     own = {word: override for word, override in parsed.items() if not word.startswith(("-", "hydra"))}
     if not any(override.is_sweep_override() and "." not in override.key_or_group for override in own.values()):
         return list(arguments)
-    single = {word for word, o in own.items() if "." in o.key_or_group and not (o.is_sweep_override() or o.is_delete())}
+    single = {
+        word
+        for word, o in own.items()
+        if "." in o.key_or_group and not (o.is_sweep_override() or o.is_delete()) and o.value() is not None
+    }
     return [_as_sweep(word) if word in single else word for word in arguments]
 
 

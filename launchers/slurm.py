@@ -30,8 +30,8 @@ _GONE_S = 60.0  # how long a job that was cancelled may take to end
 _SBATCH = set(
     "account begin clusters comment constraint contiguous core_spec cores_per_socket cpus_per_gpu cpus_per_task "
     "deadline dependency distribution exclude exclusive gpus gpus_per_node gpus_per_task gres gres_flags hint hold "
-    "licenses mail_type mail_user mem mem_per_cpu mem_per_gpu network nice nodelist oversubscribe partition priority "
-    "qos requeue reservation sockets_per_node switches threads_per_core time_min tmp wckey".split()
+    "licenses mail_type mail_user mem mem_per_cpu mem_per_gpu network nice no_requeue nodelist oversubscribe partition "
+    "priority qos requeue reservation sockets_per_node switches threads_per_core time_min tmp wckey".split()
 )
 
 

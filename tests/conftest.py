@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # ``ranks``, here and in the processes it starts
 
+# Under nohup a run would ignore a lost terminal, as it should, and so would those of the tests.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Threads that wait for each other's share of an operation sleep: on busy cores they would spin most of the time away.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # What the ranks and the runs of the command line import, four seconds' work: once, in the process that forks them.

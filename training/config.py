@@ -14,7 +14,6 @@ from typing import Any
 from common.errors import PlanError, TrainingError, UserError
 from conf import TRAINED
 from conf import environment as from_environment
-from conf.trust import check_variables, literal
 
 # The packages whose public classes a configuration may build. A configuration may come from anywhere, and a target can
 # name any class. The user's own are named in `allow` (see open_doors).
@@ -46,7 +45,6 @@ def add_to_path(folders: Sequence[str]) -> None:
     sys.path.extend(folder for folder in folders if folder not in sys.path)
 
 
-
 def to_dict(cfg: Any) -> dict:
     """A dict of dicts, lists, numbers and strings, with interpolations resolved and enum members by name.
 
@@ -70,6 +68,8 @@ def to_config(tree: dict) -> Any:
     From now on this process shows nothing of what the tree says was taken from the environment.
     """
     from omegaconf import OmegaConf
+
+    from conf.trust import literal  # late: it imports Hydra
 
     if from_environment.KEY in tree:
         from_environment.note(tree[from_environment.KEY]["values"])
@@ -103,6 +103,8 @@ def environment(cfg: Any) -> dict[str, str]:
     wanted = cfg.parallel.env or {}
     if not hasattr(wanted, "items"):
         raise PlanError(f"parallel.env={wanted} must be a mapping, such as parallel.env={{NCCL_DEBUG: INFO}}")
+    from conf.trust import check_variables  # late: it imports Hydra
+
     check_variables("parallel.env", wanted)
     return {str(name): str(value) for name, value in wanted.items()}
 

@@ -135,13 +135,13 @@ def test_what_a_killed_run_left_half_written_is_cleaned_up(tmp_path):
 
 
 def test_a_stage_that_writes_nothing_is_named_after_the_time_limit(tmp_path):
-    snapshot.write_sidecar(tmp_path, 0, {"files": {}})
+    snapshot.write_sidecar(tmp_path, sidecar_name(0, 0), {"files": {}})
     with pytest.raises(CheckpointError, match=r"stage 1 of 2 has written nothing to .* for 0.3 s \(parallel.timeout_s"):
         commit.await_stages(tmp_path, stages=2, timeout_s=0.3)
 
 
 def test_a_stage_that_is_slow_but_writes_is_waited_for(tmp_path):
-    snapshot.write_sidecar(tmp_path, 0, {"files": {}})
+    snapshot.write_sidecar(tmp_path, sidecar_name(0, 0), {"files": {}})
 
     def slowly():
         with open(tmp_path / "model-01.safetensors", "wb") as file:
@@ -149,7 +149,7 @@ def test_a_stage_that_is_slow_but_writes_is_waited_for(tmp_path):
                 time.sleep(0.25)
                 file.write(b"x")
                 file.flush()
-        snapshot.write_sidecar(tmp_path, 1, {"files": {"model-01.safetensors": {}}})
+        snapshot.write_sidecar(tmp_path, sidecar_name(1, 0), {"files": {"model-01.safetensors": {}}})
 
     thread = threading.Thread(target=slowly)
     thread.start()

@@ -7,6 +7,7 @@ from commandline import ROOT, Started, train
 from composed import compose, config, losses, run, saved
 
 from training.app import execute
+from training.reporting.console import number
 
 REAL = ROOT.parent / "shared" / "data"
 SHORT = ["logger=none", "device=cpu", "train.epochs=null"]
@@ -90,8 +91,8 @@ def test_every_model_says_how_good_it_is_by_its_own_metric(trained, model):
         assert f"test accuracy {test['test_accuracy']:.2%}" in run.stdout
     elif metric == "perplexity":
         assert test["test_perplexity"] == pytest.approx(2.718281828 ** test["test_loss"], rel=1e-6)
-        assert f"test perplexity {test['test_perplexity']:.1f}" in run.stdout
-    assert f"test loss {test['test_loss']:.3f}" in run.stdout
+        assert f"test perplexity {number('test_perplexity', test['test_perplexity'])}" in run.stdout
+    assert f"test loss {number('test_loss', test['test_loss'])}" in run.stdout
 
 
 def test_gradients_sent_in_bf16_are_not_quite_what_they_were(trained, tmp_path):

@@ -34,7 +34,7 @@ def test_the_plan_shows_the_layout_the_batch_cut_and_the_bubble(gpt2):
     said = gpt2.stdout
     assert "gpt2: 124,475,904 parameters   pipe_ddp: 4 processes on cpu, fp32" in said
     assert "the documentation of torch" in said
-    assert re.search(r"unigram entropy 6\.\d+ nats: the loss that counting its tokens reaches", said)
+    assert re.search(r"unigram entropy [56]\.\d+ nats: the loss that counting its tokens reaches", said)
     assert re.search(r"global batch 16 x \d+ tokens = 2 replicas x 4 micro-batches of 2", said)
     assert "schedule gpipe, ideal bubble 20.0%" in said
     first, second = re.findall(r"stage (\d) on ranks ([\d,]+) +([\d,]+)  (.*)", said)

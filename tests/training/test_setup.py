@@ -46,7 +46,7 @@ CASES = {
         ["50257", "model.vocab_size=100", "model.vocab_size=50257 or more"],
     ),
     "longer than the positions": (
-        [*TINY, "model.block_size=64"],
+        [*TINY, "model.block_size=64", "data.seq_len=256"],
         ["data.seq_len=256", "64 positions", "data.seq_len=64", "model.block_size=256"],
     ),
     "heads that do not divide the width": ([*TINY, "model.n_head=5"], ["n_embd=64", "n_head=5"]),
