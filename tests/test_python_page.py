@@ -18,6 +18,7 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"} | own
 
 
+@pytest.mark.slow  # the notebook runs the same cells
 def test_the_page_runs_as_a_script(tmp_path):
     assert len(BLOCKS) == 3
     (tmp_path / "page.py").write_text("\n".join(BLOCKS))

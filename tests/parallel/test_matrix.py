@@ -37,8 +37,16 @@ def small_layout(name: str, info: StrategyInfo) -> Layout:
 LAYOUTS = [small_layout(name, info) for name, info in STRATEGIES.items() if not info.gpu_only and name != "single"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-@pytest.mark.parametrize("model", RECIPES)
+# Half a minute each, of a model that the other strategies have too.
+DEAR = {("resnet50", name) for name in ("model_parallel", "ddp", "fsdp", "hsdp")}
+CELLS = [
+    pytest.param(model, layout, id=f"{model}-{layout.name}", marks=[pytest.mark.slow] * ((model, layout.name) in DEAR))
+    for model in RECIPES
+    for layout in LAYOUTS
+]
+
+
+@pytest.mark.parametrize("model, layout", CELLS)
 def test_every_model_trains_under_every_strategy_as_in_one_process(trained, model, layout):
     recipe = RECIPES[model]
     (reference,) = trained(Layout("single", chunks=4), recipe)

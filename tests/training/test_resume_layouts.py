@@ -80,7 +80,7 @@ def check(start, train, model, before, after):
 
 
 @pytest.mark.parametrize("before, after", RING, ids=lambda name: name)
-@pytest.mark.parametrize("model", ["gpt2", "convnet"])
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("convnet", marks=pytest.mark.slow)])
 def test_around_the_layouts(start, train, model, before, after):
     check(start, train, model, before, after)
 
