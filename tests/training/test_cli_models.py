@@ -188,9 +188,7 @@ def test_every_experiment_is_among_these():
     assert {path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml")} == EXPERIMENTS.keys()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "gpt2_524k")) for n in EXPERIMENTS]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "gpt2_524k")) for n in EXPERIMENTS])
 def test_every_experiment_has_a_plan(name, tmp_path, capsys):
     folder, otherwise = EXPERIMENTS[name]
     overrides = [f"experiment={name}", "mode=plan"]
