@@ -18,7 +18,7 @@ from training.reporting.timeline_figure import diagram
 
 _WORDS = [
     "model=gpt2", "model.size=tiny", "model.dropout=0.1", "device=cpu", "data.seq_len=64", "optim=adamw",
-    "optim.lr=3e-3", "train.epochs=null", "train.steps=60", "train.global_batch_size=16", "train.precision=fp32",
+    "optim.lr=3e-3", "train.epochs=null", "train.steps=40", "train.global_batch_size=16", "train.precision=fp32",
     "train.eval_every=null", "train.checkpoint_every=null", "logger=none", "parallel.threads=1",
 ]  # fmt: skip
 _MICROBATCHES = 8
@@ -29,7 +29,7 @@ def main() -> None:
     """Trains under each strategy and draws."""
     curves = {}
     for layout in [["parallel=single"], *layouts()]:
-        replicas = 2 if "parallel.dp=2" in layout else 1
+        replicas = next((int(word.partition("=")[2]) for word in layout if word.startswith("parallel.dp=")), 1)
         with run([*_WORDS, *layout, f"parallel.chunks={_MICROBATCHES // replicas}"]) as folder:
             records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
             curves[layout[0]] = [record["loss"] for record in records if "loss" in record]

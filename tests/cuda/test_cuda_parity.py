@@ -111,8 +111,8 @@ def test_data_parallel_trains_in_the_precision_that_was_asked_for(trained):
 def test_synchronised_batchnorm_and_rounded_gradients_train_as_on_the_cpu(trained, ranks):
     from cases import train
 
-    recipe = dataclasses.replace(RECIPES["classifier"], sync_batchnorm=True, comm_hook="bf16")
-    layout = Layout("ddp", dp=2, chunks=2)
+    recipe = dataclasses.replace(RECIPES["classifier"], sync_batchnorm=True)
+    layout = Layout("ddp", dp=2, chunks=2, comm_hook="bf16")
     reference = ranks.run(2, train, layout, recipe)
     run = trained(layout, on_gpu(recipe))
     assert run[0].losses == pytest.approx(reference[0].losses, rel=1e-4)
