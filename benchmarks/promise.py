@@ -18,7 +18,7 @@ from training.reporting.timeline_figure import diagram
 
 _WORDS = [
     "model=gpt2", "model.size=tiny", "model.dropout=0.1", "device=cpu", "data.seq_len=64", "optim=adamw",
-    "optim.lr=3e-3", "train.epochs=null", "train.steps=40", "train.global_batch_size=16", "train.precision=fp32",
+    "optim.lr=3e-3", "train.epochs=null", "train.steps=25", "train.global_batch_size=16", "train.precision=fp32",
     "train.eval_every=null", "train.checkpoint_every=null", "logger=none", "parallel.threads=1",
 ]  # fmt: skip
 _MICROBATCHES = 8
