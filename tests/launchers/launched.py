@@ -50,7 +50,7 @@ def meet(world, folder):
         "main": getattr(sys.modules["__main__"], "__file__", None),
     }
     if world.rank == 0:
-        seen["listening"] = listening(psutil.Process().parent().parent())  # the launching process
+        seen["listening"] = listening(psutil.Process().parent())  # the process that forks the ranks, and they
     all_reduce(0)
     print(f"python output of rank {world.rank}")
     os.write(2, f"native output of rank {world.rank}\n".encode())
