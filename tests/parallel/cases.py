@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pretend_cuda
 import torch
@@ -18,7 +19,7 @@ from models.chain import Chain
 from models.classifier import classifier
 from models.convnet import convnet
 from models.gpt2 import gpt2
-from models.resnet50 import resnet50
+from models.resnet50 import GROUPS, resnet50
 from models.toy import toy
 from models.transformer import transformer
 from parallel.build import build_strategy
@@ -136,9 +137,18 @@ def parallel_section(layout: Layout, **changes) -> SimpleNamespace:
     return SimpleNamespace(**{**section, **changes})
 
 
+
+def short_resnet() -> Chain:
+    """ResNet-50 with 5 of its 16 blocks: each kind of them."""
+    blocks = {"layer1": 2, "layer2": 1, "layer3": 1, "layer4": 1}
+    with mock.patch.dict(GROUPS, {group: (n, *GROUPS[group][1:]) for group, n in blocks.items()}):
+        return resnet50()
+
+
 # (channels, size, chain) of small versions of the image models.
 IMAGES = {
-    "resnet50": (3, 40, resnet50),
+    "resnet50": (3, 40, short_resnet),
+    "whole resnet50": (3, 40, resnet50),
     "classifier": (3, 16, lambda: classifier(image_size=16)),
     "convnet": (1, 12, lambda: convnet(image_size=12)),
 }
