@@ -230,13 +230,17 @@ def own_keys(group: str) -> set[str]:
     }.get(group, set())
 
 
-@cache  # once per process and folder
 def register(own: Path | None = None) -> None:
     """Put all schemas into Hydra's ConfigStore, as ``schema/...``, from where conf/ pulls them in.
 
     Args:
         own: A folder of the user's own options (``--config-dir``).
     """
+    _register(own)
+
+
+@cache  # once per process and folder
+def _register(own: Path | None) -> None:
     OmegaConf.register_new_resolver("by", _by, replace=True)
     store = ConfigStore.instance()
     trust.register()

@@ -9,21 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra._internal.hydra import Hydra
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # ``ranks``, here and in the processes it starts
+import preloaded  # noqa: E402, F401
 
 # Under nohup a run would ignore a lost terminal, as it should, and so would those of the tests.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-# A command line calls it for ``hydra.mode`` alone, which nothing here sets: a composition more, half the time of a test
-# that expects an error. Hydra 1.3.
-Hydra.get_mode = lambda self, config_name, overrides: None
 # Threads that wait for each other's share of an operation sleep: on busy cores they would spin most of the time away.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# What the ranks and the runs of the command line import, four seconds' work: once, in the process that forks them.
-multiprocessing.set_forkserver_preload(
-    ["pytest", "torch", "torch.distributed.pipelining", "hydra.main", "training.app", "training.run", "wandb"]
-)
+multiprocessing.set_forkserver_preload(["tests.preloaded"])
 
 
 # Fixtures of a whole session that cost much, and the group of the tests that share what they made.

@@ -10,6 +10,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -120,15 +121,21 @@ class _ForkedServer(multiprocessing.get_context("fork").Process):
 
 def _fork_server_of_workers() -> None:
     """Have the run fork the server of its workers, which then has imported everything, instead of starting a Python."""
+    from launchers import stopping
     from launchers.forkserver import ForkServer, serve
 
     spawn = ForkServer._spawn
 
     def fork(self, fds, env, preload):
-        if len(os.listdir("/proc/self/task")) > 1:  # a lock that another thread holds would stay locked in the fork
+        # A lock that another thread holds would stay locked in the fork. That of stopping.py reads from a pipe.
+        if len(os.listdir("/proc/self/task")) > 2 or threading.active_count() != 2:
             return spawn(self, fds, env, preload)
 
         def target() -> None:
+            signal.set_wakeup_fd(-1)
+            for signum in stopping.SIGNALS:
+                signal.signal(signum, signal.SIG_DFL)
+            stopping._state.__init__()
             self._connection.close()
             os.close(self._alive)
             os.environ.update(env)

@@ -1,0 +1,21 @@
+"""What the ranks and the runs of the command line import, four seconds' work: once, in the process that forks them."""
+
+import hydra.main  # noqa: F401
+import pytest  # noqa: F401
+import torch
+import torch.distributed.pipelining  # noqa: F401
+import wandb  # noqa: F401
+from hydra._internal.hydra import Hydra
+
+import training.app
+import training.modes
+import training.run  # noqa: F401
+from conf.composition import compose
+
+# A command line calls it for ``hydra.mode`` alone, which nothing here sets: a composition more, half the time of a test
+# that expects an error. Hydra 1.3.
+Hydra.get_mode = lambda self, config_name, overrides: None
+compose([])  # Hydra looks for its plug-ins
+# The first shape that is inferred has torch import sympy.
+with torch.device("meta"):
+    torch.nn.functional.mse_loss(torch.nn.Linear(2, 2)(torch.empty(2, 2)), torch.empty(2, 2))
