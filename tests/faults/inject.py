@@ -1,4 +1,4 @@
-"""Inside a rank of a run: the next fault of the plan, at its point. Imported by site/sitecustomize.py alone."""
+"""Inside a rank of a run: the next fault of the plan, at its point, by functions of the product that are wrapped."""
 
 from __future__ import annotations
 

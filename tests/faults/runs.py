@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
+import multiprocessing
 import sys
 import time
 from collections.abc import Sequence
@@ -12,9 +12,11 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent
+multiprocessing.set_forkserver_preload(["tests.preloaded"])  # where python -m benchmarks.faults begins
 sys.path[:0] = [path for path in (str(TESTS), str(TESTS / "training")) if path not in sys.path]
 
 from commandline import Run, Started  # noqa: E402
+from faults.inject import arm  # noqa: E402
 from faults.plan import Fault, Record  # noqa: E402
 
 RANKS = {"single": 1, "ddp": 2, "pipelined": 2, "pipe_ddp": 4, "fsdp": 2}
@@ -52,10 +54,9 @@ def launch(
     number = len(list(folder.glob("faults-*")))
     record = Record(folder / f"faults-{number}")
     record.write(list(faults))
-    path = os.pathsep.join([str(HERE / "site"), str(TESTS)])
-    env = {"FAULTS": str(record.folder), "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    env = {"FAULTS": str(record.folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     arguments = [f"parallel={strategy}", *RECIPE, f"data.cache_dir='{folder.parent}/cache'", f"train.steps={steps}"]
-    started = Started([*arguments, *more], folder / "run", env=env, tag=f"console-{number}", fresh=True)
+    started = Started([*arguments, *more], folder / "run", env=env, tag=f"console-{number}", before=arm)
     try:
         run = started.wait(timeout_s)
         at = time.time()

@@ -139,9 +139,9 @@ def parallel_section(layout: Layout, **changes) -> SimpleNamespace:
 
 
 def short_resnet() -> Chain:
-    """ResNet-50 with 5 of its 16 blocks: each kind of them."""
-    blocks = {"layer1": 2, "layer2": 1, "layer3": 1, "layer4": 1}
-    with mock.patch.dict(GROUPS, {group: (n, *GROUPS[group][1:]) for group, n in blocks.items()}):
+    """ResNet-50 with 5 of its 16 blocks, each kind of them, narrower but for the last."""
+    blocks = {"layer1": (2, 16, 1), "layer2": (1, 32, 2), "layer3": (1, 64, 2), "layer4": (1, 512, 2)}
+    with mock.patch.dict(GROUPS, blocks):
         return resnet50()
 
 

@@ -98,7 +98,7 @@ def test_a_looped_split_is_as_good_as_any_but_for_what_noise_would_decide(seed):
     assert step(equal_stages(costs, 4, ranks=2, chunks=8)) <= 1.03 * best
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "planned"])
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", pytest.param("planned", marks=pytest.mark.slow)])
 def test_a_split_of_more_layers_than_every_split_is_tried_for_is_found_soon_and_is_nearly_even(schedule):
     costs = torch.rand(60, generator=torch.Generator().manual_seed(1)).tolist()
     started = time.perf_counter()

@@ -12,8 +12,8 @@ from comparing import assert_same_training, weights_of
 
 TOLERANCE = 1e-5  # relative, in float32
 
-TOY = Recipe("toy", global_batch=24, lr=0.02, eval_every=7)
-GPT2 = Recipe("gpt2", global_batch=16, lr=0.2, steps=10, clip=0.25, eval_every=5)
+TOY = Recipe("toy", global_batch=24, lr=0.02, steps=12, eval_every=5)
+GPT2 = Recipe("gpt2", global_batch=16, lr=0.2, steps=8, clip=0.25, eval_every=4)
 
 TOY_LAYOUTS = [
     Layout("model_parallel", pp=3, chunks=4),
@@ -45,7 +45,7 @@ GPT2_LAYOUTS = [
 
 def assert_it_trained(reference: Result) -> None:
     """A comparison of two runs that stand still would say nothing."""
-    assert reference.losses[-1] < 0.9 * reference.losses[0]
+    assert reference.losses[-1] < 0.95 * reference.losses[0]
     for name, tensor in reference.state.items():
         moved = (tensor - reference.initial[name]).norm() / tensor.norm()
         assert moved > 2 * TOLERANCE, f"{name} moved by {moved:.1e} only"

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,6 +86,8 @@ class Forked(multiprocessing.get_context("forkserver").Process):
         os.chdir(self._state["cwd"])
         os.environ.clear()
         os.environ.update(self._state["env"])
+        if self._state["before"] is not None:
+            self._state["before"]()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         multiprocessing.set_start_method(None, force=True)
         _fork_server_of_workers()
@@ -152,7 +154,8 @@ def _fork_server_of_workers() -> None:
 class Started:
     """train.py at the head of its own session. Output goes to files: a pipe would stay open in an orphan.
 
-    fresh  in a new interpreter, imports and all: where these count, or ``env`` has what Python reads at its start
+    fresh   in a new interpreter, imports and all: where these count, or ``env`` has what Python reads at its start
+    before  called in the new process before train.py, where that is not fresh
     """
 
     def __init__(
@@ -166,6 +169,7 @@ class Started:
         own_folder: bool = True,
         tag: str = "console",
         fresh: bool = False,
+        before: Callable[[], None] | None = None,
     ) -> None:
         self.folder = folder
         self._out, self._err = (folder.parent / f"{folder.name}.{tag}.{kind}" for kind in ("out", "err"))
@@ -185,7 +189,8 @@ class Started:
                     start_new_session=True,
                 )
             else:
-                self.process = Forked(arguments, cwd=cwd, env=environment(env), stdout=self._out, stderr=self._err)
+                state = dict(cwd=cwd, env=environment(env), stdout=self._out, stderr=self._err, before=before)
+                self.process = Forked(arguments, **state)
 
     def family(self) -> list[psutil.Process]:
         """Every living process of the session except the first one, whoever its parent is now."""

@@ -119,7 +119,7 @@ def test_ranks_started_by_hand_meet_by_their_environment_and_only_rank_0_talks(c
 def test_ranks_other_than_0_write_to_their_logs_and_not_to_the_console(tmp_path):
     talk = [f"+parallel.env.{name}={value}" for name, value in TALKATIVE.items()]
     overrides = ["parallel=ddp", "parallel.dp=2", "logger=none", "train.epochs=null", "train.steps=2", *talk]
-    run = train(overrides, tmp_path / "run")
+    run = train(overrides, tmp_path / "run", fresh=True)  # torch reads TALKATIVE when it is imported
     assert run.code == 0, run.console
     assert os.listdir(run.folder / "logs") == ["rank_0001.log"]
     said = [

@@ -117,7 +117,12 @@ def convnets(tmp_path_factory):
     runs = {}
     for both in (("first", "second"), ("recomputed", "kept"), ("together",)):
         started = {
-            name: Started([*CONVNET, *options[name]], tmp_path_factory.mktemp("convnet") / "run") for name in both
+            name: Started(
+                [*CONVNET, *options[name]],
+                tmp_path_factory.mktemp("convnet") / "run",
+                fresh=TALK in options[name],  # torch reads that when it is imported
+            )
+            for name in both
         }
         try:
             runs |= {name: one.wait() for name, one in started.items()}
