@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from models.attention import KeyValueCache, caching
-from models.chain import Layers
+from models.layers import Layers, as_tuple
 from models.seeds import derive_seed
 
 
@@ -48,7 +48,8 @@ def generate(
     A prompt's tokens do not depend on the prompts after it, nor on whether keys and values are kept.
 
     Args:
-        layers: The whole model in evaluation mode: tokens [b, t] -> logits [b, t, at least vocab_size].
+        layers: The whole model in evaluation mode: tokens [b, t] -> logits [b, t, at least vocab_size]. Of a tuple
+            that it returns, the first tensor.
         prompts: Token ids to continue, one at least in each.
         count: Number of tokens to draw.
         draws: How tokens are drawn. Each prompt has a generator of its own.
@@ -82,9 +83,13 @@ def _logits(layers: Layers, texts: Sequence[Sequence[int]], device: torch.device
     last = [len(text) - 1 for text in texts]
     x = torch.tensor([[*text, *[0] * (max(last) + 1 - len(text))] for text in texts], device=device)
     *body, (_, head) = layers.items()
+    tensors = as_tuple(x)
     for _, layer in body:
-        x = layer(x)
-    return head(x[torch.arange(len(texts)), last][:, None])[:, 0]
+        tensors = as_tuple(layer(*tensors))
+    rows = torch.arange(len(texts))
+    if len(tensors) == 1:  # the last layer is the most expensive one, and one position is enough
+        return as_tuple(head(tensors[0][rows, last][:, None]))[0][:, 0]
+    return as_tuple(head(*tensors))[0][rows, last]
 
 
 def _cached_logits(

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "tests" / "training"))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 # A command trains this little. A word that a mode does not know is left out there.
-STEPS = ["train.steps=2", "train.epochs=null", "train.eval_batches=1", "data.cache_dir=cache", "device=cpu"]
+STEPS = ["train.epochs=null", "train.eval_batches=1", "data.cache_dir=cache", "device=cpu"]
 SMALL = {
     "gpt2": ["model.size=tiny", "data.seq_len=32"],
     "transformer": ["model.d_model=32", "model.d_hid=64", "model.n_head=2", "data.seq_len=16"],
@@ -59,14 +59,23 @@ def commands(page: str) -> list[Command]:
     return found
 
 
-def smaller(words: tuple[str, ...]) -> list[str]:
-    """The command's words, and those that make it small."""
+def smaller(words: tuple[str, ...], number: int, folder: Path) -> list[str]:
+    """The command's words, and those that make it small; of a sweep, two values of each key.
+
+    Args:
+        words: The command's.
+        number: Its place on the page: a run that resumes another one has to go further.
+        folder: What is to be written to /tmp is written there.
+    """
     said = dict(word.partition("=")[::2] for word in words if "=" in word)
     if "--help" in words or said.get("mode") == "plan" and "parallel.balance" in said:
         return list(words)
-    few = ["train.eval_batches=1", "data.cache_dir=cache", "device=cpu"] if "mode" in said else STEPS
-    from_a_run = "checkpoint" in said or "model.init_from" in said
-    return [*words, *few, *([] if from_a_run else SMALL.get(said.get("model", ""), []))]
+    words = tuple(word.replace("=/tmp/", f"={folder}/") for word in words)
+    if "-m" in words:
+        words = tuple(re.sub(r"^([^,\[]+,[^,]+),.*", r"\1", word) for word in words)
+    few = STEPS[1:] if "mode" in said else [*STEPS, f"train.steps={2 * (number + 1)}"]
+    small = [] if {"checkpoint", "train.resume"} & set(said) else SMALL.get(said.get("model", ""), [])
+    return [*words, *few, *small]
 
 
 @pytest.fixture(scope="module", params=[page for page in PAGES if commands(page)])
@@ -77,17 +86,20 @@ def page(request):
 def test_every_command_of_a_page_runs(page, tmp_path):
     from commandline import train
 
+    if page == "docs/serving.md":
+        pytest.importorskip("onnxruntime", reason="needs pip install -r requirements-serving.txt")
     prepare(tmp_path)
-    for number, command in enumerate(commands(page)):
+    for number, command in enumerate(dict.fromkeys(commands(page))):
         if command.why_not is not None:
             continue
         torchrun = ["-m", "torch.distributed.run", "--master-port", str(free_port()), *command.prefix]
         run = train(
-            smaller(command.words),
+            smaller(command.words, number, tmp_path),
             tmp_path / f"command-{number}",
             prefix=torchrun if command.prefix else [],
             cwd=tmp_path,
             own_folder=False,
+            timeout_s=600,
         )
         assert run.code == 0, f"{' '.join(command.words)}\n{run.console}"
 

@@ -179,8 +179,9 @@ def closing_sample(cfg: Any, run_dir: Path) -> str:
         again.sample.prompt = "the"  # words have no token that marks the beginning of a text
     try:
         return describe_sample(sample(again)) + "\n"
-    except UserError as error:  # the run itself has succeeded
-        logger.warning("no sample of the model's text: %s", error)
+    except Exception as error:  # the run itself has succeeded, and a model of the user's own may not continue texts
+        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        logger.warning("no sample of the model's text: %s", reason)
         return ""
 
 

@@ -48,6 +48,18 @@ def test_the_model_sees_no_more_than_its_positions(layers):
     assert layers["body"].seen == [1, 2, 3, 4, 4, 4]
 
 
+class WithSum(nn.Module):
+    """Passes a scalar along, as a mixture of experts does with its auxiliary loss."""
+
+    def forward(self, x, total=0.0):
+        return x, total + x.sum()
+
+
+def test_layers_may_pass_tuples_and_the_logits_are_the_first_tensor(layers):
+    passing = Layers([*layers.items()[:1], ("middle", WithSum()), ("head", WithSum())])
+    assert follow(passing, temperature=0) == follow(layers, temperature=0)
+
+
 def test_one_seed_gives_one_text_and_another_seed_another(layers):
     assert follow(layers, 40) == follow(layers, 40) != follow(layers, 40, seed=2)
     assert set(follow(layers, 400)) == set(range(8))

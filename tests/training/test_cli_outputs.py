@@ -219,6 +219,25 @@ def test_the_console_shows_the_configuration_the_plan_and_the_result(gpt2):
     assert f"files: {gpt2.folder}" in result
 
 
+def form(line):
+    """A pattern for lines like this one, in which numbers and paths differ; ``…`` stands for anything."""
+    kinds = {r"outputs/\S+": r"\S+", r"\d(?:[\d,.]*\d)?": r"[\d,.]+", " +": " +", "…": ".*"}
+    parts = re.split(f"({'|'.join(kinds)})", line)
+    return "".join(next((to for kind, to in kinds.items() if re.fullmatch(kind, p)), re.escape(p)) for p in parts)
+
+
+def test_the_lines_that_the_readme_shows_have_the_form_and_the_order_of_a_run_s(gpt2):
+    (sample,) = re.findall(r"^```\n(gpt2: .*?)^```", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    said = gpt2.stdout.replace(" parallel.chunks=4", "").splitlines()  # typed here, and not there
+    sample = re.sub(r"(?<=a sample of its text:\n)(?:  .*\n)+", "…\n", sample)
+    assert len(sample.splitlines()) >= 10
+    for line in sample.splitlines():
+        pattern = form(re.sub(r"^data: .*?(?=, \d+ documents)", "data: …", line))
+        at = next((number for number, one in enumerate(said) if re.fullmatch(pattern, one)), None)
+        assert at is not None, f"{line!r} is of no line, or in another place, of\n{gpt2.stdout}"
+        said = said if line == "…" else said[at + 1 :]
+
+
 def printed(run, word):
     """The command that the console gives behind ``word``."""
     (line,) = [line for line in run.stdout.splitlines() if line.startswith(word)]

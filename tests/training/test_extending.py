@@ -25,8 +25,9 @@ SHORT = [
     "train.checkpoint_every=null",
 ]  # fmt: skip
 ADDED = {
-    "model": ["lstm", "skip"], "data": ["csv_regression"], "optim": ["lion", "rmsprop"], "scheduler": ["inverse_sqrt"],
-    "logger": ["losses"], "callbacks": ["weight_norm"], "parallel": ["checked_ddp"],
+    "model": ["lstm", "moe", "skip", "translator"], "data": ["backwards", "csv_regression"],
+    "optim": ["lion", "rmsprop"], "scheduler": ["inverse_sqrt"], "logger": ["losses"], "callbacks": ["weight_norm"],
+    "parallel": ["checked_ddp"],
 }  # fmt: skip
 
 
@@ -77,6 +78,8 @@ def losses(house):
         "lstm": (lstm, ["single", "ddp", "pipelined", "pipe_ddp"]),
         "csv": (table, ["single", "checked_ddp", "pipe_ddp"]),
         "skip": (["model=skip", "optim=rmsprop"], ["single", "pipe_ddp"]),
+        "translator": (["model=translator", "optim=sgd", "optim.lr=0.1"], ["single", "ddp", "pipelined", "pipe_ddp"]),
+        "moe": (["model=moe", "model.width=16", "optim=sgd", *text], ["single", "ddp", "pipelined", "pipe_ddp"]),
     }
     runs = {
         f"{name} {layout}": [*words, *LAYOUTS[layout]]
@@ -91,7 +94,7 @@ def losses(house):
     return json.loads((house.parent / "losses.json").read_text())
 
 
-@pytest.mark.parametrize("model", ["lstm", "csv", "skip"])
+@pytest.mark.parametrize("model", ["lstm", "csv", "skip", "translator", "moe"])
 def test_every_strategy_trains_what_was_added_as_single_does(losses, model):
     runs = {name: values for name, values in losses.items() if name.startswith(f"{model} ")}
     assert len(runs) > 1

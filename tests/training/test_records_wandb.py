@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from training.reporting import NoLogger, WandbRun
+from training.reporting.environment import git_state
 
 wandb = pytest.importorskip("wandb")
 
@@ -45,14 +46,16 @@ def losses(run_dir):
 
 SCRIPT = """
 import os, signal, sys
+import wandb
 from training.reporting import WandbRun
 handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 before = dict(os.environ)
 config = {"lr": 0.5, "hub": {"api_key": "abcdefgh12345678"}}
 run = WandbRun(sys.argv[1], config, "first", project="tests", tags=["t"])
 for step in range(1, 6):
-    run.log({"step": step, "loss": 1 / step}, step)
-run.log({"step": 5, "val_loss": 2.5}, 5)
+    run.log({"step": step, "loss": 1 / step, "top3_accuracy": 0.75}, step)
+run.log({"step": 5, "val_loss": 2.5, "val_top3_accuracy": 0.5}, 5)
+assert not wandb.run.settings.x_disable_stats, "the machine's load is recorded"
 assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 assert before == dict(os.environ)
 run.finish({"final_loss": 0.2})
@@ -65,7 +68,11 @@ def test_an_offline_run_is_silent_stays_in_its_folder_and_can_be_read_back(tmp_p
                           capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert losses(run_dir) == {step: pytest.approx(1 / step) for step in range(1, 6)}
-    text = json.dumps(read_back(run_dir))
+    found = read_back(run_dir)
+    (record,) = [record["run"] for record in found if record["type"] == "run"]
+    assert record.get("git", {}).get("commit") == git_state()[0]
+    text = json.dumps(found)
+    assert '"train/top3_accuracy": 0.75' in text and '"val/top3_accuracy": 0.5' in text
     assert '"val/loss": 2.5' in text and '"final_loss": 0.2' in text and '"lr": 0.5' in text
     assert "abcdefgh12345678" not in text
     assert '"host"' not in text
