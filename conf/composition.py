@@ -28,6 +28,7 @@ from launchers.world import launcher_start
 
 _GROUPS = ("model", "data", "optim", "scheduler", "parallel", "launcher", "logger")
 _ON_TOP = ("experiment", "debug")  # groups whose values are changes of the others' defaults
+_LISTED = {"logger@loggers.": "logger", "callback@callbacks.": "callbacks"}  # groups of which several may be chosen
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
@@ -130,6 +131,12 @@ def differences(cfg: DictConfig, choices: Mapping[str, str | None]) -> tuple[dic
     chosen = {group: option for group, option in chosen.items() if option is not None}
     loader = GlobalHydra.instance().config_loader()
     words = [f"{group}={option}" for group, option in chosen.items() if group not in _ON_TOP]
+    for start, shown in _LISTED.items():
+        further = {group: option for group, option in choices.items() if group.startswith(start)}
+        words += [f"+{part}{group}={option}" for group, option in further.items() for part in ("schema/", "")]
+        if further:
+            names = [chosen[shown]] if shown in chosen else []
+            chosen[shown] = f"[{','.join([*names, *further.values()])}]"
     defaults = dict(_leaves(loader.load_configuration("train", words, RunMode.RUN)))
     missing = object()
     changed = {key: value for key, value in _leaves(cfg) if defaults.get(key, missing) != value}
@@ -153,6 +160,8 @@ def _leaves(cfg: DictConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _word(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(_word, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

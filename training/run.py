@@ -44,7 +44,8 @@ from training.reporting.summary import Outcome, RankResult, gather_results, summ
 from training.reporting.timeline_files import why_no_timeline, write_timeline
 from training.setup import Setup, prepare
 
-_WHERE = ("device", "parallel", "launcher", "logger", "allow", "import_from")  # what a checkpoint does not keep
+# What a checkpoint does not keep.
+_WHERE = ("device", "parallel", "launcher", "logger", "loggers", "callbacks", "allow", "import_from")
 
 
 def run(
@@ -287,17 +288,22 @@ def _report(setup: Setup, run_dir: Path, outcome: Outcome, summary: dict, ranks:
     nameable = outcome.checkpoint is not None and setup.cfg.model._target_ != GIVEN
     link = hydra_word(str(outcome.checkpoint.parents[1])) if nameable else None
     epochs = setup.cfg.train.epochs is not None
-    headline, *rest = final_words(summary, run_dir, _where(run_dir), link, setup.extents, epochs).split("\n")
+    headline, *rest = final_words(summary, run_dir, _where(setup.cfg, run_dir), link, setup.extents, epochs).split("\n")
     print("\n".join([styled(headline, "bold", sys.stdout), *rest]), flush=True)
 
 
-def _where(run_dir: Path) -> list[str]:
+def _where(cfg: Any, run_dir: Path) -> list[str]:
     """Returns what the user typed of where to run, as Hydra wrote it into the run directory."""
     from omegaconf import OmegaConf
+
+    from conf.composition import contract_lists  # late: it imports Hydra
 
     try:
         # Not resolved: a value may refer to a secret of the environment.
         typed = OmegaConf.to_container(read_yaml(run_dir / ".hydra" / "overrides.yaml"), resolve=False)
     except UserError:
         return []  # they are but a hint
-    return [word for word in typed if re.split(r"[.=]", word.lstrip("+~"))[0] in _WHERE]
+    words = [w for w in contract_lists(typed) if re.split(r"[.=]", w.lstrip("+~"))[0] in _WHERE]
+    if cfg.import_from and not any(word.startswith("import_from=") for word in words):  # from --config-dir
+        words.append(f"import_from=[{','.join(map(hydra_word, cfg.import_from))}]")
+    return words

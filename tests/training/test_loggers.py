@@ -9,6 +9,7 @@ from composed import run as train
 
 from common.errors import TrainingError
 from conf.composition import compose
+from training import train as command
 from training.reporting.loggers import Loggers, grouped, sections
 from training.setup import prepare
 
@@ -22,6 +23,17 @@ def test_loggers_are_a_list_and_each_further_one_has_a_section_of_its_own():
         "WandbRun", "TensorBoardRun", "CsvLogger",
     ]  # fmt: skip
     assert [s._target_ for s in sections(compose(["logger=[csv]"]))] == ["training.reporting.CsvLogger"]
+
+
+def test_the_console_names_them_and_callbacks_as_they_were_typed(tmp_path, capfd):
+    lists = ["logger=[none,csv]", "loggers.csv.file=x.csv", "callbacks=[early_stop]", "callbacks.early_stop.patience=7"]
+    command(*SHORT, *lists, "device=cpu", "parallel.threads=1", f"hydra.run.dir={tmp_path}/run")
+    said = capfd.readouterr().out
+    header = said.partition("\n\n")[0].split()
+    assert {*lists, "train.steps=3"} <= set(header) and "_target_" not in said
+    for word in ("evaluate:", "go on:"):
+        (line,) = [line for line in said.splitlines() if line.startswith(word)]
+        assert set(lists) <= set(line.split())
 
 
 def test_the_csv_has_a_line_per_step_with_the_evaluation_after_it(tmp_path):

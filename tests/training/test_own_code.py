@@ -1,5 +1,6 @@
 """Models, losses and optimizers in a folder of the user's own: ``--config-dir`` and ``allow``."""
 
+import shlex
 import sys
 
 import pytest
@@ -81,9 +82,20 @@ def test_a_model_and_an_optimizer_of_a_folder_beside_the_configuration_are_train
     loss = "model.loss={_target_: my_models.Absolute}"
     result = train(*words, loss, *QUICK, "parallel.chunks=2", f"hydra.run.dir={tmp_path}/run")
     assert [name for stage in result.summary["stages"] for name in stage["layers"]] == ["first", "last", "shift"]
-    assert "allow: my_models" in capfd.readouterr().out, "in the plan"
+    said = capfd.readouterr().out
+    assert "allow: my_models" in said, "in the plan"
     steps = [record for record in records(tmp_path / "run") if "loss" in record]
     assert len(steps) == 3 and all(record["worst"] > 0 for record in steps)
+    (printed,) = [line for line in said.splitlines() if line.startswith("evaluate: python train.py ")]
+    forget(tmp_path)
+    again = train(*shlex.split(printed)[3:], f"hydra.run.dir={tmp_path}/again")
+    assert again.summary["test_loss"] == pytest.approx(result.summary["test_loss"], rel=1e-6)
+
+
+def forget(folder):
+    """As in a new process: what is in ``folder`` is imported no longer."""
+    sys.path[:] = [path for path in sys.path if not path.startswith(str(folder))]
+    sys.modules.pop("my_models", None)
 
 
 def test_their_keys_come_from_their_signatures(mine, tmp_path):

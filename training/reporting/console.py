@@ -203,7 +203,7 @@ def _speed(summary: dict) -> list[str]:
     lines = [f"{line}   bubble {bubble:.1%} (ideal {ideal:.1%})"]
     if bubble > max(ideal + _FAR_ABOVE, ideal * _TIMES_ABOVE):
         lines.append(
-            "the bubble is far above the ideal, so the stages take unequal times: try parallel.balance=time, which "
-            "measures the layers, or fewer processes than cores"
+            "the bubble is far above the ideal: stages take unequal times, or processes wait for cores; try "
+            "parallel.balance=time, which measures the layers, or no more processes than cores"
         )
     return lines
