@@ -11,6 +11,8 @@ from string import Template
 FOLDER = Path(__file__).resolve().parent
 # The sections that say what is trained, as the seed does; the others say where. A checkpoint keeps these.
 TRAINED = ("model", "data", "optim", "scheduler", "train")
+# The option of these groups that a checkpoint's own configuration is, while a command that names the checkpoint runs.
+OF_CHECKPOINT = "of_checkpoint"
 
 
 def options(group: str) -> list[str]:

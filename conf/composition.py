@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError
 from common.machine import check_working_directory
-from conf import FOLDER, environment, options
+from conf import FOLDER, OF_CHECKPOINT, environment
 from conf.messages import unknown_key
 from conf.schema import register
 from conf.trust import config_folder, config_folders
@@ -121,14 +121,10 @@ def differences(cfg: DictConfig, choices: Mapping[str, str | None]) -> tuple[dic
         choices: The option of each group, as Hydra has them at run time.
 
     Returns:
-        The option of each group, and "key=value" for each value that is not the one which these options bring. A model
-        of a checkpoint stands as the option that it was trained with, and its values as differences from that.
+        The option of each group, and "key=value" for each value that is not the one which these options bring. Of what
+        a checkpoint brings, the model's name stands among the options, and what differs among the values.
     """
-    chosen = {group: choices.get(group) for group in (*_GROUPS, *_ON_TOP)}
-    if chosen["model"] not in options("model"):
-        chosen = {group: option for group, option in chosen.items() if option in options(group)}
-        chosen = {"model": cfg.model.name, **chosen}
-    chosen = {group: option for group, option in chosen.items() if option is not None}
+    chosen = {group: choices[group] for group in (*_GROUPS, *_ON_TOP) if choices.get(group) is not None}
     loader = GlobalHydra.instance().config_loader()
     words = [f"{group}={option}" for group, option in chosen.items() if group not in _ON_TOP]
     for start, shown in _LISTED.items():
@@ -140,6 +136,9 @@ def differences(cfg: DictConfig, choices: Mapping[str, str | None]) -> tuple[dic
     defaults = dict(_leaves(loader.load_configuration("train", words, RunMode.RUN)))
     missing = object()
     changed = {key: value for key, value in _leaves(cfg) if defaults.get(key, missing) != value}
+    if chosen["model"] == OF_CHECKPOINT:
+        chosen["model"] = cfg.model.name
+        chosen = {group: option for group, option in chosen.items() if option != OF_CHECKPOINT}
     return chosen, [f"{key}={_word(value)}" for key, value in changed.items()]
 
 
@@ -198,8 +197,9 @@ def _expand_lists(arguments: Sequence[str]) -> list[str]:
     return [word for argument in arguments for word in _expand(argument)]
 
 
-def contract_lists(overrides: Sequence[str]) -> list[str]:
-    """The reverse: what was typed, of the overrides that Hydra has recorded."""
+def as_typed(overrides: Sequence[str]) -> list[str]:
+    """The reverse of what is done to a command line: what was typed, of the overrides that Hydra was given."""
+    overrides = [re.sub(r"^([^=]+)=choice\((.*)\)$", r"\1=\2", override) for override in overrides]
     words: list[str] = []
     names: dict[str, list[str]] = {"logger": [], "callbacks": []}
     for override in overrides:
@@ -216,12 +216,14 @@ def contract_lists(overrides: Sequence[str]) -> list[str]:
 
 
 def _expand(argument: str) -> list[str]:
-    match = re.fullmatch(r"(?:logger=\[([\w,\s-]+)\]|callbacks=\[?([\w,\s-]+)\]?)", argument)
-    if match is None or argument == "callbacks=null":
+    match = re.fullmatch(r"(logger|callbacks)=(?:\[([\w,\s-]*)\]|([\w-]+))", argument)
+    if match is None or argument in ("callbacks=null", "callbacks=[]") or (match[1] == "logger" and match[3]):
         return [argument]
-    names = re.findall(r"[\w-]+", match[1] or match[2])
-    group, section = ("logger", "loggers") if match[1] else ("callback", "callbacks")
-    first = [f"logger={names.pop(0)}"] if match[1] and names else []
+    names = re.findall(r"[\w-]+", match[2] or match[3] or "none")
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{argument} names {repeated[0]} {names.count(repeated[0])} times; name each once")
+    group, section = ("logger", "loggers") if match[1] == "logger" else ("callback", "callbacks")
+    first = [f"logger={names.pop(0)}"] if group == "logger" else []
     # The schema stands before what it checks.
     return first + [f"+{part}{group}@{section}.{name}={name}" for name in names for part in ("schema/", "")]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 
@@ -9,6 +10,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig
 from omegaconf.errors import (
     ConfigKeyError,
+    ConfigTypeError,
     MissingMandatoryValue,
     OmegaConfBaseException,
     ReadonlyConfigError,
@@ -17,6 +19,7 @@ from omegaconf.errors import (
 from yaml import YAMLError
 
 from common.errors import message_for_user
+from conf import OF_CHECKPOINT
 
 
 def explain(error: Exception) -> str | None:
@@ -44,7 +47,8 @@ def explain(error: Exception) -> str | None:
         return None
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
-        return f"there is no '{error.missing_cfg_file}'{_nearest(f'{group}={{}}', name, error.options)}"
+        known = [option for option in error.options if option != OF_CHECKPOINT]
+        return f"there is no '{error.missing_cfg_file}'{_nearest(f'{group}={{}}', name, known)}"
     if isinstance(error, OverrideParseException):
         reason = _first_line(error.__cause__ or error).partition(" See ")[0]
         return f"{error.override!r} cannot be read: {reason}; put a value with special characters in quotes"
@@ -58,6 +62,12 @@ def explain(error: Exception) -> str | None:
         return f"{place}{cause.full_key} has no default: set it"
     if isinstance(cause, ReadonlyConfigError):
         return f"{place}{cause.full_key} cannot be changed: what it names would be executed. Leave it out"
+    if isinstance(cause, ValidationError) and "is not a ListConfig" in str(cause):
+        return f"{place}{cause.full_key} is a list: write {cause.full_key}=[…]"
+    if isinstance(cause, ConfigTypeError) and "does not support deletion" in str(cause):
+        return f"{cause.full_key} cannot be taken out; give it another value"
+    if twice := re.match(r"Multiple values for (\S+)\. ", str(error)):
+        return f"{twice[1]} is chosen already: type {twice[1]}=OPTION, without a +"
     if isinstance(cause, ValidationError):
         return f"{place}{cause.full_key}: {_first_line(cause)}"
     return " ".join(str(error if cause is None else cause).split())
@@ -77,6 +87,9 @@ def _where(error: BaseException) -> tuple[list[str], str | None]:
 def unknown_key(key: str, known: Sequence[str]) -> str:
     """The message about a key, such as "parallel.chnks", whose section has the keys ``known``."""
     section, name = _split(key)
+    if not known:
+        lists = {"loggers.": f"type logger=[wandb,{name}] first", "callbacks.": f"type callbacks=[{name}] first"}
+        return f"there is no key {key}; {lists.get(section, 'its section is empty')}"
     return f"there is no key {key}{_nearest(f'{section}{{}}', name, known)}"
 
 

@@ -16,7 +16,7 @@ class TensorData(DataSet):
 
     def __init__(
         self,
-        inputs: Tensor,
+        inputs: Tensor | tuple[Tensor, ...],
         targets: Tensor,
         valid: float = 0.1,
         test: float = 0.1,
@@ -26,7 +26,8 @@ class TensorData(DataSet):
         """Divides the samples.
 
         Args:
-            inputs: [n, ...], or tokens [n, t] where ``vocab_size`` is given.
+            inputs: [n, ...], or tokens [n, t] where ``vocab_size`` is given; a tuple of such tensors where a model has
+                several inputs.
             targets: [n, ...], classes as int64.
             valid: The fraction to validate on, in [0, 1).
             test: The fraction to test on, in [0, 1).
@@ -37,23 +38,29 @@ class TensorData(DataSet):
             DataError: The tensors or the fractions do not fit together.
         """
         super().__init__()
-        if len(inputs) != len(targets):
-            raise DataError(f"{len(inputs)} inputs and {len(targets)} targets: each input needs one target")
+        several = inputs if isinstance(inputs, tuple) else (inputs,)
+        for tensor in several:
+            if len(tensor) != len(targets):
+                raise DataError(f"{len(tensor)} inputs and {len(targets)} targets: each input needs one target")
         if min(valid, test) < 0 or valid + test >= 1:
             raise DataError(f"valid={valid} and test={test} must be 0 or more, and less than 1 together")
-        order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed))
-        sizes = [int(valid * len(inputs)), int(test * len(inputs))]
-        parts = order.split([*sizes, len(inputs) - sum(sizes)])
-        inputs, targets = inputs.detach().cpu(), targets.detach().cpu()
-        self.valid, self.test, self.train = (
-            InMemory(inputs[rows], targets[rows]) if len(rows) else None for rows in parts
-        )
+        samples = len(targets)
+        order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
+        sizes = [int(valid * samples), int(test * samples)]
+        *several, targets = (tensor.detach().cpu() for tensor in (*several, targets))
+
+        def part(rows: Tensor) -> InMemory | None:
+            chosen = tuple(tensor[rows] for tensor in several)
+            whole = chosen if isinstance(inputs, tuple) else chosen[0]
+            return InMemory(whole, targets[rows]) if len(rows) else None
+
+        self.valid, self.test, self.train = map(part, order.split([*sizes, samples - sum(sizes)]))
         if self.train is None:
-            raise DataError(f"{len(inputs)} samples leave none to train on")
-        self.vocab_size, self.seq_len = vocab_size, inputs.shape[1] if vocab_size is not None else None
+            raise DataError(f"{samples} samples leave none to train on")
+        self.vocab_size, self.seq_len = vocab_size, several[0].shape[1] if vocab_size is not None else None
         counts = ", ".join(f"{name} {size:,}" for name, size in zip(("valid", "test"), sizes, strict=True))
         self.description = f"tensors: train {len(self.train):,} samples, {counts}"
-        self.fingerprint = hashlib.sha256(b"".join(_bytes(tensor) for tensor in (inputs, targets))).hexdigest()[:16]
+        self.fingerprint = hashlib.sha256(b"".join(_bytes(tensor) for tensor in (*several, targets))).hexdigest()[:16]
 
     def prepare(self) -> None:
         """Does nothing: the samples are there."""

@@ -149,7 +149,9 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
         except _Accepted:
             pass
         except TrainingError as error:
-            raise TrainingError(f"optim: {error}") from None
+            others = "unexpected keyword" in str(error)
+            hint = ": a key of another optimizer; one more optimizer is a file conf/optim/NAME.yaml (docs/extending.md)"
+            raise TrainingError(f"optim: {error}{hint if others else ''}") from None
 
 
 class _Accepted(Exception):

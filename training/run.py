@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common.errors import TrainingError, UserError
-from common.files import read_yaml
+from common.errors import TrainingError
 from common.given import GIVEN
 from common.machine import styled
 from launchers import World, connect
@@ -43,9 +41,6 @@ from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
 from training.reporting.timeline_files import why_no_timeline, write_timeline
 from training.setup import Setup, prepare
-
-# What a checkpoint does not keep.
-_WHERE = ("device", "parallel", "launcher", "logger", "loggers", "callbacks", "allow", "import_from")
 
 
 def run(
@@ -282,28 +277,13 @@ def _summary(
 
 def _report(setup: Setup, run_dir: Path, outcome: Outcome, summary: dict, ranks: list[RankResult]) -> None:
     """Writes the timeline, if it was asked for, and prints the results."""
+    from training.reporting.run_directory import where_typed  # late: it imports Hydra
+
     if setup.cfg.train.trace and why_no_timeline(setup.plan) is None:
         intervals = [rank.intervals for rank in ranks]
         write_timeline(run_dir, setup.plan, setup.cfg.model.name, intervals, outcome.steps)
     nameable = outcome.checkpoint is not None and setup.cfg.model._target_ != GIVEN
     link = hydra_word(str(outcome.checkpoint.parents[1])) if nameable else None
     epochs = setup.cfg.train.epochs is not None
-    headline, *rest = final_words(summary, run_dir, _where(setup.cfg, run_dir), link, setup.extents, epochs).split("\n")
+    headline, *rest = final_words(summary, run_dir, where_typed(run_dir), link, setup.extents, epochs).split("\n")
     print("\n".join([styled(headline, "bold", sys.stdout), *rest]), flush=True)
-
-
-def _where(cfg: Any, run_dir: Path) -> list[str]:
-    """Returns what the user typed of where to run, as Hydra wrote it into the run directory."""
-    from omegaconf import OmegaConf
-
-    from conf.composition import contract_lists  # late: it imports Hydra
-
-    try:
-        # Not resolved: a value may refer to a secret of the environment.
-        typed = OmegaConf.to_container(read_yaml(run_dir / ".hydra" / "overrides.yaml"), resolve=False)
-    except UserError:
-        return []  # they are but a hint
-    words = [w for w in contract_lists(typed) if re.split(r"[.=]", w.lstrip("+~"))[0] in _WHERE]
-    if cfg.import_from and not any(word.startswith("import_from=") for word in words):  # from --config-dir
-        words.append(f"import_from=[{','.join(map(hydra_word, cfg.import_from))}]")
-    return words

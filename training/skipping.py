@@ -79,8 +79,8 @@ class Skipping:
                 "train.spike_factor"
             )
         return (
-            f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}, not finite {row}; try {remedies}, or "
-            "train.precision=fp32; debug=anomaly names the operation"
+            f"step {step}: loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}, not finite {row}; try "
+            f"{remedies}, or train.precision=fp32; debug=anomaly names the operation"
         )
 
     def state_dict(self) -> dict[str, float]:

@@ -6,6 +6,7 @@ from torch import nn
 
 from common.errors import CheckpointError, UserError
 from data.tensors import TensorData
+from models.chain import Chain, LayerSpec
 from models.losses import ClassCrossEntropy
 from models.sequential import chain_of
 from training import load_config, train
@@ -63,6 +64,19 @@ def test_a_network_of_ones_own_starts_from_its_weights_and_is_trained_alike_ever
     assert losses["pipe_ddp"] == pytest.approx(losses["single"], rel=1e-6)
     net.load_state_dict(results["pipe_ddp"].state_dict())
     assert nn.functional.cross_entropy(net(batch), targets).item() < before - 0.02
+
+
+def test_a_model_may_have_several_inputs(tmp_path):
+    left, right = torch.randn(200, 4), torch.randn(200, 4)
+    layers = [LayerSpec("both", lambda: nn.Bilinear(4, 4, 8)), LayerSpec("last", lambda: nn.Linear(8, 2))]
+    data = TensorData((left, right), ((left * right).sum(dim=1) > 0).long())
+    chain = Chain(layers, loss=ClassCrossEntropy())
+    words = [*QUICK, "parallel=pipelined", "parallel.chunks=2", "optim.lr=1", "train.steps=20"]
+    result = train(*words, f"hydra.run.dir={tmp_path}", model=chain, data=data)
+    losses = [record["loss"] for record in result.metrics if "loss" in record]
+    assert len(losses) == 20 and losses[-1] < 0.8 * losses[0]
+    with pytest.raises(UserError, match="200 inputs and 100 targets"):
+        TensorData((left, right), torch.zeros(100))
 
 
 def test_what_is_given_is_forgotten_after_the_run_and_evaluated_when_given_again(tmp_path, own):

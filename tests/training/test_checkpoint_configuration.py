@@ -8,6 +8,7 @@ from commandline import train
 from composed import config, run, steps
 
 from common.errors import CheckpointError, TrainingError
+from train import main
 from training.checkpoint.configuration import with_checkpoint
 from training.config import complete, kept, quote_values
 
@@ -44,6 +45,15 @@ def test_what_is_typed_wins_over_the_checkpoint(words):
     cfg = composed(named, "mode=eval", "data=stdlib", "optim=sgd", "parallel=pipe_ddp", "debug=limit")
     assert (cfg.data._target_, cfg.data.seq_len, cfg.optim._target_) == ("data.stdlib.Stdlib", 256, "torch.optim.SGD")
     assert (cfg.parallel.name, cfg.train.eval_batches, cfg.model.d_model) == ("pipe_ddp", 1, 16)
+
+
+def test_the_console_shows_what_was_typed_and_not_all_that_the_checkpoint_brings(words, tmp_path, capsys):
+    typed = [f"checkpoint='{words}'", "mode=eval", "data.seq_len=16", "parallel.threads=1", "device=cpu"]
+    assert main([*typed, "logger=none", f"hydra.run.dir={tmp_path}/run"]) == 0
+    choices, changes = capsys.readouterr().out.partition("\n\n")[0].split("\n", 1)
+    assert choices == "model=transformer parallel=single launcher=local logger=none"
+    shown = " ".join(changes.split()).replace(str(words), "RUN").split()
+    assert sorted(shown) == sorted([*typed[1:], "checkpoint=RUN"])
 
 
 def test_the_keys_that_it_brings_have_their_types_and_names(words):
@@ -122,4 +132,5 @@ def test_the_short_commands_work_as_a_user_types_them(words, tmp_path):
     assert done.code == 0 and done.stdout.startswith("the "), done.console
     done = train(["mode=eval", f"checkpoint='{words}'", "logger=none"], tmp_path / "e")
     assert done.code == 0, done.console
-    assert "model.d_model=16" in done.stdout and "batches)" not in done.console
+    assert "d_model: 16" in (tmp_path / "e" / ".hydra" / "config.yaml").read_text()
+    assert "batches)" not in done.console

@@ -117,6 +117,24 @@ def test_an_unknown_key_behind_a_plus_is_an_error_with_the_nearest_name(argument
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("logger=[csv,wandb,csv]", "logger=[csv,wandb,csv] names csv 2 times; name each once"),
+        ("loggers.csv.file=x", "there is no key loggers.csv; type logger=[wandb,csv] first"),
+        ("callbacks.early_stop.patience=3", "there is no key callbacks.early_stop; type callbacks=[early_stop] first"),
+        ("allow=mine", "allow is a list: write allow=[…]"),
+        ("~optim.lr", "optim.lr cannot be taken out; give it another value"),
+        ("+model=gpt2", "model is chosen already: type model=OPTION, without a +"),
+        ("optim._target_=torch.optim.RMSprop", "optim: _target_=torch.optim.RMSprop: got an unexpected keyword"),
+    ],
+)
+def test_a_mistake_of_form_is_one_line_with_the_way_out(argument, message, tmp_path, capsys):
+    assert train.main([argument, "mode=plan", f"hydra.run.dir={tmp_path}/run"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {message}") and said.count("\n") == 1
+
+
 def test_a_key_where_any_may_stand_can_be_added(tmp_path, capsys):
     line = ["+parallel.env.NCCL_DEBUG=INFO", "mode=plan", f"hydra.run.dir={tmp_path}/run"]
     assert train.main(["parallel.env={NCCL_ALGO: Ring}", *line]) == 0, capsys.readouterr().err

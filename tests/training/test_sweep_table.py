@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from sweep_jobs import chunk_sweep, leave
 
-from training.sweep.figure import coinciding, ideal_costs, loss_figure, numeric_axis, score_figure
+from training.sweep.figure import coinciding, cut_off, ideal_costs, loss_figure, numeric_axis, score_figure
 from training.sweep.table import read_table, write_csv
 
 
@@ -151,6 +151,25 @@ def test_curves_that_lie_on_each_other_are_found_and_each_is_seen(tmp_path):
     assert [[row.job.num for row in group] for group in coinciding(table)] == [[0, 1, 2]]
     widths = [line.get_linewidth() for line in loss_figure(table).axes[0].lines]
     assert widths[0] > widths[1] > widths[2]
+
+
+def test_a_job_that_diverges_neither_flattens_the_others_nor_makes_their_curves_one(tmp_path):
+    for num, losses in enumerate([(2.0, 1.0, 0.5), (2.0, 1.5, 1.0), (2.0, 1e20, 1e35)]):
+        folder = leave(tmp_path, num, f"optim.lr={num}", times=[1.0] * 3, status="failed" if num == 2 else "finished")
+        records = [{"step": step, "loss": loss, "step_time_s": 1.0} for step, loss in enumerate(losses, 1)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    table = read_table(tmp_path)
+    assert coinciding(table) == [] and cut_off(table) == 4.0
+    bottom, top = loss_figure(table).axes[0].get_ylim()
+    assert 0 < bottom < 0.5 and top == 4.0
+
+
+def test_numbers_that_a_sweeper_draws_are_shown_with_six_digits_where_there_is_room(tmp_path):
+    rates(tmp_path, (0.2152465741739161, 1.0, 8.0), (0.2932222409540219, 1.0, 5.0), (0.2970511787460025, 1.0, 4.0))
+    table = read_table(tmp_path)
+    assert [row.label for row in table.rows] == ["optim.lr=0.215247", "optim.lr=0.293222", "optim.lr=0.297051"]
+    labels = [tick.get_text() for tick in score_figure(table).axes[0].get_xticklabels()]
+    assert labels == ["0.215247", "0.293222", ""]
 
 
 def test_losses_are_drawn_for_every_job_that_has_any(tmp_path):

@@ -17,13 +17,13 @@ from hydra.errors import HydraException
 
 from common.errors import CheckpointError, TrainingError
 from common.files import expand_home
+from conf import OF_CHECKPOINT
 from conf.schema import schema_of
 from conf.trust import literal
 from models.chain import Chain
 from training.checkpoint.load import Tensors, newest, read_manifest
 from training.checkpoint.manifest import checkpoint_folder
 
-OPTION = "of_checkpoint"
 _KEY = "config"  # of the manifest
 _GROUPS = ("data", "optim", "scheduler")  # whose options the option of model brings
 _SHOWN = 4
@@ -61,7 +61,7 @@ def with_checkpoint(arguments: Sequence[str]) -> list[str]:
         )
     _register(configs[0])
     rest = [a for a in arguments if not (wanted and a.partition("=")[0].lstrip("+") == "model")]
-    return [f"model={OPTION}", *rest]
+    return [f"model={OF_CHECKPOINT}", *rest]
 
 
 def _overrides(arguments: Sequence[str]) -> list[str]:
@@ -92,17 +92,17 @@ def _register(config: Mapping[str, Any]) -> None:
     store = ConfigStore.instance()
     config = {name: literal(section) for name, section in config.items()}
     for group in ("model", *_GROUPS):
-        schema = schema_of(group, OPTION, config[group].get("_target_"))
+        schema = schema_of(group, OF_CHECKPOINT, config[group].get("_target_"))
         if schema is not None:
-            store.store(group=f"schema/{group}", name=OPTION, node=schema)
+            store.store(group=f"schema/{group}", name=OF_CHECKPOINT, node=schema)
     for group in _GROUPS:
-        store.store(group=group, name=OPTION, node=config[group])
+        store.store(group=group, name=OF_CHECKPOINT, node=config[group])
     whole = {name: section for name, section in config.items() if name not in _GROUPS}
     limit = config["train"].get("eval_batches")
     if isinstance(limit, int):  # mode=eval covers the whole split, as in conf/model
         whole["train"] = {**config["train"], "eval_batches": f"${{by:${{mode}},eval,null,{limit}}}"}
-    defaults = [*({f"override /{group}": OPTION} for group in _GROUPS), "_self_"]
-    store.store(group="model", name=OPTION, node={"defaults": defaults, **whole}, package="_global_")
+    defaults = [*({f"override /{group}": OF_CHECKPOINT} for group in _GROUPS), "_self_"]
+    store.store(group="model", name=OF_CHECKPOINT, node={"defaults": defaults, **whole}, package="_global_")
 
 
 def checkpoint_of(cfg: Any) -> Path:

@@ -30,6 +30,8 @@ def describe(command: list[str] | None = None) -> dict[str, Any]:
         usable cores), memory_bytes, gpus (name and memory_bytes of each), packages (versions) and command. What
         cannot be determined is None.
     """
+    from conf.composition import as_typed  # late: it imports Hydra
+
     commit, dirty = git_state()
     return {
         "git_commit": commit,
@@ -40,7 +42,7 @@ def describe(command: list[str] | None = None) -> dict[str, Any]:
         "memory_bytes": _memory_bytes(),
         "gpus": _gpus(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "command": mask_secrets(sys.argv if command is None else command),
+        "command": mask_secrets(as_typed(sys.argv if command is None else command)),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -85,7 +86,12 @@ def swept_keys(jobs: list[Job]) -> list[str]:
 def label(job: Job, keys: list[str]) -> str:
     """What tells this job from the others: "parallel.chunks=4"."""
     table = values(job)
-    return " ".join(f"{key}={table[key]}" for key in keys if key in table) or f"job {job.num}"
+    return " ".join(f"{key}={short(table[key])}" for key in keys if key in table) or f"job {job.num}"
+
+
+def short(value: str) -> str:
+    """A value for the eye: a number of many digits, as a sweeper draws them, with six."""
+    return f"{float(value):.6g}" if re.fullmatch(r"-?\d*\.\d{7,}(e-?\d+)?", value) else value
 
 
 def _work(overrides: tuple[str, ...]) -> list[str]:

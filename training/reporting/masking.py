@@ -15,7 +15,7 @@ from conf.environment import KEY, hide, shown
 MASK = "***"
 
 _SECRET_NAME = re.compile(
-    r"(api_?key|access_?key|private_?key|secret(_?key)?|token|password|passwd|credentials?)$", re.IGNORECASE
+    r"(api_?key|access_?key|private_?key|secret(_?key)?|(?<!tik)token|password|passwd|credentials?)$", re.IGNORECASE
 )
 # Keys as issuers write them: Hugging Face, OpenAI, GitHub, AWS, wandb (40 hex digits, or wandb_v1_…).
 _SECRET_VALUE = re.compile(

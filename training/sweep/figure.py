@@ -22,7 +22,8 @@ _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#
 _BEST, _IDEAL, _FAILED = "#009e73", "#777777", "#c0392b"
 _LEGEND = 16  # entries at most: beyond them colours repeat
 _POINTS = 400  # of a loss curve, however long the run
-_SAME = 1e-3  # of the height of the figure: what an eye does not see
+_SAME = 1e-3  # of a curve's height: what an eye does not see
+_DIVERGED = 2  # times the largest first loss: what is above is cut off, as it would flatten all other curves
 _LIGHT_INK = "#d7dde3"
 _DARK = {
     key: _LIGHT_INK
@@ -76,22 +77,32 @@ def loss_figure(table: Table, width: float = WIDE) -> Figure | None:
     for row, colour, style in zip(rows, cycle(_COLOURS), cycle(("-", "--", ":")), strict=False):
         steps, losses = zip(*row.curve[:: max(1, len(row.curve) // _POINTS)], strict=True)
         over = wider.get(row.label, 0)
-        line = {"linewidth": 1.5 + 2 * min(over, 5), "alpha": 0.6 if over else 1.0}
-        axes.plot(steps, losses, "-" if over else style, color=colour, label=row.label, **line)
+        width_pt = 1.5 + 2 * min(over, 5)
+        axes.plot(steps, losses, "-" if over else style, color=colour, label=row.label, linewidth=width_pt)
+    if (highest := cut_off(table)) is not None:
+        lowest = min(loss for row in rows for _, loss in row.curve)
+        axes.set_ylim(lowest - 0.05 * (highest - lowest), highest)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("step")
     axes.set_ylabel("training loss")
     _add_legend(figure, axes)
     return figure
 
 
+def cut_off(table: Table) -> float | None:
+    """Returns the loss above which the curves are not drawn, as one of them diverges; None where none does."""
+    rows = _with_curves(table)
+    highest = _DIVERGED * max((row.curve[0][1] for row in rows), default=0.0)
+    return highest if 0 < highest < max((loss for row in rows for _, loss in row.curve), default=0.0) else None
+
+
 def coinciding(table: Table) -> list[list[Row]]:
     """Returns the groups of jobs whose loss curves lie on each other: an eye sees one curve."""
-    rows = _with_curves(table)
-    losses = [loss for row in rows for _, loss in row.curve]
-    height = max(losses) - min(losses) if losses else 0.0
     groups: list[list[Row]] = []
-    for row in rows:
-        group = next((group for group in groups if difference([group[0], row]) <= _SAME * height), None)
+    for row in _with_curves(table):
+        losses = [loss for _, loss in row.curve]
+        alike = _SAME * (max(losses) - min(losses))
+        group = next((group for group in groups if difference([group[0], row]) <= alike), None)
         if group is None:
             groups.append([row])
         else:
@@ -184,7 +195,7 @@ def _curves(axes: Axes, table: Table, axis: str, scale: float) -> None:
     ticks = sorted({_number(row, axis) for row in table.scored} | lost)
     if ticks[0] > 0 and ticks[-1] / ticks[0] >= 8:
         axes.set_xscale("log")
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xticks(ticks, _tick_labels(axes, ticks))
     axes.xaxis.minorticks_off()
     scores = [row.score for row in table.scored]
     if min(scores) > 0 and max(scores) / min(scores) > 20:
@@ -195,6 +206,20 @@ def _curves(axes: Axes, table: Table, axis: str, scale: float) -> None:
     axes.grid(axis="y", color=_IDEAL, alpha=0.25, zorder=0)
 
 
+def _tick_labels(axes: Axes, ticks: Sequence[float]) -> list[str]:
+    """The numbers at the ticks, without those that would run into the one before."""
+    places = np.log(ticks) if axes.get_xscale() == "log" else np.array(ticks)
+    places = places / max(places[-1] - places[0], 1e-300)
+    character = 0.0115 * WIDE / axes.figure.get_figwidth()  # the width of one, as a fraction of the axis
+    labels, last = [], None
+    for place, tick in zip(places, ticks, strict=True):
+        text = f"{tick:g}"
+        fits = last is None or place - last[0] >= character * (len(text) + len(last[1])) / 2
+        labels.append(text if fits else "")
+        last = (place, text) if fits else last
+    return labels
+
+
 def _bars(axes: Axes, table: Table, scale: float) -> None:
     rows = table.rows[::-1]
     for place, row in enumerate(rows):
@@ -203,7 +228,8 @@ def _bars(axes: Axes, table: Table, scale: float) -> None:
             continue
         colour = _BEST if row.best else _COLOURS[0]
         whiskers = _whiskers([row], scale) if table.by_time else None
-        bar = axes.barh(place, row.score * scale, xerr=whiskers, color=colour, alpha=0.85, height=0.65, capsize=3)
+        ink = {"ecolor": matplotlib.rcParams["text.color"], "capsize": 3}
+        bar = axes.barh(place, row.score * scale, xerr=whiskers, color=colour, alpha=0.85, height=0.65, **ink)
         axes.bar_label(bar, [table.show_score(row) + " (best)" * row.best], padding=5)
     axes.set_yticks(range(len(rows)), [row.label.replace(" ", "\n") for row in rows])
     longest = max(row.spread[1] / row.divisor if table.by_time else row.score for row in table.scored)

@@ -57,7 +57,7 @@ def results(table: Table) -> Iterator[str]:
             yield f"Fastest{whose}: {row.label} with {cost}, {worst.score / row.score:.2f}x as fast as {worst.label}."
         else:
             score = f"{table.objective.name} {table.show_score(row)}"
-            yield f"Best{whose}: {row.label} with {score}; {worst.label} has {table.show_score(worst)}."
+            yield f"Best{whose}: {row.label} with {score}; the worst, {worst.label}, has {table.show_score(worst)}."
 
 
 def _figures(table: Table) -> Iterator[tuple[str, str, dict[tuple[str, bool], str]]]:
@@ -85,7 +85,7 @@ def _score_caption(table: Table) -> str:
     if not table.by_time:
         return f"{'Larger' if table.objective.larger_is_better else 'Smaller'} is better."
     caption = (
-        "Median of each job's steps after the warm-up; the bars reach from the 10th to the 90th percentile. "
+        "Median of each job's steps after the warm-up; the whiskers reach from the 10th to the 90th percentile. "
         f"{'Steps are of different sizes, so the time per sample is shown. ' if table.per_sample else ''}"
     )
     if numeric_axis(table) == CHUNKS and any(row.summary.get("schedule") for row in table.timed):
@@ -98,9 +98,11 @@ def _score_caption(table: Table) -> str:
 
 
 def _loss_caption(table: Table) -> str:
-    from training.sweep.figure import coinciding, difference
+    from training.sweep.figure import coinciding, cut_off, difference
 
     sentences = ["Training loss over the steps."]
+    if (highest := cut_off(table)) is not None:
+        sentences.append(f"Losses above {highest:.3g} are cut off.")
     for group in coinciding(table):
         names = f"{', '.join(row.label for row in group[:-1])} and {group[-1].label}"
         sentences.append(f"The curves of {names} lie on each other: they differ by {difference(group):.1g} at most.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -62,13 +61,12 @@ def report(folder: Path, ended: bool = True, objective: str | None = None, direc
 
 def _write(table: Table) -> list[str]:
     """Writes the files and returns their names."""
-    from conf.composition import contract_lists
+    from conf.composition import as_typed
     from training.sweep.page import page
     from training.sweep.table import write_csv
 
     write_csv(table, table.folder / CSV)
-    typed = [re.sub(r"^([^=]+)=choice\((.*)\)$", r"\1=\2", word) for word in contract_lists(sys.argv[1:])]
-    command = shlex.join(["python", Path(sys.argv[0]).name, *mask_secrets(typed)])
+    command = shlex.join(["python", Path(sys.argv[0]).name, *mask_secrets(as_typed(sys.argv[1:]))])
     (table.folder / PAGE).write_text(page(table, command), encoding="utf-8")
     if not table.scored:
         return [CSV, PAGE]
@@ -84,7 +82,7 @@ def describe(table: Table) -> str:
     lines = [["job", *table.keys, "status", *columns]]
     for row in table.rows:
         results = [show(row) for show in columns.values()] if row.finished else []
-        lines.append([str(row.job.num), *(row.values.get(key, "") for key in table.keys), row.status, *results])
+        lines.append([str(row.job.num), *(row.value(key) for key in table.keys), row.status, *results])
     whole = [line for line in lines if len(line) == len(lines[0])]
     widths = [max(map(len, cells)) for cells in zip(*whole, strict=True)]
     return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=False)).rstrip() for line in lines)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from training.reporting.job_record import FINISHED, Job, label, read_jobs, swept_keys, values
+from training.reporting.job_record import FINISHED, Job, label, read_jobs, short, swept_keys, values
 from training.reporting.metrics import METRICS, SUMMARY, after_warmup, read_object, read_records
 from training.reporting.objective import TIME, Objective, objective
 
@@ -50,6 +50,10 @@ class Row:
     def finished(self) -> bool:
         """Whether the job has finished without an error."""
         return self.job.status == FINISHED
+
+    def value(self, key: str) -> str:
+        """An override's value for the eye; "" where the job has none."""
+        return short(self.values.get(key, ""))
 
     @property
     def step_time(self) -> float | None:
