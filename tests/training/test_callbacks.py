@@ -91,22 +91,22 @@ def test_a_resumed_run_knows_how_long_it_has_not_been_better(tmp_path):
 def test_gradients_of_all_stages_are_counted_once_and_alike_in_every_layout(ranks, tmp_path):
     words = [*SHORT, "train.steps=3", "parallel.chunks=4"]
     section = {"histogram": {"_target_": "training.callbacks.gradient_histogram.GradientHistogram", "every": 2}}
-    trees = {}
-    for name, layout in {"one": [], "four": ["parallel=pipe_ddp", "parallel.dp=2", "parallel.chunks=2"]}.items():
-        tree = to_dict(compose(*QUIET, *words, *layout))
-        trees[name] = tree | {"callbacks": section}
-        (tmp_path / name).mkdir()
-    run_config(to_config(trees["one"]), tmp_path / "one")
-    ranks.run(4, run_on_rank, trees["four"], str(tmp_path / "four"), str(tmp_path / "meeting"))
-    one, four = (
-        {(line["step"], line["name"]): line for line in map(json.loads, open(tmp_path / name / "gradients.jsonl"))}
-        for name in ("one", "four")
-    )
+    four = ["parallel.dp=2", "parallel.chunks=2"]
+    layouts = {"one": [], "replicas": ["parallel=pipe_ddp", *four], "shares": ["parallel=pipe_fsdp", *four]}
+    found = {}
+    for name, layout in layouts.items():
+        tree = to_dict(compose(*QUIET, *words, *layout)) | {"callbacks": section}
+        folder = tmp_path / name
+        folder.mkdir()
+        ranks.run(4 if layout else 1, run_on_rank, tree, str(folder), str(tmp_path / f"{name}.meeting"))
+        lines = map(json.loads, open(folder / "gradients.jsonl"))
+        found[name] = {(line["step"], line["name"]): line for line in lines}
     names = [f"{layer}.{kind}" for layer in ("net1", "net2") for kind in ("weight", "bias")]
-    assert one.keys() == four.keys() == {(step, name) for step in (1, 3) for name in names}
-    for key, line in one.items():
-        assert sum(four[key]["counts"]) == sum(line["counts"])
-        assert four[key]["edges"] == pytest.approx(line["edges"], rel=1e-4, abs=1e-7)
+    for one in found.values():
+        assert one.keys() == {(step, name) for step in (1, 3) for name in names}
+        for key, line in found["one"].items():
+            assert sum(one[key]["counts"]) == sum(line["counts"])
+            assert one[key]["edges"] == pytest.approx(line["edges"], rel=1e-4, abs=1e-7)
 
 
 def test_options_are_named_in_a_list_and_each_has_a_section_of_its_own():

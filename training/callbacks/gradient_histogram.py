@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from common.errors import TrainingError
+from parallel.rows import whole
 from training.callbacks import Callback, TrainingRun
 
 
@@ -33,12 +34,14 @@ class GradientHistogram(Callback):
         """Gather the histograms of all stages on rank 0. Replicas have equal gradients: the first one's count."""
         if (run.step - 1) % self.every or record["skipped"]:  # a skipped step's gradients may be infinite
             return
-        strategy = run.strategy
-        own = {}
-        if strategy.mesh.replica == 0:
-            own = {name: self._histogram(p.grad) for name, p in strategy.named_parameters() if p.grad is not None}
-        stages = strategy.mesh.gather(own)
-        if strategy.mesh.rank > 0:
+        mesh, own = run.strategy.mesh, {}
+        for name, parameter in run.strategy.named_parameters():
+            if parameter.grad is not None:
+                gradient = whole(parameter.grad.detach(), mesh.inner_group)  # of all ranks that share it
+                if mesh.replica == 0:
+                    own[name] = self._histogram(gradient)
+        stages = mesh.gather(own)
+        if mesh.rank > 0:
             return
         with open(run.run_dir / "gradients.jsonl", "a", encoding="utf-8") as file:
             for name, (counts, edges) in {name: h for stage in stages for name, h in stage.items()}.items():
@@ -47,6 +50,6 @@ class GradientHistogram(Callback):
 
     def _histogram(self, gradient: torch.Tensor) -> tuple[list[float], list[float]]:
         """Counts per bin, [bins], and the borders of the bins, [bins + 1]."""
-        flat = gradient.detach().flatten().float().cpu()
+        flat = gradient.flatten().float().cpu()
         counts, edges = torch.histogram(flat, self.bins)
         return counts.tolist(), edges.tolist()
