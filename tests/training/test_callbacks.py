@@ -10,7 +10,7 @@ from composed import run as train
 from common.errors import TrainingError
 from conf.composition import as_typed
 from conf.composition import compose as compose_line
-from training.config import open_doors, to_config, to_dict
+from training.config import open_doors, to_dict
 from training.run import run as run_config
 from training.setup import prepare
 
