@@ -30,6 +30,7 @@ _GROUPS = ("model", "data", "optim", "scheduler", "parallel", "launcher", "logge
 _ON_TOP = ("experiment", "debug")  # groups whose values are changes of the others' defaults
 _LISTED = {"logger@loggers.": "logger", "callback@callbacks.": "callbacks"}  # groups of which several may be chosen
 _FULL_ERROR = "HYDRA_FULL_ERROR"
+_WITH_VALUE = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--package", "-p")
 
 
 def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str]) -> None:
@@ -59,7 +60,8 @@ def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str]) 
         return task(cfg, HydraConfig.get())
 
     argv, full_error = sys.argv, os.environ.get(_FULL_ERROR)
-    sys.argv = [str(FOLDER.parent / "train.py"), *_composable(_expand_lists(arguments)), *_directory(arguments, *start)]
+    words = [*_composable(_expand_lists(arguments)), *_directory(arguments, *start)]
+    sys.argv = [str(FOLDER.parent / "train.py"), *_options_first(words)]
     os.environ[_FULL_ERROR] = "1"  # Hydra raises its errors then; otherwise it prints them in its own form
     GlobalHydra.instance().clear()
     try:
@@ -69,6 +71,15 @@ def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str]) 
         sys.argv = argv
         if full_error is None:
             del os.environ[_FULL_ERROR]
+
+
+def _options_first(arguments: Sequence[str]) -> list[str]:
+    """The same words in an order that Hydra takes: it refuses options that stand between overrides."""
+    options, overrides, before = [], [], ""
+    for word in arguments:
+        (options if word.startswith("-") or before in _WITH_VALUE else overrides).append(word)
+        before = word
+    return [*options, *overrides]
 
 
 def _register_resolvers(began: float, run_id: str) -> None:

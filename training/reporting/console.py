@@ -169,7 +169,7 @@ def final_words(
     Args:
         summary: The content of summary.json.
         run_dir: The run's directory.
-        overrides: What the user typed that a checkpoint does not bring: where to run.
+        overrides: What the user typed that a checkpoint does not bring: where to run, and options such as --config-dir.
         link: The path of the checkpoint, quoted for Hydra; None where there is no checkpoint.
         extents: How much of the split "val" or "test" was evaluated, where that was not all of it.
         epochs: Whether the length of the run was set in epochs.
@@ -185,7 +185,7 @@ def final_words(
     lines += [*_speed(summary), f"files: {run_dir}"]
     if link is not None:
         further = [f"train.resume={link}", f"train.steps={2 * summary['steps']}", *["train.epochs=null"] * epochs]
-        evaluate = ["mode=eval", f"checkpoint={link}", *(o for o in overrides if not o.startswith("callbacks"))]
+        evaluate = ["mode=eval", f"checkpoint={link}", *(word for word in overrides if not word.startswith("callbacks"))]
         lines.append(f"evaluate: python train.py {shlex.join(evaluate)}")
         lines.append(f"go on:    python train.py {shlex.join([*further, *overrides])}")
     return "\n".join(lines)
