@@ -185,7 +185,7 @@ def final_words(
     lines += [*_speed(summary), f"files: {run_dir}"]
     if link is not None:
         further = [f"train.resume={link}", f"train.steps={2 * summary['steps']}", *["train.epochs=null"] * epochs]
-        evaluate = ["mode=eval", f"checkpoint={link}", *(word for word in overrides if not word.startswith("callbacks"))]
+        evaluate = ["mode=eval", f"checkpoint={link}", *(o for o in overrides if not o.startswith("callbacks"))]
         lines.append(f"evaluate: python train.py {shlex.join(evaluate)}")
         lines.append(f"go on:    python train.py {shlex.join([*further, *overrides])}")
     return "\n".join(lines)
