@@ -100,7 +100,7 @@ def test_every_strategy_trains_what_was_added_as_single_does(losses, model):
     assert len(runs) > 1
     for name, values in runs.items():
         assert values == pytest.approx(losses[f"{model} single"], rel=1e-5), name
-    if model != "skip":  # whose four batches are all different
+    if model not in ("skip", "translator"):  # whose four batches are all different
         assert values[-1] < values[0]
 
 
