@@ -230,7 +230,7 @@ def _expand(argument: str) -> list[str]:
     match = re.fullmatch(r"(logger|callbacks)=(?:\[([\w,\s-]*)\]|([\w-]+))", argument)
     if match is None or argument in ("callbacks=null", "callbacks=[]") or (match[1] == "logger" and match[3]):
         return [argument]
-    names = re.findall(r"[\w-]+", match[2] or match[3] or "none")
+    names = re.findall(r"[\w-]+", match[2] or match[3] or "") or ["none"]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{argument} names {repeated[0]} {names.count(repeated[0])} times; name each once")
     group, section = ("logger", "loggers") if match[1] == "logger" else ("callback", "callbacks")
