@@ -24,8 +24,8 @@ sys.path.insert(0, str(ROOT / "tests" / "training"))
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-# A command trains this little. A word that a mode does not know is left out there.
-STEPS = ["train.steps=2", "train.epochs=null", "train.eval_batches=1", "data.cache_dir=cache", "device=cpu"]
+# What makes a command small; one with a mode does not know the steps.
+EVERY = ["train.eval_batches=1", "data.cache_dir=cache", "device=cpu"]
 SMALL = {
     "gpt2": ["model.size=tiny", "data.seq_len=32"],
     "transformer": ["model.d_model=32", "model.d_hid=64", "model.n_head=2", "data.seq_len=16"],
@@ -73,7 +73,8 @@ def smaller(words: tuple[str, ...], number: int, folder: Path) -> list[str]:
     words = tuple(word.replace("=/tmp/", f"={folder}/") for word in words)
     if "-m" in words:
         words = tuple(re.sub(r"^([^,\[]+,[^,]+),.*", r"\1", word) for word in words)
-    few = STEPS[2:] if "mode" in said else [*STEPS, *([f"train.steps={2 + 2 * number}"] if "train.resume" in said else [])]
+    steps = 2 + 2 * number if "train.resume" in said else 2
+    few = EVERY if "mode" in said else [*EVERY, f"train.steps={steps}", "train.epochs=null"]
     small = [] if {"checkpoint", "train.resume"} & set(said) else SMALL.get(said.get("model", ""), [])
     return [*words, *few, *small]
 
