@@ -98,10 +98,11 @@ def forget(folder):
     sys.modules.pop("my_models", None)
 
 
-def test_options_may_stand_anywhere_on_the_command_line(mine, tmp_path):
+def test_options_may_stand_anywhere_on_the_command_line(mine, tmp_path, capsys):
     (folder,) = [word.partition("=")[2] for word in mine]
     words = ["model=deep", "--config-dir", folder, "allow=[my_models]", *QUICK, "mode=plan"]
     train(*words, f"hydra.run.dir={tmp_path}/run")
+    assert "deep: " in capsys.readouterr().out, "the plan"
 
 
 def test_their_keys_come_from_their_signatures(mine, tmp_path):
