@@ -4,8 +4,7 @@
 
 The first row is a tutorial's loop: float32, logits, F.cross_entropy, AdamW with its defaults. The second has every
 lever pulled (torch.compile on a GPU only: on a CPU it is a row of its own); each further row moves one of them. Every
-measurement is a process of its own, in turns; a row's figure is the median over all steps after the warm-up. On a GPU
-there is a row of ResNet-50 in bf16 and channels_last as well.
+measurement is a process of its own, in turns; a row's figure is the median over all steps after the warm-up.
 
 MFU is tokens/s x FLOP per token / peak. FLOP per token = 6 N + 12 L H Q T, with N parameters (without those of the
 positions), L layers, H heads of width Q, T tokens. The peak is that of the device's datasheet for dense bf16, if it is
@@ -16,13 +15,12 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import torch
-import torch.nn.functional as F
 
-from benchmarks import figure, table
+from benchmarks import table
+from benchmarks.plain import PlainLoop, adamw, token_loss
 from benchmarks.timing import Spread, in_new_process, take_turns
 from benchmarks.trainer import Trainer, configured, synchronize
 from common.errors import TrainingError
@@ -78,6 +76,8 @@ class Job:
 
 def main() -> None:
     """Measures, and writes results/gpt2.csv and .png."""
+    from benchmarks import figure  # here, because matplotlib need not be there for what benchmarks.gpu takes from here
+
     options = table.options(__doc__)
     options.add_argument("--rounds", type=int, default=2, help="processes for each row")
     options.add_argument("--steps", type=int, help="measured in each process; 20 on a GPU, else 2")
@@ -102,8 +102,6 @@ def main() -> None:
     measured = in_new_process(measured_peak, job.device, 512 if chosen.quick else 8192 if gpu else 2048)
     peak = datasheet_peak() or measured
     rows = tabulate(seconds, ways, job, peak)
-    if gpu:
-        rows.append(images_row(in_new_process(resnet50, 256, job.steps), 256))
     work = f"{flop_per_token(SIZES[job.size], job.tokens, PADDED) / 1e6:.1f} MFLOP a token (6N + 12LHQT)"
     source = "datasheet" if datasheet_peak() else "measured"
     peaks = f"peak {peak / 1e12:.4g} TFLOP/s in bf16 ({source}); measured {measured / 1e12:.4g}"
@@ -153,28 +151,13 @@ def measure(job: Job, levers: Levers) -> list[float]:
             ]
         )
     )  # fmt: skip
-    step = tutorial_step(trainer) if levers.tutorial else trainer.step
-    if not levers.fused and not levers.tutorial:
+    step = trainer.step
+    if levers.tutorial:
+        (stage,) = trainer.strategy.stages
+        step = PlainLoop(trainer, token_loss(stage.layers), adamw(stage.layers, fused=False)).step
+    elif not levers.fused:
         trainer.optimizer = _NotFused(trainer)
     return take_turns({ALL: step}, job.steps, WARM_UP)[ALL]
-
-
-def tutorial_step(trainer: Trainer) -> Callable[[int], None]:
-    """Returns a tutorial's training step on the same weights and batches."""
-    device = trainer.strategy.device
-    model = trainer.strategy.stages[0].layers
-    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)
-
-    def step(number: int) -> None:
-        batch = trainer.batch(number).to(device)
-        loss = F.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        loss.item()
-        synchronize(device)
-
-    return step
 
 
 class _NotFused:
@@ -190,24 +173,9 @@ class _NotFused:
         self._torch.step()
 
 
-def resnet50(batch: int, steps: int) -> list[float]:
-    """Returns the seconds of each step of ResNet-50 on 224x224 images, bf16 and channels_last, on the GPU."""
-    trainer = Trainer(
-        configured(
-            [
-                "model=resnet50", "model.loss=cross_entropy", "data.image_size=224", f"train.global_batch_size={batch}",
-                f"data.samples={4 * batch}", "train.precision=bf16", "train.cudnn_benchmark=true", "device=cuda",
-                "logger=none",
-            ]
-        )
-    )  # fmt: skip
-    torch.backends.cudnn.benchmark = True
-    return take_turns({ALL: trainer.step}, steps, WARM_UP)[ALL]
-
-
-def measured_peak(device: str, width: int) -> float:
-    """Returns the FLOP/s of the fastest of ten products of bf16 matrices of shape [width, width]."""
-    a, b = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in range(2))
+def measured_peak(device: str, width: int, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Returns the FLOP/s of the fastest of ten products of matrices of shape [width, width]."""
+    a, b = (torch.randn(width, width, device=device, dtype=dtype) for _ in range(2))
 
     def product(number: int) -> None:
         torch.mm(a, b)
@@ -250,14 +218,6 @@ def tabulate(seconds: dict[str, list[float]], ways: dict[str, Levers], job: Job,
             }
         )
     return rows
-
-
-def images_row(seconds: list[float], batch: int) -> dict:
-    """Returns ResNet-50's row, with images/s where the others have tokens/s."""
-    spread = Spread.of(seconds)
-    rate = f"{batch / spread.median:,.0f} images/s"
-    name = f"ResNet-50, batch {batch}"
-    return {"run": name, **spread.columns(), "tokens/s": rate, "MFU": "", "time against all levers": ""}
 
 
 if __name__ == "__main__":

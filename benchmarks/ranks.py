@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from common.machine import changed_environment
 from launchers import use_loopback
-from parallel.devices import keep_freed_memory
+from parallel.devices import keep_freed_memory, local_device
+from parallel.host_group import choose_backend
 
 RANKS = 2
 TIMEOUT_S = 3600.0
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _ALL_CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 # One heap for all threads: otherwise each thread of another library keeps gigabytes in a heap of its own.
 _HEAPS = "MALLOC_ARENA_MAX"
@@ -56,6 +56,7 @@ class Workers:
         threads: int = 1,
         all_cores: bool = False,
         keep_memory: bool = True,
+        device: str | None = None,
     ) -> None:
         """Starts the processes and waits until all have called ``build``.
 
@@ -66,6 +67,7 @@ class Workers:
             threads: The number of threads that one operation uses.
             all_cores: Whether a process may run on the cores of all ranks; else each stays on its own.
             keep_memory: Whether freed memory is kept (``parallel.devices``); else the C library's defaults hold.
+            device: "cpu" or "cuda", where processes share GPUs if there are fewer of them; ``device_type()`` if None.
         """
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
@@ -74,7 +76,7 @@ class Workers:
         with changed_environment({"OMP_NUM_THREADS": "1", _HEAPS: "1" if keep_memory else None}):
             for rank in range(size):
                 ours, theirs = spawn.Pipe()
-                place = _Place(rank, size, f"{self._folder.name}/store", threads, all_cores, keep_memory)
+                place = _Place(rank, size, f"{self._folder.name}/store", threads, all_cores, keep_memory, device)
                 process = spawn.Process(target=_serve, args=(theirs, place, build, args), daemon=True)
                 process.start()
                 theirs.close()
@@ -127,12 +129,13 @@ class _Place:
     threads: int
     all_cores: bool
     keep_memory: bool
+    device: str | None
 
 
 def _serve(pipe: Connection, place: _Place, build: Callable, args: tuple) -> None:
-    device = device_type()
+    device = place.device or device_type()
     if device == "cuda":
-        torch.cuda.set_device(place.rank)
+        local_device(device, place.rank)
     else:
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, cores() if place.all_cores else {cores()[place.rank % len(cores())]})
@@ -142,7 +145,8 @@ def _serve(pipe: Connection, place: _Place, build: Callable, args: tuple) -> Non
     if place.size > 1:
         use_loopback()
         store = dist.FileStore(place.store, place.size)
-        dist.init_process_group(BACKENDS[device], store=store, rank=place.rank, world_size=place.size)
+        backend, options = choose_backend(device, place.rank, place.size, place.rank, store)
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, **options)
     built = build(place.rank, *args)
     pipe.send(None)
     with suppress(EOFError):  # the benchmark has ended

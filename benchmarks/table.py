@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parent / "results"
 def options(description: str) -> argparse.ArgumentParser:
     """Returns a benchmark's command line, with --quick; ``description`` is its module's docstring."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to check that it runs")
+    parser.add_argument("--quick", "--dry-run", action="store_true", help="tiny sizes, to check that it runs")
     return parser
 
 
@@ -36,9 +36,20 @@ def write(name: str, rows: list[dict], quick: bool = False, **about) -> Path:
         The path of the CSV file.
     """
     print(markdown(rows))
-    folder = Path(tempfile.gettempdir()) / "benchmarks-quick" if quick else RESULTS
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{name}.csv"
+    path = folder_of(quick) / f"{name}.csv"
+    save(path, rows, **about)
+    print(f"written to {path}\n")
+    return path
+
+
+def folder_of(quick: bool) -> Path:
+    """Returns where tables are written: the results, or a temporary directory for those of a trial run."""
+    return Path(tempfile.gettempdir()) / "benchmarks-quick" if quick else RESULTS
+
+
+def save(path: Path, rows: list[dict], **about) -> None:
+    """Writes the rows to ``path``, and date, hardware, versions and ``about`` to the JSON file beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0].keys())
         writer.writeheader()
@@ -46,8 +57,6 @@ def write(name: str, rows: list[dict], quick: bool = False, **about) -> Path:
     machine = {key: value for key, value in describe().items() if key != "command"}
     about = {"date": datetime.date.today().isoformat(), **about, "machine": machine}
     path.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
-    print(f"written to {path}\n")
-    return path
 
 
 def read(name: str) -> list[dict[str, str]]:

@@ -15,7 +15,7 @@ from data.loader import TrainBatches
 from parallel.build import build_strategy
 from training.config import to_config, to_dict
 from training.optimizer import Optimizer
-from training.run import strategy_options
+from training.run import set_arithmetic, strategy_options
 from training.setup import Setup, prepare
 
 # A Transformer that can be cut into two stages of equal time: with fewer layers or more words, the projection onto the
@@ -49,11 +49,14 @@ class Trainer:
         cfg, mesh = setup.cfg, setup.plan.mesh(rank).connect(timeout_s=600.0)
         device_index = rank if local_rank is None else local_rank
         self.setup = setup
+        set_arithmetic(cfg.train)
         options = strategy_options(cfg)
         self.strategy = build_strategy(setup.plan, setup.chain, mesh, options, setup.sample, device_index)
         self.optimizer = Optimizer(to_dict(cfg.optim), self.strategy)
         batches = TrainBatches(setup.data.train, setup.plan.global_batch_size, cfg.seed, mesh.replica, mesh.dp)
         self._batches = [batches[number] for number in range(1, KEPT_BATCHES + 1)]
+        if self.strategy.device.type == "cuda":  # as the run's loader does
+            self._batches = [batch.pin_memory() for batch in self._batches]
 
     @classmethod
     def build(cls, rank: int, overrides: Sequence[str]) -> Trainer:
@@ -67,6 +70,8 @@ class Trainer:
     def step(self, number: int) -> float:
         """Runs forward, backward, the exchange between ranks and the update to their end; returns the loss."""
         result = self.strategy.train_step(self.batch(number), number)
+        if (limit := self.setup.cfg.train.grad_clip) is not None:
+            self.strategy.clip_grad_norm_(limit, result.grad_norm)
         self.optimizer.step(self.optimizer.base_lr)
         synchronize(self.strategy.device)
         return result.loss

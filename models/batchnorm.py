@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# (x [b, c, ...], weight [c], bias [c], eps) -> (normalised x, mean [c], unbiased variance [c])
-Normalise = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
+# (x [b, c, ...], weight [c], bias [c], eps, moments [2, c]) -> normalised x. It writes x's mean and unbiased variance
+# into ``moments``, which is finite.
+Normalise = Callable[[Tensor, Tensor, Tensor, float, Tensor], Tensor]
 
 
-def normalise(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def normalise(x: Tensor, weight: Tensor, bias: Tensor, eps: float, moments: Tensor) -> Tensor:
     """Normalise a micro-batch by its own mean and variance over all but the channels.
 
     Args:
@@ -25,14 +26,15 @@ def normalise(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tens
         weight: [c].
         bias: [c].
         eps: Added to the variance.
+        moments: [2, c], finite; gets the mean and the unbiased variance of x.
 
     Returns:
-        The normalised x, its mean [c] and its unbiased variance [c].
+        The normalised x.
     """
-    # With momentum 1 torch leaves the micro-batch's own statistics in what it takes for the running ones.
-    mean, variance = (torch.zeros_like(bias, requires_grad=False) for _ in range(2))
-    y = F.batch_norm(x, mean, variance, weight, bias, training=True, momentum=1.0, eps=eps)
-    return y, mean, variance
+    # With momentum 1 torch leaves the micro-batch's own statistics in what it takes for the running ones (0 times the
+    # old ones are added, so those must be finite): what its kernel computes anyway, without one of our own.
+    mean, variance = moments.unbind()
+    return F.batch_norm(x, mean, variance, weight, bias, training=True, momentum=1.0, eps=eps)
 
 
 class BatchNorm2d(nn.BatchNorm2d):
@@ -42,30 +44,36 @@ class BatchNorm2d(nn.BatchNorm2d):
         normalise: How a micro-batch is normalised in training. A strategy may set one that works across replicas.
         recomputing: Whether a forward runs a second time for its backward, and is not counted again.
         seen: [2, c] sums of means and of unbiased variances over the step's micro-batches.
+        moments: [2, c] mean and unbiased variance of the newest micro-batch.
     """
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
         """See ``nn.BatchNorm2d``."""
         super().__init__(num_features, eps, momentum)
-        # Not in checkpoints: it is zero between steps.
+        # Not in checkpoints: they are zero between steps.
         self.register_buffer("seen", torch.zeros(2, num_features), persistent=False)
+        self.register_buffer("moments", torch.zeros(2, num_features), persistent=False)
         self.normalise: Normalise = normalise
         self.recomputing = False
 
     def reset_running_stats(self) -> None:
         """Set the running statistics to their initial values."""
         super().reset_running_stats()
-        if "seen" in self._buffers:
-            self.seen.zero_()
+        if "moments" in self._buffers:
+            self.forget()
+
+    def forget(self) -> None:
+        """Set the sums to zero, at the end of a step: numbers that were not finite are gone with them."""
+        self.seen.zero_()
+        self.moments.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [b, c, h, w]."""
         if not self.training:
             return super().forward(x)
-        y, mean, variance = self.normalise(x, self.weight, self.bias, self.eps)
+        y = self.normalise(x, self.weight, self.bias, self.eps, self.moments)
         if not self.recomputing:
-            with torch.no_grad():
-                self.seen += torch.stack((mean, variance))
+            self.seen += self.moments
         return y
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""ResNet-50 as a chain of torchvision's own blocks.
+"""ResNet-50 as a chain of its blocks.
 
 Source: He et al. 2015, "Deep Residual Learning for Image Recognition", in torchvision's variant (the stride sits in a
 block's 3x3 convolution). Layers carry torchvision's names, so that one's ``state_dict`` loads into the other.
@@ -10,9 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 
-from common.torchvision_loader import load_torchvision
 from models.batchnorm import BatchNorm2d
 from models.chain import Chain, LayerSpec, reset_parameters
 from models.losses import ClassCrossEntropy, Loss, OneHotSquaredError
@@ -70,6 +69,27 @@ def resnet50(
     )
 
 
+class Bottleneck(nn.Module):
+    """Convolutions of 1x1, 3x3 and 1x1 pixels around a shortcut, [b, channels, h, w] -> [b, 4 * width, ...]."""
+
+    def __init__(self, channels: int, width: int, stride: int, shortcut: nn.Module | None) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = PointwiseConv2d(channels, width, bias=False), BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, kernel_size=3, stride=stride, padding=1, bias=False)
+        self.bn2 = BatchNorm2d(width)
+        self.conv3, self.bn3 = PointwiseConv2d(width, 4 * width, bias=False), BatchNorm2d(4 * width)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, channels, h, w] -> [b, 4 * width, h / stride, w / stride]."""
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.relu(self.bn2(self.conv2(y)))
+        y = self.bn3(self.conv3(y))
+        y += x if self.downsample is None else self.downsample(x)
+        return self.relu(y)
+
+
 def initialise(name: str, module: nn.Module) -> None:
     """Set initial weights as torchvision does: normal by fan-out in convolutions, torch's default elsewhere."""
     if isinstance(module, nn.Conv2d):
@@ -89,15 +109,9 @@ def _blocks() -> list[LayerSpec]:
 
 def _bottleneck(channels: int, width: int, stride: int) -> nn.Module:
     """[b, channels, h, w] -> [b, 4 * width, h / stride, w / stride]."""
-    load_torchvision()
-    from torchvision.models.resnet import Bottleneck
-
     shortcut = None
     if channels != 4 * width or stride != 1:
         shortcut = nn.Sequential(
             PointwiseConv2d(channels, 4 * width, bias=False, stride=stride), BatchNorm2d(4 * width)
         )
-    block = Bottleneck(channels, width, stride, shortcut, norm_layer=BatchNorm2d)
-    block.conv1 = PointwiseConv2d(channels, width, bias=False)
-    block.conv3 = PointwiseConv2d(width, 4 * width, bias=False)
-    return block
+    return Bottleneck(channels, width, stride, shortcut)

@@ -47,7 +47,7 @@ class RunningStatistics:
             return
         means = [norm.seen / self._microbatches for norm in self._norms]
         for norm in self._norms:
-            norm.seen.zero_()
+            norm.forget()
         if not usable:
             return
         if self._replicas is not None:
@@ -59,8 +59,8 @@ class RunningStatistics:
 
 
 def normalise_over_replicas(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, moments: Tensor, *, group: dist.ProcessGroup
+) -> Tensor:
     """Normalise over the equally large micro-batches of all ranks of a group, who call this together.
 
     It is computed in float32 at least, and its backward communicates too.
@@ -70,16 +70,58 @@ def normalise_over_replicas(
         weight: [c].
         bias: [c].
         eps: Added to the variance.
+        moments: [2, c], finite; gets the mean and the unbiased variance of all ranks' micro-batches.
         group: The replicas.
 
     Returns:
-        What ``models.batchnorm.normalise`` returns, with the mean and variance of all ranks' micro-batches.
+        The normalised x.
     """
+    if x.device.type == "cuda":
+        return _OnCuda.apply(x, weight, bias, eps, moments, group)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     mean, variance = _moments(wide.detach(), group)
-    y = _NormaliseOverReplicas.apply(wide, weight, bias, mean, (variance + eps).rsqrt(), group)
     terms = x.numel() // x.shape[1] * dist.get_world_size(group)
-    return y.to(x.dtype), mean, variance * (terms / (terms - 1))
+    moments.copy_(torch.stack((mean, variance * (terms / (terms - 1)))))
+    return _NormaliseOverReplicas.apply(wide, weight, bias, mean, (variance + eps).rsqrt(), group).to(x.dtype)
+
+
+class _OnCuda(torch.autograd.Function):
+    """The calls of ``nn.SyncBatchNorm``, whose kernels are for CUDA alone.
+
+    It would also wait for the device in every forward, to leave out ranks without samples. Here all have equally many.
+    Source: torch/nn/modules/_functions.py of torch 2.13; the five functions are those of 2.11 and 2.15 as well.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps, moments, group):
+        x = _dense(x)
+        own = torch.stack(torch.batch_norm_stats(x, eps))  # mean and 1 / standard deviation
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, own, group=group)
+        means, scales = torch.stack(parts, dim=1).unbind()
+        counts = own.new_full((len(parts),), x.numel() // x.shape[1])
+        mean, scale = torch.batch_norm_gather_stats_with_counts(
+            x, means, scales, moments[0], moments[1], 1.0, eps, counts
+        )
+        ctx.save_for_backward(x, weight, mean, scale, counts.to(torch.int32))
+        ctx.group = group
+        return torch.batch_norm_elemt(x, weight, bias, mean, scale, eps)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, mean, scale, counts = ctx.saved_tensors
+        dy = _dense(dy)
+        sum_dy, sum_dy_centred, grad_weight, grad_bias = torch.batch_norm_backward_reduce(
+            dy, x, mean, scale, weight, True, True, True
+        )
+        sums = torch.stack((sum_dy, sum_dy_centred))
+        dist.all_reduce(sums, group=ctx.group)
+        dx = torch.batch_norm_backward_elemt(dy, x, mean, scale, weight, sums[0], sums[1], counts)
+        return dx, grad_weight, grad_bias, None, None, None
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.is_contiguous(memory_format=torch.channels_last) else x.contiguous()
 
 
 def _moments(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

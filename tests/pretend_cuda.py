@@ -67,6 +67,7 @@ def install() -> None:
         backend = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     backend.pretend_take_waits.restype = ctypes.c_char_p
     sys.modules["pretend_cuda_backend"] = backend
+    import pretend_kernels
     import torch
 
     cuda = torch.cuda
@@ -104,6 +105,7 @@ def install() -> None:
             if hasattr(sys.modules[module], name):
                 setattr(sys.modules[module], name, lambda: False)
     _install_data_parallel(torch.nn.parallel)
+    pretend_kernels.install()
 
 
 def _libraries() -> list[Path]:
@@ -172,7 +174,9 @@ def _not_counted():
 
 
 def take_waits() -> dict[str, int]:
-    """What has made the host wait since the last call."""
+    """What has made the host wait since the last call; nothing is known of a real GPU."""
+    if "pretend_cuda_backend" not in sys.modules:
+        return {}
     text = sys.modules["pretend_cuda_backend"].pretend_take_waits().decode()
     return {why: int(count) for why, count in (line.split("\t") for line in text.splitlines())}
 

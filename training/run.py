@@ -70,7 +70,7 @@ def run(
     os.environ.update(environment(cfg))
     open_doors(cfg)
     share_cores(world.local_size, cfg.parallel.threads)
-    _set_arithmetic(cfg.train)
+    set_arithmetic(cfg.train)
     setup = setup or prepare(cfg, world.size, world.nodes)
     with _strategy(setup, world, store) as strategy:
         if cfg.mode == "eval":
@@ -206,7 +206,7 @@ def _weight_bytes(plan: Plan, rank: int) -> int:
     return sum(stage.parameters for stage in stages) * parameter_dtype(plan.precision).itemsize
 
 
-def _set_arithmetic(train: Any) -> None:
+def set_arithmetic(train: Any) -> None:
     """Sets how the device may compute: bit for bit the same, in TF32, with the fastest algorithms of cuDNN."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = train.tf32
     torch.backends.cudnn.benchmark = train.cudnn_benchmark

@@ -39,3 +39,21 @@ def test_as_many_samples_as_asked_for_and_a_tenth_to_validate_and_to_test(drawn)
     data = drawn(samples=50)
     assert (len(data.train), len(data.valid), len(data.test)) == (50, 5, 5)
     assert "train 50, valid 5, test 5" in data.description
+
+
+def test_a_sample_of_a_split_that_fits_is_drawn_once(drawn, monkeypatch):
+    small, large = drawn().train, drawn(samples=10**9).train
+    for source in (small, large):
+        source.read(np.array([5, 2]), epoch=0)[0].zero_()  # what is kept is no part of a batch
+    count, generator = [], np.random.SFC64
+
+    def counted(seed):
+        count.append(seed)
+        return generator(seed)
+
+    monkeypatch.setattr(np.random, "SFC64", counted)
+    images, classes = small.read(np.array([2, 5, 2]), epoch=1)
+    assert not count
+    images_again, classes_again = large.read(np.array([2, 5, 2]), epoch=1)
+    assert len(count) == 3
+    assert torch.equal(images, images_again) and torch.equal(classes, classes_again)

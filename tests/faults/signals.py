@@ -29,16 +29,19 @@ def moments(strategy: str, count: int, seed: int) -> list[Fault]:
     return faults
 
 
-def interrupt(strategy: str, faults: list[Fault], folder: Path) -> list[Trial]:
-    """A run that is told to stop, resumed, told to stop, … to its end, against one that is left alone."""
+def interrupt(strategy: str, faults: list[Fault], folder: Path, *more: str) -> list[Trial]:
+    """A run that is told to stop, resumed, told to stop, … to its end, against one that is left alone.
+
+    ``more``: further words of the command line.
+    """
     steps = max(fault.step for fault in faults) + _PER_SIGNAL  # the last one is to arrive before the end, too
-    undisturbed = launch(strategy, steps, folder / "undisturbed")
+    undisturbed = launch(strategy, steps, folder / "undisturbed", [], *more)
     assert undisturbed.run.code == 0, undisturbed.run.console
     trials = []
     for fault in faults:
-        ended = launch(strategy, steps, folder / "disturbed", [fault], "train.resume=auto")
+        ended = launch(strategy, steps, folder / "disturbed", [fault], "train.resume=auto", *more)
         trials.append((fault, ended, _problems(ended)))
-    last = launch(strategy, steps, folder / "disturbed", [], "train.resume=auto")
+    last = launch(strategy, steps, folder / "disturbed", [], "train.resume=auto", *more)
     wrong = differences(last, undisturbed)
     return [
         Trial(_name(fault), strategy, not problems, _lost(ended), not wrong, "; ".join([*problems, *wrong][:2]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.batchnorm import BatchNorm2d
 
@@ -24,6 +25,19 @@ def pair() -> tuple[BatchNorm2d, nn.BatchNorm2d]:
 def moments(x: torch.Tensor) -> torch.Tensor:
     """[2, c] mean and unbiased variance."""
     return torch.stack((x.mean((0, 2, 3)), x.var((0, 2, 3), unbiased=True)))
+
+
+class Counted(TorchDispatchMode):
+    """Notes the operations that compute: a view is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if not operation.is_view:
+            self.operations.append(str(operation))
+        return operation(*args, **(kwargs or {}))
 
 
 def test_keys_are_torch_s():
@@ -93,9 +107,34 @@ def test_without_gradients_a_training_forward_is_counted_all_the_same():
 
 def test_another_way_to_normalise_can_be_put_in():
     ours, _ = pair()
-    ours.normalise = lambda x, weight, bias, eps: (2 * x, bias.detach(), weight.detach())
+
+    def doubled(x, weight, bias, eps, moments):
+        moments.copy_(torch.stack((bias, weight)).detach())
+        return 2 * x
+
+    ours.normalise = doubled
     assert torch.equal(ours(CHUNKS[0]), 2 * CHUNKS[0])
     assert torch.equal(ours.seen, torch.stack((ours.bias, ours.weight)))
+
+
+def test_a_forward_has_one_operation_more_than_torch_s():
+    """On a GPU each is a kernel, for 53 layers and every micro-batch."""
+    counts = []
+    for norm in pair():
+        with Counted() as counted:
+            norm(CHUNKS[0])
+        counts.append(counted.operations)
+    ours, theirs = counts
+    theirs.remove("aten.add_.Tensor")  # num_batches_tracked, which is counted at the end of a step
+    assert sorted(ours) == sorted([*theirs, "aten.add_.Tensor"])
+
+
+def test_after_numbers_that_are_not_finite_the_next_step_s_are():
+    ours, _ = pair()
+    ours(CHUNKS[0] / 0)
+    ours.forget()
+    ours(CHUNKS[0])
+    torch.testing.assert_close(ours.seen, moments(CHUNKS[0]))
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

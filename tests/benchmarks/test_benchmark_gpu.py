@@ -1,0 +1,197 @@
+"""benchmarks.gpu: its dry run on the CPU goes through every part; where a step goes is read from a trace."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpt2
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.breakdown import CATEGORIES, Breakdown, category
+from benchmarks.plain import PlainLoop, adamw, same_model, token_loss
+from benchmarks.trainer import Trainer, configured
+
+ROOT = Path(__file__).parents[2]
+# Of requirements.txt, what a machine with torch, Hydra and safetensors need not have.
+NOT_CARRIED = ("wandb", "torchvision", "matplotlib", "psutil", "tiktoken", "sklearn", "tqdm", "submitit", "PIL")
+BLOCKED = f"""
+import sys
+
+class Blocked:
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in {NOT_CARRIED!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Blocked)
+"""
+
+
+def rows_of(folder: Path, part: str) -> list[dict]:
+    with open(folder / f"gpu_{part}.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def check_rates(rows: list[dict], column: str) -> None:
+    for row in rows:
+        assert float(row[column].replace(",", "")) > 0
+        assert float(row["fastest"]) <= float(row["seconds a step (median)"]) <= float(row["slowest"])
+
+
+def check_shares(rows: list[dict]) -> None:
+    for row in rows:
+        shares = {name: float(row[name].rstrip("%")) for name in (*CATEGORIES, "idle")}
+        # On a CPU operators follow each other, so that the shares are of a whole; threads of other tests are not seen.
+        assert sum(shares.values()) == pytest.approx(100, abs=2)
+        assert all(shares[name] > 0 for name in ("matmul", "attention", "cross entropy", "optimizer", "elementwise"))
+
+
+def test_a_part_writes_its_rows_with_date_card_and_versions(tmp_path, capsys):
+    for part in ("card", "peaks"):
+        assert gpu.main([part, "--dry-run", "--output", str(tmp_path)]) == 0
+        about = json.loads((tmp_path / f"gpu_{part}.json").read_text())
+        assert about["date"] and about["machine"]["packages"]["torch"] and "gpus" in about["machine"]
+    assert {"what": "torch", "value": torch.__version__} in rows_of(tmp_path, "card")
+    assert all(float(row["value"]) > 0 for row in rows_of(tmp_path, "peaks"))
+    assert "| what | value |" in capsys.readouterr().out
+
+
+def test_rows_that_were_measured_before_a_part_failed_stay(tmp_path, monkeypatch):
+    def fails_at_the_second(toy):
+        yield {"what": "first", "value": 1}
+        raise RuntimeError("the GPU is gone")
+
+    monkeypatch.setitem(gpu.PARTS, "card", fails_at_the_second)
+    with pytest.raises(RuntimeError, match="the GPU is gone"):
+        gpu.main(["card", "--dry-run", "--output", str(tmp_path)])
+    assert rows_of(tmp_path, "card") == [{"what": "first", "value": "1"}]
+
+
+def test_without_a_gpu_the_error_names_the_dry_run(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        gpu.main(["card"])
+    assert "no GPU that torch can use; --dry-run goes through every part" in capsys.readouterr().err
+
+
+def test_the_plain_loop_trains_as_this_project_does():
+    words = ["model=gpt2", "model.size=tiny", "model.n_layer=1", "data.seq_len=16", "train.global_batch_size=4"]
+    words += ["parallel.chunks=2", "logger=none", "device=cpu", "train.precision=fp32", "train.grad_clip=0.1"]
+    trainer = Trainer(configured(words))
+    model = same_model(trainer)
+    optimizer = adamw(model)
+    optimizer.param_groups[0]["lr"] = trainer.optimizer.base_lr
+    plain = PlainLoop(trainer, token_loss(model), optimizer)
+    ours = [trainer.step(number) for number in (1, 2)]
+    # It returns the loss of the last micro-batch alone: compare what was learned.
+    for number in (1, 2):
+        plain.step(number)
+    (stage,) = trainer.strategy.stages
+    trained = dict(model.named_parameters())
+    far = [
+        (parameter - trained[name]).norm() / parameter.norm()
+        for name, parameter in stage.layers.named_parameters()
+        if parameter.dim() > 1
+    ]
+    assert ours[1] != ours[0] and max(far) < 1e-3
+
+
+def test_gpt2_and_its_profile_in_a_dry_run(tmp_path):
+    gpu.measure("gpt2", True, tmp_path)
+    rows = rows_of(tmp_path, "gpt2")
+    assert [(row["run"], row["micro-batch"]) for row in rows] == [
+        (run, size) for size in ("1", "2") for run in ("this project", "plain loop")
+    ]
+    check_rates(rows, "tokens/s")
+    assert all(row["as fast as the plain loop"] == "1.00x" for row in rows[1::2])
+    gpu.measure("profile", True, tmp_path)
+    check_shares(rows_of(tmp_path, "profile"))
+
+
+@pytest.mark.slow
+def test_a_dry_run_goes_through_every_part_where_only_hydra_was_carried_along(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(BLOCKED)
+    output = tmp_path / "results"
+    ended = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--output", str(output)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "no row of torchvision's plain loop: No module named 'torchvision'" in ended.stdout
+    assert {path.stem for path in output.glob("*.csv")} == {f"gpu_{part}" for part in gpu.PARTS}
+    for part in ("gpt2", "gpt2_compiled", "pipelines"):
+        check_rates(rows_of(output, part), "tokens/s")
+    assert {row["compiled"] for row in rows_of(output, "gpt2_compiled")} == {"True"}
+    check_rates(rows_of(output, "resnet50"), "images/s")
+    assert [row["processes"] for row in rows_of(output, "pipelines")] == ["1", "2", "4"]
+    check_shares(rows_of(output, "profile"))
+
+
+def test_resnet50_stands_beside_torchvision_s(tmp_path):
+    gpu.measure("resnet50", True, tmp_path)
+    rows = rows_of(tmp_path, "resnet50")
+    assert [row["run"] for row in rows] == ["this project", "torchvision, plain loop"] * 2
+    assert [row["images"].startswith("published") for row in rows] == [False, False, True, True]
+    check_rates(rows, "images/s")
+
+
+# -- where a step goes --------------------------------------------------------------------------------------------
+
+
+def event(cat, name, ts, dur, tid=1, **args):
+    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": dur, "args": args}
+
+
+def test_kernels_are_told_by_their_names_and_by_the_operators_that_launched_them(tmp_path):
+    trace = [
+        event("user_annotation", "steps", 0.0, 100.0),
+        event("gpu_user_annotation", "steps", 0.0, 100.0, tid=7),
+        event("cpu_op", "aten::mm", 1.0, 2.0, **{"External id": 1}),
+        event("kernel", "nvjet_tst_128x256", 10.0, 30.0, tid=7, **{"External id": 1}),
+        event("cpu_op", "_FusedCrossEntropy", 4.0, 6.0, **{"External id": 2}),
+        event("cpu_op", "aten::exp_", 5.0, 1.0, **{"External id": 3}),
+        event("kernel", "vectorized_elementwise_kernel", 40.0, 10.0, tid=7, **{"External id": 3}),
+        event("cpu_op", "aten::mm", 7.0, 1.0, **{"External id": 4}),
+        event("kernel", "nvjet_tst_256x128", 50.0, 10.0, tid=7, **{"External id": 4}),
+        event("kernel", "triton_poi_fused_gelu", 60.0, 5.0, tid=7),  # launched by compiled code, of no operator
+        event("kernel", "pytorch_flash::flash_fwd_kernel<cutlass::bfloat16_t>", 62.0, 8.0, tid=9),
+        event("gpu_memcpy", "Memcpy HtoD", 80.0, 5.0, tid=7),
+        event("kernel", "after_the_window", 200.0, 5.0, tid=7),
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": trace}))
+    found = Breakdown.read(path, "steps")
+    assert found.total == pytest.approx(100e-6)
+    assert {name: round(seconds * 1e6) for name, seconds in found.seconds.items()} == {
+        "matmul": 40, "attention": 8, "cross entropy": 10, "optimizer": 0, "copies": 5, "elementwise": 5,
+    }  # fmt: skip
+    assert found.idle == pytest.approx(35e-6), "60 of kernels, of which 3 overlap, and 5 of a copy"
+    with pytest.raises(ValueError, match="no event 'others'"):
+        Breakdown.read(path, "others")
+
+
+@pytest.mark.parametrize(
+    "names, expected",
+    [
+        (["cutlass_80_tensorop_bf16_s16816gemm", "aten::addmm"], "matmul"),
+        (["fmha_cutlassB_f32", "aten::_efficient_attention_backward"], "attention"),
+        (["triton_red_fused__log_softmax_nll_loss_forward_3"], "cross entropy"),
+        (["multi_tensor_apply_kernel<FusedAdamMathFunctor>", "aten::_fused_adamw_"], "optimizer"),
+        (["vectorized_layer_norm_kernel", "aten::native_layer_norm"], "elementwise"),
+        (["aten::copy_", "aten::to", "aten::linear"], "elementwise"),
+    ],
+)
+def test_categories(names, expected):
+    assert category(names) == expected
+
+
+def test_a_peak_can_be_measured_in_every_dtype_of_the_table():
+    assert gpt2.measured_peak("cpu", 16, torch.float32) > 0
