@@ -60,12 +60,8 @@ class BatchNorm2d(nn.BatchNorm2d):
         """Set the running statistics to their initial values."""
         super().reset_running_stats()
         if "moments" in self._buffers:
-            self.forget()
-
-    def forget(self) -> None:
-        """Set the sums to zero, at the end of a step: numbers that were not finite are gone with them."""
-        self.seen.zero_()
-        self.moments.zero_()
+            self.seen.zero_()
+            self.moments.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [b, c, h, w]."""

@@ -5,10 +5,15 @@ log-softmax, and its gradient, each larger than every cache. Here the logits exi
 and the row-wise part runs over blocks of rows that fit a cache, turning them in place into their own gradient.
 Sums and exponentials are taken in float32 whatever the compute dtype.
 
+On a GPU the row-wise part is one kernel (``models.cross_entropy_kernel``), where that works.
+
 The forward therefore already does the element-wise half of the backward; without gradients that half is left out.
 """
 
 from __future__ import annotations
+
+import warnings
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -21,24 +26,70 @@ from models.losses import IGNORED
 CPU_ROWS, OTHER_ROWS = 16, 8192
 
 
+def _by_blocks(logits: Tensor, targets: Tensor, needs_grad: bool, rows: int) -> Tensor:
+    """The summed loss of ``logits`` [n, v], which are replaced by their gradient if it is needed."""
+    total = torch.zeros((), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
+    for start in range(0, len(targets), rows):
+        block, target = logits[start : start + rows], targets[start : start + rows, None]
+        counted = target != IGNORED
+        target = target.clamp(min=0)
+        log_probabilities = torch.log_softmax(block.to(total.dtype), dim=1)
+        total -= (log_probabilities.gather(1, target) * counted).sum()
+        if needs_grad:
+            gradient = log_probabilities.exp_()
+            gradient.scatter_add_(1, target, gradient.new_full((len(target), 1), -1.0))
+            block.copy_(gradient)
+    return total
+
+
+# One operator for torch.compile, which then need not know which of the two ways it takes.
+@torch.library.custom_op("one_word_parallel::cross_entropy_", mutates_args={"logits"})
+def _on_cuda(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
+    """As ``_by_blocks``, in one kernel where it works on this GPU."""
+    if not _kernel_works(logits.device, logits.dtype):
+        return _by_blocks(logits, targets, needs_grad, OTHER_ROWS)
+    from models.cross_entropy_kernel import cross_entropy_rows
+
+    return cross_entropy_rows(logits, targets, needs_grad).sum()
+
+
+@_on_cuda.register_fake
+def _(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
+    return logits.new_empty((), dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+@cache
+def _kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether Triton can build the kernel here, for which it needs a C compiler, and the numbers are torch's."""
+    if dtype == torch.float64:
+        return False
+    try:
+        from models.cross_entropy_kernel import cross_entropy_rows
+
+        logits = torch.linspace(-4.0, 4.0, 3 * 5000, device=device).view(3, 5000).to(dtype)
+        targets = torch.tensor([1, IGNORED, 4999], device=device)
+        expected = logits.clone()
+        losses = _by_blocks(expected, targets, True, OTHER_ROWS), cross_entropy_rows(logits, targets, True).sum()
+        torch.testing.assert_close(*losses, rtol=1e-3, atol=0.0)
+        torch.testing.assert_close(logits[::2], expected[::2], rtol=2e-2, atol=1e-6)
+    except Exception as error:  # of Triton's, the compiler's, the driver's
+        if not isinstance(error, ImportError):
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            warnings.warn(f"cross entropy without its Triton kernel, which is slower: {reason}", stacklevel=2)
+        return False
+    return True
+
+
 class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, bias: Tensor | None, needs_grad: bool
     ) -> Tensor:
         logits = F.linear(x, cast, None if bias is None else bias.to(cast.dtype))
-        rows = CPU_ROWS if x.device.type == "cpu" else OTHER_ROWS
-        total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        for start in range(0, len(targets), rows):
-            block, target = logits[start : start + rows], targets[start : start + rows, None]
-            counted = target != IGNORED
-            target = target.clamp(min=0)
-            log_probabilities = torch.log_softmax(block.to(total.dtype), dim=1)
-            total -= (log_probabilities.gather(1, target) * counted).sum()
-            if needs_grad:
-                gradient = log_probabilities.exp_()
-                gradient.scatter_add_(1, target, gradient.new_full((len(target), 1), -1.0))
-                block.copy_(gradient)
+        if x.device.type == "cuda":
+            total = _on_cuda(logits, targets, needs_grad)
+        else:
+            total = _by_blocks(logits, targets, needs_grad, CPU_ROWS if x.device.type == "cpu" else OTHER_ROWS)
         if needs_grad:
             # Rows that do not count get no gradient: zeroing x does that for the weight, and x is the small one.
             counted = (targets != IGNORED)[:, None]

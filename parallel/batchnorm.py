@@ -45,9 +45,9 @@ class RunningStatistics:
         """
         if not self._norms:
             return
-        means = [norm.seen / self._microbatches for norm in self._norms]
-        for norm in self._norms:
-            norm.forget()
+        seen = [norm.seen for norm in self._norms]
+        means = torch._foreach_div(seen, self._microbatches)
+        torch._foreach_zero_([*seen, *(norm.moments for norm in self._norms)])  # what is not finite is gone with them
         if not usable:
             return
         if self._replicas is not None:

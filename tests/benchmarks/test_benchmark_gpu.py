@@ -71,6 +71,23 @@ def test_rows_that_were_measured_before_a_part_failed_stay(tmp_path, monkeypatch
     assert rows_of(tmp_path, "card") == [{"what": "first", "value": "1"}]
 
 
+def test_parts_of_a_gpu_are_measured_in_processes_that_are_ended_in_time(tmp_path, monkeypatch, capsys):
+    commands = []
+
+    def run(command, timeout):
+        commands.append(command[2:])
+        if command[3] == "peaks":
+            raise subprocess.TimeoutExpired(command, timeout)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(subprocess, "run", run)
+    assert gpu.main(["card", "peaks", "gpt2", "--output", str(tmp_path)]) == 1
+    assert commands == [["benchmarks.gpu", part, "--output", str(tmp_path)] for part in ("card", "peaks", "gpt2")]
+    said = capsys.readouterr().err
+    assert "peaks took longer than 600 s" in said and "parts that failed: peaks;" in said
+
+
 def test_without_a_gpu_the_error_names_the_dry_run(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):

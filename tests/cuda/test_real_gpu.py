@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import train
+from cases import Layout, train
 from commandline import train as train_command
 from comparing import assert_same_training
 from composed import config
@@ -97,6 +97,13 @@ def test_dropout_is_the_same_under_every_layout(device_ranks, on_one_device, mod
     assert abs(without.losses[0] / run[0].losses[0] - 1) > 10 * TOLERANCE, "there was no dropout"
 
 
+def test_batchnorm_across_replicas_is_that_of_the_cpu(device_ranks, ranks):
+    recipe = on_device("classifier", steps=12, sync_batchnorm=True)
+    layout = Layout("ddp", dp=2, chunks=2)
+    reference, _ = ranks.run(2, train, layout, dataclasses.replace(recipe, device="cpu"))
+    assert_same_training(device_ranks.run(2, train, layout, recipe), reference, TOLERANCE)
+
+
 @pytest.mark.parametrize("strategy", ["single", "pipe_ddp"])
 def test_a_resumed_run_gives_the_same_bits(tmp_path, strategy):
     words = [f"parallel={strategy}", *RECIPE, *EXACT, "train.steps=12", "train.keep_checkpoints=6"]
@@ -152,9 +159,15 @@ def test_a_rank_that_is_out_of_memory_is_named_in_seconds(tmp_path):
 
 
 def test_peak_memory_is_what_the_plan_said(tmp_path):
-    words = ["model=gpt2", "model.size=tiny", "model.n_layer=6", "model.n_embd=256", "data=torch_docs", "logger=none"]
-    words += ["data.seq_len=128", "train.global_batch_size=16", "train.steps=4", "train.eval_every=null"]
-    words += ["train.precision=fp32", "train.checkpoint_every=null", f"device={DEVICE}"]
+    words = [*RECIPE, "model.n_layer=6", "model.n_embd=256", "model.n_head=4", "model.block_size=128"]
+    words += [
+        "data.seq_len=128",
+        "train.global_batch_size=16",
+        "parallel.chunks=1",
+        "train.steps=4",
+        f"device={DEVICE}",
+    ]
+    words += ["train.eval_every=null", "train.checkpoint_every=null", "parallel=single", f"device={DEVICE}"]
     ended = train_command(words, tmp_path / "run")
     assert ended.code == 0, ended.console
     (peak,) = ended.summary["peak_memory_bytes"]

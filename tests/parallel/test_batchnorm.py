@@ -11,7 +11,8 @@ from cases import Layout, Recipe
 from comparing import assert_same_training, weights_of
 from torch import nn
 
-from parallel.batchnorm import normalise_over_replicas
+from models.batchnorm import BatchNorm2d
+from parallel.batchnorm import RunningStatistics, normalise_over_replicas
 
 CONVNET = Recipe("convnet", global_batch=32, lr=0.02, steps=6, eval_every=3)
 STATISTICS = ("running_mean", "running_var")
@@ -98,3 +99,14 @@ def test_a_skipped_step_leaves_the_statistics_alone(trained):
         assert result[0].finite == [False]
         for name, tensor in statistics(result).items():
             assert torch.equal(tensor, result[0].initial[name])
+
+
+def test_after_a_step_that_was_not_finite_the_next_ones_statistics_are():
+    norm = BatchNorm2d(3)
+    images = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1))
+    statistics = RunningStatistics([norm], microbatches=1, replicas=None)
+    norm(images / 0)
+    statistics.update(usable=False)
+    norm(images)
+    statistics.update(usable=True)
+    torch.testing.assert_close(norm.running_mean, 0.1 * images.mean((0, 2, 3)))

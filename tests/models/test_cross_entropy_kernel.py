@@ -1,0 +1,113 @@
+"""The kernel for GPUs, run by Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models import fused_cross_entropy as fused
+from models.losses import IGNORED
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """``cross_entropy_rows``, interpreted."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("TRITON_INTERPRET", "1")  # read when a kernel is defined
+    patch.delitem(sys.modules, "models.cross_entropy_kernel", raising=False)
+    pytest.importorskip("triton", reason="Triton is not installed: it comes with torch for GPUs")
+    yield importlib.import_module("models.cross_entropy_kernel").cross_entropy_rows
+    patch.undo()
+    sys.modules.pop("models.cross_entropy_kernel", None)
+
+
+def drawn(n, words, dtype, scale=3.0):
+    generator = torch.Generator().manual_seed(n * words)
+    logits = (scale * torch.randn(n, words, generator=generator)).to(dtype)
+    targets = torch.randint(words, (n,), generator=generator)
+    targets[1::3] = IGNORED
+    return logits, targets
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("n, words", [(1, 1), (2, 3), (7, 97), (3, 4096), (4, 5003), (2, 50257)])
+def test_losses_and_gradients_are_torch_s(rows, n, words, dtype):
+    logits, targets = drawn(n, words, dtype)
+    wide = logits.float().requires_grad_()
+    expected = F.cross_entropy(wide, targets, reduction="none", ignore_index=IGNORED)
+    (gradient,) = torch.autograd.grad(expected.sum(), wide)
+    without = rows(logits, targets, False)
+    assert torch.equal(logits.float(), wide), "logits without a gradient are left as they are"
+    losses = rows(logits, targets, True)
+    assert torch.equal(losses, without)
+    torch.testing.assert_close(losses, expected.detach(), rtol=1e-5, atol=1e-5)
+    counted = targets != IGNORED
+    torch.testing.assert_close(
+        logits[counted].float(), gradient[counted], rtol=TOLERANCE[dtype], atol=1e-7 if words > 4 else 1e-6
+    )
+
+
+def test_large_logits_do_not_overflow_and_what_is_not_finite_is_noticed(rows):
+    logits, targets = drawn(4, 5003, torch.float32, scale=1e4)
+    assert torch.isfinite(rows(logits.clone(), targets, True)).all()
+    logits[0, 4999] = float("nan")
+    assert rows(logits, targets, False)[0].isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_head_learns_the_same_with_it(rows, monkeypatch, dtype):
+    """Through the operator that a GPU takes, gradients of hidden states, weight and bias included."""
+
+    def gradients(operator):
+        generator = torch.Generator().manual_seed(3)
+        x, weight, bias = (torch.randn(s, generator=generator) for s in ((9, 8), (301, 8), (301,)))
+        leaves = [x.to(dtype).requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+        if operator:
+            monkeypatch.setattr(
+                fused, "_by_blocks", lambda logits, targets, needs, _: fused._on_cuda(logits, targets, needs)
+            )
+        targets = torch.arange(9) * 30
+        targets[4] = IGNORED
+        loss = fused.fused_cross_entropy(leaves[0], weight, weight.detach().to(dtype), targets, bias)
+        return loss.detach(), *torch.autograd.grad(2 * loss, leaves)
+
+    fused._kernel_works.cache_clear()
+    assert fused._kernel_works(torch.device("cpu"), dtype), "the check of the kernel against torch passes"
+    reference = gradients(False)
+    for mine, theirs in zip(gradients(True), reference, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def fails(logits, targets, gradient):
+    raise RuntimeError("no C compiler\nand much more")
+
+
+def wrong(logits, targets, gradient):
+    return torch.zeros(len(targets))
+
+
+@pytest.mark.parametrize(
+    "module, warning",
+    [
+        (None, None),
+        (SimpleNamespace(cross_entropy_rows=fails), "RuntimeError: no C compiler"),
+        (SimpleNamespace(cross_entropy_rows=wrong), "AssertionError"),
+    ],
+    ids=["is not there", "cannot be built", "computes something else"],
+)
+def test_where_the_kernel_fails_torch_s_operators_compute_the_same(monkeypatch, recwarn, module, warning):
+    monkeypatch.setitem(sys.modules, "models.cross_entropy_kernel", module)
+    fused._kernel_works.cache_clear()
+    logits, targets = drawn(5, 40, torch.float32)
+    expected = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+    torch.testing.assert_close(fused._on_cuda(logits, targets, True), expected)
+    said = [str(one.message) for one in recwarn if "cross entropy without its Triton kernel" in str(one.message)]
+    assert len(said) == (warning is not None) and all(warning in message for message in said)
+    fused._kernel_works.cache_clear()
