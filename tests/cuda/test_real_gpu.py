@@ -41,6 +41,7 @@ pytestmark = [
     ),
 ]
 TOLERANCE = 1e-4  # relative, in float32: kernels add up in another order
+# Runs are started afresh: a fork of a process that has asked for its GPUs could not use them.
 EXACT = [f"device={DEVICE}", "train.deterministic=true"]
 SIGNALS = 20 if DEVICE == "cuda" else 2
 # The update of a larger model is still under way on the GPU when a signal arrives.
@@ -107,10 +108,10 @@ def test_batchnorm_across_replicas_is_that_of_the_cpu(device_ranks, ranks):
 @pytest.mark.parametrize("strategy", ["single", "pipe_ddp"])
 def test_a_resumed_run_gives_the_same_bits(tmp_path, strategy):
     words = [f"parallel={strategy}", *RECIPE, *EXACT, "train.steps=12", "train.keep_checkpoints=6"]
-    whole = train_command(words, tmp_path / "whole")
+    whole = train_command(words, tmp_path / "whole", fresh=True)
     assert whole.code == 0, whole.console
     half = tmp_path / "whole" / "checkpoints" / "step-00000006"
-    resumed = train_command([*words, f"train.resume='{half}'"], tmp_path / "resumed")
+    resumed = train_command([*words, f"train.resume='{half}'"], tmp_path / "resumed", fresh=True)
     assert resumed.code == 0, resumed.console
     assert resumed.losses == whole.losses[6:]
     assert final_tensors(resumed.folder) == final_tensors(whole.folder) != {}
@@ -152,7 +153,7 @@ def test_a_rank_that_is_out_of_memory_is_named_in_seconds(tmp_path):
     words = [f"--config-dir={tmp_path}/conf", "allow=[hungry_model]", "model=hungry", "parallel=pipelined"]
     words += ["parallel.chunks=2", "parallel.balance=[1,2]", "parallel.timeout_s=600", f"device={DEVICE}"]
     start = time.monotonic()
-    ended = train_command([*words, "logger=none", "train.epochs=null", "train.steps=50"], tmp_path / "run")
+    ended = train_command([*words, "logger=none", "train.epochs=null", "train.steps=50"], tmp_path / "run", fresh=True)
     assert ended.code == 1
     assert time.monotonic() - start < SOON_S, "of which most is the start"
     assert re.search(r"rank 1\b.*(out of memory|allocate)", ended.stderr, re.IGNORECASE | re.DOTALL), ended.console
@@ -168,7 +169,7 @@ def test_peak_memory_is_what_the_plan_said(tmp_path):
         f"device={DEVICE}",
     ]
     words += ["train.eval_every=null", "train.checkpoint_every=null", "parallel=single", f"device={DEVICE}"]
-    ended = train_command(words, tmp_path / "run")
+    ended = train_command(words, tmp_path / "run", fresh=True)
     assert ended.code == 0, ended.console
     (peak,) = ended.summary["peak_memory_bytes"]
     setup = prepare(config(*words))
