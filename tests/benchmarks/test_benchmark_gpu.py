@@ -152,6 +152,7 @@ def test_a_dry_run_goes_through_every_part_where_only_hydra_was_carried_along(tm
     check_shares(rows_of(output, "profile"))
 
 
+@pytest.mark.slow
 def test_resnet50_stands_beside_torchvision_s(tmp_path):
     gpu.measure("resnet50", True, tmp_path)
     rows = rows_of(tmp_path, "resnet50")

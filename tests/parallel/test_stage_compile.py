@@ -21,6 +21,7 @@ def tracing(monkeypatch):
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("random", [False, True], ids=["all layers together", "each layer by itself"])
 def test_every_kind_of_layer_stays_compiled_in_training_and_in_evaluation(tracing, random):
     chain = resnet50(num_classes=10)
