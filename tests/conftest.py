@@ -24,6 +24,7 @@ multiprocessing.set_forkserver_preload(["tests.preloaded"])
 _SHARED = {"cli": "runs", "toy": "runs", "cluster": "cluster", "local_losses": "cluster"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items):
     """Has pytest-xdist keep together the tests of a file, and those that share runs."""
     for item in items:

@@ -174,6 +174,7 @@ def test_half_precision_steps_drift_by_rounding_only(trained, precision, loss, w
     assert_close(weights_of(run), reference.state, weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [Layout("single", chunks=8), PIPE_DDP], ids=str)
 def test_a_fused_optimizer_trains_the_same_in_bf16(trained, layout):
     """It updates weights without moving their version: a cast that is kept from step to step must notice."""

@@ -89,6 +89,7 @@ def test_ranks_that_torchrun_started_train_the_same_in_one_directory(cli, single
     assert run.stderr.count("step 5: val_loss") == 1
 
 
+@pytest.mark.slow
 def test_ranks_started_by_hand_meet_by_their_environment_and_only_rank_0_talks(cli, single, tmp_path):
     meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     started = [

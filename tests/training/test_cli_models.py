@@ -133,6 +133,7 @@ def convnets(tmp_path_factory):
     return runs
 
 
+@pytest.mark.slow
 def test_deterministic_gives_the_same_bits_twice(convnets):
     first, second = (convnets[name] for name in ("first", "second"))
     assert first.losses == second.losses and first.val_losses == second.val_losses
@@ -141,6 +142,7 @@ def test_deterministic_gives_the_same_bits_twice(convnets):
     assert all(tensor.equal(weights[1][name]) for name, tensor in weights[0].items())
 
 
+@pytest.mark.slow
 def test_recomputed_activations_change_nothing(convnets):
     """BatchNorm's statistics among it, which the second forward must not count again: see the validation loss."""
     recomputed, kept = convnets["recomputed"], convnets["kept"]
@@ -149,6 +151,7 @@ def test_recomputed_activations_change_nothing(convnets):
     assert recomputed.summary["test_accuracy"] == kept.summary["test_accuracy"]
 
 
+@pytest.mark.slow
 def test_synchronised_batchnorm_on_two_replicas_is_batchnorm_of_one(convnets):
     together, alone = convnets["together"], convnets["first"]
     assert together.losses == pytest.approx(alone.losses, rel=1e-9)
@@ -156,6 +159,7 @@ def test_synchronised_batchnorm_on_two_replicas_is_batchnorm_of_one(convnets):
     assert convnets["kept"].losses != pytest.approx(alone.losses, rel=1e-4), "micro-batches of half the size"
 
 
+@pytest.mark.slow
 def test_the_environment_that_is_given_reaches_the_workers(convnets):
     said = (convnets["together"].folder / "logs" / "rank_0001.log").read_text()
     assert re.search(r"\[rank ?1\]", said, re.IGNORECASE), said

@@ -79,8 +79,15 @@ def check(start, train, model, before, after):
         assert shapes[0] == shapes[1], "each tensor once, whatever the layout"
 
 
-@pytest.mark.parametrize("before, after", RING, ids=lambda name: name)
-@pytest.mark.parametrize("model", ["gpt2", pytest.param("convnet", marks=pytest.mark.slow)])
+# `pytest -m slow` has the rest of them.
+@pytest.mark.parametrize(
+    "model, before, after",
+    [
+        pytest.param(model, *pair, marks=[pytest.mark.slow] * (model == "convnet" or pair[0] in ("ddp", "hsdp")))
+        for model in ("gpt2", "convnet")
+        for pair in RING
+    ],
+)
 def test_around_the_layouts(start, train, model, before, after):
     check(start, train, model, before, after)
 

@@ -264,6 +264,7 @@ DATA = {
 }
 
 
+@pytest.mark.slow
 def test_neither_data_nor_checkpoints_are_unpickled(tmp_path, text):
     """Of the data sets that are downloads, those that lie in ../shared/data."""
     cache = [override for override in text if override.startswith("data.cache_dir=")]
