@@ -58,7 +58,14 @@ def test_toy_trains_as_in_one_process(trained, layout):
     assert_same_training(trained(layout, TOY), reference, TOLERANCE)
 
 
-@pytest.mark.parametrize("layout", GPT2_LAYOUTS, ids=str)
+# Eight ranks are dear: under one schedule here, under the others with `pytest -m slow`.
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(x, id=str(x), marks=[pytest.mark.slow] * (x.ranks == 8 and x.schedule != "1f1b"))
+        for x in GPT2_LAYOUTS
+    ],
+)
 def test_gpt2_with_tied_embeddings_dropout_and_clipping_trains_as_in_one_process(trained, layout):
     (reference,) = trained(layout.single, GPT2)
     assert_it_trained(reference)

@@ -79,11 +79,13 @@ def check(start, train, model, before, after):
         assert shapes[0] == shapes[1], "each tensor once, whatever the layout"
 
 
-# `pytest -m slow` has the rest of them.
+FAST = ("single", "pipe_ddp", "fsdp", "pipe_fsdp")  # what these saved; `pytest -m slow` has the rest
+
+
 @pytest.mark.parametrize(
     "model, before, after",
     [
-        pytest.param(model, *pair, marks=[pytest.mark.slow] * (model == "convnet" or pair[0] in ("ddp", "hsdp")))
+        pytest.param(model, *pair, marks=[pytest.mark.slow] * (model == "convnet" or pair[0] not in FAST))
         for model in ("gpt2", "convnet")
         for pair in RING
     ],

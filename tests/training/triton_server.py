@@ -16,7 +16,7 @@ import pytest
 from launchers.loopback import LOOPBACK, listen
 
 BACKEND = Path(__file__).resolve().parent / "triton_install" / "onnxruntime"
-START_S = 90.0
+START_S = 180.0
 VARIABLE = "TRITON_SERVER"
 
 
