@@ -30,6 +30,7 @@ def test_the_page_runs_as_a_script(tmp_path):
     assert float(done.stdout.splitlines()[-1]) > 0.8
 
 
+@pytest.mark.slow
 def test_a_notebook_trains_on_workers_and_shows_what_they_say(tmp_path):
     nbformat = pytest.importorskip("nbformat", reason="needs nbclient and ipykernel: pip install nbclient ipykernel")
     nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel: pip install nbclient ipykernel")

@@ -10,7 +10,7 @@ import pytest
 from commandline import wait_until
 from slurm_commands import TOY, TWO_NODES, Job, queue
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 500
 RUN = [*TOY, f"train.steps={STEPS}", "parallel=ddp", "parallel.dp=2", *TWO_NODES]

@@ -58,11 +58,11 @@ def test_toy_trains_as_in_one_process(trained, layout):
     assert_same_training(trained(layout, TOY), reference, TOLERANCE)
 
 
-# Eight ranks are dear: under one schedule here, under the others with `pytest -m slow`.
+# Four stages are dear: under one schedule here, under the others with `pytest -m slow`.
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(x, id=str(x), marks=[pytest.mark.slow] * (x.ranks == 8 and x.schedule != "1f1b"))
+        pytest.param(x, id=str(x), marks=[pytest.mark.slow] * (x.pp == 4 and x.schedule != "1f1b"))
         for x in GPT2_LAYOUTS
     ],
 )
@@ -119,6 +119,7 @@ def test_evaluation_in_the_middle_of_training_leaves_the_training_as_it_was(trai
     assert_equal_bits(weights_of(disturbed), weights_of(undisturbed))
 
 
+@pytest.mark.slow
 def test_float64_agrees_to_ten_digits(trained):
     layout, recipe = Layout("pipe_ddp", dp=2, pp=2, chunks=4), dataclasses.replace(GPT2, precision="fp64")
     (reference,) = trained(layout.single, recipe)

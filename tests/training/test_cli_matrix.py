@@ -117,6 +117,7 @@ def test_ranks_started_by_hand_meet_by_their_environment_and_only_rank_0_talks(c
     assert (first.folder / "logs" / "rank_0001.log").read_text() != ""
 
 
+@pytest.mark.slow
 def test_ranks_other_than_0_write_to_their_logs_and_not_to_the_console(tmp_path):
     talk = [f"+parallel.env.{name}={value}" for name, value in TALKATIVE.items()]
     overrides = ["parallel=ddp", "parallel.dp=2", "logger=none", "train.epochs=null", "train.steps=2", *talk]

@@ -78,8 +78,8 @@ def losses(house):
         "lstm": (lstm, ["single", "ddp", "pipelined", "pipe_ddp"]),
         "csv": (table, ["single", "checked_ddp", "pipe_ddp"]),
         "skip": (["model=skip", "optim=rmsprop"], ["single", "pipe_ddp"]),
-        "translator": (["model=translator", "optim=sgd", "optim.lr=0.5"], ["single", "ddp", "pipelined", "pipe_ddp"]),
-        "moe": (["model=moe", "model.width=16", "optim=sgd", *text], ["single", "ddp", "pipelined", "pipe_ddp"]),
+        "translator": (["model=translator", "optim=sgd", "optim.lr=0.5"], ["single", "pipe_ddp"]),
+        "moe": (["model=moe", "model.width=16", "optim=sgd", *text], ["single", "pipe_ddp"]),
     }
     runs = {
         f"{name} {layout}": [*words, *LAYOUTS[layout]]
