@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import sys
 import time
@@ -24,13 +23,13 @@ from conf import FOLDER, OF_CHECKPOINT, environment
 from conf.messages import unknown_key
 from conf.schema import register
 from conf.trust import config_folder, config_folders
+from conf.words import expand_lists, options_first
 from launchers.world import launcher_start
 
 _GROUPS = ("model", "data", "optim", "scheduler", "parallel", "launcher", "logger")
 _ON_TOP = ("experiment", "debug")  # groups whose values are changes of the others' defaults
 _LISTED = {"logger@loggers.": "logger", "callback@callbacks.": "callbacks"}  # groups of which several may be chosen
 _FULL_ERROR = "HYDRA_FULL_ERROR"
-_WITH_VALUE = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--package", "-p")
 
 
 def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str]) -> None:
@@ -60,8 +59,8 @@ def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str]) 
         return task(cfg, HydraConfig.get())
 
     argv, full_error = sys.argv, os.environ.get(_FULL_ERROR)
-    words = [*_composable(_expand_lists(arguments)), *_directory(arguments, *start)]
-    sys.argv = [str(FOLDER.parent / "train.py"), *_options_first(words)]
+    words = [*_composable(expand_lists(arguments)), *_directory(arguments, *start)]
+    sys.argv = [str(FOLDER.parent / "train.py"), *options_first(words)]
     os.environ[_FULL_ERROR] = "1"  # Hydra raises its errors then; otherwise it prints them in its own form
     GlobalHydra.instance().clear()
     try:
@@ -71,15 +70,6 @@ def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str]) 
         sys.argv = argv
         if full_error is None:
             del os.environ[_FULL_ERROR]
-
-
-def _options_first(arguments: Sequence[str]) -> list[str]:
-    """The same words in an order that Hydra takes: it refuses options that stand between overrides."""
-    options, overrides, before = [], [], ""
-    for word in arguments:
-        (options if word.startswith("-") or before in _WITH_VALUE else overrides).append(word)
-        before = word
-    return [*options, *overrides]
 
 
 def _register_resolvers(began: float, run_id: str) -> None:
@@ -185,7 +175,7 @@ def compose(overrides: Sequence[str]) -> Any:
     environment.register()
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(FOLDER), version_base="1.3"):
-        return hydra.compose("train", _expand_lists(overrides))
+        return hydra.compose("train", expand_lists(overrides))
 
 
 def _open_own(arguments: Sequence[str]) -> list[str]:
@@ -198,45 +188,6 @@ def _open_own(arguments: Sequence[str]) -> list[str]:
     sys.path.extend(one for one in folders if one not in sys.path)  # to read the signatures of targets there
     register(config_folder(arguments))
     return folders
-
-
-def _expand_lists(arguments: Sequence[str]) -> list[str]:
-    """``logger=[wandb,csv]`` and ``callbacks=[early_stop]`` as options of their groups, each in a section of its own.
-
-    The first logger is the section ``logger``, the others ``loggers.NAME``; callbacks are ``callbacks.NAME``.
-    """
-    return [word for argument in arguments for word in _expand(argument)]
-
-
-def as_typed(overrides: Sequence[str]) -> list[str]:
-    """The reverse of what is done to a command line: what was typed, of the overrides that Hydra was given."""
-    overrides = [re.sub(r"^([^=]+)=choice\((.*)\)$", r"\1=\2", override) for override in overrides]
-    words: list[str] = []
-    names: dict[str, list[str]] = {"logger": [], "callbacks": []}
-    for override in overrides:
-        added = re.fullmatch(r"\+(?:schema/)?(logger|callback)@(?:loggers|callbacks)\.[\w-]+=([\w-]+)", override)
-        if added is None:
-            words.append(override)
-        elif not override.startswith("+schema/"):
-            names["logger" if added[1] == "logger" else "callbacks"].append(added[2])
-    if names["logger"]:
-        first = next((word.partition("=")[2] for word in words if word.startswith("logger=")), "wandb")
-        words = [word for word in words if not word.startswith("logger=")]
-        names["logger"].insert(0, first)
-    return [*words, *(f"{key}=[{','.join(some)}]" for key, some in names.items() if some)]
-
-
-def _expand(argument: str) -> list[str]:
-    match = re.fullmatch(r"(logger|callbacks)=(?:\[([\w,\s-]*)\]|([\w-]+))", argument)
-    if match is None or argument in ("callbacks=null", "callbacks=[]") or (match[1] == "logger" and match[3]):
-        return [argument]
-    names = re.findall(r"[\w-]+", match[2] or match[3] or "") or ["none"]
-    if repeated := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"{argument} names {repeated[0]} {names.count(repeated[0])} times; name each once")
-    group, section = ("logger", "loggers") if match[1] == "logger" else ("callback", "callbacks")
-    first = [f"logger={names.pop(0)}"] if group == "logger" else []
-    # The schema stands before what it checks.
-    return first + [f"+{part}{group}@{section}.{name}={name}" for name in names for part in ("schema/", "")]
 
 
 def _composable(arguments: Sequence[str]) -> list[str]:

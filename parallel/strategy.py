@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -22,9 +22,9 @@ from parallel.averaging import replicate
 from parallel.batchnorm import RunningStatistics
 from parallel.gradients import Gradients, TiedParameters, sum_dtype
 from parallel.mesh import Mesh
+from parallel.model_part import ModelPart
 from parallel.plan import Plan
 from parallel.precision import LossScale, autocast, parameter_dtype
-from parallel.rows import fill
 from parallel.shape_inference import trace
 from parallel.sharding import Sharding
 from parallel.stage import Stage
@@ -32,7 +32,7 @@ from parallel.step import Options, StepResult
 from parallel.timeline import Timeline
 
 
-class Strategy(ABC):
+class Strategy(ModelPart, ABC):
     """A rank's part in training a chain as a plan lays it out. Every rank of the mesh constructs one.
 
     Attributes:
@@ -235,52 +235,6 @@ class Strategy(ABC):
     def zero_grad(self) -> None:
         """Clear the last step's gradients."""
         self.gradients.clear()
-
-    # -- this rank's part of the model -----------------------------------------------------------------------------
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Iterate over every parameter that this rank updates, copies of tied ones included."""
-        for stage in self.stages:
-            yield from stage.layers.parameters()
-
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """List (global name, parameter) of what this rank updates. A copy of a tied one has its canonical name."""
-        return [
-            (self.chain.canonical(name), parameter)
-            for stage in self.stages
-            for name, parameter in stage.layers.named_parameters()
-        ]
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return parameters and buffers of this rank's stages under global names; of shared ones, its rows.
-
-        A tied parameter is included under its canonical name only, so that the parts of one replica's ranks make up
-        the model with each tensor once.
-        """
-        return {
-            name: tensor
-            for stage in self.stages
-            for name, tensor in stage.layers.state_dict().items()
-            if name not in self.chain.tied
-        }
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy this rank's part out of ``state``.
-
-        Args:
-            state: Any part of the model that includes this rank's, under global names: tensors, or what has a tensor's
-                ``shape`` and gives rows of it for a slice.
-
-        Raises:
-            KeyError: Naming a tensor that is missing.
-            ValueError: Naming a tensor that has another shape or holds another kind of number.
-        """
-        for stage in self.stages:
-            for name, tensor in stage.layers.state_dict().items():
-                canonical = self.chain.canonical(name)
-                if canonical not in state:
-                    raise KeyError(f"{canonical} is not among the {len(state)} tensors given")
-                fill(tensor, state[canonical], canonical)
 
     def close(self) -> None:
         """Drop what refers to process groups, before they are destroyed."""

@@ -21,7 +21,7 @@ multiprocessing.set_forkserver_preload(["tests.preloaded"])
 
 
 # Fixtures of a whole session that cost much, and the group of the tests that share what they made.
-_SHARED = {"cli": "runs", "toy": "runs", "cluster": "cluster", "local_losses": "cluster"}
+_SHARED = {"cli": "runs", "toy": "runs", "cluster": "cluster", "local_losses": "cluster", "gpus": "pretend_cuda"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import wait
 
-import pretend_cuda
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -107,7 +106,9 @@ def _serve(port: int, pipe, backend: str) -> None:
     if backend == "host":
         host_group.register()
     elif backend == "pretend_nccl":
-        pretend_cuda.register_nccl()
+        import pretend_nccl
+
+        pretend_nccl.register()
     store = dist.TCPStore(_HOST, port, is_master=False, wait_for_workers=False)
     while True:
         try:

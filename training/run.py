@@ -36,6 +36,7 @@ from training.loop import Loop
 from training.optimizer import Optimizer
 from training.reporting import SUMMARY, mask_secrets
 from training.reporting.console import final_words, numbers
+from training.reporting.environment import where_typed
 from training.reporting.loggers import Loggers, sections
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
@@ -277,8 +278,6 @@ def _summary(
 
 def _report(setup: Setup, run_dir: Path, outcome: Outcome, summary: dict, ranks: list[RankResult]) -> None:
     """Writes the timeline, if it was asked for, and prints the results."""
-    from training.reporting.run_directory import where_typed  # late: it imports Hydra
-
     if setup.cfg.train.trace and why_no_timeline(setup.plan) is None:
         intervals = [rank.intervals for rank in ranks]
         write_timeline(run_dir, setup.plan, setup.cfg.model.name, intervals, outcome.steps)

@@ -13,18 +13,16 @@ for other in ("parallel", "training"):  # ``cases``, ``comparing``, ``commandlin
     sys.path.insert(1, str(Path(__file__).resolve().parents[1] / other))
 
 
-def pytest_collection_modifyitems(items):
-    """One process has the ranks of all tests of this folder: they are new interpreters, which take seconds to start."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("pretend_cuda"))
+@pytest.fixture(scope="session")
+def pretended():
+    """Skips a test where no GPU can be pretended."""
+    if problem := pretend_cuda.why_not():
+        pytest.skip(f"pretend CUDA: {problem}")
 
 
 @pytest.fixture(scope="session")
-def environment():
+def environment(pretended):
     """Environment variables with which a process has two GPUs."""
-    if problem := pretend_cuda.why_not():
-        pytest.skip(f"pretend CUDA: {problem}")
     return pretend_cuda.environment(devices=2)
 
 
@@ -41,13 +39,6 @@ def gpus(environment):
 @pytest.fixture(scope="session")
 def trained(gpus):
     """``trained(layout, recipe)``: a list of what each rank saw (``cases.Result``); each layout runs once."""
-    from cases import train
+    from cases import trainings
 
-    known = {}
-
-    def run(layout, recipe):
-        if (layout, recipe) not in known:
-            known[layout, recipe] = gpus.run(layout.ranks, train, layout, recipe)
-        return known[layout, recipe]
-
-    return run
+    return trainings(gpus)

@@ -84,10 +84,8 @@ def test_the_submitting_machine_is_not_asked_for_its_devices(monkeypatch):
     assert piped.cfg.parallel.balance == "time"
 
 
-def test_one_gpu_is_enough_for_every_layout(tmp_path):
+def test_one_gpu_is_enough_for_every_layout(pretended, tmp_path):
     """The whole command, on one pretend GPU: it says that it is shared, draws its timeline, and learns the same."""
-    if problem := pretend_cuda.why_not():
-        pytest.skip(f"pretend CUDA: {problem}")
     from commandline import TRAIN, environment
 
     common = ["model=gpt2", "model.size=tiny", "data.seq_len=32", "train.global_batch_size=8", "train.steps=4"]

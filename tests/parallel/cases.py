@@ -7,29 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from unittest import mock
 
 import pretend_cuda
 import torch
 import torch.distributed as dist
-from tuple_models import TUPLE_MODELS
+from small_models import chain_and_batches
 
 from data.batch import Batch
-from models.chain import Chain
-from models.classifier import classifier
-from models.convnet import convnet
-from models.gpt2 import gpt2
-from models.resnet50 import GROUPS, resnet50
-from models.toy import toy
-from models.transformer import transformer
 from parallel.build import build_strategy
 from parallel.plan import Plan, make_plan
 from parallel.rows import whole
 from parallel.strategies import strategy_info
 from parallel.strategy import Options, Strategy
 from parallel.timeline import Interval
-
-VOCABULARY, TOKENS = 512, 32
 
 
 @dataclass(frozen=True)
@@ -137,62 +127,6 @@ def parallel_section(layout: Layout, **changes) -> SimpleNamespace:
     return SimpleNamespace(**{**section, **changes})
 
 
-
-def short_resnet() -> Chain:
-    """ResNet-50 with 5 of its 16 blocks, each kind of them, narrower but for the last."""
-    blocks = {"layer1": (2, 16, 1), "layer2": (1, 32, 2), "layer3": (1, 64, 2), "layer4": (1, 512, 2)}
-    with mock.patch.dict(GROUPS, blocks):
-        return resnet50()
-
-
-# (channels, size, chain) of small versions of the image models.
-IMAGES = {
-    "resnet50": (3, 40, short_resnet),
-    "whole resnet50": (3, 40, resnet50),
-    "classifier": (3, 16, lambda: classifier(image_size=16)),
-    "convnet": (1, 12, lambda: convnet(image_size=12)),
-}
-LANGUAGE = {
-    "gpt2": lambda dropout: gpt2(size="tiny", vocab_size=VOCABULARY, dropout=dropout),
-    "transformer": lambda dropout: transformer(
-        d_model=32, d_hid=64, n_head=2, n_layer=3, dropout=dropout, vocab_size=VOCABULARY
-    ),
-}
-
-
-def chain_and_batches(recipe: Recipe) -> tuple[Chain, Callable[[int], Batch]]:
-    """A small model, and its global batch as a function of the step."""
-    if recipe.model == "toy":
-        return toy(), lambda step: _toy_batch(recipe.global_batch, step)
-    if recipe.model in TUPLE_MODELS:
-        build_chain, batch = TUPLE_MODELS[recipe.model]
-        return build_chain(), lambda step: batch(recipe.global_batch, step)
-    if recipe.model in IMAGES:
-        channels, size, build_chain = IMAGES[recipe.model]
-        return build_chain(), lambda step: _image_batch(recipe.global_batch, channels, size, step)
-    return LANGUAGE[recipe.model](recipe.dropout), lambda step: _token_batch(recipe.global_batch, step)
-
-
-def _toy_batch(size: int, step: int) -> Batch:
-    inputs = torch.randn(size, 10, generator=torch.Generator().manual_seed(step))
-    return Batch(inputs, inputs[:, :5].abs() + 1.0)
-
-
-def _image_batch(size: int, channels: int, pixels: int, step: int) -> Batch:
-    """Bright where the class says so: something to learn in twenty steps."""
-    generator = torch.Generator().manual_seed(step)
-    labels = torch.randint(10, (size,), generator=generator)
-    images = torch.randn(size, channels, pixels, pixels, generator=generator)
-    return Batch(images + labels.view(-1, 1, 1, 1) / 5 - 1, labels)
-
-
-def _token_batch(size: int, step: int) -> Batch:
-    """Few words are frequent, as in a language: there is something to learn in twenty steps."""
-    draws = torch.rand(size, TOKENS + 1, generator=torch.Generator().manual_seed(step))
-    tokens = (draws.pow(4) * VOCABULARY).long()
-    return Batch(tokens[:, :-1], tokens[:, 1:])
-
-
 def build(layout: Layout, recipe: Recipe) -> tuple[Plan, Strategy]:
     """The plan of a layout and this rank's strategy."""
     chain, batch_at = chain_and_batches(recipe)
@@ -271,6 +205,18 @@ def train(layout: Layout, recipe: Recipe) -> Result:
     result.intervals = list(strategy.timeline.steps)
     strategy.close()
     return result
+
+
+def trainings(ranks) -> Callable[[Layout, Recipe], list[Result]]:
+    """``trained(layout, recipe)``: what each rank of a pool saw (``ranks.Ranks``); each training runs once."""
+    known = {}
+
+    def trained(layout: Layout, recipe: Recipe) -> list[Result]:
+        if (layout, recipe) not in known:
+            known[layout, recipe] = ranks.run(layout.ranks, train, layout, recipe)
+        return known[layout, recipe]
+
+    return trained
 
 
 def _copy(strategy: Strategy, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -13,13 +13,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # ``cases`` and ``prob
 @pytest.fixture(scope="session")
 def trained(ranks):
     """``trained(layout, recipe)``: a list of what each rank saw (``cases.Result``)."""
-    from cases import train
+    from cases import trainings
 
-    known = {}
-
-    def run(layout, recipe):
-        if (layout, recipe) not in known:
-            known[layout, recipe] = ranks.run(layout.ranks, train, layout, recipe)
-        return known[layout, recipe]
-
-    return run
+    return trainings(ranks)

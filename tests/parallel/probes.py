@@ -6,7 +6,8 @@ from collections import Counter
 
 import torch
 import torch.distributed as dist
-from cases import Layout, Recipe, build, chain_and_batches
+from cases import Layout, Recipe, build
+from small_models import chain_and_batches
 
 from parallel.mesh import Mesh
 from parallel.rows import local

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from cases import VOCABULARY, Layout, Recipe, chain_and_batches
+from cases import Layout, Recipe
+from small_models import VOCABULARY, chain_and_batches
 
 RECIPE = Recipe("gpt2", global_batch=8, lr=0.1, steps=1)
 LAYOUTS = [

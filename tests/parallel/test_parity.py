@@ -7,8 +7,9 @@ import math
 
 import pytest
 import torch
-from cases import VOCABULARY, Layout, Recipe, Result
+from cases import Layout, Recipe, Result
 from comparing import assert_same_training, weights_of
+from small_models import VOCABULARY
 
 TOLERANCE = 1e-5  # relative, in float32
 

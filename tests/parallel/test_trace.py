@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import Layout, Recipe, chain_and_batches, parallel_section
+from cases import Layout, Recipe, parallel_section
+from small_models import chain_and_batches
 
 from parallel.plan import make_plan
 from parallel.precision import autocast, parameter_dtype

@@ -8,8 +8,8 @@ from composed import QUIET, compose, config, records, run_on_rank
 from composed import run as train
 
 from common.errors import TrainingError
-from conf.composition import as_typed
 from conf.composition import compose as compose_line
+from conf.words import as_typed, expand_lists
 from training.config import open_doors, to_dict
 from training.run import run as run_config
 from training.setup import prepare
@@ -118,10 +118,8 @@ def test_options_are_named_in_a_list_and_each_has_a_section_of_its_own():
 
 
 def test_commands_that_are_printed_name_them_as_they_were_typed():
-    from conf.composition import _expand_lists
-
     typed = ["seed=1", "logger=[wandb,csv]", "callbacks=[early_stop]"]
-    assert as_typed(_expand_lists(typed)) == typed
+    assert as_typed(expand_lists(typed)) == typed
 
 
 @pytest.mark.parametrize(

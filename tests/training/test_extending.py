@@ -11,7 +11,7 @@ import pytest
 from commandline import ROOT, environment
 
 FOLDERS = ("common", "conf", "data", "launchers", "models", "parallel", "training", "hydra_plugins")
-SUPPORT = ("ranks", "pretend_cuda", "training/commandline", "training/composed", "training/extended_runs")
+SUPPORT = ("ranks", "training/commandline", "training/composed", "training/extended_runs")
 FILES = ("train.py", *(f"tests/{name}.py" for name in SUPPORT))
 LAYOUTS = {
     "single": ["parallel=single", "parallel.chunks=4"],

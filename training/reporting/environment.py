@@ -5,15 +5,23 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
+from common.errors import UserError
+from common.files import read_yaml
 from common.machine import usable_cores
+from conf.words import as_typed
 from training.reporting.masking import mask_secrets
 
 PACKAGES = ("torch", "torchvision", "hydra-core", "omegaconf", "wandb", "tiktoken", "safetensors", "numpy")
+# What a checkpoint does not keep.
+_WHERE = ("device", "parallel", "launcher", "logger", "loggers", "callbacks", "allow", "import_from")
 
 
 def describe(command: list[str] | None = None) -> dict[str, Any]:
@@ -30,8 +38,6 @@ def describe(command: list[str] | None = None) -> dict[str, Any]:
         usable cores), memory_bytes, gpus (name and memory_bytes of each), packages (versions) and command. What
         cannot be determined is None.
     """
-    from conf.composition import as_typed  # late: it imports Hydra
-
     commit, dirty = git_state()
     return {
         "git_commit": commit,
@@ -44,6 +50,18 @@ def describe(command: list[str] | None = None) -> dict[str, Any]:
         "packages": {name: _version(name) for name in PACKAGES},
         "command": mask_secrets(as_typed(sys.argv if command is None else command)),
     }
+
+
+def where_typed(run_dir: Path) -> list[str]:
+    """Returns what the user typed of what a checkpoint does not keep, as Hydra wrote it into the run directory."""
+    try:
+        # Not resolved: a value may refer to a secret of the environment.
+        typed = OmegaConf.to_container(read_yaml(run_dir / ".hydra" / "overrides.yaml"), resolve=False)
+        sources = read_yaml(run_dir / ".hydra" / "hydra.yaml").hydra.runtime.config_sources
+    except UserError:
+        return []  # they are but a hint
+    own = [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"]
+    return own + [word for word in as_typed(typed) if re.split(r"[.=]", word.lstrip("+~"))[0] in _WHERE]
 
 
 def git_state() -> tuple[str | None, bool | None]:

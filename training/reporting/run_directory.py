@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -18,7 +17,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError, printable
 from common.files import explain, read_yaml
-from conf.composition import as_typed
 from conf.messages import explain as explain_error
 from conf.trust import check_job
 from launchers import World
@@ -28,8 +26,6 @@ from training.reporting.directory_lock import EARLIER_ATTEMPT_S, LOCK, hold, rel
 
 # Of Linux; the files in it have names and paths of their own.
 _LONGEST_NAME, _LONGEST_PATH = 255, 3800
-# What a checkpoint does not keep.
-_WHERE = ("device", "parallel", "launcher", "logger", "loggers", "callbacks", "allow", "import_from")
 
 
 @contextmanager
@@ -168,15 +164,3 @@ def _why_not_writable(folder: Path) -> str | None:
     except OSError as error:
         return explain(error, existing)
     return None
-
-
-def where_typed(run_dir: Path) -> list[str]:
-    """Returns what the user typed of what a checkpoint does not keep, as Hydra wrote it into the run directory."""
-    try:
-        # Not resolved: a value may refer to a secret of the environment.
-        typed = OmegaConf.to_container(read_yaml(run_dir / ".hydra" / "overrides.yaml"), resolve=False)
-        sources = read_yaml(run_dir / ".hydra" / "hydra.yaml").hydra.runtime.config_sources
-    except UserError:
-        return []  # they are but a hint
-    own = [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"]
-    return own + [word for word in as_typed(typed) if re.split(r"[.=]", word.lstrip("+~"))[0] in _WHERE]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from conf.words import as_typed
 from training.reporting import mask_secrets
 from training.reporting.job_record import FINISHED, RUNNING, WAITING
 
@@ -61,7 +62,6 @@ def report(folder: Path, ended: bool = True, objective: str | None = None, direc
 
 def _write(table: Table) -> list[str]:
     """Writes the files and returns their names."""
-    from conf.composition import as_typed
     from training.sweep.page import page
     from training.sweep.table import write_csv
 
