@@ -15,7 +15,7 @@ from typing import Any
 
 from conf import help_page
 from launchers import World
-from training.app import clear_errors, execute, follow, show_configuration
+from training.app import clear_errors, execute, follow
 from training.config import complete, quote_values
 from training.reporting.directory_lock import locked_directories
 
@@ -52,12 +52,12 @@ def run(cfg: Any, hydra_section: Any) -> float | None:
     folder, is_job = Path(hydra_section.runtime.output_dir), hydra_section.mode.name == "MULTIRUN"
     # Errors of a run here too: Hydra adds a line of its own to what a task raises. A job's are on record.
     with nullcontext() if is_job else clear_errors(), removed_if_unused(folder, hydra_section.output_subdir):
-        show_configuration(check_keys(cfg), hydra_section)
+        check_keys(cfg)
         if is_job:
             from training.sweep.job import run_job
 
             return run_job(cfg, hydra_section, World.detect())
-        execute(cfg, folder, World.detect())
+        execute(cfg, folder, World.detect(), hydra_section.runtime.choices)
     return None
 
 

@@ -49,7 +49,8 @@ class LayerSpec:
 
     Attributes:
         name: May contain dots (``h.0``).
-        build: Makes the module on the current device.
+        build: Makes the module on the current device. Of layers with one and the same ``build``, such as the blocks of
+            a transformer, the shapes are inferred once.
     """
 
     name: str

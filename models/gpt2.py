@@ -203,11 +203,11 @@ def gpt2(
         raise ValueError(f"model.vocab_size={vocab_size} must be at least 1")
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"model.dropout={dropout} must lie in [0, 1)")
-    blocks = [LayerSpec(f"h.{i}", partial(Block, chosen, dropout)) for i in range(chosen.n_layer)]
+    block = partial(Block, chosen, dropout)
     return Chain(
         layers=[
             LayerSpec("embedding", partial(Embedding, chosen, vocab_size, dropout)),
-            *blocks,
+            *(LayerSpec(f"h.{i}", block) for i in range(chosen.n_layer)),
             LayerSpec("head", partial(Head, chosen, vocab_size)),
         ],
         loss=TokenCrossEntropy(),

@@ -101,9 +101,10 @@ def initialise(name: str, module: nn.Module) -> None:
 def _blocks() -> list[LayerSpec]:
     layers, channels = [], 64
     for group, (blocks, width, stride) in GROUPS.items():
-        for i in range(blocks):
-            layers.append(LayerSpec(f"{group}.{i}", partial(_bottleneck, channels, width, stride if i == 0 else 1)))
-            channels = 4 * width
+        layers.append(LayerSpec(f"{group}.0", partial(_bottleneck, channels, width, stride)))
+        channels = 4 * width
+        further = partial(_bottleneck, channels, width, 1)
+        layers += [LayerSpec(f"{group}.{i}", further) for i in range(1, blocks)]
     return layers
 
 

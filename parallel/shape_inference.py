@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -100,7 +100,14 @@ def trace(chain: Chain, sample: Batch, precision: str, device_type: str) -> list
             return torch.empty(real.shape, dtype=kind, device=device_type)
 
         tensors, targets = tuple(map(fake, sample.input_tensors)), fake(sample.targets)
+        # A transformer's blocks are alike, but for the last layer of a chain, which computes the loss.
+        alike: dict[tuple, tuple[LayerTrace, tuple[Tensor, ...]]] = {}
         for layer in chain.layers:
+            key = layer.build, layer is chain.layers[-1], *((TensorSpec.of(t), t.stride()) for t in tensors)
+            if key in alike:
+                traced, tensors = alike[key]
+                traces.append(replace(traced, name=layer.name))
+                continue
             with torch.device(device_type), _default_dtype(dtype):
                 module = layer.build()
             if hasattr(module, "step_cache"):
@@ -119,6 +126,7 @@ def trace(chain: Chain, sample: Batch, precision: str, device_type: str) -> list
             tensors = checked(layer.name, module, output)
             specs = tuple(map(TensorSpec.of, tensors))
             traces.append(LayerTrace(layer.name, specs, sizes[1], cast=sizes[0] - sizes[1], random=draws.seen))
+            alike[key] = traces[-1], tensors
     return traces
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import TrainingError, UserError
 from common.given import GIVEN, set_given
 from launchers import World
-from training.app import execute, follow, show_configuration
+from training.app import execute, follow
 from training.config import complete, quote_values
 from training.reporting.directory_lock import locked_directories
 
@@ -148,16 +148,15 @@ class _Run:
         run_dir = Path(hydra.runtime.output_dir)
         with removed_if_unused(run_dir, hydra.output_subdir):
             check_keys(cfg)
-            if self._config is None and not self._objects:
-                show_configuration(cfg, hydra)
-            else:
+            composed = self._config is None and not self._objects
+            if not composed:
                 cfg = with_given(cfg if self._config is None else self._config, self._objects)
                 if cfg.launcher.name == "slurm" and self._objects and self._world is None:
                     raise TrainingError("objects of a Python program exist on this machine only: use launcher=local")
-                composed = run_dir / (hydra.output_subdir or ".hydra") / "config.yaml"
-                OmegaConf.save(cfg, composed)
-                mask_files([composed])
-            execute(cfg, run_dir, self._world)
+                file = run_dir / (hydra.output_subdir or ".hydra") / "config.yaml"
+                OmegaConf.save(cfg, file)
+                mask_files([file])
+            execute(cfg, run_dir, self._world, hydra.runtime.choices if composed else None)
         model = self._objects.get("model")
         self.result = Result(run_dir, read_object(run_dir / SUMMARY), model.tied if model is not None else {})
 

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -61,7 +61,7 @@ def _fail(message: str, code: int = 1) -> None:
     raise SystemExit(code)
 
 
-def show_configuration(cfg: Any, hydra_section: Any) -> None:
+def _show_configuration(cfg: Any, choices: Mapping[str, str | None]) -> None:
     """Print what a run that trains or evaluates differs in from the defaults; with print_config=true, all of it."""
     if cfg.mode.name not in ("train", "eval"):
         return
@@ -75,12 +75,18 @@ def show_configuration(cfg: Any, hydra_section: Any) -> None:
         # Not resolved: what was taken from the environment is shown as it was written.
         text = OmegaConf.to_yaml(OmegaConf.create(mask_secrets(to_dict(cfg)))).rstrip()
     else:
-        choices, changes = differences(cfg, hydra_section.runtime.choices)
-        text = describe_configuration(choices, mask_secrets(changes))
+        chosen, changes = differences(cfg, choices)
+        text = describe_configuration(chosen, mask_secrets(changes))
     print(text, end="\n\n", flush=True)
 
 
-def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False) -> None:
+def execute(
+    cfg: Any,
+    run_dir: Path,
+    world: World | None,
+    choices: Mapping[str, str | None] | None = None,
+    isolated: bool = False,
+) -> None:
     """Run a composed configuration; on rank 0 of existing ranks, lead them.
 
     Everything that can be checked is checked before any process starts.
@@ -89,6 +95,8 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
         cfg: The configuration.
         run_dir: The run directory, which exists.
         world: The ranks that exist already; None where this process starts what the run needs.
+        choices: The option of each group, as Hydra has them, to show what differs from the defaults; None shows
+            nothing.
         isolated: Run in separate processes even where one is enough, so that nothing is left here for the next job.
 
     Raises:
@@ -98,6 +106,8 @@ def execute(cfg: Any, run_dir: Path, world: World | None, isolated: bool = False
     tree = to_dict(cfg)
     check_values(tree)
     check_process()
+    if choices is not None:
+        _show_configuration(cfg, choices)
     cfg = to_config(tree)
     open_doors(cfg)
     if cfg.mode == "plan" or cfg.mode in ALONE:

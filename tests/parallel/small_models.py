@@ -1,4 +1,4 @@
-"""What the tests of strategies train: small versions of the models, and batches from which they learn in a few steps."""
+"""What the tests of strategies train: small models, and batches from which they learn in a few steps."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from parallel.plan import make_plan
 
 TOLERANCE = 1e-5
 # Tied embeddings, dropout, clipping, an evaluation in between.
-GPT2 = Recipe("gpt2", global_batch=16, lr=0.2, clip=0.25, steps=6, eval_every=2)
+GPT2 = Recipe("gpt2", global_batch=16, lr=0.2, clip=0.25, steps=4, eval_every=2)
 TOY = Recipe("toy", global_batch=24, lr=0.02, steps=8, eval_every=3)
 
 SPLIT = ("interleaved_zero_bubble", "planned")
@@ -35,8 +35,9 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_gpt2_with_tied_embeddings_dropout_and_clipping_trains_as_in_one_process(trained, layout):
-    (reference,) = trained(layout.single, GPT2)
-    assert_same_training(trained(layout, GPT2), reference, TOLERANCE)
+    recipe = dataclasses.replace(GPT2, steps=5) if layout.schedule == "planned" else GPT2  # planned anew after 4 steps
+    (reference,) = trained(layout.single, recipe)
+    assert_same_training(trained(layout, recipe), reference, TOLERANCE)
 
 
 @pytest.mark.parametrize("layout", [Layout("fsdp", dp=3, chunks=2), Layout("pipe_fsdp", dp=3, pp=2, chunks=2)], ids=str)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import Layout, Recipe, parallel_section
 from small_models import chain_and_batches
 
+from models.chain import LayerSpec
 from parallel.plan import make_plan
 from parallel.precision import autocast, parameter_dtype
 from parallel.shape_inference import TensorSpec, stage_borders, trace
@@ -85,3 +88,17 @@ def test_activations_grow_with_the_batch_and_tracing_moves_no_random_number():
     kept = [trace(chain, b, "fp32", "cpu")[1].kept for b in (small, large)]
     assert kept[1] == pytest.approx(2 * kept[0], rel=0.05)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_layers_that_are_alike_are_inferred_once_and_as_if_each_were():
+    chain, batch_at = chain_and_batches(RECIPES["gpt2"])
+    built = []
+
+    def apart(layer):
+        return LayerSpec(layer.name, lambda: built.append(layer.name) or layer.build())
+
+    each = trace(replace(chain, layers=[*map(apart, chain.layers)]), batch_at(0), "bf16", "cpu")
+    assert built == chain.names
+    assert trace(chain, batch_at(0), "bf16", "cpu") == each
+    blocks = [layer.build for layer in chain.layers[1:-1]]
+    assert len(blocks) > 1 and len(set(blocks)) == 1

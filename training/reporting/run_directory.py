@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError, printable
@@ -101,6 +102,9 @@ class RunDirectoryGuard(Callback):
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Refuses what would execute something else, and masks secrets in the files that Hydra has written."""
         check_job(config, config.hydra)
+        content = OmegaConf.to_container(config, resolve=False)
+        if config.hydra.mode is RunMode.RUN and mask_secrets(content) == content:
+            return  # reading the files would take longer than all else here
         folder = Path(config.hydra.runtime.output_dir)
         mask_files([*folder.glob(f"{config.hydra.output_subdir}/*.yaml"), folder.parent / "multirun.yaml"])
 
