@@ -214,6 +214,7 @@ _LANGUAGE_MODEL_KEYS = {
 }
 _OPTIMIZER_KEYS = {
     "decay_vectors": (bool, False),  # weight decay on biases and norms too
+    "rates": (Any, None),  # factors on lr for the parameters of some modules: {fc: 10, layer4.0: 0.1}
     "others": (Any, None),  # a second optimizer for the parameters that are not matrices: {_target_: ..., lr: ...}
 }
 # Parameters that the program supplies itself: they are not keys of the configuration.

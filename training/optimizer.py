@@ -16,6 +16,7 @@ from torch import Tensor
 
 from common.errors import TrainingError
 from conf.schema import own_keys
+from models.chain import Chain
 from parallel.rows import local, rows_in
 from parallel.strategy import Strategy
 from training.config import instantiate, resolve
@@ -26,9 +27,10 @@ _FUSED = ("cpu", "cuda", "mps")
 class Optimizer:
     """The optimizer of a configuration over what this rank holds; does nothing on a rank without parameters.
 
-    Weight decay acts on matrices; biases and the scales of norms are left out unless ``decay_vectors``. Where the
-    section has ``others``, a second optimizer has all parameters that are not matrices, for an optimizer that is made
-    for matrices (Muon). One fused kernel updates all parameters where the optimizer and the device have it.
+    Weight decay acts on matrices; biases and the scales of norms are left out unless ``decay_vectors``. ``rates`` has
+    factors on the learning rate of the parameters of some modules. Where the section has ``others``, a second optimizer
+    has all parameters that are not matrices, for an optimizer that is made for matrices (Muon). One fused kernel
+    updates all parameters of one rate where the optimizer and the device have it.
 
     Args:
         config: The section ``optim`` as plain data.
@@ -42,15 +44,16 @@ class Optimizer:
     def __init__(self, config: Mapping[str, Any], strategy: Strategy) -> None:
         self.base_lr: float = config["lr"]
         self.kind: str = config["_target_"]
-        parameters = [p for p in strategy.parameters() if p.requires_grad]
+        parameters = [(name, p) for name, p in strategy.named_parameters() if p.requires_grad]
         fused = strategy.device.type in _FUSED and all(s.device == strategy.device for s in strategy.stages)
         if config["others"] is None:
             parts = [(config, parameters)]
         else:
-            matrices = [p for p in parameters if p.dim() == 2]
-            rest = [p for p in parameters if p.dim() != 2]
+            matrices = [(name, p) for name, p in parameters if p.dim() == 2]
+            rest = [(name, p) for name, p in parameters if p.dim() != 2]
             parts = [(config, matrices), (config["others"], rest)]
-        self._torch = [_build(part, own, fused, config["decay_vectors"]) for part, own in parts if own]
+        shared = {key: config[key] for key in ("decay_vectors", "rates")}
+        self._torch = [_build({**part, **shared}, own, fused) for part, own in parts if own]
         # Learning rates follow one schedule, each in proportion to its own.
         for optimizer in self._torch:
             for group in optimizer.param_groups:
@@ -87,27 +90,35 @@ class Optimizer:
                     optimizer.state[parameter] = placed
 
 
-def _build(config: Mapping, parameters: list, fused: bool, decay_vectors: bool) -> torch.optim.Optimizer:
+def _build(config: Mapping, parameters: list[tuple[str, Tensor]], fused: bool) -> torch.optim.Optimizer:
     arguments = _arguments(config)
     known = inspect.signature(resolve(config["_target_"])).parameters
-    if "weight_decay" in known and not decay_vectors:
-        groups = [
-            {"params": [p for p in parameters if p.dim() >= 2]},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
-    else:
-        groups = [{"params": parameters}]
+    spared = "weight_decay" in known and not config["decay_vectors"]
+    groups: dict[tuple[float, bool], dict[str, Any]] = {}
+    for name, parameter in parameters:
+        key = factor, decays = _factor(name, config["rates"] or {}), parameter.dim() >= 2 or not spared
+        group = {"params": [], "lr": config["lr"] * factor} | ({} if decays else {"weight_decay": 0.0})
+        groups.setdefault(key, group)["params"].append(parameter)
     if fused and "fused" in known and arguments.get("fused") is None:
         # torch has no rule for a fused SGD over shares. Those it knows take one kernel per step all the same.
-        shared = any(local(parameter) is not parameter for parameter in parameters)
+        shared = any(local(parameter) is not parameter for _, parameter in parameters)
         arguments["foreach" if shared and resolve(config["_target_"]) is torch.optim.SGD else "fused"] = True
     try:
-        return instantiate(arguments, [group for group in groups if group["params"]])
+        return instantiate(arguments, list(groups.values()))
     except TrainingError as error:
         raise TrainingError(
             f"optim: {error}. An optimizer that is made for matrices leaves the other parameters to a second one: "
             "'optim.others={_target_: torch.optim.AdamW, lr: 1e-3}'"
         ) from None
+
+
+def _factor(name: str, rates: Mapping[str, float]) -> float:
+    """The factor on the learning rate of the parameter ``name``: the product of those whose module it is in."""
+    return math.prod(factor for module, factor in rates.items() if _is_in(name, module))
+
+
+def _is_in(name: str, module: str) -> bool:
+    return f".{module}." in f".{name}."
 
 
 def _placed_as(parameter: torch.nn.Parameter, key: str, value: Tensor, group: Mapping[str, Any]) -> Tensor:
@@ -152,6 +163,25 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
             others = "unexpected keyword" in str(error)
             hint = ": a key of another optimizer; one more optimizer is a file conf/optim/NAME.yaml (docs/extending.md)"
             raise TrainingError(f"optim: {error}{hint if others else ''}") from None
+
+
+def check_rates(rates: Mapping[str, float] | None, chain: Chain) -> None:
+    """Check the factors on the learning rate, ``optim.rates``.
+
+    Raises:
+        TrainingError: The model has no parameter in one of the modules, or a factor is no number or negative.
+    """
+    if rates is None:
+        return
+    if not isinstance(rates, Mapping):
+        raise TrainingError(f"optim.rates={rates} must be factors by module, such as {{fc: 10, layer4.0: 0.1}}")
+    names = [name for name, _ in chain.skeleton().named_parameters()]
+    for module, factor in rates.items():
+        if not isinstance(factor, (int, float)) or factor < 0:
+            raise TrainingError(f"optim.rates.{module}={factor} must be a number of at least 0")
+        if not any(_is_in(name, module) for name in names):
+            known = sorted({part for name in names for part in name.split(".")[:-1] if not part.isdecimal()})
+            raise TrainingError(f"optim.rates: the model has no module {module!r}; it has {', '.join(known)}")
 
 
 class _Accepted(Exception):

@@ -18,6 +18,7 @@ from training.reporting.summary import peak_memory_bytes
 
 ADAMW = {
     "_target_": "torch.optim.AdamW", "lr": 1e-3, "weight_decay": 0.1, "decay_vectors": False, "others": None,
+    "rates": None,
 }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ RECIPES = {
 }
 RECIPES = {name: dataclasses.replace(recipe, steps=3, eval_every=3) for name, recipe in RECIPES.items()}
 # The pretended GPUs are slow: the others are left to `pytest -m slow`.
-MODELS = [pytest.param(name, marks=[] if name in ("gpt2", "convnet") else pytest.mark.slow) for name in RECIPES]
+MODELS = [pytest.param(name, marks=[] if name == "gpt2" else pytest.mark.slow) for name in RECIPES]
 SINGLE = Layout("single", chunks=4)
 LAYOUTS = [
     Layout("model_parallel", pp=2, chunks=4),

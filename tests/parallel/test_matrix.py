@@ -19,7 +19,7 @@ TOLERANCE = 1e-5  # relative, in float32
 RECIPES = {
     "toy": Recipe("toy", global_batch=16, lr=0.02, steps=8, eval_every=4),
     # Chaotic in float32 (another number of threads moves its loss by percents): float64, and a small rate.
-    "resnet50": Recipe("resnet50", global_batch=16, lr=1e-3, momentum=0.0, steps=2, eval_every=2, precision="fp64"),
+    "resnet50": Recipe("resnet50", global_batch=8, lr=1e-3, momentum=0.0, steps=2, eval_every=2, precision="fp64"),
     "transformer": Recipe("transformer", global_batch=16, lr=0.2, clip=0.5, steps=4, eval_every=2, dropout=0.2),
     "gpt2": Recipe("gpt2", global_batch=16, lr=0.2, clip=0.25, steps=4, eval_every=2),
     "classifier": Recipe("classifier", global_batch=16, lr=0.02, steps=4, eval_every=2),

@@ -49,8 +49,10 @@ def test_rows_that_do_not_divide_by_the_ranks_train_the_same(trained, layout):
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout("fsdp", dp=2, chunks=4), Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="interleaved_1f1b")],
-    ids=str,
+    [
+        pytest.param(Layout("fsdp", dp=2, chunks=4), id="fsdp", marks=pytest.mark.slow),
+        pytest.param(Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="interleaved_1f1b"), id="pipe_fsdp"),
+    ],
 )
 def test_recomputed_activations_train_the_same(trained, layout):
     recipe = dataclasses.replace(GPT2, recompute=True)

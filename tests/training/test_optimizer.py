@@ -55,6 +55,33 @@ def test_vectors_decay_too_where_that_is_asked_for(toy):
         torch.testing.assert_close(after[name].detach(), old * (1 - 0.1 * 0.5))
 
 
+@pytest.mark.parametrize("decays", [True, False])
+def test_the_parameters_of_a_module_have_a_rate_of_their_own(toy, decays):
+    words = ["optim=sgd", "optim.momentum=0", "optim.rates={net2: 10, bias: 0.5}", f"optim.decay_vectors={decays}"]
+    strategy, optimizer = toy(*words)
+    before = {name: p.detach().clone() for name, p in strategy.named_parameters()}
+    for parameter in strategy.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step(0.1)
+    moved = {name: (before[name] - p.detach()).mean().item() for name, p in strategy.named_parameters()}
+    rates = {"net1.weight": 0.1, "net1.bias": 0.05, "net2.weight": 1.0, "net2.bias": 0.5}
+    assert moved == pytest.approx(rates, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "rates, said",
+    [
+        ("{net3: 2}", "the model has no module 'net3'; it has net1, net2"),
+        ("{net1: -1}", "net1=-1 must be a number of at least 0"),
+        ("{net1: fast}", "net1=fast must be a number"),
+        ("10", "optim.rates=10 must be factors by module"),
+    ],
+)
+def test_rates_of_no_module_and_those_that_are_no_factors_are_refused(rates, said):
+    with pytest.raises(TrainingError, match=said):
+        prepare(config(f"optim.rates={rates}"))
+
+
 @pytest.mark.parametrize("optim", ["sgd", "adam", "adamw"])
 def test_one_fused_kernel_updates_all_parameters(toy, monkeypatch, optim):
     name = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}[optim]
@@ -80,7 +107,7 @@ def test_any_optimizer_of_torch_trains_by_its_name_alone(name, tmp_path):
     if not hasattr(torch.optim, name):
         pytest.skip(f"this torch has no {name}")
     cfg = config("train.epochs=null", "train.steps=3", "train.checkpoint_every=2", "optim=adamw")
-    section = {"_target_": f"torch.optim.{name}", "lr": 0.01, "decay_vectors": False, "others": None}
+    section = {"_target_": f"torch.optim.{name}", "lr": 0.01, "decay_vectors": False, "rates": None, "others": None}
     if name == "Muon":
         cfg.optim = section
         with pytest.raises(TrainingError, match="2D parameters.*optim.others"):
@@ -97,7 +124,7 @@ def test_any_optimizer_of_torch_trains_by_its_name_alone(name, tmp_path):
 
 def test_an_optimizer_that_asks_for_a_closure_is_refused():
     cfg = config()
-    cfg.optim = {"_target_": "torch.optim.LBFGS", "lr": 1.0, "decay_vectors": False, "others": None}
+    cfg.optim = {"_target_": "torch.optim.LBFGS", "lr": 1.0, "decay_vectors": False, "rates": None, "others": None}
     with pytest.raises(TrainingError, match="closure"):
         prepare(cfg)
 

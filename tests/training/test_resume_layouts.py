@@ -12,7 +12,7 @@ LAYOUTS = {
     "ddp": (2, ["parallel=ddp", "parallel.dp=2", "parallel.chunks=2"]),
     "pipelined": (2, ["parallel=pipelined", "parallel.chunks=4"]),
     "pipe_ddp": (4, ["parallel=pipe_ddp", "parallel.dp=2", "parallel.chunks=2", "parallel.order=pp_dp"]),
-    "fsdp": (4, ["parallel=fsdp", "parallel.dp=4", "parallel.chunks=1"]),
+    "fsdp": (2, ["parallel=fsdp", "parallel.dp=2", "parallel.chunks=2"]),
     "hsdp": (4, ["parallel=hsdp", "parallel.dp=4", "parallel.shard=2", "parallel.chunks=1"]),
     "pipe_fsdp": (4, ["parallel=pipe_fsdp", "parallel.dp=2", "parallel.chunks=2"]),
 }
