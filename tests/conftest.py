@@ -26,10 +26,11 @@ _SHARED = {"cli": "runs", "toy": "runs", "cluster": "cluster", "local_losses": "
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items):
-    """Has pytest-xdist keep together the tests of a file, and those that share runs."""
+    """Has pytest-xdist keep together the tests of a file, and those that share runs; the largest group comes first."""
     for item in items:
         groups = [group for name, group in _SHARED.items() if name in item.fixturenames]
         item.add_marker(pytest.mark.xdist_group(groups[0] if groups else item.path.stem))
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args != ("runs",))
 
 
 @pytest.fixture(scope="session")

@@ -84,6 +84,7 @@ def test_the_submitting_machine_is_not_asked_for_its_devices(monkeypatch):
     assert piped.cfg.parallel.balance == "time"
 
 
+@pytest.mark.slow
 def test_one_gpu_is_enough_for_every_layout(pretended, tmp_path):
     """The whole command, on one pretend GPU: it says that it is shared, draws its timeline, and learns the same."""
     from commandline import TRAIN, environment
