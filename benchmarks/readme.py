@@ -122,7 +122,10 @@ TABLES: dict[str, Callable[[], list[dict]]] = {
     "faults": partial(
         some_columns, "faults", "fault", "strategy", "tried", "survived", "steps lost", "bits equal"
     ),
-    **{name: partial(table.read, name) for name in ("ddp", "overhead_loop", "overhead_start", "gpt2")},
+    **{
+        name: partial(table.read, name)
+        for name in ("ddp", "overhead_loop", "overhead_start", "gpt2", "exporting", "sampling")
+    },
 }  # fmt: skip
 
 if __name__ == "__main__":
