@@ -18,10 +18,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError
+from common.files import check_yaml
 from common.machine import check_working_directory
 from conf import FOLDER, OF_CHECKPOINT, environment
 from conf.messages import unknown_key
-from conf.schema import register
+from conf.schema import TARGET_GROUPS, register
 from conf.trust import config_folder, config_folders
 from conf.words import expand_lists, options_first
 from launchers.world import launcher_start
@@ -184,9 +185,12 @@ def _open_own(arguments: Sequence[str]) -> list[str]:
     Returns:
         The folders in which their targets are, where ``allow=`` lets targets be of there: FOLDER, and the one it is in.
     """
-    folders = config_folders(arguments)
+    folder, folders = config_folder(arguments), config_folders(arguments)
+    for group in {*TARGET_GROUPS, *_GROUPS, *_ON_TOP} if folder is not None else ():
+        for file in (folder / group).glob("*.yaml"):
+            check_yaml(file)
     sys.path.extend(one for one in folders if one not in sys.path)  # to read the signatures of targets there
-    register(config_folder(arguments))
+    register(folder)
     return folders
 
 

@@ -14,6 +14,8 @@ from parallel.plan import Plan
 from parallel.rows import local
 from parallel.stage import Stage
 
+_ROW, _LARGE = 512, 2**16  # elements: of a row that is summed in float32, and of the smallest gradient cut into rows
+
 
 class Gradients:
     """The gradients that the stages of a rank hold."""
@@ -74,13 +76,34 @@ class Gradients:
         dtype = sum_dtype(self._device)
         if not gradients:
             return torch.zeros((), dtype=dtype, device=self._device)
-        # Not in float32: its rounding depends on how the elements are divided among ranks.
-        norms = torch._foreach_norm(gradients, 2, dtype)
-        squares = torch.stack([n.to(self._device) for n in norms]).square().sum()
+        squares = torch.cat([norms.to(self._device) for norms in _norms(gradients, dtype)]).square().sum()
         return squares if self._mesh.copy == 0 else squares * 0
 
     def _present(self) -> list[Tensor]:
         return [local(p.grad) for stage in self._stages for p in stage.layers.parameters() if p.grad is not None]
+
+
+def _norms(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Compute the norms of gradients, or of the rows into which a gradient is cut.
+
+    A sum in float32 depends on how the elements are divided among ranks: for 40 million of them, from the third digit
+    on. In float64 a CPU can add only what it has copied to float64, in four times the time. There, the rows of a large
+    gradient are summed in float32: they are short, and their errors cancel.
+
+    Returns:
+        Tensors of any number of norms each, in ``dtype``.
+    """
+
+    def is_cut(gradient: Tensor) -> bool:
+        return gradient.device.type == "cpu" and gradient.dtype == torch.float32 and gradient.numel() >= _LARGE
+
+    whole = [gradient for gradient in gradients if not is_cut(gradient)]
+    norms = [norm[None] for norm in torch._foreach_norm(whole, 2, dtype)] if whole else []
+    for gradient in filter(is_cut, gradients):
+        count = gradient.numel()
+        rows, rest = gradient.reshape(-1).split([count - count % _ROW, count % _ROW])
+        norms += [torch.linalg.vector_norm(rows.view(-1, _ROW), dim=1).to(dtype), rest.to(dtype)]
+    return norms
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:

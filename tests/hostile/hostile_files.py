@@ -241,6 +241,11 @@ FILES: dict[str, Hostile] = {
     "an experiment with a callback": _experiment(
         "hydra:\n  callbacks:\n    evil:\n      _target_: os.system\n", "hydra.callbacks"
     ),
+    "an experiment of a few lines that stand for gigabytes": _experiment(
+        "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
+        + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
+        "experiment/hostile.yaml", "aliases",
+    ),
     "an experiment nested 10,000 deep": _experiment("train: " + "[" * 10_000),
 }
 

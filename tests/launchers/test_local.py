@@ -142,6 +142,7 @@ def test_with_restarts_a_failed_group_starts_anew(tmp_path):
     assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["2.0", "2.0"]
 
 
+@pytest.mark.slow
 def test_a_thread_left_behind_does_not_hold_up_the_run(tmp_path):
     start = time.monotonic()
     run_workers(launched.return_with_thread_running, (), 2, tmp_path)

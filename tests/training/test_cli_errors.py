@@ -89,10 +89,9 @@ def test_a_new_interpreter_says_so_in_seconds(tmp_path):
     begin = time.monotonic()
     subprocess.run([sys.executable, "-c", "import torch"], check=True, env=environment(), cwd=ROOT)
     patience = max(20.0, 10 * (time.monotonic() - begin))
-    for case in ("a mistyped key", "a batch that cannot be cut"):
-        run = train(CASES[case][0], tmp_path / "run", fresh=True, tag=case)
-        assert run.code == 1 and run.seconds < patience, run.console
-        assert "Traceback" not in run.console
+    run = train(CASES["a batch that cannot be cut"][0], tmp_path / "run", fresh=True)
+    assert run.code == 1 and run.seconds < patience, run.console
+    assert "Traceback" not in run.console
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -39,6 +39,7 @@ RUNS = {
     "gpt2": (["parallel=pipelined", "parallel.pp=2", "parallel.chunks=8", "parallel.schedule=1f1b"], None),
 }
 PROCESSES = {"single": 1, "model_parallel": 1, "ddp": 2, "pipelined": 2, "pipe_ddp": 4}
+MODELS = [pytest.param(name, marks=[pytest.mark.slow] * (name == "resnet50")) for name in RUNS]
 METRIC = {"transformer": "perplexity", "gpt2": "perplexity", "classifier": "accuracy", "convnet": "accuracy"}
 
 
@@ -62,7 +63,7 @@ def trained(tmp_path_factory, cli, text):
     return get
 
 
-@pytest.mark.parametrize("model", RUNS)
+@pytest.mark.parametrize("model", MODELS)
 def test_every_model_trains_under_ranks_of_its_own(trained, model):
     run, (words, spans) = trained(model), RUNS[model]
     summary = run.summary
@@ -77,7 +78,7 @@ def test_every_model_trains_under_ranks_of_its_own(trained, model):
         assert [(s["layers"][0], s["layers"][-1]) for s in summary["stages"]] == spans
 
 
-@pytest.mark.parametrize("model", RUNS)
+@pytest.mark.parametrize("model", MODELS)
 def test_every_model_says_how_good_it_is_by_its_own_metric(trained, model):
     run, metric = trained(model), METRIC.get(model)
     validation = run.metrics[-1]

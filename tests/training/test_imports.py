@@ -49,7 +49,11 @@ def test_a_sweep_over_an_option_that_is_not_there_is_reported_without_torch(tmp_
     [
         (["parallel.chunks=abc"], "parallel.chunks=abc must be a whole number"),
         (["optim.lr=-1"], "optim: Invalid learning rate: -1"),
-        (["parallel=pipe_ddp", "parallel.chunks=4", "train.global_batch_size=10"], "the nearest that can are 8 and 16"),
+        pytest.param(
+            ["parallel=pipe_ddp", "parallel.chunks=4", "train.global_batch_size=10"],
+            "the nearest that can are 8 and 16",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_broken_rule_is_found_before_torch_imports_its_compiler(overrides, message, tmp_path):

@@ -133,12 +133,15 @@ def test_inner_sections_with_a_target_are_built_first():
     assert type(layers.build).__name__ == "ReLU"
 
 
-def test_a_configuration_with_aliases_is_refused_before_they_are_written_out(tmp_path):
-    lines = [f"{name}: &{name} [*{last}, *{last}]" for last, name in zip("abcdefghijkl", "bcdefghijklm", strict=True)]
-    bomb = "\n".join(["a: &a [x, x]", *lines])
+def test_a_configuration_whose_aliases_stand_for_gigabytes_is_refused_before_they_are_written_out(tmp_path):
+    names = "abcdefghijklmnopqrst"
+    lines = [f"{name}: &{name} [*{last}, *{last}]" for last, name in zip(names, names[1:], strict=False)]
     path = tmp_path / "config.yaml"
-    path.write_text(bomb)
-    with pytest.raises(UserError, match="config.yaml cannot be read: it has YAML aliases"):
-        read_yaml(path)
+    for text in ("\n".join(["a: &a [x, x]", *lines]), "a: &a [1, *a]"):
+        path.write_text(text)
+        with pytest.raises(UserError, match="config.yaml: its aliases .* stand for over 100,000 values"):
+            read_yaml(path)
+    path.write_text("a: &a {x: 1}\nb: *a\n")
+    assert read_yaml(path) == {"a": {"x": 1}, "b": {"x": 1}}
     path.write_text("- seed=1\n- train.steps=2\n")
     assert list(read_yaml(path)) == ["seed=1", "train.steps=2"]

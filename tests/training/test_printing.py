@@ -36,7 +36,7 @@ def test_a_run_without_a_reader_finishes(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "layout, console",
     [
-        pytest.param("single", ">&- 2>&- <&-", id="all descriptors closed"),
+        pytest.param("single", ">&- 2>&- <&-", id="all descriptors closed", marks=pytest.mark.slow),
         pytest.param("ddp", ">/dev/full 2>&1", id="a full disk under all ranks"),
         pytest.param("ddp", "2>&1 | true; exit ${PIPESTATUS[0]}", id="a closed pipe", marks=pytest.mark.slow),
     ],

@@ -1,0 +1,36 @@
+"""The norm of all gradients is that of float64, on one rank or divided among several."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from parallel.gradients import Gradients
+
+FIRST = SimpleNamespace(copy=0)  # the first replica
+
+
+def squared_norm(*gradients):
+    layers = nn.ParameterList(torch.empty_like(gradient) for gradient in gradients)
+    for parameter, gradient in zip(layers, gradients, strict=True):
+        parameter.grad = gradient
+    stage, chain = SimpleNamespace(layers=layers), SimpleNamespace(tied={})
+    return float(Gradients([stage], chain, FIRST, torch.device("cpu")).squared_norm())
+
+
+def test_a_norm_of_millions_of_elements_is_that_of_float64_however_they_are_divided():
+    large, small = torch.randn(3001, 1003) * 1e-3, torch.randn(77)
+    wanted = float(large.double().square().sum() + small.double().square().sum())
+    assert squared_norm(large, small) == pytest.approx(wanted, rel=1e-8)
+    assert squared_norm(large.t(), small) == pytest.approx(wanted, rel=1e-8), "not contiguous"
+    shards = sum(squared_norm(shard) for shard in large.split(877)) + squared_norm(small)
+    assert shards == pytest.approx(wanted, rel=1e-8)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("index", [0, -1])
+def test_an_element_that_is_not_finite_is_seen_wherever_it_is(value, index):
+    gradient = torch.ones(300_001)
+    gradient[index] = value
+    assert not torch.isfinite(torch.tensor(squared_norm(gradient)))
