@@ -106,9 +106,7 @@ def execute(
     tree = to_dict(cfg)
     check_values(tree)
     check_process()
-    if choices is not None:
-        _show_configuration(cfg, choices)
-    cfg = to_config(tree)
+    composed, cfg = cfg, to_config(tree)
     open_doors(cfg)
     if cfg.mode == "plan" or cfg.mode in ALONE:
         stopping.at_once()
@@ -132,6 +130,8 @@ def execute(
             choose_chunks(cfg, run_dir, world, server)
         queued = world is None and cfg.launcher.name == "slurm"
         setup = prepare_here(cfg) if queued else prepare(cfg, *((world.size, world.nodes) if world else ()))
+        if choices is not None:
+            _show_configuration(composed, choices)
         print(describe(setup), flush=True)
         if cfg.mode == "plan":
             _print_memory(setup)

@@ -30,8 +30,6 @@ def test_hostile_input_ends_with_one_line_and_leaves_nothing(case, tmp_path, mon
     overrides = [text.replace("{folder}", str(folder)) for text in case.overrides]
     if not any(text.startswith("hydra.run.dir=") for text in overrides):
         overrides.append("hydra.run.dir=run")
-    if "-m" not in overrides:
-        overrides.append("--run")  # Hydra composes once more to find out; 250 times here
     overrides.sort(key=lambda text: not text.startswith("-"))  # Hydra wants its flags first
     begin = time.monotonic()
     code = main(overrides)

@@ -141,13 +141,18 @@ def test_a_key_where_any_may_stand_can_be_added(tmp_path, capsys):
 
 
 def test_the_start_shows_what_differs_from_the_defaults_or_all_of_it(tmp_path, capsys):
-    line = ["experiment=resnet50_split", "train.steps=3", "train.eval_every=7", "train.profile=-1"]
-    train.main([*line, f"hydra.run.dir={tmp_path}/short"])  # which fails before anything is built
+    line = ["debug=limit", "data.samples=99", "logger=none", "device=cpu"]
+    assert train.main([*line, f"hydra.run.dir={tmp_path}/short"]) == 0
     shown = capsys.readouterr().out.split()
-    assert {"model=resnet50", "experiment=resnet50_split", "train.eval_every=7", "train.profile=-1"} <= set(shown)
+    assert {"model=toy", "debug=limit", "data.samples=99"} <= set(shown)
     assert "seed=1337" not in shown
-    train.main([*line, "print_config=true", f"hydra.run.dir={tmp_path}/long"])
+    assert train.main([*line, "print_config=true", f"hydra.run.dir={tmp_path}/long"]) == 0
     assert "seed: 1337" in capsys.readouterr().out
+
+
+def test_what_cannot_run_is_an_error_and_nothing_else(tmp_path, capsys):
+    assert train.main(["parallel.chunks=abc", f"hydra.run.dir={tmp_path}/run"]) == 1
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--cfg", "job"]])

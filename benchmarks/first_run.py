@@ -1,0 +1,89 @@
+"""The README's first command: how long it takes, and what it learns.
+
+    python -m benchmarks.first_run [--quick]
+
+Runs ``python train.py parallel=pipe_ddp model=gpt2`` and evaluates its checkpoint on the whole validation and test
+splits. Writes results/first_run.csv with the seconds of its parts, and first_run.png with its loss.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks import figure, table
+
+ROOT = Path(__file__).parents[1]
+COMMAND = ("train.py", "parallel=pipe_ddp", "model=gpt2")
+TINY = ("model.size=tiny", "train.steps=8", "logger=none")
+SMOOTHED = 3  # steps that a point of the smoothed curve is the mean of
+
+
+def main() -> None:
+    """Measures, and writes results/first_run.csv, first_run.json and first_run.png."""
+    chosen = table.options(__doc__).parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        start = time.time()
+        lines = run(*COMMAND, *(TINY if chosen.quick else ()), f"hydra.run.dir={run_dir}")
+        records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        run("train.py", "mode=eval", f"checkpoint={run_dir}", COMMAND[1], f"hydra.run.dir={folder}/eval")
+        whole = json.loads(Path(folder, "eval", "summary.json").read_text())
+    steps = [record for record in records if "loss" in record]
+    losses, seconds = [step["loss"] for step in steps], [step["step_time_s"] for step in steps]
+    begun = next(moment for moment, line in lines if re.match(r"step +1/", line)) - seconds[0]
+    entropy = next(match[1] for _, line in lines if (match := re.search(r"unigram entropy ([\d.]+)", line)))
+    learned = {
+        "unigram entropy": float(entropy),
+        "validation loss": whole["best_val_loss"],
+        "test loss": whole["test_loss"],
+    }
+    parts = {
+        "imports, checks, plan, processes, building": begun - start,
+        f"{len(seconds)} steps": sum(seconds),
+        "evaluations, checkpoint, sample": lines[-1][0] - begun - sum(seconds),
+        "the whole command": lines[-1][0] - start,
+    }
+    rows = [{"part": name, "seconds": f"{value:.1f}"} for name, value in parts.items()]
+    rates = [step["tokens_per_s"] for step in steps[1:]]
+    about = {"losses": losses, **learned, "tokens/s": statistics.median(rates), "printed": [line for _, line in lines]}
+    path = table.write("first_run", rows, chosen.quick, command=" ".join(COMMAND), **about)
+    print(f"figure: {draw(path.with_suffix('.png'), losses, learned)}")
+
+
+def run(*arguments: str) -> list[tuple[float, str]]:
+    """Returns the lines that a Python command prints, and when; raises SystemExit if it fails."""
+    command = [sys.executable, "-u", *arguments]
+    lines = []
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        for line in process.stdout:
+            lines.append((time.time(), line.rstrip()))
+            print(line, end="", file=sys.stderr)
+    if process.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} failed with exit code {process.returncode}")
+    return lines
+
+
+def draw(path: Path, losses: list[float], learned: dict[str, float]) -> Path:
+    """Writes a picture of the loss by step, smoothed too, and of what it can be compared with; returns ``path``."""
+    canvas, (axes,) = figure.canvas(width=7.0)
+    axes.plot(range(1, len(losses) + 1), losses, "o", color=figure.GREY, markersize=4, label="loss of each step")
+    smooth = [statistics.mean(losses[end - SMOOTHED : end]) for end in range(SMOOTHED, len(losses) + 1)]
+    centres = [end - (SMOOTHED - 1) / 2 for end in range(SMOOTHED, len(losses) + 1)]
+    axes.plot(centres, smooth, color=figure.BLUE, linewidth=2, label=f"mean of {SMOOTHED} steps")
+    for (name, value), style in zip(learned.items(), ("--", "-.", ":"), strict=True):
+        axes.axhline(value, color="black", linestyle=style, linewidth=1, label=f"{name} {value:.3f}")
+    axes.set(xlabel="step", ylabel="nats per token")
+    axes.legend(frameon=False)
+    canvas.savefig(path)
+    return path
+
+
+if __name__ == "__main__":
+    main()
