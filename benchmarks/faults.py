@@ -6,7 +6,7 @@ Each rank is killed (SIGKILL) at each point of a step and in each phase of a sav
 to stop at random moments; files of its newest checkpoint are damaged; one rank's gradient is not a number; one rank
 stalls; a run of 20,000 steps ends with the memory and the descriptors with which it began. Steps lost: steps
 recomputed after the restart. Bits equal: the final checkpoint's files and all losses are
-those of an undisturbed run (NaN: the replicas' weights are equal). About half an hour on two cores.
+those of an undisturbed run (NaN: the replicas' weights are equal). About twenty minutes on two cores.
 
 --work  keeps the results of each group of faults: the same command continues an interrupted one
 """

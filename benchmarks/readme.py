@@ -124,7 +124,7 @@ TABLES: dict[str, Callable[[], list[dict]]] = {
     ),
     **{
         name: partial(table.read, name)
-        for name in ("ddp", "overhead_loop", "overhead_start", "gpt2", "exporting", "sampling")
+        for name in ("first_run", "ddp", "overhead_loop", "overhead_start", "gpt2", "exporting", "sampling")
     },
 }  # fmt: skip
 
