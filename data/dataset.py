@@ -93,6 +93,7 @@ class DataSet(ABC):
         seq_len: Tokens per sample. None for data that is not language.
         unigram_entropy: The loss, in nats, that counting the training tokens reaches: a model that has learned more is
             below it. After prepare(); None for data that is not text.
+        fingerprint: A digest of all samples, where preparing them has made one anyhow; else empty. After prepare().
         num_workers: Processes that read ahead (see data.loader.train_loader).
         changing_shapes: Whether training batches differ in shape from step to step (see data.buckets).
     """
@@ -102,6 +103,7 @@ class DataSet(ABC):
     seq_len: int | None = None
     unigram_entropy: float | None = None
     changing_shapes: bool = False
+    fingerprint: str = ""
     train: Source
     valid: Source | None
     test: Source | None

@@ -119,9 +119,10 @@ class LanguageData(DataSet):
         if self._prepared:
             return
         documents = self.documents()
+        self.fingerprint = _fingerprint(documents, self.vocabulary.key)
         files = cached_tokens(
             self.cache_dir,
-            f"{self.name}-{_fingerprint(documents, self.vocabulary.key)}",
+            f"{self.name}-{self.fingerprint}",
             lambda folder: self.vocabulary.encode(folder, documents),
         )
         self.vocabulary.load(files["train"].parent)

@@ -7,6 +7,7 @@ from composed import config, run
 
 from common.errors import LaunchError
 from data.dataset import InMemory
+from data.text import Text
 from parallel.mesh import Mesh
 from training.checks import identity
 from training.checks.identity import changes, check_ranks, data_digest, describe_rank
@@ -72,6 +73,7 @@ class Splits:
     """A data set of whole numbers."""
 
     vocab_size = seq_len = valid = test = None
+    fingerprint = ""
 
     def __init__(self, numbers):
         self.train = InMemory(numbers, numbers)
@@ -83,6 +85,20 @@ def test_the_digest_of_data_is_that_of_its_samples():
     longer, other_end = torch.arange(1001), numbers.clone()
     other_end[-1] = 0
     assert len({data_digest(Splits(n)) for n in (numbers, longer, other_end, numbers + 1)}) == 4
+
+
+def test_two_words_in_another_order_anywhere_in_a_text_are_another_digest(tmp_path):
+    def digest(text):
+        (tmp_path / "text").write_text(text)
+        data = Text(str(tmp_path / "text"), cache_dir=str(tmp_path / "cache"), vocabulary="words", seq_len=8)
+        data.prepare()
+        return data_digest(data)
+
+    text = "one two three four five\n" * 2000
+    middle = len(text) // 2
+    other = text[:middle] + text[middle:].replace("two three", "three two", 1)
+    assert len(other) == len(text)
+    assert digest(text) == digest(text) != digest(other)
 
 
 def test_the_last_bits_of_computed_numbers_do_not_count():

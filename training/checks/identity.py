@@ -95,8 +95,8 @@ def _project_digest() -> str:
 
 
 def data_digest(data: DataSet) -> str:
-    """Returns a digest of the data: the number of samples in each split, and some samples, the last one included."""
-    digest = hashlib.sha256(f"{data.vocab_size} {data.seq_len}".encode())
+    """Returns a digest of the data: of the text, or of the number of samples in each split and some of them."""
+    digest = hashlib.sha256(f"{data.vocab_size} {data.seq_len} {data.fingerprint}".encode())
     for source in (data.train, data.valid, data.test):
         digest.update(f"|{0 if source is None else len(source)}".encode())
         with suppress(DataError):  # a sample that cannot be read is an error when its turn comes
