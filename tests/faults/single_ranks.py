@@ -8,6 +8,7 @@ from faults.compare import corrupt
 from faults.plan import Fault
 from faults.runs import RANKS, SAVE_EVERY, Ended, launch
 from faults.table import Trial
+
 from parallel.strategies import strategy_info
 
 _STEPS = 3 * SAVE_EVERY
