@@ -52,7 +52,7 @@ def main() -> None:
     }
     rows = [{"part": name, "seconds": f"{value:.1f}"} for name, value in parts.items()]
     rates = [step["tokens_per_s"] for step in steps[1:]]
-    about = {"losses": losses, **learned, "tokens/s": statistics.median(rates), "printed": [line for _, line in lines]}
+    about = {"losses": losses, **learned, "tokens/s": statistics.median(rates)}
     path = table.write("first_run", rows, chosen.quick, command=" ".join(COMMAND), **about)
     print(f"figure: {draw(path.with_suffix('.png'), losses, learned)}")
 
