@@ -130,15 +130,18 @@ def read_yaml(path: Path) -> Any:
     import yaml
     from omegaconf import OmegaConf
 
-    check_yaml(path)
+    content = check_yaml(path)
     try:
-        return OmegaConf.create(read_regular(path).decode())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        return OmegaConf.create(content.decode())
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
 
 
-def check_yaml(path: Path) -> None:
+def check_yaml(path: Path) -> bytes:
     """Checks what a YAML file stands for, before anything builds it. Its syntax is left to who reads it.
+
+    Returns:
+        The file's content.
 
     Raises:
         UserError: The file cannot be read, is no regular file, or has aliases, a few lines of which can stand for
@@ -157,14 +160,17 @@ def check_yaml(path: Path) -> None:
         return counts[id(node)]
 
     try:
-        root = yaml.compose(read_regular(path).decode(), yaml.SafeLoader)
-        total = 0 if root is None else count(root)
+        content = read_regular(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        root = yaml.compose(content, yaml.SafeLoader)
+        total = 0 if root is None else count(root)
     except (ValueError, RecursionError, yaml.YAMLError):
-        return  # who reads it says what is wrong
+        return content  # who reads it says what is wrong
     if total > len(counts) + _MOST_ALIASED:
         raise UserError(f"{path}: its aliases (*name) stand for over {_MOST_ALIASED:,} values: use fewer")
+    return content
 
 
 def flush_path(path: Path) -> None:
