@@ -19,7 +19,7 @@ from launchers import ForkServer, Interrupted, LaunchError, WorkerFailed, World,
 from launchers.loopback import check_interfaces
 from launchers.stopping import Stopped
 from training.checks.limits import check_need, check_process, check_values
-from training.config import environment, hydra_word, open_doors, to_config, to_dict
+from training.config import environment, hydra_word, open_doors, to_config, to_dict, to_text
 
 ALONE = ("export", "sample")  # modes that need one process whatever the strategy is
 _KEY = "job"
@@ -59,25 +59,6 @@ def clear_errors() -> Iterator[None]:
 def _fail(message: str, code: int = 1) -> None:
     print(f"{styled('error:', 'red', sys.stderr)} {printable(message)}", file=sys.stderr)
     raise SystemExit(code)
-
-
-def _show_configuration(cfg: Any, choices: Mapping[str, str | None]) -> None:
-    """Print what a run that trains or evaluates differs in from the defaults; with print_config=true, all of it."""
-    if cfg.mode.name not in ("train", "eval"):
-        return
-    from conf.composition import differences
-    from training.reporting import mask_secrets
-    from training.reporting.console import describe_configuration
-
-    if cfg.print_config:
-        from omegaconf import OmegaConf
-
-        # Not resolved: what was taken from the environment is shown as it was written.
-        text = OmegaConf.to_yaml(OmegaConf.create(mask_secrets(to_dict(cfg)))).rstrip()
-    else:
-        chosen, changes = differences(cfg, choices)
-        text = describe_configuration(chosen, mask_secrets(changes))
-    print(text, end="\n\n", flush=True)
 
 
 def execute(
@@ -130,8 +111,8 @@ def execute(
             choose_chunks(cfg, run_dir, world, server)
         queued = world is None and cfg.launcher.name == "slurm"
         setup = prepare_here(cfg) if queued else prepare(cfg, *((world.size, world.nodes) if world else ()))
-        if choices is not None:
-            _show_configuration(composed, choices)
+        if choices is not None and cfg.mode in ("train", "eval"):
+            print(to_text(composed, choices), end="\n\n", flush=True)
         print(describe(setup), flush=True)
         if cfg.mode == "plan":
             _print_memory(setup)

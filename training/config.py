@@ -77,6 +77,26 @@ def to_config(tree: dict) -> Any:
     return OmegaConf.create(literal(tree))
 
 
+def to_text(cfg: Any, choices: Mapping[str, str | None]) -> str:
+    """What a run says of its configuration: what differs from the defaults; with print_config=true, all of it.
+
+    Args:
+        cfg: The configuration as it was composed. Its references are not resolved: what was taken from the environment
+            is shown as it was written.
+        choices: The option of each group, as Hydra has them.
+    """
+    from omegaconf import OmegaConf
+
+    from conf.composition import differences
+    from training.reporting import mask_secrets
+    from training.reporting.console import describe_configuration
+
+    if cfg.print_config:
+        return OmegaConf.to_yaml(OmegaConf.create(mask_secrets(to_dict(cfg)))).rstrip()
+    chosen, changes = differences(cfg, choices)
+    return describe_configuration(chosen, mask_secrets(changes))
+
+
 def kept(cfg: Any) -> dict[str, Any]:
     """What a checkpoint keeps of a configuration: plain data, without secrets and without where to resume."""
     from training.reporting import jsonable, mask_secrets

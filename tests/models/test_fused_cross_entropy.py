@@ -104,6 +104,17 @@ def test_extreme_logits_stay_finite():
         assert far(value, wanted) < 1e-5
 
 
+def test_a_model_that_is_sure_of_itself_has_no_subnormal_gradients():
+    """A CPU multiplies subnormal numbers up to eighty times as slowly."""
+    x, targets = torch.ones(1, 1), torch.tensor([0])
+    weight = -torch.arange(110.0)[:, None].requires_grad_()  # the last probability is exp(-109)
+    (gradient,) = torch.autograd.grad(fused_cross_entropy(x, weight, weight.detach(), targets), weight)
+    (wanted,) = torch.autograd.grad(plain(x, weight, targets), weight)
+    tiny = torch.finfo(torch.float32).tiny
+    assert not (gradient.abs() < tiny).any() and (wanted.abs() < tiny).any()
+    torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=2e-30)
+
+
 @pytest.mark.parametrize("how", ["under no_grad", "of tensors that need none"])
 def test_without_gradients_no_gradient_is_computed(how, monkeypatch):
     """Softmax turned into its gradient is the only user of ``exp_``."""
