@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from benchmarks import figure, ranks, table
 from benchmarks.timing import Spread, paired, take_turns
-from benchmarks.trainer import TRANSFORMER, Trainer, configured, synchronize
+from benchmarks.trainer import TRANSFORMER, Trainer, configured
+from parallel.devices import synchronize
 
 ONE, APART = "1 replica", "2 processes apart"
 BUCKETS = (1, 5, 25, 100)  # MiB

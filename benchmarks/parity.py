@@ -1,7 +1,7 @@
 """The promise in numbers: every model under every strategy, compared with its own ``parallel=single``.
 
-    python -m benchmarks.parity            measures (about 40 runs of the command line), writes results/parity.csv
-    python -m benchmarks.readme            puts the results into the README
+    python -m benchmarks.parity            measures (59 runs of the command line), writes results/parity.csv
+    python -m benchmarks.readme            puts the results into README.md and docs/
 
 The models are those of conf/model and the strategies those of conf/parallel. Each run is a real command line, with SGD
 on micro-batches of the same size; the table has the largest relative difference of any step. The language models train

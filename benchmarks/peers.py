@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from benchmarks.trainer import synchronize
 from data.batch import Batch
 from models.batchnorm import BatchNorm2d
 from models.chain import Chain
+from parallel.devices import synchronize
 
 NAMES = ("torchgpipe", "fairscale")
 DEFAULT_CHECKPOINT = "except_last"  # of both

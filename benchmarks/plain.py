@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.trainer import Trainer, synchronize
+from benchmarks.trainer import Trainer
+from parallel.devices import synchronize
 from parallel.precision import autocast
 
 # (inputs, targets) of a micro-batch -> their mean loss

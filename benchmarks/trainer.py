@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
@@ -13,6 +12,7 @@ from conf.schema import register
 from data.batch import Batch
 from data.loader import TrainBatches
 from parallel.build import build_strategy
+from parallel.devices import synchronize
 from training.config import to_config, to_dict
 from training.optimizer import Optimizer
 from training.run import set_arithmetic, strategy_options
@@ -79,9 +79,3 @@ class Trainer:
     def close(self) -> None:
         """Closes the strategy."""
         self.strategy.close()
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits until ``device`` has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

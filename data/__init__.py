@@ -3,16 +3,17 @@
     dataset.py      DataSet: what every `data=` option offers. Source: samples by index
     shuffle.py      a keyed permutation without a list
     buckets.py      batches of samples of similar length
-    loader.py       train and evaluation batches, read ahead
+    loader.py       train and evaluation batches, read ahead; workers.py: by processes
     batch.py        what a step gets
 
-    Data sets, each in the file of its name: stdlib, text, wikitext2, jsonl and tokens (language), random_images,
-    digits, mnist and cifar10 (images), random_regression (numbers)
+    Data sets, each in the file of its name: torch_docs, stdlib, text, wikitext2, jsonl and tokens (language),
+    random_images, digits, mnist and cifar10 (images), random_regression (numbers)
 
     language.py     what data sets of text share: documents -> cached tokens -> windows
     documents.py vocabulary.py words.py token_windows.py     the steps of that
     rows.py row_tokens.py                                    what jsonl needs: rows by number, and their tokens
     images.py       what data sets of images share
+    tensors.py      data that are in memory already
     cache.py download.py                                     folders that are built once; downloads with time limits
     huggingface_tokenizer.py                                 GPT-2's tokenizer in Hugging Face's files
 

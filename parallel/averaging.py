@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,9 @@ Average = Callable[[Tensor], Future]
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 _NO_BUFFER_SYNC = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
-_COMPRESSED = {"bf16": torch.bfloat16, "fp16": torch.float16}
-HIERARCHICAL = {"hierarchical": None, "hierarchical_bf16": torch.bfloat16}  # the dtype between groups
+# The dtype in which gradients are sent; under a hierarchy, between groups.
+_COMPRESSED = {"bf16": torch.bfloat16, "fp16": torch.float16, "hierarchical_bf16": torch.bfloat16}
+HIERARCHICAL = ("hierarchical", "hierarchical_bf16")
 
 
 def replicate(stage: nn.Module, mesh: Mesh, bucket_mb: float, comm_hook: str) -> nn.Module:
@@ -67,36 +69,26 @@ def averaging(mesh: Mesh, comm_hook: str) -> Average:
         comm_hook: none: in the gradients' own dtype. bf16, fp16: in that dtype. hierarchical: within each group of
             replicas first, then between groups; hierarchical_bf16: likewise, in bf16 between groups.
     """
-    if comm_hook in _COMPRESSED:
-        return _Compressed(mesh.dp_group, _COMPRESSED[comm_hook])
+    dtype = _COMPRESSED.get(comm_hook)
     if comm_hook in HIERARCHICAL and mesh.inner_group is not None:
-        return _Hierarchical(mesh, HIERARCHICAL[comm_hook])
-    return _Plain(mesh.dp_group)
+        return _Hierarchical(mesh, dtype)
+    return partial(_average, mesh.dp_group, dtype)
 
 
-class _Plain:
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def __call__(self, gradients: Tensor) -> Future:
-        gradients /= dist.get_world_size(self._group)
-        sent = dist.all_reduce(gradients, group=self._group, async_op=True).get_future()
-        return sent.then(lambda done: done.value()[0])
-
-
-class _Compressed:
-    """Half as many bytes: divided, rounded to the smaller type, summed, and widened in place.
+def _average(group: dist.ProcessGroup, dtype: torch.dtype | None, gradients: Tensor) -> Future:
+    """Divide, round to the smaller type if there is one, sum, and widen in place.
 
     torch's own hooks (``bf16_compress_hook``) do the same but check for NCCL.
     """
+    gradients /= dist.get_world_size(group)
+    small = gradients if dtype is None else gradients.to(dtype)
+    sent = dist.all_reduce(small, group=group, async_op=True).get_future()
 
-    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-        self._group, self._dtype = group, dtype
+    def widen(done: Future) -> Tensor:
+        (mean,) = done.value()  # raises what the sending has raised
+        return mean if dtype is None else gradients.copy_(mean)
 
-    def __call__(self, gradients: Tensor) -> Future:
-        small = (gradients / dist.get_world_size(self._group)).to(self._dtype)
-        sent = dist.all_reduce(small, group=self._group, async_op=True).get_future()
-        return sent.then(lambda done: gradients.copy_(done.value()[0]))
+    return sent.then(widen)
 
 
 class _Hierarchical:

@@ -13,7 +13,7 @@ import torch
 from common.machine import usable_cores
 from data.batch import Batch
 from models.chain import Chain, as_tuple
-from parallel.devices import local_device
+from parallel.devices import local_device, synchronize
 from parallel.order import expected_makespan
 from parallel.partition import block_partition, even_split
 from parallel.plan import Plan
@@ -72,14 +72,12 @@ def _round(plan: Plan, chain: Chain, sample: Batch, seed: int, device: torch.dev
         stage.begin(training=True, step=1, loss_scale=1 / sample.targets.numel())
         for index in range(2):  # the first micro-batch casts the weights and makes their gradients
             received = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
-            _wait_for(device)
+            synchronize(device)
             start = time.perf_counter()
-            output = as_tuple(
-                stage(*received, microbatch=index, targets=sample.targets, weights=sample.weights)
-            )
+            output = as_tuple(stage(*received, microbatch=index, targets=sample.targets, weights=sample.weights))
             differentiable = [x for x in output if x.requires_grad]
             torch.autograd.backward(differentiable, [torch.ones_like(x) for x in differentiable])
-            _wait_for(device)
+            synchronize(device)
             elapsed = time.perf_counter() - start
         stage.end()
         seconds.append(elapsed)
@@ -194,11 +192,6 @@ def stage_costs(costs: Sequence[float], counts: Sequence[int]) -> list[float]:
 def stage_shares(costs: Sequence[float], counts: Sequence[int]) -> list[float]:
     """Return each stage's fraction of all costs, from 0 to 1. The arguments are those of ``stage_costs``."""
     return [cost / sum(costs) for cost in stage_costs(costs, counts)]
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @contextmanager

@@ -81,6 +81,12 @@ def local_device(device_type: str, local_rank: int) -> torch.device:
     return torch.device(device_type)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def gpus_in_common(store: dist.Store, rank: int, size: int, device: torch.device) -> list[list[int]]:
     """Find out which ranks have the same GPU. All ranks call this together, before anything else uses ``store``.
 
@@ -140,7 +146,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGEST_INT = 2**31 - 1
 
 
-def check_compiler(device_type: str) -> None:
+def check_compiler() -> None:
     """Raise PlanError where torch.compile has no C++ compiler to call (CPU code; a GPU's launchers too)."""
     named = os.environ.get("CXX")
     candidates = [named] if named else ["g++", "clang++", "c++"]

@@ -64,7 +64,8 @@ def check_gpus(plan: Plan, optim, memory: Callable[[int], int]) -> None:
     each = parameter_dtype(plan.precision).itemsize * tensors_per_parameter(optim)
     for gpu in range(min(plan.gpus, plan.processes)):
         ranks = range(gpu, plan.processes, plan.gpus)
-        needed = each * sum(s.parameters for rank in ranks for s in plan.stages_of(plan.mesh(rank).position))
+        meshes = [plan.mesh(rank) for rank in ranks]
+        needed = each * sum(s.parameters / mesh.shards for mesh in meshes for s in plan.stages_of(mesh.position))
         if needed > memory(gpu):
             who = f"rank {gpu} needs" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} together need"
             raise PlanError(

@@ -5,10 +5,13 @@ All rules between fields of the configuration are checked here, once, before any
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from common.errors import PlanError
-from models.chain import Chain, is_within
+from models.chain import Chain
 from parallel.devices import Hardware
 from parallel.groups import check_groups, check_shardable
 from parallel.mesh import Mesh
@@ -168,8 +171,7 @@ def make_plan(
     costs = [sum(p.numel() for p in layer.parameters()) for _, layer in skeleton.items()]
     balance = parallel.balance if isinstance(parallel.balance, str) else list(parallel.balance)
     runs = partition_layers(chain.names, parallel.pp * per_rank, balance, costs)
-    cost_of = dict(zip(chain.names, costs, strict=True))
-    untied = _tied_within(chain, runs, skeleton)
+    layers = dict(skeleton.items())
     return Plan(
         strategy=parallel.name,
         device_type=hardware.device_type,
@@ -180,10 +182,8 @@ def make_plan(
         chunks=chunks,
         schedule=parallel.schedule if pipelined else None,
         stages_per_rank=per_rank,
-        stages=tuple(
-            StagePlan(i, tuple(run), sum(cost_of[n] for n in run) - untied[i]) for i, run in enumerate(runs)
-        ),
-        parameters=sum(p.numel() for p in skeleton.parameters()),
+        stages=tuple(StagePlan(i, tuple(run), _trainable(layers[name] for name in run)) for i, run in enumerate(runs)),
+        parameters=_trainable(layers.values()),
         global_batch_size=global_batch_size,
         devices=_devices(parallel, info, hardware),
         gpus=hardware.count if started_here and hardware.device_type == "cuda" else None,
@@ -254,17 +254,9 @@ def _check_cut(batch: int, dp: int, chunks: int) -> None:
     )
 
 
-def _tied_within(chain: Chain, runs: list[list[str]], skeleton) -> list[int]:
-    """For each stage, how many parameters its layers share among themselves (counted once, not twice)."""
-    sizes = {name: p.numel() for name, p in skeleton.named_parameters(remove_duplicate=False)}
-    return [
-        sum(
-            sizes[alias]
-            for alias, original in chain.tied.items()
-            if is_within(alias, run) and is_within(original, run)
-        )
-        for run in runs
-    ]
+def _trainable(layers: Iterable[nn.Module]) -> int:
+    """The number of trainable parameters, those that layers share counted once."""
+    return sum(p.numel() for p in {p for layer in layers for p in layer.parameters()} if p.requires_grad)
 
 
 def _devices(parallel, info: StrategyInfo, hardware: Hardware) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ class Options:
         seed: The run's seed, for weights and dropout.
         timeout_s: The longest that a rank waits for another.
         bucket_mb: The size of DDP's buckets in MiB.
-        comm_hook: The number format in which gradients are sent: none (as they are), bf16 or fp16.
+        comm_hook: How gradients are sent: none, bf16, fp16, hierarchical or hierarchical_bf16 (see parallel.averaging).
         sync_batchnorm: Whether BatchNorm normalises over the micro-batches of all replicas together.
         recompute: Whether activations are recomputed in the backward.
         compile: Whether layers are compiled.

@@ -118,7 +118,7 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: H
             "data.bucket_by_length=false"
         )
     if train.compile:
-        check_compiler(plan.device_type)
+        check_compiler()
     check_length(chain, data)
     data.prepare()
     check_fit(chain, data, cfg)

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpt2 import datasheet_peak, measured_peak
 from benchmarks.timing import take_turns
-from benchmarks.trainer import synchronize
+from parallel.devices import synchronize
 from training.reporting import describe
 
 _SMI = ("driver_version", "power.limit", "clocks.max.sm", "clocks.max.memory")

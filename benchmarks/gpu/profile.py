@@ -13,7 +13,8 @@ from benchmarks.gpt2 import has_compiler
 from benchmarks.gpu.breakdown import CATEGORIES, Breakdown
 from benchmarks.gpu.gpt2 import OURS, PLAIN, free_memory, random_tokens, tokens_of
 from benchmarks.plain import PlainLoop, adamw, same_model, token_loss
-from benchmarks.trainer import Trainer, configured, synchronize
+from benchmarks.trainer import Trainer, configured
+from parallel.devices import synchronize
 
 WINDOW = "profiled steps"
 STEPS, WARM_UP = 3, 4
@@ -23,7 +24,7 @@ MICROBATCH, CHUNKS = 32, 4
 def rows(toy: bool) -> Iterator[dict]:
     """Yields this project's row and the plain loop's, eager and compiled."""
     microbatch, chunks = (2, 2) if toy else (MICROBATCH, CHUNKS)
-    compiles = not toy and has_compiler("cuda")
+    compiles = not toy and has_compiler()
     for compiled in (False, True) if compiles else (False,):
         free_memory()
         with random_tokens(toy, microbatch * chunks) as overrides:

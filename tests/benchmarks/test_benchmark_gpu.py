@@ -214,3 +214,19 @@ def test_categories(names, expected):
 
 def test_a_peak_can_be_measured_in_every_dtype_of_the_table():
     assert gpt2.measured_peak("cpu", 16, torch.float32) > 0
+
+
+def test_without_a_compiler_the_row_for_compile_is_left_out_with_its_reason(monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not gpt2.has_compiler()
+    assert "no row for compile: train.compile=true needs a C++ compiler" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "card, peak",
+    [("NVIDIA L4", 121e12), ("NVIDIA L40S", None), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12)],
+)
+def test_a_peak_is_that_of_the_very_card(monkeypatch, card, peak):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: card)
+    assert gpt2.datasheet_peak() == peak

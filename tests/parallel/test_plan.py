@@ -193,6 +193,10 @@ def test_more_ranks_than_gpus_have_memory_for(monkeypatch):
     check_gpus(layout, adam, lambda index: needed)
     with pytest.raises(PlanError, match="ranks 0, 1 together need .* GiB of cuda:0 for weights, gradients"):
         check_gpus(layout, adam, lambda index: needed - 1)
+    sharded = plan(Layout("fsdp", dp=2, chunks=2), device="cuda")
+    check_gpus(sharded, adam, lambda index: needed // 2)  # each rank holds half
+    with pytest.raises(PlanError, match="ranks 0, 1 together need"):
+        check_gpus(sharded, adam, lambda index: needed // 2 - 1)
 
 
 def test_more_stages_in_one_process_than_gpus(monkeypatch):

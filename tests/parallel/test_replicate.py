@@ -36,10 +36,10 @@ def test_gradients_that_are_reduced_in_groups_first_are_the_same(trained, layout
     assert_same_training(run, reference, 1e-5)
 
 
-def test_only_what_is_sent_between_groups_is_rounded(trained):
+@pytest.mark.parametrize("group", [2, 1])  # with one replica in a group, all that is sent is sent between groups
+def test_only_what_is_sent_between_groups_is_rounded(trained, group):
     (reference,) = trained(Layout("single", chunks=4), GPT2)
-    layout = Layout("ddp", dp=4, chunks=1, shard=2, comm_hook="hierarchical_bf16")
-    run = trained(layout, GPT2)
+    run = trained(Layout("ddp", dp=4, chunks=1, shard=group, comm_hook="hierarchical_bf16"), GPT2)
     assert_same_training(run, reference, 2e-2)
     with pytest.raises(AssertionError, match="farther than"):
         assert_same_training(run, reference, 1e-6)
