@@ -10,6 +10,7 @@ from cases import Layout, parallel_section
 
 from common.errors import PlanError
 from models.gpt2 import gpt2
+from models.sequential import chain_of
 from models.toy import toy
 from parallel.devices import Hardware
 from parallel.memory import check_gpus
@@ -157,6 +158,13 @@ def test_a_device_list_of_another_length_than_the_stages():
         Layout("model_parallel", pp=3), "names 2 devices for parallel.pp=3 stages", "name one per stage",
         devices=["cpu", "cpu"],
     )  # fmt: skip
+
+
+def test_parameters_that_are_not_trained_are_not_counted():
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    net[0].weight.requires_grad_(False)
+    layout = plan(Layout("model_parallel", pp=2), chain_of(net, toy().loss))
+    assert layout.parameters == 9 and [stage.parameters for stage in layout.stages] == [4, 5]
 
 
 def test_a_device_list_for_a_strategy_with_one_device_a_rank():
