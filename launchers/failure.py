@@ -85,8 +85,7 @@ def is_peer_error(error: BaseException) -> bool:
     """Whether `error` reports no more than that another process was lost."""
     from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
-    # The first error of the chain is the cause: a clean-up that fails on a closed connection hides a real
-    # one.
+    # The first error of the chain is the cause: a clean-up that fails on a closed connection hides a real one.
     while earlier := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
         error = earlier
     if isinstance(error, BrokenPipeError):

@@ -22,12 +22,13 @@ def own_address() -> str:
     host, port = master_address()
     addresses = _addresses()
     if named := os.environ.get("GLOO_SOCKET_IFNAME"):
-        if named not in addresses:
+        first = named.split(",")[0]  # gloo takes several; ranks are known by their address on the first
+        if first not in addresses:
             raise LaunchError(
-                f"GLOO_SOCKET_IFNAME={named} is no interface of this machine with an IPv4 address; there are "
+                f"GLOO_SOCKET_IFNAME={named}: {first} is no interface of this machine with an IPv4 address; there are "
                 f"{_listed(addresses)}"
             )
-        return addresses[named]
+        return addresses[first]
     if is_loopback(host):
         return LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -195,8 +195,8 @@ def check_options(options: Any) -> None:
     for key, value in options.sbatch.items():
         if str(key).replace("-", "_") not in _SBATCH:
             raise LaunchError(
-                f"launcher.sbatch.{key} is not allowed: sbatch could be made to run other commands by it. Copy "
-                "launchers/train.sbatch and submit it with that option, or leave it out"
+                f"launcher.sbatch.{key} is not allowed: it is no option of sbatch, or one that runs other commands. "
+                "Leave it out, or submit a copy of launchers/train.sbatch with that option"
             )
         _check_word(f"launcher.sbatch.{key}", value)
     for key in ("partition", "account", "qos"):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import printable
+from common.files import expand_home
 from common.given import pack, unpack
 from common.machine import changed_environment, styled
 from launchers import ForkServer, Interrupted, LaunchError, WorkerFailed, World, run_workers, stopping
@@ -23,10 +24,10 @@ from training.config import environment, hydra_word, open_doors, to_config, to_d
 
 ALONE = ("export", "sample")  # modes that need one process whatever the strategy is
 _KEY = "job"
-_MEET_TIMEOUT_S = 60.0
+_MEET_TIMEOUT_S = 300.0  # the default of parallel.timeout_s
 _LONGEST_TIMEOUT_S = 1e7
 # What every worker imports.
-_PRELOAD = ("training.app", "training.run", "parallel.pipeline", "hydra.utils")
+_PRELOAD = ("training.app", "training.run", "parallel.pipeline", "conf.trust")
 _AGAIN = "start it again with the same command"
 
 
@@ -89,6 +90,8 @@ def execute(
     check_process()
     composed, cfg = cfg, to_config(tree)
     open_doors(cfg)
+    if cfg.train.resume not in (None, "auto"):
+        cfg.train.resume = str(expand_home(cfg.train.resume))
     if cfg.mode == "plan" or cfg.mode in ALONE:
         stopping.at_once()
     if cfg.mode in ALONE:

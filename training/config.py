@@ -101,7 +101,8 @@ def kept(cfg: Any) -> dict[str, Any]:
     """What a checkpoint keeps of a configuration: plain data, without secrets and without where to resume."""
     from training.reporting import jsonable, mask_secrets
 
-    tree = jsonable({name: to_dict(cfg)[name] for name in ("seed", *TRAINED)})
+    whole = to_dict(cfg)
+    tree = jsonable({name: whole[name] for name in ("seed", *TRAINED)})
     tree["train"].pop("resume")
     return _public(tree, mask_secrets(tree))
 

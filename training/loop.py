@@ -59,8 +59,9 @@ class Loop:
             checkpoints: Where to save.
             record: Takes each record of metrics.jsonl.
             show: Takes each step's numbers for the progress bar.
-            say: Takes a sentence for the console. On ranks other than 0 these three do nothing.
-            histogram: Takes a histogram for the loggers, see ``training.callbacks``.
+            say: Takes a sentence for the console.
+            histogram: Takes a histogram for the loggers, see ``training.callbacks``. On ranks other than 0 these four
+                do nothing.
         """
         self.setup, self.strategy, self.optimizer, self.checkpoints = setup, strategy, optimizer, checkpoints
         self.record, self.show, self.say = record, show, say

@@ -231,7 +231,7 @@ class CosineWarmup:
 
     Args:
         warmup_steps: Length of the linear part, in steps. None: ``warmup_ratio`` of the run.
-        min_ratio: The last factor, in [0, 1].
+        min_ratio: What the factor falls towards, in [0, 1].
         warmup_ratio: The linear part as a fraction of the run, in [0, 1].
 
     Raises:

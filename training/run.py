@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +236,7 @@ def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) 
     if strategy.mesh.rank == 0:
         name = f"{cfg.model.name}-{cfg.parallel.name}"
         supplied = {"run_dir": run_dir, "run_config": mask_secrets(to_dict(cfg)), "run_name": name}
-        logger = Loggers([instantiate(section, **supplied) for section in sections(cfg)])
+        logger = Loggers(sections(cfg), partial(instantiate, **supplied))
     recorder = Recorder(
         run_dir,
         logger,
@@ -280,7 +281,10 @@ def _report(setup: Setup, run_dir: Path, outcome: Outcome, summary: dict, ranks:
     """Writes the timeline, if it was asked for, and prints the results."""
     if setup.cfg.train.trace and why_no_timeline(setup.plan) is None:
         intervals = [rank.intervals for rank in ranks]
-        write_timeline(run_dir, setup.plan, setup.cfg.model.name, intervals, outcome.steps)
+        try:
+            write_timeline(run_dir, setup.plan, setup.cfg.model.name, intervals, outcome.steps)
+        except OSError as error:
+            print(f"warning: the timeline was not written: {error}", file=sys.stderr)
     nameable = outcome.checkpoint is not None and setup.cfg.model._target_ != GIVEN
     link = hydra_word(str(outcome.checkpoint.parents[1])) if nameable else None
     epochs = setup.cfg.train.epochs is not None

@@ -69,6 +69,13 @@ def test_a_resumed_run_needs_no_more_than_the_path(words, tmp_path):
     assert [line["step"] for line in steps(tmp_path)] == [3]
 
 
+def test_a_path_may_begin_with_the_home_folder(words, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(words.parent))
+    typed = ["train.resume='~/a run'", "train.steps=3", "parallel.threads=1", "device=cpu", "logger=none"]
+    assert main([*typed, f"hydra.run.dir={tmp_path}/run"]) == 0
+    assert [line["step"] for line in steps(tmp_path / "run")] == [3]
+
+
 def test_auto_takes_it_from_the_run_directory(words, tmp_path):
     here = [f"hydra.run.dir='{words}'", "train.resume=auto"]
     assert with_checkpoint(here)[0] == "model=of_checkpoint"

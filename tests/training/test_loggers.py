@@ -71,8 +71,8 @@ def test_one_that_fails_is_warned_about_once_and_the_others_go_on(caplog):
         def finish(self, summary=None, exit_code=0):
             seen.append("end")
 
-    both = Loggers([Broken(), Good()])
     with caplog.at_level(logging.WARNING):
+        both = Loggers([Broken, Good], lambda kind: kind())
         for step in (1, 2):
             both.log({"loss": 1.0}, step)
         both.histogram("gradients/a", [1.0], [0.0, 1.0], 2)
@@ -81,6 +81,15 @@ def test_one_that_fails_is_warned_about_once_and_the_others_go_on(caplog):
     assert [r.getMessage() for r in caplog.records] == [
         "Broken failed (OSError: no space). Training goes on without it; metrics.jsonl has every number"
     ]
+
+
+def test_a_logger_that_cannot_start_is_left_out(caplog):
+    def build(section):
+        raise ConnectionError("the server does not answer")
+
+    with caplog.at_level(logging.WARNING):
+        Loggers([{"_target_": "package.Unreachable"}], build).log({"loss": 1.0}, 1)
+    assert "Unreachable failed (ConnectionError: the server does not answer)" in caplog.text
 
 
 def test_a_package_that_is_not_installed_is_missed_before_the_run(monkeypatch):

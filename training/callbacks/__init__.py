@@ -111,8 +111,8 @@ class Callbacks:
         self._call("on_end", summary)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of those that have any, by name."""
-        states = {name: one.state_dict() for name, one in self._all.items() if hasattr(one, "state_dict")}
+        """The states of those that can continue from one, by name."""
+        states = {name: one.state_dict() for name, one in self._all.items() if hasattr(one, "load_state_dict")}
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:

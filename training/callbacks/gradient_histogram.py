@@ -43,10 +43,15 @@ class GradientHistogram(Callback):
         stages = mesh.gather(own)
         if mesh.rank > 0:
             return
-        with open(run.run_dir / "gradients.jsonl", "a", encoding="utf-8") as file:
-            for name, (counts, edges) in {name: h for stage in stages for name, h in stage.items()}.items():
-                file.write(json.dumps({"step": run.step, "name": name, "counts": counts, "edges": edges}) + "\n")
-                run.histogram(f"gradients/{name}", counts, edges, run.step)
+        lines = []
+        for name, (counts, edges) in {name: h for stage in stages for name, h in stage.items()}.items():
+            lines.append(json.dumps({"step": run.step, "name": name, "counts": counts, "edges": edges}) + "\n")
+            run.histogram(f"gradients/{name}", counts, edges, run.step)
+        try:
+            with open(run.run_dir / "gradients.jsonl", "a", encoding="utf-8") as file:
+                file.writelines(lines)
+        except OSError as error:
+            run.say(f"warning: step {run.step} is missing in gradients.jsonl: {error}")
 
     def _histogram(self, gradient: torch.Tensor) -> tuple[list[float], list[float]]:
         """Counts per bin, [bins], and the borders of the bins, [bins + 1]."""

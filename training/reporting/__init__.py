@@ -1,7 +1,6 @@
 """What a run writes down and shows: metrics, environment, loggers, the progress bar, the summary and the timeline.
 
-Nothing in this package ends a training run: a lost server, a full disk or a closed terminal is reported once, and the
-run goes on.
+A lost server, a full disk or a closed terminal ends no training run: it is reported once, and the run goes on.
 """
 
 from training.reporting.environment import describe

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from common.errors import UserError
 from training.reporting.metrics import METRICS, read_records
 
 log = logging.getLogger("training")
@@ -76,8 +77,24 @@ class CsvLogger:
 class Loggers:
     """Several loggers as one. One that raises is warned about and left out from then on; the run goes on."""
 
-    def __init__(self, loggers: Sequence[Logger]) -> None:
-        self._loggers = list(loggers)
+    def __init__(self, sections: Sequence[Any], build: Callable[[Any], Logger]) -> None:
+        """Build the loggers.
+
+        Args:
+            sections: See ``sections``.
+            build: Returns the logger that a section describes.
+
+        Raises:
+            UserError: A section is wrong.
+        """
+        self._loggers: list[Logger] = []
+        for section in sections:
+            try:
+                self._loggers.append(build(section))
+            except UserError:
+                raise
+            except Exception as error:
+                _warn(section["_target_"].rpartition(".")[2], error)
 
     def log(self, record: dict, step: int) -> None:
         """See ``Logger``."""
@@ -105,8 +122,12 @@ class Loggers:
                     getattr(logger, method)(*arguments)
             except Exception as error:
                 self._loggers.remove(logger)
-                kind, text = type(logger).__name__, f"{type(error).__name__}: {error}".partition("\n")[0]
-                log.warning("%s failed (%s). Training goes on without it; metrics.jsonl has every number", kind, text)
+                _warn(type(logger).__name__, error)
+
+
+def _warn(kind: str, error: Exception) -> None:
+    text = f"{type(error).__name__}: {error}".partition("\n")[0]
+    log.warning("%s failed (%s). Training goes on without it; metrics.jsonl has every number", kind, text)
 
 
 def sections(cfg: Any) -> list[Any]:

@@ -52,8 +52,7 @@ class WandbRun:
 
         Args:
             run_dir: The directory of the training run.
-            run_config: The configuration, stored with its secrets masked. It is not called config, as
-                ``hydra.utils.instantiate`` has that name for itself.
+            run_config: The configuration, stored with its secrets masked.
             run_name: The display name where ``name`` is None.
             mode: "offline" (no key, no prompt, no network, no output) or "online". Without an API key, or where the
                 server does not answer in time, an online run becomes an offline one, after a warning.
