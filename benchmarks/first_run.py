@@ -80,6 +80,7 @@ def draw(path: Path, losses: list[float], learned: dict[str, float]) -> Path:
     for (name, value), style in zip(learned.items(), ("--", "-.", ":"), strict=True):
         axes.axhline(value, color="black", linestyle=style, linewidth=1, label=f"{name} {value:.3f}")
     axes.set(xlabel="step", ylabel="nats per token")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False)
     canvas.savefig(path)
     return path
