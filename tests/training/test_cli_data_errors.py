@@ -5,12 +5,18 @@ import json
 import os
 import re
 import struct
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from commandline import train
 from composed import config
 
+from train import main
 from training.setup import prepare
 
 WORKERS = ["parallel=ddp", "parallel.dp=2"]
@@ -137,6 +143,16 @@ CASES = {
 }
 
 
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+    folder: Path
+
+
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory):
     """``ends("a corrupt row")``: how that case ends, and the path of its data."""
@@ -147,8 +163,13 @@ def ends(tmp_path_factory):
         path, (make, overrides, _) = folder / "bad", CASES[case]
         if make is not None:
             make(path)
-        more = ["logger=none", "device=cpu", f"data.cache_dir={folder}/cache"]
-        return train([*(word.format(path) for word in overrides), *more], folder / "run", env=OFFLINE), path
+        more = ["logger=none", "device=cpu", f"data.cache_dir={folder}/cache", f"hydra.run.dir={folder}/run"]
+        out, err, begin = StringIO(), StringIO(), time.monotonic()
+        with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+            for name, value in OFFLINE.items():
+                patch.setenv(name, value)
+            code = main([*(word.format(path) for word in overrides), *more])
+        return Ended(code, out.getvalue(), err.getvalue(), time.monotonic() - begin, folder / "run"), path
 
     return end
 
@@ -156,7 +177,7 @@ def ends(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_bad_data_ends_with_one_line_that_names_it_and_the_way_out_and_leaves_nothing_half_built(ends, case):
     run, path = ends(case)
-    assert run.code == 1, run.console
+    assert run.code == 1, run
     assert "parameters" not in run.stdout and "step" not in run.stdout, "nothing was begun"
     (line,) = run.stderr.splitlines()
     assert line.startswith("error: ")
