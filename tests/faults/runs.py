@@ -38,11 +38,6 @@ class Ended:
     left: list[str]
     at: float
 
-    @property
-    def struck(self) -> int:
-        """How many faults have struck."""
-        return self.record.next_fault()
-
 
 def launch(
     strategy: str, steps: int, folder: Path, faults: Sequence[Fault] = (), *more: str, timeout_s: float = 300.0

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hostile_files import FILES
 
@@ -23,13 +23,11 @@ class Case:
         name: What is hostile about it.
         overrides: The command line.
         says: What the error must say.
-        env: Variables of the environment.
     """
 
     name: str
     overrides: tuple[str, ...]
     says: tuple[str, ...]
-    env: dict[str, str] = field(default_factory=dict)
 
 
 # -- numbers -------------------------------------------------------------------------------------------------------

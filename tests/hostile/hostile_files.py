@@ -218,8 +218,15 @@ FILES: dict[str, Hostile] = {
     "a configuration that calls a command": _manifest(
         "os.system", "not allowed", config={**CONFIG, "data": {"_target_": "os.system", "command": "touch executed"}}
     ),
-    "weights elsewhere": _manifest(files={"../../x.safetensors": {"bytes": 1, "sha256": "0"}}),
-    "weights of -1 bytes": _manifest(files={"x.safetensors": {"bytes": -1, "sha256": "0"}}),
+    "weights elsewhere": _manifest(
+        "manifest.json", "../../x.safetensors in it", files={"../../x.safetensors": {"bytes": 1, "sha256": "0"}}
+    ),
+    "weights at a path": _manifest(
+        "manifest.json", "/x.safetensors in it", files={"/x.safetensors": {"bytes": 1, "sha256": "0"}}
+    ),
+    "weights of -1 bytes": _manifest(
+        "manifest.json", "x.safetensors in it", files={"x.safetensors": {"bytes": -1, "sha256": "0"}}
+    ),
     "weights that are missing": _manifest(
         "x.safetensors", "missing", files={"x.safetensors": {"bytes": 1, "sha256": "0"}}
     ),
@@ -231,12 +238,14 @@ FILES: dict[str, Hostile] = {
     ),
     "weights that are a pickle": _weights(("pickle", "convert"), b"\x80\x05N.", "model.bin"),
     "weights that are not there": Hostile(lambda folder: None, ("model.init_from={folder}/no",), ("does not exist",)),
-    "an experiment that is not YAML": _experiment("train: [1,\n"),
-    "an experiment that is a list": _experiment("- 1\n"),
-    "an experiment that is a word": _experiment("hello\n"),
+    "an experiment that is not YAML": _experiment("train: [1,\n", "experiment/hostile"),
+    "an experiment that is a list": _experiment("- 1\n", "experiment/hostile"),
+    "an experiment that is a word": _experiment("hello\n", "experiment/hostile"),
     "an experiment with a key twice": _experiment("train:\n  steps: 1\n  steps: 2\n", "steps"),
     "an experiment with an unknown key": _experiment("train:\n  stepz: 1\n", "train.stepz", "experiment/hostile"),
-    "an experiment with a Python object": _experiment("train: !!python/object/apply:os.system [id]\n"),
+    "an experiment with a Python object": _experiment(
+        "train: !!python/object/apply:os.system [id]\n", "experiment/hostile"
+    ),
     "an experiment with a NUL byte": _experiment('data:\n  cache_dir: "a\\0b"\n', "data.cache_dir", "NUL"),
     "an experiment with a callback": _experiment(
         "hydra:\n  callbacks:\n    evil:\n      _target_: os.system\n", "hydra.callbacks"
@@ -246,7 +255,7 @@ FILES: dict[str, Hostile] = {
         + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
         "experiment/hostile.yaml", "aliases",
     ),
-    "an experiment nested 10,000 deep": _experiment("train: " + "[" * 10_000),
+    "an experiment nested 10,000 deep": _experiment("train: " + "[" * 10_000, "experiment/hostile"),
 }
 
 

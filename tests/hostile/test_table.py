@@ -25,8 +25,6 @@ def test_hostile_input_ends_with_one_line_and_leaves_nothing(case, tmp_path, mon
     place.mkdir()
     prepare(folder, case.name)
     monkeypatch.chdir(place)
-    for name, value in case.env.items():
-        monkeypatch.setenv(name, value)
     overrides = [text.replace("{folder}", str(folder)) for text in case.overrides]
     if not any(text.startswith("hydra.run.dir=") for text in overrides):
         overrides.append("hydra.run.dir=run")

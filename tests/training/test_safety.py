@@ -180,22 +180,6 @@ def test_names_of_a_users_choice_make_no_files_elsewhere(tmp_path):
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"run", *consoles}
 
 
-def test_a_checkpoint_whose_manifest_names_files_elsewhere_is_refused(tmp_path):
-    from common.errors import CheckpointError
-    from training.checkpoint import read_manifest
-
-    folder = tmp_path / "checkpoints" / "step-00000001"
-    folder.mkdir(parents=True)
-    outside = tmp_path / "outside.safetensors"
-    outside.write_bytes(b"x")
-    for name in ("../../outside.safetensors", str(outside)):
-        files = {name: {"bytes": 1, "sha256": "0"}}
-        manifest = {"format": 1, "step": 1, "optimizer": "torch.optim.SGD", "layout": {}, "files": files}
-        (folder / "manifest.json").write_text(json.dumps(manifest))
-        with pytest.raises(CheckpointError):
-            read_manifest(folder)
-
-
 # -- pickles -------------------------------------------------------------------------------------------------------
 
 # Through a socket pair without a name, which nobody else can reach, and a data set whose hashes are checked first.
