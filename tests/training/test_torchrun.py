@@ -26,7 +26,12 @@ def test_the_name_of_the_default_directory_follows_from_torchrun_itself():
 
 @pytest.mark.parametrize(
     "word, seconds",
-    [("seed=1", 60.0), ("parallel.timeout_s=7.5", 7.5), ("parallel.timeout_s=inf", 60.0), ("parallel.timeout_s", 60.0)],
+    [
+        ("seed=1", 300.0),
+        ("parallel.timeout_s=7.5", 7.5),
+        ("parallel.timeout_s=inf", 300.0),
+        ("parallel.timeout_s", 300.0),
+    ],
 )
 def test_a_rank_waits_for_rank_0_as_long_as_its_own_command_line_says(word, seconds):
     assert _typed_timeout(["model=toy", word]) == seconds
