@@ -26,7 +26,7 @@ from models.losses import IGNORED
 CPU_ROWS, OTHER_ROWS = 16, 8192
 # The least log-probability in a gradient: of 1e-30. A model that is sure of itself has many below 1e-38, which are
 # subnormal in float32, and a CPU multiplies those up to eighty times as slowly.
-LEAST = -69.0
+_LEAST = -69.0
 
 
 def _by_blocks(logits: Tensor, targets: Tensor, needs_grad: bool, rows: int) -> Tensor:
@@ -39,7 +39,7 @@ def _by_blocks(logits: Tensor, targets: Tensor, needs_grad: bool, rows: int) -> 
         log_probabilities = torch.log_softmax(block.to(total.dtype), dim=1)
         total -= (log_probabilities.gather(1, target) * counted).sum()
         if needs_grad:
-            gradient = log_probabilities.clamp_(min=LEAST).exp_()
+            gradient = log_probabilities.clamp_(min=_LEAST).exp_()
             gradient.scatter_add_(1, target, gradient.new_full((len(target), 1), -1.0))
             block.copy_(gradient)
     return total

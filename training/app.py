@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import printable
-from common.files import expand_home
 from common.given import pack, unpack
 from common.machine import changed_environment, styled
 from launchers import ForkServer, Interrupted, LaunchError, WorkerFailed, World, run_workers, stopping
@@ -24,7 +23,6 @@ from training.config import environment, hydra_word, open_doors, to_config, to_d
 
 ALONE = ("export", "sample")  # modes that need one process whatever the strategy is
 _KEY = "job"
-_MEET_TIMEOUT_S = 300.0  # the default of parallel.timeout_s
 _LONGEST_TIMEOUT_S = 1e7
 # What every worker imports.
 _PRELOAD = ("training.app", "training.run", "parallel.pipeline", "conf.trust")
@@ -90,8 +88,6 @@ def execute(
     check_process()
     composed, cfg = cfg, to_config(tree)
     open_doors(cfg)
-    if cfg.train.resume not in (None, "auto"):
-        cfg.train.resume = str(expand_home(cfg.train.resume))
     if cfg.mode == "plan" or cfg.mode in ALONE:
         stopping.at_once()
     if cfg.mode in ALONE:
@@ -274,11 +270,13 @@ def follow(world: World, arguments: Sequence[str] = ()) -> None:
 
 
 def _typed_timeout(arguments: Sequence[str]) -> float:
+    from conf.schema import Parallel
+
     typed = [word.partition("=")[2] for word in arguments if word.startswith("parallel.timeout_s=")]
     with suppress(LookupError, ValueError):
         if 0 < float(typed[-1]) < _LONGEST_TIMEOUT_S:
             return float(typed[-1])
-    return _MEET_TIMEOUT_S
+    return Parallel.timeout_s
 
 
 def _requeued(world: World) -> AbstractContextManager:

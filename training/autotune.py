@@ -50,11 +50,11 @@ def recall(cfg: Any, run_dir: Path) -> None:
     if path is None:
         return
     layout = read_manifest(path)["layout"]
-    if layout.get("parallel") != cfg.parallel.name or layout.get("pp") != cfg.parallel.pp:
+    if layout["parallel"] != cfg.parallel.name or layout["pp"] != cfg.parallel.pp:
         return
     if cfg.parallel.chunks == AUTO:
-        cfg.parallel.chunks = layout.get("chunks", AUTO)
-    if cfg.parallel.balance in BALANCES and "stages" in layout:
+        cfg.parallel.chunks = layout["chunks"]
+    if cfg.parallel.balance in BALANCES:
         cfg.parallel.balance = [len(layers) for layers in layout["stages"]]
 
 

@@ -32,7 +32,7 @@ def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str,
     batches = EvalBatches(source, plan.global_batch_size, mesh.replica, mesh.dp, limit=limit)
     vote = _StopVote(strategy)
     total = None
-    read = read_ahead(batches, strategy.device.type == "cuda", strategy.options.timeout_s, "evaluation batch")
+    read = read_ahead(batches, pin_memory=strategy.device.type == "cuda", timeout_s=strategy.options.timeout_s)
     for done, batch in enumerate(read, 1):
         heartbeat.note(heartbeat.here().step, f"evaluating, batch {done} of {len(batches)}")
         sums = strategy.eval_step(batch)

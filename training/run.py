@@ -281,10 +281,7 @@ def _report(setup: Setup, run_dir: Path, outcome: Outcome, summary: dict, ranks:
     """Writes the timeline, if it was asked for, and prints the results."""
     if setup.cfg.train.trace and why_no_timeline(setup.plan) is None:
         intervals = [rank.intervals for rank in ranks]
-        try:
-            write_timeline(run_dir, setup.plan, setup.cfg.model.name, intervals, outcome.steps)
-        except OSError as error:
-            print(f"warning: the timeline was not written: {error}", file=sys.stderr)
+        write_timeline(run_dir, setup.plan, setup.cfg.model.name, intervals, outcome.steps)
     nameable = outcome.checkpoint is not None and setup.cfg.model._target_ != GIVEN
     link = hydra_word(str(outcome.checkpoint.parents[1])) if nameable else None
     epochs = setup.cfg.train.epochs is not None

@@ -35,7 +35,7 @@ def published():
 
     def find(name: str) -> Path:
         if not (PUBLISHED / name).is_dir():
-            pytest.skip(f"{name}, which is not part of the repository, does not lie in ../shared/data")
+            pytest.skip(f"needs the published {name} (docs/data.md), which this repository does not contain")
         return PUBLISHED / name
 
     return find

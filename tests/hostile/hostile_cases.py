@@ -36,12 +36,12 @@ _WHOLE = (
     "train.steps", "train.global_batch_size", "train.keep_checkpoints", "train.eval_batches", "parallel.pp",
     "parallel.dp", "parallel.threads", "data.samples", "data.num_workers", "model.hidden", "seed",
 )  # fmt: skip
-_NO_WHOLE_NUMBERS = ("1.5", "-1", "1" + 30 * "0")
+_NO_WHOLE_NUMBERS = ("many", "1.5", "nan", "-1", "1" + 30 * "0")
 _REAL = (
     "train.epochs", "train.grad_clip", "train.clip_value", "train.spike_factor", "parallel.timeout_s",
     "parallel.bucket_mb", "data.noise", "optim.lr",
 )  # fmt: skip
-_NO_REAL_NUMBERS = ("much", "nan", "inf", "-1")
+_NO_REAL_NUMBERS = ("much", "nan", "inf", "-1", "{a: 1}")
 
 
 def _numbers() -> Iterator[Case]:

@@ -198,6 +198,7 @@ FILES: dict[str, Hostile] = {
     "a step of 2**64": _manifest(step=2**64),
     "an optimizer that is a list": _manifest(optimizer=["torch.optim.SGD"]),
     "a layout that is a list": _manifest(layout=[]),
+    "a layout with gaps": _manifest(layout={"parallel": "single", "dp": 1, "pp": 1}),
     "a layout with words for numbers": _manifest(layout={"parallel": "single", "pp": "many", "chunks": 1}),
     "stages that are numbers": _manifest(layout={"parallel": "single", "pp": 1, "chunks": 1, "stages": [1, 2]}),
     "a loss scale that is a word": _manifest(loss_scale={"scale": "large", "good_steps": 0}),

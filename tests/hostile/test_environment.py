@@ -76,9 +76,9 @@ def test_too_few_processes():
     try:
         done = command(cwd="/", user=61234, **few)
     except PermissionError:
-        pytest.skip("another user cannot run this Python")
+        pytest.skip("a user with few processes must run this Python, whose folder only its owner may enter")
     if "Permission denied" in done.stderr or "No module named" in done.stderr:
-        pytest.skip("another user cannot read this project")
+        pytest.skip("a user with few processes must read this project, whose folder only its owner may enter")
     assert "ulimit -u" in refused(done)
 
 

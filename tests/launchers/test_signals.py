@@ -86,6 +86,17 @@ def test_killing_the_launching_process_leaves_no_workers(launch):
     assert run.ends_within(timeout_s=5)
 
 
+@pytest.mark.slow  # of a whole command, tests/training/test_cli_failures.py says it
+@pytest.mark.parametrize("to_the_group", [False, True])
+def test_ctrl_c_ends_all_workers_and_says_nothing(launch, to_the_group):
+    run = launch()
+    run.wait_for_workers()
+    (os.killpg if to_the_group else os.kill)(run.process.pid, signal.SIGINT)
+    output, errors = run.process.communicate(timeout=20)
+    assert (run.process.returncode, output, errors) == (7, "2\n", "")
+    assert run.ends_within(timeout_s=1)
+
+
 def test_workers_that_do_not_heed_sigterm_are_killed(launch):
     run = launch(stubborn=True)
     run.wait_for_workers()

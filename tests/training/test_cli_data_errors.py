@@ -8,12 +8,10 @@ import struct
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
-from commandline import train
+from commandline import Run, train
 from composed import config
 
 from train import main
@@ -143,16 +141,6 @@ CASES = {
 }
 
 
-class Ended(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    stdout: str
-    stderr: str
-    seconds: float
-    folder: Path
-
-
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory):
     """``ends("a corrupt row")``: how that case ends, and the path of its data."""
@@ -169,7 +157,7 @@ def ends(tmp_path_factory):
             for name, value in OFFLINE.items():
                 patch.setenv(name, value)
             code = main([*(word.format(path) for word in overrides), *more])
-        return Ended(code, out.getvalue(), err.getvalue(), time.monotonic() - begin, folder / "run"), path
+        return Run(code, out.getvalue(), err.getvalue(), time.monotonic() - begin, folder / "run"), path
 
     return end
 
@@ -177,7 +165,7 @@ def ends(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_bad_data_ends_with_one_line_that_names_it_and_the_way_out_and_leaves_nothing_half_built(ends, case):
     run, path = ends(case)
-    assert run.code == 1, run
+    assert run.code == 1, run.console
     assert "parameters" not in run.stdout and "step" not in run.stdout, "nothing was begun"
     (line,) = run.stderr.splitlines()
     assert line.startswith("error: ")

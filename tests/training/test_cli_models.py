@@ -208,7 +208,7 @@ def test_every_experiment_has_a_plan(name, tmp_path, capsys):
         overrides += otherwise
     elif folder is not None:
         compose(*overrides)
-        pytest.skip(f"{folder}, which is not part of the repository, is not in ../shared/data: only composed")
+        pytest.skip(f"only composed: to run it needs the published {folder}, which this repository does not contain")
     execute(config(*overrides), tmp_path, None)
     said = capsys.readouterr().out
     assert f"{PARAMETERS[name]} parameters" in said
@@ -219,7 +219,7 @@ def test_every_experiment_has_a_plan(name, tmp_path, capsys):
 @pytest.mark.slow
 def test_one_epoch_of_mnist_reads_98_percent_of_the_test_digits_on_one_process_and_on_two(tmp_path):
     if not (REAL / "MNIST").is_dir():
-        pytest.skip("MNIST, which is not part of the repository, does not lie in ../shared/data")
+        pytest.skip("needs the published MNIST (docs/data.md), which this repository does not contain")
     recipe = ["experiment=convnet_mnist", f"data.root={REAL / 'MNIST'}", "logger=none", "device=cpu"]
     single = train([*recipe, "parallel.threads=2"], tmp_path / "single")
     ddp = train([*recipe, "parallel=ddp", "parallel.dp=2"], tmp_path / "ddp")

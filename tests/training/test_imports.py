@@ -26,6 +26,7 @@ def imports(overrides: list[str], folder: Path) -> tuple[Run, set[str]]:
         pytest.param(["--cfg", "job"], 0, id="the whole configuration"),
         pytest.param(["model=nonsense"], 1, id="no such option"),
         pytest.param(["train.stpes=3"], 1, id="no such key"),
+        pytest.param(["train.steps=many"], 1, id="another type", marks=pytest.mark.slow),
         pytest.param(["train.steps=3", "train.steps"], 1, id="not an override"),
     ],
 )

@@ -154,6 +154,15 @@ def test_measured_and_ideal_bubble_stand_side_by_side(written, plan):
     assert (other["schedule"], other["pp"], other["chunks"]) == ("gpipe", 2, 2)
 
 
+def test_a_timeline_that_cannot_be_written_is_warned_about(plan, tmp_path, caplog):
+    """As on a full disk: the run is over, and its results are still to be told."""
+    (tmp_path / "file").write_text("")
+    first, second = gpipe()
+    with caplog.at_level("WARNING"):
+        write_timeline(tmp_path / "file", plan, "toy", [[first], [second]] * 2, last_step=1)
+    assert [name in caplog.text for name in ("timeline.png", "timeline.json")] == [True, True]
+
+
 def test_a_run_without_a_pipeline_says_that_there_is_nothing_to_draw(tmp_path, capsys):
     run(tmp_path, *SHORT, "train.trace=true")
     assert "train.trace=true draws pipelines, parallel=single is none" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from common.errors import TrainingError
 from parallel.rows import whole
 from training.callbacks import Callback, TrainingRun
+from training.reporting import MetricsFile
 
 
 class GradientHistogram(Callback):
@@ -29,6 +29,7 @@ class GradientHistogram(Callback):
         if every < 1 or bins < 1:
             raise TrainingError(f"gradient_histogram: every={every} and bins={bins} must be at least 1")
         self.every, self.bins = every, bins
+        self._file: MetricsFile | None = None
 
     def on_step(self, run: TrainingRun, record: Mapping[str, Any]) -> None:
         """Gather the histograms of all stages on rank 0. Replicas have equal gradients: the first one's count."""
@@ -43,15 +44,15 @@ class GradientHistogram(Callback):
         stages = mesh.gather(own)
         if mesh.rank > 0:
             return
-        lines = []
+        self._file = self._file or MetricsFile(run.run_dir / "gradients.jsonl")
         for name, (counts, edges) in {name: h for stage in stages for name, h in stage.items()}.items():
-            lines.append(json.dumps({"step": run.step, "name": name, "counts": counts, "edges": edges}) + "\n")
+            self._file.write({"step": run.step, "name": name, "counts": counts, "edges": edges})
             run.histogram(f"gradients/{name}", counts, edges, run.step)
-        try:
-            with open(run.run_dir / "gradients.jsonl", "a", encoding="utf-8") as file:
-                file.writelines(lines)
-        except OSError as error:
-            run.say(f"warning: step {run.step} is missing in gradients.jsonl: {error}")
+
+    def on_end(self, run: TrainingRun, summary: Mapping[str, Any]) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
 
     def _histogram(self, gradient: torch.Tensor) -> tuple[list[float], list[float]]:
         """Counts per bin, [bins], and the borders of the bins, [bins + 1]."""

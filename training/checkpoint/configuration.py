@@ -16,7 +16,6 @@ from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 
 from common.errors import CheckpointError, TrainingError
-from common.files import expand_home
 from conf import OF_CHECKPOINT
 from conf.schema import schema_of
 from conf.trust import literal
@@ -75,7 +74,7 @@ def _checkpoints(typed: Mapping[str, Override]) -> list[str]:
         folders = _values(typed.get("hydra.run.dir"))
         found = [newest(Path(folder) / "checkpoints") for folder in folders]
         return [str(path) for path in found if path is not None]
-    return [str(expand_home(path)) for path in named if "${" not in path and path != "auto"]
+    return [path for path in named if "${" not in path and path != "auto"]
 
 
 def _values(override: Override | None) -> list[str]:
@@ -116,7 +115,7 @@ def checkpoint_of(cfg: Any) -> Path:
             f"mode={cfg.mode} needs checkpoint=PATH: a run directory, or one of its checkpoints, such as "
             "RUN_DIR/checkpoints/latest"
         )
-    return expand_home(cfg.checkpoint)
+    return Path(cfg.checkpoint)
 
 
 def check_fits(path: Path, chain: Chain, cfg: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from common.errors import CheckpointError
-from common.files import parse_json, read_regular
+from common.files import expand_home, parse_json, read_regular
 from conf import TRAINED
 from parallel.strategy import Strategy
 
@@ -87,9 +87,9 @@ def checkpoint_folder(path: Path) -> Path:
     """Returns the checkpoint that a path stands for.
 
     That is the path itself, what it links to, or the newest checkpoint of a run directory or of its ``checkpoints``
-    folder; the path itself if it is none of these.
+    folder; the path itself if it is none of these. It may begin with ``~``.
     """
-    path = Path(path)
+    path = expand_home(path)
     if (path / MANIFEST).exists():
         return path
     for folder in (path, path / "checkpoints"):
@@ -201,11 +201,11 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_layout(layout: dict) -> bool:
-    """Returns whether the entries have the right types, as far as they are there."""
-    stages = layout.get("stages", [])
+    """Returns whether the entries that are read are there, with the right types."""
+    stages = layout.get("stages")
     return (
-        isinstance(layout.get("parallel", ""), str)
-        and all(_is_count(layout.get(key, 1)) for key in ("dp", "pp", "chunks"))
+        isinstance(layout.get("parallel"), str)
+        and all(_is_count(layout.get(key)) for key in ("dp", "pp", "chunks"))
         and isinstance(stages, list)
         and all(isinstance(stage, list) and all(isinstance(name, str) for name in stage) for stage in stages)
     )

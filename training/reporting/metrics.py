@@ -168,9 +168,14 @@ def write_json(path: str | os.PathLike, content: Any) -> bool:
     Returns:
         True, or False after a warning where the disk is full or the folder cannot be written.
     """
+    text = json.dumps(mask_secrets(jsonable(content)), indent=2, allow_nan=False)
+    return write_or_warn(path, text + "\n")
+
+
+def write_or_warn(path: str | os.PathLike, data: bytes | str) -> bool:
+    """Replaces a file as a whole; returns False, after a warning, where the disk is full or the folder not writable."""
     try:
-        text = json.dumps(mask_secrets(jsonable(content)), indent=2, allow_nan=False)
-        write_atomically(Path(path), text + "\n")
+        write_atomically(Path(path), data)
         return True
     except OSError as error:
         log.warning("cannot write %s: %s. Training goes on without it", path, explain(error, Path(path)))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from statistics import median_low
 
 from parallel.plan import Plan
 from parallel.timeline import WORK, Interval, Steps, bubble_fraction, steady_steps, work_span
+from training.reporting.metrics import write_or_warn
 
 PICTURE, EVENTS = "timeline.png", "timeline.json"
 _MOST_STEPS = 5  # in the Chrome trace
@@ -55,7 +57,9 @@ def write_timeline(run_dir: Path, plan: Plan, model: str, ranks: Sequence[Steps]
         f"step {last_step + 1 + drawn}, of median duration among {len(steps)}.   Bubble: {bubble['this_step']:.1%} in "
         f"this step, {bubble['steady_steps']:.1%} over all {len(steps)}, ideal {bubble['ideal']:.1%}",
     )
-    figure.savefig(run_dir / PICTURE)
+    picture = BytesIO()
+    figure.savefig(picture)
+    write_or_warn(run_dir / PICTURE, picture.getvalue())
     begin = max(steps[0], min(drawn - _MOST_STEPS // 2, -_MOST_STEPS))
     shown = {last_step + 1 + i: i for i in range(begin, min(begin + _MOST_STEPS, 0))}
     events = [
@@ -69,7 +73,7 @@ def write_timeline(run_dir: Path, plan: Plan, model: str, ranks: Sequence[Steps]
             event["ts"] = round(event["ts"] - origin, 3)
     other = {"model": model, "schedule": plan.schedule, "pp": plan.pp, "chunks": plan.chunks, "bubble_fraction": bubble}
     content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
-    (run_dir / EVENTS).write_text(json.dumps(content))
+    write_or_warn(run_dir / EVENTS, json.dumps(content))
 
 
 def step_of_median_duration(ranks: Sequence[Steps], steps: Sequence[int]) -> int:
