@@ -59,14 +59,17 @@ class Sharding:
             self._fsdp.register_fsdp_forward_method(module, "loss")
 
     def before_backward(self, stages: Iterable[Stage], last: bool) -> None:
-        """Say how the next micro-batch's gradients are reduced.
+        """Say how the next micro-batch's gradients are reduced, and whether its backward frees whole parameters.
 
         Args:
             stages: Of this rank.
             last: Whether it is the step's last micro-batch.
         """
         for stage in self._sharded(stages):
-            stage.set_is_last_backward(last)
+            # With nothing to reduce, each backward ends as the last one does: torch would prefetch by the order of all
+            # micro-batches' forwards, and gather a layer that is done with.
+            stage.set_is_last_backward(last or not self._reshard)
+            stage.set_reshard_after_backward(self._reshard or last)
             stage.set_requires_gradient_sync(self._reshard or last)
             stage.set_requires_all_reduce(last)
 

@@ -86,6 +86,19 @@ def operators_of_a_planned_step(layout: Layout, recipe: Recipe, seconds: list) -
     return Counter({event.key: event.count for event in profile.key_averages()})
 
 
+def gathers(recipe: Recipe, layout: Layout) -> dict[str, int]:
+    """How often this rank gathers shared parameters in a step, and in one of evaluation."""
+    plan, strategy = build(layout, recipe)
+    batch = chain_and_batches(recipe)[1](1).chunks(plan.dp)[strategy.mesh.replica]
+    runs = {"train": lambda: strategy.train_step(batch, 1), "evaluate": lambda: strategy.eval_step(batch)}
+    counts = {}
+    for kind, run in runs.items():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            run()
+        counts[kind] = sum(event.count for event in profile.key_averages() if "_allgather_base_" in event.key)
+    return counts
+
+
 def gradients_after_an_evaluation(recipe: Recipe, layout: Layout, evaluate: bool) -> list[list[float]]:
     """This rank's gradients of the second of two steps, with or without an evaluation in between."""
     plan, strategy = build(layout, recipe)

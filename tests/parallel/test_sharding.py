@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import Layout, Recipe, parallel_section
 from comparing import assert_same_training, weights_of
-from probes import bytes_of_state, gradients_after_an_evaluation
+from probes import bytes_of_state, gathers, gradients_after_an_evaluation
 from torch import nn
 
 from common.errors import PlanError
@@ -85,6 +85,13 @@ def test_the_gradients_of_the_step_after_an_evaluation_are_those_of_a_step_witho
     plain = ranks.run(layout.ranks, gradients_after_an_evaluation, GPT2, layout, False)
     evaluated = ranks.run(layout.ranks, gradients_after_an_evaluation, GPT2, layout, True)
     assert evaluated == plain
+
+
+def test_parameters_that_stay_whole_are_gathered_once_per_step(ranks):
+    """The toy has two layers with weights, each a group of its own."""
+    for chunks in (1, 4):
+        counts = ranks.run(2, gathers, TOY, Layout("fsdp", dp=2, chunks=chunks, reshard=False))
+        assert counts == [{"train": 2, "evaluate": 2}] * 2
 
 
 @pytest.mark.parametrize("dp, shard", [(4, None), (4, 2)])
