@@ -44,7 +44,7 @@ def main() -> None:
     print(f"{exchange}\n")
     about = {"batch": batch, "rounds": rounds, "precision": chosen.precision, "exchange": exchange}
     path = table.write("ddp", rows, chosen.quick, **about)
-    figure.save_bars(path.with_suffix(".png"), rows, ours=[row["run"] for row in rows[2:]], width=10.0)
+    figure.save_bars(path.with_suffix(".png"), rows, [row["run"] for row in rows[2:]], width=10.0, title=title(rows))
 
 
 def layouts(batch: int) -> dict[str, list[str]]:
@@ -101,6 +101,16 @@ def tabulate(seconds: dict[str, list[float]], batch: int) -> list[dict]:
             }
         )
     return rows
+
+
+def title(rows: list[dict]) -> str:
+    """Returns what the table shows, in one line."""
+    gains = [float(row["times one replica"]) for row in rows if row["all-reduce"]]
+    exposed = max(float(row["all-reduce"].rstrip("%")) for row in rows if row["all-reduce"])
+    return (
+        f"Two replicas do {min(gains):.2f} to {max(gains):.2f} times the work of one; "
+        f"waiting for the all-reduce takes at most {exposed:.1f} % of a step"
+    )
 
 
 if __name__ == "__main__":

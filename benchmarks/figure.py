@@ -39,35 +39,75 @@ def bars(axes: Axes, spreads: Mapping[str, Spread], unit: str, ours: Sequence[st
     axes.set_ylabel(unit)
 
 
-def save_bars(path: Path, rows: Sequence[Mapping], ours: Sequence[str], width: float) -> None:
-    """Writes a PNG of one bar per row to ``path``; ``width`` is in inches."""
+def save_bars(path: Path, rows: Sequence[Mapping], ours: Sequence[str], width: float, title: str) -> None:
+    """Writes a PNG of one bar per row to ``path``; ``width`` is in inches, ``title`` says what the bars show."""
     figure, (axes,) = canvas(width=width)
     bars(axes, {row["run"]: Spread.read(row) for row in rows}, "seconds a step", ours)
+    axes.set_title(title)
     figure.savefig(path)
     print(f"figure: {path}")
 
 
-def pipelining(path: Path, rows: Sequence[Mapping], swept: Sequence[Mapping]) -> Path:
-    """Writes a PNG with the bars of each model and, beside them, its sweep over chunks; returns ``path``."""
+# What ``pipelined`` is compared with, by what it stands for. (The others of the table are variants of ``pipelined``.)
+_CONTENDERS = {
+    "one core": ("single",),
+    "both cores without a pipeline": ("single, 2 threads",),
+    "other pipelines": ("torchgpipe, tuned", "fairscale, tuned", "torchgpipe", "fairscale"),
+}
+
+
+def speed(path: Path, rows: Sequence[Mapping]) -> Path:
+    """Writes a PNG of how many times as fast ``pipelined`` is as each contender; returns ``path``."""
+    factors = {(row["model"], row["run"]): float(row["pipelined is faster by"].rstrip("x")) for row in rows}
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, axes = canvas(columns=2, rows=len(models))
-    for model, left, right in zip(models, axes[::2], axes[1::2], strict=True):
-        spreads = {row["run"]: Spread.read(row) for row in rows if row["model"] == model}
-        bars(left, spreads, "seconds a step", ours=[n for n in spreads if n.startswith(("naive", "pipelined"))])
-        left.set_title(model)
+    groups = {
+        about: [run for run in runs if any((model, run) in factors for model in models)]
+        for about, runs in _CONTENDERS.items()
+    }
+    shown = [run for runs in groups.values() for run in runs]
+    figure, (axes,) = canvas(width=9.0)
+    for model, marker in zip(models, "osD^v<>", strict=False):
+        points = [(factors[model, run], shown.index(run)) for run in shown if (model, run) in factors]
+        axes.plot(*zip(*points, strict=True), marker, label=model, markersize=8)
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.set_yticks(range(len(shown)), shown)
+    axes.set_ylim(len(shown) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("how many times as fast parallel=pipelined is (1: equally fast)")
+    axes.grid(axis="y", color="#dddddd")
+    ranges = []
+    for about, runs in groups.items():
+        found = [factors[model, run] for run in runs for model in models if (model, run) in factors]
+        ranges += [f"{min(found):.1f} to {max(found):.1f}x as fast as {about}"] * bool(found)
+    axes.set_title("A pipeline on two cores is " + ",\n".join(ranges), fontsize="medium")
+    axes.legend(frameon=False)
+    figure.savefig(path)
+    return path
+
+
+def chunks(path: Path, swept: Sequence[Mapping]) -> Path:
+    """Writes a PNG of the seconds per step over the number of chunks, one panel per model; returns ``path``."""
+    models = list(dict.fromkeys(row["model"] for row in swept))
+    figure, axes = canvas(columns=len(models), width=4.5)
+    best = []
+    for model, panel in zip(models, axes, strict=True):
         curves: dict[str, list[tuple[float, float]]] = {}
         for row in swept:
-            if row["model"] == model:
-                curve = curves.setdefault(f"{row['run']} {row['schedule']}".strip(), [])
+            if row["model"] == model and row["run"].startswith("pipelined"):
+                curve = curves.setdefault(row["schedule"], [])
                 curve.append((float(row["chunks"]), float(row["seconds a step"])))
         for name, curve in curves.items():
-            right.plot(*zip(*sorted(curve), strict=True), "o-", label=name, linewidth=1.5)
-        right.set_xscale("log", base=2)
-        ticks = sorted({chunks for curve in curves.values() for chunks, _ in curve})
-        right.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        right.minorticks_off()
-        right.set_ylim(bottom=0)
-        right.set(xlabel="chunks", ylabel="seconds a step")
-        right.legend(frameon=False, fontsize="small")
+            panel.plot(*zip(*sorted(curve), strict=True), "o-", label=name, linewidth=1.5)
+        best.append(min((seconds, count) for curve in curves.values() for count, seconds in curve)[1])
+        ticks = sorted({count for curve in curves.values() for count, _ in curve})
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        panel.minorticks_off()
+        panel.set_ylim(0, 1.08 * max(seconds for curve in curves.values() for _, seconds in curve))
+        panel.set(xlabel="chunks", ylabel="seconds a step", title=model)
+        panel.legend(frameon=False, fontsize="small", loc="lower left")
+    low, high = min(best), max(best)
+    most = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+    figure.suptitle(f"A few micro-batches are enough on two cores: the fastest steps have {most} chunks")
     figure.savefig(path)
     return path

@@ -108,7 +108,8 @@ def main() -> None:
     peaks = f"peak {peak / 1e12:.4g} TFLOP/s in bf16 ({source}); measured {measured / 1e12:.4g}"
     print(f"{work}; {peaks}\n")
     path = table.write("gpt2", rows, chosen.quick, **asdict(job), work=work, peak=peaks)
-    figure.save_bars(path.with_suffix(".png"), [row for row in rows if row["MFU"]], ours=[ALL], width=12.0)
+    shown = [row for row in rows if row["MFU"]]
+    figure.save_bars(path.with_suffix(".png"), shown, [ALL], width=12.0, title=title(shown))
 
 
 def rows_to_measure(batch: int, gpu: bool, compiler: bool) -> dict[str, Levers]:
@@ -219,6 +220,16 @@ def tabulate(seconds: dict[str, list[float]], ways: dict[str, Levers], job: Job,
             }
         )
     return rows
+
+
+def title(rows: list[dict]) -> str:
+    """Returns what the table shows, in one line."""
+    tutorial, _, *others = ((row["run"], float(row["time against all levers"].rstrip("x"))) for row in rows)
+    (dearest, most), *rest = sorted(others, key=lambda other: other[1], reverse=True)
+    return (
+        f"All levers: {rows[1]['tokens/s']} tokens/s, {tutorial[1]:.1f} times as many as {tutorial[0]};\n"
+        f"a step takes {most:.1f} times as long {dearest}, and at most {rest[0][1]:.2f} times in the other rows"
+    )
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ class Way:
 
 
 def main() -> None:
-    """Measures, and writes results/pipelining.csv, pipelining.png and pipelining_sweep.csv."""
+    """Measures, and writes results/pipelining.csv and pipelining_sweep.csv with a figure each."""
     options = table.options(__doc__)
     options.add_argument("--models", nargs="+", default=list(CASES), choices=list(CASES))
     options.add_argument("--rounds", type=int, default=7)
@@ -129,9 +129,10 @@ def main() -> None:
         rows, swept = _with_other_models(rows, "pipelining"), _with_other_models(swept, "pipelining_sweep")
         measured = {**table.facts("pipelining")["measured"], **measured}
     about = {"device": ranks.device_type(), "cores": ranks.cores(), "measured": measured}
-    table.write("pipelining_sweep", swept, chosen.quick, **about)
+    path = table.write("pipelining_sweep", swept, chosen.quick, **about)
+    print(f"figure: {figure.chunks(path.with_suffix('.png'), swept)}")
     path = table.write("pipelining", rows, chosen.quick, **about)
-    print(f"figure: {figure.pipelining(path.with_suffix('.png'), rows, swept)}")
+    print(f"figure: {figure.speed(path.with_suffix('.png'), rows)}")
 
 
 def _with_other_models(rows: list[dict], name: str) -> list[dict]:

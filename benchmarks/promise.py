@@ -1,8 +1,8 @@
-"""The README's picture: a pipeline at work, beside the loss curves of all strategies, which lie on each other.
+"""The README's picture: a pipeline at work, and the loss under every strategy with its difference from one device's.
 
     python -m benchmarks.promise
 
-trains a tiny GPT-2 under each strategy and writes results/promise.png.
+trains a tiny GPT-2 under each strategy, and a Transformer in a balanced pipeline, and writes results/promise.png.
 """
 
 from __future__ import annotations
@@ -11,32 +11,47 @@ import json
 import sys
 from pathlib import Path
 
+import torch
+from matplotlib.gridspec import GridSpec
+
 from benchmarks import figure, table
 from benchmarks.parity import layouts, run
+from benchmarks.trainer import TRANSFORMER
 from parallel.timeline import Interval
 from training.reporting.timeline_figure import diagram
 
 _WORDS = [
-    "model=gpt2", "model.size=tiny", "model.dropout=0.1", "device=cpu", "data.seq_len=64", "optim=adamw",
-    "optim.lr=3e-3", "train.epochs=null", "train.steps=25", "train.global_batch_size=16", "train.precision=fp32",
-    "train.eval_every=null", "train.checkpoint_every=null", "logger=none", "parallel.threads=1",
+    "model=gpt2", "model.size=tiny", "model.dropout=0.1", "device=cpu", "data.seq_len=64", "optim=sgd",
+    "optim.lr=0.1", "optim.momentum=0.9", "train.grad_clip=1.0", "scheduler=constant", "train.epochs=null",
+    "train.steps=50", "train.global_batch_size=16", "train.precision=fp32", "train.eval_every=null",
+    "train.checkpoint_every=null", "logger=none", "parallel.threads=1",
 ]  # fmt: skip
-_MICROBATCHES = 8
-_TRACED = ["parallel=pipelined", "parallel.pp=2", "parallel.schedule=1f1b"]
+_MICROBATCHES = 8  # except in parallel=single, which has one
+_TRACED = [
+    *TRANSFORMER, "device=cpu", "train.epochs=null", "train.steps=12", "train.global_batch_size=32",
+    "train.precision=fp32", "train.eval_every=null", "train.checkpoint_every=null", "logger=none",
+    "parallel=pipelined", "parallel.pp=2", "parallel.schedule=1f1b", "parallel.chunks=8", "parallel.balance=time",
+    "parallel.threads=1", "train.trace=true",
+]  # fmt: skip
+_EQUAL = 1e-9  # where a difference of 0 is drawn
 
 
 def main() -> None:
     """Trains under each strategy and draws."""
+    with run(_TRACED) as folder:
+        ranks = step(folder / "timeline.json")
+        summary = json.loads((folder / "summary.json").read_text())
+    bubbles = summary["bubble_fraction"], summary["ideal_bubble_fraction"]
+    print(f"bubble {bubbles[0]:.1%}, ideal {bubbles[1]:.1%}", file=sys.stderr)
     curves = {}
     for layout in [["parallel=single"], *layouts()]:
         replicas = next((int(word.partition("=")[2]) for word in layout if word.startswith("parallel.dp=")), 1)
-        with run([*_WORDS, *layout, f"parallel.chunks={_MICROBATCHES // replicas}"]) as folder:
+        chunks = 1 if layout == ["parallel=single"] else _MICROBATCHES // replicas
+        with run([*_WORDS, *layout, f"parallel.chunks={chunks}"]) as folder:
             records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-            curves[layout[0]] = [record["loss"] for record in records if "loss" in record]
-        print(layout[0], curves[layout[0]][-1], file=sys.stderr)
-    with run([*_WORDS, *_TRACED, f"parallel.chunks={_MICROBATCHES}", "train.trace=true"]) as folder:
-        ranks = step(folder / "timeline.json")
-    print(f"figure: {draw(table.RESULTS / 'promise.png', ranks, curves)}")
+            curves[layout[0].partition("=")[2]] = [record["loss"] for record in records if "loss" in record]
+        print(layout[0], curves[layout[0].partition("=")[2]][-1], file=sys.stderr)
+    print(f"figure: {draw(table.RESULTS / 'promise.png', ranks, bubbles, curves)}")
 
 
 def step(path: Path) -> dict[int, list[Interval]]:
@@ -54,19 +69,41 @@ def step(path: Path) -> dict[int, list[Interval]]:
     return dict(sorted(ranks.items()))
 
 
-def draw(path: Path, ranks: dict[int, list[Interval]], curves: dict[str, list[float]]) -> Path:
+def draw(
+    path: Path, ranks: dict[int, list[Interval]], bubbles: tuple[float, float], curves: dict[str, list[float]]
+) -> Path:
     """Writes the picture to ``path`` and returns it."""
-    canvas, (left, right) = figure.canvas(columns=2, width=6.5)
+    canvas, _ = figure.canvas(columns=2, width=6.5)
+    canvas.clear()
+    grid = GridSpec(2, 2, figure=canvas, height_ratios=(1, 1.2))
+    left, above = canvas.add_subplot(grid[:, 0]), canvas.add_subplot(grid[0, 1])
+    below = canvas.add_subplot(grid[1, 1], sharex=above)
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
     handles = diagram(left, ranks, width=5.5)
-    left.set_title("one step of parallel=pipelined, measured", fontsize="medium")
+    left.set_title(
+        f"one step of parallel=pipelined, measured: {bubbles[0]:.0%} of it idle (ideal: {bubbles[1]:.0%})",
+        fontsize="medium",
+    )
     left.legend(handles=handles[:3], loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, frameon=False)
-    # The widest first: each curve shows at the edges of the one that lies on it.
-    for place, (name, losses) in enumerate(curves.items()):
-        steps = range(1, len(losses) + 1)
-        right.plot(steps, losses, label=name, linewidth=2.0 * (len(curves) - place), solid_capstyle="butt")
-    right.set_title("the loss under every strategy", fontsize="medium")
-    right.set(xlabel="step", ylabel="training loss")
-    right.legend(frameon=False)
+
+    reference = curves["single"]
+    steps = range(1, len(reference) + 1)
+    above.plot(steps, reference, color="black", linewidth=1.5)
+    above.set_title("the loss of parallel=single", fontsize="medium")
+    above.set_ylabel("training loss")
+    above.tick_params(labelbottom=False)
+    others = {name: losses for name, losses in curves.items() if name != "single"}
+    for (name, losses), marker in zip(others.items(), "os^vD*PX", strict=False):
+        apart = [abs(a - b) / abs(b) or _EQUAL for a, b in zip(losses, reference, strict=True)]
+        below.plot(steps, apart, marker, label=name, markersize=4, alpha=0.7)
+    below.axhline(torch.finfo(torch.float32).eps, color="black", linestyle="--", linewidth=1)
+    below.text(len(reference), torch.finfo(torch.float32).eps, "float32's epsilon", ha="right", va="bottom")
+    below.set_yscale("log")
+    below.set_ylim(_EQUAL / 2, 1e-2)
+    below.set_title("every other strategy: |difference from single| / loss", fontsize="medium")
+    below.set(xlabel="step")
+    below.legend(frameon=False, ncols=4, fontsize="small", loc="upper center")
     canvas.savefig(path)
     return path
 

@@ -1,4 +1,4 @@
-"""The figures of PyTorch's tutorial on model parallelism, measured here: three bar charts and the split-size curve.
+"""The figures of PyTorch's tutorial on model parallelism, measured here: seconds over the split size.
 
     python -m benchmarks.published_figures [--repeats 5] [--quick]
 
@@ -8,7 +8,7 @@ on two GPUs, for three batches: single 3.75 s, model parallel 4.02 s, pipelined 
 (12).
 
 Source: "Single-Machine Model Parallel Best Practices" (PyTorch tutorials). Its chart 1 compares a single device with
-model parallel, chart 2 adds pipelining, chart 3 plots the split size, and the text adds the best of them as a bar.
+model parallel, chart 2 adds pipelining, chart 3 plots the split size. Here they are one figure.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from benchmarks.timing import Spread, take_turns
 from benchmarks.trainer import Trainer
 
 SPLITS = (1, 3, 5, 8, 10, 12, 20, 40, 60)  # images in a micro-batch, as published
-PUBLISHED_SPLIT = 20
-SINGLE, NAIVE, PIPELINED, BEST = "single device", "model parallel", "pipelined", "pipelined, best split"
+SINGLE, NAIVE, PIPELINED = "single device", "model parallel", "pipelined"
 
 
 def main() -> None:
-    """Measures, and writes results/published_figures.csv, published_bars.png and published_splits.png."""
+    """Measures, and writes results/published_figures.csv and .png."""
     options = table.options(__doc__)
     options.add_argument("--repeats", type=int, default=None, help="batches measured of each; 10 on GPUs, else 4")
     chosen = options.parse_args()
@@ -40,7 +39,7 @@ def main() -> None:
     where = "two GPUs" if gpus else "two cores, one thread a process"
     rows = tabulate(seconds, batch)
     path = table.write("published_figures", rows, chosen.quick, batch=batch, repeats=repeats, where=where)
-    print(f"figures: {', '.join(str(p) for p in draw(rows, path.parent, where))}")
+    print(f"figure: {draw(rows, path.with_suffix('.png'), where)}")
 
 
 def measure(rank: int, batch: int, image: int, splits: tuple[int, ...], repeats: int) -> dict[str, list[float]]:
@@ -83,31 +82,25 @@ def tabulate(seconds: dict[str, list[float]], batch: int) -> list[dict]:
     return rows
 
 
-def draw(rows: list[dict], folder: Path, where: str) -> list[Path]:
-    """Writes the three bar charts side by side and the curve; returns their paths."""
+def draw(rows: list[dict], path: Path, where: str) -> Path:
+    """Writes the curve over the split size, beside one device and model parallel, to ``path`` and returns it."""
     by_split = {int(row["split size"]): row for row in rows if row["split size"]}
-    best = min(by_split, key=lambda split: Spread.read(by_split[split]).median)
-    shown = PUBLISHED_SPLIT if PUBLISHED_SPLIT in by_split else max(by_split)
-    unsplit = {row["run"]: Spread.read(row) for row in rows if not row["split size"]}
-    pipelined = unsplit | {f"{PIPELINED} (split {shown})": Spread.read(by_split[shown])}
-    all_bars = pipelined | {f"{BEST} ({best})": Spread.read(by_split[best])}
-    bars, axes = figure.canvas(columns=3)
-    for ax, chart in zip(axes, (unsplit, pipelined, all_bars), strict=True):
-        figure.bars(ax, chart, "seconds a batch", ours=[name for name in chart if name.startswith(PIPELINED)])
-    bars.suptitle(f"ResNet-50, {where}")
-
-    curve, (ax,) = figure.canvas()
+    single, naive = (next(float(row["mean"]) for row in rows if row["run"] == run) for run in (SINGLE, NAIVE))
+    drawing, (ax,) = figure.canvas(width=8.0)
     sizes = sorted(by_split)
     means, deviations = ([float(by_split[n][key]) for n in sizes] for key in ("mean", "standard deviation"))
-    ax.errorbar(sizes, means, deviations, fmt="o-", color=figure.BLUE, capsize=4)
+    ax.errorbar(sizes, means, deviations, fmt="o-", color=figure.BLUE, capsize=4, label=PIPELINED)
+    ax.axhline(single, color="black", linestyle="--", linewidth=1, label=f"{SINGLE} {single:.1f} s")
+    ax.axhline(naive, color="black", linestyle=":", linewidth=1, label=f"{NAIVE} {naive:.1f} s")
     ax.set_ylim(bottom=0)
     ax.set_xlabel("split size: images in a micro-batch")
     ax.set_ylabel("seconds a batch: mean and standard deviation")
-    ax.set_title(f"ResNet-50, {where}")
-    paths = [folder / "published_bars.png", folder / "published_splits.png"]
-    for drawing, path in zip((bars, curve), paths, strict=True):
-        drawing.savefig(path)
-    return paths
+    best = min(sizes, key=lambda size: float(by_split[size]["mean"]))
+    gain = single / float(by_split[best]["mean"])
+    ax.set_title(f"ResNet-50, {where}: pipelined is up to {gain:.1f} times as fast (split size {best})")
+    ax.legend(frameon=False)
+    drawing.savefig(path)
+    return path
 
 
 if __name__ == "__main__":

@@ -80,7 +80,8 @@ def pipelining() -> list[dict]:
 def speed() -> list[dict]:
     """Returns one row per model: how many times as fast ``pipelined`` is as the others."""
     rows = table.read("pipelining")
-    others = ("single", "naive", "torchgpipe", "torchgpipe, tuned", "fairscale", "fairscale, tuned")
+    peers = ("torchgpipe", "torchgpipe, tuned", "fairscale", "fairscale, tuned")
+    others = ("single", "single, 2 threads", "naive", *peers)
     factors = {(row["model"], row["run"]): row["pipelined is faster by"] for row in rows}
     models = dict.fromkeys(row["model"] for row in rows)
     return [{"model": model, **{other: factors[model, other] for other in others}} for model in models]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
+from common.errors import PlanError
+
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CPU_PRECISION = "CPU_PRECISION"  # an environment variable: what auto is on a CPU, whatever the CPU can do
 
 
 def resolve_precision(wanted: str, device_type: str) -> str:
@@ -19,10 +23,16 @@ def resolve_precision(wanted: str, device_type: str) -> str:
 
     Returns:
         The name of a number format; one that is named already is kept.
+
+    Raises:
+        PlanError: The environment variable ``CPU_PRECISION`` is set to something else than fp32 and bf16.
     """
     if wanted != "auto":
         return wanted
-    return "bf16" if _fast_bf16(device_type) else "fp32"
+    forced = os.environ.get(CPU_PRECISION) if device_type == "cpu" else None
+    if forced not in (None, "fp32", "bf16"):
+        raise PlanError(f"the environment variable {CPU_PRECISION}={forced} must be fp32 or bf16, or not set")
+    return forced or ("bf16" if _fast_bf16(device_type) else "fp32")
 
 
 def _fast_bf16(device_type: str) -> bool:

@@ -17,6 +17,9 @@ import preloaded  # noqa: E402, F401
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Threads that wait for each other's share of an operation sleep: on busy cores they would spin most of the time away.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# ``train.precision=auto`` is fp32 on every machine, with bf16 units or without. `CPU_PRECISION=bf16 pytest` runs the
+# same tests with the other meaning.
+os.environ.setdefault("CPU_PRECISION", "fp32")
 multiprocessing.set_forkserver_preload(["tests.preloaded"])
 
 

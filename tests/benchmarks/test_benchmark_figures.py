@@ -1,6 +1,6 @@
 """Figures are drawn from the rows of tables."""
 
-from benchmarks import figure, published_figures, table
+from benchmarks import ddp, figure, gpt2, published_figures, table
 from benchmarks.timing import Spread
 
 
@@ -9,26 +9,45 @@ def test_a_spread_comes_back_from_the_columns_it_was_written_to():
     assert Spread.read(spread.columns()) == spread
 
 
-def test_pipelining_draws_every_model_with_its_sweep(tmp_path):
+def test_pipelining_draws_its_comparison_and_its_sweep_of_every_model(tmp_path):
+    runs = {"single": "1.60x", "pipelined": "1.00x", "single, 2 threads": "0.96x", "torchgpipe": "2.10x"}
     rows = [
-        {"model": model, "run": run, **Spread(2.0, 1.5, 2.5).columns()}
+        {"model": model, "run": run, "pipelined is faster by": factor}
         for model in ("resnet50", "transformer")
-        for run in ("single", "pipelined", "torchgpipe")
+        for run, factor in runs.items()
     ]
     swept = [
-        {"model": row["model"], "run": row["run"], "schedule": "", "chunks": chunks, "seconds a step": "1.5"}
-        for row in rows
+        {"model": model, "run": "pipelined", "schedule": "1f1b", "chunks": chunks, "seconds a step": "1.5"}
+        for model in ("resnet50", "transformer")
         for chunks in (2, 4)
     ]
-    assert figure.pipelining(tmp_path / "pipelining.png", rows, swept).stat().st_size > 10_000
+    assert figure.speed(tmp_path / "pipelining.png", rows).stat().st_size > 10_000
+    assert figure.chunks(tmp_path / "pipelining_sweep.png", swept).stat().st_size > 10_000
 
 
-def test_the_published_charts_and_the_curve_are_two_files(tmp_path):
+def test_the_published_curve_is_one_figure(tmp_path):
     seconds = {"single device": [4.0], "model parallel": [4.4], "20": [2.5], "12": [2.4]}
     rows = published_figures.tabulate(seconds, 120)
-    drawn = published_figures.draw(rows, tmp_path, "two cores")
-    assert [path.name for path in drawn] == ["published_bars.png", "published_splits.png"]
-    assert all(path.stat().st_size > 10_000 for path in drawn)
+    assert published_figures.draw(rows, tmp_path / "published.png", "two cores").stat().st_size > 10_000
+
+
+def test_titles_state_what_the_tables_show():
+    replicas = [
+        {"times one replica": "1.00", "all-reduce": ""},
+        {"times one replica": "1.82", "all-reduce": "4.5%"},
+        {"times one replica": "1.90", "all-reduce": "-0.7%"},
+    ]
+    assert ddp.title(replicas) == (
+        "Two replicas do 1.82 to 1.90 times the work of one; waiting for the all-reduce takes at most 4.5 % of a step"
+    )
+    names = {"a tutorial's loop, fp32": 3.03, "all levers": 1, "without bf16": 2.92, "without fused AdamW": 1.02}
+    levers = [
+        {"run": name, "tokens/s": "641", "time against all levers": f"{value:.2f}x"} for name, value in names.items()
+    ]
+    assert gpt2.title(levers) == (
+        "All levers: 641 tokens/s, 3.0 times as many as a tutorial's loop, fp32;\n"
+        "a step takes 2.9 times as long without bf16, and at most 1.02 times in the other rows"
+    )
 
 
 def test_a_quick_run_does_not_touch_the_results(tmp_path, monkeypatch):

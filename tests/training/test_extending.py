@@ -22,7 +22,7 @@ LAYOUTS = {
 }
 SHORT = [
     "train.epochs=null", "train.steps=4", "train.global_batch_size=8", "train.eval_every=null",
-    "train.checkpoint_every=null",
+    "train.checkpoint_every=null", "train.precision=fp32",
 ]  # fmt: skip
 ADDED = {
     "model": ["lstm", "moe", "skip", "translator"], "data": ["backwards", "csv_regression"],
