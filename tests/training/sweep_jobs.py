@@ -18,6 +18,7 @@ def leave(
     batch: int = 60,
     model: str = "resnet50",
     chunks: int | None = None,
+    parallel: str = "single",
 ) -> Path:
     """Writes the directory of a job whose steps took ``times`` seconds; with ``chunks``, in a GPipe of two stages."""
     folder = sweep / str(num)
@@ -29,7 +30,7 @@ def leave(
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if status == FINISHED:
         median = sorted(times[2:])[len(times[2:]) // 2]
-        summary = {"model": model, "parallel": "single", "chunks": 1, "final_loss": 2 / len(times)}
+        summary = {"model": model, "parallel": parallel, "chunks": 1, "final_loss": 2 / len(times)}
         summary |= {"step_time_s": median, "samples_per_s": batch / median, "peak_memory_bytes": [3 << 30, 2 << 30]}
         summary |= {"stages": [{"layers": ["a", "b"], "parameters": 7}]}
         if chunks is not None:

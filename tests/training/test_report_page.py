@@ -7,7 +7,7 @@ import shutil
 import pytest
 from sweep_jobs import chunk_sweep, leave
 
-from training.sweep.page import page
+from training.sweep.page import page, results
 from training.sweep.table import read_table
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -27,10 +27,29 @@ def test_nothing_comes_from_elsewhere_and_nothing_runs(html):
 
 def test_it_names_the_best_the_command_and_the_errors(html):
     text = re.sub(r"<[^>]*>", "", html.replace("<wbr>", ""))
-    assert "Fastest: parallel.chunks=12 with 2.9 s per step, 1.97x as fast as parallel.chunks=1." in text
+    assert "Best median: parallel.chunks=12 with 2.9 s per step, 1.97x as fast as parallel.chunks=1." in text
     assert "parallel.chunks=1,2,3" in text and "logger.tags=[&lt;b&gt;]" in text
     assert "failed: TrainingError: no memory &lt;left&gt; &amp;" in text
     assert "Traceback (most recent call last)" in text
+
+
+@pytest.mark.parametrize(
+    "objective, second, steps, said",
+    [
+        ("step_time_s", 2.0, 20, "Fastest: parallel=a with 1 s per step, 3.00x as fast as parallel=c."),
+        ("step_time_s", 1.05, 20, "3.00x as fast as parallel=c. Its spread (10–90 %) overlaps that of parallel=b, so"),
+        ("step_time_s", 2.0, 11, "Best median: parallel=a with 1 s per step. 9 steps after the warm-up are too few to"),
+        ("samples_per_s", 1.05, 20, "Best median: parallel=a with 60 samples_per_s, 3.00x as fast as parallel=c. Its"),
+    ],
+)
+def test_a_job_is_called_faster_only_where_enough_steps_and_their_spreads_show_it(
+    tmp_path, objective, second, steps, said
+):
+    for num, (name, seconds) in enumerate({"a": 1.0, "b": second, "c": 3.0}.items()):
+        leave(tmp_path, num, f"parallel={name}", times=[seconds * (1 + 0.05 * (i % 5 - 2)) for i in range(steps)])
+    text = next(results(read_table(tmp_path, objective)))
+    assert said in text
+    assert ("as fast as" in text) == (steps == 20)
 
 
 def test_a_sweep_in_which_nothing_has_trained_has_a_page_too(tmp_path):

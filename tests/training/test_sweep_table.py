@@ -8,6 +8,7 @@ import pytest
 from sweep_jobs import chunk_sweep, leave
 
 from training.sweep.figure import coinciding, cut_off, ideal_costs, loss_figure, numeric_axis, score_figure
+from training.sweep.page import results
 from training.sweep.table import read_table, write_csv
 
 
@@ -75,7 +76,7 @@ def test_the_figure_shows_spread_best_ideal_and_what_failed(tmp_path):
     figure = score_figure(read_table(chunk_sweep(tmp_path)))
     (legend,) = figure.legends
     labels = [text.get_text() for text in legend.get_texts()]
-    assert labels == ["measured", "ideal", "best: parallel.chunks=12, 2.9 s", "not finished"]
+    assert labels == ["measured", "ideal", "best median: parallel.chunks=12, 2.9 s", "not finished"]
     (axes,) = figure.axes
     assert axes.get_xlabel() == "parallel.chunks" and axes.get_ylabel() == "time per step (s)"
     assert [tick.get_text() for tick in axes.get_xticklabels()] == "1 2 3 5 6 10 12 20 30".split()
@@ -151,6 +152,27 @@ def test_curves_that_lie_on_each_other_are_found_and_each_is_seen(tmp_path):
     assert [[row.job.num for row in group] for group in coinciding(table)] == [[0, 1, 2]]
     widths = [line.get_linewidth() for line in loss_figure(table).axes[0].lines]
     assert widths[0] > widths[1] > widths[2]
+
+
+def test_jobs_that_train_the_same_say_how_far_their_losses_are_from_those_of_single(tmp_path):
+    losses = {"ddp": (2.0, 1.0 + 1e-7), "single": (2.0, 1.0), "fsdp": (2.0 + 4e-7, 1.0), "pipelined": (2.0,)}
+    jobs = [(name, rate, curve) for rate in (1, 2) for name, curve in losses.items()]
+    for num, (name, rate, curve) in enumerate(jobs):
+        folder = leave(tmp_path, num, f"parallel={name}", f"optim.lr={rate}", times=[1.0] * 6, parallel=name)
+        records = [{"step": step, "loss": rate * loss, "step_time_s": 1.0} for step, loss in enumerate(curve, 1)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    table = read_table(tmp_path)
+    shown = [table.columns["loss difference"](row) for row in table.rows]
+    assert shown == ["1e-07", "reference", "2e-07", "other steps"] * 2
+    assert "of the reference of the same optim.lr" in [*results(table)][-1]
+    write_csv(table, tmp_path / "sweep.csv")
+    cells = [row["loss_difference"] for row in csv.DictReader((tmp_path / "sweep.csv").read_text().splitlines())]
+    assert float(cells[0]) == pytest.approx(1e-7) and cells[1] == "" and cells[3] == "inf"
+
+
+def test_jobs_that_do_not_train_the_same_are_not_compared(tmp_path):
+    table = read_table(rates(tmp_path, (1, 1.0, 8.0), (3, 2.0, 5.0)))
+    assert "loss difference" not in table.columns
 
 
 def test_a_job_that_diverges_neither_flattens_the_others_nor_makes_their_curves_one(tmp_path):

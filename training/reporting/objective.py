@@ -13,7 +13,6 @@ from training.reporting.metrics import METRICS, SUMMARY, read_object, read_recor
 
 TIME, LOSS, TRAINING_LOSS = "step_time_s", "val_loss", "final_loss"
 
-# Keys that change how fast a model is trained, and not what is learned.
 _SPEED = re.compile(
     r"parallel(\..+)?|launcher(\..+)?|device|loggers?(\..+)?|data\.(num_workers|cache_dir)|hydra\..*"
     r"|train\.(compile|activation_checkpointing|precision|deterministic|tf32|cudnn_benchmark|profile|trace)"
@@ -74,11 +73,16 @@ def objective(
     """
     if name is None:
         compared = [key for key in keys if key not in _NEITHER]
-        name = TIME if compared and all(_SPEED.fullmatch(key) for key in compared) else LOSS
+        name = TIME if compared and all(map(is_of_speed, compared)) else LOSS
         if name == LOSS and all(Objective(LOSS, False).of(folder) is None for folder in folders):
             name = TRAINING_LOSS
     larger = bool(_LARGER_IS_BETTER.search(name)) if direction is None else direction == "maximize"
     return Objective(name, larger)
+
+
+def is_of_speed(key: str) -> bool:
+    """Whether an override of ``key`` changes how fast a model is trained, and not what is learned."""
+    return _SPEED.fullmatch(key) is not None
 
 
 def value_for_sweeper(cfg: Any, folder: Path) -> float | None:

@@ -185,7 +185,7 @@ def _curves(axes: Axes, table: Table, axis: str, scale: float) -> None:
             axes.plot(dense, ideal * scale, "--", color=colour, linewidth=1.3, label=name, zorder=2)
     for row in table.scored:
         if row.best:
-            name = f"best: {row.label}, {table.show_score(row)}"
+            name = f"{_best(table)}: {row.label}, {table.show_score(row)}"
             star = {"marker": "*", "color": _BEST, "markersize": 17, "markeredgecolor": "white", "zorder": 4}
             axes.plot(_number(row, axis), row.score * scale, linestyle="none", label=name, **star)
     lost = {_number(row, axis) for row in table.rows if not row.finished} - {None}
@@ -230,11 +230,15 @@ def _bars(axes: Axes, table: Table, scale: float) -> None:
         whiskers = _whiskers([row], scale) if table.by_time else None
         ink = {"ecolor": matplotlib.rcParams["text.color"], "capsize": 3}
         bar = axes.barh(place, row.score * scale, xerr=whiskers, color=colour, alpha=0.85, height=0.65, **ink)
-        axes.bar_label(bar, [table.show_score(row) + " (best)" * row.best], padding=5)
+        axes.bar_label(bar, [table.show_score(row) + f" ({_best(table)})" * row.best], padding=5)
     axes.set_yticks(range(len(rows)), [row.label.replace(" ", "\n") for row in rows])
     longest = max(row.spread[1] / row.divisor if table.by_time else row.score for row in table.scored)
     axes.set_xlim(0, 1.35 * scale * longest) if longest > 0 else axes.margins(x=0.35)
     axes.set_ylim(-0.6, len(rows) - 0.4)
+
+
+def _best(table: Table) -> str:
+    return "best median" if table.by_time else "best"
 
 
 def _whiskers(rows: list[Row], scale: float) -> np.ndarray:

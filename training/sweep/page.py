@@ -13,7 +13,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from training.reporting.metrics import read_object
-from training.sweep.table import Table
+from training.reporting.objective import is_of_speed
+from training.sweep.table import ENOUGH_STEPS, Row, Table
+
+_NAMED = 4  # jobs in a sentence
 
 
 def page(table: Table, command: str) -> str:
@@ -46,18 +49,59 @@ def page(table: Table, command: str) -> str:
 
 
 def results(table: Table) -> Iterator[str]:
-    """The best job of each model in a sentence."""
+    """The best job of each model in a sentence, and how far apart the losses are of jobs that train the same."""
     best = [row for row in table.rows if row.best]
     for row in best:
         rivals, sign = table.rivals(row), -1 if table.objective.larger_is_better else 1
         worst = max(rivals, key=lambda rival: sign * rival.score)
         whose = f" of {row.summary['model']}" if len(best) > 1 else ""
-        if table.by_time:
-            cost = f"{table.show_score(row)} per {'sample' if table.per_sample else 'step'}"
-            yield f"Fastest{whose}: {row.label} with {cost}, {worst.score / row.score:.2f}x as fast as {worst.label}."
-        else:
-            score = f"{table.objective.name} {table.show_score(row)}"
+        doubt = _doubt(table, row) if table.by_speed else ""
+        score = table.show_score(row)
+        if not table.by_speed:
+            score = f"{table.objective.name} {score}"
             yield f"Best{whose}: {row.label} with {score}; the worst, {worst.label}, has {table.show_score(worst)}."
+            continue
+        unit = f"per {'sample' if table.per_sample else 'step'}" if table.by_time else table.objective.name
+        sentence = f"{'Best median' if doubt else 'Fastest'}{whose}: {row.label} with {score} {unit}"
+        if len(row.times) >= ENOUGH_STEPS <= len(worst.times) and worst not in table.overlapping(row):
+            sentence += f", {worst.cost / row.cost:.2f}x as fast as {worst.label}"
+        yield f"{sentence}.{doubt}"
+    yield from _loss_differences(table)
+
+
+def _doubt(table: Table, row: Row) -> str:
+    """Why the job with the best median may not be the fastest; "" where every measured spread lies above its own."""
+    few = [rival for rival in table.rivals(row) if len(rival.times) < ENOUGH_STEPS]
+    if few:
+        steps = min(len(rival.times) for rival in few)
+        return f" {steps} steps after the warm-up are too few to compare speeds; train for {ENOUGH_STEPS + 2} or more."
+    if overlapping := table.overlapping(row):
+        names = [other.label for other in overlapping[:_NAMED]]
+        if others := len(overlapping) - len(names):
+            names.append(f"{others} more")
+        return f" Its spread (10–90 %) overlaps that of {_listed(names)}, so any of them may be the fastest."
+    return ""
+
+
+def _loss_differences(table: Table) -> Iterator[str]:
+    """What the column of loss differences holds, and its largest."""
+    compared = [row for row in table.rows if row.loss_difference is not None]
+    if not compared:
+        return
+    references = {row.reference.label for row in compared}
+    learned = ", ".join(key for key in table.keys if not is_of_speed(key))
+    name = references.pop() if len(references) == 1 else f"the reference of the same {learned}"
+    largest = max(compared, key=lambda row: row.loss_difference)
+    text = f"Loss difference: relative to the training loss of {name}, the largest of all steps"
+    if largest.loss_difference == 0:
+        text += "; 0 for all jobs"
+    elif largest.loss_difference < float("inf"):
+        text += f"; {largest.loss_difference:.1g} at most ({largest.label})"
+    yield f"{text}."
+
+
+def _listed(names: list[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
 
 
 def _figures(table: Table) -> Iterator[tuple[str, str, dict[tuple[str, bool], str]]]:
@@ -104,7 +148,7 @@ def _loss_caption(table: Table) -> str:
     if (highest := cut_off(table)) is not None:
         sentences.append(f"Losses above {highest:.3g} are cut off.")
     for group in coinciding(table):
-        names = f"{', '.join(row.label for row in group[:-1])} and {group[-1].label}"
+        names = _listed([row.label for row in group])
         sentences.append(f"The curves of {names} lie on each other: they differ by {difference(group):.1g} at most.")
     return " ".join(sentences)
 

@@ -13,9 +13,11 @@ import numpy as np
 
 from training.reporting.job_record import FINISHED, Job, label, read_jobs, short, swept_keys, values
 from training.reporting.metrics import METRICS, SUMMARY, after_warmup, read_object, read_records
-from training.reporting.objective import TIME, Objective, objective
+from training.reporting.objective import TIME, Objective, is_of_speed, objective
 
 PERCENTILES = (10, 90)  # the spread of the step times
+LOSS_DIFFERENCE = "loss difference"  # the title of a column
+ENOUGH_STEPS = 10  # after the warm-up: of fewer, the percentiles are the fastest and the slowest step
 
 
 @dataclass
@@ -33,6 +35,7 @@ class Row:
         divisor: What step times are divided by to be comparable between jobs: 1, or the samples per step.
         score: The sweep's objective; None if the job has not finished or has no such number.
         best: Whether it has the best score of several jobs of its model.
+        reference: The job whose training loss this one is compared with; None without another that trains the same.
     """
 
     job: Job
@@ -45,6 +48,7 @@ class Row:
     divisor: int = 1
     score: float | None = None
     best: bool = False
+    reference: Row | None = field(default=None, repr=False, compare=False)
 
     @property
     def finished(self) -> bool:
@@ -69,6 +73,24 @@ class Row:
     def cost(self) -> float:
         """Median seconds per step, or per sample where the jobs' batches differ."""
         return self.step_time / self.divisor
+
+    @property
+    def spread_of_cost(self) -> tuple[float, float]:
+        """The spread, per sample where the jobs' batches differ."""
+        return self.spread[0] / self.divisor, self.spread[1] / self.divisor
+
+    @property
+    def loss_difference(self) -> float | None:
+        """The largest of |loss - reference's| / |reference's| over the steps; infinite where those are others.
+
+        None without a reference, or for the reference itself.
+        """
+        if self.reference is None or self.reference is self:
+            return None
+        (steps, losses), (others, expected) = (np.array(row.curve).T for row in (self, self.reference))
+        if not np.array_equal(steps, others):
+            return float("inf")
+        return float((np.abs(losses - expected) / np.maximum(np.abs(expected), np.finfo(float).tiny)).max())
 
     @property
     def problem(self) -> str:
@@ -111,6 +133,11 @@ class Table:
         return self.objective.name == TIME
 
     @property
+    def by_speed(self) -> bool:
+        """Whether the objective is the time per step or follows from it."""
+        return self.objective.name in (TIME, "samples_per_s", "tokens_per_s")
+
+    @property
     def scored(self) -> list[Row]:
         """The rows that have a score."""
         return [row for row in self.rows if row.score is not None]
@@ -143,6 +170,11 @@ class Table:
             return ""
         return seconds(row.score) if self.by_time else f"{row.score:.4g}"
 
+    def overlapping(self, row: Row) -> list[Row]:
+        """The rivals of ``row``, the fastest, whose spread and its own overlap: they may be as fast."""
+        high = row.spread_of_cost[1]
+        return [other for other in self.rivals(row) if other is not row and other.spread_of_cost[0] <= high]
+
     def rivals(self, row: Row) -> list[Row]:
         """The scored rows of the same model as ``row``, itself included."""
         return [other for other in self.scored if other.summary.get("model") == row.summary.get("model")]
@@ -172,10 +204,24 @@ def read_table(folder: Path, objective_name: str | None = None, direction: str |
     for row in table.timed if table.by_time else table.rows:
         if row.finished:
             row.score = row.cost if table.by_time else chosen.of(row.folder)
+    _set_references(table)
     for row in table.scored:
         rivals = table.rivals(row)
         row.best = len(rivals) > 1 and row is next(r for r in rivals if r.score == chosen.best(r.score for r in rivals))
     return table
+
+
+def _set_references(table: Table) -> None:
+    """Gives jobs that train the same, as they differ in settings of speed only, one to be compared with: ``single``."""
+    groups: dict[tuple, list[Row]] = {}
+    for row in table.rows:
+        if row.finished and row.curve:
+            learned = tuple(row.values.get(key) for key in table.keys if not is_of_speed(key))
+            groups.setdefault(learned, []).append(row)
+    for rows in groups.values():
+        reference = next((row for row in rows if row.summary.get("parallel") == "single"), rows[0])
+        for row in rows if len(rows) > 1 else ():
+            row.reference = reference
 
 
 def write_csv(table: Table, path: Path) -> None:
@@ -197,6 +243,8 @@ def _record(row: Row) -> dict[str, Any]:
             record.setdefault(name, cell)  # an override of the same name has the same value
         if key == "step_time_s" and row.spread is not None:
             record["step_time_p10_s"], record["step_time_p90_s"] = row.spread
+    if row.loss_difference is not None:
+        record["loss_difference"] = row.loss_difference
     return record
 
 
@@ -244,6 +292,13 @@ def _memory(row: Row) -> str:
     return f"{sum(ranks) / 2**30:.2f} GiB" if ranks else ""
 
 
+def _loss_difference(row: Row) -> str:
+    difference = row.loss_difference
+    if difference is None:
+        return "reference" if row.reference is row else ""
+    return "other steps" if difference == float("inf") else f"{difference:.1g}"
+
+
 _COLUMNS: dict[str, Callable[[Row], str]] = {
     "time per step": lambda row: seconds(row.step_time),
     "10–90 %": lambda row: _range(row.spread),
@@ -253,6 +308,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "ideal bubble": _percent("ideal_bubble_fraction"),
     "peak memory": _memory,
     "final loss": _number("final_loss"),
+    LOSS_DIFFERENCE: _loss_difference,
     "best val. loss": _number("best_val_loss"),
 }
 _SHOWN = (TIME, "val_loss", "final_loss", "samples_per_s", "tokens_per_s", "peak_memory_bytes", "bubble_fraction")
