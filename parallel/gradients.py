@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -58,25 +58,29 @@ class Gradients:
             torch._foreach_clamp_min_(present, -limit)
             torch._foreach_clamp_max_(present, limit)
 
-    def squared_norm(self) -> Tensor:
+    @torch.no_grad()
+    def squared_norm(self, of: Callable[[nn.Parameter], Tensor | None] = lambda parameter: parameter.grad) -> Tensor:
         """Compute this rank's part of the squared norm of the whole model's gradients.
 
         Replicas have equal gradients, so only the first adds its own, or its ranks their shares. The others add 0, or
         NaN where theirs are not finite. A tied parameter is added where its canonical name is.
 
+        Args:
+            of: Gives for each parameter a tensor to add in the place of its gradient, shared out as it is; or None.
+
         Returns:
             A scalar in ``sum_dtype``.
         """
-        gradients = [
-            local(parameter.grad)
+        tensors = [
+            local(tensor)
             for stage in self._stages
-            for name, parameter in stage.layers.named_parameters()
-            if parameter.grad is not None and name not in self._chain.tied
+            for name, parameter in stage.layers.named_parameters(remove_duplicate=False)
+            if name not in self._chain.tied and (tensor := of(parameter)) is not None
         ]
         dtype = sum_dtype(self._device)
-        if not gradients:
+        if not tensors:
             return torch.zeros((), dtype=dtype, device=self._device)
-        squares = torch.cat([norms.to(self._device) for norms in _norms(gradients, dtype)]).square().sum()
+        squares = torch.cat([norms.to(self._device) for norms in _norms(tensors, dtype)]).square().sum()
         return squares if self._mesh.copy == 0 else squares * 0
 
     def _present(self) -> list[Tensor]:

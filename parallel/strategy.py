@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -215,9 +215,21 @@ class Strategy(ModelPart, ABC):
         vector = torch.tensor(numbers, dtype=sum_dtype(self.device))
         return self.all_sum(vector.to(self.device) if self.mesh.size > 1 else vector)
 
+    def norm(self, of: Callable[[nn.Parameter], Tensor | None]) -> float:
+        """Compute a norm over the whole model: over all stages and shares, tied parameters once.
+
+        All ranks call this together and get the same number: ``norm(lambda parameter: parameter)`` is the norm of the
+        weights in every layout.
+
+        Args:
+            of: Gives a tensor for each parameter, divided among ranks as the parameter is: the parameter itself, its
+                gradient, or a state of the optimizer; or None.
+        """
+        return math.sqrt(self.all_sum(self.gradients.squared_norm(of)[None])[0])
+
     def grad_norm(self) -> float:
         """Compute the norm of the whole model's gradients as they are. All ranks call this together."""
-        return math.sqrt(self.all_sum(self.gradients.squared_norm()[None])[0])
+        return self.norm(lambda parameter: parameter.grad)
 
     def clip_grad_norm_(self, max_norm: float, norm: float) -> None:
         """Scale gradients so that their norm is at most ``max_norm``, as ``nn.utils.clip_grad_norm_`` does.

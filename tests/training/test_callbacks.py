@@ -1,10 +1,12 @@
 """Callbacks: what they are told, that they may end a run, and that a resumed run continues theirs."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
-from composed import QUIET, compose, config, records, run_on_rank
+from commandline import ROOT
+from composed import QUIET, compose, config, records, run_on_rank, saved
 from composed import run as train
 
 from common.errors import TrainingError
@@ -143,3 +145,35 @@ def test_a_metric_that_no_evaluation_has_is_an_error_that_lists_the_others(tmp_p
     cfg.callbacks.early_stop.metric = "val_accuracy"
     with pytest.raises(TrainingError, match="val_accuracy is not in the evaluation, which has val_loss"):
         run_config(cfg, Path(tmp_path))
+
+
+def test_the_norm_of_the_weights_is_the_same_in_every_layout(ranks, tmp_path):
+    """By the callback of docs/extending.md, of a model with tied weights."""
+    page = (ROOT / "docs" / "extending.md").read_text()
+    (tmp_path / "weight_norm.py").write_text(re.search(r"weight_norm.py`:\n\n```python\n(.*?)```", page, re.S)[1])
+    (tmp_path / "text.txt").write_text("the cat and the dog saw the bird and the bird saw the cat\n" * 200)
+    four = ["parallel.dp=2", "parallel.chunks=2"]
+    layouts = {
+        "single": (1, ["parallel.chunks=4"]),
+        "model_parallel": (1, ["parallel=model_parallel", "parallel.chunks=4"]),
+        "pipelined": (2, ["parallel=pipelined", "parallel.chunks=4"]),
+        "fsdp": (2, ["parallel=fsdp", *four]),
+        "pipe_fsdp": (4, ["parallel=pipe_fsdp", *four]),
+        "hsdp": (4, ["parallel=hsdp", "parallel.dp=4", "parallel.shard=2", "parallel.chunks=1"]),
+    }
+    words = [
+        "model=gpt2", "model.vocabulary=words", "model.n_layer=2", "model.n_head=2", "model.n_embd=16", "optim=sgd",
+        "data=text", f"data.root={tmp_path}/text.txt", f"data.cache_dir={tmp_path}/cache", "data.seq_len=16",
+        "train.epochs=null", "train.steps=2", "train.global_batch_size=8", "train.precision=fp32", "train.eval_every=1",
+        "callbacks=[{_target_: weight_norm.WeightNorm}]", "allow=[weight_norm]", f"import_from=[{tmp_path}]",
+    ]  # fmt: skip
+    found = {}
+    for name, (processes, layout) in layouts.items():
+        (tmp_path / name).mkdir()
+        tree = to_dict(compose(*QUIET, *words, *layout))
+        ranks.run(processes, run_on_rank, tree, str(tmp_path / name), str(tmp_path / f"{name}.meeting"))
+        found[name] = [record["weight_norm"] for record in records(tmp_path / name) if "weight_norm" in record]
+    weights = saved(tmp_path / "single", 2)
+    assert found["single"][-1] == pytest.approx(sum(w.double().square().sum().item() for w in weights.values()) ** 0.5)
+    for name, norms in found.items():
+        assert norms == pytest.approx(found["single"], rel=1e-6), name
