@@ -84,35 +84,53 @@ def _kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
+    """The loss, whose backward gives the gradients of hidden states and bias; and what the weight's needs."""
+
     @staticmethod
-    def forward(
-        ctx, x: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, bias: Tensor | None, needs_grad: bool
-    ) -> Tensor:
+    def forward(ctx, x: Tensor, cast: Tensor, targets: Tensor, bias: Tensor | None, needs_grad: bool):
         logits = F.linear(x, cast, None if bias is None else bias.to(cast.dtype))
         if x.device.type == "cuda":
             total = _on_cuda(logits, targets, needs_grad)
         else:
             total = _by_blocks(logits, targets, needs_grad, CPU_ROWS if x.device.type == "cpu" else OTHER_ROWS)
-        if needs_grad:
-            # Rows that do not count get no gradient: zeroing x does that for the weight, and x is the small one.
-            counted = (targets != IGNORED)[:, None]
-            ctx.save_for_backward(x * counted, cast, logits, counted)
-            ctx.dtypes, ctx.biased = (x.dtype, weight.dtype), bias is not None
-        return total
+        if not needs_grad:
+            return total, None, None
+        # Rows that do not count get no gradient: zeroing x does that for the weight, and x is the small one.
+        counted = (targets != IGNORED)[:, None]
+        rows = x * counted
+        ctx.save_for_backward(cast, logits, counted)
+        ctx.mark_non_differentiable(logits, rows)
+        ctx.set_materialize_grads(False)  # zeros of the size of the logits
+        ctx.dtypes = x.dtype, None if bias is None else bias.dtype
+        return total, logits, rows
+
+    @staticmethod
+    def backward(ctx, scale: Tensor, *_):
+        cast, gradient, counted = ctx.saved_tensors
+        x_dtype, bias_dtype = ctx.dtypes
+        # The scale may be float16's loss scale (65,536 and up): applied after the products, in float32.
+        grad_x = (gradient @ cast).to(scale.dtype).mul_(scale * counted).to(x_dtype)
+        grad_bias = None
+        if bias_dtype is not None:  # a product, because that adds up in float32
+            shrunk, shrink = _shrunk(counted.to(gradient.dtype), len(counted))
+            grad_bias = (shrunk.t() @ gradient)[0].to(bias_dtype).mul_(scale.to(bias_dtype) / shrink)
+        return grad_x, None, None, grad_bias, None
+
+
+class _CrossEntropyOfWeight(torch.autograd.Function):
+    """Adds nothing to the loss, and gives the gradient of the weight: a split backward computes it at another time."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, rows: Tensor, gradient: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, gradient)
+        ctx.dtype = weight.dtype
+        return torch.zeros_like(loss)
 
     @staticmethod
     def backward(ctx, scale: Tensor):
-        x, cast, gradient, counted = ctx.saved_tensors
-        x_dtype, weight_dtype = ctx.dtypes
-        # The scale may be float16's loss scale (65,536 and up): applied after the products, in float32.
-        grad_x = (gradient @ cast).to(scale.dtype).mul_(scale * counted).to(x_dtype)
-        shrunk, shrink = _shrunk(x, len(x))
-        grad_weight = (gradient.t() @ shrunk).to(weight_dtype).mul_(scale.to(weight_dtype) / shrink)
-        grad_bias = None
-        if ctx.biased:  # a product, because that adds up in float32
-            shrunk, shrink = _shrunk(counted.to(gradient.dtype), len(x))
-            grad_bias = (shrunk.t() @ gradient)[0].to(weight_dtype).mul_(scale.to(weight_dtype) / shrink)
-        return grad_x, grad_weight, None, None, grad_bias, None
+        rows, gradient = ctx.saved_tensors
+        shrunk, shrink = _shrunk(rows, len(rows))
+        return (gradient.t() @ shrunk).to(ctx.dtype).mul_(scale.to(ctx.dtype) / shrink), None, None, None
 
 
 def _shrunk(x: Tensor, rows: int) -> tuple[Tensor, Tensor | float]:
@@ -142,4 +160,5 @@ def fused_cross_entropy(x: Tensor, weight: Tensor, cast: Tensor, targets: Tensor
         A scalar in float32 (float64 for float64).
     """
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias) if t is not None)
-    return _FusedCrossEntropy.apply(x, weight, cast, targets, bias, needs_grad)
+    loss, gradient, rows = _FusedCrossEntropy.apply(x, cast, targets, bias, needs_grad)
+    return loss + _CrossEntropyOfWeight.apply(weight, rows, gradient, loss.detach()) if needs_grad else loss

@@ -23,6 +23,7 @@ from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer, s
 from parallel.devices import Hardware, check_compiler
 from parallel.memory import check_gpus, tensors_per_parameter
 from parallel.plan import Plan, make_plan
+from parallel.schedules import SCHEDULES
 from parallel.strategies import names_where
 from training.callbacks import build as build_callbacks
 from training.checkpoint import read_manifest
@@ -118,6 +119,11 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: H
             "data.bucket_by_length=false"
         )
     if train.compile:
+        if plan.schedule is not None and SCHEDULES[plan.schedule].splits_backward:
+            raise TrainingError(
+                f"train.compile=true: what is compiled has one backward, and parallel.schedule={plan.schedule} runs it "
+                "in two parts; use parallel.schedule=interleaved_1f1b, or train.compile=false"
+            )
         check_compiler()
     check_length(chain, data)
     data.prepare()

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from models.fused_cross_entropy import fused_cross_entropy
 from parallel.split_backward import backward_inputs, backward_weights
@@ -82,6 +83,24 @@ def test_both_parts_together_are_the_whole_backward(case, vectors_early):
 
     for tensor, gradient in zip([x, *early, *late], [*found, *(weight.grad for weight in late)], strict=True):
         assert torch.equal(gradient, whole[tensor])
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c is not one_layer_used_three_times], ids=lambda c: c.__name__)
+def test_no_product_is_computed_twice(case):
+    model, x, run = case()
+    vectors, matrices = ([w for w in model.parameters() if (w.dim() < 2) is early] for early in (True, False))
+
+    def products(function, *args):
+        with FlopCounterMode(display=False) as counter:
+            answer = function(*args)
+        return counter.get_total_flops(), answer
+
+    output = run()
+    gradients = None if output.dim() == 0 else [torch.ones_like(output)]
+    whole, _ = products(torch.autograd.grad, output, [x, *vectors, *matrices], gradients)
+    inputs, (_, deferred) = products(backward_inputs, [run()], gradients, [x, *vectors], matrices)
+    weights, _ = products(backward_weights, deferred)
+    assert inputs + weights == whole
 
 
 def test_a_weight_that_reaches_an_output_past_all_inputs_gets_its_gradient():

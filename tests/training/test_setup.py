@@ -22,6 +22,10 @@ CASES = {
         + ["train.global_batch_size=5"],
         ["interleaved_1f1b", "parallel.chunks=5", "parallel.pp=2", "4 and 6"],
     ),
+    "a split backward that is compiled": (
+        [*TINY, "parallel=pipelined", "parallel.schedule=planned", "train.compile=true"],
+        ["train.compile=true", "parallel.schedule=planned", "parallel.schedule=interleaved_1f1b"],
+    ),
     "an unknown balance": (
         ["parallel=pipelined", "parallel.balance=fair"],
         ["parallel.balance=fair", "uniform", "size", "parallel.balance=[2,1]"],
