@@ -110,8 +110,6 @@ class Stage(nn.Module):
         index = int(microbatch)
         if not self.begins_chain:
             tensors = tuple(map(self._as_received, tensors))
-        if self.chain.channels_last:
-            tensors = tuple(map(self._in_channels_last, tensors))  # data comes in plain order
         gives_loss = self.ends_chain and targets is not None
         # Where nothing is random, the index is left out: the stage is compiled once for all micro-batches.
         where = None if self._compiled_whole else index
@@ -128,6 +126,7 @@ class Stage(nn.Module):
         layers = self.layers.items()
         last_name, last = layers[-1]
         owns_loss = targets is not None and hasattr(last, "loss")
+        tensors = tuple(map(self._in_order, tensors))
         output: Tensors = tensors
         for name, layer in layers[:-1] if owns_loss else layers:
             if self.recompute and torch.is_grad_enabled():
@@ -144,7 +143,7 @@ class Stage(nn.Module):
                 )
             else:
                 output = self._seeded(name, layer, index, *tensors)
-            tensors = as_tuple(output)
+            tensors = tuple(map(self._in_order, as_tuple(output)))
         if owns_loss:
             return self._seeded(last_name, last.loss, index, *tensors, targets, weights)
         return output if targets is None else self.chain.loss(output, targets, weights)
@@ -168,8 +167,14 @@ class Stage(nn.Module):
         # the end of the step. And torch would detach ``x`` itself, where it is passed on untouched.
         return x.permute(0, 3, 1, 2) if self._is_image(x) else x.view_as(x)
 
-    def _in_channels_last(self, x: Tensor) -> Tensor:
-        return x.contiguous(memory_format=torch.channels_last) if self._is_image(x) else x
+    def _in_order(self, x: Tensor) -> Tensor:
+        """``x`` in the memory order in which a stage receives it, so that a layer cannot tell where the cuts are.
+
+        What a layer draws by itself, and the order of its output, follow the order of its input.
+        """
+        if self._is_image(x):
+            return _dense(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return _dense(x)
 
     def _is_image(self, x: Tensor) -> bool:
         return self.chain.channels_last and x.dim() == 4
@@ -212,6 +217,12 @@ class Stage(nn.Module):
         total = torch.stack([sums.to(self.device) for sums in self.sums]).sum(dim=0) if self.sums else None
         self.sums.clear()
         return total
+
+
+def _dense(x: Tensor) -> Tensor:
+    """``x`` contiguous, in dimensions of size 1 too: torch takes their strides for a hint at channels_last."""
+    x = x.contiguous()
+    return x.view(x.shape) if 1 in x.shape else x
 
 
 def _contexts(layer: nn.Module) -> tuple[AbstractContextManager, AbstractContextManager]:

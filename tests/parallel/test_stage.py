@@ -55,6 +55,33 @@ def test_a_dropout_mask_does_not_depend_on_the_layers_before_it_or_on_the_cut():
     assert whole.any()
 
 
+class Turn(nn.Module):
+    """Returns tensors that are not contiguous, or have the strides of channels_last where one channel has no order."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(-1, -2) if x.dim() == 3 else x.permute(0, 3, 1, 2)
+
+
+class Draw(nn.Module):
+    """Draws by itself, in the memory order of what it computes."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(inputs, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.convolution(x) if x.dim() == 4 else x)
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["plain", "channels_last"])
+@pytest.mark.parametrize("shape", [(4, 6, 5), (4, 6, 5, 1), (4, 6, 5, 3)], ids=["transposed", "one channel", "images"])
+def test_a_layer_that_turns_its_input_changes_nothing_that_depends_on_the_cut(shape, channels_last):
+    layers = [LayerSpec("turn", Turn), LayerSpec("draw", lambda: Draw(shape[-1]))]
+    chain, x, index = Chain(layers, loss=SquaredError(), channels_last=channels_last), drawn(*shape), torch.tensor([0])
+    first, second = stage(chain, ["turn"]), stage(chain, ["draw"])
+    assert torch.equal(second(first(x, microbatch=index).clone(), microbatch=index), stage(chain)(x, microbatch=index))
+
+
 def test_evaluation_drops_nothing_and_draws_nothing():
     evaluated = stage(dropouts()).eval()
     before = torch.get_rng_state()
