@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from models.batchnorm import BatchNorm2d
 from models.chain import Chain, Tensors, as_tuple, is_within
 from models.losses import Sums
-from models.seeds import derive_seed, seed_generator
+from models.seeds import derive_seed, seed_generators
 
 
 class Stage(nn.Module):
@@ -182,7 +182,7 @@ class Stage(nn.Module):
     def _seeded(self, name: str, layer: Callable, index: int | None, *tensors: Tensor | None) -> Tensors | Sums:
         if self.training and index is not None:
             # Of the inputs' device: ``data_parallel`` runs copies of the stage on others.
-            seed_generator(tensors[0].device, derive_seed(self.seed, self.step, index, name))
+            seed_generators(tensors[0].device, derive_seed(self.seed, self.step, index, name))
         return layer(*tensors)
 
     def compile(self, random: bool) -> None:

@@ -4,6 +4,7 @@
 // tensors of one operation are on one device. What makes the host wait for a GPU is counted. Streams are not imitated:
 // everything is done when the call returns. The devices' number is PRETEND_CUDA_DEVICES.
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -20,6 +21,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <set>
@@ -151,6 +153,30 @@ const std::set<std::string> waiting = {
 // Operators that take tensors of several devices on a GPU too.
 const std::set<std::string> mixing = {"aten::index", "aten::index_put_", "aten::_index_put_impl_"};
 
+// Each device has random numbers of its own. Operators draw from the host's generator, which is lent a device's state.
+std::recursive_mutex drawing;
+
+at::Generator& generator_of(DeviceIndex index) {
+  static std::map<DeviceIndex, at::Generator> generators;
+  auto found = generators.find(index);
+  if (found == generators.end()) found = generators.emplace(index, at::detail::createCPUGenerator(67280421310721)).first;
+  return found->second;
+}
+
+struct Lent {
+  std::unique_lock<std::recursive_mutex> guard{drawing};
+  at::Generator host = at::detail::getDefaultCPUGenerator(), own;
+  at::Tensor before;
+
+  explicit Lent(Device device) : own(generator_of(device.has_index() ? device.index() : current)), before(host.get_state()) {
+    host.set_state(own.get_state());
+  }
+  ~Lent() {
+    own.set_state(host.get_state());
+    host.set_state(before);
+  }
+};
+
 struct Call {
   std::string name;
   std::optional<Device> device;
@@ -221,7 +247,12 @@ void run_on_host(const OperatorHandle& op, DispatchKeySet, torch::jit::Stack* st
       value = Device(kCPU);
     }
   }
-  op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
+  {
+    std::optional<Lent> lent;
+    if (call.device && call.device->is_cuda() && op.hasTag(at::Tag::nondeterministic_seeded))
+      lent.emplace(*call.device);
+    op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
+  }
   call.take_resized();
   const auto results = op.schema().returns().size();
   for (size_t i = stack->size() - results; i < stack->size(); ++i) {
@@ -319,6 +350,23 @@ C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, NoTimer)
 extern "C" {
 int pretend_current() { return current; }
 void pretend_set_current(int index) { current = static_cast<DeviceIndex>(index); }
+void pretend_seed(int index, uint64_t seed) {
+  std::lock_guard<std::recursive_mutex> guard(drawing);
+  generator_of(index).set_current_seed(seed);
+}
+// Bytes of a generator's state.
+int pretend_state_size() { return generator_of(0).get_state().numel(); }
+void pretend_get_state(int index, void* state) {
+  std::lock_guard<std::recursive_mutex> guard(drawing);
+  const at::Tensor own = generator_of(index).get_state();
+  std::memcpy(state, own.const_data_ptr(), own.numel());
+}
+void pretend_set_state(int index, const void* state) {
+  std::lock_guard<std::recursive_mutex> guard(drawing);
+  at::Tensor own = generator_of(index).get_state();
+  std::memcpy(own.mutable_data_ptr(), state, own.numel());
+  generator_of(index).set_state(own);
+}
 void pretend_count(int yes) { counting = yes; }
 void pretend_waited(const char* why) { waited(why); }
 // "why count\n" for each reason since the last call.

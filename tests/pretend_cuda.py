@@ -160,26 +160,25 @@ def _restore(device: int) -> int:
 
 
 class _Generator:
-    """A device's random numbers are the CPU's: operators run there. ``seeded`` says which device was asked."""
+    """A device's random numbers, which are not the host's. ``seeded`` counts how often they were seeded."""
 
     def __init__(self, index: int) -> None:
         self.index, self.seeded = index, 0
+        self._backend = sys.modules["pretend_cuda_backend"]
 
     def manual_seed(self, seed: int) -> None:
-        import torch
-
         self.seeded += 1
-        torch.default_generator.manual_seed(seed)
+        self._backend.pretend_seed(self.index, ctypes.c_uint64(seed))
 
     def get_state(self):
         import torch
 
-        return torch.default_generator.get_state()
+        state = torch.empty(self._backend.pretend_state_size(), dtype=torch.uint8)
+        self._backend.pretend_get_state(self.index, ctypes.c_void_p(state.data_ptr()))
+        return state
 
     def set_state(self, state) -> None:
-        import torch
-
-        torch.default_generator.set_state(state)
+        self._backend.pretend_set_state(self.index, ctypes.c_void_p(state.contiguous().data_ptr()))
 
 
 class Stream:

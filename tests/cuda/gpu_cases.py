@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pretend_cuda
 import torch
+import torch.nn.functional as F
 from cases import Layout, Recipe, build, chain_and_batches
+from torch import Tensor, nn
 
+from models.chain import Chain, LayerSpec
+from models.losses import SquaredError
 from parallel.host_group import HostGroup
 from parallel.shape_inference import trace
+from parallel.stage import Stage
 from training.checkpoint import snapshot
 from training.optimizer import Optimizer
 from training.reporting.summary import peak_memory_bytes
@@ -86,6 +92,28 @@ def generators_seeded(recipe: Recipe) -> list[int]:
     before = [generator.seeded for generator in torch.cuda.default_generators]
     strategy.train_step(batch_at(1), 1)
     return [g.seeded - b for g, b in zip(torch.cuda.default_generators, before, strict=True)]
+
+
+class LayerDrop(nn.Linear):
+    """Left out in a quarter of all forwards, by a number of the host; in others it adds noise of its device."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.rand(()) < 0.25:
+            return x
+        return x + F.dropout(super().forward(x).relu(), 0.1, self.training)
+
+
+def gradients_of_layer_drop(recompute: bool) -> list[Tensor]:
+    """The gradients of six layers, on GPU 0, where other numbers were drawn before."""
+    torch.rand(int(time.perf_counter_ns() % 100))
+    chain = Chain([LayerSpec(f"h.{i}", lambda: LayerDrop(8, 8)) for i in range(6)], loss=SquaredError())
+    stage = Stage(chain, chain.names, seed=5, device=torch.device("cuda:0"), recompute=recompute)
+    x = torch.linspace(-1, 1, 32).view(4, 8).to("cuda:0")
+    for index in range(4):
+        stage.begin(training=True, step=1)
+        stage(x, microbatch=index, targets=x).backward()
+        stage.end()
+    return [parameter.grad.cpu() for parameter in stage.parameters()]
 
 
 def peaks(recipe: Recipe) -> tuple[int, int]:

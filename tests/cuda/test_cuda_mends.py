@@ -6,6 +6,7 @@ import dataclasses
 
 import gpu_cases
 import pytest
+import torch
 from test_cuda_parity import RECIPES, on_gpu
 
 GPT2 = on_gpu(RECIPES["gpt2"])
@@ -34,6 +35,12 @@ def test_a_checkpoint_waits_for_the_update_before_it_and_touches_its_own_gpu_onl
 def test_data_parallel_seeds_each_gpu(gpus):
     ((first, second),) = gpus.run(1, gpu_cases.generators_seeded, GPT2)
     assert first == second > 0
+
+
+def test_what_a_layer_draws_on_the_host_is_the_same_whenever_it_is_drawn(gpus):
+    """A layer left out in the forward and not in its recomputation would have the gradient of another model."""
+    (first,), (again,) = (gpus.run(1, gpu_cases.gradients_of_layer_drop, recompute) for recompute in (False, True))
+    assert all(map(torch.equal, first, again))
 
 
 def test_peak_memory_is_that_of_all_gpus_of_a_process(gpus):
