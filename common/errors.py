@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _WAYS_OUT = {
     errno.ENAMETOOLONG: "choose a shorter one",
@@ -72,6 +75,25 @@ def message_for_user(error: BaseException) -> str | None:
             "or more parallel.chunks, need less"
         )
     return None
+
+
+@contextmanager
+def exit_is_failure() -> Iterator[None]:
+    """Turn ``sys.exit`` in a user's code, whatever its code, into an error: a run that was left early is not finished.
+
+    Raises:
+        TrainingError: The block raised SystemExit; the message names the line.
+    """
+    try:
+        yield
+    except SystemExit as leaving:
+        frames = traceback.extract_tb(leaving.__traceback__)
+        at = [frame for frame in frames if not frame.filename.endswith("exit_hooks.py")][-1]  # wandb's own sys.exit
+        code = "" if leaving.code is None else repr(leaving.code)
+        raise TrainingError(
+            f"sys.exit({code}) was called in {at.filename}, line {at.lineno} ({at.name}): the run is not finished. A "
+            "callback ends a run early by run.stop(reason)"
+        ) from leaving
 
 
 def printable(text: str) -> str:

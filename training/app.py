@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.errors import printable
+from common.errors import exit_is_failure, printable
 from common.given import pack, unpack
 from common.machine import changed_environment, styled
 from launchers import ForkServer, Interrupted, LaunchError, WorkerFailed, World, run_workers, stopping
@@ -60,6 +60,7 @@ def _fail(message: str, code: int = 1) -> None:
     raise SystemExit(code)
 
 
+@exit_is_failure()
 def execute(
     cfg: Any,
     run_dir: Path,

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import torch
 
+from common.errors import TrainingError
 from data.batch import Batch
 from data.loader import TrainBatches, train_loader
 from launchers import heartbeat, stopping
@@ -88,6 +89,7 @@ class Loop:
 
         Raises:
             Stopped: The run was told to stop. All ranks raise it after the same step, which is saved.
+            TrainingError: The run cannot go on, or has ended without a step that counted.
         """
         strategy, config, total = self.strategy, self.config, self.setup.total_steps
         self._begin(first_step - 1, unevaluated)
@@ -117,6 +119,11 @@ class Loop:
                     break
                 heartbeat.note(step, "reading data")
                 clock = time.perf_counter()
+        if self._updated == 0:
+            raise TrainingError(
+                f"no step counted: the updates of all {self.outcome.steps} steps were skipped, the last with loss "
+                f"{self.outcome.final_loss:.4g}, so the weights are those of the start"
+            )
         if (reason := self.callbacks.run.stop_reason) is not None:
             self.say(f"stopped after step {self.outcome.steps} of {total}: {reason}")
         return self.outcome

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common.errors import TrainingError
+from common.errors import TrainingError, exit_is_failure
 from common.given import GIVEN
 from common.machine import styled
 from launchers import World, connect
@@ -45,6 +45,7 @@ from training.reporting.timeline_files import why_no_timeline, write_timeline
 from training.setup import Setup, prepare
 
 
+@exit_is_failure()
 def run(
     cfg: Any,
     run_dir: Path,

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,36 @@ def test_an_own_callback_is_told_of_steps_evaluations_checkpoints_and_the_end(tm
         "end 2",
     ]
     assert records(tmp_path / "run")[-1] == {"step": 2, "diary": 1.0}
+
+
+class Changing:
+    def on_step(self, run, record):
+        record.clear()
+
+
+def test_a_callback_may_change_the_record_that_it_is_given(tmp_path):
+    cfg = config(*SHORT, "train.steps=2")
+    cfg.allow = [__name__]
+    cfg.callbacks = [{"_target_": f"{__name__}.Changing"}] * 2
+    assert run_config(cfg, tmp_path)["steps"] == 2
+
+
+class Leaving:
+    def __init__(self, code):
+        self.code = code
+
+    def on_step(self, run, record):
+        sys.exit(self.code)
+
+
+@pytest.mark.parametrize("code", [0, None, 3])
+def test_a_callback_that_leaves_by_sys_exit_fails_the_run_whatever_its_code(tmp_path, code):
+    cfg = config(*SHORT)
+    cfg.callbacks = [{"_target_": f"{__name__}.Leaving", "code": code}]
+    cfg.allow = [__name__]
+    with pytest.raises(TrainingError, match=r"sys.exit\(.*test_callbacks.py, line \d+ \(on_step\).*run.stop\(reason\)"):
+        run_config(cfg, tmp_path)
+    assert not (tmp_path / "summary.json").exists()
 
 
 def early_stop(*overrides):

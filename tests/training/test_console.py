@@ -20,6 +20,7 @@ from training.reporting.progress import Progress
 
 SUMMARY = {
     "steps": 20,
+    "skipped_steps": 0,
     "first_loss": 10.98765,
     "final_loss": 5.98765,
     "best_val_loss": 0.0123456,
@@ -66,6 +67,10 @@ def test_the_last_words_say_how_much_of_a_split_a_result_is_about():
     said = words(extents={"test": "2 of 73 batches"})
     assert "best validation loss 0.01235\n" in said and "test loss 6.000 (2 of 73 batches)" in said
     assert "trained 20 steps: loss 10.988 -> 5.988" in said
+
+
+def test_the_last_words_say_how_many_steps_did_not_count():
+    assert "trained 20 steps, 19 of them skipped: loss 10.988 -> 5.988" in words({"skipped_steps": 19})
 
 
 def test_a_bubble_far_above_the_ideal_says_what_to_try():

@@ -201,6 +201,12 @@ def test_weights_of_another_kind_and_a_pipe_are_named(recipe, altered):
         prepare(config(*recipe, f"model.init_from='{folder}'"))
 
 
+def test_a_weight_that_is_not_finite_is_named(recipe, altered, tmp_path):
+    folder = altered(lambda state: state["transformer.h.1.ln_1.bias"][3:5].fill_(torch.nan))
+    with pytest.raises(TrainingError, match=r"transformer.h.1.ln_1.bias in .* has 2 numbers of 32 that are not finite"):
+        run(tmp_path / "run", *recipe, f"model.init_from='{folder}'", *NO_STEP)
+
+
 def test_the_published_file_has_no_prefix(recipe, published, tmp_path):
     state = load_file(published / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in state.items() if name != "lm_head.weight"}

@@ -83,6 +83,24 @@ def test_one_that_fails_is_warned_about_once_and_the_others_go_on(caplog):
     ]
 
 
+def test_each_logger_gets_a_record_of_its_own():
+    seen = []
+
+    class Greedy:
+        def log(self, record, step):
+            seen.append(record.pop("loss"))
+
+        def finish(self, summary=None, exit_code=0):
+            seen.append(summary["stages"].pop())
+
+    record, summary = {"loss": 1.0}, {"stages": ["a"]}
+    both = Loggers([Greedy, Greedy], lambda kind: kind())
+    both.log(record, 1)
+    both.finish(summary)
+    assert seen == [1.0, 1.0, "a", "a"]
+    assert (record, summary) == ({"loss": 1.0}, {"stages": ["a"]})
+
+
 def test_a_logger_that_cannot_start_is_left_out(caplog):
     def build(section):
         raise ConnectionError("the server does not answer")

@@ -30,6 +30,13 @@ def poison(monkeypatch):
     return lambda *bad: change_batches(monkeypatch, bad, poisoned)
 
 
+def test_a_run_in_which_no_step_counted_has_failed(tmp_path, poison):
+    poison(*range(1, 7))
+    with pytest.raises(TrainingError, match="no step counted: the updates of all 6 steps were skipped, .* loss nan"):
+        run(tmp_path, *SHORT)
+    assert len(steps(tmp_path)) == 6 and not (tmp_path / "summary.json").exists()
+
+
 def distance(folder, step):
     """By how far all weights together moved in ``step``, and the largest movement of one number."""
     before, after = saved(folder, step - 1), saved(folder, step)

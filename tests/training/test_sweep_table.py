@@ -32,6 +32,13 @@ def test_the_fastest_job_of_each_model_is_the_best(tmp_path):
     assert [row.best for row in read_table(tmp_path).rows] == [False, True, False, True]
 
 
+def test_a_job_that_skipped_steps_is_not_simply_finished(tmp_path):
+    folder = leave(tmp_path, 0, "seed=1", times=[1.0] * 6)
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "steps": 6, "skipped_steps": 5}))
+    assert read_table(tmp_path).rows[0].status == "finished, 5 of 6 steps skipped"
+
+
 def test_steps_of_different_sizes_are_compared_by_the_sample(tmp_path):
     leave(tmp_path, 0, "train.global_batch_size=10", times=[1.0] * 6, batch=10)
     leave(tmp_path, 1, "train.global_batch_size=100", times=[2.0] * 6, batch=100)

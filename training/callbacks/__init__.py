@@ -7,6 +7,7 @@ sections with a ``_target_``. ``early_stop`` and ``gradient_histogram`` are exam
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,7 +124,7 @@ class Callbacks:
     def _call(self, method: str, argument: Any) -> None:
         for one in self._all.values():
             if hasattr(one, method):
-                getattr(one, method)(self.run, argument)
+                getattr(one, method)(self.run, deepcopy(argument))  # one may change what it is given
 
 
 def build(section: Any) -> dict[str, Any]:

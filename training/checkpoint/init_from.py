@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.errors import TrainingError
 from common.files import expand_home, parse_json, read_regular
@@ -108,13 +108,21 @@ class Weights(Mapping[str, Tensor]):
         if self._format is not None:
             _check_config(model, self._format.config, files[0].parent)
             self.added = _known_tokens(model, files[0].parent)
-        skeleton = chain.skeleton().state_dict()
+        skeleton = chain.skeleton().state_dict(keep_vars=True)
         self.expected = {name: tensor for name, tensor in skeleton.items() if name not in chain.tied}
         self._keys = {name: key for name in self.expected if (key := self._key(name)) in self._file_of}
 
     def __getitem__(self, name: str) -> Tensor:
         key = self._keys[name]
         tensor = _open(self._file_of[key]).get_tensor(key)
+        values = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no isfinite of its own
+        # A buffer may be a mask of -inf.
+        usable = values.isfinite() if isinstance(self.expected[name], nn.Parameter) else ~values.isnan()
+        if not usable.all():
+            raise TrainingError(
+                f"model.init_from: {key} in {self._file_of[key]} has {(~usable).sum():,} numbers of {tensor.numel():,} "
+                "that are not finite (NaN or infinite); give weights that were trained without"
+            )
         if self._format is None:
             return tensor
         tensor = self._format.convert(name, tensor)

@@ -177,7 +177,8 @@ def final_words(
     lines = []
     if summary["first_loss"] is not None:
         first, final = number("loss", summary["first_loss"]), number("loss", summary["final_loss"])
-        lines.append(f"trained {summary['steps']} steps: loss {first} -> {final}")
+        skipped = f", {summary['skipped_steps']} of them skipped" if summary["skipped_steps"] else ""
+        lines.append(f"trained {summary['steps']} steps{skipped}: loss {first} -> {final}")
     for key, words in _RESULTS.items():
         if summary.get(key) is not None:
             extent = (extents or {}).get("val" if "val" in key else "test") if key.endswith("loss") else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import logging
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -119,7 +120,7 @@ class Loggers:
         for logger in list(self._loggers):
             try:
                 if hasattr(logger, method):
-                    getattr(logger, method)(*arguments)
+                    getattr(logger, method)(*deepcopy(arguments))  # one may change what it is given
             except Exception as error:
                 self._loggers.remove(logger)
                 _warn(type(logger).__name__, error)

@@ -105,7 +105,9 @@ class Row:
 
     @property
     def status(self) -> str:
-        """The job's status, with the reason where there is no result."""
+        """The job's status, with the reason where there is no result, and with the steps that did not count."""
+        if skipped := self.summary.get("skipped_steps"):
+            return f"{self.job.status}, {skipped} of {self.summary['steps']} steps skipped"
         return f"{self.job.status}: {self.problem}".removesuffix(": ")
 
 
