@@ -40,7 +40,7 @@ def fails(prepared, cache):
         start, before = time.monotonic(), socket.getdefaulttimeout()
         with pytest.raises(DataError) as raised:
             prepared(kind)
-        assert time.monotonic() - start < 8 and socket.getdefaulttimeout() == before
+        assert time.monotonic() - start < 30 and socket.getdefaulttimeout() == before
         assert [path.suffix for path in cache.iterdir()] == [".lock"]
         for part in (*parts, "data.root=FOLDER", "a network"):
             assert part in str(raised.value)

