@@ -79,7 +79,10 @@ class ModelParallel(LocalStrategy):
 
 
 class _OnSeveralDevices(nn.Module):
-    """Stages in order. Tensors are moved to each stage's device."""
+    """Stages in order. Tensors are moved to each stage's device.
+
+    The devices are of one kind: what a GPU sends to the CPU without waiting would be read before it is there.
+    """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         super().__init__()

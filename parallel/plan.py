@@ -277,6 +277,13 @@ def _devices(parallel, info: StrategyInfo, hardware: Hardware) -> tuple[str, ...
                 f"parallel={parallel.name} takes one device per rank"
             )
         return ()
+    for name in parallel.devices or ():
+        kind, _, index = str(name).partition(":")
+        if kind != device_type or (count is not None and index not in ("", *map(str, range(count)))):
+            here = "" if count is None else f" (here {count} of them)"
+            raise PlanError(
+                f"parallel.devices names {name}, and all devices of a run are of the kind of device={device_type}{here}"
+            )
     if not info.stages:
         return tuple(parallel.devices or (f"{device_type}:{i}" for i in range(count or 1)))
     if parallel.devices is None:

@@ -160,6 +160,24 @@ def test_a_device_list_of_another_length_than_the_stages():
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "hardware, names, words",
+    [
+        (Hardware("cuda", 2), ["cuda:0", "cpu"], "names cpu, and all devices of a run are of the kind of device=cuda (here 2 of them)"),
+        (Hardware("cuda", 2), ["cuda:0", "cuda:2"], "names cuda:2, and"),
+        (Hardware("cpu"), ["cpu", "cuda:0"], "of the kind of device=cpu"),
+        (Hardware("cpu"), ["cpu", "gpu"], "names gpu, and"),
+    ],
+)
+def test_devices_of_several_kinds(hardware, names, words):
+    refused(Layout("model_parallel", pp=2), words, hardware=hardware, devices=names)
+
+
+@pytest.mark.parametrize("names", [["cuda:0", "cuda:1"], ["cuda", "cuda:0"]])
+def test_devices_of_one_kind(names):
+    assert plan(Layout("model_parallel", pp=2), hardware=Hardware("cuda", 2), devices=names).devices == tuple(names)
+
+
 def test_parameters_that_are_not_trained_are_not_counted():
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
     net[0].weight.requires_grad_(False)
