@@ -163,7 +163,7 @@ def test_a_device_list_of_another_length_than_the_stages():
 @pytest.mark.parametrize(
     "hardware, names, words",
     [
-        (Hardware("cuda", 2), ["cuda:0", "cpu"], "names cpu, and all devices of a run are of the kind of device=cuda (here 2 of them)"),
+        (Hardware("cuda", 2), ["cuda:0", "cpu"], "names cpu, and all devices of a run are of the kind of device=cuda"),
         (Hardware("cuda", 2), ["cuda:0", "cuda:2"], "names cuda:2, and"),
         (Hardware("cpu"), ["cpu", "cuda:0"], "of the kind of device=cpu"),
         (Hardware("cpu"), ["cpu", "gpu"], "names gpu, and"),

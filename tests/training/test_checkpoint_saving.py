@@ -4,9 +4,11 @@ import json
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from composed import losses, records, run, saved
 
 from common.errors import CheckpointError
@@ -84,6 +86,32 @@ def test_without_memory_for_a_copy_a_checkpoint_is_written_at_once(tmp_path, pla
     run(tmp_path, *EVERY_2)
     assert {name for name, at_once in writers if at_once} == {".step-00000002", ".step-00000004"}
     assert same_bits(tmp_path, plainly)
+
+
+@pytest.mark.parametrize(
+    "free, reserved, peak, writers, fits",
+    [
+        (20, 60, 60, 1, True),
+        (2, 78, 78, 1, False),  # 68 of the 78 are free now, and the next step needs them
+        (2, 78, 60, 1, True),
+        (8, 36, 36, 1, True),
+        (8, 36, 36, 2, False),  # another process on the GPU takes as much
+    ],
+)
+def test_a_copy_stays_on_a_gpu_that_has_space_for_it_beside_the_next_step(
+    monkeypatch, free, reserved, peak, writers, fits
+):
+    gib, gpu = 2**30, torch.device("cuda", 0)
+    tensor = SimpleNamespace(device=gpu, nbytes=5 * gib)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * gib, 80 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved * gib)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * gib)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak * gib)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "host")
+    assert snapshot._devices_with_space([tensor], writers) == ({gpu} if fits else set())
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    assert snapshot._devices_with_space([tensor], 64) == snapshot._devices_with_space([tensor], 1)
 
 
 def test_the_best_stays_however_old_it_is(tmp_path):

@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import CheckpointError
 from common.files import flush_path, free_space, write_atomically
 from common.machine import available_memory
+from parallel.host_group import BACKEND
 from parallel.rows import Rows, local, rows_of
 from parallel.strategy import Strategy
 from training.checkpoint.commit import await_sidecars
@@ -127,7 +129,7 @@ def copy_files(stages: list[StageFiles], writers: int, buffers: StagingBuffers) 
         The copies, or None where memory does not suffice for them.
     """
     tensors = {name: tensor for stage in stages for name, tensor in stage.tensors().items()}
-    on_device = _devices_with_space(tensors.values())
+    on_device = _devices_with_space(tensors.values(), writers)
     missing = buffers.missing_bytes({n: t for n, t in tensors.items() if t.device not in on_device})
     if missing and missing * writers + RESERVE > available_memory():
         log.debug("too little memory to copy the tensors: the checkpoint is written before training continues")
@@ -145,19 +147,27 @@ def copy_files(stages: list[StageFiles], writers: int, buffers: StagingBuffers) 
     return copies
 
 
-def _devices_with_space(tensors: Iterable[Tensor]) -> set[torch.device]:
-    """Returns the GPUs that have space for another copy of the tensors on them."""
+def _devices_with_space(tensors: Iterable[Tensor], writers: int) -> set[torch.device]:
+    """Returns the GPUs that have space for another copy of the tensors on them while training continues."""
     needed: dict[torch.device, int] = {}
     for tensor in tensors:
         if tensor.device.type == "cuda":
             needed[tensor.device] = needed.get(tensor.device, 0) + tensor.nbytes
-    return {device for device, size in needed.items() if _free_memory(device) > size + RESERVE}
+    sharing = writers if dist.is_initialized() and dist.get_backend() == BACKEND else 1
+    return {device for device, size in needed.items() if _spare_memory(device, sharing) > size + RESERVE}
 
 
-def _free_memory(device: torch.device) -> int:
-    """Returns the bytes that torch can still allocate on a GPU, those among them that its allocator keeps."""
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + kept
+def _spare_memory(device: torch.device, sharing: int) -> int:
+    """Returns the bytes of a GPU that no step of this process has needed so far.
+
+    What torch's allocator keeps beyond what is allocated now is no spare memory: the next step needs it.
+
+    Args:
+        device: The GPU.
+        sharing: How many processes may take memory that is still free.
+    """
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] // sharing + unused
 
 
 def write_stage(draft: Path, stage: StageFiles, timeout_s: float = 300.0) -> str | None:
