@@ -16,8 +16,11 @@ from parallel.shape_inference import trace
 # Measured on Linux: a worker that has imported torch, its pipelining and wandb, and set gloo up.
 PROCESS_BYTES = 350 * 2**20
 
-# Tensors of a parameter's size that each optimizer keeps.
-_STATES = {"SGD": 0, "Adam": 2, "AdamW": 2}
+# Tensors of a parameter's size that each optimizer of torch.optim keeps. Adafactor keeps rows and columns.
+_STATES = {
+    "SGD": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Adagrad": 1, "RMSprop": 1,
+    "Rprop": 2, "ASGD": 1, "Muon": 1, "Adafactor": 0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,12 @@ class MemoryEstimate:
         return self.weights + self.gradients + self.optimizer + self.gathered + self.activations + self.process
 
 
-def check_gpus(plan: Plan, optim, memory: Callable[[int], int]) -> None:
+def check_gpus(plan: Plan, tensors: int, memory: Callable[[int], int]) -> None:
     """Check that what ranks hold for sure fits into the GPUs that they are dealt to, activations left out.
 
     Args:
         plan: The layout of a run that is started on this machine.
-        optim: The configuration section: its target, and momentum for SGD.
+        tensors: How many of a parameter's size are held: 1 without training, else see ``tensors_per_parameter``.
         memory: Gives the bytes of the GPU with an index.
 
     Raises:
@@ -61,7 +64,8 @@ def check_gpus(plan: Plan, optim, memory: Callable[[int], int]) -> None:
     """
     if plan.gpus is None or plan.devices:
         return
-    each = parameter_dtype(plan.precision).itemsize * tensors_per_parameter(optim)
+    each = parameter_dtype(plan.precision).itemsize * tensors
+    what = "weights" if tensors == 1 else "weights, gradients and optimizer state"
     for gpu in range(min(plan.gpus, plan.processes)):
         ranks = range(gpu, plan.processes, plan.gpus)
         meshes = [plan.mesh(rank) for rank in ranks]
@@ -69,23 +73,26 @@ def check_gpus(plan: Plan, optim, memory: Callable[[int], int]) -> None:
         if needed > memory(gpu):
             who = f"rank {gpu} needs" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} together need"
             raise PlanError(
-                f"{who} {needed / 2**30:.1f} GiB of cuda:{gpu} for weights, gradients and optimizer state alone, and "
-                f"it has {memory(gpu) / 2**30:.1f} GiB; choose a smaller model, or fewer replicas (parallel.dp), or "
+                f"{who} {needed / 2**30:.1f} GiB of cuda:{gpu} for {what} alone, and it has "
+                f"{memory(gpu) / 2**30:.1f} GiB; choose a smaller model, or fewer replicas (parallel.dp), or "
                 "device=cpu"
             )
 
 
-def tensors_per_parameter(optim) -> int:
+def tensors_per_parameter(optim, unknown: int = 2) -> int:
     """Count tensors of a parameter's size: the weight, its gradient, and the optimizer's state.
 
     Args:
         optim: The configuration section: its target, and momentum for SGD.
+        unknown: What to count as the state of an optimizer that is not torch's.
 
     Returns:
         Their number.
     """
-    kind = optim["_target_"].rpartition(".")[2]
-    return 2 + _STATES.get(kind, 2) + (1 if kind == "SGD" and optim["momentum"] else 0)
+    module, _, kind = optim["_target_"].rpartition(".")
+    if module.split(".")[:2] != ["torch", "optim"]:
+        return 2 + unknown
+    return 2 + _STATES.get(kind, unknown) + (1 if kind == "SGD" and optim.get("momentum") else 0)
 
 
 def stage_activations(plan: Plan, chain: Chain, sample: Batch) -> list[int]:

@@ -30,7 +30,7 @@ from training.checkpoint import read_manifest
 from training.checkpoint.configuration import check_fits, checkpoint_of
 from training.checkpoint.init_from import check_start
 from training.checkpoint.new_tokens import grown
-from training.checks.limits import check_fit, check_kind, check_length, check_sample, check_train
+from training.checks.limits import certain_tensors, check_fit, check_kind, check_length, check_sample, check_train
 from training.config import environment, instantiate, resolve, to_config, to_dict
 from training.evaluate import extents
 from training.optimizer import check_optimizer, check_rates
@@ -110,7 +110,7 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: H
     elif train.resume is None:
         check_start(cfg.model, chain)
     plan = _plan(cfg, chain, world_size, nodes, hardware)
-    check_gpus(plan, to_dict(cfg.optim), _gpu_memory)
+    check_gpus(plan, certain_tensors(cfg), _gpu_memory)
     if data.changing_shapes and plan.pipelined:
         raise TrainingError(
             f"data.bucket_by_length=true gives batches of different shapes, and parallel={plan.strategy} sends tensors "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from models.gpt2 import gpt2
 from models.sequential import chain_of
 from models.toy import toy
 from parallel.devices import Hardware
-from parallel.memory import check_gpus
+from parallel.memory import check_gpus, tensors_per_parameter
 from parallel.plan import Plan, make_plan
+from training.checks.limits import certain_tensors
 from training.reporting.console import describe_plan
 
 
@@ -214,15 +216,33 @@ def test_more_ranks_than_gpus_have_memory_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     layout = plan(Layout("ddp", dp=2, chunks=2), device="cuda")
-    adam = {"_target_": "torch.optim.Adam"}
     needed = 2 * 4 * 4 * layout.parameters  # ranks x tensors x bytes
-    check_gpus(layout, adam, lambda index: needed)
+    check_gpus(layout, 4, lambda index: needed)
     with pytest.raises(PlanError, match="ranks 0, 1 together need .* GiB of cuda:0 for weights, gradients"):
-        check_gpus(layout, adam, lambda index: needed - 1)
+        check_gpus(layout, 4, lambda index: needed - 1)
+    check_gpus(layout, 1, lambda index: needed // 4)
+    with pytest.raises(PlanError, match="for weights alone"):
+        check_gpus(layout, 1, lambda index: needed // 4 - 1)
     sharded = plan(Layout("fsdp", dp=2, chunks=2), device="cuda")
-    check_gpus(sharded, adam, lambda index: needed // 2)  # each rank holds half
+    check_gpus(sharded, 4, lambda index: needed // 2)  # each rank holds half
     with pytest.raises(PlanError, match="ranks 0, 1 together need"):
-        check_gpus(sharded, adam, lambda index: needed // 2 - 1)
+        check_gpus(sharded, 4, lambda index: needed // 2 - 1)
+
+
+@pytest.mark.parametrize(
+    "section, least, likely",
+    [
+        ({"_target_": "torch.optim.AdamW"}, 4, 4),
+        ({"_target_": "torch.optim.SGD", "momentum": 0.9}, 3, 3),
+        ({"_target_": "torch.optim.Adafactor"}, 2, 2),
+        ({"_target_": "lion.Lion"}, 2, 4),
+        ({"_target_": "mine.AdamW"}, 2, 4),
+    ],
+)
+def test_of_an_unknown_optimizer_only_weights_and_gradients_are_certain(section, least, likely):
+    assert certain_tensors(SimpleNamespace(mode="train", optim=section)) == least
+    assert certain_tensors(SimpleNamespace(mode="eval", optim=section)) == 1
+    assert tensors_per_parameter(section) == likely
 
 
 def test_more_stages_in_one_process_than_gpus(monkeypatch):

@@ -117,16 +117,15 @@ def check_need(setup: Any) -> None:
     Raises:
         UserError: It does not.
     """
-    from parallel.memory import PROCESS_BYTES, tensors_per_parameter
+    from parallel.memory import PROCESS_BYTES
     from parallel.precision import parameter_dtype
-    from training.config import to_dict
 
     plan, cfg = setup.plan, setup.cfg
     needed = plan.processes * PROCESS_BYTES
     if plan.device_type == "cpu":
         copies = plan.dp / plan.mesh(0).shards
         held = copies * sum(stage.parameters for stage in plan.stages) * parameter_dtype(plan.precision).itemsize
-        needed += held * (tensors_per_parameter(to_dict(cfg.optim)) if cfg.mode == "train" else 1)
+        needed += held * certain_tensors(cfg)
         if cfg.mode == "train" and not cfg.train.activation_checkpointing:
             needed += plan.dp * _layer_outputs(setup) // 2
     check_memory(
@@ -135,6 +134,14 @@ def check_need(setup: Any) -> None:
         "choose a smaller model or train.global_batch_size, more parallel.chunks, or fewer processes (mode=plan shows "
         "what needs how much)",
     )
+
+
+def certain_tensors(cfg: Any) -> int:
+    """How many tensors of a parameter's size a run holds at least."""
+    from parallel.memory import tensors_per_parameter
+    from training.config import to_dict
+
+    return tensors_per_parameter(to_dict(cfg.optim), unknown=0) if cfg.mode == "train" else 1
 
 
 def _layer_outputs(setup: Any) -> int:
