@@ -33,6 +33,10 @@ def expand_lists(arguments: Sequence[str]) -> list[str]:
 def as_typed(overrides: Sequence[str]) -> list[str]:
     """The reverse of what is done to a command line: what was typed, of the overrides that Hydra was given."""
     overrides = [re.sub(r"^([^=]+)=choice\((.*)\)$", r"\1=\2", override) for override in overrides]
+    # In prompts a reference is text, for which OmegaConf wants a backslash.
+    overrides = [
+        re.sub(r"(\\*)\\\1\$\{", r"\1${", word) if re.match(r"\+*sample[.=]", word) else word for word in overrides
+    ]
     words: list[str] = []
     names: dict[str, list[str]] = {"logger": [], "callbacks": []}
     for override in overrides:

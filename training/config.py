@@ -240,6 +240,7 @@ def quote_values(arguments: Sequence[str]) -> list[str]:
     """Command-line arguments with those values quoted that Hydra's grammar would misread.
 
     ``sample.prompt=...`` is any text, unless the user has quoted it. ``sample.prompts=...`` is JSON, a list of texts.
+    ``${`` in a prompt is text.
     ``model.extra_tokens=...`` is JSON, ``{"<a>": "start of an entity"}``: Hydra's own mappings cannot have such keys.
     """
     return [_quote_value(argument) for argument in arguments]
@@ -262,14 +263,39 @@ def _quote_value(argument: str) -> str:
     key, equals, value = argument.partition("=")
     name = key.lstrip("+")
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-    if name == "sample.prompt" and equals and not is_quoted:
-        return f"{key}={quoted(value)}"
+    if name == "sample.prompt" and equals:
+        return f"{key}={_literal(value) if is_quoted else quoted(_literal(value))}"
     content = _json(value) if name in ("sample.prompts", "model.extra_tokens") else None
     if isinstance(content, dict):
         return f"{key}={quoted(value)}"
     if isinstance(content, list) and all(isinstance(item, str) for item in content):
-        return f"{key}=[{','.join(map(quoted, content))}]"
+        return f"{key}=[{','.join(quoted(_literal(item)) for item in content)}]"
+    if name in ("sample", "sample.prompts") and "${" in value:
+        return f"{key}={_prompts(_parsed(argument))}"
     return argument
+
+
+def _literal(text: str) -> str:
+    if "${" not in text:
+        return text
+    from conf.trust import literal  # late: it imports Hydra
+
+    return literal(text)
+
+
+def _parsed(override: str) -> Any:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    return OverridesParser.create().parse_override(override).value()
+
+
+def _prompts(value: Any) -> str:
+    """What Hydra has read, as words for Hydra in which a text is never an interpolation."""
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{_prompts(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_prompts, value))}]"
+    return quoted(_literal(value)) if isinstance(value, str) else "null" if value is None else str(value)
 
 
 def _json(value: str) -> Any:

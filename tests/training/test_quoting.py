@@ -9,6 +9,7 @@ import pytest
 from composed import compose, config
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from conf.words import as_typed
 from training.config import hydra_word, instantiate, quote_values, quoted, to_dict
 
 
@@ -43,6 +44,33 @@ def test_extra_tokens_are_typed_as_json():
 @pytest.mark.parametrize("prompt", ["def f(x, y=1):", "Once upon a time", "it's {a: 1}", "[", "1", "null", "a,b", ""])
 def test_a_prompt_is_any_text(prompt):
     assert typed(f"model=gpt2 {shlex.quote(f'sample.prompt={prompt}')}").sample.prompt == prompt
+
+
+REFERENCES = ["${name}", "${oc.env:HOME}", "a ${", "\\\\${x}", "it's ${x} \\\\", "$${a${b}}"]
+
+
+@pytest.mark.parametrize("prompt", REFERENCES)
+def test_a_prompt_refers_to_nothing(prompt):
+    for word in (
+        f"sample.prompt={prompt}",
+        f"++sample.prompt={prompt}",
+        f"sample.prompt={quoted(prompt)}",
+        f"sample.prompts={json.dumps([prompt])}",
+        f"sample.prompts=[{quoted(prompt)}]",
+        f"sample={{prompt: {quoted(prompt)}, tokens: 3}}",
+    ):
+        settings = to_dict(typed(f"model=gpt2 {shlex.quote(word)}"))["sample"]
+        assert prompt in (settings["prompt"], *(settings["prompts"] or ())), word
+
+
+@pytest.mark.parametrize("prompt", REFERENCES)
+def test_a_recorded_command_has_the_prompt_as_it_was_typed(prompt):
+    word = f"sample.prompt={quoted(prompt)}"
+    assert as_typed(quote_values([word])) == [word]
+
+
+def test_prompts_without_quotes_refer_to_nothing():
+    assert to_dict(typed("model=gpt2 'sample.prompts=[a b,${name}]'"))["sample"]["prompts"] == ["a b", "${name}"]
 
 
 def test_several_prompts_are_typed_as_json():
