@@ -74,7 +74,7 @@ def measure(name: str, sizes: list[str], folder: Path) -> list[dict]:
     return rows
 
 
-def runner(path: Path, model: ServedModel) -> Callable[[Tensor], Tensor]:
+def runner(path: Path, model: ServedModel) -> Callable[..., Tensor]:
     """Returns what computes the outputs of a file."""
     if path.suffix == ".pt2":
         return torch.export.load(path).module()
@@ -82,12 +82,12 @@ def runner(path: Path, model: ServedModel) -> Callable[[Tensor], Tensor]:
 
 
 @torch.no_grad()
-def compare(model: ServedModel, run: Callable[[Tensor], Tensor]) -> dict[str, str]:
+def compare(model: ServedModel, run: Callable[..., Tensor]) -> dict[str, str]:
     """Returns the differences in batches of 1 and 5."""
     row, same = {}, True
     for batch in (1, 5):
         inputs = model.example(batch)
-        wanted, given = model.answer(inputs), run(inputs)
+        wanted, given = model.answer(*inputs), run(*inputs)
         row[f"batch of {batch}"] = f"{(given - wanted).abs().max() / wanted.abs().max():.1e}"
         same &= torch.equal(given.argmax(-1), wanted.argmax(-1))
     return row | {"same classes": "yes" if same else "no"}

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from commandline import ROOT
 from composed import config, run
 from torch import Tensor
 
 from training.app import execute
+from training.export.served import ServedModel, serve
 from training.modes import restore
 
 ONNX = pytest.mark.skipif(
@@ -77,3 +81,21 @@ def assert_same(given: Tensor, wanted: Tensor) -> None:
     assert given.shape == wanted.shape
     assert (given - wanted).abs().max() <= 1e-5 * max(1, wanted.abs().max())
     assert torch.equal(given.argmax(-1), wanted.argmax(-1))
+
+
+def translator_of_the_docs() -> ServedModel:
+    """The model of two inputs that docs/extending.md writes, small and untrained, to be served."""
+    page = (ROOT / "docs" / "extending.md").read_text()
+    blocks = dict(re.findall(r"^`([\w/.]+)`:\n\n```python\n(.*?)```", page, flags=re.S | re.M))
+    model, data = {}, {}
+    exec(blocks["models/translator.py"], model)
+    exec(blocks["data/backwards.py"], data)
+    chain = model["translator"](width=8, n_layer=1, n_head=2)
+    stage = SimpleNamespace(layers=chain.build(chain.names, seed=1, device=torch.device("cpu")))
+    return serve("translator", data["Backwards"](samples=40), SimpleNamespace(chain=chain, stages=[stage]))
+
+
+def two_inputs(batch: int) -> tuple[Tensor, Tensor]:
+    """Inputs of the translator."""
+    source, target = torch.randint(16, (2, batch, 8), generator=torch.Generator().manual_seed(2))
+    return source, target

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
 from composed import config
-from exported import MODELS, ONNX, Exporter, assert_same, batches
+from exported import MODELS, ONNX, Exporter, assert_same, batches, translator_of_the_docs, two_inputs
 from safetensors.torch import load_file
 
 from common.errors import CheckpointError, TrainingError
 from train import main
 from training.app import execute
+from training.export import program, repository, serve_check
 from training.export.served import ServedModel
+
+NO_WORDS = (-1, -50257, 50257, 50303, 50304, 2**40)  # of GPT-2, among them the rows that pad its vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +48,9 @@ def test_a_program_of_torch_export_computes_the_same_for_any_batch(export, expor
     program = torch.export.load(folder / "model.pt2").module()
     for inputs in batches(name):
         assert_same(program(inputs), exporter.reference(name, inputs))
+    for token in NO_WORDS if name == "gpt2" else ():
+        with pytest.raises(RuntimeError, match="tokens must be from 0 to 50256"):
+            program(torch.tensor([[1, token, 50256]]))
 
 
 @ONNX
@@ -86,6 +93,60 @@ def test_a_repository_for_triton_holds_a_model_that_computes_the_same(export, ex
     example = load_file(folder / name / "example.safetensors")
     assert_same(example[gives.name], exporter.reference(name, example[takes.name]))
     assert name in (folder / "README.md").read_text()
+
+
+@ONNX
+@pytest.mark.serving
+def test_an_onnx_model_refuses_what_is_no_token(export):
+    import onnxruntime
+
+    folder, _ = export("gpt2", "onnx")
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
+    for token in NO_WORDS:
+        with pytest.raises(Exception, match=r"must be within the inclusive range \[-50257,50256\]"):
+            session.run(None, {"tokens": np.array([[1, token, 50256]])})
+
+
+@pytest.fixture(scope="module")
+def translator():
+    return translator_of_the_docs()
+
+
+def test_a_model_with_two_inputs_is_a_program_with_two_named_inputs(translator, tmp_path):
+    program.write(tmp_path, translator)
+    loaded = torch.export.load(tmp_path / "model.pt2")
+    assert loaded.graph_signature.user_inputs == ("source", "target")
+    for batch in (1, 5):
+        inputs = two_inputs(batch)
+        assert_same(loaded.module()(*inputs), translator.answer(*inputs))
+
+
+def test_the_configuration_for_triton_lists_both_inputs_of_a_model(translator):
+    text = repository.config(translator, 6, "KIND_CPU")
+    tensors = re.findall(r'name: "(\w+)"\s+data_type: TYPE_(\w+)\s+dims: \[ ([\d, ]+) \]', text)
+    assert tensors == [("source", "INT64", "8"), ("target", "INT64", "8"), ("outputs", "FP32", "8, 16")]
+
+
+@ONNX
+@pytest.mark.serving
+def test_a_repository_for_triton_holds_a_model_with_two_inputs(translator, tmp_path):
+    import onnxruntime
+
+    repository.write(tmp_path, translator, 6, "KIND_CPU")
+    session = onnxruntime.InferenceSession(str(tmp_path / "translator" / "1" / "model.onnx"))
+    assert [(given.name, given.shape) for given in session.get_inputs()] == [
+        ("source", ["batch", 8]),
+        ("target", ["batch", 8]),
+    ]
+    for batch in (1, 5):
+        source, target = two_inputs(batch)
+        (answer,) = session.run(["outputs"], {"source": source.numpy(), "target": target.numpy()})
+        assert_same(torch.from_numpy(answer), translator.answer(source, target))
+    assert "`source`, INT64 [batch, 8] and `target`, INT64 [batch, 8]" in (tmp_path / "README.md").read_text()
+    example = serve_check.read_example(tmp_path)
+    assert [*example.inputs] == ["source", "target"] and example.output == "outputs"
+    wanted = translator.answer(*(torch.from_numpy(tensor) for tensor in example.inputs.values()))
+    assert_same(torch.from_numpy(example.outputs), wanted)
 
 
 @ONNX

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from exported import MODELS, ONNX, Exporter, assert_same, batches
+from exported import MODELS, ONNX, Exporter, assert_same, batches, translator_of_the_docs
 from triton_server import TritonServer, installed
 
-from training.export import serve_check
+from training.export import repository, serve_check
 
 pytestmark = [pytest.mark.serving, ONNX]
 SERVED = ("gpt2", "resnet50", "convnet")
@@ -36,7 +36,9 @@ def exporter(tmp_path_factory, text):
 def repositories(exporter, tmp_path_factory):
     installed()  # or there is nothing to export for
     folder = tmp_path_factory.mktemp("repositories")
-    return {name: exporter.export(name, "triton", folder / name, "device=cpu") for name in SERVED}
+    repository.write(folder / "translator", translator_of_the_docs(), 8, "KIND_CPU")
+    exported = {name: exporter.export(name, "triton", folder / name, "device=cpu") for name in SERVED}
+    return exported | {"translator": folder / "translator"}
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +101,14 @@ def test_a_text_longer_than_the_model_s_positions_is_an_error_and_the_server_goe
     assert_same(ask(client, server, "grpc", "gpt2", inputs), exporter.reference("gpt2", inputs))
 
 
+def test_a_token_that_is_no_word_is_refused(client, server):
+    from tritonclient.utils import InferenceServerException
+
+    for token in (-1, 50257):
+        with pytest.raises(InferenceServerException, match="must be within the inclusive range"):
+            ask(client, server, "grpc", "gpt2", torch.tensor([[1, token]]))
+
+
 def test_the_best_classes_have_their_labels(client, server, exporter):
     grpc = client("grpc")
     (one, *_) = batches("convnet")
@@ -127,7 +137,7 @@ def checked(server, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", [*SERVED, "translator"])
 def test_serve_check_says_that_both_protocols_answer(checked, repositories, name):
     code, said = checked(repositories[name])
     assert code == 0, said.err

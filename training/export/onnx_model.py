@@ -41,14 +41,15 @@ def write_model(path: Path, model: ServedModel) -> str:
     for package in ("onnx_ir", "onnxscript"):  # which describe each change that they make
         logging.getLogger(package).setLevel(logging.WARNING)
     program = trace(model)
+    axes = {axis: dim.__name__ for axis, dim in free_axes(model).items()}  # with their names
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the exporter's own code
             converted = torch.onnx.export(
                 program,
                 dynamo=True,
-                dynamic_shapes=({axis: dim.__name__ for axis, dim in free_axes(model).items()},),  # their names
-                input_names=[model.takes.name],
+                dynamic_shapes=(axes,) * len(model.takes),
+                input_names=model.names,
                 output_names=[model.gives.name],
                 opset_version=OPSET,
                 verbose=False,
@@ -59,7 +60,7 @@ def write_model(path: Path, model: ServedModel) -> str:
     return model.compare(session_of(path, model), "ONNX Runtime")
 
 
-def session_of(path: Path, model: ServedModel) -> Callable[[Tensor], Tensor]:
+def session_of(path: Path, model: ServedModel) -> Callable[..., Tensor]:
     """The model's file as ONNX Runtime computes it on this machine's CPU: inputs -> outputs."""
     import onnxruntime
 
@@ -67,7 +68,8 @@ def session_of(path: Path, model: ServedModel) -> Callable[[Tensor], Tensor]:
     options.log_severity_level = 3  # errors only
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
-    def run(inputs: Tensor) -> Tensor:
-        return torch.from_numpy(session.run([model.gives.name], {model.takes.name: inputs.numpy()})[0])
+    def run(*inputs: Tensor) -> Tensor:
+        named = {name: tensor.numpy() for name, tensor in zip(model.names, inputs, strict=True)}
+        return torch.from_numpy(session.run([model.gives.name], named)[0])
 
     return run

@@ -15,7 +15,7 @@ PROGRAM = "model.pt2"
 
 
 def free_axes(model: ServedModel) -> dict[int, Dim]:
-    """The axes of the input that may have any length: the batch and, for a language model, the tokens."""
+    """The axes of each input that may have any length: the batch and, for a language model, the tokens."""
     axes = {0: Dim("batch")}
     if model.takes_tokens:
         axes[1] = Dim("time", max=model.positions)
@@ -28,8 +28,9 @@ def trace(model: ServedModel) -> ExportedProgram:
     Raises:
         TrainingError: Where torch cannot.
     """
+    inputs = model.example(2)
     try:
-        return torch.export.export(model.module, (model.example(2),), dynamic_shapes=(free_axes(model),), strict=False)
+        return torch.export.export(model.module, inputs, dynamic_shapes=(free_axes(model),) * len(inputs), strict=False)
     except Exception as error:  # of many kinds: whatever a layer does that is no graph
         raise not_exported(model, error) from error
 

@@ -4,7 +4,7 @@
     NAME/config.pbtxt        inputs, outputs, batching
     NAME/1/model.onnx        version 1 of the model
     NAME/labels.txt          the names of the classes
-    NAME/example.safetensors an input, and what the model answers
+    NAME/example.safetensors inputs, and what the model answers
 
 ``serve_check`` asks a server for the example and compares.
 """
@@ -23,7 +23,7 @@ from training.export.served import LABELS, ServedModel, TensorInfo, write_texts
 EXAMPLE = "example.safetensors"
 TYPES = {
     torch.float32: "FP32", torch.float64: "FP64", torch.float16: "FP16", torch.bfloat16: "BF16", torch.int64: "INT64",
-    torch.int32: "INT32",
+    torch.int32: "INT32", torch.int16: "INT16", torch.int8: "INT8", torch.uint8: "UINT8", torch.bool: "BOOL",
 }  # fmt: skip
 _EXAMPLES = 2
 _QUEUE_DELAY_US = 1000  # how long a request waits for others to be computed with
@@ -33,14 +33,10 @@ name: "$name"
 backend: "onnxruntime"
 max_batch_size: $max_batch_size
 input [
-  {
 $takes
-  }
 ]
 output [
-  {
 $gives
-  }
 ]
 instance_group [
   {
@@ -66,10 +62,10 @@ Start the server, with this folder as its model repository:
     curl localhost:8000/v2/health/ready
     curl localhost:8000/v2/models/$name
 
-The input is `$takes`, $takes_what. The output is `$gives`, $gives_what.
+$takes The output is `$gives`, $gives_what.
 $more
 
-`$name/$example` holds $examples inputs and what the model answered. In the project that has written this folder,
+`$name/$example` holds $examples samples and what the model answered. In the project that has written this folder,
 
     python -m training.export.serve_check FOLDER
 
@@ -110,29 +106,32 @@ def write(folder: Path, model: ServedModel, max_batch_size: int, kind: str) -> s
     write_texts(home, model)
     (home / "config.pbtxt").write_text(config(model, max_batch_size, kind), encoding="utf-8")
     inputs = model.example(min(_EXAMPLES, max_batch_size))
-    save_file({model.takes.name: inputs, model.gives.name: model.answer(inputs).contiguous()}, home / EXAMPLE)
-    (folder / "README.md").write_text(_readme(model, len(inputs)), encoding="utf-8")
+    tensors = dict(zip(model.names, inputs, strict=True)) | {model.gives.name: model.answer(*inputs)}
+    # A number per sample is [batch, 1] for Triton.
+    tensors = {name: tensor[:, None] if tensor.ndim == 1 else tensor for name, tensor in tensors.items()}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, home / EXAMPLE)
+    (folder / "README.md").write_text(_readme(model, len(inputs[0])), encoding="utf-8")
     return said
 
 
 def config(model: ServedModel, max_batch_size: int, kind: str) -> str:
     """The content of config.pbtxt."""
-    gives = _tensor(model.gives)
-    if LABELS in model.texts:
-        gives += f'\n    label_filename: "{LABELS}"'
+    label = f'    label_filename: "{LABELS}"\n' if LABELS in model.texts else ""
     return _CONFIG.substitute(
         name=model.name,
         max_batch_size=max_batch_size,
-        takes=_tensor(model.takes),
-        gives=gives,
+        takes=",\n".join(map(_tensor, model.takes)),
+        gives=_tensor(model.gives, label),
         kind=kind,
         delay=_QUEUE_DELAY_US,
     )
 
 
-def _tensor(info: TensorInfo) -> str:
-    dims = ", ".join(map(str, info.dims))
-    return f'    name: "{info.name}"\n    data_type: TYPE_{TYPES[info.dtype]}\n    dims: [ {dims} ]'
+def _tensor(info: TensorInfo, more: str = "") -> str:
+    dims = ", ".join(map(str, info.dims or (1,)))
+    lines = f'    name: "{info.name}"\n    data_type: TYPE_{TYPES[info.dtype]}\n    dims: [ {dims} ]\n'
+    lines += "" if info.dims else "    reshape: { shape: [ ] }\n"
+    return f"  {{\n{lines}{more}  }}"
 
 
 def _readme(model: ServedModel, examples: int) -> str:
@@ -140,13 +139,14 @@ def _readme(model: ServedModel, examples: int) -> str:
     if model.takes_tokens:
         part = _TOKENIZER if "tokenizer.json" in model.texts else _WORDS if "vocabulary.txt" in model.texts else ""
         more = Template(part).substitute(name=model.name)
+        more += f"\nTokens are from 0 to {model.gives.dims[-1] - 1}; a request with another one is refused on a CPU."
         more += f"\nA text has at most {model.positions} tokens." if model.positions else ""
     elif LABELS in model.texts:
         more += f"\nA request for the output's best classes gets their names from `{model.name}/{LABELS}`."
+    takes = [f"`{info.name}`, {_describe(info)}" for info in model.takes]
     return _README.substitute(
         name=model.name,
-        takes=model.takes.name,
-        takes_what=_describe(model.takes),
+        takes=f"The input{'s are' if len(model.takes) > 1 else ' is'} {' and '.join(takes)}.",
         gives=model.gives.name,
         gives_what=_describe(model.gives),
         more=more.strip("\n"),
@@ -156,5 +156,5 @@ def _readme(model: ServedModel, examples: int) -> str:
 
 
 def _describe(info: TensorInfo) -> str:
-    dims = ", ".join("tokens" if n < 0 else str(n) for n in info.dims)
-    return f"{TYPES[info.dtype]} [batch, {dims}]"
+    dims = ["batch", *("tokens" if n < 0 else str(n) for n in info.dims or (1,))]
+    return f"{TYPES[info.dtype]} [{', '.join(dims)}]"

@@ -21,7 +21,10 @@ from common.errors import TrainingError
 
 TOLERANCE = 1e-5  # relative to the largest output, or absolute below 1
 _TIMEOUT_S = 30.0
-_TYPES = {"float32": "FP32", "float64": "FP64", "float16": "FP16", "int64": "INT64", "int32": "INT32"}
+_TYPES = {
+    "float32": "FP32", "float64": "FP64", "float16": "FP16", "int64": "INT64", "int32": "INT32", "int16": "INT16",
+    "int8": "INT8", "uint8": "UINT8", "bool": "BOOL",
+}  # fmt: skip
 
 
 class Example(NamedTuple):
@@ -29,16 +32,14 @@ class Example(NamedTuple):
 
     Attributes:
         model: The model's name.
-        input: Its input's name.
-        output: Its output's name.
-        inputs: A batch.
+        inputs: A batch of each input, by name.
+        output: The output's name.
         outputs: What torch gave for it.
     """
 
     model: str
-    input: str
+    inputs: dict[str, np.ndarray]
     output: str
-    inputs: np.ndarray
     outputs: np.ndarray
 
 
@@ -83,12 +84,12 @@ def read_example(folder: Path) -> Example:
         tensors = load_file(found[0])
     except (OSError, SafetensorError) as error:
         raise TrainingError(f"{found[0]} cannot be read: {error}") from error
-    takes = {"tokens", "images", "inputs"} & tensors.keys()
-    gives = tensors.keys() - takes
-    if len(takes) != 1 or len(gives) != 1:
-        raise TrainingError(f"{found[0]} holds {', '.join(tensors)}, expected an input and an output; export it again")
-    (takes,), (gives,) = takes, gives
-    return Example(found[0].parent.name, takes, gives, tensors[takes], tensors[gives])
+    gives = {"logits", "outputs"} & tensors.keys()
+    if len(gives) != 1 or len(tensors) < 2:
+        raise TrainingError(f"{found[0]} holds {', '.join(tensors)}, expected inputs and an output; export it again")
+    (output,) = gives
+    outputs = tensors.pop(output)
+    return Example(found[0].parent.name, tensors, output, outputs)
 
 
 def check(protocol: str, address: str, example: Example) -> float:
@@ -107,7 +108,7 @@ def check(protocol: str, address: str, example: Example) -> float:
     """
     client = _client(protocol)
     try:
-        given = ask(client, address, example.model, {example.input: example.inputs}, example.output)
+        given = ask(client, address, example.model, example.inputs, example.output)
     except Exception as error:  # those of two protocols, their transports and the server
         raise TrainingError(f"{protocol} {address}: {example.model}: {str(error) or repr(error)}") from error
     if given.shape != example.outputs.shape:

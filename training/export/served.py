@@ -1,13 +1,15 @@
-"""A trained model as other programs run it: one tensor in and one out, both with a name, in float32 on the CPU."""
+"""A trained model as other programs run it: named tensors in and one out, in float32 on the CPU."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import TrainingError
@@ -15,11 +17,12 @@ from data.dataset import DataSet
 from data.huggingface_tokenizer import tokenizer_files
 from data.images import ImageData
 from data.vocabulary import GPT2Vocabulary
-from models.chain import Chain, Layers
+from models.chain import Chain, Layers, as_tuple
 from parallel.strategy import Strategy
 
 TOLERANCE = 1e-5  # of another program's answers: relative to the largest of the model's, or absolute below 1
 LABELS = "labels.txt"
+_OUTPUTS = ("logits", "outputs")  # the names of outputs
 _FEW_TOKENS = 16
 _NO_LIMIT = int(1e30)  # what transformers writes for a model without positions
 
@@ -46,8 +49,9 @@ class ServedModel:
     Attributes:
         name: The model's name.
         module: In evaluation mode, without the padding of its vocabulary.
-        takes: Its input.
+        takes: Its inputs.
         gives: Its output.
+        samples: Inputs of the training data, by their indices [b]; None for random ones.
         positions: The longest text, in tokens; None for no limit, and for what is no language model.
         texts: Files that belong to it, by name: a tokenizer, labels.
         preparation: What has to be done to an input before, in a sentence.
@@ -55,36 +59,44 @@ class ServedModel:
 
     name: str
     module: nn.Module
-    takes: TensorInfo
+    takes: tuple[TensorInfo, ...]
     gives: TensorInfo
+    samples: Callable[[np.ndarray], tuple[Tensor, ...]] | None = None
     positions: int | None = None
     texts: Mapping[str, str] = field(default_factory=dict)
     preparation: str = ""
 
     @property
+    def names(self) -> list[str]:
+        """The names of its inputs."""
+        return [info.name for info in self.takes]
+
+    @property
     def takes_tokens(self) -> bool:
         """Whether it is a language model."""
-        return self.takes.dims == (-1,)
+        return self.takes[0].dims == (-1,)
 
-    def example(self, batch: int, tokens: int = _FEW_TOKENS) -> Tensor:
-        """Random inputs, always the same.
+    def example(self, batch: int, tokens: int = _FEW_TOKENS) -> tuple[Tensor, ...]:
+        """A tensor for each input, always the same.
 
         Args:
-            batch: How many.
+            batch: How many samples.
             tokens: Of each, for a language model; no more than its positions.
         """
+        if self.samples is not None:
+            return self.samples(np.arange(batch))
         generator = torch.Generator().manual_seed(batch)
         if self.takes_tokens:
             length = tokens if self.positions is None else min(tokens, self.positions)
-            return torch.randint(self.gives.dims[-1], (batch, length), generator=generator)
-        return torch.randn(batch, *self.takes.dims, generator=generator).to(self.takes.dtype)
+            return (torch.randint(self.gives.dims[-1], (batch, length), generator=generator),)
+        return (torch.randn(batch, *self.takes[0].dims, generator=generator),)
 
     @torch.no_grad()
-    def answer(self, inputs: Tensor) -> Tensor:
+    def answer(self, *inputs: Tensor) -> Tensor:
         """What the model computes."""
-        return self.module(inputs)
+        return self.module(*inputs)
 
-    def compare(self, run: Callable[[Tensor], Tensor], what: str) -> str:
+    def compare(self, run: Callable[..., Tensor], what: str) -> str:
         """Have another program compute the same, in batches of 1 and 5 and, for a language model, several lengths.
 
         Args:
@@ -100,7 +112,7 @@ class ServedModel:
         largest = 0.0
         for batch, tokens in ((1, _FEW_TOKENS), (5, _FEW_TOKENS), (2, 3 * _FEW_TOKENS), (1, 1)):
             inputs = self.example(batch, tokens)
-            wanted, given = self.answer(inputs), run(inputs).detach()
+            wanted, given = self.answer(*inputs), run(*inputs).detach()
             if given.shape != wanted.shape:
                 raise TrainingError(f"{what} gives {tuple(given.shape)} where the model gives {tuple(wanted.shape)}")
             difference = float((given - wanted).abs().max())
@@ -114,15 +126,30 @@ class ServedModel:
 
 
 class _Served(nn.Module):
-    """All layers, with one tensor in; of a language model, without the logits that only pad its vocabulary."""
+    """All layers; of a language model without what pads its vocabulary, neither as tokens nor as logits."""
 
-    def __init__(self, layers: Layers, words: int | None) -> None:
+    def __init__(self, layers: Layers, names: list[str], words: int | None) -> None:
         super().__init__()
         self.layers, self.words = layers, words
+        if words is not None:
+            self.register_buffer("words_by_token", torch.arange(words)[:, None], persistent=False)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs = self.layers(inputs)
-        return outputs if self.words is None else outputs[..., : self.words]
+        def forward(*inputs: Tensor) -> Tensor:
+            return self._compute(*inputs)
+
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        forward.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+        self.forward = forward  # torch.export names a program's inputs as its parameters
+
+    def _compute(self, *inputs: Tensor) -> Tensor:
+        if self.words is None:
+            return self.layers(*inputs)
+        (tokens,) = inputs
+        known = (tokens >= 0) & (tokens < self.words)
+        torch._assert_async(known.all(), f"tokens must be from 0 to {self.words - 1}")
+        # ONNX has no assertions, but a table's end: this fails there where a token is none, and changes no other.
+        tokens = F.embedding(torch.where(known, tokens, self.words), self.words_by_token)[..., 0]
+        return self.layers(tokens)[..., : self.words]
 
 
 def serve(name: str, data: DataSet, strategy: Strategy) -> ServedModel:
@@ -138,21 +165,31 @@ def serve(name: str, data: DataSet, strategy: Strategy) -> ServedModel:
     """
     chain = strategy.chain
     (stage,) = strategy.stages
-    words, preparation = None, ""
+    words, preparation, samples = None, "", None
     if data.seq_len is not None:
-        takes = TensorInfo("tokens", torch.int64, (-1,))
+        takes = (TensorInfo("tokens", torch.int64, (-1,)),)
         words = min(filter(None, (data.vocab_size, chain.limits["vocabulary"])))
     elif isinstance(data, ImageData):
-        takes = TensorInfo("images", torch.float32, data.image_shape)
+        takes = (TensorInfo("images", torch.float32, data.image_shape),)
         if set(data.std) != {1.0}:
             preparation = f"Pixels are normalised as in training: (pixel - {_list(data.mean)}) / {_list(data.std)}."
     else:
         data.prepare()
-        sample, _ = data.train.read(np.zeros(1, np.int64), 0)
-        takes = TensorInfo("inputs", torch.float32, tuple(sample.shape[1:]))
-    module = _Served(stage.layers.float().to(memory_format=torch.contiguous_format), words).eval()
+
+        def samples(indices: np.ndarray) -> tuple[Tensor, ...]:
+            inputs = as_tuple(data.train.read(indices % len(data.train), 0)[0])
+            return tuple(tensor.float() if tensor.is_floating_point() else tensor for tensor in inputs)
+
+        inputs = samples(np.zeros(1, np.int64))
+        names = _input_names(stage.layers[chain.names[0]], len(inputs))
+        takes = tuple(
+            TensorInfo(name, tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in zip(names, inputs, strict=True)
+        )
+    layers = stage.layers.float().to(memory_format=torch.contiguous_format)
+    module = _Served(layers, [info.name for info in takes], words).eval()
+    zeros = [torch.zeros(2, *(1 if n < 0 else n for n in info.dims), dtype=info.dtype) for info in takes]
     with torch.no_grad():
-        output = module(torch.zeros(2, *(1 if n < 0 else n for n in takes.dims), dtype=takes.dtype))
+        output = module(*zeros)
     if not isinstance(output, Tensor):
         raise TrainingError(f"model={name} gives {len(output)} tensors; only a model that gives one can be served")
     texts = tokenizer(data, chain)
@@ -160,8 +197,17 @@ def serve(name: str, data: DataSet, strategy: Strategy) -> ServedModel:
         texts[LABELS] = "".join(f"{label}\n" for label in _labels(data, output.shape[-1]))
     dims = tuple(output.shape[1:])
     named = "logits" if {"classes", "vocabulary"} & chain.limits.keys() else "outputs"
-    gives = TensorInfo(named, output.dtype, (-1, *dims[1:]) if takes.dims == (-1,) else dims)
-    return ServedModel(name, module, takes, gives, chain.limits.get("positions"), texts, preparation)
+    gives = TensorInfo(named, output.dtype, (-1, *dims[1:]) if data.seq_len is not None else dims)
+    return ServedModel(name, module, takes, gives, samples, chain.limits.get("positions"), texts, preparation)
+
+
+def _input_names(layer: nn.Module, count: int) -> list[str]:
+    """The names of a model's inputs: "inputs" of a single one, of several those of the first layer's parameters."""
+    if count == 1:
+        return ["inputs"]
+    parameters = list(inspect.signature(layer.forward).parameters.values())[:count]
+    named = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD and p.name not in _OUTPUTS]
+    return named if len(named) == count else [f"inputs_{i}" for i in range(count)]
 
 
 def tokenizer(data: DataSet, chain: Chain) -> dict[str, str]:

@@ -18,15 +18,18 @@ import triton_python_backend_utils as triton  # noqa: E402
 class TritonPythonModel:
     def initialize(self, args):
         config = json.loads(args["model_config"])
-        (self.takes,), (self.gives,) = ([tensor["name"] for tensor in config[kind]] for kind in ("input", "output"))
+        self.takes, (self.gives,) = ([tensor["name"] for tensor in config[kind]] for kind in ("input", "output"))
         path = os.path.join(args["model_repository"], args["model_version"], "model.onnx")
         self.session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 
     def execute(self, requests):
-        parts = [triton.get_input_tensor_by_name(request, self.takes).as_numpy() for request in requests]
+        parts = {
+            name: [triton.get_input_tensor_by_name(request, name).as_numpy() for request in requests]
+            for name in self.takes
+        }
         try:
-            (result,) = self.session.run([self.gives], {self.takes: np.concatenate(parts)})
+            (result,) = self.session.run([self.gives], {name: np.concatenate(part) for name, part in parts.items()})
         except Exception as error:
             return [triton.InferenceResponse(error=triton.TritonError(str(error))) for _ in requests]
-        ends = np.cumsum([len(part) for part in parts])[:-1]
+        ends = np.cumsum([len(part) for part in parts[self.takes[0]]])[:-1]
         return [triton.InferenceResponse([triton.Tensor(self.gives, part)]) for part in np.split(result, ends)]
