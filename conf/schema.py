@@ -215,6 +215,7 @@ _LANGUAGE_MODEL_KEYS = {
 _OPTIMIZER_KEYS = {
     "decay_vectors": (bool, False),  # weight decay on biases and norms too
     "rates": (Any, None),  # factors on lr for the parameters of some modules: {fc: 10, layer4.0: 0.1}
+    "update": (str | None, None),  # of an optimizer that is not torch's own: elementwise | per_parameter
     "others": (Any, None),  # a second optimizer for the parameters that are not matrices: {_target_: ..., lr: ...}
 }
 # Parameters that the program supplies itself: they are not keys of the configuration.

@@ -45,6 +45,16 @@ class Gradients:
             for parameter in stage.layers.parameters():
                 parameter.grad = None
 
+    def complete(self) -> None:
+        """Give trainable parameters that the step has not used a gradient of zero, in every layout alike.
+
+        Without one, some optimizers leave a parameter alone, and replicas have one as soon as any of them uses it.
+        """
+        for stage in self._stages:
+            for parameter in stage.layers.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+
     def multiply(self, factor: float) -> None:
         """Scale every element."""
         present = self._present()

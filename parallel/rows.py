@@ -89,5 +89,12 @@ def whole(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return torch.cat(parts)[: shape[0]]
 
 
+def shared_like(like: Tensor, part: Tensor) -> Tensor:
+    """Return the tensor of which this rank holds ``part``, shared as ``like`` is."""
+    return type(like.data).from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 def _is_shared(tensor: Tensor) -> bool:
     return hasattr(tensor, "placements")

@@ -170,6 +170,7 @@ class Strategy(ModelPart, ABC):
         Returns:
             The step's numbers.
         """
+        self.gradients.complete()
         self.tied.sum_gradients()
         result = self._agree(batch.targets.numel(), stop, loss_limit)
         self.statistics.update(result.usable)

@@ -8,20 +8,33 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from common.errors import TrainingError
+from common.errors import PlanError, TrainingError
 from conf.schema import own_keys
 from models.chain import Chain
-from parallel.rows import local, rows_in
+from parallel.plan import Plan
+from parallel.rows import local, rows_in, rows_of, shared_like, whole
+from parallel.strategies import names_where
 from parallel.strategy import Strategy
 from training.config import instantiate, resolve
 
 _FUSED = ("cpu", "cuda", "mps")
+
+# What an update depends on, ``optim.update``: of each number on that number's own gradients alone, or on its tensor's.
+ELEMENTWISE, PER_PARAMETER = "elementwise", "per_parameter"
+_OF_TORCH = {
+    **dict.fromkeys(
+        "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD SparseAdam".split(), ELEMENTWISE
+    ),
+    **dict.fromkeys(("Adafactor", "Muon"), PER_PARAMETER),
+}
 
 
 class Optimizer:
@@ -32,43 +45,55 @@ class Optimizer:
     has all parameters that are not matrices, for an optimizer that is made for matrices (Muon). One fused kernel
     updates all parameters of one rate where the optimizer and the device have it.
 
+    Of shared parameters, an elementwise optimizer updates this rank's rows as plain tensors. One that needs whole
+    tensors gets one after the other: parameter, gradient and state are gathered, every rank computes the same update,
+    and keeps its rows.
+
     Args:
         config: The section ``optim`` as plain data.
         strategy: Whose parameters to optimize.
 
     Attributes:
         base_lr: The learning rate that a schedule's factor applies to.
-        kind: The optimizer's ``_target_``.
+        kind: The optimizer's ``_target_``, and that of ``others`` where it is another.
     """
 
     def __init__(self, config: Mapping[str, Any], strategy: Strategy) -> None:
         self.base_lr: float = config["lr"]
-        self.kind: str = config["_target_"]
+        self.kind = _kind(config)
+        self._parts: list[_Part] = []
         parameters = [(name, p) for name, p in strategy.named_parameters() if p.requires_grad]
         fused = strategy.device.type in _FUSED and all(s.device == strategy.device for s in strategy.stages)
-        if config["others"] is None:
-            parts = [(config, parameters)]
+        if config.get("others") is None:
+            sections = [(config, parameters)]
         else:
             matrices = [(name, p) for name, p in parameters if p.dim() == 2]
             rest = [(name, p) for name, p in parameters if p.dim() != 2]
-            parts = [(config, matrices), (config["others"], rest)]
-        shared = {key: config[key] for key in ("decay_vectors", "rates")}
-        self._torch = [_build({**part, **shared}, own, fused) for part, own in parts if own]
+            sections = [(config, matrices), (config["others"], rest)]
+        shared = {key: config.get(key) for key in ("decay_vectors", "rates")}
+        exact = strategy.plan.precision in ("fp32", "fp64")
+        for section, own in sections:
+            whole_only = update_of(section) == PER_PARAMETER
+            alone = [(name, p) for name, p in own if whole_only and rows_of(p).shared]
+            together = [(name, p) for name, p in own if not (whole_only and rows_of(p).shared)]
+            for part, group in (*(([pair], strategy.mesh.inner_group) for pair in alone), (together, None)):
+                if part:
+                    self._parts.append(_Part({**section, **shared}, part, group, fused, exact))
         # Learning rates follow one schedule, each in proportion to its own.
-        for optimizer in self._torch:
-            for group in optimizer.param_groups:
+        for part in self._parts:
+            for group in part.optimizer.param_groups:
                 group["ratio"] = group["lr"] / self.base_lr if self.base_lr else 1.0
 
     def step(self, lr: float) -> None:
-        """Update the parameters once at learning rate ``lr``."""
-        for optimizer in self._torch:
-            for group in optimizer.param_groups:
+        """Update the parameters once at learning rate ``lr``. Ranks that share parameters call this together."""
+        for part in self._parts:
+            for group in part.optimizer.param_groups:
                 group["lr"] = lr * group["ratio"]
-            optimizer.step()
+            part.step()
 
     def state_of(self, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
         """The optimizer's tensors for one parameter, such as exp_avg; empty before the first step."""
-        return {key: value for one in self._torch for key, value in one.state.get(parameter, {}).items()}
+        return {key: value for part in self._parts for key, value in part.state_of(parameter).items()}
 
     def load_state_of(self, parameter: torch.nn.Parameter, state: Mapping[str, Tensor]) -> None:
         """Replace those tensors. ``step`` counters stay on the device where torch keeps them.
@@ -80,14 +105,134 @@ class Optimizer:
         Raises:
             ValueError: One of them does not hold floating-point numbers, as those of torch's optimizers do.
         """
-        for optimizer in self._torch:
-            for group in optimizer.param_groups:
-                if any(parameter is own for own in group["params"]):
-                    placed = {key: _placed_as(parameter, key, value, group) for key, value in state.items()}
-                    for key, value in placed.items():
-                        if not value.is_floating_point():
-                            raise ValueError(f"{key} of the optimizer holds {value.dtype}, not floating-point numbers")
-                    optimizer.state[parameter] = placed
+        for part in self._parts:
+            part.load_state_of(parameter, state)
+
+
+class _Part:
+    """An optimizer of torch over tensors that stand in for parameters: themselves where they are not shared.
+
+    Args:
+        config: Its section.
+        parameters: By name.
+        group: The ranks that share the parameters, where these are to be whole for the update.
+        fused: Whether the device has fused kernels.
+        exact: Whether Muon computes in float32.
+    """
+
+    def __init__(
+        self,
+        config: Mapping,
+        parameters: list[tuple[str, nn.Parameter]],
+        group: dist.ProcessGroup | None,
+        fused: bool,
+        exact: bool,
+    ) -> None:
+        self._group = group
+        self._own = {parameter: self._stand_in(parameter) for _, parameter in parameters}
+        self.optimizer = _build(config, [(name, self._own[parameter]) for name, parameter in parameters], fused)
+        if exact and type(self.optimizer) is getattr(torch.optim, "Muon", None):
+            self.optimizer.step = partial(_step_of_muon, self.optimizer)
+        if group is not None:
+            self._scatter()
+
+    def _stand_in(self, parameter: nn.Parameter) -> Tensor:
+        if not rows_of(parameter).shared:
+            return parameter
+        return local(parameter.detach()) if self._group is None else whole(parameter.detach(), self._group)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if self._group is not None:
+            self._gather()
+        for parameter, own in self._own.items():
+            if own is not parameter and parameter.grad is not None:
+                own.grad = local(parameter.grad) if self._group is None else whole(parameter.grad, self._group)
+        self.optimizer.step()
+        for parameter, own in self._own.items():
+            if own is not parameter:
+                own.grad = None
+        if self._group is not None:
+            self._scatter()
+
+    def _gather(self) -> None:
+        for parameter, own in self._own.items():
+            own.data = whole(parameter.detach(), self._group)
+            self._change_state(own, lambda value: whole(value, self._group))
+
+    @torch.no_grad()
+    def _scatter(self) -> None:
+        """Keep this rank's rows of what was whole."""
+        for parameter, own in self._own.items():
+            local(parameter).copy_(rows_in(own, parameter))
+            self._change_state(own, lambda value, like=parameter: _share(value, like))
+            own.data = own.new_zeros(()).expand(parameter.shape)  # its shape, and no memory
+
+    def _change_state(self, own: Tensor, change: Callable[[Tensor], Tensor]) -> None:
+        state = self.optimizer.state.get(own, {})
+        state.update({key: change(value) for key, value in state.items() if torch.is_tensor(value)})
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        own = self._own.get(parameter)
+        state = {} if own is None else self.optimizer.state.get(own, {})
+        if own is parameter or self._group is not None:
+            return state
+        return {key: shared_like(parameter, value) if _is_like(value, own) else value for key, value in state.items()}
+
+    def load_state_of(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> None:
+        own = self._own.get(parameter)
+        if own is None:
+            return
+        (group,) = [group for group in self.optimizer.param_groups if any(own is one for one in group["params"])]
+        placed = {key: _placed_as(parameter, key, value, group) for key, value in state.items()}
+        for key, value in placed.items():
+            if not value.is_floating_point():
+                raise ValueError(f"{key} of the optimizer holds {value.dtype}, not floating-point numbers")
+        gathered = self._group is not None
+        self.optimizer.state[own] = placed if gathered else {key: local(value) for key, value in placed.items()}
+
+
+def _is_like(value: Any, own: Tensor) -> bool:
+    return torch.is_tensor(value) and value.shape == own.shape
+
+
+@torch.no_grad()
+def _step_of_muon(optimizer: torch.optim.Optimizer) -> None:
+    """The update of ``torch.optim.Muon`` in the gradients' own dtype.
+
+    torch orthogonalises in bfloat16: the last bit of a gradient then moves the loss by 1e-4 within 20 steps.
+    """
+    from torch.optim._muon import _adjust_lr
+
+    for group in optimizer.param_groups:
+        momentum, (a, b, c) = group["momentum"], group["ns_coefficients"]
+        for parameter in group["params"]:
+            gradient, state = parameter.grad, optimizer.state[parameter]
+            if gradient is None:
+                continue
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(gradient)
+            average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+            x = gradient.lerp(average, momentum) if group["nesterov"] else average
+            tall = x.shape[0] > x.shape[1]
+            x = x.T if tall else x
+            x = x / x.norm().clamp(min=group["eps"])
+            for _ in range(group["ns_steps"]):
+                gram = x @ x.T
+                x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
+            parameter.add_(x.T if tall else x, alpha=-rate)
+
+
+def _share(value: Tensor, like: nn.Parameter) -> Tensor:
+    """This rank's rows of a whole tensor of a parameter's shape, as a shared tensor; others as they are."""
+    return shared_like(like, rows_in(value, like).clone()) if _is_like(value, like) else value
+
+
+def _kind(config: Mapping[str, Any]) -> str:
+    kind, others = config["_target_"], (config.get("others") or config)["_target_"]
+    return kind if others == kind else f"{kind} for matrices and {others} for the others"
 
 
 def _build(config: Mapping, parameters: list[tuple[str, Tensor]], fused: bool) -> torch.optim.Optimizer:
@@ -100,9 +245,7 @@ def _build(config: Mapping, parameters: list[tuple[str, Tensor]], fused: bool) -
         group = {"params": [], "lr": config["lr"] * factor} | ({} if decays else {"weight_decay": 0.0})
         groups.setdefault(key, group)["params"].append(parameter)
     if fused and "fused" in known and arguments.get("fused") is None:
-        # torch has no rule for a fused SGD over shares. Those it knows take one kernel per step all the same.
-        shared = any(local(parameter) is not parameter for _, parameter in parameters)
-        arguments["foreach" if shared and resolve(config["_target_"]) is torch.optim.SGD else "fused"] = True
+        arguments["fused"] = True
     try:
         return instantiate(arguments, list(groups.values()))
     except TrainingError as error:
@@ -145,8 +288,9 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
         TrainingError: Where the optimizer refuses the section's numbers, such as a negative learning rate, has no
             learning rate, or asks for a closure.
     """
-    for section in filter(None, (config, config["others"])):
+    for section in filter(None, (config, config.get("others"))):
         kind = resolve(section["_target_"])
+        _check_update(section)
         if "lr" not in section:
             raise TrainingError(f"optim: {section['_target_']} needs a learning rate (lr), which the schedule changes")
         closure = inspect.signature(kind.step).parameters.get("closure")
@@ -163,6 +307,33 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
             others = "unexpected keyword" in str(error)
             hint = ": a key of another optimizer; one more optimizer is a file conf/optim/NAME.yaml (docs/extending.md)"
             raise TrainingError(f"optim: {error}{hint if others else ''}") from None
+
+
+def update_of(section: Mapping[str, Any]) -> str | None:
+    """What an update of the section's optimizer depends on: "elementwise", "per_parameter", or None: nobody says."""
+    kind = resolve(section["_target_"])
+    of_torch = f"{kind.__module__}.".startswith("torch.optim.")
+    return _OF_TORCH.get(kind.__name__) if of_torch else section.get("update")
+
+
+def check_layout(config: Mapping[str, Any], plan: Plan, chain: Chain) -> None:
+    """Check that the section's optimizers can work on what each rank holds of the model.
+
+    Raises:
+        PlanError: One may depend on all parameters at once, and the layout takes them apart.
+    """
+    copies = len(plan.stages) > 1 and chain.tied  # a tied parameter may be there twice
+    if not (plan.pipelined or plan.mesh(0).shards > 1 or copies):
+        return
+    for section in filter(None, (config, config.get("others"))):
+        if update_of(section) is None:
+            raise PlanError(
+                f"optim: {section['_target_']} may compute one number from all parameters (as Prodigy and normalised "
+                f"SGD do), and parallel={plan.strategy} gives no rank the model in one piece. If it does not, say so "
+                "beside its _target_: 'update: elementwise' where each number's update depends on that number's own "
+                "gradients (Lion), 'update: per_parameter' where it depends on those of its tensor (LAMB). Otherwise "
+                f"use {' or '.join(f'parallel={name}' for name in names_where(stages=False, shards='', gpu_only=False))}"
+            )
 
 
 def check_rates(rates: Mapping[str, float] | None, chain: Chain) -> None:
@@ -182,6 +353,14 @@ def check_rates(rates: Mapping[str, float] | None, chain: Chain) -> None:
         if not any(_is_in(name, module) for name in names):
             known = sorted({part for name in names for part in name.split(".")[:-1] if not part.isdecimal()})
             raise TrainingError(f"optim.rates: the model has no module {module!r}; it has {', '.join(known)}")
+
+
+def _check_update(section: Mapping[str, Any]) -> None:
+    said, known = section.get("update"), update_of(section)
+    if said not in (None, ELEMENTWISE, PER_PARAMETER):
+        raise TrainingError(f"optim.update={said} must be {ELEMENTWISE} or {PER_PARAMETER}")
+    if said not in (None, known):
+        raise TrainingError(f"optim.update={said}: {section['_target_']} is {known or 'neither'}; leave it out")
 
 
 class _Accepted(Exception):

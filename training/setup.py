@@ -33,7 +33,7 @@ from training.checkpoint.new_tokens import grown
 from training.checks.limits import certain_tensors, check_fit, check_kind, check_length, check_sample, check_train
 from training.config import environment, instantiate, resolve, to_config, to_dict
 from training.evaluate import extents
-from training.optimizer import check_optimizer, check_rates
+from training.optimizer import check_layout, check_optimizer, check_rates
 from training.reporting import loggers
 from training.reporting.objective import check_objective
 
@@ -103,13 +103,15 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: H
     for section in loggers.sections(cfg):
         resolve(section["_target_"])
     chain, data = model_and_data(cfg)
-    check_rates(to_dict(cfg.optim)["rates"], chain)
+    check_rates(to_dict(cfg.optim).get("rates"), chain)
     check_objective(cfg.sweep.objective, chain.loss.metrics, data.seq_len is not None)
     if saved is not None:
         check_fits(saved, chain, cfg)
     elif train.resume is None:
         check_start(cfg.model, chain)
     plan = _plan(cfg, chain, world_size, nodes, hardware)
+    if cfg.mode in ("train", "plan"):
+        check_layout(to_dict(cfg.optim), plan, chain)
     check_gpus(plan, certain_tensors(cfg), _gpu_memory)
     if data.changing_shapes and plan.pipelined:
         raise TrainingError(

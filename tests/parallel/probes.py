@@ -11,6 +11,7 @@ from small_models import chain_and_batches
 
 from parallel.mesh import Mesh
 from parallel.rows import local
+from training.optimizer import Optimizer
 
 
 def sums_over_groups(order: str) -> tuple[int, int]:
@@ -122,3 +123,18 @@ def bytes_of_state(recipe: Recipe, layout: Layout) -> dict[str, int]:
     }
     storages = {kind: [local(t).untyped_storage() for t in own] for kind, own in tensors.items()}
     return {kind: sum({s.data_ptr(): s.nbytes() for s in own}.values()) for kind, own in storages.items()}
+
+
+def losses_of_optimizers(recipe: Recipe, layout: Layout, sections: dict[str, dict]) -> dict[str, list[float]]:
+    """The losses of a training with each of some optimizers, sections of a configuration."""
+    losses: dict[str, list[float]] = {name: [] for name in sections}
+    for name, section in sections.items():
+        plan, strategy = build(layout, recipe)
+        batch_at = chain_and_batches(recipe)[1]
+        optimizer = Optimizer({"decay_vectors": False, "rates": None, "others": None, **section}, strategy)
+        for step in range(1, recipe.steps + 1):
+            batch = batch_at(step).chunks(plan.dp)[strategy.mesh.replica]
+            losses[name].append(strategy.train_step(batch, step).loss)
+            optimizer.step(section["lr"])
+        strategy.close()
+    return losses

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import Layout, Recipe, parallel_section
 from comparing import assert_same_training, weights_of
-from probes import bytes_of_state, gathers, gradients_after_an_evaluation
+from probes import bytes_of_state, gathers, gradients_after_an_evaluation, losses_of_optimizers
 from torch import nn
 
 from common.errors import PlanError
@@ -21,6 +21,21 @@ TOLERANCE = 1e-5
 # Tied embeddings, dropout, clipping, an evaluation in between.
 GPT2 = Recipe("gpt2", global_batch=16, lr=0.2, clip=0.25, steps=4, eval_every=2)
 TOY = Recipe("toy", global_batch=24, lr=0.02, steps=8, eval_every=3)
+
+OPTIMIZERS = {
+    "SGD": {"lr": 0.02, "momentum": 0.9, "nesterov": True},
+    "AdamW": {"lr": 0.01, "amsgrad": True},
+    "NAdam": {"lr": 0.01},
+    "RAdam": {"lr": 0.01},
+    "Adamax": {"lr": 0.01},
+    "Adadelta": {"lr": 0.5},
+    "RMSprop": {"lr": 0.01, "centered": True},
+    "ASGD": {"lr": 0.01},
+    "Rprop": {"lr": 0.01},
+    "Adagrad": {"lr": 0.05, "fused": True},
+    "Adafactor": {"lr": 0.05},
+    "Muon": {"lr": 0.02, "others": {"_target_": "torch.optim.AdamW", "lr": 0.01}},
+}
 
 SPLIT = ("interleaved_zero_bubble", "planned")
 LAYOUTS = [
@@ -46,6 +61,25 @@ def test_rows_that_do_not_divide_by_the_ranks_train_the_same(trained, layout):
     """The toy's last layer has five rows for three ranks."""
     (reference,) = trained(layout.single, TOY)
     assert_same_training(trained(layout, TOY), reference, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout("fsdp", dp=4, chunks=2),
+        Layout("hsdp", dp=4, chunks=2, shard=2),
+        Layout("pipe_fsdp", dp=2, pp=2, chunks=4),
+    ],
+    ids=str,
+)
+def test_every_optimizer_of_torch_updates_shares_as_it_updates_whole_parameters(ranks, layout):
+    """Four ranks share the five rows of the toy's last layer: one of them has none."""
+    recipe = Recipe("toy", global_batch=24, lr=0.0, steps=20)
+    sections = {name: {"_target_": f"torch.optim.{name}", **section} for name, section in OPTIMIZERS.items()}
+    (wanted,) = ranks.run(1, losses_of_optimizers, recipe, layout.single, sections)
+    for losses in ranks.run(layout.ranks, losses_of_optimizers, recipe, layout, sections):
+        for name in sections:
+            assert losses[name] == pytest.approx(wanted[name], rel=TOLERANCE), name
 
 
 @pytest.mark.parametrize(

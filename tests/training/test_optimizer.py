@@ -6,10 +6,10 @@ import pytest
 import torch
 from composed import QUIET, compose, config, losses, run, run_on_rank, saved, steps
 
-from common.errors import TrainingError
+from common.errors import CheckpointError, PlanError, TrainingError
 from parallel.build import build_strategy
 from parallel.strategy import Options
-from training.config import to_dict
+from training.config import open_doors, to_dict
 from training.optimizer import Optimizer
 from training.run import run as train
 from training.setup import prepare
@@ -127,6 +127,87 @@ def test_an_optimizer_that_asks_for_a_closure_is_refused():
     cfg.optim = {"_target_": "torch.optim.LBFGS", "lr": 1.0, "decay_vectors": False, "rates": None, "others": None}
     with pytest.raises(TrainingError, match="closure"):
         prepare(cfg)
+
+
+UNDECLARED = """
+import torch
+
+
+class Normalised(torch.optim.SGD):
+    \"""Divides by the norm of all gradients.\"""
+
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        return super().step(closure)
+"""
+
+
+@pytest.fixture
+def own_optimizer(tmp_path):
+    """``own_optimizer(parallel, update)``: the plan of the toy model with an optimizer of one's own."""
+    (tmp_path / "own_optimizers.py").write_text(UNDECLARED)
+
+    def plan(*parallel, update=None, place="optim"):
+        cfg = config(f"import_from=['{tmp_path}']", "allow=[own_optimizers]", "train.global_batch_size=8", *parallel)
+        open_doors(cfg)
+        own = {"_target_": "own_optimizers.Normalised", "lr": 0.1, "update": update}
+        whole = {"_target_": "torch.optim.SGD", "lr": 0.1, "others": own} if place == "others" else own
+        cfg.optim = {"decay_vectors": False, "rates": None, "others": None, **whole}
+        return prepare(cfg).plan
+
+    yield plan
+    open_doors(config())
+
+
+SHARED = [["parallel=fsdp"], ["parallel=hsdp", "parallel.shard=2"], ["parallel=pipe_fsdp"]]
+CUT = [["parallel=pipelined"], ["parallel=pipe_ddp"]]
+
+
+@pytest.mark.parametrize("parallel", [*SHARED, *CUT], ids=lambda words: words[0])
+def test_an_optimizer_that_may_need_the_whole_model_is_refused_where_no_rank_has_it(own_optimizer, parallel):
+    name = parallel[0].removeprefix("parallel=")
+    for place in ("optim", "others"):
+        with pytest.raises(PlanError) as refused:
+            own_optimizer(*parallel, place=place)
+        for words in ("own_optimizers.Normalised", f"parallel={name} ", "update: per_parameter", "parallel=ddp"):
+            assert words in str(refused.value)
+    for update in ("elementwise", "per_parameter"):
+        assert own_optimizer(*parallel, update=update).strategy == name
+
+
+@pytest.mark.parametrize("parallel", ["single", "ddp", "model_parallel"])
+def test_an_optimizer_that_needs_the_whole_model_may_have_it(own_optimizer, parallel):
+    assert own_optimizer(f"parallel={parallel}").strategy == parallel
+
+
+@pytest.mark.parametrize(
+    "target, update, said",
+    [
+        ("torch.optim.AdamW", "rowwise", "update=rowwise must be elementwise or per_parameter"),
+        ("torch.optim.Muon", "elementwise", "torch.optim.Muon is per_parameter"),
+    ],
+)
+def test_a_declaration_that_is_none_or_wrong_is_refused(target, update, said):
+    cfg = config()
+    cfg.optim = {"_target_": target, "lr": 0.1, "update": update}
+    with pytest.raises(TrainingError, match=said):
+        prepare(cfg)
+
+
+def test_a_section_without_the_keys_of_this_project_trains(tmp_path):
+    """Such as a checkpoint keeps that was saved before there were these keys."""
+    cfg = config("train.epochs=null", "train.steps=2")
+    cfg.optim = {"_target_": "torch.optim.SGD", "lr": 0.1}
+    assert train(cfg, tmp_path)["steps"] == 2
+
+
+def test_another_optimizer_for_the_others_is_no_silent_loss_of_its_state(tmp_path):
+    muon = ["optim=muon", "train.epochs=null", "train.steps=2", "train.checkpoint_every=1"]
+    run(tmp_path / "whole", *muon)
+    sgd = "optim.others._target_=torch.optim.SGD"
+    with pytest.raises(CheckpointError, match="AdamW for the others, this run has .* torch.optim.SGD for the others"):
+        run(tmp_path / "other", *muon, sgd, f"train.resume='{tmp_path}/whole/checkpoints/step-00000001'")
 
 
 def test_the_first_step_of_sgd_is_the_gradient_times_the_rate(tmp_path):

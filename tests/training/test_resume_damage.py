@@ -234,7 +234,7 @@ def test_a_run_whose_weights_are_not_finite_keeps_its_good_checkpoints(tmp_path,
         step_of_optimizer(self, lr)
         done.append(lr)
         if len(done) == 3:
-            next(iter(self._torch[0].param_groups[0]["params"])).data.view(-1)[0] = float("nan")
+            next(iter(self._parts[0].optimizer.param_groups[0]["params"])).data.view(-1)[0] = float("nan")
 
     monkeypatch.setattr(Optimizer, "step", diverge)
     keep = ["train.checkpoint_every=1", "train.keep_checkpoints=1", "train.max_skipped=2"]
