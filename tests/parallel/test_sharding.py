@@ -64,18 +64,18 @@ def test_rows_that_do_not_divide_by_the_ranks_train_the_same(trained, layout):
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "layout, names",
     [
-        Layout("fsdp", dp=4, chunks=2),
-        Layout("hsdp", dp=4, chunks=2, shard=2),
-        Layout("pipe_fsdp", dp=2, pp=2, chunks=4),
+        (Layout("fsdp", dp=4, chunks=2), list(OPTIMIZERS)),
+        (Layout("hsdp", dp=4, chunks=2, shard=2), ["Adafactor", "Muon"]),
+        (Layout("pipe_fsdp", dp=2, pp=2, chunks=4), ["Adafactor", "Muon"]),
     ],
-    ids=str,
+    ids=lambda value: value.name if isinstance(value, Layout) else "",
 )
-def test_every_optimizer_of_torch_updates_shares_as_it_updates_whole_parameters(ranks, layout):
+def test_every_optimizer_of_torch_updates_shares_as_it_updates_whole_parameters(ranks, layout, names):
     """Four ranks share the five rows of the toy's last layer: one of them has none."""
-    recipe = Recipe("toy", global_batch=24, lr=0.0, steps=20)
-    sections = {name: {"_target_": f"torch.optim.{name}", **section} for name, section in OPTIMIZERS.items()}
+    recipe = Recipe("toy", global_batch=24, lr=0.0, steps=5)
+    sections = {name: {"_target_": f"torch.optim.{name}", **OPTIMIZERS[name]} for name in names}
     (wanted,) = ranks.run(1, losses_of_optimizers, recipe, layout.single, sections)
     for losses in ranks.run(layout.ranks, losses_of_optimizers, recipe, layout, sections):
         for name in sections:
