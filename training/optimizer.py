@@ -325,6 +325,7 @@ def check_layout(config: Mapping[str, Any], plan: Plan, chain: Chain) -> None:
     copies = len(plan.stages) > 1 and chain.tied  # a tied parameter may be there twice
     if not (plan.pipelined or plan.mesh(0).shards > 1 or copies):
         return
+    ways_out = " or ".join(f"parallel={name}" for name in names_where(stages=False, shards="", gpu_only=False))
     for section in filter(None, (config, config.get("others"))):
         if update_of(section) is None:
             raise PlanError(
@@ -332,7 +333,7 @@ def check_layout(config: Mapping[str, Any], plan: Plan, chain: Chain) -> None:
                 f"SGD do), and parallel={plan.strategy} gives no rank the model in one piece. If it does not, say so "
                 "beside its _target_: 'update: elementwise' where each number's update depends on that number's own "
                 "gradients (Lion), 'update: per_parameter' where it depends on those of its tensor (LAMB). Otherwise "
-                f"use {' or '.join(f'parallel={name}' for name in names_where(stages=False, shards='', gpu_only=False))}"
+                f"use {ways_out}"
             )
 
 
