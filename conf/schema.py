@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from conf import FOLDER, trust
 from conf.launchers import Local, Slurm
 from conf.signatures import Parameter, parameters
+from models.gpt2_sizes import parameters_of, published_rate
 
 TARGET_GROUPS = ("model", "data", "optim", "scheduler", "logger", "callback")
 
@@ -150,6 +151,8 @@ class Root:
     scheduler: Any = None
     logger: Any = None
     loggers: Any = None  # further ones by name, such as logger=[wandb,csv] sets
+    recipe: str | None = None  # which of these is in effect
+    recipes: Any = None  # what the model's file asks of other groups' options: {NAME: {says: …, adamw: {lr: 6e-4}}}
     callbacks: Any = None  # by name, such as callbacks=[early_stop] sets, or a list of sections with a _target_
     launcher: Any = None
     allow: list[str] = field(default_factory=list)  # packages besides this project's that targets may be of
@@ -244,6 +247,8 @@ def register(own: Path | None = None) -> None:
 @cache  # once per process and folder
 def _register(own: Path | None) -> None:
     OmegaConf.register_new_resolver("by", _by, replace=True)
+    OmegaConf.register_new_resolver("gpt2_parameters", parameters_of, replace=True)
+    OmegaConf.register_new_resolver("gpt2_rate", lambda model: published_rate(parameters_of(model)), replace=True)
     store = ConfigStore.instance()
     trust.register()
     store.store(group="schema", name="root", node=Root)

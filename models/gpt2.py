@@ -7,7 +7,6 @@ the released code. ``models.huggingface`` maps names and shapes onto Hugging Fac
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -17,34 +16,9 @@ from torch import Tensor, nn
 from models.attention import CausalAttention, UsesCache
 from models.chain import Chain, LayerSpec, check_depth
 from models.fused_head import FusedHead
+from models.gpt2_sizes import SIZES, Size, with_sizes
 from models.huggingface import EMBEDDING, HuggingFaceGPT2
 from models.losses import TokenCrossEntropy
-
-
-@dataclass(frozen=True)
-class Size:
-    """The sizes of a GPT-2.
-
-    Attributes:
-        n_layer: Number of layers.
-        n_head: Number of attention heads.
-        n_embd: Width.
-        block_size: The longest sequence, in tokens.
-    """
-
-    n_layer: int
-    n_head: int
-    n_embd: int
-    block_size: int = 1024
-
-
-SIZES = {
-    "124M": Size(12, 12, 768),
-    "350M": Size(24, 16, 1024),
-    "774M": Size(36, 20, 1280),
-    "1558M": Size(48, 25, 1600),
-    "tiny": Size(6, 4, 64, block_size=256),
-}
 
 
 class Embedding(UsesCache, nn.Module):
@@ -159,7 +133,7 @@ def resolve_size(
     if size not in SIZES:
         raise ValueError(f"model.size={size} is not one of {', '.join(SIZES)}")
     given = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "block_size": block_size}
-    chosen = replace(SIZES[size], **{key: value for key, value in given.items() if value is not None})
+    chosen = with_sizes(size, given)
     check_depth(chosen.n_layer)
     for field in given:
         if getattr(chosen, field) < 1:

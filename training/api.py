@@ -170,6 +170,7 @@ def with_given(cfg: Any, objects: dict[str, Any]) -> Any:
         cfg[key] = {"_target_": GIVEN, "key": key, "fingerprint": getattr(one, "fingerprint", "")}
     if "model" in objects:
         cfg.model.update(name="given", init_from=None)
+        cfg.recipe = None  # that of the model which this one replaces
         vocabulary = objects["model"].limits.get("vocabulary")
         if vocabulary is not None:
             cfg.model.vocab_size = vocabulary

@@ -186,8 +186,20 @@ def describe(setup: Setup) -> str:
 
     evaluated = setup.cfg.train.eval_every is not None or setup.cfg.mode == "eval"
     data = describe_data(setup.data.description, setup.data.unigram_entropy, setup.extents if evaluated else {})
+    recipe = f"\n{line}" if (line := describe_recipe(setup.cfg)) else ""
     allowed = f"\nallow: {', '.join(setup.cfg.allow)}" if setup.cfg.allow else ""
-    return describe_plan(setup.plan, setup.cfg.model.name, data, setup.tokens_per_sample, setup.shares) + allowed
+    plan = describe_plan(setup.plan, setup.cfg.model.name, data, setup.tokens_per_sample, setup.shares)
+    return plan + recipe + allowed
+
+
+def describe_recipe(cfg: Any) -> str:
+    """What the model's file asks of the optimizer and the other groups, for the plan; empty where it says nothing."""
+    recipe = cfg.recipes[cfg.recipe] if cfg.get("recipe") is not None else {}
+    if "says" not in recipe:
+        return ""
+    rates = [asked["lr"] for asked in recipe.values() if hasattr(asked, "keys") and "lr" in asked]
+    typed = "" if cfg.optim.lr in rates else f"; here optim.lr={cfg.optim.lr:g}"
+    return f"recipe: {cfg.recipe}, {recipe['says']}{typed}"
 
 
 def _plan(cfg: Any, chain: Chain, world_size: int | None, nodes: int, hardware: Hardware | None) -> Plan:

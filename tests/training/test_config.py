@@ -7,6 +7,10 @@ import pytest
 from commandline import ROOT, train
 from composed import compose
 
+from models.toy import toy
+from training.api import with_given
+from training.setup import describe_recipe
+
 CONF = ROOT / "conf"
 GROUPS = {
     folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
@@ -106,12 +110,72 @@ def test_gpt2_brings_a_data_set_an_optimizer_and_a_schedule_by_itself():
     assert cfg.train.grad_clip == 1.0
 
 
-def test_a_larger_gpt2_learns_at_a_lower_rate_and_a_tiny_one_in_more_steps():
-    sizes = [compose("model=gpt2", f"model.size={size}") for size in ("tiny", "124M", "350M", "774M", "1558M")]
-    rates = [cfg.optim.lr for cfg in sizes]
-    assert rates == sorted(rates, reverse=True) and rates[0] > rates[1] > rates[2]
-    assert sizes[0].train.steps > sizes[1].train.steps
-    assert compose("model=gpt2", "model.size=tiny", "optim.lr=0.5", "train.steps=3").optim.lr == 0.5
+FIRST_RUN = {"lr": 5e-4, "rates": {"c_proj": 0.2}, "warmup_ratio": 0.4, "seq_len": 80}
+
+
+def published(lr, seq_len=64):
+    return {"lr": lr, "rates": None, "warmup_ratio": 0.2, "seq_len": seq_len}
+
+
+@pytest.mark.parametrize(
+    "words, trained",
+    [
+        ([], FIRST_RUN),
+        (["optim=adamw", "seed=3", "parallel=pipe_ddp", "train.eval_every=6"], FIRST_RUN),
+        (["optim.lr=0.5"], {**FIRST_RUN, "lr": 0.5}),
+        (["recipe=published"], published(6e-4)),
+        (["train.steps=1000"], published(6e-4)),
+        (["optim=adamw", "train.steps=1000"], published(6e-4)),
+        (["train.steps=null", "train.epochs=1"], published(6e-4)),
+        (["data=text", "data.root=notes.txt"], published(6e-4, seq_len=256)),
+        (["model.size=350M"], published(3e-4)),
+        (["model.size=774M"], published(2.5e-4)),
+        (["model.size=1558M"], published(2e-4)),
+        (["model.size=tiny"], published(3e-3)),
+        (["model.n_layer=4", "model.n_head=4", "model.n_embd=128"], published(2.5e-3)),
+        (["model.n_layer=24", "model.n_head=16", "model.n_embd=1024"], published(3e-4)),
+        (["model.n_layer=96", "model.n_head=96", "model.n_embd=12288"], published(6e-5)),
+        (["optim=sgd", "train.steps=1000"], published(0.05)),
+        (["optim=muon", "model.size=350M"], published(0.02)),
+        (["debug=limit"], published(6e-4)),
+        (["experiment=gpt2_524k"], published(6e-4, seq_len=1024)),
+    ],
+)
+def test_gpt2_trains_as_published_for_its_parameters_and_only_the_first_run_has_a_recipe_of_its_own(words, trained):
+    cfg = compose("model=gpt2", *words)
+    found = {"lr": cfg.optim.lr, "rates": cfg.optim.rates}
+    found |= {"warmup_ratio": cfg.scheduler.warmup_ratio, "seq_len": cfg.data.seq_len}
+    assert found == trained
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ([], "recipe: first_run, AdamW at lr 0.0005, made for these 18 steps; other data, steps or sizes train as "
+         "published, at lr 0.0006 (recipe=published)"),
+        (["train.steps=1000"], "recipe: published, AdamW at lr 0.0006, by the number of parameters"),
+        (["train.steps=1000", "optim=sgd"],
+         "recipe: published, AdamW at lr 0.0006, by the number of parameters; here optim.lr=0.05"),
+    ],
+)  # fmt: skip
+def test_the_plan_says_which_recipe_a_run_has(words, said):
+    assert describe_recipe(compose("model=gpt2", *words)) == said
+    assert describe_recipe(compose("model=toy")) == ""
+    assert describe_recipe(with_given(compose("model=gpt2", *words), {"model": toy()})) == ""
+
+
+@pytest.mark.parametrize(
+    "words, lr",
+    [
+        (["model=convnet", "optim=adamw"], 1e-3),
+        (["model=toy", "optim=adamw", "+model.size=tiny"], 1e-3),
+        (["model=resnet50"], 1e-3),
+        (["model=resnet50", "optim=muon"], 0.02),
+        (["optim=sgd"], 0.05),
+    ],
+)
+def test_no_optimizer_gets_the_rate_of_another_model_or_of_another_optimizer(words, lr):
+    assert compose(*words).optim.lr == lr
 
 
 def test_an_evaluation_covers_the_whole_split_unless_it_is_told_otherwise():

@@ -51,6 +51,8 @@ def check_train(cfg: Any) -> None:
             f"checkpoint={cfg.checkpoint} is for mode=eval, export and sample; to go on with its training: "
             f"train.resume={cfg.checkpoint}, to start from its weights: mode=export, then model.init_from="
         )
+    if (recipe := cfg.get("recipe")) is not None and recipe not in (known := cfg.get("recipes") or {}):
+        raise TrainingError(f"recipe={recipe}: model={cfg.model.name} has {', '.join(known) or 'none'}")
     restarts = cfg.launcher.get("max_restarts", 0)
     if restarts < 0:
         raise TrainingError(f"launcher.max_restarts={restarts} must be at least 0")

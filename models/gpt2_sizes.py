@@ -1,0 +1,68 @@
+"""The sizes of GPT-2, and the learning rate that is published for each. Without torch: configurations ask for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+# Parameters -> AdamW's highest rate: table 2.1 of Brown et al. 2020 ("Language Models are Few-Shot Learners"), up to
+# 1.3B at the sizes of GPT-2 next to its own. Below, the rate goes on as it does there, about as 1/sqrt(parameters); for
+# fewer than 5M it stays.
+_RATES = (
+    (5e6, 3e-3), (124e6, 6e-4), (355e6, 3e-4), (774e6, 2.5e-4), (1558e6, 2e-4),
+    (2.7e9, 1.6e-4), (6.7e9, 1.2e-4), (13e9, 1e-4), (175e9, 6e-5),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Size:
+    """The sizes of a GPT-2.
+
+    Attributes:
+        n_layer: Number of layers.
+        n_head: Number of attention heads.
+        n_embd: Width.
+        block_size: The longest sequence, in tokens.
+    """
+
+    n_layer: int
+    n_head: int
+    n_embd: int
+    block_size: int = 1024
+
+    def parameters(self, vocab_size: int) -> int:
+        """The number of parameters, the tied head counted once."""
+        block = 12 * self.n_embd**2 + 13 * self.n_embd
+        return (vocab_size + self.block_size + 2) * self.n_embd + self.n_layer * block
+
+
+SIZES = {
+    "124M": Size(12, 12, 768),
+    "350M": Size(24, 16, 1024),
+    "774M": Size(36, 20, 1280),
+    "1558M": Size(48, 25, 1600),
+    "tiny": Size(6, 4, 64, block_size=256),
+}
+
+
+def with_sizes(size: str, given: Mapping[str, int | None]) -> Size:
+    """The sizes of ``size``, each replaced by the number that is given."""
+    return replace(SIZES[size], **{key: value for key, value in given.items() if value is not None})
+
+
+def parameters_of(model: Mapping[str, Any]) -> int:
+    """The number of parameters of the GPT-2 that a section ``model`` describes."""
+    size = getattr(model["size"], "name", model["size"])
+    given = {key: model[key] for key in ("n_layer", "n_head", "n_embd", "block_size")}
+    return with_sizes(size, given).parameters(model["vocab_size"])
+
+
+def published_rate(parameters: int) -> float:
+    """AdamW's published learning rate for a GPT-2 of so many parameters, to two digits; a power law between sizes."""
+    at = min(max(parameters, _RATES[0][0]), _RATES[-1][0])
+    (x0, y0), (x1, y1) = next((low, high) for low, high in pairwise(_RATES) if at <= high[0])
+    rate = y0 * (y1 / y0) ** (math.log(at / x0) / math.log(x1 / x0))
+    return float(f"{rate:.1e}")
