@@ -42,6 +42,10 @@ class DataError(UserError, ValueError):
     """Data that is wrong, or that was asked for in a wrong way."""
 
 
+class ModelError(UserError, ValueError):
+    """A model that cannot be what it was described as."""
+
+
 class TrainingError(UserError, RuntimeError):
     """A run that cannot start or go on."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -49,8 +49,39 @@ class Source(ABC):
         return
 
 
+def to_tensor(name: str, given: Any) -> Tensor:
+    """Return a tensor or an array as a tensor on the CPU, with the same memory where that can be.
+
+    Args:
+        name: What it is, for the error.
+        given: [n, ...].
+
+    Raises:
+        DataError: It is neither, or its numbers are of a kind that cannot be trained on.
+    """
+    import torch
+
+    try:
+        tensor = torch.as_tensor(given).detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise DataError(
+            f"{name}: a {type(given).__name__} is no tensor; give a torch.Tensor or a numpy array of numbers; for a "
+            "model with several inputs, a tuple of them"
+        ) from None
+    dense = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
+    if not dense or tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize < 2):
+        kind = "" if dense else "quantized " if tensor.is_quantized else "sparse, nested or meta "
+        raise DataError(
+            f"{name}: a {kind}tensor of {str(tensor.dtype).removeprefix('torch.')} cannot be trained on; give a dense "
+            "one of float32 (or float16, bfloat16, float64) or of whole numbers"
+        )
+    if tensor.dim() == 0:
+        raise DataError(f"{name}: one number is no sample; give a tensor whose first dimension counts the samples")
+    return tensor.cpu()
+
+
 class InMemory(Source):
-    """Samples held as tensors.
+    """Samples held as tensors; arrays become tensors.
 
     Attributes:
         inputs: [n, ...], or a tuple of such tensors where a model has several inputs.
@@ -58,11 +89,13 @@ class InMemory(Source):
     """
 
     def __init__(self, inputs: Tensor | tuple[Tensor, ...], targets: Tensor):
-        """Raises ValueError if inputs and targets differ in length."""
-        for tensor in inputs if isinstance(inputs, tuple) else (inputs,):
-            if len(tensor) != len(targets):
-                raise ValueError(f"{len(tensor)} inputs and {len(targets)} targets; each input needs one target")
-        self.inputs, self.targets = inputs, targets
+        """Raises DataError if inputs and targets are no tensors or differ in length."""
+        several = tuple(to_tensor("inputs", one) for one in (inputs if isinstance(inputs, tuple) else (inputs,)))
+        self.targets = to_tensor("targets", targets)
+        for tensor in several:
+            if len(tensor) != len(self.targets):
+                raise DataError(f"{len(tensor)} inputs and {len(self.targets)} targets; each input needs one target")
+        self.inputs = several if isinstance(inputs, tuple) else several[0]
 
     def __len__(self) -> int:
         return len(self.targets)

@@ -1,14 +1,15 @@
-"""Two tensors that exist already, as a data set: for ``training.train(..., data=TensorData(inputs, targets))``."""
+"""Tensors or arrays that exist already, as a data set: ``training.train(..., data=TensorData(inputs, targets))``."""
 
 from __future__ import annotations
 
 import hashlib
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from common.errors import DataError
-from data.dataset import DataSet, InMemory
+from data.dataset import DataSet, InMemory, to_tensor
 
 
 class TensorData(DataSet):
@@ -16,8 +17,8 @@ class TensorData(DataSet):
 
     def __init__(
         self,
-        inputs: Tensor | tuple[Tensor, ...],
-        targets: Tensor,
+        inputs: Tensor | np.ndarray | tuple[Tensor | np.ndarray, ...],
+        targets: Tensor | np.ndarray,
         valid: float = 0.1,
         test: float = 0.1,
         vocab_size: int | None = None,
@@ -26,9 +27,9 @@ class TensorData(DataSet):
         """Divides the samples.
 
         Args:
-            inputs: [n, ...], or tokens [n, t] where ``vocab_size`` is given; a tuple of such tensors where a model has
-                several inputs.
-            targets: [n, ...], classes as int64.
+            inputs: [n, ...], or tokens [n, t] where ``vocab_size`` is given; a tuple of such tensors or arrays where a
+                model has several inputs.
+            targets: [n, ...]; whole numbers, such as classes, become int64.
             valid: The fraction to validate on, in [0, 1).
             test: The fraction to test on, in [0, 1).
             vocab_size: The number of tokens; None for data that is not language.
@@ -38,16 +39,22 @@ class TensorData(DataSet):
             DataError: The tensors or the fractions do not fit together.
         """
         super().__init__()
-        several = inputs if isinstance(inputs, tuple) else (inputs,)
+        several = tuple(to_tensor("inputs", one) for one in (inputs if isinstance(inputs, tuple) else (inputs,)))
+        targets = to_tensor("targets", targets)
+        targets = targets if targets.is_floating_point() else targets.long()
+        if not several:
+            raise DataError("inputs is an empty tuple: give a tensor, or one for each input of the model")
         for tensor in several:
             if len(tensor) != len(targets):
                 raise DataError(f"{len(tensor)} inputs and {len(targets)} targets: each input needs one target")
-        if min(valid, test) < 0 or valid + test >= 1:
+        numbers = all(isinstance(fraction, (int, float)) for fraction in (valid, test))
+        if not numbers or min(valid, test) < 0 or valid + test >= 1:
             raise DataError(f"valid={valid} and test={test} must be 0 or more, and less than 1 together")
         samples = len(targets)
         order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
         sizes = [int(valid * samples), int(test * samples)]
-        *several, targets = (tensor.detach().cpu() for tensor in (*several, targets))
+        if vocab_size is not None:
+            _check_tokens(several, vocab_size)
 
         def part(rows: Tensor) -> InMemory | None:
             chosen = tuple(tensor[rows] for tensor in several)
@@ -64,6 +71,20 @@ class TensorData(DataSet):
 
     def prepare(self) -> None:
         """Does nothing: the samples are there."""
+
+
+def _check_tokens(inputs: tuple[Tensor, ...], vocab_size: int) -> None:
+    for tokens in inputs:
+        if tokens.dim() < 2 or tokens.is_floating_point():
+            raise DataError(
+                f"vocab_size={vocab_size} says that the inputs are tokens, whole numbers [n, t]; they are "
+                f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
+            )
+        if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+            raise DataError(
+                f"the inputs hold tokens from {tokens.min()} to {tokens.max()}, and vocab_size={vocab_size} allows 0 "
+                f"to {vocab_size - 1}"
+            )
 
 
 def _bytes(tensor: Tensor) -> bytes:

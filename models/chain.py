@@ -22,12 +22,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from common.errors import TrainingError
+from common.errors import ModelError, TrainingError
 from models.huggingface import HuggingFaceGPT2
 from models.layers import Layers as Layers  # these three are part of what a chain is
 from models.layers import Tensors as Tensors
 from models.layers import as_tuple as as_tuple
-from models.losses import Loss
+from models.losses import Loss, check_loss
 from models.seeds import derive_seed, seeded
 
 _MOST_LAYERS = 10_000  # each is a Python object several times over
@@ -55,6 +55,13 @@ class LayerSpec:
 
     name: str
     build: Callable[[], nn.Module]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.build, nn.Module) or not callable(self.build):
+            raise ModelError(
+                f"layer {self.name!r}: build={type(self.build).__name__} must be a function that makes the layer, such "
+                "as functools.partial(nn.Linear, 4, 2); layers that exist become a chain by models.sequential.chain_of"
+            )
 
 
 def reset_parameters(name: str, module: nn.Module) -> None:
@@ -109,12 +116,19 @@ class Chain:
     fingerprint: str = ""
 
     def __post_init__(self) -> None:
+        for layer in self.layers:
+            if not isinstance(layer, LayerSpec):
+                raise ModelError(
+                    f"a chain is made of LayerSpec(name, build), not of a {type(layer).__name__}; layers that exist "
+                    "become a chain by models.sequential.chain_of(nn.Sequential(...), loss)"
+                )
+        check_loss(self.loss)
         names = self.names
         if not names:
-            raise ValueError("a chain needs at least one layer")
+            raise ModelError("a chain needs at least one layer")
         repeated = [name for name, count in Counter(names).items() if count > 1]
         if repeated:
-            raise ValueError(f"layer names must differ; more than once: {sorted(repeated)}")
+            raise ModelError(f"layer names must differ; more than once: {sorted(repeated)}")
 
     @property
     def names(self) -> list[str]:

@@ -6,11 +6,14 @@ is right for padding, for token budgets and for a short last evaluation batch al
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import inspect
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from common.errors import ModelError
 
 IGNORED = -100  # torch's own ignore_index
 
@@ -62,6 +65,45 @@ class Loss(Protocol):
         """
 
 
+def check_loss(loss: Any) -> None:
+    """Check that a loss is one before it is called.
+
+    Raises:
+        ModelError: It is a class, or has no ``metrics`` or cannot be called.
+    """
+    if inspect.isclass(loss) and hasattr(loss, "metrics"):
+        raise ModelError(f"the loss is the class {loss.__name__}: give an object, {loss.__name__}()")
+    if not callable(loss) or not hasattr(loss, "metrics"):
+        given = loss if inspect.isclass(loss) or inspect.isroutine(loss) else type(loss)
+        raise ModelError(
+            f"{given.__module__}.{given.__name__} is no loss of this project: a loss gives a sum and a count "
+            "(models.losses.Sums), from which the mean over the global batch is right in every layout, and names its "
+            "metrics. In the place of nn.CrossEntropyLoss: models.losses.ClassCrossEntropy(), of tokens "
+            "TokenCrossEntropy(); of nn.MSELoss: SquaredError(); one of your own: docs/extending.md, 'A metric'"
+        )
+
+
+def check_sums(loss: Loss, sums: Any) -> None:
+    """Check what a loss has returned.
+
+    Raises:
+        ModelError: It is not ``Sums`` of scalars, one for each of the loss's metrics.
+    """
+    name = getattr(loss, "__name__", type(loss).__name__)
+    how = "return models.losses.Sums(loss, count, metrics) of scalar tensors: the sum of the terms, and their number"
+    if not isinstance(sums, Sums):
+        raise ModelError(f"the loss {name} returned {type(sums).__name__}; {how}")
+    for key, value in (("loss", sums.loss), ("count", sums.count), *zip(loss.metrics, sums.metrics, strict=False)):
+        if not isinstance(value, Tensor) or value.dim() > 0:
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+            raise ModelError(f"the loss {name} returned {type(value).__name__}{shape} as its {key}; {how}")
+    if len(sums.metrics) != len(loss.metrics):
+        raise ModelError(
+            f"the loss {name} has {len(loss.metrics)} metrics ({', '.join(loss.metrics)}) and returned "
+            f"{len(sums.metrics)}; give one sum for each name"
+        )
+
+
 def per_element(weights: Tensor | None, like: Tensor) -> Tensor:
     """Expand sample weights to a tensor of loss terms.
 
@@ -102,7 +144,12 @@ class SquaredError:
     metrics: tuple[str, ...] = ()
 
     def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
-        """See ``Loss``."""
+        """See ``Loss``. Raises ValueError where output and targets differ in shape."""
+        if output.shape != targets.shape:  # torch would compare each with each
+            raise ValueError(
+                f"SquaredError compares element with element: the model gives {tuple(output.shape)}, the targets are "
+                f"{tuple(targets.shape)}; bring both to one shape, such as targets[:, None]"
+            )
         errors = F.mse_loss(_at_least_float32(output), targets, reduction="none")
         scale = per_element(weights, errors)
         return Sums((errors * scale).sum(), scale.sum())

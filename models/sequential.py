@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from common.errors import ModelError
 from models.batchnorm import BatchNorm2d
 from models.chain import Chain, LayerSpec
 from models.losses import Loss
@@ -32,17 +33,22 @@ def chain_of(net: nn.Sequential, loss: Loss, **fields: Any) -> Chain:
         **fields: Further fields of ``Chain``, such as ``limits={"vocabulary": 50257}``.
 
     Raises:
-        ValueError: For a BatchNorm other than ``BatchNorm2d``, and for a lazy module that has not been called yet.
+        ModelError: For what is no ``nn.Sequential`` or no loss, a BatchNorm other than ``BatchNorm2d``, a lazy module
+            that has not been called yet, and weights that are on the meta device or cannot be copied.
     """
-    source = copy.deepcopy(net).cpu()
+    _check_sequential(net)
+    try:
+        source = copy.deepcopy(net).cpu()
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise ModelError(f"this model cannot be copied: {error}") from error
     for name, module in list(source.named_modules()):
         if isinstance(module, _LAYOUT_DEPENDENT):
-            raise ValueError(
+            raise ModelError(
                 f"layer {name!r} is a {type(module).__name__}, whose running statistics would depend on the layout; "
                 "use GroupNorm, LayerNorm, or BatchNorm2d on [b, c, 1, 1]"
             )
         if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
-            raise ValueError(f"layer {name!r} ({type(module).__name__}) is lazy: call the model once before")
+            raise ModelError(f"layer {name!r} ({type(module).__name__}) is lazy: call the model once before")
         if type(module) is nn.BatchNorm2d:
             source.set_submodule(name, _as_ours(name, module))
     names = [name for name, _ in source.named_modules(remove_duplicate=False) if name and "." not in name]
@@ -62,9 +68,28 @@ def chain_of(net: nn.Sequential, loss: Loss, **fields: Any) -> Chain:
     )
 
 
+def _check_sequential(net: Any) -> None:
+    """Check that the children of ``net`` are what it computes, in their order."""
+    inner = getattr(net, "module", None) or getattr(net, "_orig_mod", None)
+    if isinstance(net, nn.Module) and isinstance(inner, nn.Module) and not isinstance(net, nn.Sequential):
+        raise ModelError(
+            f"chain_of was given a model inside of a {type(net).__name__}: give the nn.Sequential itself; parallel=ddp "
+            "and train.compile=true do the rest"
+        )
+    if not isinstance(net, nn.Sequential) or type(net).forward is not nn.Sequential.forward:
+        given = f"the class {net.__name__}" if isinstance(net, type) else f"a {type(net).__name__}"
+        own = ", whose forward need not be its children one after the other" if isinstance(net, nn.Module) else ""
+        raise ModelError(
+            f"chain_of takes an nn.Sequential, not {given}{own}: write nn.Sequential(*layers), or a Chain of layers "
+            "(docs/extending.md, 'A model')"
+        )
+    if any(parameter.is_meta for parameter in net.parameters()):
+        raise ModelError("this model is on the meta device and has no weights: make it without torch.device('meta')")
+
+
 def _as_ours(name: str, norm: nn.BatchNorm2d) -> BatchNorm2d:
     if not norm.affine or not norm.track_running_stats or norm.momentum is None:
-        raise ValueError(f"layer {name!r}: BatchNorm2d needs affine=True, track_running_stats=True and a momentum")
+        raise ModelError(f"layer {name!r}: BatchNorm2d needs affine=True, track_running_stats=True and a momentum")
     ours = BatchNorm2d(norm.num_features, norm.eps, norm.momentum)
     ours.load_state_dict(norm.state_dict())
     for own, theirs in zip(ours.parameters(), norm.parameters(), strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ from common.errors import TrainingError, UserError
 from common.given import GIVEN, set_given
 from launchers import World
 from training.app import execute, follow
-from training.config import complete, quote_values
+from training.config import check_role, complete, quote_values
 from training.reporting.directory_lock import locked_directories
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def load_config(*overrides: str) -> Any:
     """
     from conf.composition import compose
 
+    _check_words(overrides)
     with _clear_errors():
         return compose(complete(quote_values(overrides)))
 
@@ -79,7 +80,7 @@ def train(
     *overrides: str,
     config: Any = None,
     model: Chain | None = None,
-    data: DataSet | None = None,
+    data: DataSet | tuple | None = None,
 ) -> Result:
     """Run what ``python train.py *overrides`` runs, and return what it has left.
 
@@ -92,7 +93,8 @@ def train(
             "hydra.run.dir=runs/a".
         model: A model of one's own, instead of ``model=``: a ``Chain``, such as ``models.sequential.chain_of`` makes of
             an ``nn.Sequential``. What a model's YAML would bring (data, optimizer, steps) is up to the overrides.
-        data: A data set of one's own, instead of ``data=``, such as ``data.tensors.TensorData(inputs, targets)``.
+        data: A data set of one's own, instead of ``data=``, such as ``data.tensors.TensorData(inputs, targets)``, for
+            which ``(inputs, targets)`` may be written.
 
     Returns:
         The run's directory and its summary.
@@ -101,13 +103,21 @@ def train(
         UserError: For what the command line would report as an error.
         KeyboardInterrupt: The run was interrupted; its processes have ended.
     """
+    from omegaconf import OmegaConf
+
     from conf.composition import compose_and_run
 
+    _check_words(overrides)
     if _SWEEPS & set(overrides):
         raise TrainingError("train() is one run: call it in a loop, or sweep by python train.py -m")
+    if config is not None and not OmegaConf.is_config(config):
+        raise TrainingError(
+            f"config= takes what load_config has returned, not a {type(config).__name__}: "
+            'config = load_config("model=gpt2"); config.train.steps = 10'
+        )
     if config is not None and any(not word.startswith("hydra.") for word in overrides):
         raise TrainingError("with config=, change the configuration itself; only hydra.… may be given as words")
-    objects = {key: one for key, one in (("model", model), ("data", data)) if one is not None}
+    objects = _checked(overrides, model, data)
     world = World.detect()
     set_given(objects)
     try:
@@ -122,6 +132,30 @@ def train(
         return run.result
     finally:
         set_given({})
+
+
+def _check_words(overrides: Sequence[Any]) -> None:
+    for word in overrides:
+        if not isinstance(word, str):
+            raise TrainingError(
+                f"a {type(word).__name__} is no word of the command line; words are given one by one, such as "
+                'train("model=gpt2", "train.steps=10"), and objects as train(model=..., data=...)'
+            )
+
+
+def _checked(overrides: Sequence[str], model: Any, data: Any) -> dict[str, Any]:
+    """The objects that were given, by key."""
+    if isinstance(data, tuple) and len(data) == 2:
+        from data.tensors import TensorData
+
+        data = TensorData(*data)
+    objects = {key: one for key, one in (("model", model), ("data", data)) if one is not None}
+    for key, one in objects.items():
+        check_role(key, one)
+        for word in overrides:
+            if word.startswith(f"{key}="):
+                raise TrainingError(f"{key} is given twice: by {word!r} and by {key}=...; leave one of them out")
+    return objects
 
 
 class _Run:

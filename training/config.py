@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -21,6 +22,68 @@ PACKAGES = ("models", "data", "parallel", "training", "torch.nn", "torch.optim")
 # A model may be built by a function: it only computes. Functions elsewhere also write files and start processes.
 FUNCTIONS_OF = ("models",)
 _allowed: tuple[str, ...] = ()  # of the run that this process works on
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a section of the configuration builds, or a Python program hands over.
+
+    Attributes:
+        what: In words.
+        way_out: How one is written.
+        kind: "module:Class" of which it is; "" for any class.
+        methods: Of which it has at least ``least``.
+        least: See ``methods``.
+    """
+
+    what: str
+    way_out: str
+    kind: str = ""
+    methods: tuple[str, ...] = ()
+    least: int = 1
+
+    def fits(self, one: Any) -> bool:
+        """Whether an object, or the objects of a class, can play the role."""
+        if self.kind:
+            module, _, name = self.kind.partition(":")
+            kind = getattr(import_module(module), name)
+            return issubclass(one, kind) if inspect.isclass(one) else isinstance(one, kind)
+        return sum(callable(getattr(one, method, None)) for method in self.methods) >= self.least
+
+
+CALLBACK_METHODS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
+ROLES = {
+    "model": Role(
+        "a model (models.chain.Chain)",
+        "choose one by model=NAME; from Python, model=models.sequential.chain_of(nn.Sequential(...), "
+        "models.losses.ClassCrossEntropy())",
+        kind="models.chain:Chain",
+    ),
+    "data": Role(
+        "a data set (data.dataset.DataSet)",
+        "choose one by data=NAME; from Python, data=data.tensors.TensorData(inputs, targets) of tensors or arrays",
+        kind="data.dataset:DataSet",
+    ),
+    "optim": Role(
+        "an optimizer (torch.optim.Optimizer)",
+        "choose one by optim=NAME, or name a class such as torch.optim.RMSprop",
+        kind="torch.optim:Optimizer",
+    ),
+    "scheduler": Role(
+        "a schedule, with a method factor(step, total, per_epoch)", "choose one by scheduler=NAME", methods=("factor",)
+    ),
+    "logger": Role(
+        "a logger, with the methods log and finish",
+        "choose one by logger=NAME, or logger=none",
+        methods=("log", "finish"),
+        least=2,
+    ),
+    "callbacks": Role(
+        f"a callback: it has none of the methods {', '.join(CALLBACK_METHODS)}",
+        "write callbacks=[early_stop] (an option of conf/callback/) or 'callbacks=[{_target_: mypackage.MyCallback}]'",
+        methods=CALLBACK_METHODS,
+    ),
+}
 
 
 def open_doors(cfg: Any) -> None:
@@ -153,6 +216,65 @@ def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
         if "_target_" in section:
             resolve(section["_target_"])
     return _build(tree, args, kwargs)
+
+
+def build(role: str, section: Any, *args: Any, **kwargs: Any) -> Any:
+    """Build what a section of the configuration describes, and check that it is what the section is for.
+
+    Args:
+        role: A key of ``ROLES``.
+        section: The section.
+        *args: See ``instantiate``.
+        **kwargs: See ``instantiate``.
+
+    Returns:
+        An object that plays the role.
+
+    Raises:
+        TrainingError: See ``target_of``, ``check_role`` and ``instantiate``.
+    """
+    target_of(role, section)
+    return check_role(role, instantiate(section, *args, **kwargs), section["_target_"])
+
+
+def target_of(role: str, section: Any) -> Any:
+    """The class or function that a section names.
+
+    Raises:
+        TrainingError: What was given is no section with a ``_target_``, or names a class of another kind.
+    """
+    if not hasattr(section, "keys") or "_target_" not in section:
+        raise TrainingError(f"{role}: {section} is no section with a _target_; {ROLES[role].way_out}")
+    target = resolve(section["_target_"])
+    if inspect.isclass(target):
+        _check_fits(role, target, section["_target_"])
+    return target
+
+
+def check_role(role: str, one: Any, name: str | None = None) -> Any:
+    """Return an object if it can play a role, before it is called.
+
+    Args:
+        role: A key of ``ROLES``.
+        one: Any object.
+        name: What made it.
+
+    Raises:
+        TrainingError: It cannot; the message says how the right one is written.
+    """
+    if inspect.isclass(one):
+        raise TrainingError(f"{role}: {_name_of(one)} is a class; give an object: {one.__name__}(...)")
+    _check_fits(role, one, name or _name_of(one if inspect.isroutine(one) else type(one)))
+    return one
+
+
+def _check_fits(role: str, one: Any, name: str) -> None:
+    if not ROLES[role].fits(one):
+        raise TrainingError(f"{role}: {name} is not {ROLES[role].what}; {ROLES[role].way_out}")
+
+
+def _name_of(item: Any) -> str:
+    return item.__qualname__ if item.__module__ == "builtins" else f"{item.__module__}.{item.__qualname__}"
 
 
 def _build(node: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:

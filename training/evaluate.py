@@ -40,10 +40,8 @@ def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str,
         if done < len(batches) and vote.stops(done):
             raise Stopped(f"stopped in an evaluation, after batch {done} of {len(batches)}")
     loss, count, *metrics = strategy.all_sum(total)
-    return {
-        "loss": loss / count,
-        **{name: value / count for name, value in zip(strategy.chain.loss.metrics, metrics, strict=True)},
-    }
+    named = {"loss": loss, **dict(zip(strategy.chain.loss.metrics, metrics, strict=True))}
+    return {name: value / count if count else math.nan for name, value in named.items()}
 
 
 class _StopVote:

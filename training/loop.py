@@ -20,7 +20,7 @@ from parallel.strategy import StepResult, Strategy
 from training.callbacks import Callbacks, TrainingRun
 from training.checkpoint import Checkpoints
 from training.checks.identity import recipe
-from training.config import instantiate
+from training.config import build
 from training.evaluate import evaluate, record_of
 from training.optimizer import Optimizer
 from training.reporting import jsonable
@@ -67,7 +67,7 @@ class Loop:
         self.setup, self.strategy, self.optimizer, self.checkpoints = setup, strategy, optimizer, checkpoints
         self.record, self.show, self.say = record, show, say
         self.config = setup.cfg.train
-        self.schedule = instantiate(setup.cfg.scheduler)
+        self.schedule = build("scheduler", setup.cfg.scheduler)
         self.skipping = Skipping(self.config)
         self.recipe = recipe(setup)
         seen = TrainingRun(setup.cfg, checkpoints.folder.parent, strategy, record, histogram, say)

@@ -23,7 +23,7 @@ from parallel.plan import Plan
 from parallel.rows import local, rows_in, rows_of, shared_like, whole
 from parallel.strategies import names_where
 from parallel.strategy import Strategy
-from training.config import instantiate, resolve
+from training.config import build, instantiate, resolve, target_of
 
 _FUSED = ("cpu", "cuda", "mps")
 
@@ -247,7 +247,7 @@ def _build(config: Mapping, parameters: list[tuple[str, Tensor]], fused: bool) -
     if fused and "fused" in known and arguments.get("fused") is None:
         arguments["fused"] = True
     try:
-        return instantiate(arguments, list(groups.values()))
+        return build("optim", arguments, list(groups.values()))
     except TrainingError as error:
         raise TrainingError(
             f"optim: {error}. An optimizer that is made for matrices leaves the other parameters to a second one: "
@@ -289,7 +289,7 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
             learning rate, or asks for a closure.
     """
     for section in filter(None, (config, config.get("others"))):
-        kind = resolve(section["_target_"])
+        kind = target_of("optim", section)
         _check_update(section)
         if "lr" not in section:
             raise TrainingError(f"optim: {section['_target_']} needs a learning rate (lr), which the schedule changes")

@@ -31,7 +31,7 @@ from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.init_from import start
 from training.checkpoint.resume import resume
 from training.checks.identity import changes, check_ranks
-from training.config import environment, hydra_word, instantiate, kept, open_doors, to_dict
+from training.config import build, environment, hydra_word, kept, open_doors, to_dict
 from training.evaluate import evaluate, record_of
 from training.loop import Loop
 from training.optimizer import Optimizer
@@ -237,7 +237,7 @@ def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) 
     if strategy.mesh.rank == 0:
         name = f"{cfg.model.name}-{cfg.parallel.name}"
         supplied = {"run_dir": run_dir, "run_config": mask_secrets(to_dict(cfg)), "run_name": name}
-        logger = Loggers(sections(cfg), partial(instantiate, **supplied))
+        logger = Loggers(sections(cfg), partial(build, "logger", **supplied))
     recorder = Recorder(
         run_dir,
         logger,

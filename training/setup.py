@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import TrainingError
+from common.errors import TrainingError, UserError
 from conf.schema import own_keys
 from data.batch import Batch
 from data.dataset import DataSet
@@ -19,6 +19,7 @@ from data.loader import TrainBatches
 from launchers import World, run_workers
 from models.chain import Chain
 from models.layers import checked
+from models.losses import IGNORED
 from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer, stage_shares
 from parallel.devices import Hardware, check_compiler
 from parallel.memory import check_gpus, tensors_per_parameter
@@ -30,8 +31,9 @@ from training.checkpoint import read_manifest
 from training.checkpoint.configuration import check_fits, checkpoint_of
 from training.checkpoint.init_from import check_start
 from training.checkpoint.new_tokens import grown
+from training.checks.first_batch import RealKinds, check_loss_value, check_splits, check_targets, known_samples
 from training.checks.limits import certain_tensors, check_fit, check_kind, check_length, check_sample, check_train
-from training.config import environment, instantiate, resolve, to_config, to_dict
+from training.config import build, environment, instantiate, target_of, to_config, to_dict
 from training.evaluate import extents
 from training.optimizer import check_layout, check_optimizer, check_rates
 from training.reporting import loggers
@@ -98,10 +100,10 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: H
     if saved is not None:
         read_manifest(saved)
     check_optimizer(to_dict(cfg.optim))
-    instantiate(cfg.scheduler)
+    build("scheduler", cfg.scheduler)
     build_callbacks(cfg.callbacks)
     for section in loggers.sections(cfg):
-        resolve(section["_target_"])
+        target_of("logger", section)
     chain, data = model_and_data(cfg)
     check_rates(to_dict(cfg.optim).get("rates"), chain)
     check_objective(cfg.sweep.objective, chain.loss.metrics, data.seq_len is not None)
@@ -110,6 +112,10 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: H
     elif train.resume is None:
         check_start(cfg.model, chain)
     plan = _plan(cfg, chain, world_size, nodes, hardware)
+    if cfg.mode == "train" and plan.parameters == 0:
+        frozen = sum(parameter.numel() for parameter in chain.skeleton().parameters())
+        why = f"all {frozen:,} are frozen (requires_grad=False)" if frozen else "its layers have none"
+        raise TrainingError(f"model={cfg.model.name} has no parameters to train: {why}")
     if cfg.mode in ("train", "plan"):
         check_layout(to_dict(cfg.optim), plan, chain)
     check_gpus(plan, certain_tensors(cfg), _gpu_memory)
@@ -129,6 +135,7 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: H
         check_compiler()
     check_length(chain, data)
     data.prepare()
+    check_splits(data)
     check_fit(chain, data, cfg)
     per_epoch = TrainBatches(data.train, train.global_batch_size, cfg.seed, dp_size=plan.dp).steps_per_epoch
     setup = Setup(cfg, chain, data, plan, total_steps(train.steps, train.epochs, per_epoch), per_epoch)
@@ -217,7 +224,7 @@ def _plan(cfg: Any, chain: Chain, world_size: int | None, nodes: int, hardware: 
 
 def model_and_data(cfg: Any) -> tuple[Chain, DataSet]:
     """Build the chain and the data set that ``cfg`` describes; the data is prepared only where the chain needs it."""
-    data = instantiate(cfg.data)
+    data = build("data", cfg.data)
     check_kind(data, cfg.model)
     if "vocab_size" in cfg.model and cfg.model.vocab_size is None:
         data.prepare()  # only the data knows how many words there are
@@ -242,12 +249,14 @@ def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
         arguments["vocab_size"] = vocab_size
     elif model.get("extra_tokens") is not None:
         arguments["vocab_size"] = grown(arguments["vocab_size"], model.extra_tokens)
-    chain = instantiate(arguments)
+    chain = build("model", arguments)
     try:
-        chain.skeleton()
+        names = {name for name, _ in chain.skeleton().named_parameters(remove_duplicate=False)}
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         sizes = ", ".join(f"{key}={value}" for key, value in arguments.items() if isinstance(value, int))
         raise TrainingError(f"model={model.name} cannot be built with {sizes}: {str(error).splitlines()[0]}") from None
+    if unknown := sorted({*chain.tied, *chain.tied.values()} - names):
+        raise TrainingError(f"model={model.name} ties {', '.join(unknown)}, which is no parameter of it")
     if own_loss:
         chain = chain.with_loss(instantiate(loss))
     if model.get("extra_tokens") is not None and chain.embedding is None:
@@ -270,18 +279,31 @@ def check_shapes(setup: Setup) -> None:
     Raises:
         TrainingError: A layer cannot take what it is given, or its output cannot be passed on; it is named.
     """
-    sample = setup.sample.to("meta")
+    loss, batch = setup.chain.loss, setup.sample
+    samples, sample = known_samples(setup.data, batch), batch.to("meta")
     tensors, at = sample.input_tensors, ""
     try:
-        for name, layer in setup.chain.skeleton().items():
-            at = f"layer {name!r} ({type(layer).__name__}): "
-            output = layer(*tensors)
-            at = ""
-            tensors = checked(name, layer, output)
-        setup.chain.loss(output, sample.targets, None)
+        with RealKinds(sample, samples):
+            for name, layer in setup.chain.skeleton().items():
+                at = f"layer {name!r} ({type(layer).__name__}): "
+                output = layer(*tensors)
+                at = ""
+                tensors = checked(name, layer, output)
+        at = f"loss {type(loss).__name__}: "
+        check_loss_value(loss, loss(output, sample.targets, None), setup.plan.parameters > 0)
+        if (samples[0].targets == IGNORED).all():
+            raise TrainingError(f"no target counts: all {len(samples[0]):,} samples to train on are {IGNORED}, ignored")
+        for known in samples:
+            check_targets(loss, output, len(batch), known.targets)
+    except UserError:
+        raise
     except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, IndexError) as error:
         raise TrainingError(
             f"model={setup.cfg.model.name} cannot take this data: samples "
-            f"{' and '.join(str(tuple(x.shape[1:])) for x in sample.input_tensors)} with "
-            f"targets {tuple(sample.targets.shape[1:])} ({at}{error})"
+            f"{' and '.join(map(_described, sample.input_tensors))} with targets {_described(sample.targets)} "
+            f"({at}{error})"
         ) from None
+
+
+def _described(tensor: Any) -> str:
+    return f"{tuple(tensor.shape[1:])} {str(tensor.dtype).removeprefix('torch.')}"

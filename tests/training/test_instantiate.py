@@ -129,8 +129,8 @@ def test_a_parameter_that_the_target_does_not_have_is_named():
 
 
 def test_inner_sections_with_a_target_are_built_first():
-    layers = instantiate({"_target_": "models.chain.LayerSpec", "name": "x", "build": {"_target_": "torch.nn.ReLU"}})
-    assert type(layers.build).__name__ == "ReLU"
+    layers = instantiate({"_target_": "models.layers.Layers", "layers": [["x", {"_target_": "torch.nn.ReLU"}]]})
+    assert type(layers["x"]).__name__ == "ReLU"
 
 
 def test_a_configuration_whose_aliases_stand_for_gigabytes_is_refused_before_they_are_written_out(tmp_path):

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import TrainingError
-from training.config import instantiate, to_dict
+from training.config import build as build_role
+from training.config import to_dict
 
 if TYPE_CHECKING:
     from parallel.strategy import Strategy
-
-_METHODS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
 
 
 class Callback:
@@ -136,14 +134,6 @@ def build(section: Any) -> dict[str, Any]:
     tree = to_dict({"callbacks": section})["callbacks"] or {}
     if isinstance(tree, list):
         tree = {str(place): one for place, one in enumerate(tree)}
-    built = {}
-    for name, one in tree.items():
-        if not isinstance(one, dict) or "_target_" not in one:
-            raise TrainingError(
-                f"callbacks: {one} is no section with a _target_; write callbacks=[early_stop] (an option of "
-                "conf/callback/) or 'callbacks=[{_target_: mypackage.MyCallback}]'"
-            )
-        built[name] = instantiate(one)
-        if not any(hasattr(built[name], method) for method in _METHODS):
-            raise TrainingError(f"callbacks: {one['_target_']} has none of the methods {', '.join(_METHODS)}")
-    return built
+    elif not isinstance(tree, dict):
+        tree = {str(tree): tree}
+    return {name: build_role("callbacks", one) for name, one in tree.items()}

@@ -117,7 +117,7 @@ def describe_plan(
         )
     if plan.pipelined:
         lines.append(f"schedule {plan.schedule}, ideal bubble {plan.ideal_bubble:.1%}")
-    held = sum(stage.parameters for stage in plan.stages)
+    held = sum(stage.parameters for stage in plan.stages) or 1  # of a frozen model, to be evaluated
     parts, unit = shares or ([stage.parameters / held for stage in plan.stages], "of the parameters")
     for stage in plan.stages:
         size = f"{_where(plan, stage.index):<22} {stage.parameters:>13,}"

@@ -1,0 +1,244 @@
+"""Wrong kinds, shapes and numbers from Python: one error that says what was given and how it is written."""
+
+import copy
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from composed import config
+from torch import nn
+from torch.nn import functional as F
+
+from common.errors import UserError
+from common.given import set_given
+from data.dataset import DataSet, InMemory
+from data.tensors import TensorData
+from models.chain import Chain, LayerSpec
+from models.losses import ClassCrossEntropy, SquaredError, Sums
+from models.sequential import chain_of
+from training import load_config, train
+from training.api import with_given
+from training.config import to_config, to_dict
+from training.setup import prepare
+
+INPUTS = torch.randn(40, 4)
+LABELS = (INPUTS.sum(dim=1) > 0).long()
+WRITE_CHAIN_OF, WRITE_TENSORS = r"chain_of\(nn.Sequential", r"data.tensors.TensorData\(inputs, targets\)"
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def chain(loss=None, layers=None):
+    return chain_of(layers or net(), loss or ClassCrossEntropy())
+
+
+def data(inputs=INPUTS, targets=LABELS, **options):
+    return TensorData(inputs, targets, **options)
+
+
+@pytest.fixture(scope="module")
+def cfg():
+    return config("train.global_batch_size=8", "train.steps=1", "train.epochs=null", "train.precision=fp32")
+
+
+class Loss:
+    """Gives what a function of output and targets gives."""
+
+    metrics = ()
+
+    def __init__(self, give, metrics=()):
+        self.give, self.metrics = give, metrics
+
+    def __call__(self, output, targets, weights):
+        return self.give(output, targets)
+
+
+class Given(DataSet):
+    """Leaves what it was given."""
+
+    def __init__(self, **splits):
+        super().__init__()
+        self.given = splits
+
+    def prepare(self):
+        for name, split in self.given.items():
+            setattr(self, name, split)
+
+
+class Twice(nn.Sequential):
+    """Whose forward is not its children's."""
+
+    def forward(self, x):
+        return super().forward(x) + super().forward(x)
+
+
+class Compiled(nn.Module):
+    """As torch.compile makes them."""
+
+    def __init__(self):
+        super().__init__()
+        self._orig_mod = net()
+
+
+def summed(output, targets):
+    return F.cross_entropy(output, targets, reduction="sum")
+
+
+def lock():
+    layer = nn.Linear(4, 2)
+    layer.lock = __import__("threading").Lock()
+    return layer
+
+
+def frozen():
+    return net().requires_grad_(False)
+
+
+def on_meta():
+    with torch.device("meta"):
+        return net()
+
+
+# What is refused when it is made or handed over: no configuration is composed.
+AT_ONCE = {
+    "a loss of torch": (lambda: chain(nn.CrossEntropyLoss()), r"CrossEntropyLoss is no loss.*ClassCrossEntropy\(\)"),
+    "another loss of torch": (lambda: chain(nn.MSELoss()), r"MSELoss is no loss.*SquaredError\(\)"),
+    "a function as loss": (lambda: chain(F.cross_entropy), "cross_entropy is no loss"),
+    "a lambda as loss": (lambda: chain(lambda output, targets: 0), "<lambda> is no loss"),
+    "a loss's class": (lambda: chain(ClassCrossEntropy), r"give an object, ClassCrossEntropy\(\)"),
+    "a class of torch as loss": (lambda: chain(nn.MSELoss), "MSELoss is no loss"),
+    "a word as loss": (lambda: chain("mse"), "str is no loss"),
+    "no loss": (lambda: chain_of(net(), None), "NoneType is no loss"),
+    "net and loss exchanged": (lambda: chain_of(ClassCrossEntropy(), net()), "nn.Sequential, not a ClassCross"),
+    "a list of layers": (lambda: chain(layers=[nn.Linear(4, 2)]), r"not a list: write nn.Sequential\(\*layers\)"),
+    "a ModuleList": (lambda: chain(layers=nn.ModuleList([nn.Linear(4, 2)])), "not a ModuleList"),
+    "one layer": (lambda: chain(layers=nn.Linear(4, 2)), "not a Linear"),
+    "a forward of its own": (lambda: chain(layers=Twice(nn.Linear(4, 2))), "not a Twice, whose forward need not be"),
+    "no layers": (lambda: chain_of(nn.Sequential(), ClassCrossEntropy()), "at least one layer"),
+    "a class of models": (lambda: chain(layers=nn.Sequential), "not the class Sequential"),
+    "a wrapped model": (lambda: chain(layers=nn.DataParallel(net())), "inside of a DataParallel"),
+    "a compiled model": (lambda: chain(layers=Compiled()), "inside of a Compiled.*train.compile=true"),
+    "a model without memory": (lambda: chain(layers=on_meta()), "on the meta device"),
+    "a lazy model": (lambda: chain(layers=nn.Sequential(nn.LazyLinear(2))), "lazy: call the model once"),
+    "a layer that cannot be copied": (lambda: chain(layers=nn.Sequential(lock())), "cannot be copied"),
+    "a chain of modules": (lambda: Chain(net(), ClassCrossEntropy()), "LayerSpec.*not of a Linear"),
+    "a chain of pairs": (lambda: Chain([("a", nn.Linear)], ClassCrossEntropy()), "not of a tuple"),
+    "a layer that is built": (lambda: LayerSpec("a", nn.Linear(4, 2)), "build=Linear must be a function"),
+    "strings": (lambda: data(["a"] * 40), "a list is no tensor"),
+    "objects": (lambda: data(np.array([["a"]] * 40, dtype=object)), "a ndarray is no tensor"),
+    "a list of inputs": (lambda: data([INPUTS, INPUTS]), "several inputs, a tuple"),
+    "no targets": (lambda: data(INPUTS, None), "targets: a NoneType is no tensor"),
+    "a number": (lambda: data(torch.tensor(1.0)), "one number is no sample"),
+    "no inputs": (lambda: data(()), "empty tuple"),
+    "no samples": (lambda: data(INPUTS[:0], LABELS[:0]), "0 samples"),
+    "fewer targets": (lambda: data(INPUTS, LABELS[:20]), "40 inputs and 20 targets"),
+    "all to validate": (lambda: data(valid=1.0), "valid=1.0"),
+    "a word for a fraction": (lambda: data(valid="half"), "valid=half"),
+    "float8": (lambda: data(INPUTS.to(torch.float8_e4m3fn)), "float8_e4m3fn cannot be trained on"),
+    "complex numbers": (lambda: data(INPUTS.cfloat()), "complex64 cannot be trained on"),
+    "a sparse tensor": (lambda: data(INPUTS.to_sparse()), "sparse"),
+    "a tensor without memory": (lambda: data(INPUTS.to("meta")), "meta tensor"),
+    "tokens without length": (lambda: data(LABELS, vocab_size=4), r"tokens, whole numbers \[n, t\]"),
+    "tokens beyond the vocabulary": (lambda: data(LABELS[:, None] + 5, vocab_size=4), "from 5 to 6, and vocab_size=4"),
+    "lists in memory": (lambda: InMemory(["a"], [0]), "a list is no tensor"),
+    "the model itself": (lambda: train(model=net(), data=data()), f"Sequential is not a model.*{WRITE_CHAIN_OF}"),
+    "a name as model": (lambda: train(model="gpt2"), "str is not a model.*model=NAME"),
+    "the weights": (lambda: train(model=net().state_dict()), "OrderedDict is not a model"),
+    "Chain": (lambda: train(model=Chain), "is a class; give an object"),
+    "a function as model": (lambda: train(model=chain_of), "chain_of is not a model"),
+    "a model as a word": (lambda: train(net(), data()), "a Sequential is no word of the command line"),
+    "a dict of words": (lambda: train({"train.steps": 4}), "a dict is no word"),
+    "a list of words": (lambda: load_config(["train.steps=4"]), "a list is no word"),
+    "two models": (lambda: train("model=gpt2", model=chain()), "model is given twice: by 'model=gpt2'"),
+    "two data sets": (lambda: train("data=digits", data=data()), "data is given twice"),
+    "one tensor": (lambda: train(model=chain(), data=INPUTS), f"Tensor is not a data set.*{WRITE_TENSORS}"),
+    "a Dataset of torch": (lambda: train(data=torch.utils.data.TensorDataset(INPUTS, LABELS)), WRITE_TENSORS),
+    "a DataLoader": (lambda: train(data=torch.utils.data.DataLoader([1])), "DataLoader is not a data set"),
+    "a generator": (lambda: train(data=(x for x in INPUTS)), "generator is not a data set"),
+    "a list of samples": (lambda: train(data=list(zip(INPUTS, LABELS, strict=True))), "list is not a data set"),
+    "a name as data": (lambda: train(data="digits"), "str is not a data set.*data=NAME"),
+    "TensorData": (lambda: train(data=TensorData), "TensorData is a class; give an object"),
+    "a pair of other things": (lambda: train(data=("x", "y")), "a str is no tensor"),
+    "a dict as configuration": (lambda: train(config={"train": {"steps": 4}}), "load_config has returned, not a dict"),
+    "a path as configuration": (lambda: train(config="run.yaml"), "not a str"),
+}
+
+# What is refused before a process starts: the model, the data.
+BEFORE_THE_RUN = {
+    "a loss that is a vector": (chain(Loss(lambda o, t: o[:, 0])), data(), "returned Tensor; return models.losses"),
+    "a loss that is a pair": (chain(Loss(lambda o, t: (summed(o, t), 8))), data(), "returned tuple"),
+    "a loss that is nothing": (chain(Loss(lambda o, t: None)), data(), "returned NoneType"),
+    "a sum that is a vector": (chain(Loss(lambda o, t: Sums(o[:, 0], o.sum()))), data(), r"of shape \(8,\) as its"),
+    "a count that is an int": (chain(Loss(lambda o, t: Sums(summed(o, t), 8))), data(), "returned int as its count"),
+    "metrics without sums": (chain(Loss(lambda o, t: Sums(o.sum(), o.sum()), ("a",))), data(), r"1 metrics \(a\)"),
+    "a detached loss": (chain(Loss(lambda o, t: Sums(o.sum().detach(), o.sum()))), data(), "differentiable"),
+    "everything frozen": (chain(layers=frozen()), data(), "no parameters to train: all 58 are frozen"),
+    "nothing to train": (chain(layers=nn.Sequential(nn.ReLU())), data(), "its layers have none"),
+    "a layer of a list": (
+        Chain([LayerSpec("a", lambda: [1])], ClassCrossEntropy()), data(), "cannot be built",
+    ),
+    "a tie to nothing": (
+        Chain([LayerSpec("a", partial(nn.Linear, 4, 2))], ClassCrossEntropy(), tied={"a.weight": "b.weight"}),
+        data(), "ties b.weight, which is no parameter",
+    ),
+    "labels beyond the classes": (chain(), data(targets=LABELS + 1), "int64 .* from 1 to 2.*Target 2 is out of bounds"),
+    "negative labels": (chain(), data(targets=LABELS - 1), "from -1 to 0"),
+    "one label beyond in the test split": (
+        chain(), Given(train=InMemory(INPUTS, LABELS), valid=None, test=InMemory(INPUTS, LABELS + 7), description="x"),
+        "from 7 to 8",
+    ),
+    "labels that are floats": (chain(), data(targets=LABELS.float()), r"targets \(\) float32 \(loss ClassCrossEntropy"),
+    "labels in a column": (chain(), data(targets=LABELS[:, None]), r"targets \(1,\) int64 \(loss ClassCrossEntropy"),
+    "labels as vectors": (chain(), data(targets=F.one_hot(LABELS).float()), "loss ClassCrossEntropy"),
+    "all labels ignored": (chain(), data(targets=torch.full_like(LABELS, -100)), "no target counts: all 32 samples"),
+    "targets of another shape": (chain(SquaredError()), data(targets=INPUTS[:, 0]), r"\(8, 2\), the targets are"),
+    "whole numbers": (chain(), data(LABELS[:, None].expand(40, 4)), r"'0' \(Linear\).*int64: give inputs.float\(\)"),
+    "bytes": (chain(), data(torch.zeros(40, 4, dtype=torch.uint8)), "gets uint8"),
+    "truth values": (chain(), data(INPUTS > 0), "gets bool"),
+    "tokens beyond the embedding": (
+        chain(layers=nn.Sequential(nn.Embedding(10, 2), nn.Flatten())), data(LABELS[:, None] * 12),
+        "embeds 0 to 9 and gets whole numbers from 0 to 12",
+    ),
+    "numbers for tokens": (chain(layers=nn.Sequential(nn.Embedding(10, 2), nn.Flatten())), data(), "'0' .Embedding"),
+    "another width": (chain(), data(torch.randn(40, 5)), r"samples \(5,\) float32"),
+    "inputs without numbers": (chain(), data(torch.randn(40, 0)), r"samples \(0,\)"),
+    "two inputs for one": (chain(), data((INPUTS, INPUTS)), "takes 2 positional arguments but 3"),
+    "a split that is a generator": (chain(), Given(train=(x for x in INPUTS)), "left train=<generator"),
+    "a split that is a tensor": (chain(), Given(train=InMemory(INPUTS, LABELS), valid=INPUTS), "left valid="),
+    "no split": (chain(), Given(), "left no train;"),
+    "no description": (
+        chain(), Given(train=InMemory(INPUTS, LABELS), valid=None, test=None), "left no description",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_what_is_of_a_wrong_kind_is_refused_at_once(name):
+    misuse, message = AT_ONCE[name]
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        misuse()
+
+
+@pytest.mark.parametrize("name", BEFORE_THE_RUN)
+def test_what_does_not_fit_together_is_refused_before_the_run(name, cfg):
+    model, samples, message = BEFORE_THE_RUN[name]
+    objects = {"model": model, "data": copy.copy(samples)}
+    set_given(objects)
+    try:
+        with pytest.raises(UserError, match=f"(?s){message}"):
+            prepare(to_config(to_dict(with_given(cfg, objects))))
+    finally:
+        set_given({})
+
+
+def test_arrays_and_a_pair_are_data_and_whole_numbers_are_classes(tmp_path):
+    words = ["train.epochs=null", "train.steps=2", "train.global_batch_size=8", "logger=none", "parallel.threads=1"]
+    torch.manual_seed(0)
+    model, losses = chain(), []
+    for place, samples in enumerate([data(), (INPUTS.numpy(), LABELS.numpy().astype(np.uint8))]):
+        result = train(*words, f"hydra.run.dir={tmp_path}/{place}", model=model, data=samples)
+        losses.append([record["loss"] for record in result.metrics if "loss" in record])
+    assert losses[0] == losses[1]

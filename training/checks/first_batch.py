@@ -1,0 +1,138 @@
+"""What a first batch shows before any process starts: splits, kinds of numbers, labels, and what the loss returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.errors import DataError, TrainingError
+from data.batch import Batch
+from data.dataset import DataSet, InMemory, Source
+from models.layers import Tensors, as_tuple
+from models.losses import IGNORED, check_sums
+
+_aten = torch.ops.aten
+# What takes numbers of one kind only; on the meta device they take any.
+_PRODUCTS = {
+    _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution,
+    _aten.native_layer_norm, _aten.native_group_norm, _aten.native_batch_norm,
+}  # fmt: skip
+_MOST_OUTPUTS = 10**7  # numbers that the model gives for a micro-batch, for the loss to be computed with labels
+
+
+def check_splits(data: DataSet) -> None:
+    """Check what ``prepare()`` has left. Raises DataError."""
+    for split in ("train", "valid", "test"):
+        source = getattr(data, split, ...)
+        if not isinstance(source, Source) and (split == "train" or source is not None):
+            left = f"no {split}" if source is ... else f"{split}={str(source):.60}"
+            raise DataError(
+                f"{type(data).__name__}.prepare() left {left}; it must leave a data.dataset.Source, such as "
+                "InMemory(inputs, targets), in train, valid and test (or None in the last two)"
+            )
+    if not isinstance(getattr(data, "description", None), str):
+        raise DataError(f"{type(data).__name__}.prepare() left no description: one line that says what the data is")
+
+
+class RealKinds(TorchDispatchMode):
+    """Refuses what the meta device lets pass: whole numbers in a product with weights, tokens beyond an embedding."""
+
+    def __init__(self, meta: Batch, samples: Sequence[Batch]) -> None:
+        """Look at the inputs.
+
+        Args:
+            meta: The batch that will be passed through the model.
+            samples: See ``known_samples``.
+        """
+        super().__init__()
+        columns = zip(*(batch.input_tensors for batch in samples), strict=True)
+        self._range = {id(one): _range(column) for one, column in zip(meta.input_tensors, columns, strict=True)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Check an operation, and do it."""
+        operation = func.overloadpacket
+        if operation in _PRODUCTS:
+            dtypes = {arg.dtype for arg in args if isinstance(arg, Tensor)}
+            whole = [str(dtype).removeprefix("torch.") for dtype in dtypes if not dtype.is_floating_point]
+            if whole and len(dtypes) > len(whole):
+                raise TypeError(f"it computes with floating-point numbers and gets {whole[0]}: give inputs.float()")
+        elif operation is _aten.embedding and (limits := self._range.get(id(args[1]))) is not None:
+            rows = len(args[0])
+            if not 0 <= limits[0] <= limits[1] < rows:
+                raise IndexError(f"it embeds 0 to {rows - 1} and gets whole numbers from {limits[0]} to {limits[1]}")
+        return func(*args, **(kwargs or {}))
+
+
+def known_samples(data: DataSet, sample: Batch) -> list[Batch]:
+    """All samples where they are tensors in memory, split by split, the training's first; else those read already."""
+    held = [one for one in (data.train, data.valid, data.test) if isinstance(one, InMemory) and len(one) > 0]
+    return [Batch(one.inputs, one.targets) for one in held] if held and held[0] is data.train else [sample]
+
+
+def _range(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
+    if any(one.is_floating_point() or one.dtype == torch.bool or one.numel() == 0 for one in tensors):
+        return None
+    return min(int(one.min()) for one in tensors), max(int(one.max()) for one in tensors)
+
+
+def check_loss_value(loss: Any, sums: Any, trained: bool) -> None:
+    """Check what a loss gave for a batch on the meta device.
+
+    Args:
+        loss: The loss.
+        sums: What it returned.
+        trained: Whether the model has parameters to train.
+
+    Raises:
+        ModelError: It is not ``Sums``.
+        TrainingError: No parameter can get a gradient from it.
+    """
+    check_sums(loss, sums)
+    if trained and not sums.loss.requires_grad:
+        raise TrainingError(
+            f"the loss {type(loss).__name__} does not depend on the model's output by a differentiable way: leave out "
+            "detach(), item(), argmax() and no_grad()"
+        )
+
+
+def check_targets(loss: Any, output: Tensors, size: int, targets: Tensor) -> None:
+    """Compute the loss of made-up outputs with the targets themselves, the largest and the smallest among them.
+
+    Args:
+        loss: The loss.
+        output: What the model gives for a micro-batch, on the meta device.
+        size: Samples of a micro-batch.
+        targets: Those that are known, [n, ...].
+
+    Raises:
+        TrainingError: The loss cannot take the targets.
+    """
+    if sum(tensor.numel() for tensor in as_tuple(output)) > _MOST_OUTPUTS:
+        return
+    whole = not targets.is_floating_point() and targets.numel() > 0
+    if whole:
+        each = targets.flatten(1) if targets.dim() > 1 else targets[:, None]
+        counted = each != IGNORED
+        if not counted.any():
+            return
+        low, high = each.masked_fill(~counted, int(each.max())).amin(1), each.amax(1)
+        lowest, highest = int(low.min()), int(high.max())
+        targets = targets[torch.stack([high.argmax(), low.argmin()]).repeat(size)[:size]]
+    else:
+        targets = targets[torch.arange(size) % len(targets)]
+    generator = torch.Generator().manual_seed(0)
+    made_up = [torch.rand(t.shape, generator=generator).to(t.dtype) for t in as_tuple(output)]
+    try:
+        loss(tuple(made_up) if isinstance(output, tuple) else made_up[0], targets, None)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        span = f" from {lowest} to {highest}" if whole else ""
+        shapes = " and ".join(str(list(t.shape)) for t in as_tuple(output))
+        raise TrainingError(
+            f"the loss {type(loss).__name__} cannot take this data's targets, "
+            f"{str(targets.dtype).removeprefix('torch.')} {list(targets.shape)}{span}, with the model's output {shapes}"
+            f": {error}"
+        ) from None
