@@ -195,4 +195,4 @@ def literal(node: Any) -> Any:
         return {key: literal(item) for key, item in node.items()}
     if isinstance(node, list):
         return [literal(item) for item in node]
-    return re.sub(r"(\\*)\$\{", r"\1\1\${", node) if isinstance(node, str) else node
+    return re.sub(r"(?<!\\)(\\*)\$\{", r"\1\1\${", node) if isinstance(node, str) else node

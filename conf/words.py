@@ -34,9 +34,7 @@ def as_typed(overrides: Sequence[str]) -> list[str]:
     """The reverse of what is done to a command line: what was typed, of the overrides that Hydra was given."""
     overrides = [re.sub(r"^([^=]+)=choice\((.*)\)$", r"\1=\2", override) for override in overrides]
     # In prompts a reference is text, for which OmegaConf wants a backslash.
-    overrides = [
-        re.sub(r"(\\*)\\\1\$\{", r"\1${", word) if re.match(r"\+*sample[.=]", word) else word for word in overrides
-    ]
+    overrides = [_refer(word) if re.match(r"\+*sample[.=]", word) else word for word in overrides]
     words: list[str] = []
     names: dict[str, list[str]] = {"logger": [], "callbacks": []}
     for override in overrides:
@@ -50,6 +48,10 @@ def as_typed(overrides: Sequence[str]) -> list[str]:
         words = [word for word in words if not word.startswith("logger=")]
         names["logger"].insert(0, first)
     return [*words, *(f"{key}=[{','.join(some)}]" for key, some in names.items() if some)]
+
+
+def _refer(word: str) -> str:
+    return re.sub(r"(?<!\\)(\\+)\$\{", lambda match: match[1][: len(match[1]) // 2] + "${", word)
 
 
 def _expand(argument: str) -> list[str]:

@@ -354,7 +354,7 @@ def hydra_word(text: str) -> str:
 
 def quoted(text: str) -> str:
     """``text`` in the quotes of Hydra's grammar, in which a backslash escapes a quote and those before a quote."""
-    escaped = re.sub(r"(\\*)('|\Z)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
+    escaped = re.sub(r"(?<!\\)(\\*)('|\Z)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
     return f"'{escaped}'"
 
 

@@ -8,6 +8,7 @@ import shlex
 import pytest
 from composed import compose, config
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from conf.words import as_typed
 from training.config import hydra_word, instantiate, quote_values, quoted, to_dict
@@ -57,10 +58,11 @@ def test_a_prompt_refers_to_nothing(prompt):
         f"sample.prompt={quoted(prompt)}",
         f"sample.prompts={json.dumps([prompt])}",
         f"sample.prompts=[{quoted(prompt)}]",
-        f"sample={{prompt: {quoted(prompt)}, tokens: 3}}",
+        f"sample={{prompts: [{quoted(prompt)}]}}",
     ):
-        settings = to_dict(typed(f"model=gpt2 {shlex.quote(word)}"))["sample"]
-        assert prompt in (settings["prompt"], *(settings["prompts"] or ())), word
+        value = OverridesParser.create().parse_override(*quote_values([word])).value()
+        given = OmegaConf.to_container(OmegaConf.create({"given": value}), resolve=True)["given"]
+        assert (given["prompts"] if isinstance(given, dict) else given) in (prompt, [prompt]), word
 
 
 @pytest.mark.parametrize("prompt", REFERENCES)

@@ -4,9 +4,12 @@ import json
 import os
 import platform
 import subprocess
+import time
 
 import pytest
 
+from conf.words import as_typed
+from training.config import quote_values
 from training.reporting import describe, mask_secrets
 from training.reporting.environment import _git
 
@@ -71,6 +74,17 @@ def test_secrets_on_the_command_line_are_masked(given, shown):
     "tokenizer=gpt2", "data.root=/data/" + "0a" * 20 + "/x", "parallel.balance=[7,7]", "logger.tags=[a,b]"])
 def test_ordinary_arguments_are_left_alone(argument):
     assert mask_secrets([argument]) == [argument]
+
+
+@pytest.mark.parametrize("unit", ["a", ".", "-", " ", "\\", "'", "a=", "a:", "a://", "a:b@", "token", "sk-", "+/a"])
+def test_four_times_the_text_takes_four_times_as_long_and_not_sixteen(unit):
+    def seconds(size):
+        text = "sample.prompt=a" + unit * (size // len(unit))
+        begin = time.process_time()
+        mask_secrets([text, as_typed(quote_values([text]))])
+        return time.process_time() - begin
+
+    assert seconds(40_000) < 8 * max(seconds(10_000), 0.01)
 
 
 def test_the_version_of_tiktoken_is_no_secret():

@@ -23,9 +23,12 @@ _SECRET_VALUE = re.compile(
     r"|(?<![/\w])[0-9a-f]{40}(?![/\w]))"
 )
 _SHORTEST_SECRET = 8  # characters; a shorter value of a variable may be an ordinary word
-_URL_PASSWORD = re.compile(r"(\w+://[^/\s:@]*:)[^/\s@]+@")
+# Each begins where a word begins: in a long word, to begin at every letter would take a time that grows as its square.
+_URL_PASSWORD = re.compile(r"(?<!\w)(\w+://[^/\s:@]*:)[^/\s@]+@")
 # `name=value`, `name: value` (inside {…}) and `--name=value`; a value ends where a list or mapping goes on.
-_ASSIGNMENT = re.compile(r"(?P<name>[\w.\-]+)(?P<sign>\s*[=:]\s*)(?P<value>'[^']*'|\"[^\"]*\"|[^,{}\[\]\s'\"]+)")
+_ASSIGNMENT = re.compile(
+    r"(?<![\w.\-])(?P<name>[\w.\-]+)(?P<sign>\s*[=:]\s*)(?P<value>'[^']*'|\"[^\"]*\"|[^,{}\[\]\s'\"]+)"
+)
 # A vocabulary's `pad_token=0` is no secret.
 _HARMLESS = re.compile(r"\d{1,6}|true|false|null|none|", re.IGNORECASE)
 
