@@ -5,6 +5,8 @@ import re
 import pytest
 from commandline import Started, train
 
+from training.reporting.run_directory import WRITTEN
+
 
 def test_two_runs_started_at_once_get_a_directory_each(tmp_path):
     overrides = ["train.epochs=null", "train.steps=1", "train.eval_every=null", "logger=none"]
@@ -51,3 +53,35 @@ def test_a_sweep_directory_that_holds_another_sweep_is_refused_and_left_untouche
     assert {name: content for name, content in contents(folder).items() if name[0] in "01"} == before
     assert second.code == 1
     assert "holds another run" in second.stderr
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints", "logs/rank_0001.log", ".hydra", ".hydra/config.yaml"])
+@pytest.mark.parametrize("sweep", [False, True], ids=["run", "sweep"])
+def test_a_link_that_leads_out_of_a_run_directory_is_refused_before_anything_is_written(tmp_path, capsys, name, sweep):
+    from train import main
+
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    link = folder / "0" / name if sweep else folder / name
+    link.parent.mkdir(parents=True)
+    outside.mkdir()
+    link.symlink_to(outside / "not there" if "." in link.name else outside)
+    where = [f"hydra.sweep.dir={folder}", "-m", "seed=1"] if sweep else [f"hydra.run.dir={folder}"]
+    assert main(["logger=none", "train.resume=auto", *where]) == 1
+    assert f"{link} is a link that leads out of" in capsys.readouterr().err
+    assert list(outside.iterdir()) == []
+    assert [path for path in folder.rglob("*") if path not in (link, *link.parents)] == []
+
+
+def test_a_link_inside_a_run_directory_and_one_to_it_are_followed(tmp_path, capsys):
+    from train import main
+
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    recipe = ["logger=none", "train.epochs=null", f"hydra.run.dir={tmp_path}/run", "train.eval_every=null"]
+    assert main([*recipe, "train.steps=1"]) == 0, capsys.readouterr().err
+    assert (tmp_path / "disk" / "checkpoints" / "latest").is_symlink()
+    assert main([*recipe, "train.steps=2", "train.resume=auto"]) == 0, capsys.readouterr().err
+
+
+def test_what_a_run_writes_is_looked_at_for_links(toy):
+    assert {path.name for path in toy.folder.iterdir()} <= {*WRITTEN, ".hydra"}

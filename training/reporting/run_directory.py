@@ -22,11 +22,18 @@ from conf.messages import explain as explain_error
 from conf.trust import check_job
 from launchers import World
 from launchers.world import restarts
-from training.reporting import METRICS, mask_secrets
+from training.reporting import METRICS, SUMMARY, mask_secrets
 from training.reporting.directory_lock import EARLIER_ATTEMPT_S, LOCK, hold, release
 
 # Of Linux; the files in it have names and paths of their own.
 _LONGEST_NAME, _LONGEST_PATH = 255, 3800
+
+# What runs, jobs and sweeps write, besides Hydra's folder.
+WRITTEN = (
+    METRICS, SUMMARY, "environment.json", "choices.json", "timeline.png", "timeline.json", "gradients.jsonl",
+    "metrics.csv", "mlflow_id.txt", "wandb_id.txt", "train.log", "job.json", "sweep.csv", "sweep.png", "report.html",
+    "multirun.yaml", "checkpoints", "logs", "wandb", "tensorboard", "mlruns", "profile", "slurm", "export",
+)  # fmt: skip
 
 
 @contextmanager
@@ -80,6 +87,7 @@ class RunDirectoryGuard(Callback):
         folder = Path(config.hydra.run.dir)
         _check_name("hydra.run.dir", folder)
         _stay_inside("hydra.output_subdir", config.hydra.output_subdir)
+        _check_links("hydra.run.dir", folder, config.hydra.output_subdir)
         _lock(folder, "hydra.run.dir")
         # Only now: a run that began at the same moment would have been overlooked before.
         if config.train.resume is None and not started_again() and (folder / METRICS).exists():
@@ -96,7 +104,12 @@ class RunDirectoryGuard(Callback):
         _stay_inside("hydra.output_subdir", config.hydra.output_subdir)
         # Not resolved: it contains the job's number, which only a job knows.
         _stay_inside("hydra.sweep.subdir", OmegaConf.to_container(config.hydra.sweep, resolve=False)["subdir"])
-        _lock(Path(config.hydra.sweep.dir), "hydra.sweep.dir")
+        folder = Path(config.hydra.sweep.dir)
+        for job in (path for path in (folder.iterdir() if folder.is_dir() else ()) if path.is_dir()):
+            _check_link("hydra.sweep.dir", folder, job)
+            _check_links("hydra.sweep.dir", job, config.hydra.output_subdir)
+        _check_links("hydra.sweep.dir", folder, None)
+        _lock(folder, "hydra.sweep.dir")
 
     @_refusing
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -144,6 +157,20 @@ def _check_name(key: str, path: Path) -> None:
 def _stay_inside(key: str, value: str | None) -> None:
     if value is not None and (Path(value).is_absolute() or ".." in Path(value).parts):
         refuse(f"{key}={value} leads out of the run directory; give a name without .. that does not begin with /")
+
+
+def _check_links(key: str, folder: Path, subfolder: str | None) -> None:
+    """Refuses a directory from others in which what a run writes is a link that leads out of it."""
+    for path in (folder / name for name in (*WRITTEN, *([subfolder] if subfolder else []))):
+        _check_link(key, folder, path)
+        for inside in path.iterdir() if path.is_dir() else ():
+            _check_link(key, folder, inside)
+
+
+def _check_link(key: str, folder: Path, path: Path) -> None:
+    if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+        where = os.readlink(path)
+        refuse(f"{path} is a link that leads out of {folder}, to {where}; remove it, or choose another {key}")
 
 
 def _lock(folder: Path, key: str) -> None:
