@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import bdb
 import errno
 import os
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import TracebackType
 
 _WAYS_OUT = {
     errno.ENAMETOOLONG: "choose a shorter one",
@@ -22,6 +25,10 @@ _WAYS_OUT = {
     errno.ELOOP: "check its symbolic links",
     errno.EAGAIN: "allow this user more processes: ulimit -u",
 }
+_NEED_LESS = (
+    "Smaller micro-batches (more parallel.chunks), train.activation_checkpointing=true, parallel=fsdp, or a smaller "
+    "train.global_batch_size, model or data set need less; mode=plan estimates what each rank will hold"
+)
 
 
 class UserError(Exception):
@@ -67,18 +74,48 @@ def message_for_user(error: BaseException) -> str | None:
     of the processes of a run; see ``launchers.failure``.)
     """
     if isinstance(error, UserError):
-        return str(error)
+        return _with_notes(str(error), error)
     if isinstance(error, OSError) and not isinstance(error, ConnectionError) and error.errno is not None:
         where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         way_out = _WAYS_OUT.get(error.errno, "check the file, its disk and its permissions")
         return f"{where}{(error.strerror or str(error)).lower()}; {way_out}"
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
-        said = str(error).strip().partition("\n")[0]
+    if _is_out_of_memory(error):
+        said = str(error).strip().partition("\n")[0].partition(" See documentation")[0]
+        said = said[said.find("DefaultCPUAllocator") :] if "DefaultCPUAllocator" in said else said
+        return _with_notes(f"memory is exhausted{f': {said}' if said else ''}", error) + f"\n{_NEED_LESS}"
+    if isinstance(error, bdb.BdbQuit):
+        frames = traceback.extract_tb(error.__traceback__)
+        at = [frame for frame in frames if frame.filename != bdb.__file__][-1]
+        if sys.stdin is not None and sys.stdin.isatty():
+            return f"the debugger was left in {at.filename}, line {at.lineno}"
         return (
-            f"memory is exhausted{f' ({said})' if said else ''}: a smaller model, train.global_batch_size or data set, "
-            "or more parallel.chunks, need less"
+            f"breakpoint() in {at.filename}, line {at.lineno}, found no terminal: workers have none. Start a run of "
+            "one process from a terminal: parallel=single, or parallel=model_parallel for several stages"
         )
     return None
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Of main memory or a device's; common/ knows nothing of torch's own class, and not every backend raises it."""
+    words = ("can't allocate memory", "out of memory", "_ALLOC_FAILED")
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Do what ``error.add_note`` does from Python 3.11 on."""
+    error.__notes__ = [*getattr(error, "__notes__", ()), note]
+
+
+def format_exception(error: BaseException, trace: TracebackType | None) -> str:
+    """The traceback with the error's notes, which Python prints by itself from 3.11 on."""
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    return text if sys.version_info >= (3, 11) else _with_notes(text.rstrip("\n"), error) + "\n"
+
+
+def _with_notes(text: str, error: BaseException) -> str:
+    return "\n".join([text, *getattr(error, "__notes__", ())])
 
 
 @contextmanager

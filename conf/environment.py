@@ -10,7 +10,6 @@ import json
 import os
 import re
 import sys
-import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from types import TracebackType
@@ -18,6 +17,8 @@ from typing import Any, TextIO
 
 from omegaconf import Container, OmegaConf
 from omegaconf.resolvers import oc
+
+from common.errors import format_exception
 
 KEY = "from_environment"
 
@@ -136,7 +137,7 @@ def hide_on_console() -> None:
 
 
 def _print_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    sys.stderr.write(hide("".join(traceback.format_exception(kind, error, trace))))
+    sys.stderr.write(hide(format_exception(error, trace)))
 
 
 class _Hiding:

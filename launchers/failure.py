@@ -6,12 +6,11 @@ import json
 import os
 import signal
 import time
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import message_for_user
+from common.errors import format_exception, message_for_user
 from launchers.errors import WorkerFailed
 from launchers.heartbeat import Heartbeat
 
@@ -112,7 +111,7 @@ def write_report(path: str | os.PathLike, error: BaseException) -> dict:
         OSError: The file cannot be written.
     """
     frames = error.__traceback__.tb_next if error.__traceback__ else None
-    text = "".join(traceback.format_exception(type(error), error, frames))
+    text = format_exception(error, frames)
     report = {"message": text, "peer": is_peer_error(error), "timestamp": time.time()}
     report["repeats"] = getattr(error, "repeats", False)
     report["for_user"] = None if report["peer"] else message_for_user(error)
@@ -204,7 +203,7 @@ def _signal_text(death: Death) -> str:
     if number == signal.SIGKILL:
         text += (
             ". If nobody killed it, the machine ran out of memory: `dmesg` or the job's log says so; "
-            "use fewer processes or smaller micro-batches"
+            "use fewer processes or smaller micro-batches (parallel.chunks); mode=plan estimates what each rank holds"
         )
     return text
 

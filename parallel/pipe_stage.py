@@ -125,7 +125,7 @@ class PipeStage(PipelineStage):
         """Compute a micro-batch's forward, and record when."""
         start = self._timeline.begin(RECEIVE_ACTIVATION, self.stage_index, fwd_chunk_id)
         self._microbatch = fwd_chunk_id
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        output = _unwrapped(super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
         self._timeline.note(FORWARD, self.stage_index, fwd_chunk_id, start)
         return output
 
@@ -146,7 +146,7 @@ class PipeStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, loss=None, full_backward: bool = True, last_backward: bool = False):
         """Compute a micro-batch's backward, or its first part, and record when."""
         start = self._timeline.begin(RECEIVE_GRADIENT, self.stage_index, bwd_chunk_id)
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        _unwrapped(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward)
         self._timeline.note(BACKWARD if full_backward else BACKWARD_INPUT, self.stage_index, bwd_chunk_id, start)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False):
@@ -182,6 +182,17 @@ class PipeStage(PipelineStage):
                 if gradient is not None:
                     vector.grad = gradient if vector.grad is None else vector.grad.add_(gradient)
         return tuple(_as_sent(*pair) for pair in zip(inputs, gradients, strict=False)), deferred
+
+
+def _unwrapped(method: Callable, *args, **kwargs):
+    """Call a method of torch's stage; what a layer raises is raised as it is, and not as torch's RuntimeError of it."""
+    try:
+        return method(*args, **kwargs)
+    except RuntimeError as error:
+        if error.__cause__ is None or "ailed to run" not in str(error):
+            raise
+        raised = error.__cause__
+    raise raised
 
 
 def _as_sent(x: Tensor, gradient: Tensor | None) -> Tensor | None:

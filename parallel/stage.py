@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -223,6 +224,30 @@ def _dense(x: Tensor) -> Tensor:
     """``x`` contiguous, in dimensions of size 1 too: torch takes their strides for a hint at channels_last."""
     x = x.contiguous()
     return x.view(x.shape) if 1 in x.shape else x
+
+
+def place_of(error: BaseException, layers: Sequence[str], first: int) -> str:
+    """Where a step was when ``error`` was raised in it, in words; empty where that was in no micro-batch.
+
+    It is read from the frames of the traceback: a step that succeeds does nothing for it.
+
+    Args:
+        error: The error, as it leaves the step.
+        layers: The layers of this rank, for an error of which no more is known.
+        first: The index in the global batch of this replica's first micro-batch.
+    """
+    layer, index, backward = f"{layers[0]} … {layers[-1]}", None, False
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        seen, module = frame.f_locals, frame.f_globals.get("__name__")
+        backward = backward or frame.f_code.co_name.startswith("backward")
+        if frame.f_code is Stage._seeded.__code__:
+            kind = type(getattr(seen["layer"], "__self__", seen["layer"])).__name__
+            layer = f"layer {seen['name']!r} ({kind})"
+        elif module == "parallel.local":
+            index = seen.get("index", index)
+        elif module == "parallel.pipe_stage":
+            index = next((first + seen[key] for key in ("fwd_chunk_id", "bwd_chunk_id") if key in seen), index)
+    return "" if index is None else f"the {'backward' if backward else 'forward'} of {layer}, micro-batch {index}"
 
 
 def _contexts(layer: nn.Module) -> tuple[AbstractContextManager, AbstractContextManager]:

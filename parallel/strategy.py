@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from common.errors import add_note
 from data.batch import Batch
 from models.chain import Chain
 from parallel.averaging import replicate
@@ -27,7 +28,7 @@ from parallel.plan import Plan
 from parallel.precision import LossScale, autocast, parameter_dtype
 from parallel.shape_inference import trace
 from parallel.sharding import Sharding
-from parallel.stage import Stage
+from parallel.stage import Stage, place_of
 from parallel.step import Options, StepResult
 from parallel.timeline import Timeline
 
@@ -151,6 +152,9 @@ class Strategy(ModelPart, ABC):
         try:
             with torch.set_grad_enabled(training), autocast(self.plan.precision, self.device.type, keep_casts):
                 yield batch
+        except Exception as error:
+            self._note_place(error, step)
+            raise
         finally:
             for stage in self.stages:
                 stage.end()
@@ -158,6 +162,16 @@ class Strategy(ModelPart, ABC):
                 self.sharding.reshard(self.stages)
         if training:
             self.timeline.end_step()
+
+    def _note_place(self, error: Exception, step: int | None) -> None:
+        """Add to an error where in the step it was raised."""
+        layers = [name for stage in self.stages for name in stage.layers.names]
+        place = place_of(error, layers, self.mesh.replica * self.plan.chunks)
+        if place:
+            place += f" of {self.plan.microbatch_size} samples"
+        rank = f"rank {self.mesh.rank}" if self.mesh.size > 1 else ""
+        words = filter(None, [place, f"step {step}" if step else "evaluation", rank])
+        add_note(error, f"raised in {', '.join(words)}")
 
     def finish_step(self, batch: Batch, stop: bool, loss_limit: float) -> StepResult:
         """Do what follows the backward of a training step.

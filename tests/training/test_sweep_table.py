@@ -62,7 +62,7 @@ def test_neither_the_first_steps_count_nor_what_was_set_aside(tmp_path):
         ("running", None, "no end is recorded"),
         ("interrupted", None, ""),
         ("failed", "10 cannot be cut\ninto 3", "10 cannot be cut"),
-        ("failed", "rank 1 raised\nTraceback (most recent call last):\n  x\nKeyError: 'a'\n", "KeyError: 'a'"),
+        ("failed", "rank 1 raised\nTraceback (most recent call last):\n  x\nKeyError: 'a'\nin step 3", "KeyError: 'a'"),
     ],
 )
 def test_a_job_without_result_says_why_in_a_line(tmp_path, status, error, shown):

@@ -6,11 +6,10 @@ import multiprocessing
 import shlex
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
-from common.errors import TrainingError, UserError
+from common.errors import TrainingError, UserError, format_exception
 from conf.trust import typed_overrides
 from launchers import World
 from launchers.stopping import Stopped
@@ -79,7 +78,7 @@ def run_job(cfg: Any, hydra: Any, world: World | None) -> float | None:
         end(INTERRUPTED)
         raise
     except Exception as error:
-        text = str(error) if isinstance(error, UserError) else traceback.format_exc()
+        text = str(error) if isinstance(error, UserError) else format_exception(error, error.__traceback__)
         end(FAILED, text)
         print(f"error: job {job.num}: {text}", file=sys.stderr)
         if hydra.sweeper._target_ != _OWN_SWEEPER:

@@ -97,11 +97,15 @@ class Row:
         """Why there is no result, in one line; empty for a finished job."""
         if self.finished:
             return ""
-        lines = [line.strip() for line in (self.job.error or "").splitlines() if line.strip()]
+        lines = [line for line in (self.job.error or "").splitlines() if line.strip()]
         if not lines:
             return {"waiting": "not started", "running": "no end is recorded"}.get(self.job.status, "")
-        is_traceback = any(line.startswith("Traceback (most recent call last)") for line in lines)
-        return lines[-1].removeprefix("common.errors.") if is_traceback else lines[0]
+        starts = [n for n, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+        if not starts:
+            return lines[0].strip()
+        # The error follows the last frame; after it come its further lines and notes.
+        said = [line for line in lines[starts[-1] + 1 :] if not line.startswith(" ")]
+        return said[0].removeprefix("common.errors.") if said else lines[-1].strip()
 
     @property
     def status(self) -> str:

@@ -1,0 +1,130 @@
+"""An error in a layer says where in the step it was raised, under every strategy; one of memory says the way out."""
+
+import bdb
+import gc
+import io
+import os
+import pdb
+import re
+import traceback
+from contextlib import contextmanager
+
+import pytest
+import torch
+from composed import compose, run_on_rank
+from torch import nn
+
+from common.errors import add_note, format_exception, message_for_user
+from training.config import to_dict
+
+LAYOUTS = {
+    "single": (1, ["parallel.chunks=2"]),
+    "model_parallel": (1, []),
+    "fsdp": (2, ["parallel.dp=2"]),
+    "pipelined": (2, ["parallel.pp=2", "parallel.chunks=2", "parallel.balance=[1,2]"]),
+    "pipe_ddp": (4, ["parallel.dp=2", "parallel.pp=2", "parallel.balance=[1,2]"]),
+}
+QUICK = ["logger=none", "device=cpu", "parallel.threads=1", "parallel.timeout_s=30", "train.precision=fp32"]
+
+
+class OwnError(Exception):
+    pass
+
+
+def fail() -> None:
+    raise OwnError("my own problem")
+
+
+def run_out() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. See documentation for more")
+
+
+FAULTS = {"own": fail, "memory": run_out, "main memory": lambda: torch.empty(1 << 50)}
+
+
+@contextmanager
+def broken_relu(fault, backward: bool):
+    """Have the second call of each ReLU in a training step raise, or the backward of it."""
+    forward, calls = nn.ReLU.forward, []
+
+    def broken(self, x):
+        if not self.training or type(x) is not torch.Tensor or x.is_meta:  # while shapes are looked for
+            return forward(self, x)
+        calls.append(x)
+        if len(calls) == 2 and not backward:
+            fault()
+        output = forward(self, x)
+        if len(calls) == 2:
+            output.register_hook(lambda gradient: fault())
+        return output
+
+    nn.ReLU.forward = broken
+    try:
+        yield
+    finally:
+        nn.ReLU.forward = forward
+
+
+def said_on_rank(tree: dict, folder: str, meeting: str, fault: str, backward: bool) -> str:
+    """What a user reads of the error with which the run ends on this rank."""
+    try:
+        with broken_relu(FAULTS[fault], backward):
+            run_on_rank(tree, folder, meeting)
+    except Exception as error:
+        said = message_for_user(error) or format_exception(error, error.__traceback__)
+        traceback.clear_frames(error.__traceback__)  # they hold the connections for which the other ranks wait
+    gc.collect()
+    return said
+
+
+@pytest.mark.parametrize(
+    "layout, backward, place",
+    [
+        ("single", False, "forward of layer 'relu' [(]ReLU[)], micro-batch 1 of 32 samples, step 1"),
+        ("single", True, "backward of net1 … net2, micro-batch 1 of 32 samples, step 1"),
+        ("model_parallel", False, "forward of layer 'relu' [(]ReLU[)], micro-batch 0 of 64 samples, step 2"),
+        ("fsdp", False, "forward of layer 'relu' [(]ReLU[)], micro-batch 0 of 32 samples, step 2, rank 0"),
+        ("pipelined", True, "backward of relu … net2, micro-batch 1 of 32 samples, step 1, rank 1"),
+        ("pipe_ddp", False, "forward of layer 'relu' [(]ReLU[)], micro-batch [15] of 8 samples, step 1, rank [1-3]"),
+    ],
+)
+def test_an_error_in_a_layer_names_layer_step_micro_batch_and_rank(ranks, tmp_path, layout, backward, place):
+    processes, where = LAYOUTS[layout]
+    tree = to_dict(compose(*QUICK, "train.epochs=null", "train.steps=3", f"parallel={layout}", *where))
+    said = ranks.run(processes, said_on_rank, tree, str(tmp_path), str(tmp_path / "meeting"), "own", backward)
+    told = [text for text in said if "my own problem" in text]
+    assert any(re.search(rf"my own problem\nraised in the {place}\s*$", text) for text in told), said
+    assert all("in fail\n" in text and "failed to run" not in text for text in told), "the user's own lines"
+
+
+@pytest.mark.parametrize("fault", ["memory", "main memory"])
+def test_exhausted_memory_ends_in_the_way_out(ranks, tmp_path, fault):
+    tree = to_dict(compose(*QUICK, "parallel.chunks=2"))
+    (said,) = ranks.run(1, said_on_rank, tree, str(tmp_path), str(tmp_path / "meeting"), fault, False)
+    first, place, way_out = said.splitlines()
+    assert first.startswith("memory is exhausted: ") and ("2.00 GiB." in first or "4503599627370496 bytes" in first)
+    assert place == "raised in the forward of layer 'relu' (ReLU), micro-batch 1 of 32 samples, step 1"
+    words = ("parallel.chunks", "train.activation_checkpointing=true", "parallel=fsdp", "mode=plan")
+    assert all(word in way_out for word in words)
+
+
+def debug() -> None:
+    """As ``breakpoint()`` does where there is no input."""
+    pdb.Pdb(stdin=open(os.devnull), stdout=io.StringIO()).set_trace()
+
+
+def test_a_debugger_without_a_terminal_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr("sys.stdin", open(os.devnull))
+    with pytest.raises(bdb.BdbQuit) as quitting:
+        debug()
+    said = message_for_user(quitting.value)
+    assert said.startswith(f"breakpoint() in {__file__}, line ") and "parallel=single" in said
+
+
+def test_notes_are_printed_where_python_does_not(monkeypatch):
+    error = ValueError("x")
+    add_note(error, "raised in step 3")
+    for version in ((3, 10), (3, 13)):
+        monkeypatch.setattr("sys.version_info", version)
+        said = format_exception(error, None)
+        assert "raised in step 3" in said
