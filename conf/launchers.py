@@ -32,7 +32,7 @@ class Slurm:
     signal_s: int = 120  # how long before the limit it is told to save; SLURM may be up to 60 s early
     max_requeues: int = 100  # how often a job may be queued again after a time limit
     setup: list[str] = field(default_factory=list)  # shell lines before the run, such as ["module load cuda"]
-    sbatch: dict[str, Any] = field(default_factory=dict)  # further parameters of sbatch, such as {constraint: a100}
+    sbatch: Any = None  # further parameters of sbatch, such as {constraint: a100}
     wait: bool = True  # false: print the job's number and return at once
     max_parallel: int | None = None  # jobs of a sweep that run at the same time; null: all
     poll_s: float = 2.0  # seconds between two queries of the queue

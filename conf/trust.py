@@ -1,9 +1,9 @@
 """A configuration may come from anywhere: it chooses what this project does, and cannot have anything else executed.
 
 Targets are checked where they are called (``training.config.resolve``). Here is what Hydra itself, or the environment
-of processes, would execute. The exceptions are ``launcher.setup``, whose values are shell lines, and ``allow`` and
-``import_from``, which let targets be of other packages: they count where the user has typed them, or where they are in
-this project's own ``conf/``.
+of processes, would execute. The exceptions are ``launcher.setup``, whose values are shell lines, options of
+``launcher.sbatch`` such as containers, and ``allow`` and ``import_from``, which let targets be of other packages: they
+count where the user has typed them, or where they are in this project's own ``conf/``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,13 @@ _VARIABLES = (
     "OMP_", "GOMP_", "KMP_", "MKL_",
 )  # fmt: skip
 _CODE = ("allow", "import_from")  # keys that name packages whose code targets may be, and where they are
+# Options of sbatch that run nothing.
+_SBATCH = set(
+    "account begin clusters comment constraint contiguous core_spec cores_per_socket cpus_per_gpu cpus_per_task "
+    "deadline dependency distribution exclude exclusive gpus gpus_per_node gpus_per_task gres gres_flags hint hold "
+    "licenses mail_type mail_user mem mem_per_cpu mem_per_gpu network nice no_requeue nodelist oversubscribe partition "
+    "priority qos requeue reservation sockets_per_node switches threads_per_core time_min tmp wckey".split()
+)
 _WORDS = re.compile(r"[,\[\]'\"\s]+")
 # Of these, some name a library that is loaded, or a place where files are read and written.
 _FILES = re.compile(r"(PLUGIN|LIBRARIES|LIB|PATH|DIR|HOME|FILE|INJECTION\w*|CONF|CONFIG)$")
@@ -132,13 +139,18 @@ def check_job(cfg: Any, hydra: Any) -> None:
         hydra: Hydra's own section.
 
     Raises:
-        UserError: ``hydra.job.env_set`` is not allowed, or code is named (``launcher.setup``, ``allow``,
-            ``import_from``) by a file that is not this project's.
+        UserError: ``hydra.job.env_set`` is not allowed, or code is named (``launcher.setup``,
+            ``launcher.sbatch``, ``allow``, ``import_from``) by a file that is not this project's.
     """
     check_variables("hydra.job.env_set", hydra.job.env_set)
     typed = [override.lstrip("+") for override in typed_overrides(hydra)]
     others = [s.path for s in hydra.runtime.config_sources if s.schema == "file" and s.path != str(FOLDER)]
-    named = {"launcher.setup": cfg.launcher.get("setup"), **{key: cfg.get(key) for key in _CODE}}
+    sbatch = cfg.launcher.get("sbatch")
+    sbatch = [
+        key for key in (sbatch if isinstance(sbatch, Mapping) else ()) if str(key).replace("-", "_") not in _SBATCH
+    ]
+    named = {"launcher.setup": cfg.launcher.get("setup"), "launcher.sbatch": sbatch}
+    named |= {key: cfg.get(key) for key in _CODE}
     for key, values in named.items():
         if others and values and not any(word.startswith(key) for word in typed):
             raise UserError(

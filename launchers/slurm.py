@@ -26,13 +26,24 @@ _TEMPLATE = Path(__file__).with_name("train.sbatch")
 _UNKNOWN_S = 20.0  # how long the queue may not know a job before the job counts as gone
 _SILENT_S = 300.0  # how long the queue may not answer at all
 _GONE_S = 60.0  # how long a job that was cancelled may take to end
-# What launcher.sbatch may set. Other options would run commands (wrap, export, prolog) or write files elsewhere.
-_SBATCH = set(
-    "account begin clusters comment constraint contiguous core_spec cores_per_socket cpus_per_gpu cpus_per_task "
-    "deadline dependency distribution exclude exclusive gpus gpus_per_node gpus_per_task gres gres_flags hint hold "
-    "licenses mail_type mail_user mem mem_per_cpu mem_per_gpu network nice no_requeue nodelist oversubscribe partition "
-    "priority qos requeue reservation sockets_per_node switches threads_per_core time_min tmp wckey".split()
-)
+_LATE_S = 30.0  # how long a rank's report may stay unseen after the job's end: NFS looks into a folder again after that
+_NEVER_S = 300.0  # how long a job may wait for what cannot be: a node that is down comes back, limits are changed
+# Options of sbatch that launcher.sbatch cannot change, as the launcher follows the job by them.
+_OWN = {
+    "array": "a sweep (-m) is an array",
+    "error": "the command follows the job by its output, in the folder of the run (hydra.run.dir)",
+    "export": "ranks need the environment of this command; launcher.setup=['export NAME=VALUE'] adds to it",
+    "nodes": "set launcher.nodes",
+    "ntasks": "set launcher.nodes and launcher.tasks_per_node",
+    "ntasks-per-node": "set launcher.tasks_per_node",
+    "output": "the command follows the job by its output, in the folder of the run (hydra.run.dir)",
+    "parsable": "it is set already",
+    "signal": "set launcher.signal_s",
+    "test-only": "mode=plan shows what would run",
+    "time": "set launcher.time_min",
+    "wait": "set launcher.wait",
+    "wrap": "the job is launchers/train.sbatch; launcher.setup=[COMMAND] runs a command before",
+}
 
 
 @dataclass
@@ -58,6 +69,7 @@ class Job:
     error: Exception | None = None
     _state: State | None = field(default=None, repr=False)
     _known: float = field(default_factory=time.monotonic, repr=False)
+    _since: float = field(default_factory=time.monotonic, repr=False)  # when it came into its state
 
     @property
     def output(self) -> Path:
@@ -74,7 +86,8 @@ class Job:
 
         Args:
             state: The job's state; None where the queue does not know the job.
-            tell: Called with a line for the user when the job starts to wait or to run.
+            tell: Called with a line for the user when the job starts to wait, waits for another reason, or starts to
+                run.
         """
         if state is None:
             if time.monotonic() - self._known > _UNKNOWN_S:
@@ -86,16 +99,25 @@ class Job:
                         f"job {self.id} has vanished from the queue without an end; its output so far: {self.output}"
                     )
             return
-        before, self._state, self._known = self._state, state, time.monotonic()
-        if state.never:
-            self.done, self.error = True, LaunchError(f"job {self.id} can never start: {state.never} ({state.reason})")
+        now = time.monotonic()
+        if self._state is None or (self._state.name, self._state.reason) != (state.name, state.reason):
+            self._since = now
+        before, self._state, self._known = self._state, state, now
+        if state.never and now - self._since >= _NEVER_S:
+            self.done = True
+            waited = f"it waited for {state.reason} for {_NEVER_S / 60:g} min, and was cancelled"
+            self.error = LaunchError(f"job {self.id} does not start: {state.never}; {waited}")
             slurm_queue.cancel([self.id])
         elif state.ended:
-            self.done = True
-            self.error = explain(self.id, state, self.folder, self.log_dir, self.ranks, self.time_min)
-        elif before is None or before.waits != state.waits:
-            where = f"waits in the queue ({state.reason})" if state.waits else f"runs on {state.nodes}"
-            tell(f"job {self.id} {where}")
+            unseen = state.name == "COMPLETED" and None in read_reports(self.folder, self.id, self.ranks).values()
+            if not unseen or now - self._since >= _LATE_S:
+                self.done = True
+                self.error = explain(self.id, state, self.folder, self.log_dir, self.ranks, self.time_min)
+        elif state.waits and (before is None or not before.waits or before.reason != state.reason):
+            never = f": {state.never}; it is cancelled if that lasts {_NEVER_S / 60:g} min" if state.never else ""
+            tell(f"job {self.id} waits in the queue ({state.reason}{never})")
+        elif not state.waits and (before is None or before.waits):
+            tell(f"job {self.id} runs on {state.nodes}")
 
 
 def tasks_per_node(options: Any, processes: int) -> int:
@@ -173,16 +195,15 @@ def submit(
         "array": None if count == 1 else f"0-{count - 1}{at_once}",
         "output": folder / f"{file}.out",
         "error": folder / f"{file}.err",
-        **{key.replace("_", "-"): value for key, value in options.sbatch.items()},
+        **{str(key).replace("_", "-"): value for key, value in (options.sbatch or {}).items()},
     }
-    words = [
-        f"--{key}" if value is True else f"--{key}={value}"
-        for key, value in flags.items()
-        if value is not None and value is not False
-    ]
+    # A container (pyxis: container_image) is for the ranks: with sbatch it would hold the script, which calls srun.
+    container = {key: flags.pop(key) for key in list(flags) if re.match(r"(no-)?container", key)}
+    python = "python" if "container-image" in container else sys.executable
     script = folder / "job.sh"
-    write_private(script, _script([sys.executable, "-u", *arguments], options.setup, env or {}))
-    number = slurm_queue.submit([*words, str(script)])
+    write_private(script, _script([python, "-u", *arguments], options.setup, env or {}, _words(container)))
+    _check_nodes(flags)
+    number = slurm_queue.submit([*_words(flags), str(script)])
     numbers = [number] if count == 1 else [f"{number}_{index}" for index in range(count)]
     return [
         Job(id, folder, Path(log_dir), processes, options.time_min)
@@ -190,14 +211,40 @@ def submit(
     ]
 
 
+def _words(flags: Mapping[str, Any]) -> list[str]:
+    return [
+        f"--{key}" if value is True else f"--{key}={value}"
+        for key, value in flags.items()
+        if value is not None and value is not False
+    ]
+
+
+def _check_nodes(flags: Mapping[str, Any]) -> None:
+    """Check that nodes have the processors that are asked for: the queue may keep a job that none can run for ever."""
+    if flags.get("overcommit") or flags.get("clusters") or not str(flags["cpus-per-task"] or 1).isdigit():
+        return
+    cpus = sorted(slurm_queue.node_cpus(flags.get("partition")), reverse=True)
+    nodes, per_node, per_process = flags["nodes"], flags["ntasks-per-node"], int(flags["cpus-per-task"] or 1)
+    needed = per_node * per_process
+    enough = sum(count >= needed for count in cpus)
+    if enough < min(nodes, len(cpus)):
+        most = cpus[min(nodes, len(cpus)) - 1] // per_node
+        raise LaunchError(
+            f"launcher.nodes={nodes} needs {needed} CPUs on each node, for {per_node} processes of "
+            f"launcher.cpus_per_task={per_process}, but {enough} of the partition's {len(cpus)} nodes have as many and "
+            f"the largest has {cpus[0]}; "
+            + (f"set launcher.cpus_per_task={most} at most" if most else "set launcher.nodes higher")
+        )
+
+
 def check_options(options: Any) -> None:
     """Check what becomes an argument of sbatch. Raises LaunchError."""
-    for key, value in options.sbatch.items():
-        if str(key).replace("-", "_") not in _SBATCH:
-            raise LaunchError(
-                f"launcher.sbatch.{key} is not allowed: it is no option of sbatch, or one that runs other commands. "
-                "Leave it out, or submit a copy of launchers/train.sbatch with that option"
-            )
+    if not isinstance(options.sbatch or {}, Mapping):
+        raise LaunchError(f"launcher.sbatch={options.sbatch} must be options and their values: {{constraint: a100}}")
+    for key, value in (options.sbatch or {}).items():
+        if why := _OWN.get(str(key).replace("_", "-")):
+            raise LaunchError(f"launcher.sbatch.{key} is not allowed: {why}")
+        _check_word(f"launcher.sbatch.{key}", key)
         _check_word(f"launcher.sbatch.{key}", value)
     for key in ("partition", "account", "qos"):
         _check_word(f"launcher.{key}", getattr(options, key))
@@ -223,7 +270,7 @@ def wait(jobs: Sequence[Job], poll_s: float, tell: Callable[[str], None]) -> Non
     Args:
         jobs: What ``submit`` returned.
         poll_s: The time between two looks at the queue, in seconds.
-        tell: Called with a line for the user when a job starts to wait or to run.
+        tell: Called with a line for the user when a job starts to wait, waits for another reason, or starts to run.
 
     Raises:
         Interrupted: On SIGINT, SIGTERM or SIGHUP, after the jobs were cancelled.
@@ -271,13 +318,17 @@ def _cancel(jobs: Sequence[Job]) -> str:
     return f"{names} cancelled"
 
 
-def _script(command: Sequence[str], setup: Sequence[str], env: Mapping[str, str]) -> str:
-    """The template with the shell lines ``setup``, the variables ``env`` and ``command`` in place of train.py's."""
+def _script(command: Sequence[str], setup: Sequence[str], env: Mapping[str, str], srun: Sequence[str]) -> str:
+    """The template with the shell lines ``setup``, the variables ``env``, and ``command`` in place of train.py's.
+
+    ``srun`` are options of srun.
+    """
     lines = [
         *setup,
         f"export PYTHONPATH={shlex.quote(str(_ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
         *(f"export {shlex.quote(f'{key}={value}')}" for key, value in env.items()),
         f"run=({shlex.join(command)})",
+        *([f"srun_options=({shlex.join(srun)})"] if srun else []),
     ]
     paragraph = re.compile(r"^run=.*?\n\n", re.MULTILINE | re.DOTALL)
     script, count = paragraph.subn(lambda _: "\n".join([*lines, "", ""]), _TEMPLATE.read_text())

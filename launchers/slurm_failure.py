@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from common.errors import LaunchError
@@ -13,6 +13,7 @@ from launchers.slurm_queue import State
 from launchers.slurm_worker import read_reports
 
 _TASKS = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.+)$", re.MULTILINE)
+_OUT_OF_MEMORY = "Out Of Memory"
 _ATTEMPT_ENDS = "DUE TO JOB REQUEUE"
 _WORDS = {
     "CANCELLED": "was cancelled",
@@ -36,14 +37,20 @@ def explain(job: str, state: State, folder: Path, log_dir: Path, ranks: int, lim
         ranks: The number of its processes.
         limit: Its time limit in minutes.
     """
-    if words := _WORDS.get(state.name):
-        return LaunchError(f"job {job} {words.format(limit=limit)}")
     errors = folder / f"{job}.err"
     text = errors.read_text(errors="replace") if errors.exists() else ""
-    if deaths := find_deaths(read_reports(folder, job, ranks), exit_codes(text)):
+    killed = [str(rank) for rank, words in _ended(text) if words == _OUT_OF_MEMORY]
+    if killed or (words := _WORDS.get(state.name)):
+        who = f" (rank {', '.join(killed)})" if killed else ""
+        words = _WORDS["OUT_OF_MEMORY"] if killed else words
+        return LaunchError(f"job {job}{who} {words.format(limit=limit)}")
+    reports = read_reports(folder, job, ranks)
+    if deaths := find_deaths(reports, exit_codes(text)):
         return root_cause(deaths, log_dir)
     if state.name == "COMPLETED":
-        return None
+        if all(report == {} for report in reports.values()):
+            return None
+        return LaunchError(f"job {job} has ended before any rank began; its output: {folder / job}.out")
     last_words = "".join(f"\n{line}" for line in text.splitlines()[-20:])
     return LaunchError(f"job {job} ended as {state.name} ({state.reason}){':' * bool(last_words)}{last_words}")
 
@@ -78,14 +85,20 @@ def exit_codes(text: str) -> dict[int, int]:
     Only the messages about the job's last attempt count.
     """
     codes: dict[int, int] = {}
-    for ranks, words in _TASKS.findall(text.rpartition(_ATTEMPT_ENDS)[2]):
+    for rank, words in _ended(text):
         code = _code(words)
         if code is not None:
-            for piece in ranks.split(","):
-                low, _, high = piece.partition("-")
-                for rank in range(int(low), int(high or low) + 1):
-                    codes.setdefault(rank, code)
+            codes.setdefault(rank, code)
     return codes
+
+
+def _ended(text: str) -> Iterator[tuple[int, str]]:
+    """Each rank that srun's messages about the last attempt name, in their order, with srun's words."""
+    for ranks, words in _TASKS.findall(text.rpartition(_ATTEMPT_ENDS)[2]):
+        for piece in ranks.split(","):
+            low, _, high = piece.partition("-")
+            for rank in range(int(low), int(high or low) + 1):
+                yield rank, words.removesuffix(" (core dumped)").strip()
 
 
 def _code(words: str) -> int | None:
@@ -93,5 +106,5 @@ def _code(words: str) -> int | None:
     if exited:
         return int(exited.group(1))
     by_words = {signal.strsignal(number): number for number in signal.valid_signals()}
-    number = by_words.get(words.removesuffix(" (core dumped)").strip())
+    number = signal.SIGKILL if words == _OUT_OF_MEMORY else by_words.get(words)
     return None if number is None else -number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Iterable
@@ -14,8 +15,9 @@ _SUBMIT_S = 300.0  # a job that is queued although sbatch was given up would be 
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 UNDER_WAY = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 
-# Why a job waits that will never start. (Other reasons pass: Priority, Resources, a node that is down.)
+# Why a job waits that will hardly start. (Other reasons pass: Priority, Resources, a node that is down.)
 _NEVER = {
+    "PartitionConfig": "no nodes of the partition have what it asks for",
     "PartitionNodeLimit": "it asks for more nodes than the partition has",
     "PartitionTimeLimit": "it asks for more time than the partition allows",
     "BadConstraints": "no node is as it asks for",
@@ -56,7 +58,7 @@ class State:
 
     @property
     def never(self) -> str | None:
-        """Why the job cannot ever start, in words; None where it may."""
+        """Why the job cannot start as things are, in words; None where it may."""
         if self.name != "PENDING":
             return None
         if _TOO_MUCH.match(self.reason):
@@ -85,6 +87,24 @@ def look(jobs: Iterable[str]) -> dict[str, State]:
         if job in wanted:
             states[job] = State(*rest.split("|", 2))
     return states
+
+
+def node_cpus(partition: str | None) -> list[int]:
+    """Return the number of CPUs of each node; of no node where the queue does not say.
+
+    Args:
+        partition: One or several, with commas between them. None: the default one.
+    """
+    partition = partition or os.environ.get("SBATCH_PARTITION")
+    chosen = [f"--partition={partition}"] if partition else []
+    try:
+        done = _run(["sinfo", "--noheader", "--Node", "--format=%c|%P|%N", *chosen])
+    except LaunchError:
+        return []
+    rows = [line.strip().split("|") for line in done.stdout.splitlines() if re.match(r"\s*\d+\|", line)]
+    default = [row for row in rows if row[1].endswith("*")]
+    nodes = {node: int(cpus) for cpus, _, node in (rows if partition else default)}
+    return list(nodes.values())
 
 
 def cancel(jobs: Iterable[str]) -> None:

@@ -83,8 +83,9 @@ def requeued(world: World, max_requeues: int = MAX_REQUEUES) -> Iterator[None]:
     """Put this job into the queue again when the block raises Stopped, and wait for the end that this brings.
 
     Raises:
-        LaunchError: The job was queued again ``max_requeues`` times already; the queue refuses; or the block was
-            stopped by SIGTERM: then the job was cancelled, or SLURM itself puts it into the queue again.
+        LaunchError: The job was queued again ``max_requeues`` times already, or once and has trained no step since; the
+            queue refuses; or the block was stopped by SIGTERM: then the job was cancelled, or SLURM itself puts it into
+            the queue again.
     """
     try:
         yield
@@ -94,6 +95,11 @@ def requeued(world: World, max_requeues: int = MAX_REQUEUES) -> Iterator[None]:
         if restarts() >= max_requeues:
             times = f"it was queued again {restarts()} times already (launcher.max_requeues)"
             raise LaunchError(f"{stopped}; {times}") from stopped
+        if restarts() > 0 and stopped.steps == 0:
+            raise LaunchError(
+                f"{stopped}; the job was queued again and has trained no step since: too little time. Set "
+                "launcher.time_min (sbatch --time) higher, or launcher.signal_s (sbatch --signal) lower"
+            ) from stopped
         if world.rank == 0:
             print(f"{stopped}; the job waits in the queue to go on", flush=True)
             slurm_queue.requeue(job_id())

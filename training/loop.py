@@ -74,7 +74,7 @@ class Loop:
         self.callbacks = Callbacks(setup.cfg.callbacks, seen)
         self.outcome = Outcome()
         # A checkpoint is that of the last step that counted: those that were skipped since then are done again.
-        self._updated = self._saved = 0
+        self._updated = self._saved = self._begun = 0
         self._judged = self.skipping.state_dict()  # after that step
 
     def run(self, first_step: int = 1, unevaluated: bool = False) -> Outcome:
@@ -136,7 +136,8 @@ class Loop:
         """Saves the state after ``step``, unless it is saved already, and raises Stopped."""
         self._save(step, needed=True)
         where = f"saved in {self.outcome.checkpoint}" if self.outcome.checkpoint else "nothing was new to save"
-        raise Stopped(f"stopped after step {step} of {self.setup.total_steps}, {where}")
+        words = f"stopped after step {step} of {self.setup.total_steps}, {where}"
+        raise Stopped(words, steps=max(0, self._updated - self._begun))
 
     def progress(self) -> dict:
         """Returns what a checkpoint keeps of the loop, so that a resumed run continues as this one would."""
@@ -161,7 +162,7 @@ class Loop:
 
     def _begin(self, done: int, unevaluated: bool) -> None:
         """Does what was still to be done after step ``done``, which is saved."""
-        self.outcome.steps = self._updated = self._saved = done
+        self.outcome.steps = self._updated = self._saved = self._begun = done
         heartbeat.note(done, "meeting the other ranks")
         stops, unevaluated = self.strategy.sum_of(stopping.wanted(), unevaluated)
         due = unevaluated and done > 0 and is_due(self.config.eval_every, done, self.setup.total_steps)

@@ -11,13 +11,12 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
 ENDLESS = [*TOY, "logger=none", "train.steps=100000000", *TWO_NODES]
 TWO_RANKS = ["parallel=ddp", "parallel.dp=2"]
-THREE_NODES = ["parallel=ddp", "parallel.dp=3", "train.global_batch_size=6", "launcher.nodes=3"]
 COMMANDS = {
     "raise": TWO_RANKS,
     "leave": ["parallel=pipe_ddp"],
     "kill": TWO_RANKS,
     "cancel": TWO_RANKS,
-    "nodes": THREE_NODES,
+    "processors": [*TWO_RANKS, "launcher.cpus_per_task=64"],
     "memory": [*TWO_RANKS, "launcher.mem_gb=1000"],
 }
 STRIKES = {
@@ -31,7 +30,7 @@ WORDS = {
     "leave": ["error: rank 3 left with exit code 0 before its work was done"],
     "kill": ["error: rank 1 was killed by signal 9 (SIGKILL)"],
     "cancel": ["error: job ", " was cancelled"],
-    "nodes": ["can never start: it asks for more nodes than the partition has"],
+    "processors": ["launcher.nodes=2 needs 64 CPUs on each node", "launcher.cpus_per_task=8 at most"],
     "memory": ["the queue does not take the job: ", "Memory specification can not be satisfied"],
 }
 

@@ -71,10 +71,13 @@ def test_the_queue_is_empty_then(array):
     assert queue() == ""
 
 
-def test_more_nodes_than_there_are_can_never_start(cluster, tmp_path):
+def test_more_nodes_than_there_are_are_waited_for_no_longer_than_minutes(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr("launchers.slurm._NEVER_S", 3.0)
     (job,) = start(tmp_path, "fine", processes=6, nodes=3)
-    wait([job], 0.5, print)
-    assert f"job {job.id} can never start: it asks for more nodes than the partition has" in str(job.error)
+    said = []
+    wait([job], 0.5, said.append)
+    assert "(PartitionNodeLimit: it asks for more nodes than the partition has; it is cancelled if" in said[-1]
+    assert f"job {job.id} does not start: it asks for more nodes than the partition has; it waited" in str(job.error)
     assert queue() == ""
 
 
@@ -84,6 +87,7 @@ def test_more_nodes_than_there_are_can_never_start(cluster, tmp_path):
         ({"mem_gb": 1000}, "Memory specification can not be satisfied"),
         ({"partition": "nowhere"}, "invalid partition"),
         ({"sbatch": {"constraint": "gold"}}, "the queue does not take the job: "),
+        ({"cpus_per_task": 64}, "needs 128 CPUs on each node, .* 0 of the partition's 2 nodes .* the largest has 8"),
         ({"signal_s": 300}, "launcher.signal_s=300 is not below the time limit"),
         ({"tasks_per_node": 3}, "launcher.nodes=2 x launcher.tasks_per_node=3 = 6 processes, but the run has 4"),
         ({"nodes": 3}, "4 processes .* cannot be dealt equally to launcher.nodes=3"),

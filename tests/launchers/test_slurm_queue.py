@@ -9,7 +9,10 @@ import pytest
 
 from common.errors import LaunchError
 from conf.schema import Slurm
-from launchers import slurm, slurm_queue
+from launchers import World, slurm, slurm_queue, slurm_worker
+from launchers.slurm_failure import explain
+from launchers.slurm_queue import State
+from launchers.stopping import Stopped
 
 NASTY = "a 'b' \"c\" $(touch struck)\ntouch struck; `touch struck`"
 ECHO = "import json, os, sys; json.dump([sys.argv[1:], os.environ['TEXT'], os.environ['EARLY']], sys.stdout)"
@@ -41,7 +44,7 @@ def test_no_value_becomes_a_shell_line(answer, tmp_path):
     commands = answer(stdout="7\n")
     comment = NASTY.replace("\n", " ")
     submit(tmp_path, Slurm(setup=["export EARLY=yes"], sbatch={"comment": comment}), env={"TEXT": NASTY, "A;B": "x"})
-    (command,) = commands
+    _, command = commands
     assert f"--job-name={NASTY}" in command and f"--comment={comment}" in command, "no shell reads these"
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -62,11 +65,11 @@ def test_every_option_reaches_sbatch(answer, tmp_path):
     )  # fmt: skip
     jobs = submit(tmp_path, options, count=8)
     assert [job.id for job in jobs] == [f"7_{index}" for index in range(8)]
-    assert set(commands[0]) > {
+    assert set(commands[-1]) > {
         "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=3", "--mem=1536M", "--gpus-per-node=4", "--partition=p",
         "--account=a", "--qos=q", "--time=30", "--signal=USR2@90", "--array=0-7%5", "--constraint=gold", "--no-requeue",
     }  # fmt: skip
-    assert not [word for word in commands[0] if "exclusive" in word]
+    assert not [word for word in commands[-1] if "exclusive" in word]
 
 
 def test_a_job_that_the_queue_forgot_after_its_end_is_done(monkeypatch, tmp_path):
@@ -77,6 +80,137 @@ def test_a_job_that_the_queue_forgot_after_its_end_is_done(monkeypatch, tmp_path
     slurm.wait(jobs, 0.05, print)
     assert jobs[0].error is None
     assert "job 7 has vanished from the queue without an end" in str(jobs[1].error), "rank 1 has left no report"
+
+
+@pytest.fixture
+def time_passes(monkeypatch):
+    """The clock of jobs that are followed; ``time_passes(60)`` sets it forward."""
+    now = [0.0]
+    monkeypatch.setattr(slurm.time, "monotonic", lambda: now[0])
+
+    def forward(seconds):
+        now[0] += seconds
+
+    return forward
+
+
+def test_a_report_that_a_shared_file_system_shows_late_is_waited_for(time_passes, tmp_path):
+    for id, late in (("7", True), ("8", False)):
+        job = slurm.Job(id, tmp_path, tmp_path, 2, time_min=1)
+        (tmp_path / f"{id}_0.json").write_text("{}")
+        for _ in range(3):
+            job.update(State("COMPLETED", "None", "n1"), print)
+            assert not job.done
+            time_passes(5)
+        if late:
+            (tmp_path / f"{id}_1.json").write_text("{}")
+            job.update(State("COMPLETED", "None", "n1"), print)
+            assert job.done and job.error is None
+        else:
+            time_passes(30)
+            job.update(State("COMPLETED", "None", "n1"), print)
+            assert "rank 1 left with exit code 0 before its work was done" in str(job.error)
+
+
+@pytest.mark.parametrize("reason", ["PartitionNodeLimit", "BadConstraints", "AccountingPolicy", "PartitionConfig"])
+def test_a_job_that_cannot_start_as_things_are_is_cancelled_after_minutes_only(answer, time_passes, tmp_path, reason):
+    commands, said = answer(), []
+    job = slurm.Job("7", tmp_path, tmp_path, 2, time_min=1)
+    for seconds, name in ((0, reason), (200, reason), (200, "Resources"), (100, reason), (299, reason)):
+        time_passes(seconds)
+        job.update(State("PENDING", name, ""), said.append)
+    assert not job.done and commands == []
+    time_passes(1)
+    job.update(State("PENDING", reason, ""), said.append)
+    assert commands == [["scancel", "7"]]
+    assert f"job 7 does not start: {State('PENDING', reason, '').never}; it waited for {reason} for 5 min" in str(
+        job.error
+    )
+    assert len(said) == 3 and said[0].endswith("; it is cancelled if that lasts 5 min)")
+
+
+def test_why_a_job_waits_is_shown_whenever_it_changes(tmp_path):
+    job, said = slurm.Job("7", tmp_path, tmp_path, 2, time_min=1), []
+    waits = [("PENDING", reason) for reason in ("Priority", "Priority", "ReqNodeNotAvail", "Resources")]
+    for name, reason in [*waits, ("RUNNING", "None"), ("RUNNING", "None"), ("REQUEUED", "BeginTime")]:
+        job.update(State(name, reason, "n1"), said.append)
+    waited = [f"job 7 waits in the queue ({reason})" for reason in ("Priority", "ReqNodeNotAvail", "Resources")]
+    assert said == [*waited, "job 7 runs on n1", "job 7 waits in the queue (BeginTime)"]
+
+
+@pytest.mark.parametrize("state", ["FAILED", "OUT_OF_MEMORY"])
+def test_of_ranks_out_of_memory_and_those_that_were_ended_after_them_the_first_are_named(tmp_path, state):
+    said = "srun: error: n1: task 2: Out Of Memory\nsrun: error: n1: tasks 0-1,3: Terminated\n"
+    (tmp_path / "7.err").write_text(said)
+    error = str(explain("7", State(state, "OutOfMemory", "n1"), tmp_path, tmp_path, ranks=4, limit=1))
+    assert error.startswith("job 7 (rank 2) was killed for using more memory than it asked for; set launcher.mem_gb")
+
+
+SINFO = "8|all*|n1\n8|all*|n2\n64|big|n3\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (Slurm(cpus_per_task=64), "launcher.nodes=1 needs 128 CPUs on each node, for 2 processes of "
+         "launcher.cpus_per_task=64, but 0 of the partition's 2 nodes have as many and the largest has 8; set "
+         "launcher.cpus_per_task=4 at most"),
+        (Slurm(sbatch={"cpus_per_task": 5}), "10 CPUs on each node, for 2 processes of launcher.cpus_per_task=5"),
+        (Slurm(nodes=2, cpus_per_task=32, partition="all,big"), "1 of the partition's 3 nodes have as many and the "
+         "largest has 64; set launcher.cpus_per_task=8 at most"),
+        (Slurm(nodes=2, cpus_per_task=4, partition="few"), None),  # which may get a second node
+        (Slurm(cpus_per_task=4), None),
+        (Slurm(cpus_per_task=4, partition="big"), None),
+        (Slurm(cpus_per_task=64, sbatch={"overcommit": True}), None),
+    ],
+)  # fmt: skip
+def test_more_processors_than_nodes_have_are_an_error_before_anything_is_queued(answer, tmp_path, options, words):
+    commands = answer(stdout="8|few|n1\n" if options.partition == "few" else SINFO)
+    if words is None:
+        submit(tmp_path, options)
+    else:
+        with pytest.raises(LaunchError, match=words):
+            submit(tmp_path, options)
+    assert (commands[-1][0] == "sbatch") == (words is None)
+
+
+def test_a_container_is_an_option_of_srun_and_its_python_runs(answer, tmp_path):
+    commands = answer(stdout="7\n")
+    container = {"container_image": "nvcr.io#nvidia/pytorch:25.06-py3", "container-mounts": "/a b:/c", "nice": 5}
+    submit(tmp_path, Slurm(sbatch={**container, "no_container_mount_home": True, "get_user_env": "5L"}))
+    assert {"--nice=5", "--get-user-env=5L"} < set(commands[-1])
+    assert not [word for word in commands[-1] if "--container" in word or "--no-" in word], (
+        "the script calls srun, which no image has"
+    )
+    (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"')
+    (tmp_path / "srun").chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    process = subprocess.Popen(["bash", commands[-1][-1]], env=env, stdout=subprocess.PIPE, text=True)
+    words = process.communicate(timeout=30)[0].splitlines()
+    image, mounts = "--container-image=nvcr.io#nvidia/pytorch:25.06-py3", "--container-mounts=/a b:/c"
+    assert words[3:9] == [image, mounts, "--no-container-mount-home", "env", "--block-signal=USR2", "python"]
+
+
+@pytest.mark.parametrize("key", ["output", "nodes", "ntasks_per_node", "wrap", "export", "test-only"])
+def test_what_the_launcher_sets_itself_is_no_further_option(answer, tmp_path, key):
+    commands = answer(stdout="7\n")
+    with pytest.raises(LaunchError, match=f"launcher.sbatch.{key} is not allowed: "):
+        submit(tmp_path, Slurm(sbatch={key: "x"}))
+    assert commands == []
+
+
+@pytest.mark.parametrize(("restarts", "steps", "queued"), [(0, 0, True), (1, 3, True), (1, 0, False)])
+def test_a_job_that_was_queued_again_and_has_trained_no_step_is_not_queued_again(
+    answer, monkeypatch, restarts, steps, queued
+):
+    commands = answer()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+    monkeypatch.setattr(slurm_worker, "_KILLED_S", 0.0)
+    words = "has not ended this attempt" if queued else "has trained no step since"
+    with pytest.raises(LaunchError, match=words), slurm_worker.requeued(World.alone()):
+        raise Stopped("stopped", steps=steps)
+    assert commands == [["scontrol", "requeue", "7"]] * queued
 
 
 def test_a_requeue_that_is_stopped_with_the_job_it_stops_has_not_failed(answer):

@@ -75,12 +75,14 @@ def test_stopped_at_any_border_and_resumed_a_run_has_the_records_of_one_that_was
 
 def test_a_run_that_is_resumed_and_stopped_at_once_has_nothing_new_to_save(tmp_path, wish, monkeypatch):
     wish(4)
-    with pytest.raises(Stopped, match="stopped after step 3 of 6, saved in"):
+    with pytest.raises(Stopped, match="stopped after step 3 of 6, saved in") as stopped:
         run(tmp_path, *SHORT)
+    assert stopped.value.steps == 3
     before = written(tmp_path / "checkpoints")
     wish(1)
-    with pytest.raises(Stopped, match="stopped after step 3 of 6"):
+    with pytest.raises(Stopped, match="stopped after step 3 of 6") as stopped:
         run(tmp_path, *SHORT, "train.resume=auto")
+    assert stopped.value.steps == 0, "a job that gets no further is not queued again"
     assert written(tmp_path / "checkpoints") == before
 
 
