@@ -21,6 +21,8 @@ from yaml import YAMLError
 from common.errors import message_for_user
 from conf import OF_CHECKPOINT
 
+_RUNNING = ("hydra._internal.utils", "hydra._internal.hydra")  # the frames of Hydra's in which a run takes place
+
 
 def explain(error: Exception) -> str | None:
     """The message for the user about an error that the user can act on.
@@ -68,6 +70,11 @@ def explain(error: Exception) -> str | None:
         return f"{cause.full_key} cannot be taken out; give it another value"
     if twice := re.match(r"Multiple values for (\S+)\. ", str(error)):
         return f"{twice[1]} is chosen already: type {twice[1]}=OPTION, without a +"
+    if kinds := re.search(r"Merge error: \w+ is not a subclass of (\w+)\. value: (.*)", str(error)):
+        return (
+            f"{place}{kinds[2]} stands where the section '{kinds[1]}' has its keys; an option is chosen in the "
+            "defaults list, such as '- override /model: gpt2'"
+        )
     if isinstance(cause, ValidationError):
         return f"{place}{cause.full_key}: {_first_line(cause)}"
     return " ".join(str(error if cause is None else cause).split())
@@ -79,7 +86,7 @@ def _where(error: BaseException) -> tuple[list[str], str | None]:
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
         modules.append(str(frame.f_globals.get("__name__")))
-        if modules[-1].startswith("hydra._internal."):
+        if modules[-1].startswith("hydra._internal.") and modules[-1] not in _RUNNING:
             file = frame.f_locals.get("config_path") or frame.f_locals.get("path") or file
     return modules, None if file is None else f"{file}.yaml"
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from common.errors import UserError
 
+_OPTIONAL = ("experiment", "debug")
+_REQUIRED = ("model", "data", "optim", "scheduler", "parallel", "logger", "launcher")
 _WITH_VALUE = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--package", "-p")
 
 
@@ -26,6 +28,10 @@ def expand_lists(arguments: Sequence[str]) -> list[str]:
     """``logger=[wandb,csv]`` and ``callbacks=[early_stop]`` as options of their groups, each in a section of its own.
 
     The first logger is the section ``logger``, the others ``loggers.NAME``; callbacks are ``callbacks.NAME``.
+    ``experiment=null`` is none, which Hydra writes as ``~experiment``.
+
+    Raises:
+        UserError: A group that a run needs is null.
     """
     return [word for argument in arguments for word in _expand(argument)]
 
@@ -33,6 +39,7 @@ def expand_lists(arguments: Sequence[str]) -> list[str]:
 def as_typed(overrides: Sequence[str]) -> list[str]:
     """The reverse of what is done to a command line: what was typed, of the overrides that Hydra was given."""
     overrides = [re.sub(r"^([^=]+)=choice\((.*)\)$", r"\1=\2", override) for override in overrides]
+    overrides = [f"{word[1:]}=null" if word[1:] in _OPTIONAL and word[0] == "~" else word for word in overrides]
     # In prompts a reference is text, for which OmegaConf wants a backslash.
     overrides = [_refer(word) if re.match(r"\+*sample[.=]", word) else word for word in overrides]
     words: list[str] = []
@@ -55,6 +62,12 @@ def _refer(word: str) -> str:
 
 
 def _expand(argument: str) -> list[str]:
+    group, _, option = argument.partition("=")
+    if option == "null" and group in _OPTIONAL:
+        return [f"~{group}"]
+    if option == "null" and group in _REQUIRED:
+        none = ", such as logger=none for none" if group == "logger" else ""
+        raise UserError(f"{argument}: a run needs this section; leave it out or choose {group}=NAME{none}")
     match = re.fullmatch(r"(logger|callbacks)=(?:\[([\w,\s-]*)\]|([\w-]+))", argument)
     if match is None or argument in ("callbacks=null", "callbacks=[]") or (match[1] == "logger" and match[3]):
         return [argument]

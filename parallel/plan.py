@@ -5,7 +5,7 @@ All rules between fields of the configuration are checked here, once, before any
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -169,7 +169,8 @@ def make_plan(
     if info.sharded:
         check_shardable(parallel.name, skeleton)
     costs = [sum(p.numel() for p in layer.parameters()) for _, layer in skeleton.items()]
-    balance = parallel.balance if isinstance(parallel.balance, str) else list(parallel.balance)
+    listed = isinstance(parallel.balance, Sequence) and not isinstance(parallel.balance, str)
+    balance = list(parallel.balance) if listed else str(parallel.balance)
     runs = partition_layers(chain.names, parallel.pp * per_rank, balance, costs)
     layers = dict(skeleton.items())
     return Plan(

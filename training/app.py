@@ -18,7 +18,7 @@ from common.machine import changed_environment, styled
 from launchers import ForkServer, Interrupted, LaunchError, WorkerFailed, World, run_workers, stopping
 from launchers.loopback import check_interfaces
 from launchers.stopping import Stopped
-from training.checks.limits import check_need, check_process, check_values
+from training.checks.limits import check_need, check_process, check_sections, check_values
 from training.config import environment, hydra_word, open_doors, to_config, to_dict, to_text
 
 ALONE = ("export", "sample")  # modes that need one process whatever the strategy is
@@ -84,6 +84,7 @@ def execute(
         UserError: For what the user can act on.
         Stopped: For a run that was told to stop.
     """
+    check_sections(cfg)
     tree = to_dict(cfg)
     check_values(tree)
     check_process()

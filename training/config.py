@@ -246,6 +246,8 @@ def target_of(role: str, section: Any) -> Any:
     if not hasattr(section, "keys") or "_target_" not in section:
         raise TrainingError(f"{role}: {section} is no section with a _target_; {ROLES[role].way_out}")
     target = resolve(section["_target_"])
+    if inspect.isabstract(target):
+        raise TrainingError(f"{role}: {section['_target_']} is what others are made of; {ROLES[role].way_out}")
     if inspect.isclass(target):
         _check_fits(role, target, section["_target_"])
     return target

@@ -23,7 +23,7 @@ from parallel.plan import Plan
 from parallel.rows import local, rows_in, rows_of, shared_like, whole
 from parallel.strategies import names_where
 from parallel.strategy import Strategy
-from training.config import build, instantiate, resolve, target_of
+from training.config import build, check_role, instantiate, resolve, target_of
 
 _FUSED = ("cpu", "cuda", "mps")
 
@@ -244,7 +244,7 @@ def _build(config: Mapping, parameters: list[tuple[str, Tensor]], fused: bool) -
         key = factor, decays = _factor(name, config["rates"] or {}), parameter.dim() >= 2 or not spared
         group = {"params": [], "lr": config["lr"] * factor} | ({} if decays else {"weight_decay": 0.0})
         groups.setdefault(key, group)["params"].append(parameter)
-    if fused and "fused" in known and arguments.get("fused") is None:
+    if fused and "fused" in known and arguments.get("fused") is None and not arguments.get("foreach"):
         arguments["fused"] = True
     try:
         return build("optim", arguments, list(groups.values()))
@@ -253,6 +253,8 @@ def _build(config: Mapping, parameters: list[tuple[str, Tensor]], fused: bool) -
             f"optim: {error}. An optimizer that is made for matrices leaves the other parameters to a second one: "
             "'optim.others={_target_: torch.optim.AdamW, lr: 1e-3}'"
         ) from None
+    except RuntimeError as error:
+        raise TrainingError(f"optim: {config['_target_']} cannot take these values: {error}") from error
 
 
 def _factor(name: str, rates: Mapping[str, float]) -> float:
@@ -293,20 +295,22 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
         _check_update(section)
         if "lr" not in section:
             raise TrainingError(f"optim: {section['_target_']} needs a learning rate (lr), which the schedule changes")
-        closure = inspect.signature(kind.step).parameters.get("closure")
+        closure = inspect.signature(getattr(kind, "step", kind)).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise TrainingError(
                 f"optim: {section['_target_']} evaluates the loss several times per step (a closure), which a pipeline "
                 "cannot; use another optimizer"
             )
         try:
-            instantiate(_arguments(section), _Unread())
+            check_role("optim", instantiate(_arguments(section), _Unread()), section["_target_"])
         except _Accepted:
             pass
         except TrainingError as error:
             others = "unexpected keyword" in str(error)
             hint = ": a key of another optimizer; one more optimizer is a file conf/optim/NAME.yaml (docs/extending.md)"
             raise TrainingError(f"optim: {error}{hint if others else ''}") from None
+        except (IndexError, KeyError, TypeError, RuntimeError) as error:
+            raise TrainingError(f"optim: {section['_target_']} cannot take these values: {error}") from error
 
 
 def update_of(section: Mapping[str, Any]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import tempfile
@@ -249,6 +250,8 @@ def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
         arguments["vocab_size"] = vocab_size
     elif model.get("extra_tokens") is not None:
         arguments["vocab_size"] = grown(arguments["vocab_size"], model.extra_tokens)
+    if "loss" in arguments and "loss" not in inspect.signature(target_of("model", arguments)).parameters:
+        raise TrainingError(f"model.loss={loss}: write 'model.loss={{_target_: models.losses.SquaredError}}'")
     chain = build("model", arguments)
     try:
         names = {name for name, _ in chain.skeleton().named_parameters(remove_duplicate=False)}

@@ -1,4 +1,4 @@
-"""Wrong kinds, shapes and numbers from Python: one error that says what was given and how it is written."""
+"""Wrong kinds, shapes and numbers, given or typed: one error that says what was given and how it is written."""
 
 import copy
 from functools import partial
@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from common.errors import UserError
 from common.given import set_given
+from conf.composition import compose_and_run
+from conf.messages import explain
 from data.dataset import DataSet, InMemory
 from data.tensors import TensorData
 from models.chain import Chain, LayerSpec
@@ -22,6 +24,7 @@ from training.api import with_given
 from training.config import to_config, to_dict
 from training.setup import prepare
 
+WORDS = ["train.epochs=null", "train.steps=2", "train.global_batch_size=8", "logger=none", "device=cpu"]
 INPUTS = torch.randn(40, 4)
 LABELS = (INPUTS.sum(dim=1) > 0).long()
 WRITE_CHAIN_OF, WRITE_TENSORS = r"chain_of\(nn.Sequential", r"data.tensors.TensorData\(inputs, targets\)"
@@ -234,11 +237,66 @@ def test_what_does_not_fit_together_is_refused_before_the_run(name, cfg):
         set_given({})
 
 
+# What is typed, or stands in a file of the user's own.
+TYPED = {
+    "a loss of torch": (["model.loss={_target_: torch.nn.MSELoss}"], {}, r"MSELoss is no loss.*SquaredError\(\)"),
+    "a loss by name": (["model.loss=mse"], {}, r"model.loss=mse: write 'model.loss={_target_: models.losses"),
+    "a loss without a target": (["model.loss={k: 3}"], {}, "dict is no loss"),
+    "a layer as optimizer": (["optim._target_=torch.nn.Linear"], {}, "optim: torch.nn.Linear is not an optimizer"),
+    "a module as optimizer": (["optim._target_=torch.optim"], {}, "_target_=torch.optim is not allowed"),
+    "a word as second optimizer": (["optim=muon", "optim.others=adam"], {}, "optim: adam is no section"),
+    "two betas that are one": (["optim=adamw", "optim.betas=[0.9]"], {}, "AdamW cannot take these values"),
+    "two kinds of update": (["optim.fused=true", "optim.foreach=true"], {}, "fused` and `foreach` cannot be"),
+    "a loss as callback": (["callbacks=[{_target_: models.losses.SquaredError}]"], {}, "is not a callback.*on_step"),
+    "no model": (["model=null"], {}, "model=null: a run needs this section"),
+    "no logger": (["logger=null"], {}, "logger=none for none"),
+    "no balance": (["parallel=pipelined", "parallel.balance=null"], {}, "parallel.balance=None is not known"),
+    "no model in a file": (["experiment=own"], {"experiment/own": "model: null"}, "model=null stands where a section"),
+    "a word for a section": (["experiment=own"], {"experiment/own": "optim: abc"}, "abc stands where the section"),
+    "a word for callbacks": (["experiment=own"], {"experiment/own": "callbacks: abc"}, "callbacks: abc is no section"),
+    "a word for loggers": (["experiment=own"], {"experiment/own": "loggers: abc"}, "loggers=abc stands where"),
+    "a layer as model": (
+        ["model=own"], {"model/own": "model: {_target_: torch.nn.Linear, in_features: 3, out_features: 2}"},
+        "model: torch.nn.Linear is not a model",
+    ),
+    "a function that makes no model": (
+        ["model=own"], {"model/own": "model: {_target_: models.chain.is_within, parameter: a, layers: [a]}"},
+        "models.chain.is_within is not a model",
+    ),
+    "a schedule of torch": (["scheduler._target_=torch.nn.ReLU"], {}, "torch.nn.ReLU is not a schedule"),
+    "a layer as logger": (["logger._target_=torch.nn.ReLU"], {}, "torch.nn.ReLU is not a logger"),
+    "a data set that others are made of": (["data._target_=data.dataset.DataSet"], {}, "what others are made of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_what_is_typed_and_of_a_wrong_kind_is_refused_before_the_run(name, tmp_path):
+    words, files, message = TYPED[name]
+    for file, content in files.items():
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / f"{file}.yaml").write_text(f"# @package _global_\n{content}\n")
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        train(*WORDS, f"hydra.run.dir={tmp_path}/run", "--config-dir", str(tmp_path), *words)
+
+
+def test_no_experiment_is_the_default_and_foreach_takes_the_place_of_fused(tmp_path):
+    words = ["experiment=null", "debug=null", "optim.foreach=true"]
+    assert train(*WORDS, *words, f"hydra.run.dir={tmp_path}").summary["steps"] == 2
+
+
+def test_recursion_in_a_users_code_is_not_taken_for_a_configuration_that_includes_itself(tmp_path):
+    def recurse(*args):
+        recurse()
+
+    with pytest.raises(RecursionError) as caught:
+        compose_and_run(recurse, [f"hydra.run.dir={tmp_path}"])
+    assert explain(caught.value) is None
+
+
 def test_arrays_and_a_pair_are_data_and_whole_numbers_are_classes(tmp_path):
-    words = ["train.epochs=null", "train.steps=2", "train.global_batch_size=8", "logger=none", "parallel.threads=1"]
     torch.manual_seed(0)
     model, losses = chain(), []
     for place, samples in enumerate([data(), (INPUTS.numpy(), LABELS.numpy().astype(np.uint8))]):
-        result = train(*words, f"hydra.run.dir={tmp_path}/{place}", model=model, data=samples)
+        result = train(*WORDS, f"hydra.run.dir={tmp_path}/{place}", model=model, data=samples)
         losses.append([record["loss"] for record in result.metrics if "loss" in record])
     assert losses[0] == losses[1]

@@ -43,6 +43,22 @@ def check_values(tree: Any, key: str = "") -> None:
         raise TrainingError(f"{key} is a number of more than 64 bits: give a smaller one")
 
 
+def check_sections(cfg: Any) -> None:
+    """Check that every section of a composed configuration is one, whatever a file or a program has put there.
+
+    Raises:
+        TrainingError: It is a word, a number, a list or nothing.
+    """
+    for key in ("model", "data", "optim", "scheduler", "parallel", "logger", "launcher", "loggers"):
+        section = cfg.get(key)
+        if not hasattr(section, "keys") and not (key == "loggers" and section is None):
+            said = "null" if section is None else section
+            raise TrainingError(
+                f"{key}={said} stands where a section of keys belongs: choose an option, by {key}=NAME on the command "
+                f"line, '- override /{key}: NAME' in a file's defaults list, or load_config('{key}=NAME') from Python"
+            )
+
+
 def check_train(cfg: Any) -> None:
     """Check the rules of the section ``train``, and of restarts. Raises TrainingError."""
     train = cfg.train
