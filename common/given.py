@@ -10,13 +10,18 @@ from common.errors import UserError
 
 GIVEN = "models.given.given"  # the _target_ of a section whose object is given
 
-_objects: dict[str, Any] = {}
+_objects: dict[str, Any] | None = None
 
 
-def set_given(objects: Mapping[str, Any]) -> None:
-    """Replace the objects that are given in this process, by key."""
-    _objects.clear()
-    _objects.update(objects)
+def set_given(objects: Mapping[str, Any] | None) -> None:
+    """Replace the objects that are given in this process, by key; None where no Python program runs the training."""
+    global _objects
+    _objects = None if objects is None else dict(objects)
+
+
+def from_python() -> bool:
+    """Whether the run was started by a Python program, not by the command line."""
+    return _objects is not None
 
 
 def take(key: str, fingerprint: str) -> Any:
@@ -29,7 +34,7 @@ def take(key: str, fingerprint: str) -> Any:
     Raises:
         UserError: If this process was given none, or another.
     """
-    if key not in _objects:
+    if _objects is None or key not in _objects:
         raise UserError(
             f"{key} was given by a Python program and is not in the configuration: give it again, by "
             f"training.train(..., {key}=...)"
@@ -43,14 +48,14 @@ def take(key: str, fingerprint: str) -> Any:
 
 
 def pack() -> bytes | None:
-    """Return all given objects as bytes for another process of the same program; None where there are none.
+    """Return all given objects as bytes for another process of the same program; None for a command line's.
 
     Classes and functions of a script or a notebook are sent as code, others by their names.
 
     Raises:
         UserError: If an object cannot be sent.
     """
-    if not _objects:
+    if _objects is None:
         return None
     import cloudpickle
 

@@ -8,8 +8,11 @@ transforms are pure Python. Declaring the two operators that its Python code reg
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from types import ModuleType
+
+log = logging.getLogger("training")
 
 _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -33,4 +36,13 @@ def load_torchvision() -> ModuleType:
     for schema in _SCHEMAS:
         library.define(schema)
     _declared.append(library)
-    return importlib.import_module("torchvision")
+    torchvision = importlib.import_module("torchvision")
+    log.warning(
+        "torchvision %s does not fit torch %s: its compiled operators cannot be loaded, and it is used without them. "
+        "Install both from one index, such as: pip install --force-reinstall torch torchvision --index-url "
+        "https://download.pytorch.org/whl/%s",
+        torchvision.__version__.partition("+")[0],
+        torch.__version__,
+        f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu",
+    )
+    return torchvision

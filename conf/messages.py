@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
@@ -102,9 +102,14 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
 
 def _nearest(form: str, name: str, known: Sequence[str]) -> str:
     """The most similar of the names that exist, and all of them."""
-    close = get_close_matches(name, known, n=1)
-    guess = f"; did you mean {form.format(close[0])}?" if close else ";"
+    close = get_close_matches(name, known)
+    close = [one for one in known if one in close and _alike(one, name) == _alike(close[0], name)]
+    guess = f"; did you mean {' or '.join(map(form.format, close))}?" if close else ";"
     return f"{guess} There are: {', '.join(known)}" if close else f"{guess} there are {', '.join(known)}"
+
+
+def _alike(one: str, other: str) -> float:
+    return SequenceMatcher(None, other, one).ratio()
 
 
 def _split(key: str) -> tuple[str, str]:

@@ -117,8 +117,7 @@ def check_variables(key: str, variables: Mapping[str, Any]) -> None:
         else:
             continue
         raise UserError(
-            f"{key}: {str(name)!r} is not allowed, as {reason}. Set it in the environment of the command: "
-            "NAME=value python train.py …"
+            f"{key}: {str(name)!r} is not allowed, as {reason}. Set it in the environment in which the run is started"
         )
 
 

@@ -109,7 +109,7 @@ def train(
 
     _check_words(overrides)
     if _SWEEPS & set(overrides):
-        raise TrainingError("train() is one run: call it in a loop, or sweep by python train.py -m")
+        raise TrainingError("train() is one run, not a sweep (-m): call it once for each value")
     if config is not None and not OmegaConf.is_config(config):
         raise TrainingError(
             f"config= takes what load_config has returned, not a {type(config).__name__}: "
@@ -131,7 +131,7 @@ def train(
                 raise run.error
         return run.result
     finally:
-        set_given({})
+        set_given(None)
 
 
 def _check_words(overrides: Sequence[Any]) -> None:

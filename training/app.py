@@ -125,6 +125,7 @@ def execute(
         if world is None or world.local_size == world.size:
             check_process(processes)
             check_need(setup)
+        entropy = setup.data.unigram_entropy
         try:
             if world is not None:
                 _lead(setup, run_dir, world)
@@ -140,7 +141,7 @@ def execute(
             if cfg.mode == "train" and not isolated:
                 from training.modes import closing_sample
 
-                print(closing_sample(cfg, run_dir), end="", flush=True)
+                print(closing_sample(cfg, run_dir, entropy), end="", flush=True)
         except Stopped as stopped:
             where = shlex.quote(f"hydra.run.dir={hydra_word(str(run_dir))}")
             resume = f"go on with the same command and train.resume=auto {where}"

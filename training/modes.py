@@ -29,6 +29,7 @@ from training.checkpoint.configuration import check_fits, checkpoint_of
 from training.config import to_config, to_dict
 from training.export.write import check_export, write
 from training.reporting.console import describe_sample
+from training.reporting.metrics import SUMMARY, read_object
 from training.setup import model_and_data
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def run_alone(cfg: Any, run_dir: Path, world: World | None) -> None:
     """
     if world is not None and world.size > 1:
         raise TrainingError(
-            f"mode={cfg.mode} is one process and {world.size} were started (WORLD_SIZE): run it as python train.py …"
+            f"mode={cfg.mode} is one process and {world.size} were started (WORLD_SIZE): start it without torchrun"
         )
     print(export(cfg, run_dir) if cfg.mode == "export" else sample(cfg), flush=True)
 
@@ -164,15 +165,25 @@ def sample(cfg: Any) -> str:
     return _BETWEEN.join(texts)
 
 
-def closing_sample(cfg: Any, run_dir: Path) -> str:
+def closing_sample(cfg: Any, run_dir: Path, entropy: float | None) -> str:
     """Draw ``sample.at_end`` tokens from the model that a run has trained, for the end of its console.
 
+    Args:
+        cfg: The configuration.
+        run_dir: The run's directory.
+        entropy: The unigram entropy of its data, in nats; None where it is not known.
+
     Returns:
-        The text, set off from the results; empty where the run has no checkpoint or its model writes no text.
+        The text, set off from the results; empty where the run has no checkpoint or its model writes no text. A model
+        whose loss is above the unigram entropy writes random words: of such a one, the line says that.
     """
     wanted = "vocab_size" in cfg.model and cfg.sample.at_end > 0 and cfg.train.checkpoint_every is not None
     if not wanted:
         return ""
+    summary = read_object(run_dir / SUMMARY)
+    loss = summary.get("best_val_loss") or summary.get("final_loss")
+    if entropy is not None and loss is not None and loss > entropy:
+        return f"no sample of its text yet: its loss of {loss:.3f} is above the unigram entropy, {entropy:.3f}\n"
     again = to_config({**to_dict(cfg), "mode": "sample", "checkpoint": str(run_dir)})
     again.sample.tokens = cfg.sample.at_end
     if cfg.data.get("vocabulary") == "words" and not cfg.sample.prompt:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from common.errors import TrainingError, exit_is_failure
-from common.given import GIVEN
-from common.machine import styled
+from common.given import GIVEN, from_python
+from common.machine import styled, usable_cores
 from launchers import World, connect
 from launchers.stopping import Stopped
 from parallel.build import build_strategy
@@ -25,6 +25,7 @@ from parallel.host_group import NCCL, choose_backend
 from parallel.plan import Plan
 from parallel.precision import parameter_dtype
 from parallel.strategy import Options, Strategy
+from parallel.timeline import WORK
 from training import checkpoint
 from training.checkpoint import Checkpoints
 from training.checkpoint.configuration import checkpoint_of
@@ -36,7 +37,7 @@ from training.evaluate import evaluate, record_of
 from training.loop import Loop
 from training.optimizer import Optimizer
 from training.reporting import SUMMARY, mask_secrets
-from training.reporting.console import final_words, numbers
+from training.reporting.console import final_words, numbers, why_idle
 from training.reporting.environment import where_typed
 from training.reporting.loggers import Loggers, sections
 from training.reporting.recorder import Recorder
@@ -103,7 +104,7 @@ def run(
             checkpoints.close()
             recorder.close(summary)
         if world.rank == 0:
-            _report(setup, run_dir, outcome, summary, ranks)
+            _report(setup, world, run_dir, outcome, summary, ranks)
         return summary
 
 
@@ -278,7 +279,9 @@ def _summary(
     return summarise(strategy, outcome, test, ranks, model, setup.sample, setup.tokens_per_sample)
 
 
-def _report(setup: Setup, run_dir: Path, outcome: Outcome, summary: dict, ranks: list[RankResult]) -> None:
+def _report(
+    setup: Setup, world: World, run_dir: Path, outcome: Outcome, summary: dict, ranks: list[RankResult]
+) -> None:
     """Writes the timeline, if it was asked for, and prints the results."""
     if setup.cfg.train.trace and why_no_timeline(setup.plan) is None:
         intervals = [rank.intervals for rank in ranks]
@@ -286,5 +289,18 @@ def _report(setup: Setup, run_dir: Path, outcome: Outcome, summary: dict, ranks:
     nameable = outcome.checkpoint is not None and setup.cfg.model._target_ != GIVEN
     link = hydra_word(str(outcome.checkpoint.parents[1])) if nameable else None
     epochs = setup.cfg.train.epochs is not None
-    headline, *rest = final_words(summary, run_dir, where_typed(run_dir), link, setup.extents, epochs).split("\n")
+    typed, idle = where_typed(run_dir), _idle(setup, world, ranks)
+    said = final_words(summary, run_dir, typed, link, setup.extents, epochs, idle, from_python())
+    headline, *rest = said.split("\n")
     print("\n".join([styled(headline, "bold", sys.stdout), *rest]), flush=True)
+
+
+def _idle(setup: Setup, world: World, ranks: list[RankResult]) -> str:
+    """Returns why the stages idle more than the schedule has them, see ``why_idle``."""
+    plan = setup.plan
+    if not plan.pipelined:
+        return ""
+    steps = [ranks[rank].intervals for rank in plan.mesh(0).pipeline(0)]
+    busy = [sum(i.end - i.start for step in own for i in step if i.kind in WORK) for own in steps]
+    cores = usable_cores() if plan.device_type == "cpu" else None
+    return why_idle(busy, setup.cfg.parallel.balance == "uniform", world.local_size, cores)

@@ -31,8 +31,10 @@ def own():
     return nn.Sequential(Squeeze(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)), data
 
 
-def test_the_words_of_the_command_line_give_a_summary_and_a_directory(tmp_path):
+def test_the_words_of_the_command_line_give_a_summary_and_a_directory(tmp_path, capsys):
     result = train(*QUICK, f"hydra.run.dir={tmp_path}/run")
+    said = capsys.readouterr().out
+    assert f'training.train("mode=eval", "checkpoint={tmp_path}/run"' in said and "train.py" not in said
     assert result.summary["steps"] == 4 and result.summary["model"] == "toy"
     assert result.run_dir == tmp_path / "run" and (result.run_dir / ".hydra" / "config.yaml").exists()
     losses = [record["loss"] for record in result.metrics if "loss" in record]

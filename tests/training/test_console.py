@@ -15,7 +15,7 @@ from commandline import ROOT, environment
 
 import train
 from common.machine import styled
-from training.reporting.console import describe_configuration, final_words, number, numbers
+from training.reporting.console import describe_configuration, final_words, number, numbers, why_idle
 from training.reporting.progress import Progress
 
 SUMMARY = {
@@ -33,8 +33,8 @@ SUMMARY = {
 }
 
 
-def words(changes=None, **options) -> str:
-    return final_words({**SUMMARY, **(changes or {})}, Path("/runs/a"), [], None, **options)
+def words(changes=None, link=None, **options) -> str:
+    return final_words({**SUMMARY, **(changes or {})}, Path("/runs/a"), [], link, **options)
 
 
 @pytest.fixture
@@ -73,10 +73,22 @@ def test_the_last_words_say_how_many_steps_did_not_count():
     assert "trained 20 steps, 19 of them skipped: loss 10.988 -> 5.988" in words({"skipped_steps": 19})
 
 
-def test_a_bubble_far_above_the_ideal_says_what_to_try():
-    assert "parallel.balance=time" in words({"bubble_fraction": 0.45})
-    assert "parallel.balance=time" not in words()
-    assert "parallel.balance=time" not in words({"bubble_fraction": None})
+def test_a_bubble_far_above_the_ideal_says_why_where_that_is_known():
+    uneven = why_idle([1.0, 2.5], uniform=True, processes=2, cores=2)
+    assert uneven == "one stage takes 2.5 times as long as another; parallel.balance=time evens them out"
+    assert uneven in words({"bubble_fraction": 0.45}, idle=uneven)
+    assert uneven not in words(idle=uneven) and uneven not in words({"bubble_fraction": None}, idle=uneven)
+    assert "above the ideal" not in words({"bubble_fraction": 0.45})
+    assert why_idle([1.0, 2.5], uniform=False, processes=2, cores=2) == "", "it is the user's own balance"
+    assert why_idle([1.0, 1.1], uniform=True, processes=2, cores=None) == ""
+    crowded = why_idle([1.0, 2.5], uniform=True, processes=4, cores=2)
+    assert crowded == "4 processes share 2 cores, so one computes while another waits"
+
+
+def test_what_to_type_next_is_python_for_a_python_program():
+    shown = final_words(SUMMARY, Path("/runs/a"), ["parallel=ddp"], "/runs/a", python=True)
+    assert 'evaluate: training.train("mode=eval", "checkpoint=/runs/a", "parallel=ddp")' in shown
+    assert "python train.py" not in shown and "python train.py mode=eval" in words(link="/runs/a")
 
 
 def test_a_long_list_of_differences_is_wrapped_between_words():
@@ -110,6 +122,7 @@ def test_colour_is_for_terminals_that_show_it_and_users_who_want_it(terminal, mo
     [
         ("+paralel=ddp", "there is no key paralel; did you mean parallel?"),
         ("++train.stepz=3", "there is no key train.stepz; did you mean train.steps?"),
+        ("+parallel.dpp=2", "there is no key parallel.dpp; did you mean parallel.dp or parallel.pp?"),
         ("+parallel.chnks=4", "there is no key parallel.chnks; did you mean parallel.chunks?"),
         ("+optim.mometum=0.9", "there is no key optim.mometum; did you mean optim.momentum?"),
     ],

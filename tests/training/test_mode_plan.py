@@ -38,8 +38,8 @@ def test_the_plan_shows_the_layout_the_batch_cut_and_the_bubble(gpt2):
     assert re.search(r"global batch 16 x \d+ tokens = 2 replicas x 4 micro-batches of 2", said)
     assert "schedule gpipe, ideal bubble 20.0%" in said
     first, second = re.findall(r"stage (\d) on ranks ([\d,]+) +([\d,]+)  (.*)", said)
-    assert (first[0], first[1], first[3]) == ("0", "0,2", "embedding … h.5 (7 layers)  50.2% of the parameters")
-    assert (second[0], second[1], second[3]) == ("1", "1,3", "h.6 … head (7 layers)  49.8% of the parameters")
+    assert (first[0], first[1], first[3]) == ("0", "0,2", "embedding … h.5 (7 layers)  50.2% of what the stages hold")
+    assert (second[0], second[1], second[3]) == ("1", "1,3", "h.6 … head (7 layers)  49.8% of what the stages hold")
     shared = 50304 * 768  # the head and the embedding lie on both stages
     assert sum(int(stage[2].replace(",", "")) for stage in (first, second)) == 124_475_904 + shared
 

@@ -189,6 +189,14 @@ def test_a_wrong_mode_is_an_error_with_the_choices(compose):
         compose("logger.projct=mine")
 
 
+@pytest.mark.parametrize("typed, group", [(None, "gpt2"), ("mine", "mine")])
+def test_runs_of_one_model_are_one_group_unless_another_is_typed(tmp_path, monkeypatch, typed, group):
+    seen = {}
+    monkeypatch.setattr(WandbRun, "_start", lambda self, mode, arguments: seen.update(arguments))
+    WandbRun(tmp_path, {"model": {"name": "gpt2"}}, "gpt2-pipe_ddp", group=typed)
+    assert (seen["group"], seen["name"]) == (group, "gpt2-pipe_ddp")
+
+
 def test_hydra_builds_the_logger_and_leaves_targets_inside_the_stored_config_alone(compose, monkeypatch):
     from training.config import instantiate
 

@@ -169,7 +169,7 @@ def _files(path: Path) -> list[Path]:
     if path.is_dir():
         if (path / "manifest.json").exists():
             raise TrainingError(
-                f"{given} is a checkpoint: export it first (python train.py mode=export "
+                f"{given} is a checkpoint: export it first (mode=export "
                 f"{shlex.quote(f'checkpoint={path}')} …), or go on "
                 "with its run by train.resume="
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,8 +20,8 @@ _RESULTS = {
     "test_perplexity": "test perplexity",
 }
 _WIDTH = 120
-# A bubble this much larger than the ideal, as a fraction and as a factor, comes from stages that take unequal times.
-_FAR_ABOVE, _TIMES_ABOVE = 0.1, 1.5
+# A bubble is far above the ideal by this much, as a fraction and as a factor; stages take unequal times by this factor.
+_FAR_ABOVE, _TIMES_ABOVE, _UNEQUAL = 0.1, 1.5, 1.2
 
 
 def number(name: str, value: float) -> str:
@@ -98,7 +99,7 @@ def describe_plan(
         data: A description of the data.
         tokens_per_sample: None for data that are not text.
         shares: Each stage's measured fraction of the cost, and of which cost, such as "of the time". Without it the
-            fractions of the parameters are shown.
+            fractions of the parameters that the stages hold are shown, a copy of a tied one included.
     """
     where = f"{plan.processes} process{'es' * (plan.processes > 1)} on {plan.device_type}"
     lines = [
@@ -117,8 +118,14 @@ def describe_plan(
         )
     if plan.pipelined:
         lines.append(f"schedule {plan.schedule}, ideal bubble {plan.ideal_bubble:.1%}")
+        layers = [len(stage.layers) for stage in plan.stages]
+        if shares is None and max(layers) - min(layers) <= 1:
+            lines.append(
+                "equally many layers in each stage, the same on every machine; parallel.balance=time measures them and "
+                "evens out the stages"
+            )
     held = sum(stage.parameters for stage in plan.stages) or 1  # of a frozen model, to be evaluated
-    parts, unit = shares or ([stage.parameters / held for stage in plan.stages], "of the parameters")
+    parts, unit = shares or ([stage.parameters / held for stage in plan.stages], "of what the stages hold")
     for stage in plan.stages:
         size = f"{_where(plan, stage.index):<22} {stage.parameters:>13,}"
         share = f"  {parts[stage.index]:.1%} {unit}" if len(plan.stages) > 1 else ""
@@ -163,6 +170,8 @@ def final_words(
     link: str | None,
     extents: Mapping[str, str] | None = None,
     epochs: bool = True,
+    idle: str = "",
+    python: bool = False,
 ) -> str:
     """Returns the best metric, where the files are, and what to type next.
 
@@ -173,6 +182,8 @@ def final_words(
         link: The path of the checkpoint, quoted for Hydra; None where there is no checkpoint.
         extents: How much of the split "val" or "test" was evaluated, where that was not all of it.
         epochs: Whether the length of the run was set in epochs.
+        idle: Why stages idled more than the schedule has them, see ``why_idle``.
+        python: Whether a Python program runs this: what to type is then Python.
     """
     lines = []
     if summary["first_loss"] is not None:
@@ -183,17 +194,38 @@ def final_words(
         if summary.get(key) is not None:
             extent = (extents or {}).get("val" if "val" in key else "test") if key.endswith("loss") else None
             lines.append(f"{words} {number(key, summary[key])}" + (f" ({extent})" if extent else ""))
-    lines += [*_speed(summary), f"files: {run_dir}"]
+    lines += [*_speed(summary, idle), f"files: {run_dir}"]
     if link is not None:
         further = [f"train.resume={link}", f"train.steps={2 * summary['steps']}", *["train.epochs=null"] * epochs]
         evaluate = ["mode=eval", f"checkpoint={link}", *(o for o in overrides if not o.startswith("callbacks"))]
-        lines.append(f"evaluate: python train.py {shlex.join(evaluate)}")
-        lines.append(f"go on:    python train.py {shlex.join([*further, *overrides])}")
+        lines.append(f"evaluate: {_command(evaluate, python)}")
+        lines.append(f"go on:    {_command([*further, *overrides], python)}")
     return "\n".join(lines)
 
 
-def _speed(summary: dict) -> list[str]:
-    """Returns the speed, the memory and the bubble, and what to try where that is large."""
+def _command(words: Sequence[str], python: bool) -> str:
+    return f"training.train({', '.join(map(json.dumps, words))})" if python else f"python train.py {shlex.join(words)}"
+
+
+def why_idle(busy: Sequence[float], uniform: bool, processes: int, cores: int | None) -> str:
+    """Returns why the ranks of a pipeline idle more than its schedule has them, and what to do; empty if unknown.
+
+    Args:
+        busy: The seconds for which each rank computed.
+        uniform: Whether stages have equally many layers because nothing else was asked for.
+        processes: How many processes compute on this machine.
+        cores: How many cores they share; None where they compute on GPUs.
+    """
+    if cores is not None and processes > cores:
+        return f"{processes} processes share {cores} core{'s' * (cores > 1)}, so one computes while another waits"
+    factor = max(busy) / min(busy) if busy and min(busy) else 1.0
+    if uniform and factor > _UNEQUAL:
+        return f"one stage takes {factor:.1f} times as long as another; parallel.balance=time evens them out"
+    return ""
+
+
+def _speed(summary: dict, idle: str) -> list[str]:
+    """Returns the speed, the memory and the bubble, and why that is larger than the ideal."""
     name = "tokens_per_s" if summary["tokens_per_s"] is not None else "samples_per_s"
     if summary[name] is None:
         return []
@@ -203,9 +235,6 @@ def _speed(summary: dict) -> list[str]:
     if bubble is None:
         return [line]
     lines = [f"{line}   bubble {bubble:.1%} (ideal {ideal:.1%})"]
-    if bubble > max(ideal + _FAR_ABOVE, ideal * _TIMES_ABOVE):
-        lines.append(
-            "the bubble is far above the ideal: stages take unequal times, or processes wait for cores; try "
-            "parallel.balance=time, which measures the layers, or no more processes than cores"
-        )
+    if idle and bubble > max(ideal + _FAR_ABOVE, ideal * _TIMES_ABOVE):
+        lines.append(f"the bubble is above the ideal: {idle}")
     return lines

@@ -57,7 +57,7 @@ class WandbRun:
             mode: "offline" (no key, no prompt, no network, no output) or "online". Without an API key, or where the
                 server does not answer in time, an online run becomes an offline one, after a warning.
             project: The project's name.
-            group: The group's name.
+            group: The group's name. None: the model's, so that its runs under all strategies are one group.
             name: The display name.
             tags: The run's tags.
             init_timeout_s: The longest wait for the start, in seconds.
@@ -69,7 +69,7 @@ class WandbRun:
         arguments = mask_secrets(
             {
                 "project": project or None,
-                "group": group,
+                "group": group or run_config.get("model", {}).get("name"),
                 "name": name or run_name,
                 "tags": list(tags),
                 "config": run_config,
