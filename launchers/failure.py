@@ -15,6 +15,7 @@ from launchers.errors import WorkerFailed
 from launchers.heartbeat import Heartbeat
 
 _LOG_LINES = 20
+_STACK_LINES = 12
 
 # What gloo and NCCL say when the other end has gone, or does not answer any more.
 _PEER_MESSAGES = (
@@ -155,12 +156,15 @@ def root_cause(deaths: list[Death], log_dir: str | os.PathLike) -> WorkerFailed:
     return WorkerFailed(death.rank, "exit", text + _log_tail(death.rank, log_dir))
 
 
-def stalled(ranks: Mapping[int, Heartbeat], pids: Mapping[int, int], timeout_s: float | None) -> WorkerFailed:
+def stalled(
+    ranks: Mapping[int, Heartbeat], pids: Mapping[int, int], stacks: Mapping[int, list[str]], timeout_s: float | None
+) -> WorkerFailed:
     """The error to show where the other ranks have given up waiting for some.
 
     Args:
         ranks: The last heartbeats of those ranks.
         pids: Their process ids, by rank.
+        stacks: Where each of them stands, a line for each frame and the innermost first.
         timeout_s: How long the others waited, in seconds, where that is known.
 
     Returns:
@@ -174,7 +178,11 @@ def stalled(ranks: Mapping[int, Heartbeat], pids: Mapping[int, int], timeout_s: 
         if is_stopped(pids[rank]):
             text += f"; process {pids[rank]} was stopped, as by SIGSTOP"
         lines.append(text)
-    return WorkerFailed(min(ranks), "stall", "\n".join(lines) + ". The other ranks have given up waiting for it")
+    text = "\n".join(lines) + ". The other ranks have given up waiting for it"
+    for rank, stack in sorted(stacks.items()):
+        if stack:
+            text += "\n" + "\n".join([f"rank {rank} stands here (most recent call first):", *stack[:_STACK_LINES]])
+    return WorkerFailed(min(ranks), "stall", text)
 
 
 def _write(path: str | os.PathLike, report: dict) -> None:

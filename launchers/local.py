@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from common.errors import LaunchError
 from launchers.errors import WorkerFailed
@@ -17,7 +17,7 @@ from launchers.failure import Death, is_stopped, log_path, read_report, root_cau
 from launchers.forkserver import ForkServer
 from launchers.heartbeat import FINISHED, Board
 from launchers.stopping import Stopped, StopSignals
-from launchers.worker import PEER_DELAY_S, Job
+from launchers.worker import PEER_DELAY_S, STACK_SIGNAL, Job
 
 _POLL_S = 0.1
 # All ranks of a run that was told to stop leave within moments of each other.
@@ -26,6 +26,7 @@ _LEAVE_S = 10.0
 # The rest began to wait at other moments of the step.
 _GIVE_UP_S = PEER_DELAY_S + 1.5
 _GIVE_UP_LATE_S = 15.0
+_STACK_S = 2.0
 
 
 def run_workers(
@@ -169,7 +170,23 @@ class _Workers:
         pids = {rank: pid for rank, pid in pids.items() if is_stopped(pid)} or pids
         if not pids:
             return None
-        return stalled({rank: self._board.read(rank) for rank in pids}, pids, self._timeout_s)
+        stacks = {rank: self._stack_of(rank, pid) for rank, pid in pids.items()}
+        return stalled({rank: self._board.read(rank) for rank in pids}, pids, stacks, self._timeout_s)
+
+    def _stack_of(self, rank: int, pid: int) -> list[str]:
+        """Where a worker stands, a line for each frame and the innermost first; empty where it does not say."""
+        path, texts = self._job.stack_path(rank), [""]
+        if is_stopped(pid) or not path.exists():
+            return []
+        with suppress(ProcessLookupError):
+            os.kill(pid, STACK_SIGNAL)
+
+        def grows() -> bool:
+            texts.append(path.read_text(errors="replace"))
+            return not texts[-1] or texts[-1] != texts[-2]
+
+        self._wait_while(grows, _STACK_S)
+        return texts[-1].splitlines()[1:]  # without the thread's name
 
     def _ended_early(self) -> list[int]:
         return [rank for rank in self._server.exitcodes if self._board.read(rank).doing != FINISHED]

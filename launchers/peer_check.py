@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import LaunchError
 from launchers import heartbeat
-from launchers.failure import is_peer_error
+from launchers.failure import is_peer_error, log_path
 from launchers.interfaces import advice, own_address
 from launchers.loopback import listen
 from launchers.store import connect
@@ -36,6 +38,9 @@ _KEEPALIVES = 3
 _GRACE_S = 10.0
 # After the first rank has given up waiting: those that wait for it in turn fail at once.
 _GIVE_UP_S = 4.0
+# A rank that is stuck shows its stack so long after the others have given up: they do not show theirs.
+_SHOW_S = 2.0
+_STACK_FRAMES = 12
 _FAREWELL = b"."
 _REFUSED = "connection refused"
 
@@ -159,6 +164,7 @@ class PeerCheck:
         leaders = [place for place in self.places if place.leader]
         machine = next(n for n, leader in enumerate(leaders) if leader.machine == self._me.machine)
         ring = {self.places[(self._me.rank + 1) % len(self.places)], leaders[(machine + 1) % len(leaders)]}
+        threading.Thread(target=self._show_stall, name="stack-of-a-stall", daemon=True).start()
         for place in ring - {self._me}:
             try:
                 connection = socket.create_connection((place.address, place.port), timeout=self._patience_s)
@@ -192,9 +198,10 @@ class PeerCheck:
             return None
         step = heartbeat.here().step
         since = f"since step {step}" if step else "before step 1"
+        logs = ", ".join(str(log_path("logs", place.rank)) for place in waiting if place.rank > 0) or "on the console"
         return (
             f"{', '.join(map(str, waiting))} has not moved {since}, and the other ranks have given up waiting "
-            "(parallel.timeout_s): it is stopped, or stuck"
+            f"(parallel.timeout_s): it is stopped, or stuck; what it prints ({logs}) shows where"
         )
 
     def close(self, finished: bool = True) -> None:
@@ -215,6 +222,17 @@ class PeerCheck:
                     with suppress(OSError), connection:
                         connection.send(_FAREWELL)
         self._listener.close()
+
+    def _show_stall(self) -> None:
+        """Print where the main thread stands, if it has not moved for longer than the others wait for it."""
+        patience_s = left_s = self._patience_s + _SHOW_S
+        while left_s > 0:
+            time.sleep(left_s)
+            left_s = patience_s - heartbeat.here().silent_s
+        if self._listener.fileno() >= 0:  # else this rank has ended, or has given up waiting
+            stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident])[-_STACK_FRAMES:]
+            text = f"rank {self._me.rank} has not moved for {patience_s:.0f} s and stands here (most recent call last):"
+            print(f"{text}\n{''.join(stack)}", end="", file=sys.stderr, flush=True)
 
     def _wait_for_end(self, connection: socket.socket, place: Place, give_up: Callable[[LaunchError], None]) -> None:
         lost, farewell = None, b""

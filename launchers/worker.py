@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -22,6 +23,8 @@ from launchers.world import LOCAL_ROLE, STORE_FILE, World
 # A rank that only lost its connection leaves last, so that the rank that broke it is seen to fail first.
 PEER_DELAY_S = 2.5
 _LEAVE_S = 10.0
+# As other runtimes have it: Ctrl-\\. The signals of launchers.stopping have a meaning of their own.
+STACK_SIGNAL = signal.SIGQUIT
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,10 @@ class Job:
         """Where a rank that fails, or was told to stop, says so."""
         return Path(self.folder) / f"report_{rank}.json"
 
+    def stack_path(self, rank: int) -> Path:
+        """Where a rank writes its stack when it gets STACK_SIGNAL."""
+        return Path(self.folder) / f"stack_{rank}"
+
     def environment(self, rank: int) -> dict[str, str]:
         """The worker's environment variables, by torchrun's names."""
         return {
@@ -85,6 +92,8 @@ def work(job: Job, rank: int, alive_fd: int) -> None:
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     threading.Thread(target=_leave_with_launcher, args=(alive_fd,), name="leave-with-launcher", daemon=True).start()
+    stack = open(job.stack_path(rank), "w")
+    faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
     os.environ.update(job.environment(rank))
     sys.argv[:] = job.argv
     world = World.detect()

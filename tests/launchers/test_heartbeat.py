@@ -24,6 +24,6 @@ def test_a_long_text_stays_in_its_row(tmp_path):
 
 def test_a_stalled_rank_is_named_with_its_last_step():
     at = Heartbeat(7, 0.0, "in step 8")
-    text = str(stalled({2: at}, {2: 0}, timeout_s=30.0))
+    text = str(stalled({2: at}, {2: 0}, {}, timeout_s=30.0))
     assert text.startswith("rank 2 has not moved since step 7 for ")
     assert "(parallel.timeout_s=30): in step 8" in text

@@ -1,6 +1,7 @@
 """Workers on this machine: that they meet, how they fail, and that none is left."""
 
 import json
+import re
 import threading
 import time
 
@@ -93,6 +94,8 @@ def test_a_rank_that_stands_still_is_named_where_the_others_are_aborted_for_havi
     with pytest.raises(WorkerFailed, match="rank 0 has not moved since step 3 for") as failed:
         run_workers(launched.abort, (1, 2.0), 2, tmp_path, timeout_s=2.0, server=server)
     assert (failed.value.rank, failed.value.kind) == (0, "stall")
+    first = failed.value.text.partition("rank 0 stands here (most recent call first):\n")[2].splitlines()[0]
+    assert re.search(r"launched.py\", line \d+ in abort", first), "its stack"
 
 
 def test_a_rank_that_aborts_of_its_own_is_named(server, tmp_path):

@@ -1,6 +1,7 @@
 """A rank that dies without a word is noticed by the one that watches it, though both wait for something else."""
 
 import queue
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -66,3 +67,16 @@ def test_a_rank_that_still_runs_after_the_others_have_given_up_is_named(pair):
 def test_ranks_that_all_give_up_name_nobody(pair):
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(PeerCheck.explain, pair)) == [None, None]
+
+
+def test_a_rank_that_is_stuck_shows_its_stack_and_those_that_gave_up_do_not(pair, monkeypatch, capsys):
+    monkeypatch.setattr(peer_check, "_SHOW_S", 0.5)
+    heartbeat.note(3, "in step 4")
+    for rank in pair:
+        rank._patience_s = 0.5
+        rank.watch(lambda error: None)
+    pair[0].explain()
+    time.sleep(2)
+    said = capsys.readouterr().err
+    assert said.startswith("rank 1 has not moved for 1 s and stands here") and "rank 0" not in said
+    assert "time.sleep(2)" in said.splitlines()[-1]
