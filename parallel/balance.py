@@ -17,7 +17,7 @@ from parallel.devices import local_device, synchronize
 from parallel.order import expected_makespan
 from parallel.partition import block_partition, even_split
 from parallel.plan import Plan
-from parallel.precision import autocast, parameter_dtype
+from parallel.precision import autocast, outside_autocast, parameter_dtype
 from parallel.schedules import in_flight
 from parallel.shape_inference import trace
 from parallel.stage import Stage
@@ -76,7 +76,8 @@ def _round(plan: Plan, chain: Chain, sample: Batch, seed: int, device: torch.dev
             start = time.perf_counter()
             output = as_tuple(stage(*received, microbatch=index, targets=sample.targets, weights=sample.weights))
             differentiable = [x for x in output if x.requires_grad]
-            torch.autograd.backward(differentiable, [torch.ones_like(x) for x in differentiable])
+            with outside_autocast(device.type):
+                torch.autograd.backward(differentiable, [torch.ones_like(x) for x in differentiable])
             synchronize(device)
             elapsed = time.perf_counter() - start
         stage.end()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from common.errors import PlanError
 from data.batch import Batch
 from models.chain import Tensors, as_tuple
-from parallel.precision import autocast
+from parallel.precision import autocast, outside_autocast
 from parallel.stage import Stage
 from parallel.strategy import StepResult, Strategy
 
@@ -42,9 +42,11 @@ class LocalStrategy(Strategy):
         with self.step(batch, step) as batch:
             for index, chunk, synchronisation in self._microbatches(batch):
                 with synchronisation:
-                    self._model(
+                    loss = self._model(
                         *chunk.input_tensors, microbatch=index, targets=chunk.targets, weights=chunk.weights
-                    ).backward()
+                    )
+                    with outside_autocast(self.device.type):
+                        loss.backward()
         return self.finish_step(batch, stop, loss_limit)
 
     def eval_step(self, batch: Batch) -> Tensor:

@@ -15,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from models.chain import as_tuple
 from parallel.order import UNMEASURED, StageSeconds, best_order
+from parallel.precision import outside_autocast
 from parallel.split_backward import backward_inputs, backward_weights
 from parallel.timeline import (
     BACKWARD,
@@ -167,6 +168,10 @@ class PipeStage(PipelineStage):
         A split backward computes the gradients of vectors with those of inputs: a norm and a bias have them at hand
         when they have their input's, and ResNet-50's backward takes 2 % longer than in one piece, not 8 %.
         """
+        with outside_autocast(self.device.type):
+            return self._backward(backward_type, bwd_kwargs, last_backward)
+
+    def _backward(self, backward_type: str, bwd_kwargs: dict, last_backward: bool):
         if backward_type == "weight":
             backward_weights(bwd_kwargs["param_groups"])
             return (), None

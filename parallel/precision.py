@@ -66,6 +66,18 @@ def autocast(precision: str, device_type: str, keep_casts: bool = True):
     return torch.autocast(device_type, dtype=_COMPUTE[precision], cache_enabled=keep_casts)
 
 
+def outside_autocast(device_type: str):
+    """Return the context for a backward within a step's ``autocast``.
+
+    Each gradient is then computed in the dtype of its forward. Autocast would compute those of a layer in bf16 that
+    keeps itself in float32. What is recomputed in a backward enters the forward's autocast by itself.
+
+    Args:
+        device_type: cpu, cuda or mps.
+    """
+    return torch.autocast(device_type, enabled=False)
+
+
 @dataclass
 class LossScale:
     """Loss scaling for float16: doubled after ``interval`` good steps, halved at a bad one.

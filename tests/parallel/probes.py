@@ -87,6 +87,12 @@ def operators_of_a_planned_step(layout: Layout, recipe: Recipe, seconds: list) -
     return Counter({event.key: event.count for event in profile.key_averages()})
 
 
+def in_bf16(recipe: Recipe, layout: Layout) -> dict[str, bool]:
+    """Whether this rank's gradients of a step have no more digits than bf16 has."""
+    strategy, _ = _one_step(recipe, layout)
+    return {name: bool((p.grad == p.grad.bfloat16()).all()) for name, p in strategy.named_parameters()}
+
+
 def gathers(recipe: Recipe, layout: Layout) -> dict[str, int]:
     """How often this rank gathers shared parameters in a step, and in one of evaluation."""
     plan, strategy = build(layout, recipe)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
+from torch import nn
 from tuple_models import TUPLE_MODELS
 
 from data.batch import Batch
@@ -14,7 +15,9 @@ from models.chain import Chain
 from models.classifier import classifier
 from models.convnet import convnet
 from models.gpt2 import gpt2
+from models.losses import SquaredError
 from models.resnet50 import GROUPS, resnet50
+from models.sequential import chain_of
 from models.toy import toy
 from models.transformer import transformer
 
@@ -46,10 +49,23 @@ LANGUAGE = {
 }
 
 
+class Island(nn.Linear):
+    """A layer that computes in float32 whatever the precision is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x.float())
+
+
+def with_an_island() -> Chain:
+    return chain_of(nn.Sequential(nn.Linear(10, 16), Island(16, 16), nn.Linear(16, 5)), SquaredError())
+
+
 def chain_and_batches(recipe: Recipe) -> tuple[Chain, Callable[[int], Batch]]:
     """A small model, and its global batch as a function of the step."""
-    if recipe.model == "toy":
-        return toy(), lambda step: _toy_batch(recipe.global_batch, step)
+    if recipe.model in ("toy", "island"):
+        chain = toy() if recipe.model == "toy" else with_an_island()
+        return chain, lambda step: _toy_batch(recipe.global_batch, step)
     if recipe.model in TUPLE_MODELS:
         build_chain, batch = TUPLE_MODELS[recipe.model]
         return build_chain(), lambda step: batch(recipe.global_batch, step)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import Layout, Recipe, Result
 from comparing import assert_same_training, weights_of
+from probes import in_bf16
 from small_models import VOCABULARY
 
 TOLERANCE = 1e-5  # relative, in float32
@@ -166,6 +167,19 @@ def test_the_first_half_precision_step_is_as_exact_as_in_float32(trained, precis
     assert run[0].losses == pytest.approx(reference.losses, rel=TOLERANCE)
     assert run[0].norms == pytest.approx(reference.norms, rel=TOLERANCE)
     assert_close(weights_of(run), reference.state, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout("single"), Layout("pipelined", pp=2), Layout("pipelined", pp=2, schedule="planned", stages_per_rank=1)],
+    ids=str,
+)
+def test_a_layer_that_keeps_itself_in_float32_gets_gradients_with_float32_s_digits(ranks, layout):
+    island = Recipe("island", global_batch=16, lr=0.02, precision="bf16")
+    short = {}
+    for of_rank in ranks.run(layout.ranks, in_bf16, island, layout):
+        short |= of_rank
+    assert short == {f"{i}.{kind}": i != 1 for i in range(3) for kind in ("weight", "bias")}
 
 
 @pytest.mark.parametrize(
