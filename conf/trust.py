@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from common.errors import UserError
 from common.files import expand_home
 from conf import FOLDER
+from conf.words import as_typed
 
 _VARIABLES = (
     "NCCL_", "RCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "HIP_", "ROCR_",
@@ -127,7 +128,7 @@ def typed_overrides(hydra: Any) -> list[str]:
     Args:
         hydra: Hydra's own section.
     """
-    return OmegaConf.to_container(hydra.overrides, resolve=False)["task"]
+    return as_typed(OmegaConf.to_container(hydra.overrides, resolve=False)["task"])
 
 
 def check_job(cfg: Any, hydra: Any) -> None:
@@ -144,11 +145,12 @@ def check_job(cfg: Any, hydra: Any) -> None:
     check_variables("hydra.job.env_set", hydra.job.env_set)
     typed = [override.lstrip("+") for override in typed_overrides(hydra)]
     others = [s.path for s in hydra.runtime.config_sources if s.schema == "file" and s.path != str(FOLDER)]
-    sbatch = cfg.launcher.get("sbatch")
+    launcher = cfg.launcher if hasattr(cfg.launcher, "get") else {}  # what is no section is refused later
+    sbatch = launcher.get("sbatch")
     sbatch = [
         key for key in (sbatch if isinstance(sbatch, Mapping) else ()) if str(key).replace("-", "_") not in _SBATCH
     ]
-    named = {"launcher.setup": cfg.launcher.get("setup"), "launcher.sbatch": sbatch}
+    named = {"launcher.setup": launcher.get("setup"), "launcher.sbatch": sbatch}
     named |= {key: cfg.get(key) for key in _CODE}
     for key, values in named.items():
         if others and values and not any(word.startswith(key) for word in typed):

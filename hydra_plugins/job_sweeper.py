@@ -30,12 +30,13 @@ class JobSweeper(BasicSweeper):
             KeyboardInterrupt: If the user ends the sweep.
         """
         from conf.composition import check_keys
+        from conf.words import expand_lists
         from training.sweep.queue import batches, compose_all, open_folders
 
         logging.getLogger("hydra._internal.core_plugins.basic_launcher").addFilter(_mask)
         loader = self.hydra_context.config_loader
         overrides = OverridesParser.create(config_loader=loader).parse_overrides([*self._parse_config(), *arguments])
-        (jobs,) = self.split_arguments(overrides, None)
+        jobs = [expand_lists(job) for job in self.split_arguments(overrides, None)[0]]
         sweep_dir = Path(self.config.hydra.sweep.dir)
         entries = compose_all(lambda job: check_keys(loader.load_sweep_config(self.config, job)), jobs, sweep_dir)
         todo = open_folders(entries, sweep_dir)

@@ -252,6 +252,7 @@ TYPED = {
     "no logger": (["logger=null"], {}, "logger=none for none"),
     "no balance": (["parallel=pipelined", "parallel.balance=null"], {}, "parallel.balance=None is not known"),
     "no model in a file": (["experiment=own"], {"experiment/own": "model: null"}, "model=null stands where a section"),
+    "no launcher in a file": (["experiment=own"], {"experiment/own": "launcher: null"}, "launcher=null stands where"),
     "a word for a section": (["experiment=own"], {"experiment/own": "optim: abc"}, "abc stands where the section"),
     "a word for callbacks": (["experiment=own"], {"experiment/own": "callbacks: abc"}, "callbacks: abc is no section"),
     "a word for loggers": (["experiment=own"], {"experiment/own": "loggers: abc"}, "loggers=abc stands where"),

@@ -83,10 +83,11 @@ def test_the_same_command_runs_only_what_has_not_finished(three):
 
 def test_a_job_that_cannot_be_composed_is_a_row_too_and_a_mistake_of_all_is_an_error_at_once(tmp_path):
     short = [*QUICK, "train.steps=1", "logger=none", "mode=plan"]
-    mixed = sweep(tmp_path / "mixed", *short, "parallel=single,nonsense")
+    mixed = sweep(tmp_path / "mixed", *short, "debug=null,nonsense")
     assert mixed.code == 1
     assert statuses(mixed.folder) == ["finished", "failed"]
-    assert "Could not find 'parallel/nonsense'" in mixed.stderr
+    assert [row["debug"] for row in jobs(mixed.folder)] == ["null", "nonsense"]
+    assert "Could not find 'debug/nonsense'" in mixed.stderr
     wrong = sweep(tmp_path / "wrong", *short, "train.stepz=5", "seed=1,2")
     assert wrong.code == 1 and "stepz" in wrong.stderr
     assert not (tmp_path / "wrong").exists()

@@ -15,6 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from conf.words import as_typed
 from training.reporting import mask_secrets
 from training.reporting.job_record import FAILED, FINISHED, RUNNING, SUPERSEDED, WAITING, Job, read_job, write_job
 from training.reporting.run_directory import refuse
@@ -26,7 +27,7 @@ class Entry:
 
     Attributes:
         job: Its record.
-        overrides: Its overrides as they were typed.
+        overrides: Its overrides as Hydra takes them.
         folder: Its directory.
         continues: Whether it resumes from what its directory holds.
         queued: Whether nobody waits for it, so that an earlier attempt may still be queued or running.
@@ -66,7 +67,7 @@ def compose_all(compose: Callable[[list[str]], Any], jobs: Iterable[list[str]], 
     """
     entries, first_error = [], None
     for num, overrides in enumerate(jobs):
-        job = Job(num, tuple(mask_secrets(overrides)))
+        job = Job(num, tuple(mask_secrets(as_typed(overrides))))
         try:
             cfg = compose(overrides)
             with open_dict(cfg):
