@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.dropout import CausalAttentionDropout
+
 
 class KeyValueCache:
     """Keys and values of all attention layers; slot i of a row belongs to the row's position i.
@@ -105,7 +107,7 @@ class CausalAttention(UsesCache, nn.Module):
 
     def __init__(self, n_head: int, dropout: float) -> None:
         super().__init__()
-        self.heads, self.dropout = n_head, dropout
+        self.heads, self.attention = n_head, CausalAttentionDropout(dropout)
 
     def attend(self, projected: Tensor) -> Tensor:
         """Queries, keys and values side by side, [b, t, 3 c] -> [b, t, c]."""
@@ -114,6 +116,5 @@ class CausalAttention(UsesCache, nn.Module):
         if self.cache is not None:
             y = self.cache.attend(self, q, k, v)
         else:
-            dropout = self.dropout if self.training else 0.0
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+            y = self.attention(q, k, v)
         return y.transpose(1, 2).reshape(b, t, c)

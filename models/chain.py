@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import ModelError, TrainingError
+from models.dropout import by_sample
 from models.huggingface import HuggingFaceGPT2
 from models.layers import Layers as Layers  # these three are part of what a chain is
 from models.layers import Tensors as Tensors
@@ -62,6 +63,10 @@ class LayerSpec:
                 f"layer {self.name!r}: build={type(self.build).__name__} must be a function that makes the layer, such "
                 "as functools.partial(nn.Linear, 4, 2); layers that exist become a chain by models.sequential.chain_of"
             )
+
+    def made(self) -> nn.Module:
+        """Build the layer, with its dropout by sample."""
+        return by_sample(self.name, self.build())
 
 
 def reset_parameters(name: str, module: nn.Module) -> None:
@@ -166,7 +171,7 @@ class Chain:
         if unknown:
             raise ValueError(f"no such layers: {sorted(unknown)}; this chain has {self.names}")
         with torch.device("meta"):
-            built = [(layer.name, layer.build()) for layer in self.layers if layer.name in wanted]
+            built = [(layer.name, layer.made()) for layer in self.layers if layer.name in wanted]
         layers = Layers(built)
         layers.tie(self.tied)
         return layers

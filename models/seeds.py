@@ -2,7 +2,7 @@
 
 A generator that runs on from call to call ties every number to the order of the calls, and the order is what
 a parallel layout changes. Here each use seeds the generator from what it *is*: (seed, parameter name) for an
-initial weight, (seed, step, micro-batch, layer name) for a dropout mask. Any layout then draws the same.
+initial weight, (seed, step, module name, sample) for a dropout mask. Any layout then draws the same.
 """
 
 from __future__ import annotations
@@ -20,6 +20,13 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that operators on ``device`` draw from."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    return torch.mps._get_default_mps_generator() if device.type == "mps" else torch.default_generator
+
+
 def seed_generators(device: torch.device, seed: int) -> None:
     """Seed the default generators of the host and of ``device``, and of no other device.
 
@@ -28,10 +35,8 @@ def seed_generators(device: torch.device, seed: int) -> None:
     called for each layer of each micro-batch.
     """
     torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[_cuda_index(device)].manual_seed(seed)
-    elif device.type == "mps":
-        torch.mps.manual_seed(seed)
+    if device.type != "cpu":
+        default_generator(device).manual_seed(seed)
 
 
 @contextmanager
@@ -44,6 +49,3 @@ def seeded(seed: int) -> Iterator[None]:
     finally:
         torch.default_generator.set_state(state)
 
-
-def _cuda_index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index

@@ -74,7 +74,8 @@ def _round(plan: Plan, chain: Chain, sample: Batch, seed: int, device: torch.dev
             received = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
             synchronize(device)
             start = time.perf_counter()
-            output = as_tuple(stage(*received, microbatch=index, targets=sample.targets, weights=sample.weights))
+            samples = index * len(sample), len(sample)
+            output = as_tuple(stage(*received, samples=samples, targets=sample.targets, weights=sample.weights))
             differentiable = [x for x in output if x.requires_grad]
             with outside_autocast(device.type):
                 torch.autograd.backward(differentiable, [torch.ones_like(x) for x in differentiable])

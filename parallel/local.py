@@ -40,10 +40,10 @@ class LocalStrategy(Strategy):
     def train_step(self, batch: Batch, step: int, stop: bool = False, loss_limit: float = math.inf) -> StepResult:
         """See ``Strategy.train_step``."""
         with self.step(batch, step) as batch:
-            for index, chunk, synchronisation in self._microbatches(batch):
+            for samples, chunk, synchronisation in self._microbatches(batch):
                 with synchronisation:
                     loss = self._model(
-                        *chunk.input_tensors, microbatch=index, targets=chunk.targets, weights=chunk.weights
+                        *chunk.input_tensors, samples=samples, targets=chunk.targets, weights=chunk.weights
                     )
                     with outside_autocast(self.device.type):
                         loss.backward()
@@ -52,19 +52,19 @@ class LocalStrategy(Strategy):
     def eval_step(self, batch: Batch) -> Tensor:
         """See ``Strategy.eval_step``."""
         with self.step(batch) as batch:
-            for index, chunk, _ in self._microbatches(batch):
-                self._model(*chunk.input_tensors, microbatch=index, targets=chunk.targets, weights=chunk.weights)
+            for samples, chunk, _ in self._microbatches(batch):
+                self._model(*chunk.input_tensors, samples=samples, targets=chunk.targets, weights=chunk.weights)
         return self.take_sums()
 
-    def _microbatches(self, batch: Batch) -> Iterator[tuple[int, Batch, AbstractContextManager]]:
-        """(index, micro-batch, the context of its backward). Gradients are averaged over replicas in the last one's."""
+    def _microbatches(self, batch: Batch) -> Iterator[tuple[list[int], Batch, AbstractContextManager]]:
+        """(samples, micro-batch, the context of its backward): replicas average their gradients in the last one's."""
         chunks = batch.chunks(self.plan.chunks)
         no_sync = getattr(self._model, "no_sync", nullcontext)
-        for index, chunk in zip(self.microbatch_indices().tolist(), chunks, strict=True):
+        for samples, chunk in zip(self.samples_of(batch).tolist(), chunks, strict=True):
             last = chunk is chunks[-1]
             if self.sharding is not None:
                 self.sharding.before_backward(self.stages, last)
-            yield index, chunk, nullcontext() if last else no_sync()
+            yield samples, chunk, nullcontext() if last else no_sync()
 
     def close(self) -> None:
         """See ``Strategy.close``."""
@@ -90,22 +90,24 @@ class _OnSeveralDevices(nn.Module):
         super().__init__()
         self._stages = nn.ModuleList(stages)
 
-    def forward(self, *tensors: Tensor, microbatch: int, targets: Tensor, weights: Tensor | None) -> Tensors:
+    def forward(
+        self, *tensors: Tensor, samples: Sequence[int], targets: Tensor, weights: Tensor | None
+    ) -> Tensors:
         output: Tensors = tensors
         for stage in self._stages:
             if stage.ends_chain:
                 targets = targets.to(stage.device, non_blocking=True)
                 weights = weights if weights is None else weights.to(stage.device, non_blocking=True)
             tensors = tuple(tensor.to(stage.device, non_blocking=True) for tensor in as_tuple(output))
-            output = stage(*tensors, microbatch=microbatch, targets=targets, weights=weights)
+            output = stage(*tensors, samples=samples, targets=targets, weights=weights)
         return output
 
 
 class DataParallel(LocalStrategy):
     """torch's ``nn.DataParallel``, as a baseline for ``ddp``: ``data_parallel``.
 
-    In every forward the model is copied to all devices. Each takes a part of the micro-batch, with dropout and
-    BatchNorm of its own, and the summed losses are added up.
+    In every forward the model is copied to all devices. Each takes a part of the micro-batch, with BatchNorm of its
+    own, and the summed losses are added up.
     """
 
     def wrap(self) -> nn.Module:
@@ -124,8 +126,8 @@ class _OnCopies(nn.Module):
         indices = [torch.device(d).index for d in devices]
         self._copies = nn.DataParallel(_Copy(stage, indices, precision), indices)
 
-    def forward(self, *tensors: Tensor, microbatch: int, targets: Tensor, weights: Tensor | None) -> Tensor:
-        return self._copies(*tensors, microbatch=microbatch, targets=targets, weights=weights).sum()
+    def forward(self, *tensors: Tensor, samples: Sequence[int], targets: Tensor, weights: Tensor | None) -> Tensor:
+        return self._copies(*tensors, samples=tuple(samples), targets=targets, weights=weights).sum()
 
 
 class _Copy(nn.Module):
@@ -135,8 +137,11 @@ class _Copy(nn.Module):
         super().__init__()
         self._stage, self._devices, self._precision = stage, devices, precision
 
-    def forward(self, *tensors: Tensor, microbatch: int, targets: Tensor, weights: Tensor | None) -> Tensor:
-        # Dropout differs from part to part of the micro-batch.
-        index = microbatch * len(self._devices) + self._devices.index(targets.device.index)
+    def forward(
+        self, *tensors: Tensor, samples: tuple[int, int], targets: Tensor, weights: Tensor | None
+    ) -> Tensor:
+        first, count = samples
+        each = -(-count // len(self._devices))  # all parts but the last
+        own = first + each * self._devices.index(targets.device.index), len(targets)
         with autocast(self._precision, "cuda"):
-            return self._stage(*tensors, microbatch=index, targets=targets, weights=weights)
+            return self._stage(*tensors, samples=own, targets=targets, weights=weights)

@@ -109,8 +109,8 @@ class Pipeline(Strategy):
         return batch.input_tensors if self.mesh.position == 0 else ()
 
     def _arguments(self, batch: Batch) -> dict[str, Tensor]:
-        indices = self.microbatch_indices()
-        arguments = {"microbatch": indices, "target": indices}
+        samples = self.samples_of(batch)
+        arguments = {"samples": samples, "target": samples}
         if any(stage.ends_chain for stage in self.stages):
             arguments["targets"] = batch.targets
             if batch.weights is not None:

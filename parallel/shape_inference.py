@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.batch import Batch
 from models.chain import Chain
-from models.layers import checked
+from models.dropout import Samples, computing
+from models.layers import as_tuple, checked
 from parallel.plan import Plan
 from parallel.precision import autocast, parameter_dtype
 
@@ -109,11 +110,11 @@ def trace(chain: Chain, sample: Batch, precision: str, device_type: str) -> list
                 traces.append(replace(traced, name=layer.name))
                 continue
             with torch.device(device_type), _default_dtype(dtype):
-                module = layer.build()
+                module = layer.made()
             if hasattr(module, "step_cache"):
                 module.step_cache = {}  # as in the middle of a step
-            kept = _Kept(module)
-            with saved_tensors_hooks(kept.note, lambda tensor: tensor), _Draws() as draws:
+            kept, notes = _Kept(module), []
+            with saved_tensors_hooks(kept.note, lambda tensor: tensor), _Draws(len(sample), notes) as draws:
                 # Twice: the second micro-batch finds the weights cast already, so it keeps activations only.
                 sizes = []
                 for own in (tensors, tuple(t.clone() for t in tensors)):  # each micro-batch has its own
@@ -125,9 +126,55 @@ def trace(chain: Chain, sample: Batch, precision: str, device_type: str) -> list
                     sizes.append(kept.bytes - before)
             tensors = checked(layer.name, module, output)
             specs = tuple(map(TensorSpec.of, tensors))
-            traces.append(LayerTrace(layer.name, specs, sizes[1], cast=sizes[0] - sizes[1], random=draws.seen))
+            random = draws.seen or bool(notes)
+            traces.append(LayerTrace(layer.name, specs, sizes[1], cast=sizes[0] - sizes[1], random=random))
             alike[key] = traces[-1], tensors
     return traces
+
+
+def drawing_by_microbatch(chain: Chain, sample: Batch) -> list[str]:
+    """Find the layers whose random numbers in training depend on how the batch is cut.
+
+    Those are layers that draw by themselves (``F.dropout``, ``nn.MultiheadAttention``, ``torch.rand``), and those in
+    which dropout by sample does not find the samples: its input's first dimension is not that of the batch, which
+    shows in its shape for twice as many samples.
+
+    Args:
+        chain: The model.
+        sample: One micro-batch, used for its shapes and dtypes only.
+
+    Returns:
+        The names of the layers. A layer that cannot be computed on the meta device ends the search.
+    """
+    once = sample.to("meta")
+    batches = [once, once.map(lambda tensor: torch.cat((tensor, tensor)))]
+    inputs = [batch.input_tensors for batch in batches]
+    known: dict[tuple, tuple[bool, list[tuple[Tensor, ...]]]] = {}
+    found = []
+    for layer in chain.layers:
+        last = layer is chain.layers[-1]
+        key = layer.build, last, *((t.shape, t.dtype) for t in inputs[0])
+        if key not in known:
+            with torch.device("meta"):
+                module = layer.made()
+            seen, notes, outputs = False, [], []
+            for batch, tensors in zip(batches, inputs, strict=True):
+                notes.append([])
+                try:
+                    with torch.no_grad(), _Draws(len(batch), notes[-1]) as draws:
+                        if last and hasattr(module, "loss"):
+                            _loss(chain, module, tensors, batch.targets)
+                        else:
+                            outputs.append(as_tuple(module(*tensors)))
+                except Exception:  # a user's code
+                    return found
+                seen |= draws.seen
+            doubled = [(name, (2 * shape[0], *shape[1:])) for name, shape in notes[0]]
+            known[key] = seen or doubled != notes[1], outputs
+        draws_by_itself, inputs = known[key]
+        if draws_by_itself:
+            found.append(layer.name)
+    return found
 
 
 def stage_borders(plan: Plan, chain: Chain, sample: Batch) -> list[tuple[TensorSpec, ...]]:
@@ -165,11 +212,20 @@ def _loss(chain: Chain, module: torch.nn.Module, tensors: Sequence[Tensor], targ
 
 
 class _Draws(TorchDispatchMode):
-    """Notices operators that draw random numbers."""
+    """Notices operators that draw random numbers; dropout by sample is noted, and draws none."""
 
-    def __init__(self) -> None:
+    def __init__(self, samples: int, notes: list) -> None:
         super().__init__()
         self.seen = False
+        self._computing = computing(Samples(samples, notes=notes))
+
+    def __enter__(self):
+        self._computing.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exception) -> None:
+        super().__exit__(*exception)
+        self._computing.__exit__(*exception)
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}

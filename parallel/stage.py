@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models.batchnorm import BatchNorm2d
 from models.chain import Chain, Tensors, as_tuple, is_within
+from models.dropout import BySample, Samples, computing, forget
 from models.losses import Sums
 from models.seeds import derive_seed, seed_generators
 
@@ -85,6 +86,7 @@ class Stage(nn.Module):
 
     def end(self) -> None:
         """End a step: its forwards and backwards are done, and weights may change."""
+        forget()
         self._set_step_cache(None)
 
     def _set_step_cache(self, cache: dict | None) -> None:
@@ -93,14 +95,19 @@ class Stage(nn.Module):
             last.step_cache = cache
 
     def forward(
-        self, *tensors: Tensor, microbatch: int | Tensor, targets: Tensor | None = None, weights: Tensor | None = None
+        self,
+        *tensors: Tensor,
+        samples: Sequence[int] | Tensor,
+        targets: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Tensors:
         """Compute one micro-batch.
 
         Args:
             *tensors: [b, ...] each: the batch's inputs, or what the stage before gave.
-            microbatch: The micro-batch's index in the global batch; dropout is drawn for it. A schedule of torch cuts
-                it out of a tensor and gives [1] int64 on the CPU.
+            samples: The index of the micro-batch's first sample in the global batch, and how many it has; what is
+                random is drawn for them. A schedule of torch cuts them out of a tensor and gives [1, 2] int64 on the
+                CPU.
             targets: [b, ...], used by the stage that ends the chain and ignored by the others.
             weights: [b], likewise.
 
@@ -108,12 +115,12 @@ class Stage(nn.Module):
             The next stage's input. From the stage that ends the chain, where targets are given, the scalar to
             differentiate: the summed loss times ``loss_scale``. Without targets, the model's output.
         """
-        index = int(microbatch)
+        first, count = samples.flatten().tolist() if isinstance(samples, Tensor) else samples
         if not self.begins_chain:
             tensors = tuple(map(self._as_received, tensors))
         gives_loss = self.ends_chain and targets is not None
-        # Where nothing is random, the index is left out: the stage is compiled once for all micro-batches.
-        where = None if self._compiled_whole else index
+        # Where nothing is random, the samples are left out: the stage is compiled once for all micro-batches.
+        where = None if self._compiled_whole else (first, count)
         output = self._compute(where, tensors, targets if gives_loss else None, weights)
         if not gives_loss:
             return self._as_output(output)
@@ -121,9 +128,13 @@ class Stage(nn.Module):
         return output.loss * self.loss_scale
 
     def _compute(
-        self, index: int | None, tensors: tuple[Tensor, ...], targets: Tensor | None, weights: Tensor | None
+        self,
+        where: tuple[int, int] | None,
+        tensors: tuple[Tensor, ...],
+        targets: Tensor | None,
+        weights: Tensor | None,
     ) -> Tensors | Sums:
-        """All layers and, where there are targets, the loss. ``index`` is None where nothing is random."""
+        """All layers and, where there are targets, the loss. ``where`` is None where nothing is random."""
         layers = self.layers.items()
         last_name, last = layers[-1]
         owns_loss = targets is not None and hasattr(last, "loss")
@@ -136,17 +147,17 @@ class Stage(nn.Module):
                     self._seeded,
                     name,
                     layer,
-                    index,
+                    where,
                     *tensors,
                     use_reentrant=False,
                     preserve_rng_state=False,
                     context_fn=partial(_contexts, layer),
                 )
             else:
-                output = self._seeded(name, layer, index, *tensors)
+                output = self._seeded(name, layer, where, *tensors)
             tensors = tuple(map(self._in_order, as_tuple(output)))
         if owns_loss:
-            return self._seeded(last_name, last.loss, index, *tensors, targets, weights)
+            return self._seeded(last_name, last.loss, where, *tensors, targets, weights)
         return output if targets is None else self.chain.loss(output, targets, weights)
 
     def as_sent(self, x: Tensor) -> Tensor:
@@ -180,11 +191,18 @@ class Stage(nn.Module):
     def _is_image(self, x: Tensor) -> bool:
         return self.chain.channels_last and x.dim() == 4
 
-    def _seeded(self, name: str, layer: Callable, index: int | None, *tensors: Tensor | None) -> Tensors | Sums:
-        if self.training and index is not None:
-            # Of the inputs' device: ``data_parallel`` runs copies of the stage on others.
-            seed_generators(tensors[0].device, derive_seed(self.seed, self.step, index, name))
-        return layer(*tensors)
+    def _seeded(
+        self, name: str, layer: Callable, where: tuple[int, int] | None, *tensors: Tensor | None
+    ) -> Tensors | Sums:
+        if not self.training or where is None:
+            return layer(*tensors)
+        first, count = where
+        # What the layer draws by itself depends on the micro-batch, its dropout on the sample.
+        seed = derive_seed(self.seed, self.step, first, name)
+        # Of the inputs' device: ``data_parallel`` runs copies of the stage on others.
+        seed_generators(tensors[0].device, seed)
+        with computing(Samples(count, first, self.seed, self.step), seed):
+            return layer(*tensors)
 
     def compile(self, random: bool) -> None:
         """Compile layers and loss in place, so that names stay.
@@ -204,6 +222,9 @@ class Stage(nn.Module):
             self._compute = torch.compile(self._compute)
             return
         for _, layer in layers:
+            for module in layer.modules():
+                if isinstance(module, BySample):  # draws for each sample, as it does where nothing is compiled
+                    module.forward = torch.compiler.disable(module.forward)
             layer.compile()
         last = layers[-1][1]
         if hasattr(last, "loss"):
@@ -243,8 +264,8 @@ def place_of(error: BaseException, layers: Sequence[str], first: int) -> str:
         if frame.f_code is Stage._seeded.__code__:
             kind = type(getattr(seen["layer"], "__self__", seen["layer"])).__name__
             layer = f"layer {seen['name']!r} ({kind})"
-        elif module == "parallel.local":
-            index = seen.get("index", index)
+        elif module == "parallel.local" and "samples" in seen:
+            index = seen["samples"][0] // seen["samples"][1]
         elif module == "parallel.pipe_stage":
             index = next((first + seen[key] for key in ("fwd_chunk_id", "bwd_chunk_id") if key in seen), index)
     return "" if index is None else f"the {'backward' if backward else 'forward'} of {layer}, micro-batch {index}"

@@ -275,9 +275,12 @@ class Strategy(ModelPart, ABC):
             return stage
         return replicate(stage, self.mesh, self.options.bucket_mb, self.options.comm_hook)
 
-    def microbatch_indices(self) -> Tensor:
-        """Return [chunks] indices of this replica's micro-batches in the global batch."""
-        return torch.arange(self.plan.chunks) + self.mesh.replica * self.plan.chunks
+    def samples_of(self, batch: Batch) -> Tensor:
+        """Return [chunks, 2], of each micro-batch: the index of its first sample in the global batch, and how many."""
+        chunks = self.plan.chunks
+        count = len(batch) // chunks
+        first = (torch.arange(chunks) + self.mesh.replica * chunks) * count
+        return torch.stack((first, torch.full_like(first, count)), dim=1)
 
     def take_sums(self) -> Tensor:
         """Return the stages' [loss sum, count, metric sums...] since the last call; zeros where there is no loss."""

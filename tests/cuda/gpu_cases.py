@@ -111,7 +111,7 @@ def gradients_of_layer_drop(recompute: bool) -> list[Tensor]:
     x = torch.linspace(-1, 1, 32).view(4, 8).to("cuda:0")
     for index in range(4):
         stage.begin(training=True, step=1)
-        stage(x, microbatch=index, targets=x).backward()
+        stage(x, samples=(4 * index, 4), targets=x).backward()
         stage.end()
     return [parameter.grad.cpu() for parameter in stage.parameters()]
 

@@ -47,8 +47,8 @@ class Layout:
         return self.dp * self.pp if self.pipelined else self.dp
 
     @property
-    def single(self) -> Layout:
-        """One process with the same micro-batches."""
+    def same_cut(self) -> Layout:
+        """One process with the same micro-batches, for what depends on them: BatchNorm, and rounding to 16 bits."""
         return Layout("single", chunks=self.dp * self.chunks)
 
     def __str__(self) -> str:

@@ -29,9 +29,9 @@ def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def mask(name: str = "drop0", index: int = 0, **more) -> torch.Tensor:
+def mask(name: str = "drop0", first: int = 0, **more) -> torch.Tensor:
     """What dropout makes of ones in layer ``name``."""
-    return stage(dropouts(), [name], **more)(torch.ones(4, 64), microbatch=torch.tensor([index]))
+    return stage(dropouts(), [name], **more)(torch.ones(4, 64), samples=(first, 4))
 
 
 def test_a_dropout_mask_is_the_same_whenever_it_is_drawn():
@@ -41,17 +41,17 @@ def test_a_dropout_mask_is_the_same_whenever_it_is_drawn():
 
 
 @pytest.mark.parametrize(
-    "other", [{"seed": 4}, {"step": 2}, {"index": 1}, {"name": "drop1"}], ids=["seed", "step", "micro-batch", "layer"]
+    "other", [{"seed": 4}, {"step": 2}, {"first": 4}, {"name": "drop1"}], ids=["seed", "step", "samples", "layer"]
 )
 def test_a_dropout_mask_depends_on(other):
     assert not torch.equal(mask(**other), mask())
 
 
 def test_a_dropout_mask_does_not_depend_on_the_layers_before_it_or_on_the_cut():
-    chain, x, index = dropouts(), torch.ones(4, 64), torch.tensor([5])
-    whole = stage(chain)(x, microbatch=index)
+    chain, x, index = dropouts(), torch.ones(4, 64), torch.tensor([[20, 4]])
+    whole = stage(chain)(x, samples=index)
     first, second = stage(chain, ["drop0"]), stage(chain, ["drop1", "drop2"])
-    assert torch.equal(second(first(x, microbatch=index), microbatch=index), whole)
+    assert torch.equal(second(first(x, samples=index), samples=index), whole)
     assert whole.any()
 
 
@@ -77,22 +77,23 @@ class Draw(nn.Module):
 @pytest.mark.parametrize("shape", [(4, 6, 5), (4, 6, 5, 1), (4, 6, 5, 3)], ids=["transposed", "one channel", "images"])
 def test_a_layer_that_turns_its_input_changes_nothing_that_depends_on_the_cut(shape, channels_last):
     layers = [LayerSpec("turn", Turn), LayerSpec("draw", lambda: Draw(shape[-1]))]
-    chain, x, index = Chain(layers, loss=SquaredError(), channels_last=channels_last), drawn(*shape), torch.tensor([0])
+    chain = Chain(layers, loss=SquaredError(), channels_last=channels_last)
+    x, index = drawn(*shape), (0, 4)
     first, second = stage(chain, ["turn"]), stage(chain, ["draw"])
-    assert torch.equal(second(first(x, microbatch=index).clone(), microbatch=index), stage(chain)(x, microbatch=index))
+    assert torch.equal(second(first(x, samples=index).clone(), samples=index), stage(chain)(x, samples=index))
 
 
 def test_evaluation_drops_nothing_and_draws_nothing():
     evaluated = stage(dropouts()).eval()
     before = torch.get_rng_state()
-    assert torch.equal(evaluated(torch.ones(4, 64), microbatch=torch.tensor([0])), torch.ones(4, 64))
+    assert torch.equal(evaluated(torch.ones(4, 64), samples=(0, 4)), torch.ones(4, 64))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_recomputation_draws_the_same_mask_again():
     """The gradient of a dropout of ones is its mask, drawn again in the backward."""
     x = torch.ones(4, 64, requires_grad=True)
-    y = stage(dropouts(), recompute=True)(x, microbatch=torch.tensor([2]))
+    y = stage(dropouts(), recompute=True)(x, samples=torch.tensor([[8, 4]]))
     torch.rand(5)
     y.sum().backward()
     assert torch.equal(x.grad, y.detach())
@@ -102,7 +103,7 @@ def test_the_stage_that_ends_the_chain_gives_its_loss_scaled_and_notes_it_unscal
     chain = toy()
     last, inputs, targets = stage(chain), drawn(6, 10), drawn(6, 5)
     last.loss_scale = 256.0
-    scaled = last(inputs, microbatch=torch.tensor([0]), targets=targets)
+    scaled = last(inputs, samples=(0, 6), targets=targets)
     wanted = nn.functional.mse_loss(last.layers(inputs), targets, reduction="sum")
     assert scaled.item() == pytest.approx(256.0 * wanted.item(), rel=1e-6)
     assert last.take_sums().tolist() == pytest.approx([wanted.item(), 30.0], rel=1e-6)
@@ -111,16 +112,16 @@ def test_the_stage_that_ends_the_chain_gives_its_loss_scaled_and_notes_it_unscal
 def test_sums_of_micro_batches_add_up_and_are_taken_once():
     last, x, y = stage(toy()), drawn(6, 10), drawn(6, 5)
     for index in range(3):
-        last(x[2 * index :][:2], microbatch=torch.tensor([index]), targets=y[2 * index :][:2])
+        last(x[2 * index :][:2], samples=torch.tensor([[2 * index, 2]]), targets=y[2 * index :][:2])
     in_pieces = last.take_sums()
     assert last.take_sums() is None
-    last(x, microbatch=torch.tensor([0]), targets=y)
+    last(x, samples=(0, 6), targets=y)
     assert in_pieces.tolist() == pytest.approx(last.take_sums().tolist(), rel=1e-6)
 
 
 def test_a_stage_in_the_middle_ignores_the_targets_and_gives_something_contiguous():
     chain = Chain([LayerSpec("turn", Transpose), LayerSpec("end", nn.Identity)], loss=SquaredError())
-    out = stage(chain, ["turn"])(torch.ones(3, 4), microbatch=torch.tensor([0]), targets=torch.zeros(3))
+    out = stage(chain, ["turn"])(torch.ones(3, 4), samples=(0, 3), targets=torch.zeros(3))
     assert out.shape == (4, 3)
     assert out.is_contiguous()
 
@@ -135,12 +136,12 @@ def test_images_in_channels_last_and_their_gradients_cross_a_border_as_they_lie_
     gradients = []
     before.layers["relu"].register_full_backward_pre_hook(lambda module, given: gradients.extend(given))
 
-    images, index = drawn(2, 3, 8, 9), torch.tensor([0])
-    sent = before(images, microbatch=index)
+    images, index = drawn(2, 3, 8, 9), torch.tensor([[0, 2]])
+    sent = before(images, samples=index)
     assert sent.shape == (2, 6, 7, 3) and sent.is_contiguous()
     received = sent.detach().requires_grad_()
-    out = after(received, microbatch=index)
-    assert torch.equal(out, stage(chain)(images, microbatch=index))
+    out = after(received, samples=index)
+    assert torch.equal(out, stage(chain)(images, samples=index))
     out.square().sum().backward()
     sent.backward(received.grad)
     assert [gradient.is_contiguous(memory_format=torch.channels_last) for gradient in gradients] == [True]
@@ -148,7 +149,7 @@ def test_images_in_channels_last_and_their_gradients_cross_a_border_as_they_lie_
 
 def test_without_targets_the_last_stage_gives_the_model_s_output():
     chain = gpt2(size="tiny", vocab_size=50)
-    logits = stage(chain).eval()(torch.zeros(2, 5, dtype=torch.int64), microbatch=torch.tensor([0]))
+    logits = stage(chain).eval()(torch.zeros(2, 5, dtype=torch.int64), samples=(0, 2))
     assert logits.shape == (2, 5, 50)
 
 

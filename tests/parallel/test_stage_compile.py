@@ -31,7 +31,7 @@ def test_every_kind_of_layer_stays_compiled_in_training_and_in_evaluation(tracin
     for training in (True, False, True, False):
         stage.begin(training, step=1)
         with torch.set_grad_enabled(training):
-            stage(images, microbatch=0, targets=classes)
+            stage(images, samples=(0, 2), targets=classes)
         stage.end()
     sums = stage.take_sums()
     assert sums[1] == 4 * 2 * 10 and torch.isfinite(sums).all()

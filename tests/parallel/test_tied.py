@@ -32,7 +32,7 @@ def test_both_copies_hold_the_same_bits_after_training(trained, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_norm_counts_a_tied_weight_once(trained, layout):
-    (reference,) = trained(layout.single, RECIPE)
+    (reference,) = trained(Layout("single"), RECIPE)
     assert trained(layout, RECIPE)[0].norms == pytest.approx(reference.norms, rel=1e-5)
 
 

@@ -1,0 +1,54 @@
+"""Dropout by sample on a GPU in one kernel of Triton. It computes what ``models.dropout`` does, and keeps no mask."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from models.dropout import ELEMENT, FACTOR_1, FACTOR_2, SAMPLE, threshold
+
+_BLOCK, _WARPS = 1024, 4
+
+
+@triton.jit(do_not_specialize=["seed", "first", "least"])
+def _drop_out(
+    x, y, seed, first, least, size, blocks, scale, of_sample, of_element, factor_1, factor_2, block: tl.constexpr
+):
+    sample = (tl.program_id(0) // blocks).to(tl.int64)
+    at = (tl.program_id(0) % blocks).to(tl.int64) * block + tl.arange(0, block)
+    bits = seed + (first + sample) * of_sample + at * of_element
+    bits = (bits ^ ((bits >> 30) & 0x3FFFFFFFF)) * factor_1
+    bits = (bits ^ ((bits >> 27) & 0x1FFFFFFFFF)) * factor_2
+    factor = tl.where(bits >= least, scale, 0.0)
+    x += sample * size
+    y += sample * size
+    tl.store(y + at, tl.load(x + at, mask=at < size, other=0.0) * factor, mask=at < size)
+
+
+def drop_out(x: Tensor, seed: int, first: int, count: int, p: float) -> Tensor:
+    """Drop elements out, and divide the others by 1 - p.
+
+    Args:
+        x: [count r, ...]: r rows of each sample.
+        seed: Of this call.
+        first: The first sample's index in the global batch.
+        count: How many samples.
+        p: The probability of being dropped out.
+
+    Returns:
+        A tensor of the same shape, in the memory order of ``x``.
+    """
+    dense = x.contiguous()
+    y = torch.empty_like(dense)
+    if x.numel():
+        size = x.numel() // count
+        blocks = triton.cdiv(size, _BLOCK)
+        hashing = SAMPLE, ELEMENT, FACTOR_1, FACTOR_2
+        scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
+        with torch.cuda.device_of(x):  # Triton launches on the current GPU
+            _drop_out[(count * blocks,)](
+                dense, y, seed, first, threshold(p), size, blocks, scale, *hashing, _BLOCK, num_warps=_WARPS
+            )
+    return y if dense is x else torch.empty_like(x).copy_(y)
