@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.seeds import default_generator, derive_seed
+from models.seeds import ELEMENT, FACTOR_1, FACTOR_2, SAMPLE, default_generator, derive_seed, threshold
 
 
 @dataclass
@@ -202,17 +202,8 @@ def _derived(ours: type, theirs: type) -> type:
     return ours if theirs in _OURS else type(theirs.__name__, (ours, theirs), {})
 
 
-# As int64: how far apart samples and elements are before they are hashed (the latter as in SplitMix64), its factors.
-SAMPLE, ELEMENT, FACTOR_1, FACTOR_2 = (
-    n - 2**64 for n in (0xD1342543DE82EF95, 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
 # Elements to a block. CPU: two int64 of each are in the cache.
 _CPU_BLOCK, _OTHER_BLOCK = 2**15, 2**22
-
-
-def threshold(p: float) -> int:
-    """What int64 random bits are at least with probability 1 - p."""
-    return min(int((p - 0.5) * 2**64), 2**63 - 1)
 
 
 def _mask(mask: Tensor, seed: int, first: int, count: int, p: float) -> Tensor:

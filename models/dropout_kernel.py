@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from models.dropout import ELEMENT, FACTOR_1, FACTOR_2, SAMPLE, threshold
+from models.seeds import ELEMENT, FACTOR_1, FACTOR_2, SAMPLE, threshold
 
 _BLOCK, _WARPS = 1024, 4
 

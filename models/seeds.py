@@ -13,6 +13,17 @@ from contextlib import contextmanager
 
 import torch
 
+# Of a dropout mask (``models.dropout``), as int64: how far apart samples and elements are before they are hashed (the
+# latter as in SplitMix64), and the factors of the hash.
+SAMPLE, ELEMENT, FACTOR_1, FACTOR_2 = (
+    n - 2**64 for n in (0xD1342543DE82EF95, 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+
+
+def threshold(p: float) -> int:
+    """Return what int64 random bits are at least with probability 1 - ``p``."""
+    return min(int((p - 0.5) * 2**64), 2**63 - 1)
+
 
 def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed from any integers and words; the same on every machine and Python version."""
