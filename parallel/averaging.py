@@ -95,13 +95,24 @@ class _Hierarchical:
     """Reduce-scatter in the group, all-reduce of one part between groups, all-gather in the group.
 
     Each rank sends 1/group of the bytes between groups. The three collectives of a bucket follow each other before the
-    next bucket's begin: ranks must call those of a process group in one order.
+    next bucket's begin: ranks must call those of a process group in one order. On a GPU they do so on a stream of their
+    own: the backward does not wait for them.
     """
 
     def __init__(self, mesh: Mesh, across: torch.dtype | None) -> None:
         self._mesh, self._across = mesh, across
+        self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, gradients: Tensor) -> Future:
+        if not gradients.is_cuda:
+            return self._averaged(gradients)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(gradients.device)
+        self._stream.wait_stream(torch.cuda.current_stream(gradients.device))
+        with torch.cuda.stream(self._stream):
+            return self._averaged(gradients)  # whoever waits for the future waits for what is on this stream now
+
+    def _averaged(self, gradients: Tensor) -> Future:
         mesh = self._mesh
         each = -(-gradients.numel() // mesh.group)
         whole = gradients.new_zeros(each * mesh.group)

@@ -97,10 +97,12 @@ def gpus_in_common(store: dist.Store, rank: int, size: int, device: torch.device
         device: This rank's GPU.
 
     Returns:
-        For each GPU that several ranks have, those ranks.
+        For each GPU that several ranks have, those ranks. Slices of GPUs (MIG), between which NCCL does not send, count
+        as one.
     """
     # Every GPU of the world has a number of its own, whatever index a process sees it under.
-    store.set(f"gpu-{rank}", str(torch.cuda.get_device_properties(device).uuid))
+    gpu = torch.cuda.get_device_properties(device)
+    store.set(f"gpu-{rank}", "MIG" if " MIG " in gpu.name else str(gpu.uuid))
     ranks_of: dict[bytes, list[int]] = {}
     for other in range(size):
         ranks_of.setdefault(store.get(f"gpu-{other}"), []).append(other)

@@ -1,8 +1,8 @@
 """A process group for ranks that share a GPU: tensors travel through main memory, by gloo.
 
-NCCL refuses two ranks on one device, and gloo itself does not send a GPU's tensors from rank to rank. Here every
-operation copies what it reads to main memory, has gloo work on that, and copies the result back. The copies wait for
-the device, so no operation overlaps with computation: it is the slow way that always works.
+NCCL refuses two ranks on one device, also on slices of it (MIG), and gloo itself does not send a GPU's tensors from
+rank to rank. Here every operation copies what it reads to main memory, has gloo work on that, and copies the result
+back. The copies wait for the device, so no operation overlaps with computation: it is the slow way that always works.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def choose_backend(
     register()
     if rank == 0:
         named = ", ".join(" and ".join(map(str, ranks)) for ranks in shared)
-        print(f"ranks that share a GPU: {named}; tensors between ranks go through main memory", flush=True)
+        print(f"ranks that share a GPU, or have slices of some: {named}; tensors go through main memory", flush=True)
     return BACKEND, {}
 
 

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pretend_cuda
 import torch
@@ -114,6 +115,31 @@ def gradients_of_layer_drop(recompute: bool) -> list[Tensor]:
         stage(x, samples=(4 * index, 4), targets=x).backward()
         stage.end()
     return [parameter.grad.cpu() for parameter in stage.parameters()]
+
+
+def streams_of_a_hierarchy(recipe: Recipe) -> list[tuple[bool, bool]]:
+    """Of each collective of the hook: was it on the default stream, and had its own stream waited for that one?"""
+    import torch.distributed as dist
+
+    plan, strategy = build(Layout("ddp", dp=2, chunks=2, comm_hook="hierarchical"), recipe)
+    _, batch_at = chain_and_batches(recipe)
+    seen = []
+
+    def noted(collective):
+        def call(*args, **kwargs):
+            stream = torch.cuda.current_stream()
+            seen.append((stream is torch.cuda.default_stream(), torch.cuda.default_stream() in stream.waited_for))
+            return collective(*args, **kwargs)
+
+        return call
+
+    with mock.patch.multiple(
+        dist,
+        reduce_scatter_tensor=noted(dist.reduce_scatter_tensor),
+        all_gather_into_tensor=noted(dist.all_gather_into_tensor),
+    ):
+        strategy.train_step(batch_at(1).chunks(2)[strategy.mesh.replica], 1)
+    return seen
 
 
 def peaks(recipe: Recipe) -> tuple[int, int]:

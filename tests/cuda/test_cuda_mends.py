@@ -43,6 +43,11 @@ def test_what_a_layer_draws_on_the_host_is_the_same_whenever_it_is_drawn(gpus):
     assert all(map(torch.equal, first, again))
 
 
+def test_a_backward_does_not_wait_for_gradients_that_are_reduced_in_groups(gpus):
+    for seen in gpus.run(2, gpu_cases.streams_of_a_hierarchy, GPT2):
+        assert len(seen) >= 2 and set(seen) == {(False, True)}
+
+
 def test_peak_memory_is_that_of_all_gpus_of_a_process(gpus):
     ((counted, of_each),) = gpus.run(1, gpu_cases.peaks, GPT2)
     assert counted == of_each

@@ -13,7 +13,8 @@ from common.errors import PlanError
 from models.gpt2 import gpt2
 from models.sequential import chain_of
 from models.toy import toy
-from parallel.devices import Hardware
+from parallel.devices import Hardware, gpus_in_common
+from parallel.host_group import choose_backend
 from parallel.memory import check_gpus, tensors_per_parameter
 from parallel.plan import Plan, make_plan
 from training.checks.limits import certain_tensors
@@ -209,6 +210,25 @@ def test_more_ranks_than_gpus(monkeypatch):
     assert "4 processes share 3 GPUs: tensors between them go through main memory" in describe_plan(
         shared, "toy", "", None
     )
+
+
+@pytest.mark.parametrize(
+    "gpus, backend",
+    [
+        ([("NVIDIA H100", "a"), ("NVIDIA H100", "b")], "nccl"),
+        ([("NVIDIA H100", "a"), ("NVIDIA H100", "a")], "host"),
+        ([("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "a"), ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "b")], "host"),
+    ],
+)
+def test_nccl_is_for_ranks_with_whole_gpus_of_their_own(monkeypatch, gpus, backend):
+    gpus = [SimpleNamespace(name=name, uuid=uuid) for name, uuid in gpus]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpus[1])
+    gpus_in_common(store, 1, 0, torch.device("cuda"))  # what rank 1 tells
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpus[0])
+    assert choose_backend("cuda", 0, 2, 0, store)[0] == backend
 
 
 def test_more_ranks_than_gpus_have_memory_for(monkeypatch):
