@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -26,7 +27,7 @@ from launchers.failure import is_peer_error, log_path
 from launchers.interfaces import advice, own_address
 from launchers.loopback import listen
 from launchers.store import connect
-from launchers.world import World
+from launchers.world import World, has_local_rank
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -136,6 +137,8 @@ class PeerCheck:
         answers = self._exchange("place", [[world.rank, world.local_rank == 0, node, address, port], timeout_s])
         self.places = [Place(*place) for place, _ in answers]
         self._me = self.places[world.rank]
+        if world.origin == "environment" and world.local_size == 1 and not has_local_rank():
+            _check_one_rank_per_machine(self.places)
         self._patience_s = answers[0][1]  # rank 0 knows the configuration
         leaders = [place for place in self.places if place.leader]
         if len(leaders) > 1:
@@ -269,6 +272,18 @@ class PeerCheck:
                 )
             time.sleep(_POLL_S)
         return [json.loads(self._store.get(key)) for key in keys]
+
+
+def _check_one_rank_per_machine(places: list[Place]) -> None:
+    """Raise LaunchError where ranks that were given no LOCAL_RANK share a machine: they would share its first GPU."""
+    machines = Counter(place.machine for place in places)
+    machine, count = machines.most_common(1)[0]
+    if count > 1:
+        ranks = ", ".join(str(place.rank) for place in places if place.machine == machine)
+        raise LaunchError(
+            f"ranks {ranks} are all on {' '.join(machine)} and LOCAL_RANK is not set, which stands for one rank per "
+            "machine: set LOCAL_RANK and LOCAL_WORLD_SIZE for each rank, or start them with torchrun"
+        )
 
 
 def describe_places(places: list[Place]) -> str:

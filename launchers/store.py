@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["connect", "use_loopback"]
 
 _POLL_S = 0.05
+_NAME_S = 20.0  # how long rank 0's own name may be unknown: Kubernetes publishes a pod's after the pod has started
 _ANSWER_S = 20.0  # a store answers from a thread of its own, however busy its process is
 
 # A store outlives the first process group that used it. A second connect() in this process (one job of a sweep after
@@ -158,8 +159,16 @@ def _open(world: World, host: str, port: int, timeout_s: float) -> Store:
 
 
 def _listen_as_rank_0(world: World, host: str, port: int) -> socket.socket:
+    deadline = time.monotonic() + _NAME_S
     try:
-        listener = listen(host, port)
+        while True:
+            try:
+                listener = listen(host, port)
+                break
+            except socket.gaierror:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_POLL_S)
     except OSError as error:
         raise LaunchError(
             f"rank 0 cannot listen on MASTER_ADDR={host} MASTER_PORT={port}: {error}. "

@@ -49,6 +49,46 @@ def test_every_command_composes(command):
     composed([re.sub(r",.*", "", word) if sweep else word for word in words])
 
 
+def manifests():
+    """The Kubernetes objects of docs/cluster.md, by kind."""
+    import yaml
+
+    blocks = re.findall(r"```yaml\n(.*?)```", PAGES["docs/cluster.md"], flags=re.DOTALL)
+    return {found["kind"]: found for block in blocks for found in yaml.safe_load_all(block)}
+
+
+def test_the_pods_of_a_pytorchjob_run_a_command_that_composes_as_one_rank_each():
+    from launchers import World
+
+    replicas = manifests()["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]
+    assert replicas["Master"]["template"] == replicas["Worker"]["template"] and replicas["Master"]["replicas"] == 1
+    (container,) = replicas["Master"]["template"]["spec"]["containers"]
+    assert container["name"] == "pytorch" and container["command"] == ["python", "train.py"]
+    size = sum(role["replicas"] for role in replicas.values())
+    pod = {"RANK": "1", "WORLD_SIZE": f"{size}", "MASTER_ADDR": "gpt2-master-0", "MASTER_PORT": "23456"}
+    assert World.detect(pod) == World(1, size, 0, 1, "environment")
+    assert composed(container["args"]).parallel.name == "ddp"
+
+
+def test_the_pods_of_an_indexed_job_run_a_torchrun_that_meets_in_its_first_pod():
+    from torch.distributed.run import get_args_parser
+
+    objects = manifests()
+    service, job = objects["Service"], objects["Job"]
+    pod, name = job["spec"]["template"]["spec"], job["metadata"]["name"]
+    (container,) = pod["containers"]
+    assert container["command"] == ["torchrun"]
+    words = [word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in container["args"]]
+    torchrun = get_args_parser().parse_args(words)
+    assert torchrun.training_script == "train.py" and torchrun.node_rank == 1
+    assert torchrun.nnodes == str(job["spec"]["completions"]) == str(job["spec"]["parallelism"])
+    assert torchrun.nproc_per_node == str(container["resources"]["limits"]["nvidia.com/gpu"])
+    assert torchrun.master_addr == f"{name}-0.{pod['subdomain']}"
+    assert service["metadata"]["name"] == pod["subdomain"] and service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert composed(torchrun.training_script_args).parallel.name == "pipe_ddp"
+
+
 def test_every_setting_that_they_name_exists():
     """`parallel.comm_hook=bf16` and the like, in running text and in tables."""
     from omegaconf import OmegaConf

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 import launched
 import pytest
 
-from launchers import LaunchError, World, connect, use_loopback
+from launchers import LaunchError, World, connect, store, use_loopback
 from launchers.loopback import is_loopback, listen
 
 
@@ -72,6 +73,20 @@ def test_a_port_that_a_silent_server_holds_is_named_in_time(port):
 def test_a_name_that_other_machines_cannot_reach_is_refused(port):
     with pytest.raises(LaunchError, match="the 1 ranks on other machines cannot reach"):
         connect(World(0, 2, 0, 1, "environment"), timeout_s=1)
+
+
+def test_rank_0_waits_for_its_own_name_to_be_known(port, monkeypatch):
+    answers, known = iter([socket.gaierror(-2, "Name or service not known")] * 3), socket.getaddrinfo
+
+    def getaddrinfo(host, *args, **kwargs):
+        if host == "train-0.train":
+            for error in answers:
+                raise error
+        return known("127.0.0.1", *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    with pytest.raises(LaunchError, match="which the 1 ranks on other machines cannot reach"):  # the name is known
+        store._listen_as_rank_0(World(0, 2, 0, 1, "environment"), "train-0.train", port)
 
 
 def test_alone_there_is_no_store():

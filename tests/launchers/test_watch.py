@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from launchers import World, heartbeat, peer_check
+from launchers import LaunchError, World, heartbeat, peer_check
 from launchers.failure import is_peer_error
 from launchers.loopback import LOOPBACK
 from launchers.peer_check import PeerCheck
@@ -28,6 +28,19 @@ def pair(monkeypatch):
     yield both
     for rank in both:
         rank.close()
+
+
+def test_ranks_that_share_a_machine_without_a_local_rank_are_refused(monkeypatch):
+    from torch.distributed import HashStore
+
+    monkeypatch.setattr(peer_check, "own_address", lambda: LOOPBACK)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    store = HashStore()
+    meet = lambda rank: PeerCheck(World(rank, 2, 0, 1, "environment"), store, 60)  # noqa: E731
+    with ThreadPoolExecutor(2) as pool:
+        for answer in [pool.submit(meet, rank) for rank in range(2)]:
+            with pytest.raises(LaunchError, match="ranks 0, 1 are all on .* and LOCAL_RANK is not set"):
+                answer.result(timeout=30)
 
 
 def test_a_dead_rank_is_named_and_taken_for_no_more_than_a_lost_connection(pair):

@@ -19,6 +19,11 @@ def test_local_ranks_need_not_be_given_on_one_machine():
         assert World.detect({**TWO, "MASTER_ADDR": host}) == World(1, 2, 1, 2, "environment")
 
 
+def test_a_pod_holds_one_rank_where_nobody_says_more():
+    pod = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "train-master-0", "MASTER_PORT": "23456"}
+    assert World.detect(pod) == World(1, 4, 0, 1, "environment")
+
+
 def test_torchrun_is_told_from_variables_set_by_hand():
     local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     world = World.detect({**TWO, **local, "MASTER_ADDR": "node1", "TORCHELASTIC_RUN_ID": "x"})
@@ -41,7 +46,8 @@ def test_a_single_rank_needs_no_address():
         ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
         ({"MASTER_PORT": ""}, "MASTER_PORT is not set"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
-        ({"MASTER_ADDR": "10.0.0.1"}, "LOCAL_RANK is not set"),
+        ({"MASTER_ADDR": "10.0.0.1", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK is not set"),
+        ({"MASTER_ADDR": "10.0.0.1", "LOCAL_RANK": "0"}, "LOCAL_WORLD_SIZE is not set"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 does not fit LOCAL_WORLD_SIZE=2"),
         ({"LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE=4 is more than WORLD_SIZE=2"),
     ],
