@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,7 +29,7 @@ from training.reporting.console import numbers
 from training.reporting.profiler import profiler
 from training.reporting.summary import Outcome
 from training.setup import Setup
-from training.skipping import Skipping, roll_back
+from training.skipping import Skipping, first_not_finite, roll_back
 
 _RESUMED = ("first_loss", "final_loss", "best_val_loss", "best_step")  # of Outcome
 
@@ -100,7 +101,7 @@ class Loop:
                 heartbeat.note(step - 1, f"in step {step}")
                 result = strategy.train_step(batch, step, stopping.wanted(), self.skipping.loss_limit)
                 lr = self.optimizer.base_lr * self.schedule.factor(step, total, self.setup.per_epoch)
-                skipped = self._update(step, result, lr)
+                skipped = self._update(step, batch, result, lr)
                 self._record_step(step, result, lr, skipped, seconds=time.perf_counter() - clock)
                 advance()
                 stop = result.stop and step < total
@@ -172,7 +173,7 @@ class Loop:
             self._save(done, needed=False, again=True)
         heartbeat.note(done, "reading data")
 
-    def _update(self, step: int, result: StepResult, lr: float) -> str:
+    def _update(self, step: int, batch: Batch, result: StepResult, lr: float) -> str:
         """Clips and applies the gradients.
 
         Every rank takes the same decisions: they follow from numbers that all agree on.
@@ -181,9 +182,12 @@ class Loop:
             Why the update was skipped; empty where it was not.
         """
         strategy, config = self.strategy, self.config
+        locate, scaled = partial(first_not_finite, strategy, batch, step), strategy.loss_scale.enabled
+        skipped = self.skipping.judge(step, result, locate, scaled)
         strategy.loss_scale.update(result.finite)
-        skipped = self.skipping.judge(step, result)
         if skipped:
+            if self.skipping.place:
+                self.say(f"step {step} is {skipped}, first in {self.skipping.place}")
             if self.skipping.rolls_back:
                 self.checkpoints.wait_pending()
                 loaded, words = roll_back(self.checkpoints.folder, strategy, self.optimizer)

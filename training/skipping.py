@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from common.errors import TrainingError
+from data.batch import Batch
+from models.chain import as_tuple
+from parallel.rows import local
 from parallel.strategy import StepResult, Strategy
 from training import checkpoint
 from training.optimizer import Optimizer
@@ -20,12 +28,13 @@ class Skipping:
 
     Attributes:
         skipped: The number of steps skipped so far.
+        place: Where the numbers of the last step first were not finite, in words; empty where that was not looked for.
     """
 
     def __init__(self, config: Any) -> None:
         """Takes the section ``train`` of the configuration."""
         self._config = config
-        self.skipped = 0
+        self.skipped, self.place = 0, ""
         self._in_a_row = self._spikes_in_a_row = self._seen = 0
         self._mean = 0.0
 
@@ -44,12 +53,15 @@ class Skipping:
         self._spikes_in_a_row = 0
         return True
 
-    def judge(self, step: int, result: StepResult) -> str:
+    def judge(self, step: int, result: StepResult, locate: Callable[[], str], scaled: bool = False) -> str:
         """Decides about a step.
 
         Args:
             step: The step's number.
             result: Its result.
+            locate: Returns ``place``. Called for the first step that is skipped as not finite, and for one that ends
+                the run.
+            scaled: Whether the loss is scaled, so that gradients that are not finite are to be expected.
 
         Returns:
             Why its update is skipped, in words; empty if it is not.
@@ -57,6 +69,7 @@ class Skipping:
         Raises:
             TrainingError: More than ``train.max_skipped`` steps in a row were skipped.
         """
+        self.place = ""
         if result.usable:
             self._in_a_row = self._spikes_in_a_row = 0
             self._seen += 1
@@ -65,7 +78,11 @@ class Skipping:
         self.skipped += 1
         self._in_a_row += 1
         self._spikes_in_a_row = self._spikes_in_a_row + 1 if result.spike else 0
-        if self._in_a_row > self._config.max_skipped:
+        gives_up = self._in_a_row > self._config.max_skipped
+        expected = scaled and math.isfinite(result.loss)
+        if not result.finite and (gives_up or (self.skipped == 1 and not expected)):
+            self.place = locate()
+        if gives_up:
             raise TrainingError(self._give_up(step, result))
         return "skipped: loss spike" if result.spike else "skipped: not finite"
 
@@ -79,8 +96,9 @@ class Skipping:
                 "train.spike_factor"
             )
         return (
-            f"step {step}: loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}, not finite {row}; try "
-            f"{remedies}, or train.precision=fp32; debug=anomaly names the operation"
+            f"step {step}: loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}, not finite {row}"
+            f"{self.place and f', first in {self.place}'}; try {remedies}, or train.precision=fp32; "
+            "debug=anomaly names the operation"
         )
 
     def state_dict(self) -> dict[str, float]:
@@ -100,6 +118,72 @@ class Skipping:
         self._spikes_in_a_row = int(state["spikes_in_a_row"])
         self._seen = int(state["seen"])
         self._mean = float(state["mean"])
+
+
+def first_not_finite(strategy: Strategy, batch: Batch, step: int) -> str:
+    """Does a step again, and looks for the first numbers that are not finite. All ranks call it together.
+
+    Gradients are new after it, everything else is as before.
+
+    Args:
+        strategy: The model.
+        batch: The step's batch.
+        step: Its number.
+
+    Returns:
+        What they are, and on which ranks, in words; empty where all that is looked at is finite.
+    """
+    place = {name: n for n, name in enumerate(strategy.chain.names)}
+    found: list[tuple[int, int, str]] = []  # in the order of a step: forward or backward, the layer's place, in words
+
+    def look_at_layer(name: str, layer: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
+        kind = type(layer).__name__
+        if not _finite(layer.parameters()):
+            found.append((0, place[name], f"a weight of layer {name!r} ({kind})"))
+        elif not _finite(as_tuple(output)):
+            found.append((0, place[name], f"the output of layer {name!r} ({kind})"))
+        for x in inputs:
+            if x.requires_grad:
+                words = f"the gradient that layer {name!r} ({kind}) gives"
+                x.register_hook(partial(look_at_gradient, (1, -place[name], words)))
+
+    def look_at_gradient(entry: tuple[int, int, str], gradient: Tensor) -> None:
+        if not _finite([gradient]):
+            found.append(entry)
+
+    def look_at_loss(stage: nn.Module, inputs: Any, output: Any) -> None:
+        if stage.ends_chain and not _finite(as_tuple(output)):
+            found.append((0, len(place), "the loss"))
+
+    handles = []
+    for stage in strategy.stages:
+        if stage.begins_chain and not _finite(batch.input_tensors):
+            found.append((0, -1, "an input of the batch"))
+        if stage.ends_chain and not _finite([batch.targets]):
+            found.append((0, len(place) - 1, "a target of the batch"))
+        handles.append(stage.register_forward_hook(look_at_loss))
+        handles += [layer.register_forward_hook(partial(look_at_layer, name)) for name, layer in stage.layers.items()]
+    try:
+        with torch.compiler.set_stance("force_eager"):  # what is compiled already knows of no hooks
+            strategy.train_step(batch, step)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for stage in strategy.stages:  # averaged over replicas: no more is known of a layer's own gradients
+        for name, layer in stage.layers.items():
+            if not _finite(p.grad for p in layer.parameters() if p.grad is not None):
+                found.append((2, -place[name], f"the gradient of layer {name!r} ({type(layer).__name__})"))
+    firsts = strategy.mesh.gather(min(found, default=None))
+    if not any(firsts):
+        return ""
+    first = min(entry for entry in firsts if entry)
+    ranks = [rank for rank, entry in enumerate(firsts) if entry == first]
+    where = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if strategy.mesh.size > 1 else ""
+    return first[2] + where
+
+
+def _finite(tensors: Iterable[Tensor]) -> bool:
+    return all(bool(local(x.detach()).isfinite().all()) for x in tensors)
 
 
 def roll_back(folder: Path, strategy: Strategy, optimizer: Optimizer) -> tuple[int | None, str]:

@@ -1,8 +1,9 @@
-"""An error in a layer says where in the step it was raised, under every strategy; one of memory says the way out."""
+"""What goes wrong in a layer says where in the step, under every strategy; a lack of memory says the way out."""
 
 import bdb
 import gc
 import io
+import math
 import os
 import pdb
 import re
@@ -11,10 +12,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from composed import compose, run_on_rank
+import torch.distributed as dist
+from composed import change_batches, compose, run, run_on_rank
 from torch import nn
 
-from common.errors import add_note, format_exception, message_for_user
+from common.errors import TrainingError, add_note, format_exception, message_for_user
+from data.batch import Batch
+from parallel.strategy import Strategy
 from training.config import to_dict
 
 LAYOUTS = {
@@ -95,6 +99,62 @@ def test_an_error_in_a_layer_names_layer_step_micro_batch_and_rank(ranks, tmp_pa
     told = [text for text in said if "my own problem" in text]
     assert any(re.search(rf"my own problem\nraised in the {place}\s*$", text) for text in told), said
     assert all("in fail\n" in text and "failed to run" not in text for text in told), "the user's own lines"
+
+
+def spoilt_on_rank(tree: dict, folder: str, meeting: str, rank: int, backward: bool) -> str:
+    """The error with which a run ends in which the ReLU of ``rank``, or its backward, gives NaN from step 2 on."""
+    mine = dist.get_rank() == rank if dist.is_initialized() else rank == 0
+    forward, training_step = nn.ReLU.forward, Strategy.step
+
+    def spoilt(self, x):
+        if not (mine and steps and steps[-1] == 2 and type(x) is torch.Tensor and self.training):
+            return forward(self, x)
+        if backward:
+            x.register_hook(lambda gradient: gradient * math.nan)
+        return forward(self, x) * (1.0 if backward else math.nan)
+
+    def step(self, batch, number=None):
+        steps.append(number)
+        return training_step(self, batch, number)
+
+    steps = []
+    nn.ReLU.forward, Strategy.step = spoilt, step
+    try:
+        run_on_rank(tree, folder, meeting)
+    except TrainingError as error:
+        return str(error)
+    finally:
+        nn.ReLU.forward, Strategy.step = forward, training_step
+    return ""
+
+
+@pytest.mark.parametrize(
+    "layout, rank, backward, place",
+    [
+        ("single", 0, False, "the output of layer 'relu' (ReLU);"),
+        ("single", 0, True, "the gradient that layer 'relu' (ReLU) gives;"),
+        ("fsdp", 1, False, "the output of layer 'relu' (ReLU) on rank 1;"),
+        ("fsdp", 1, True, "the gradient that layer 'relu' (ReLU) gives on rank 1;"),
+        ("pipelined", 1, False, "the output of layer 'relu' (ReLU) on rank 1;"),
+        ("pipe_ddp", 3, True, "the gradient that layer 'relu' (ReLU) gives on rank 3;"),
+    ],
+)
+def test_numbers_that_are_not_finite_name_the_first_layer_and_the_rank(
+    ranks, tmp_path, layout, rank, backward, place
+):
+    processes, where = LAYOUTS[layout]
+    length = ["train.epochs=null", "train.steps=3", "train.max_skipped=0", "train.eval_every=null"]
+    tree = to_dict(compose(*QUICK, *length, f"parallel={layout}", *where))
+    said = ranks.run(processes, spoilt_on_rank, tree, str(tmp_path), str(tmp_path / "meeting"), rank, backward)
+    assert len(set(said)) == 1, "all ranks know"
+    assert said[0].startswith("step 2: loss ") and f", first in {place} try " in said[0]
+
+
+def test_data_that_are_not_finite_are_named_once(tmp_path, monkeypatch, capsys):
+    change_batches(monkeypatch, (2, 3), lambda batch: Batch(batch.inputs, batch.targets * math.nan))
+    run(tmp_path, "train.epochs=null", "train.steps=4")
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "is skipped" in line]
+    assert line == "step 2 is skipped: not finite, first in a target of the batch"
 
 
 @pytest.mark.parametrize("fault", ["memory", "main memory"])
