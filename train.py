@@ -57,7 +57,7 @@ def run(cfg: Any, hydra_section: Any) -> float | None:
             from training.sweep.job import run_job
 
             return run_job(cfg, hydra_section, World.detect())
-        execute(cfg, folder, World.detect(), hydra_section.runtime.choices)
+        execute(cfg, folder, World.detect(), hydra_section)
     return None
 
 

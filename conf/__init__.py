@@ -11,8 +11,12 @@ from string import Template
 FOLDER = Path(__file__).resolve().parent
 # The sections that say what is trained, as the seed does; the others say where. A checkpoint keeps these.
 TRAINED = ("model", "data", "optim", "scheduler", "train")
-# The option of these groups that a checkpoint's own configuration is, while a command that names the checkpoint runs.
+# The groups whose option says what is trained, and those whose values are changes of the others' defaults.
+CHOSEN, ON_TOP = ("model", "data", "optim", "scheduler"), ("experiment", "debug")
+# The group of a checkpoint's own values, while a command that names the checkpoint runs.
 OF_CHECKPOINT = "of_checkpoint"
+# The key of a plain configuration under which it says how it was composed (training.config.composed_by).
+COMMAND = "command"
 
 
 def options(group: str) -> list[str]:

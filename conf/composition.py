@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from common.errors import UserError
 from common.files import check_yaml
 from common.machine import check_working_directory
-from conf import FOLDER, OF_CHECKPOINT, environment
+from conf import FOLDER, OF_CHECKPOINT, ON_TOP, environment
 from conf.messages import unknown_key
 from conf.schema import TARGET_GROUPS, register
 from conf.trust import config_folder, config_folders
@@ -28,7 +28,6 @@ from conf.words import expand_lists, options_first
 from launchers.world import launcher_start
 
 _GROUPS = ("model", "data", "optim", "scheduler", "parallel", "launcher", "logger")
-_ON_TOP = ("experiment", "debug")  # groups whose values are changes of the others' defaults
 _LISTED = {"logger@loggers.": "logger", "callback@callbacks.": "callbacks"}  # groups of which several may be chosen
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
@@ -126,9 +125,10 @@ def differences(cfg: DictConfig, choices: Mapping[str, str | None]) -> tuple[dic
         The option of each group, and "key=value" for each value that is not the one which these options bring. Of what
         a checkpoint brings, the model's name stands among the options, and what differs among the values.
     """
-    chosen = {group: choices[group] for group in (*_GROUPS, *_ON_TOP) if choices.get(group) is not None}
+    chosen = {group: choices[group] for group in (*_GROUPS, *ON_TOP) if choices.get(group) is not None}
     loader = GlobalHydra.instance().config_loader()
-    words = [f"{group}={option}" for group, option in chosen.items() if group not in _ON_TOP]
+    words = [f"{group}={option}" for group, option in chosen.items() if group not in ON_TOP]
+    words.append(f"{OF_CHECKPOINT}={choices.get(OF_CHECKPOINT, 'none')}")
     for start, shown in _LISTED.items():
         further = {group: option for group, option in choices.items() if group.startswith(start)}
         words += [f"+{part}{group}={option}" for group, option in further.items() for part in ("schema/", "")]
@@ -140,7 +140,7 @@ def differences(cfg: DictConfig, choices: Mapping[str, str | None]) -> tuple[dic
     changed = {key: value for key, value in _leaves(cfg) if defaults.get(key, missing) != value}
     if chosen["model"] == OF_CHECKPOINT:
         chosen["model"] = cfg.model.name
-        chosen = {group: option for group, option in chosen.items() if option != OF_CHECKPOINT}
+    chosen = {group: option for group, option in chosen.items() if option != OF_CHECKPOINT}
     return chosen, [f"{key}={_word(value)}" for key, value in changed.items()]
 
 
@@ -166,17 +166,25 @@ def _word(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def compose(overrides: Sequence[str]) -> Any:
+def compose(overrides: Sequence[str], arguments: Sequence[str] = (), with_hydra: bool = False) -> Any:
     """Compose the configuration of a command line without running anything.
+
+    Args:
+        overrides: Its words.
+        arguments: The whole command line, where it may name the user's own options (``--config-dir``).
+        with_hydra: Whether to return Hydra's own section too, which holds the option of each group.
 
     Raises:
         HydraException: Where it cannot be composed.
     """
-    register()
+    _open_own(arguments)
     environment.register()
     GlobalHydra.instance().clear()
+    folder = config_folder(arguments)
+    path = str(folder).replace("\\", "\\\\").replace("'", "\\'")
+    search = [] if folder is None else [f"hydra.searchpath=['file://{path}']"]
     with hydra.initialize_config_dir(str(FOLDER), version_base="1.3"):
-        return hydra.compose("train", expand_lists(overrides))
+        return hydra.compose("train", [*expand_lists(overrides), *search], return_hydra_config=with_hydra)
 
 
 def _open_own(arguments: Sequence[str]) -> list[str]:
@@ -186,7 +194,7 @@ def _open_own(arguments: Sequence[str]) -> list[str]:
         The folders in which their targets are, where ``allow=`` lets targets be of there: FOLDER, and the one it is in.
     """
     folder, folders = config_folder(arguments), config_folders(arguments)
-    for group in {*TARGET_GROUPS, *_GROUPS, *_ON_TOP} if folder is not None else ():
+    for group in {*TARGET_GROUPS, *_GROUPS, *ON_TOP} if folder is not None else ():
         for file in (folder / group).glob("*.yaml"):
             check_yaml(file)
     sys.path.extend(one for one in folders if one not in sys.path)  # to read the signatures of targets there

@@ -17,7 +17,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from conf import FOLDER, trust
+from conf import FOLDER, OF_CHECKPOINT, trust
 from conf.launchers import Local, Slurm
 from conf.signatures import Parameter, parameters
 from models.gpt2_sizes import parameters_of, published_rate
@@ -253,14 +253,32 @@ def _register(own: Path | None) -> None:
     trust.register()
     store.store(group="schema", name="root", node=Root)
     store.store(group="schema", name="parallel", node=Parallel)
+    store.store(group=OF_CHECKPOINT, name="none", node={}, package="_global_")
     for name, node in {"local": Local, "slurm": Slurm}.items():
         store.store(group="schema/launcher", name=name, node=node)
     for group in TARGET_GROUPS:
         for file in [*(FOLDER / group).glob("*.yaml"), *((own / group).glob("*.yaml") if own is not None else ())]:
-            named = _TARGET.search(file.read_text(encoding="utf-8"))
-            target = named[1] if named else None
+            target = _target_in(file)
             schema = schema_of(group, file.stem, target) or _own_keys_of(group, file.stem)
             store.store(group=f"schema/{group}", name=file.stem, node=schema)
+
+
+def _target_in(file: Path) -> str | None:
+    named = _TARGET.search(file.read_text(encoding="utf-8"))
+    return named[1] if named else None
+
+
+def target_of(group: str, option: str, own: Path | None = None) -> str | None:
+    """The target that an option's file names; empty where it names none, None where there is no file.
+
+    Args:
+        group: The group.
+        option: The option, which may come from anywhere.
+        own: A folder of the user's own options.
+    """
+    files = [folder / group / f"{option}.yaml" for folder in (FOLDER, own) if folder is not None]
+    known = [file for file in files if re.fullmatch(r"[\w.-]+", option) and file.is_file()]
+    return (_target_in(known[0]) or "") if known else None
 
 
 def _by(key: Any, *choices: Any) -> Any:

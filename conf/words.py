@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 
 from common.errors import UserError
+from conf import OF_CHECKPOINT
 
 _OPTIONAL = ("experiment", "debug")
 _REQUIRED = ("model", "data", "optim", "scheduler", "parallel", "logger", "launcher")
@@ -42,6 +43,7 @@ def as_typed(overrides: Sequence[str]) -> list[str]:
     overrides = [f"{word[1:]}=null" if word[1:] in _OPTIONAL and word[0] == "~" else word for word in overrides]
     # In prompts a reference is text, for which OmegaConf wants a backslash.
     overrides = [_refer(word) if re.match(r"\+*sample[.=]", word) else word for word in overrides]
+    overrides = [override for override in overrides if not override.startswith(f"{OF_CHECKPOINT}=")]
     words: list[str] = []
     names: dict[str, list[str]] = {"logger": [], "callbacks": []}
     for override in overrides:

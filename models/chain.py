@@ -224,8 +224,7 @@ class Chain:
             with torch.no_grad():
                 for alias, original in copies.items():
                     if is_within(alias, [layer_name]):
-                        copy, initial = layers.get_parameter(alias), self._initial(original, seed)
-                        copy.copy_(initial).requires_grad_(initial.requires_grad)
+                        layers.get_parameter(alias).copy_(self._initial(original, seed))
             built(layer_name, layer)
         layers.tie(self.tied)  # the original has memory now, its alias gets it here
         return layers

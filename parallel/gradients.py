@@ -160,8 +160,7 @@ class TiedParameters:
                 parameter = stage.layers.get_parameter(name)
                 if not any(parameter is other for other in parameters):
                     parameters.append(parameter)
-            if parameters[0].requires_grad:
-                self._copies.append((parameters, group))
+            self._copies.append((parameters, group))
 
     @torch.no_grad()
     def sum_gradients(self) -> None:

@@ -190,7 +190,7 @@ class _Run:
                 file = run_dir / (hydra.output_subdir or ".hydra") / "config.yaml"
                 OmegaConf.save(cfg, file)
                 mask_files([file])
-            execute(cfg, run_dir, self._world, hydra.runtime.choices if composed else None)
+            execute(cfg, run_dir, self._world, hydra if composed else None)
         model = self._objects.get("model")
         self.result = Result(run_dir, read_object(run_dir / SUMMARY), model.tied if model is not None else {})
 

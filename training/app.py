@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,12 @@ from typing import Any
 from common.errors import exit_is_failure, printable
 from common.given import pack, unpack
 from common.machine import changed_environment, styled
+from conf import COMMAND
 from launchers import ForkServer, Interrupted, LaunchError, WorkerFailed, World, run_workers, stopping
 from launchers.loopback import check_interfaces
 from launchers.stopping import Stopped
 from training.checks.limits import check_need, check_process, check_sections, check_values
-from training.config import environment, hydra_word, open_doors, to_config, to_dict, to_text
+from training.config import composed_by, environment, hydra_word, open_doors, to_config, to_dict, to_text
 
 ALONE = ("export", "sample")  # modes that need one process whatever the strategy is
 _KEY = "job"
@@ -65,7 +66,7 @@ def execute(
     cfg: Any,
     run_dir: Path,
     world: World | None,
-    choices: Mapping[str, str | None] | None = None,
+    hydra: Any = None,
     isolated: bool = False,
 ) -> None:
     """Run a composed configuration; on rank 0 of existing ranks, lead them.
@@ -76,8 +77,8 @@ def execute(
         cfg: The configuration.
         run_dir: The run directory, which exists.
         world: The ranks that exist already; None where this process starts what the run needs.
-        choices: The option of each group, as Hydra has them, to show what differs from the defaults; None shows
-            nothing.
+        hydra: Hydra's own section, to show what differs from the defaults and to keep how the run was composed; None
+            for a configuration that was made in another way.
         isolated: Run in separate processes even where one is enough, so that nothing is left here for the next job.
 
     Raises:
@@ -86,6 +87,8 @@ def execute(
     """
     check_sections(cfg)
     tree = to_dict(cfg)
+    if hydra is not None:
+        tree[COMMAND] = composed_by(hydra, cfg)
     check_values(tree)
     check_process()
     composed, cfg = cfg, to_config(tree)
@@ -112,8 +115,8 @@ def execute(
             choose_chunks(cfg, run_dir, world, server)
         queued = world is None and cfg.launcher.name == "slurm"
         setup = prepare_here(cfg) if queued else prepare(cfg, *((world.size, world.nodes) if world else ()))
-        if choices is not None and cfg.mode in ("train", "eval"):
-            print(to_text(composed, choices), end="\n\n", flush=True)
+        if hydra is not None and cfg.mode in ("train", "eval"):
+            print(to_text(composed, hydra.runtime.choices), end="\n\n", flush=True)
         print(describe(setup), flush=True)
         if cfg.mode == "plan":
             _print_memory(setup)

@@ -37,19 +37,23 @@ _NEAR = 1.1
 
 
 def recall(cfg: Any, run_dir: Path) -> None:
-    """Replace ``chunks=auto`` and ``balance=time|size`` by what the checkpoint to resume from was trained with.
+    """Replace what was measured or chosen before by what the checkpoint to resume from was trained with.
+
+    That is ``train.precision=auto`` and, in the same layout, ``chunks=auto`` and ``balance=time|size``.
 
     Args:
         cfg: The configuration, which is changed.
         run_dir: The run directory, for ``train.resume=auto``.
     """
     resume = cfg.train.resume
-    if resume is None or (cfg.parallel.chunks != AUTO and cfg.parallel.balance not in BALANCES):
+    if resume is None or not (AUTO in (cfg.train.precision, cfg.parallel.chunks) or cfg.parallel.balance in BALANCES):
         return
     path = newest(run_dir / "checkpoints") if resume == "auto" else Path(resume)
     if path is None:
         return
     layout = read_manifest(path)["layout"]
+    if cfg.train.precision == AUTO:
+        cfg.train.precision = layout.get("precision", AUTO)
     if layout["parallel"] != cfg.parallel.name or layout["pp"] != cfg.parallel.pp:
         return
     if cfg.parallel.chunks == AUTO:

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from common.errors import PlanError, TrainingError, UserError
-from conf import TRAINED
+from conf import CHOSEN, COMMAND, OF_CHECKPOINT, ON_TOP, TRAINED
 from conf import environment as from_environment
 
 # The packages whose public classes a configuration may build. A configuration may come from anywhere, and a target can
@@ -167,7 +167,32 @@ def kept(cfg: Any) -> dict[str, Any]:
     whole = to_dict(cfg)
     tree = jsonable({name: whole[name] for name in ("seed", *TRAINED)})
     tree["train"].pop("resume")
-    return _public(tree, mask_secrets(tree))
+    more = {"choices": whole[COMMAND]["choices"]} if COMMAND in whole else {}
+    if whole.get("recipe") is not None:
+        more["recipe"] = whole["recipe"]
+    return {**_public(tree, mask_secrets(tree)), **more}
+
+
+def composed_by(hydra: Any, cfg: Any) -> dict[str, Any]:
+    """How a configuration was composed: the groups' options, the keys typed, and those derived from other values.
+
+    Args:
+        hydra: Hydra's own section.
+        cfg: The configuration, with its references.
+    """
+    from omegaconf import OmegaConf
+
+    from conf.trust import typed_overrides
+
+    choices = OmegaConf.to_container(hydra.runtime.choices)
+    keys = [re.split(r"[=@]", word.lstrip("+~"))[0] for word in typed_overrides(hydra)]
+    tree = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
+    derived = [f"{name}.{key}" for name in TRAINED for key, value in tree[name].items() if "${" in str(value)]
+    return {
+        "choices": {group: choices.get(group) for group in (*CHOSEN, *ON_TOP)},
+        "typed": [key for key in keys if key != OF_CHECKPOINT],
+        "derived": derived,
+    }
 
 
 def _public(value: Any, masked: Any) -> Any:

@@ -70,7 +70,7 @@ class Loop:
         self.config = setup.cfg.train
         self.schedule = build("scheduler", setup.cfg.scheduler)
         self.skipping = Skipping(self.config)
-        self.recipe = recipe(setup)
+        self.recipe = recipe(setup, self.schedule)
         seen = TrainingRun(setup.cfg, checkpoints.folder.parent, strategy, record, histogram, say)
         self.callbacks = Callbacks(setup.cfg.callbacks, seen)
         self.outcome = Outcome()

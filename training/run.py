@@ -17,6 +17,7 @@ import torch.distributed as dist
 from common.errors import TrainingError, exit_is_failure
 from common.given import GIVEN, from_python
 from common.machine import styled, usable_cores
+from conf import COMMAND
 from launchers import World, connect
 from launchers.stopping import Stopped
 from parallel.build import build_strategy
@@ -91,7 +92,7 @@ def run(
         shown = recorder.record, recorder.show, recorder.say, recorder.histogram
         loop = Loop(setup, strategy, optimizer, checkpoints, *shown)
         loop.restore(resumed.progress, resumed.path)
-        if (changed := changes(resumed.progress.get("recipe"), loop.recipe)) is not None:
+        if (changed := changes(resumed.progress.get("recipe"), loop.recipe, cfg.get(COMMAND))) is not None:
             recorder.say(f"warning: {changed}")
         summary = None
         try:
@@ -237,7 +238,8 @@ def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) 
     cfg, logger = setup.cfg, None
     if strategy.mesh.rank == 0:
         name = f"{cfg.model.name}-{cfg.parallel.name}"
-        supplied = {"run_dir": run_dir, "run_config": mask_secrets(to_dict(cfg)), "run_name": name}
+        shown = {key: value for key, value in mask_secrets(to_dict(cfg)).items() if key != COMMAND}
+        supplied = {"run_dir": run_dir, "run_config": shown, "run_name": name}
         logger = Loggers(sections(cfg), partial(build, "logger", **supplied))
     recorder = Recorder(
         run_dir,

@@ -51,7 +51,8 @@ def test_the_console_shows_what_was_typed_and_not_all_that_the_checkpoint_brings
     typed = [f"checkpoint='{words}'", "mode=eval", "data.seq_len=16", "parallel.threads=1", "device=cpu"]
     assert main([*typed, "logger=none", f"hydra.run.dir={tmp_path}/run"]) == 0
     choices, changes = capsys.readouterr().out.partition("\n\n")[0].split("\n", 1)
-    assert choices == "model=transformer parallel=single launcher=local logger=none"
+    chosen = "model=transformer data=text optim=adamw scheduler=cosine_warmup"
+    assert choices == f"{chosen} parallel=single launcher=local logger=none"
     shown = " ".join(changes.split()).replace(str(words), "RUN").split()
     assert sorted(shown) == sorted([*typed[1:], "checkpoint=RUN"])
 
@@ -78,7 +79,7 @@ def test_a_path_may_begin_with_the_home_folder(words, tmp_path, monkeypatch):
 
 def test_auto_takes_it_from_the_run_directory(words, tmp_path):
     here = [f"hydra.run.dir='{words}'", "train.resume=auto"]
-    assert with_checkpoint(here)[0] == "model=of_checkpoint"
+    assert with_checkpoint(here)[:2] == ["model=transformer", "data=text"]
     nothing_yet = [f"hydra.run.dir='{tmp_path}'", "train.resume=auto", "model=gpt2"]
     assert with_checkpoint(nothing_yet) == nothing_yet
 
@@ -101,7 +102,7 @@ def test_sizes_that_do_not_fit_are_named_beside_those_of_the_checkpoint(words, t
 def test_a_sweep_over_checkpoints_needs_them_to_agree(words, tmp_path):
     run(tmp_path / "toy", "train.epochs=null", "train.steps=1")
     same = f"checkpoint='{words}','{words}/checkpoints/latest'"
-    assert with_checkpoint(["-m", same, "mode=eval"])[0] == "model=of_checkpoint"
+    assert with_checkpoint(["-m", same, "mode=eval"])[:2] == ["model=transformer", "data=text"]
     with pytest.raises(TrainingError, match="have different configurations; name one of them at a time"):
         with_checkpoint(["-m", f"checkpoint='{words}','{tmp_path}/toy'", "mode=eval"])
 

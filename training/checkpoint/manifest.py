@@ -185,7 +185,9 @@ def _is_config(config: Any) -> bool:
         return True
     return (
         isinstance(config, dict)
-        and config.keys() == {"seed", *TRAINED}
+        and config.keys() - {"choices", "recipe"} == {"seed", *TRAINED}
+        and isinstance(config.get("choices", {}), dict)
+        and isinstance(config.get("recipe", ""), str)
         and _is_count(config["seed"])
         and all(isinstance(config[name], dict) and "defaults" not in config[name] for name in TRAINED)
         and isinstance(config["model"].get("name"), str)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import socket
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import DataError, LaunchError
+from common.errors import DataError, LaunchError, TrainingError
+from conf import COMMAND, ON_TOP, TRAINED
 from data.batch import Batch
 from data.dataset import DataSet, Source
 from parallel.mesh import Mesh
@@ -26,6 +28,11 @@ _PACKAGES = ("common", "conf", "data", "launchers", "models", "parallel", "train
 _SAMPLES = 8  # of each split
 _DIGITS = 12
 _SAMPLES_KEY = "samples"
+# Of the section train, what changes what is learned. The precision is added as it was chosen.
+_LEARNED = (
+    "global_batch_size", "grad_clip", "clip_value", "max_skipped", "spike_factor", "spike_rollback", "overfit", "tf32",
+)  # fmt: skip
+_TOTAL, _LENGTH = "schedule.total", ("train.steps", "train.epochs")
 # Where the data are and how they are read does not change them.
 _NOT_CONTENT = {"data.root", "data.cache_dir", "data.num_workers"}
 
@@ -125,30 +132,89 @@ def _content(tensor: Tensor) -> bytes:
 # -- between attempts ------------------------------------------------------------------------------------------------
 
 
-def recipe(setup: Any) -> dict[str, Any]:
-    """Returns what a resumed run should have in common with the one before, by the names that users type."""
+def recipe(setup: Any, schedule: Any) -> dict[str, Any]:
+    """Returns what a resumed run should have in common with the one before, by the names that users type.
+
+    Args:
+        setup: What the run was built from.
+        schedule: Its learning rate schedule.
+    """
     cfg = setup.cfg
-    tree = {"seed": cfg.seed, "train": {"global_batch_size": cfg.train.global_batch_size}}
-    tree |= {"data": to_dict(cfg.data), "scheduler": to_dict(cfg.scheduler)}
+    train = {name: cfg.train[name] for name in _LEARNED} | {"precision": setup.plan.precision}
+    tree = {"seed": cfg.seed, "train": train, **{name: to_dict(cfg[name]) for name in TRAINED if name != "train"}}
+    if follows_total(schedule, setup.total_steps, setup.per_epoch):
+        tree["schedule"] = {"total": setup.total_steps}  # _TOTAL
+    tree["choice"] = cfg[COMMAND]["choices"] if COMMAND in cfg else {}
     return {**_flat(mask_secrets(tree)), _SAMPLES_KEY: data_digest(setup.data)}
 
 
-def changes(before: Any, now: dict[str, Any]) -> str | None:
-    """Returns which settings differ between two recipes, with both values; None where none does or one is not known."""
+def follows_total(schedule: Any, total: int, per_epoch: int) -> bool:
+    """Returns whether a schedule's rates depend on how long the whole run is."""
+    steps = np.unique(np.linspace(1, total, _SAMPLES).astype(int)).tolist()
+    return any(schedule.factor(step, total, per_epoch) != schedule.factor(step, 2 * total, per_epoch) for step in steps)
+
+
+def changes(before: Any, now: dict[str, Any], command: Mapping[str, Any] | None = None) -> str | None:
+    """Compares two recipes.
+
+    Args:
+        before: The recipe of the checkpoint, or whatever it has in its place.
+        now: That of this run.
+        command: How this run was composed (``training.config.composed_by``), where that is known.
+
+    Returns:
+        Which settings differ, with both values; None where none does or one is not known.
+
+    Raises:
+        TrainingError: A setting differs that was not typed and that does not follow from one that was.
+    """
     if not isinstance(before, dict):
         return None
     same_samples = before.get(_SAMPLES_KEY) == now.get(_SAMPLES_KEY)
+    # An older checkpoint has fewer sections.
+    sections = {_section(name) for name in before} - {"train"}
     names = [
         name
         for name in dict.fromkeys([*before, *now])
-        if before.get(name) != now.get(name) and not (name in _NOT_CONTENT and (same_samples or name != "data.root"))
+        if before.get(name) != now.get(name)
+        and _section(name) != "choice"  # of an option: its values are compared
+        and (name in before or _section(name) in sections)
+        and not (name in _NOT_CONTENT and (same_samples or name != "data.root"))
     ]
     if len(names) > 1 and _SAMPLES_KEY in names:
         names.remove(_SAMPLES_KEY)  # they differ because of another setting
     if not names:
         return None
+    if command is not None and names != [_SAMPLES_KEY] and (untyped := _untyped(names, before, command)):
+        listed = ", ".join(f"{name}={before.get(name)} in the checkpoint and {now.get(name)} now" for name in untyped)
+        raise TrainingError(
+            f"this run would go on with other settings than it had before, and nobody typed them: {listed}. The files "
+            "or the packages that give them have changed since: type the values that you want"
+        )
     listed = (f"{'digest of the data' if n == _SAMPLES_KEY else n} {before.get(n)} -> {now.get(n)}" for n in names)
     return f"this run goes on with other settings than it had before: {', '.join(listed)}"
+
+
+def _section(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _untyped(names: Sequence[str], before: Mapping[str, Any], command: Mapping[str, Any]) -> list[str]:
+    """Returns which settings neither were typed nor follow from what was.
+
+    An option that was typed as it was before brings nothing new.
+    """
+    choices = command["choices"]
+    typed = [key for key in command["typed"] if key not in choices or choices[key] != before.get(f"choice.{key}")]
+    if set(typed) & set(ON_TOP):
+        return []
+
+    def is_one(name: str, of: Sequence[str]) -> bool:
+        return any(f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.") for key in of)
+
+    others = [name for name in names if not any(is_one(n, typed) for n in (_LENGTH if name == _TOTAL else (name,)))]
+    follow = [] if len(others) == len(names) else [_TOTAL, _SAMPLES_KEY, *command["derived"]]
+    return [name for name in others if not is_one(name, follow)]
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -68,7 +68,7 @@ def run_job(cfg: Any, hydra: Any, world: World | None) -> float | None:
         write_job(folder, job.but(status=status, error=error, seconds=time.monotonic() - begin))
 
     try:
-        execute(cfg, folder, world, hydra.runtime.choices, isolated=True)
+        execute(cfg, folder, world, hydra, isolated=True)
         value = value_for_sweeper(cfg, folder)
     except Stopped as stopped:
         end(INTERRUPTED)

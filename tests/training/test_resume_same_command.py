@@ -1,0 +1,233 @@
+"""The same command resumes the same training; what is not typed comes from the checkpoint; what is typed wins."""
+
+import json
+import shutil
+
+import pytest
+from composed import losses, saved, steps
+from omegaconf import open_dict
+
+from conf import CHOSEN, TRAINED, options
+from conf.composition import compose
+from train import main
+from training.checkpoint.configuration import with_checkpoint
+from training.checkpoint.manifest import with_checksum
+from training.config import complete, composed_by, kept, quote_values, to_config, to_dict
+
+LAYOUT = {"parallel": "single", "dp": 1, "pp": 1, "chunks": 1, "precision": "fp32", "stages": [["net1"]]}
+
+
+class Pretended:
+    """A run directory with one checkpoint that has a configuration, and no weights."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def trained_by(self, *words, **changed):
+        """The sections that the run of a command line had; ``changed`` is written into its checkpoint instead."""
+        words = quote_values(words)
+        cfg = compose(words, words, with_hydra=True)
+        hydra = cfg.hydra
+        with open_dict(cfg):
+            del cfg["hydra"]
+        tree = to_dict(cfg)
+        config = kept(to_config({**tree, "command": composed_by(hydra, cfg)}))
+        for key, value in changed.items():
+            section, _, name = key.partition("__")
+            config[section][name] = value
+        return self.holds(config)
+
+    def holds(self, config):
+        """Writes the checkpoint."""
+        manifest = {"format": 2, "step": 1, "seed": 1, "optimizer": "torch.optim.SGD", "layout": LAYOUT, "tied": {}}
+        manifest |= {"loss_scale": {"scale": 1.0, "good_steps": 0}, "progress": {}, "files": {}, "config": config}
+        path = self.folder / "checkpoints" / "step-00000001"
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "manifest.json").write_text(json.dumps(with_checksum(manifest)))
+        return {"recipe": None, **{name: value for name, value in config.items() if name != "choices"}}
+
+    def resumed(self, *words):
+        """The sections of a command line that resumes it."""
+        arguments = complete(quote_values([*words, f"train.resume='{self.folder}'"]))
+        tree = to_dict(compose([word for word in arguments if not word.startswith("--")], arguments))
+        tree["train"].pop("resume")
+        return json.loads(json.dumps({name: tree[name] for name in ("seed", "recipe", *TRAINED)}))
+
+
+@pytest.fixture
+def a_run(tmp_path):
+    return Pretended(tmp_path / "a run")
+
+
+def flat(tree, prefix=""):
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {name: value for key, item in tree.items() for name, value in flat(item, f"{prefix}.{key}").items()}
+
+
+def differing(one, other):
+    """The keys whose values are not the same, with both."""
+    one, other = flat(one), flat(other)
+    return {key: (one.get(key), other.get(key)) for key in {*one, *other} if one.get(key) != other.get(key)}
+
+
+# -- composition, key by key -----------------------------------------------------------------------------------------
+
+COMMANDS = {
+    "an optimizer typed over a model's rates": "model=gpt2 model.n_layer=4 model.n_embd=64 data.seq_len=48 "
+    "train.precision=fp32 scheduler=constant optim=adamw optim.lr=0.001",
+    "all groups typed": "model=transformer data=text data.root=x data.vocabulary=words optim=sgd optim.momentum=0.9 "
+    "scheduler=step scheduler.every=3 seed=7 train.grad_clip=0.5",
+    "sizes that others follow": "model=gpt2 model.size=tiny train.global_batch_size=8 train.eval_batches=1",
+    "keys added and taken away": "model=transformer optim=sgd optim.rates={fc:10,proj:3} ~optim.rates.proj",
+    "keys added to what the run brings": "model=toy +optim.rates={fc:10} +optim.rates.proj=3",
+    "an optimizer in an optimizer": "model=toy optim=muon optim.others.lr=0.1 optim.rates={net1:0.5}",
+    "words of JSON": 'model=gpt2 model.extra_tokens={"<a>":"start"} model.size=tiny',
+    "an experiment with changes": "experiment=transformer_wikitext2 optim.lr=1 data.seq_len=32",
+    "an experiment and a debug group": "experiment=classifier_cifar10 debug=overfit train.steps=7",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_the_same_command_resumes_the_same_training(a_run, command):
+    trained = a_run.trained_by(*command.split())
+    assert not differing(trained, a_run.resumed(*command.split()))
+    assert not differing(trained, a_run.resumed()), "with nothing typed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", options("model"))
+@pytest.mark.parametrize("scheduler", ["", "scheduler=constant", "scheduler=cosine_warmup scheduler.min_ratio=0.3"])
+@pytest.mark.parametrize("optim", ["", "optim=adamw", "optim=adamw optim.lr=0.001", "optim=sgd", "optim=muon"])
+def test_it_does_for_every_model_whatever_is_typed(a_run, model, optim, scheduler):
+    data = {"gpt2": "data=stdlib", "transformer": "data=text data.root=x", "toy": "data=random_regression"}
+    for more in ("", "debug=limit", data.get(model, "data=random_images"), "train.global_batch_size=4 seed=3"):
+        command = f"model={model} {optim} {scheduler} {more}".split()
+        trained = a_run.trained_by(*command)
+        assert not differing(trained, a_run.resumed(*command))
+        assert not differing(trained, a_run.resumed())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment", options("experiment"))
+@pytest.mark.parametrize("more", ["", "debug=overfit", "optim=adam optim.lr=0.5", "train.steps=5 scheduler=step"])
+def test_it_does_for_every_experiment(a_run, experiment, more):
+    command = [f"experiment={experiment}", *more.split()]
+    trained = a_run.trained_by(*command)
+    assert not differing(trained, a_run.resumed(*command))
+    assert not differing(trained, a_run.resumed())
+
+
+def test_what_the_files_say_otherwise_now_does_not_count(a_run):
+    command = "model=gpt2 model.size=tiny optim=adamw".split()
+    older = {"optim__lr": 0.5, "optim__rates": {"mlp": 3.0}, "train__grad_clip": None, "data__seq_len": 24}
+    trained = a_run.trained_by(*command, **older)
+    assert not differing(trained, a_run.resumed(*command))
+    assert not differing(trained, a_run.resumed())
+
+
+def test_a_checkpoint_that_does_not_say_its_options_is_resumed_as_well(a_run):
+    command = "model=gpt2 model.size=tiny optim=adamw optim.lr=0.5 data=stdlib data.seq_len=24".split()
+    trained = a_run.trained_by(*command)
+    a_run.holds({key: value for key, value in trained.items() if key != "recipe"})
+    assert not differing(trained, a_run.resumed(*command))
+    assert not differing(trained, a_run.resumed())
+
+
+def test_what_is_typed_wins_and_what_is_derived_from_it_follows(a_run):
+    a_run.trained_by("model=gpt2", "model.size=tiny", "optim.lr=0.5", "scheduler=constant", "seed=3")
+    resumed = a_run.resumed("train.global_batch_size=4", "optim.weight_decay=0.3", "scheduler=step")
+    assert (resumed["optim"]["weight_decay"], resumed["optim"]["lr"], resumed["seed"]) == (0.3, 0.5, 3)
+    assert resumed["data"]["columns"] == 4 and resumed["scheduler"]["_target_"] == "training.optimizer.Step"
+    other = a_run.resumed("optim=sgd")["optim"]
+    fresh = a_run.trained_by("model=gpt2", "model.size=tiny", "optim=sgd")["optim"]
+    assert not differing(other, fresh), "another option starts from its own defaults, and from what the model brings"
+
+
+def test_a_longer_first_run_keeps_the_rates_that_it_began_with(a_run):
+    trained = a_run.trained_by("model=gpt2")
+    resumed = a_run.resumed("model=gpt2", "train.steps=36")
+    assert set(differing(trained, resumed)) == {".train.steps"} and trained["recipe"] == "first_run"
+
+
+def test_an_experiment_that_the_run_had_not_wins_over_what_it_had(a_run):
+    a_run.trained_by("model=transformer", "data=text", "data.root=x", "optim.lr=0.5", "model.dropout=0.3")
+    resumed = a_run.resumed("experiment=transformer_wikitext2")
+    assert resumed["optim"]["lr"] == 2.5e-3 and resumed["data"]["_target_"] == "data.wikitext2.WikiText2"
+    a_run.trained_by("experiment=transformer_wikitext2", "optim.lr=0.5")
+    resumed = a_run.resumed("experiment=transformer_wikitext2", "debug=limit")
+    assert (resumed["optim"]["lr"], resumed["train"]["steps"], resumed["train"]["epochs"]) == (0.5, 3, None)
+
+
+def test_an_option_of_ones_own_is_needed_again_only_to_be_typed(a_run, tmp_path):
+    (tmp_path / "own" / "optim").mkdir(parents=True)
+    (tmp_path / "own" / "optim" / "mine.yaml").write_text("_target_: torch.optim.SGD\nlr: 0.3\nmomentum: 0.5\n")
+    command = ["model=toy", "optim=mine", "optim.lr=0.2", f"--config-dir={tmp_path}/own"]
+    cfg = compose(command[:3], command, with_hydra=True)
+    choices = composed_by(cfg.hydra, cfg)["choices"]
+    trained = {name: to_dict(cfg[name]) for name in TRAINED} | {"seed": 1337, "recipe": None}
+    trained["train"].pop("resume")
+    a_run.holds({**json.loads(json.dumps({k: v for k, v in trained.items() if k != "recipe"})), "choices": choices})
+    assert not differing(trained, a_run.resumed(*command))
+    assert not differing(trained, a_run.resumed())
+
+
+def test_a_checkpoint_chooses_among_options_and_does_nothing_else(a_run, monkeypatch, tmp_path):
+    trained = a_run.trained_by("model=toy", "optim.lr=0.3")
+    sections = {key: value for key, value in trained.items() if key != "recipe"}
+    for option in ("../../x", "${oc.env:HOME}", "adamw", ["a", "b"], "sgd hydra.run.dir=x", None):
+        a_run.holds({**sections, "choices": {**dict.fromkeys(CHOSEN, option), "experiment": option, "debug": option}})
+        words = with_checkpoint([f"train.resume='{a_run.folder}'"])
+        assert set(words[:4]) <= {f"{g}={o}" for g in CHOSEN for o in ("of_checkpoint", *options(g))}
+        assert words[4:] == ["of_checkpoint=values", f"train.resume='{a_run.folder}'"]
+        assert not differing(trained, a_run.resumed())
+
+
+# -- real runs -------------------------------------------------------------------------------------------------------
+
+RUN = "optim=adamw optim.lr=0.01 optim.rates={c_proj:0.2} scheduler=cosine_warmup train.steps=6 "
+RUN += "train.checkpoint_every=3 "
+RUN += "model=gpt2 model.n_layer=1 model.n_head=2 model.n_embd=16 model.block_size=16 model.dropout=0.1 data.seq_len=8 "
+RUN += "train.global_batch_size=4 train.precision=fp32 train.eval_every=null sample.at_end=0 logger=none device=cpu "
+RUN += "parallel.threads=1 train.keep_checkpoints=9"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An undisturbed run, and a copy of it as it was after the third step."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert main([*RUN.split(), f"hydra.run.dir={folder}/whole"]) == 0
+    shutil.copytree(folder / "whole", folder / "killed", symlinks=True)
+    for left in ("summary.json", "metrics.jsonl"):
+        (folder / "killed" / left).unlink()
+    shutil.rmtree(folder / "killed" / "checkpoints" / "step-00000006")
+    return folder
+
+
+def same_end(one, other):
+    one, other = saved(one, 6) | saved(one, 6, "optimizer"), saved(other, 6) | saved(other, 6, "optimizer")
+    return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+
+
+@pytest.mark.parametrize("typed", [RUN, "device=cpu parallel.threads=1 logger=none"], ids=["as before", "nothing"])
+def test_a_run_in_another_directory_goes_on_bit_for_bit(whole, tmp_path, capsys, typed):
+    assert main([*typed.split(), f"train.resume='{whole}/killed'", f"hydra.run.dir={tmp_path}/on"]) == 0
+    assert losses(tmp_path / "on") == losses(whole / "whole")[3:] and same_end(tmp_path / "on", whole / "whole")
+    assert "other settings" not in capsys.readouterr().err
+    chained = json.loads((tmp_path / "on" / "checkpoints" / "latest" / "manifest.json").read_text())["config"]
+    first = json.loads((whole / "whole" / "checkpoints" / "latest" / "manifest.json").read_text())["config"]
+    assert chained == first, "what is resumed can be resumed"
+
+
+def test_a_run_in_its_directory_goes_on_bit_for_bit(whole, tmp_path):
+    shutil.copytree(whole / "killed", tmp_path / "again", symlinks=True)
+    assert main([*RUN.split(), "train.resume=auto", f"hydra.run.dir={tmp_path}/again"]) == 0
+    assert losses(tmp_path / "again") == losses(whole / "whole")[3:] and same_end(tmp_path / "again", whole / "whole")
+
+
+@pytest.mark.slow
+def test_a_job_of_a_sweep_goes_on_bit_for_bit(whole, tmp_path):
+    swept = ["-m", *RUN.split(), f"train.resume='{whole}/killed'", "optim=adamw,sgd", f"hydra.sweep.dir={tmp_path}"]
+    assert main([word for word in swept if word != "optim=adamw" and not word.startswith("optim.")]) == 0
+    assert losses(tmp_path / "0") == losses(whole / "whole")[3:] and same_end(tmp_path / "0", whole / "whole")
+    assert steps(tmp_path / "1")[0]["lr"] != steps(tmp_path / "0")[0]["lr"]
