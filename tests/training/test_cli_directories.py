@@ -55,13 +55,15 @@ def test_a_sweep_directory_that_holds_another_sweep_is_refused_and_left_untouche
     assert "holds another run" in second.stderr
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints", "logs/rank_0001.log", ".hydra", ".hydra/config.yaml"])
-@pytest.mark.parametrize("sweep", [False, True], ids=["run", "sweep"])
+@pytest.mark.parametrize(
+    "sweep, name",
+    [(False, "metrics.jsonl"), (False, "logs/rank_0001.log"), (False, ".hydra"), (True, "0/checkpoints"), (True, "0")],
+)
 def test_a_link_that_leads_out_of_a_run_directory_is_refused_before_anything_is_written(tmp_path, capsys, name, sweep):
     from train import main
 
     folder, outside = tmp_path / "run", tmp_path / "outside"
-    link = folder / "0" / name if sweep else folder / name
+    link = folder / name
     link.parent.mkdir(parents=True)
     outside.mkdir()
     link.symlink_to(outside / "not there" if "." in link.name else outside)
@@ -75,12 +77,10 @@ def test_a_link_that_leads_out_of_a_run_directory_is_refused_before_anything_is_
 def test_a_link_inside_a_run_directory_and_one_to_it_are_followed(tmp_path, capsys):
     from train import main
 
-    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "disk" / "checkpoints" / "latest").symlink_to("step-00000009")
     (tmp_path / "run").symlink_to(tmp_path / "disk")
-    recipe = ["logger=none", "train.epochs=null", f"hydra.run.dir={tmp_path}/run", "train.eval_every=null"]
-    assert main([*recipe, "train.steps=1"]) == 0, capsys.readouterr().err
-    assert (tmp_path / "disk" / "checkpoints" / "latest").is_symlink()
-    assert main([*recipe, "train.steps=2", "train.resume=auto"]) == 0, capsys.readouterr().err
+    assert main(["mode=plan", "logger=none", f"hydra.run.dir={tmp_path}/run"]) == 0, capsys.readouterr().err
 
 
 def test_what_a_run_writes_is_looked_at_for_links(toy):
