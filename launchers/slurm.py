@@ -230,7 +230,7 @@ def _check_nodes(flags: Mapping[str, Any]) -> None:
     if enough < min(nodes, len(cpus)):
         most = cpus[min(nodes, len(cpus)) - 1] // per_node
         raise LaunchError(
-            f"launcher.nodes={nodes} needs {needed} CPUs on each node, for {per_node} processes of "
+            f"launcher.nodes={nodes} needs {needed} CPUs per node, for {per_node} process{'es' * (per_node > 1)} of "
             f"launcher.cpus_per_task={per_process}, but {enough} of the partition's {len(cpus)} nodes have as many and "
             f"the largest has {cpus[0]}; "
             + (f"set launcher.cpus_per_task={most} at most" if most else "set launcher.nodes higher")

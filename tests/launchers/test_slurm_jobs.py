@@ -87,7 +87,7 @@ def test_more_nodes_than_there_are_are_waited_for_no_longer_than_minutes(cluster
         ({"mem_gb": 1000}, "Memory specification can not be satisfied"),
         ({"partition": "nowhere"}, "invalid partition"),
         ({"sbatch": {"constraint": "gold"}}, "the queue does not take the job: "),
-        ({"cpus_per_task": 64}, "needs 128 CPUs on each node, .* 0 of the partition's 2 nodes .* the largest has 8"),
+        ({"cpus_per_task": 64}, "needs 128 CPUs per node, .* 0 of the partition's 2 nodes .* the largest has 8"),
         ({"signal_s": 300}, "launcher.signal_s=300 is not below the time limit"),
         ({"tasks_per_node": 3}, "launcher.nodes=2 x launcher.tasks_per_node=3 = 6 processes, but the run has 4"),
         ({"nodes": 3}, "4 processes .* cannot be dealt equally to launcher.nodes=3"),

@@ -152,10 +152,10 @@ SINFO = "8|all*|n1\n8|all*|n2\n64|big|n3\n"
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (Slurm(cpus_per_task=64), "launcher.nodes=1 needs 128 CPUs on each node, for 2 processes of "
+        (Slurm(cpus_per_task=64), "launcher.nodes=1 needs 128 CPUs per node, for 2 processes of "
          "launcher.cpus_per_task=64, but 0 of the partition's 2 nodes have as many and the largest has 8; set "
          "launcher.cpus_per_task=4 at most"),
-        (Slurm(sbatch={"cpus_per_task": 5}), "10 CPUs on each node, for 2 processes of launcher.cpus_per_task=5"),
+        (Slurm(sbatch={"cpus_per_task": 5}), "10 CPUs per node, for 2 processes of launcher.cpus_per_task=5"),
         (Slurm(nodes=2, cpus_per_task=32, partition="all,big"), "1 of the partition's 3 nodes have as many and the "
          "largest has 64; set launcher.cpus_per_task=8 at most"),
         (Slurm(nodes=2, cpus_per_task=4, partition="few"), None),  # which may get a second node
