@@ -136,6 +136,7 @@ class DataSet(ABC):
     seq_len: int | None = None
     unigram_entropy: float | None = None
     changing_shapes: bool = False
+    num_workers: int = 0
     fingerprint: str = ""
     train: Source
     valid: Source | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from common.errors import DataError
 from data.dataset import DataSet, InMemory, to_tensor
+
+_IGNORED = -100  # torch's own ignore_index
 
 
 class TensorData(DataSet):
@@ -55,6 +58,8 @@ class TensorData(DataSet):
         sizes = [int(valid * samples), int(test * samples)]
         if vocab_size is not None:
             _check_tokens(several, vocab_size)
+            if targets.shape == several[0].shape:
+                _check_tokens((targets.where(targets != _IGNORED, 0),), vocab_size, "targets")
 
         def part(rows: Tensor) -> InMemory | None:
             chosen = tuple(tensor[rows] for tensor in several)
@@ -73,16 +78,16 @@ class TensorData(DataSet):
         """Does nothing: the samples are there."""
 
 
-def _check_tokens(inputs: tuple[Tensor, ...], vocab_size: int) -> None:
-    for tokens in inputs:
+def _check_tokens(several: Sequence[Tensor], vocab_size: int, name: str = "inputs") -> None:
+    for tokens in several:
         if tokens.dim() < 2 or tokens.is_floating_point():
             raise DataError(
-                f"vocab_size={vocab_size} says that the inputs are tokens, whole numbers [n, t]; they are "
+                f"vocab_size={vocab_size} says that the {name} are tokens, whole numbers [n, t]; they are "
                 f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
             )
         if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             raise DataError(
-                f"the inputs hold tokens from {tokens.min()} to {tokens.max()}, and vocab_size={vocab_size} allows 0 "
+                f"the {name} hold tokens from {tokens.min()} to {tokens.max()}, and vocab_size={vocab_size} allows 0 "
                 f"to {vocab_size - 1}"
             )
 

@@ -58,6 +58,8 @@ class LayerSpec:
     build: Callable[[], nn.Module]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not all(self.name.split(".")):
+            raise ModelError(f"layer {self.name!r}: a name is a text such as 'h.0', without empty parts")
         if isinstance(self.build, nn.Module) or not callable(self.build):
             raise ModelError(
                 f"layer {self.name!r}: build={type(self.build).__name__} must be a function that makes the layer, such "
@@ -65,8 +67,15 @@ class LayerSpec:
             )
 
     def made(self) -> nn.Module:
-        """Build the layer, with its dropout by sample."""
-        return by_sample(self.name, self.build())
+        """Build the layer, with its dropout by sample.
+
+        Raises:
+            ModelError: ``build`` gives no module.
+        """
+        layer = self.build()
+        if not isinstance(layer, nn.Module):
+            raise ModelError(f"layer {self.name!r}: build() gave a {type(layer).__name__}; it must give an nn.Module")
+        return by_sample(self.name, layer)
 
 
 def reset_parameters(name: str, module: nn.Module) -> None:
@@ -82,6 +91,9 @@ def reset_parameters(name: str, module: nn.Module) -> None:
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+
+
+_NO_LAYERS = Layers([])
 
 
 @dataclass(frozen=True)
@@ -121,11 +133,17 @@ class Chain:
     fingerprint: str = ""
 
     def __post_init__(self) -> None:
-        for layer in self.layers:
+        wrong = [self.layers] if not isinstance(self.layers, Sequence) else self.layers
+        for layer in wrong:
             if not isinstance(layer, LayerSpec):
                 raise ModelError(
-                    f"a chain is made of LayerSpec(name, build), not of a {type(layer).__name__}; layers that exist "
-                    "become a chain by models.sequential.chain_of(nn.Sequential(...), loss)"
+                    f"a chain is made of a list of LayerSpec(name, build), not of a {type(layer).__name__}; layers "
+                    "that exist become a chain by models.sequential.chain_of(nn.Sequential(...), loss)"
+                )
+        for key, kind in (("tied", Mapping), ("limits", Mapping), ("initialise", Callable)):
+            if not isinstance(getattr(self, key), kind):
+                raise ModelError(
+                    f"a chain's {key} must be a {kind.__name__}, not a {type(getattr(self, key)).__name__}"
                 )
         check_loss(self.loss)
         names = self.names
@@ -134,6 +152,14 @@ class Chain:
         repeated = [name for name, count in Counter(names).items() if count > 1]
         if repeated:
             raise ModelError(f"layer names must differ; more than once: {sorted(repeated)}")
+        known = set(names)
+        for name in names:
+            parents = name.split(".")[:-1]
+            outer = [above for i in range(len(parents)) if (above := ".".join(parents[: i + 1])) in known]
+            if outer:
+                raise ModelError(f"layer {name!r} would be a part of layer {outer[0]!r}: give one of them another name")
+            if hasattr(_NO_LAYERS, name.partition(".")[0]):
+                raise ModelError(f"layer {name!r} has the name of an attribute of modules: choose another")
 
     @property
     def names(self) -> list[str]:

@@ -155,6 +155,8 @@ def _checked(overrides: Sequence[str], model: Any, data: Any) -> dict[str, Any]:
         for word in overrides:
             if word.startswith(f"{key}="):
                 raise TrainingError(f"{key} is given twice: by {word!r} and by {key}=...; leave one of them out")
+            if word.lstrip("+~").startswith(f"{key}.") and not word.startswith("model.init_from="):
+                raise TrainingError(f"{word!r} has no effect on the {key} that is given as an object: leave it out")
     return objects
 
 
@@ -200,10 +202,11 @@ def with_given(cfg: Any, objects: dict[str, Any]) -> Any:
     from omegaconf import OmegaConf
 
     cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False, enum_to_str=True))
+    start = OmegaConf.select(cfg, "model.init_from")
     for key, one in objects.items():
         cfg[key] = {"_target_": GIVEN, "key": key, "fingerprint": getattr(one, "fingerprint", "")}
     if "model" in objects:
-        cfg.model.update(name="given", init_from=None)
+        cfg.model.update(name="given", init_from=start)
         cfg.recipe = None  # that of the model which this one replaces
         vocabulary = objects["model"].limits.get("vocabulary")
         if vocabulary is not None:

@@ -32,7 +32,14 @@ from training.checkpoint import read_manifest
 from training.checkpoint.configuration import check_fits, checkpoint_of
 from training.checkpoint.init_from import check_start
 from training.checkpoint.new_tokens import grown
-from training.checks.first_batch import RealKinds, check_loss_value, check_splits, check_targets, known_samples
+from training.checks.first_batch import (
+    RealKinds,
+    check_loss_value,
+    check_read,
+    check_splits,
+    check_targets,
+    known_samples,
+)
 from training.checks.limits import certain_tensors, check_fit, check_kind, check_length, check_sample, check_train
 from training.config import build, environment, instantiate, target_of, to_config, to_dict
 from training.evaluate import extents
@@ -139,6 +146,7 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: H
     check_splits(data)
     check_fit(chain, data, cfg)
     per_epoch = TrainBatches(data.train, train.global_batch_size, cfg.seed, dp_size=plan.dp).steps_per_epoch
+    check_read(data.train)
     setup = Setup(cfg, chain, data, plan, total_steps(train.steps, train.epochs, per_epoch), per_epoch)
     check_sample(setup)
     check_shapes(setup)
@@ -256,8 +264,9 @@ def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
     try:
         names = {name for name, _ in chain.skeleton().named_parameters(remove_duplicate=False)}
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        sizes = ", ".join(f"{key}={value}" for key, value in arguments.items() if isinstance(value, int))
-        raise TrainingError(f"model={model.name} cannot be built with {sizes}: {str(error).splitlines()[0]}") from None
+        given = ", ".join(f"{key}={value}" for key, value in arguments.items() if isinstance(value, int))
+        sizes = f" with {given}" if given else ""
+        raise TrainingError(f"model={model.name} cannot be built{sizes}: {str(error).splitlines()[0]}") from None
     if unknown := sorted({*chain.tied, *chain.tied.values()} - names):
         raise TrainingError(f"model={model.name} ties {', '.join(unknown)}, which is no parameter of it")
     if own_loss:

@@ -100,7 +100,7 @@ def test_what_is_given_is_forgotten_after_the_run_and_evaluated_when_given_again
         (["optim.lrr=1"], "did you mean optim.lr"),
         (["parallel=ddp", "parallel.dp=3"], "cannot be cut into dp=3"),
         (["model=gpt3"], "there is no 'model/gpt3'"),
-        (["-m", "seed=1,2"], "in a loop"),
+        (["-m", "seed=1,2"], "once for each value"),
     ],
 )
 def test_a_mistake_is_an_exception_with_the_message_of_the_command_line(words, message, tmp_path, capsys):

@@ -14,7 +14,7 @@ from common.errors import UserError
 from common.given import set_given
 from conf.composition import compose_and_run
 from conf.messages import explain
-from data.dataset import DataSet, InMemory
+from data.dataset import DataSet, InMemory, Source
 from data.tensors import TensorData
 from models.chain import Chain, LayerSpec
 from models.losses import ClassCrossEntropy, SquaredError, Sums
@@ -105,6 +105,27 @@ def on_meta():
         return net()
 
 
+def spec(*names, **fields):
+    return Chain([LayerSpec(name, nn.ReLU) for name in names or ("a",)], ClassCrossEntropy(), **fields)
+
+
+class Reads(Source):
+    """Gives for one index what it was given."""
+
+    def __init__(self, given):
+        self.given = given
+
+    def __len__(self):
+        return 40
+
+    def read(self, indices, epoch):
+        return self.given
+
+
+def source(*given):
+    return Given(train=Reads(given[0] if len(given) == 1 else given), valid=None, test=None, description="x")
+
+
 # What is refused when it is made or handed over: no configuration is composed.
 AT_ONCE = {
     "a loss of torch": (lambda: chain(nn.CrossEntropyLoss()), r"CrossEntropyLoss is no loss.*ClassCrossEntropy\(\)"),
@@ -127,8 +148,23 @@ AT_ONCE = {
     "a model without memory": (lambda: chain(layers=on_meta()), "on the meta device"),
     "a lazy model": (lambda: chain(layers=nn.Sequential(nn.LazyLinear(2))), "lazy: call the model once"),
     "a layer that cannot be copied": (lambda: chain(layers=nn.Sequential(lock())), "cannot be copied"),
-    "a chain of modules": (lambda: Chain(net(), ClassCrossEntropy()), "LayerSpec.*not of a Linear"),
+    "a chain of modules": (lambda: Chain(net(), ClassCrossEntropy()), "LayerSpec.*not of a Sequential"),
     "a chain of pairs": (lambda: Chain([("a", nn.Linear)], ClassCrossEntropy()), "not of a tuple"),
+    "no list of layers": (lambda: Chain(None, ClassCrossEntropy()), "list of LayerSpec.*not of a NoneType"),
+    "pairs of ties": (lambda: spec(tied=[("a", "b")]), "tied must be a Mapping, not a list"),
+    "limits that are nothing": (lambda: spec(limits=None), "limits must be a Mapping"),
+    "a word as initialisation": (lambda: spec(initialise="zeros"), "initialise must be a Callable, not a str"),
+    "a number as name": (lambda: spec(3), "layer 3: a name is a text"),
+    "no name": (lambda: spec(""), "without empty parts"),
+    "a name of modules": (lambda: spec("forward"), "layer 'forward' has the name of an attribute"),
+    "a layer in a layer": (lambda: spec("a", "a.b"), "layer 'a.b' would be a part of layer 'a'"),
+    "a word as metrics": (lambda: chain(Loss(summed, "accuracy")), "Loss.metrics='accuracy' must be a tuple"),
+    "a metric called loss": (lambda: chain(Loss(summed, ("loss",))), "has the name 'loss'"),
+    "targets beyond the vocabulary": (
+        lambda: data(LABELS[:, None], LABELS[:, None] + 3, vocab_size=3), "the targets hold tokens from 3 to 4",
+    ),
+    "an option of another model": (lambda: train("model.hidden=3", model=chain()), "'model.hidden=3' has no effect"),
+    "an option of other data": (lambda: train("data.samples=3", data=data()), "'data.samples=3' has no effect"),
     "a layer that is built": (lambda: LayerSpec("a", nn.Linear(4, 2)), "build=Linear must be a function"),
     "strings": (lambda: data(["a"] * 40), "a list is no tensor"),
     "objects": (lambda: data(np.array([["a"]] * 40, dtype=object)), "a ndarray is no tensor"),
@@ -181,7 +217,7 @@ BEFORE_THE_RUN = {
     "everything frozen": (chain(layers=frozen()), data(), "no parameters to train: all 58 are frozen"),
     "nothing to train": (chain(layers=nn.Sequential(nn.ReLU())), data(), "its layers have none"),
     "a layer of a list": (
-        Chain([LayerSpec("a", lambda: [1])], ClassCrossEntropy()), data(), "cannot be built",
+        Chain([LayerSpec("a", lambda: [1])], ClassCrossEntropy()), data(), "layer 'a'.*gave a list",
     ),
     "a tie to nothing": (
         Chain([LayerSpec("a", partial(nn.Linear, 4, 2))], ClassCrossEntropy(), tied={"a.weight": "b.weight"}),
@@ -212,6 +248,11 @@ BEFORE_THE_RUN = {
     "a split that is a generator": (chain(), Given(train=(x for x in INPUTS)), "left train=<generator"),
     "a split that is a tensor": (chain(), Given(train=InMemory(INPUTS, LABELS), valid=INPUTS), "left valid="),
     "no split": (chain(), Given(), "left no train;"),
+    "a source of inputs": (chain(), source(INPUTS[:1]), r"Reads.read\(\) returned a tensor \[1, 4\] for one index"),
+    "a source of dicts": (chain(), source({"x": INPUTS[:1]}), "returned a dict"),
+    "a source of three": (chain(), source(INPUTS[:1], INPUTS[:1], LABELS[:1]), r"returned a tensor \[1, 4\], a tensor"),
+    "a source of arrays": (chain(), source(INPUTS[:1].numpy(), LABELS[:1].numpy()), "returned a ndarray, a ndarray"),
+    "a source without rows": (chain(), source(INPUTS[0], LABELS[0]), r"\[4\], a tensor \[\] for one index"),
     "no description": (
         chain(), Given(train=InMemory(INPUTS, LABELS), valid=None, test=None), "left no description",
     ),

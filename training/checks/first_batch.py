@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,6 +37,24 @@ def check_splits(data: DataSet) -> None:
             )
     if not isinstance(getattr(data, "description", None), str):
         raise DataError(f"{type(data).__name__}.prepare() left no description: one line that says what the data is")
+
+
+def check_read(source: Source) -> None:
+    """Check what a source gives for one sample. Raises DataError."""
+    given = source.read(np.zeros(1, dtype=np.int64), 0)
+    if isinstance(given, (tuple, list)) and len(given) == 2:
+        inputs = given[0] if isinstance(given[0], tuple) else (given[0],)
+        if inputs and all(isinstance(one, Tensor) and one.dim() > 0 and len(one) == 1 for one in (*inputs, given[1])):
+            return
+    kinds = ", ".join(_kind(one) for one in given) if isinstance(given, (tuple, list)) else _kind(given)
+    raise DataError(
+        f"{type(source).__name__}.read() returned {kinds} for one index; it must return (inputs, targets): tensors "
+        "with one row for each index, or a tuple of them as inputs"
+    )
+
+
+def _kind(given: Any) -> str:
+    return f"a tensor {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
 
 
 class RealKinds(TorchDispatchMode):
