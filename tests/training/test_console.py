@@ -75,14 +75,14 @@ def test_the_last_words_say_how_many_steps_did_not_count():
 
 def test_a_bubble_far_above_the_ideal_says_why_where_that_is_known():
     uneven = why_idle([1.0, 2.5], uniform=True, processes=2, cores=2)
-    assert uneven == "one stage takes 2.5 times as long as another; parallel.balance=time evens them out"
-    assert uneven in words({"bubble_fraction": 0.45}, idle=uneven)
+    assert uneven == "one stage takes 2.5 times as long as another: parallel.balance=time evens them out"
+    assert f"bubble 45.0% (ideal 20.0%; {uneven})" in words({"bubble_fraction": 0.45}, idle=uneven)
     assert uneven not in words(idle=uneven) and uneven not in words({"bubble_fraction": None}, idle=uneven)
-    assert "above the ideal" not in words({"bubble_fraction": 0.45})
+    assert "bubble 45.0% (ideal 20.0%)" in words({"bubble_fraction": 0.45})
     assert why_idle([1.0, 2.5], uniform=False, processes=2, cores=2) == "", "it is the user's own balance"
     assert why_idle([1.0, 1.1], uniform=True, processes=2, cores=None) == ""
     crowded = why_idle([1.0, 2.5], uniform=True, processes=4, cores=2)
-    assert crowded == "4 processes share 2 cores, so one computes while another waits"
+    assert crowded == "4 processes take turns on 2 cores"
 
 
 def test_what_to_type_next_is_python_for_a_python_program():

@@ -217,10 +217,10 @@ def why_idle(busy: Sequence[float], uniform: bool, processes: int, cores: int | 
         cores: How many cores they share; None where they compute on GPUs.
     """
     if cores is not None and processes > cores:
-        return f"{processes} processes share {cores} core{'s' * (cores > 1)}, so one computes while another waits"
+        return f"{processes} processes take turns on {cores} core{'s' * (cores > 1)}"
     factor = max(busy) / min(busy) if busy and min(busy) else 1.0
     if uniform and factor > _UNEQUAL:
-        return f"one stage takes {factor:.1f} times as long as another; parallel.balance=time evens them out"
+        return f"one stage takes {factor:.1f} times as long as another: parallel.balance=time evens them out"
     return ""
 
 
@@ -234,7 +234,5 @@ def _speed(summary: dict, idle: str) -> list[str]:
     bubble, ideal = summary["bubble_fraction"], summary["ideal_bubble_fraction"]
     if bubble is None:
         return [line]
-    lines = [f"{line}   bubble {bubble:.1%} (ideal {ideal:.1%})"]
-    if idle and bubble > max(ideal + _FAR_ABOVE, ideal * _TIMES_ABOVE):
-        lines.append(f"the bubble is above the ideal: {idle}")
-    return lines
+    reason = f"; {idle}" if idle and bubble > max(ideal + _FAR_ABOVE, ideal * _TIMES_ABOVE) else ""
+    return [f"{line}   bubble {bubble:.1%} (ideal {ideal:.1%}{reason})"]
