@@ -133,6 +133,7 @@ class _Part:
         self.optimizer = _build(config, [(name, self._own[parameter]) for name, parameter in parameters], fused)
         if exact and type(self.optimizer) is getattr(torch.optim, "Muon", None):
             self.optimizer.step = partial(_step_of_muon, self.optimizer)
+        self._at_first = [_numbers(one) for one in self.optimizer.param_groups]
         if group is not None:
             self._scatter()
 
@@ -174,22 +175,55 @@ class _Part:
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         own = self._own.get(parameter)
-        state = {} if own is None else self.optimizer.state.get(own, {})
-        if own is parameter or self._group is not None:
-            return state
-        return {key: shared_like(parameter, value) if _is_like(value, own) else value for key, value in state.items()}
+        state = {} if own is None else dict(self.optimizer.state.get(own, {}))
+        if not state:
+            return {}
+        group, at_first = self._group_of(own)
+        changed = {f"{_GROUP}{key}": value for key, value in _numbers(group).items() if value != at_first.get(key)}
+        numbers = _numbers(state | changed).items()
+        plain = {_named(key, value): torch.tensor(value, dtype=torch.float64) for key, value in numbers}
+        tensors = {key: value for key, value in state.items() if torch.is_tensor(value)}
+        if own is not parameter and self._group is None:
+            tensors = {key: shared_like(parameter, t) if _is_like(t, own) else t for key, t in tensors.items()}
+        return tensors | plain
 
     def load_state_of(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> None:
         own = self._own.get(parameter)
         if own is None:
             return
-        (group,) = [group for group in self.optimizer.param_groups if any(own is one for one in group["params"])]
-        placed = {key: _placed_as(parameter, key, value, group) for key, value in state.items()}
-        for key, value in placed.items():
-            if not value.is_floating_point():
-                raise ValueError(f"{key} of the optimizer holds {value.dtype}, not floating-point numbers")
-        gathered = self._group is not None
-        self.optimizer.state[own] = placed if gathered else {key: local(value) for key, value in placed.items()}
+        group, _ = self._group_of(own)
+        loaded = self.optimizer.state[own] = {}
+        for key, value in state.items():
+            name, plain, kind = key.partition(_PLAIN)
+            if plain:
+                number = {"int": int, "float": float}[kind](value[...].item())
+                if name.startswith(_GROUP):
+                    group[name.removeprefix(_GROUP)] = number
+                else:
+                    loaded[name] = number
+                continue
+            placed = _placed_as(parameter, key, value, group)
+            if not placed.is_floating_point():
+                raise ValueError(f"{key} of the optimizer holds {placed.dtype}, not floating-point numbers")
+            loaded[key] = placed if self._group is not None else local(placed)
+
+    def _group_of(self, own: Tensor) -> tuple[dict[str, Any], dict[str, float]]:
+        """The group of a parameter, and its numbers when it was made."""
+        groups = zip(self.optimizer.param_groups, self._at_first, strict=True)
+        return next(pair for pair in groups if any(own is one for one in pair[0]["params"]))
+
+
+# Numbers that are no tensors, in a checkpoint: "d#float" of a parameter, "group.k#int" of its group (Prodigy).
+_PLAIN, _GROUP = "#", "group."
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Those of a parameter's state or of a group that an optimizer may change; the learning rate is the schedule's."""
+    return {k: v for k, v in values.items() if type(v) in (int, float) and k not in ("lr", "ratio")}
+
+
+def _named(key: str, value: float) -> str:
+    return f"{key}{_PLAIN}{type(value).__name__}"
 
 
 def _is_like(value: Any, own: Tensor) -> bool:

@@ -138,24 +138,40 @@ class Normalised(torch.optim.SGD):
 
     def step(self, closure=None):
         parameters = [p for group in self.param_groups for p in group["params"]]
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        for group in self.param_groups:
+            group["done"] = group.get("done", 0) + 1
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0 / self.param_groups[0]["done"])
+        for parameter in parameters:
+            own = self.state[parameter]
+            own["steps"], own["mean"] = own.get("steps", 0) + 1, 0.5 * own.get("mean", 0.0) + 1.0
+            parameter.grad /= own["steps"] + own["mean"]
         return super().step(closure)
 """
 
 
 @pytest.fixture
 def own_optimizer(tmp_path):
-    """``own_optimizer(parallel, update)``: the plan of the toy model with an optimizer of one's own."""
+    """``own_optimizer(parallel, update)``: the plan of the toy model with an optimizer of one's own; or a run of it."""
     (tmp_path / "own_optimizers.py").write_text(UNDECLARED)
 
-    def plan(*parallel, update=None, place="optim"):
+    def configured(*parallel, update=None, place="optim"):
         cfg = config(f"import_from=['{tmp_path}']", "allow=[own_optimizers]", "train.global_batch_size=8", *parallel)
         open_doors(cfg)
         own = {"_target_": "own_optimizers.Normalised", "lr": 0.1, "update": update}
         whole = {"_target_": "torch.optim.SGD", "lr": 0.1, "others": own} if place == "others" else own
         cfg.optim = {"decay_vectors": False, "rates": None, "others": None, **whole}
-        return prepare(cfg).plan
+        return cfg
 
+    def plan(*parallel, **changes):
+        return prepare(configured(*parallel, **changes)).plan
+
+    def steps(folder, resume):
+        folder.mkdir()
+        cfg = configured("train.epochs=null", "train.steps=4", "train.checkpoint_every=2")
+        cfg.train.resume = resume
+        train(cfg, folder)
+
+    plan.steps = steps
     yield plan
     open_doors(config())
 
@@ -200,6 +216,14 @@ def test_a_section_without_the_keys_of_this_project_trains(tmp_path):
     cfg = config("train.epochs=null", "train.steps=2")
     cfg.optim = {"_target_": "torch.optim.SGD", "lr": 0.1}
     assert train(cfg, tmp_path)["steps"] == 2
+
+
+def test_numbers_that_an_optimizer_keeps_outside_of_tensors_are_resumed(own_optimizer, tmp_path):
+    weights = []
+    for folder, resume in (("whole", None), ("resumed", str(tmp_path / "whole/checkpoints/step-00000002"))):
+        own_optimizer.steps(tmp_path / folder, resume)
+        weights.append(saved(tmp_path / folder, 4))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_another_optimizer_for_the_others_is_no_silent_loss_of_its_state(tmp_path):
