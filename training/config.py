@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from common.errors import PlanError, TrainingError, UserError
@@ -218,6 +219,17 @@ def environment(cfg: Any) -> dict[str, str]:
     return {str(name): str(value) for name, value in wanted.items()}
 
 
+def _hidden(module: str) -> str:
+    """The end of an error about a module: where on the path it is, if a package of the same name hides it."""
+    top, *below = module.split(".")
+    shown = list(getattr(sys.modules.get(top), "__path__", ()))
+    packages = [Path(folder or ".").absolute() / top for folder in sys.path]
+    for place in [package.joinpath(*below) for package in packages if str(package) not in shown]:
+        if shown and (place.is_dir() or place.with_suffix(".py").is_file()):
+            return f"; {place} is hidden by the package {shown[0]}: give its folder {top!r} another name"
+    return ""
+
+
 def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the ``_target_`` of a configuration section with the section's other keys as keyword arguments.
 
@@ -347,7 +359,7 @@ def resolve(target: Any) -> Any:
     try:
         item = getattr(import_module(module), name)
     except (AttributeError, ImportError) as error:
-        raise TrainingError(f"_target_={target} names nothing: {error}") from error
+        raise TrainingError(f"_target_={target} names nothing: {error}{_hidden(module)}") from error
     if not inspect.isclass(item) and not inspect.isfunction(item):
         raise _refused(target, "it is neither a class nor a function")
     home = f"{item.__module__}.{item.__qualname__}"
