@@ -7,10 +7,12 @@ import json
 import math
 import tempfile
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from common.errors import TrainingError, UserError
 from conf.schema import own_keys
@@ -26,7 +28,8 @@ from parallel.devices import Hardware, check_compiler
 from parallel.memory import check_gpus, tensors_per_parameter
 from parallel.plan import Plan, make_plan
 from parallel.schedules import SCHEDULES
-from parallel.strategies import names_where
+from parallel.shape_inference import drawing_by_microbatch
+from parallel.strategies import names_where, strategy_info
 from training.callbacks import build as build_callbacks
 from training.checkpoint import read_manifest
 from training.checkpoint.configuration import check_fits, checkpoint_of
@@ -82,6 +85,28 @@ class Setup:
     def extents(self) -> dict[str, str]:
         """How much of "val" and "test" a limited evaluation covers; see ``training.evaluate.extents``."""
         return extents(self.data, self.plan.global_batch_size, self.cfg.train.eval_batches)
+
+    @cached_property
+    def by_microbatch(self) -> tuple[str | None, list[str]]:
+        """How large micro-batches are, where the numbers depend on it, and why they do, a line for each reason."""
+        plan, size, lines = self.plan, None, []
+        info = strategy_info(plan.strategy)
+        copies = len(plan.devices) if info.several_devices and not info.stages else 1
+        each, pieces = plan.microbatch_size // copies, plan.dp * plan.chunks * copies
+        if layers := drawing_by_microbatch(self.chain, self.sample):
+            size = f"{each}"
+            named = " and ".join([", ".join(layers[:3]), *[f"{len(layers) - 3} more"] * (len(layers) > 3)])
+            draw = f"layers {named} draw by themselves" if len(layers) > 1 else f"layer {named} draws by itself"
+            lines.append(f"numbers depend on the micro-batch ({size} sample{'s' * (each > 1)}): {draw}")
+        if any(isinstance(module, _BatchNorm) for module in self.chain.skeleton().modules()):
+            replicas = plan.dp if self.cfg.parallel.sync_batchnorm else 1
+            size = f"{each * replicas}" + f" ({each} of each of {replicas} replicas)" * (replicas > 1)
+            alike = f"the numbers of parallel=single parallel.chunks={pieces // replicas}"
+            if replicas > 1 and plan.chunks > 1:
+                alike = f"not {alike}, where other samples meet"
+            if pieces > 1:
+                lines.append(f"BatchNorm over micro-batches of {size}: {alike}")
+        return size, lines
 
     @property
     def tokens_per_sample(self) -> int | None:
@@ -205,7 +230,7 @@ def describe(setup: Setup) -> str:
     recipe = f"\n{line}" if (line := describe_recipe(setup.cfg)) else ""
     allowed = f"\nallow: {', '.join(setup.cfg.allow)}" if setup.cfg.allow else ""
     plan = describe_plan(setup.plan, setup.cfg.model.name, data, setup.tokens_per_sample, setup.shares)
-    return plan + recipe + allowed
+    return "\n".join([plan, *setup.by_microbatch[1]]) + recipe + allowed
 
 
 def describe_recipe(cfg: Any) -> str:

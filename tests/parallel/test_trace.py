@@ -6,13 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import Layout, Recipe, parallel_section
 from small_models import chain_and_batches
+from torch import nn
 
-from models.chain import LayerSpec
+from data.batch import Batch
+from models.chain import Chain, LayerSpec
+from models.losses import SquaredError
 from parallel.plan import make_plan
 from parallel.precision import autocast, parameter_dtype
-from parallel.shape_inference import TensorSpec, stage_borders, trace
+from parallel.shape_inference import TensorSpec, drawing_by_microbatch, stage_borders, trace
 
 RECIPES = {name: Recipe(name, global_batch=6, lr=0.1) for name in ("toy", "gpt2")}
 
@@ -102,3 +106,42 @@ def test_layers_that_are_alike_are_inferred_once_and_as_if_each_were():
     assert trace(chain, batch_at(0), "bf16", "cpu") == each
     blocks = [layer.build for layer in chain.layers[1:-1]]
     assert len(blocks) > 1 and len(set(blocks)) == 1
+
+
+class Drop(nn.Module):
+    """Drops out what a function makes of its input [b, t, c]."""
+
+    def __init__(self, change, p: float = 0.1) -> None:
+        super().__init__()
+        self.change, self.drop = change, nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.change(x)).sum()
+
+
+class Draw(nn.Module):
+    def __init__(self, draw) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.draw(x)
+
+
+DRAWS = {
+    "dropout": (lambda: Drop(lambda x: x), False),
+    "dropout of rows": (lambda: Drop(lambda x: x.flatten(0, 1)), False),
+    "dropout of nothing": (lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True), False),
+    "time before the batch": (lambda: Drop(lambda x: x.transpose(0, 1)), True),
+    "weights": (lambda: Drop(lambda x: torch.ones(8, 6)), True),
+    "F.dropout": (lambda: Draw(lambda x: F.dropout(x, 0.1)), True),
+    "a layer left out": (lambda: Draw(lambda x: x if torch.rand(()) < 0.5 else 2 * x), True),
+    "nn.MultiheadAttention": (lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.1, batch_first=True), True),
+    "AlphaDropout": (lambda: nn.AlphaDropout(0.1), True),
+}
+
+
+@pytest.mark.parametrize("build, draws", DRAWS.values(), ids=DRAWS)
+def test_layers_whose_numbers_depend_on_the_micro_batch_are_found(build, draws):
+    chain = Chain([LayerSpec("first", nn.Identity), LayerSpec("h.0", build)], loss=SquaredError())
+    assert drawing_by_microbatch(chain, Batch(torch.ones(4, 8, 6), torch.ones(4))) == ["h.0"] * draws

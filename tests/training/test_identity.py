@@ -124,6 +124,14 @@ def test_a_run_that_is_resumed_with_other_settings_says_so_with_both_values(tmp_
     assert "this run goes on with other settings than it had before" in warning and said in warning
 
 
+def test_a_run_with_batchnorm_that_is_resumed_on_other_micro_batches_says_so(tmp_path, capsys):
+    convnet = ["model=convnet", "train.epochs=null", "train.eval_every=null", "train.precision=fp32", "logger=none"]
+    run(tmp_path, *convnet, "train.steps=1")
+    run(tmp_path, *convnet, "train.steps=2", "train.resume=auto", "parallel.chunks=2")
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert warning.endswith("before: micro-batch 64 -> 32")
+
+
 def test_a_run_that_is_resumed_as_it_was_says_nothing(tmp_path, capsys):
     run(tmp_path, *FEW)
     run(tmp_path, *FEW, "train.resume=auto", "train.steps=3")

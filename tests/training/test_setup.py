@@ -1,12 +1,16 @@
 """What is checked before a run starts, and how long it will be."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
+import torch
 from composed import config
 
 from common.errors import UserError
-from training.setup import prepare, total_steps
+from models.chain import Chain, LayerSpec
+from models.losses import SquaredError
+from training.setup import describe, prepare, total_steps
 
 TINY = ["model=gpt2", "model.size=tiny"]
 NOWHERE = "/no/such/place"
@@ -114,3 +118,40 @@ def test_the_sample_has_the_shape_of_one_micro_batch(text):
     setup = prepare(config(*TINY, *text, "parallel.chunks=4", "train.global_batch_size=8"))
     assert setup.sample.inputs.shape == setup.sample.targets.shape == (2, 32)
     assert setup.tokens_per_sample == 32
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["parallel=ddp", "parallel.dp=2"], "of 32: the numbers of parallel=single parallel.chunks=2"),
+        (
+            ["parallel=ddp", "parallel.dp=2", "parallel.sync_batchnorm=true"],
+            "of 64 (32 of each of 2 replicas): the numbers of parallel=single parallel.chunks=1",
+        ),
+        (
+            ["parallel=ddp", "parallel.dp=2", "parallel.chunks=2", "parallel.sync_batchnorm=true"],
+            "of 32 (16 of each of 2 replicas): not the numbers of parallel=single parallel.chunks=2, where other "
+            "samples meet",
+        ),
+        ([], None),
+    ],
+    ids=["micro-batches", "synchronised", "synchronised micro-batches", "single"],
+)
+def test_the_plan_says_over_what_batchnorm_normalises(words, said):
+    setup = prepare(config("model=convnet", "train.global_batch_size=64", "device=cpu", *words))
+    assert setup.by_microbatch[1] == ([] if said is None else [f"BatchNorm over micro-batches {said}"])
+    assert (said or "")[3:5] in setup.by_microbatch[0]
+
+
+class OwnDropout(torch.nn.Linear):
+    def forward(self, x):
+        return torch.nn.functional.dropout(super().forward(x), 0.1, self.training)
+
+
+def test_the_plan_names_layers_that_draw_by_themselves():
+    setup = prepare(config("train.global_batch_size=4", "device=cpu"))
+    layers = [LayerSpec(f"h.{i}", lambda: OwnDropout(10, 10)) for i in range(5)]
+    for count, said in ((1, "layer h.0 draws by itself"), (5, "layers h.0, h.1, h.2 and 2 more draw by themselves")):
+        mine = replace(setup, chain=Chain(layers[:count], loss=SquaredError()))
+        assert mine.by_microbatch == ("4", [f"numbers depend on the micro-batch (4 samples): {said}"])
+        assert said in describe(mine)

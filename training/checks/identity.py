@@ -33,6 +33,7 @@ _LEARNED = (
     "global_batch_size", "grad_clip", "clip_value", "max_skipped", "spike_factor", "spike_rollback", "overfit", "tf32",
 )  # fmt: skip
 _TOTAL, _LENGTH = "schedule.total", ("train.steps", "train.epochs")
+_MICROBATCH = "micro-batch"  # its size, where the numbers depend on it
 # Where the data are and how they are read does not change them.
 _NOT_CONTENT = {"data.root", "data.cache_dir", "data.num_workers"}
 
@@ -145,6 +146,9 @@ def recipe(setup: Any, schedule: Any) -> dict[str, Any]:
     if follows_total(schedule, setup.total_steps, setup.per_epoch):
         tree["schedule"] = {"total": setup.total_steps}  # _TOTAL
     tree["choice"] = cfg[COMMAND]["choices"] if COMMAND in cfg else {}
+    size, _ = setup.by_microbatch
+    if size is not None:
+        tree[_MICROBATCH] = size
     return {**_flat(mask_secrets(tree)), _SAMPLES_KEY: data_digest(setup.data)}
 
 
@@ -185,7 +189,8 @@ def changes(before: Any, now: dict[str, Any], command: Mapping[str, Any] | None 
         names.remove(_SAMPLES_KEY)  # they differ because of another setting
     if not names:
         return None
-    if command is not None and names != [_SAMPLES_KEY] and (untyped := _untyped(names, before, command)):
+    known = [name for name in names if name != _MICROBATCH]  # which follows from the layout, as the devices allow
+    if command is not None and known != [_SAMPLES_KEY] and (untyped := _untyped(known, before, command)):
         listed = ", ".join(f"{name}={before.get(name)} in the checkpoint and {now.get(name)} now" for name in untyped)
         raise TrainingError(
             f"this run would go on with other settings than it had before, and nobody typed them: {listed}. The files "
