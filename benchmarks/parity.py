@@ -66,6 +66,7 @@ MORE_LAYOUTS = {
 
 def main() -> None:
     """Runs everything and writes results/parity.csv."""
+    table.options(__doc__, quick=False).parse_args()
     rows = []
     recipes = {model: RECIPES.get(model, []) for model in models()}
     for model, recipe in recipes.items():

@@ -38,6 +38,7 @@ _EQUAL = 1e-9  # where a difference of 0 is drawn
 
 def main() -> None:
     """Trains under each strategy and draws."""
+    table.options(__doc__, quick=False).parse_args()
     with run(_TRACED) as folder:
         ranks = step(folder / "timeline.json")
         summary = json.loads((folder / "summary.json").read_text())

@@ -21,6 +21,7 @@ _BLOCK = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOT
 
 def main() -> None:
     """Updates README.md and the pages in docs/."""
+    table.options(__doc__, quick=False).parse_args()
     for page in PAGES:
         page.write_text(updated(page.read_text()))
 

@@ -14,10 +14,11 @@ from training.reporting import describe
 RESULTS = Path(__file__).parent / "results"
 
 
-def options(description: str) -> argparse.ArgumentParser:
-    """Returns a benchmark's command line, with --quick; ``description`` is its module's docstring."""
+def options(description: str, quick: bool = True) -> argparse.ArgumentParser:
+    """Returns a benchmark's command line, with --quick if it has that; ``description`` is its module's docstring."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", "--dry-run", action="store_true", help="tiny sizes, to check that it runs")
+    if quick:
+        parser.add_argument("--quick", "--dry-run", action="store_true", help="tiny sizes, to check that it runs")
     return parser
 
 
