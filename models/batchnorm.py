@@ -37,8 +37,8 @@ def normalise(x: Tensor, weight: Tensor, bias: Tensor, eps: float, moments: Tens
     return F.batch_norm(x, mean, variance, weight, bias, training=True, momentum=1.0, eps=eps)
 
 
-class BatchNorm2d(nn.BatchNorm2d):
-    """``nn.BatchNorm2d`` (same keys, same numbers) for a step of several micro-batches.
+class StepBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """What the layers below have in common: torch's (same keys, same numbers) for a step of several micro-batches.
 
     Attributes:
         normalise: How a micro-batch is normalised in training. A strategy may set one that works across replicas.
@@ -48,7 +48,7 @@ class BatchNorm2d(nn.BatchNorm2d):
     """
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
-        """See ``nn.BatchNorm2d``."""
+        """See torch's layer of the same name."""
         super().__init__(num_features, eps, momentum)
         # Not in checkpoints: they are zero between steps.
         self.register_buffer("seen", torch.zeros(2, num_features), persistent=False)
@@ -64,9 +64,10 @@ class BatchNorm2d(nn.BatchNorm2d):
             self.moments.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise [b, c, h, w]."""
+        """Normalise [b, c, ...]."""
         if not self.training:
             return super().forward(x)
+        self._check_input_dim(x)
         y = self.normalise(x, self.weight, self.bias, self.eps, self.moments)
         if not self.recomputing:
             self.seen += self.moments
@@ -83,3 +84,15 @@ class BatchNorm2d(nn.BatchNorm2d):
         self.running_mean.lerp_(mean.to(self.running_mean), self.momentum)
         self.running_var.lerp_(variance.to(self.running_var), self.momentum)
         self.num_batches_tracked += 1
+
+
+class BatchNorm1d(StepBatchNorm, nn.BatchNorm1d):
+    """``nn.BatchNorm1d``: [b, c] or [b, c, t] -> same."""
+
+
+class BatchNorm2d(StepBatchNorm, nn.BatchNorm2d):
+    """``nn.BatchNorm2d``: [b, c, h, w] -> same."""
+
+
+class BatchNorm3d(StepBatchNorm, nn.BatchNorm3d):
+    """``nn.BatchNorm3d``: [b, c, d, h, w] -> same."""

@@ -250,7 +250,8 @@ class Chain:
             with torch.no_grad():
                 for alias, original in copies.items():
                     if is_within(alias, [layer_name]):
-                        layers.get_parameter(alias).copy_(self._initial(original, seed))
+                        copy, initial = layers.get_parameter(alias), self._initial(original, seed)
+                        copy.copy_(initial).requires_grad_(initial.requires_grad)
             built(layer_name, layer)
         layers.tie(self.tied)  # the original has memory now, its alias gets it here
         return layers

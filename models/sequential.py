@@ -11,19 +11,19 @@ import torch
 from torch import nn
 
 from common.errors import ModelError
-from models.batchnorm import BatchNorm2d
+from models.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, StepBatchNorm
 from models.chain import Chain, LayerSpec
 from models.losses import Loss
 
-# Their running statistics would move with every micro-batch of every replica, each in its own way.
-_LAYOUT_DEPENDENT = (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm)
+# Torch's running statistics move with every micro-batch of every replica, each in its own way.
+_OURS = {nn.BatchNorm1d: BatchNorm1d, nn.BatchNorm2d: BatchNorm2d, nn.BatchNorm3d: BatchNorm3d}
 
 
 def chain_of(net: nn.Sequential, loss: Loss, **fields: Any) -> Chain:
     """Make a chain that starts from the weights of ``net``; ``net`` itself is not changed by training.
 
     Every process of a run holds these weights once, beside its own layers'. Parameters that layers share are tied,
-    frozen ones stay frozen, and ``nn.BatchNorm2d`` becomes ``models.batchnorm.BatchNorm2d``.
+    frozen ones stay frozen, and torch's BatchNorm becomes that of ``models.batchnorm``.
 
         chain = chain_of(nn.Sequential(nn.Flatten(), nn.Linear(784, 10)), ClassCrossEntropy())
 
@@ -33,8 +33,9 @@ def chain_of(net: nn.Sequential, loss: Loss, **fields: Any) -> Chain:
         **fields: Further fields of ``Chain``, such as ``limits={"vocabulary": 50257}``.
 
     Raises:
-        ModelError: For what is no ``nn.Sequential`` or no loss, a BatchNorm other than ``BatchNorm2d``, a lazy module
-            that has not been called yet, and weights that are on the meta device or cannot be copied.
+        ModelError: For what is no ``nn.Sequential`` or no loss, a ``SyncBatchNorm``, a BatchNorm without weights or
+            running statistics, a lazy module that has not been called yet, and weights that are on the meta device or
+            cannot be copied.
     """
     _check_sequential(net)
     try:
@@ -42,14 +43,11 @@ def chain_of(net: nn.Sequential, loss: Loss, **fields: Any) -> Chain:
     except (TypeError, RuntimeError, NotImplementedError) as error:
         raise ModelError(f"this model cannot be copied: {error}") from error
     for name, module in list(source.named_modules()):
-        if isinstance(module, _LAYOUT_DEPENDENT):
-            raise ModelError(
-                f"layer {name!r} is a {type(module).__name__}, whose running statistics would depend on the layout; "
-                "use GroupNorm, LayerNorm, or BatchNorm2d on [b, c, 1, 1]"
-            )
+        if isinstance(module, nn.SyncBatchNorm):
+            raise ModelError(f"layer {name!r} is a SyncBatchNorm: use a BatchNorm, and parallel.sync_batchnorm=true")
         if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
             raise ModelError(f"layer {name!r} ({type(module).__name__}) is lazy: call the model once before")
-        if type(module) is nn.BatchNorm2d:
+        if type(module) in _OURS:
             source.set_submodule(name, _as_ours(name, module))
     names = [name for name, _ in source.named_modules(remove_duplicate=False) if name and "." not in name]
     first: dict[nn.Parameter, str] = {}
@@ -87,10 +85,11 @@ def _check_sequential(net: Any) -> None:
         raise ModelError("this model is on the meta device and has no weights: make it without torch.device('meta')")
 
 
-def _as_ours(name: str, norm: nn.BatchNorm2d) -> BatchNorm2d:
+def _as_ours(name: str, norm: nn.Module) -> StepBatchNorm:
+    kind = type(norm)
     if not norm.affine or not norm.track_running_stats or norm.momentum is None:
-        raise ModelError(f"layer {name!r}: BatchNorm2d needs affine=True, track_running_stats=True and a momentum")
-    ours = BatchNorm2d(norm.num_features, norm.eps, norm.momentum)
+        raise ModelError(f"layer {name!r}: {kind.__name__} needs affine=True, track_running_stats=True and a momentum")
+    ours = _OURS[kind](norm.num_features, norm.eps, norm.momentum)
     ours.load_state_dict(norm.state_dict())
     for own, theirs in zip(ours.parameters(), norm.parameters(), strict=True):
         own.requires_grad_(theirs.requires_grad)

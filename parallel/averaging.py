@@ -52,9 +52,35 @@ def replicate(stage: nn.Module, mesh: Mesh, bucket_mb: float, comm_hook: str) ->
         gradient_as_bucket_view=True,
         bucket_cap_mb=bucket_mb,
     )
+    stage.register_forward_hook(_reach_parameters)
     if comm_hook != "none":
         replicated.register_comm_hook(averaging(mesh, comm_hook), _average_bucket)
     return replicated
+
+
+def _reach_parameters(stage: nn.Module, given: tuple, output: Tensor | tuple[Tensor, ...]):
+    """Make every parameter a part of what the stage returns: DDP waits for each of them in the backward.
+
+    Those that the forward has not used get no gradient from there, which DDP takes for zero. It costs nothing, while
+    ``find_unused_parameters`` searches the graph in every backward.
+    """
+    outputs = list(output) if isinstance(output, tuple) else [output]
+    at = next((i for i, tensor in enumerate(outputs) if tensor.requires_grad), None)
+    if at is None:
+        return output
+    outputs[at] = _Reach.apply(outputs[at], *(p for p in stage.parameters() if p.requires_grad))
+    return tuple(outputs) if isinstance(output, tuple) else outputs[0]
+
+
+class _Reach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.parameters = len(parameters)
+        return torch.ops.aten._unsafe_view(output, output.shape)  # torch detaches what is sent, which a view refuses
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient, *([None] * ctx.parameters)
 
 
 def _average_bucket(average: Average, bucket):  # DDP refuses an annotation in quotes
@@ -153,6 +179,9 @@ class Buckets:
     @torch.no_grad()
     def start(self) -> None:
         """Start to average, while other stages compute. All replicas call it, for their stages in one order."""
+        for parameter in self._parameters:
+            if parameter.grad is None:  # not used here, but maybe by another replica
+                parameter.grad = torch.zeros_like(parameter)
         self._fill([p for p in self._parameters if p.grad is not None and p.grad is not self._views.get(p)])
         self._pending = [self._average(bucket) for bucket in self._buckets]
 

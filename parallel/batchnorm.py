@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models.batchnorm import BatchNorm2d
+from models.batchnorm import StepBatchNorm
 
 
 class RunningStatistics:
@@ -28,7 +28,7 @@ class RunningStatistics:
             microbatches: How many each replica computes in a step.
             replicas: The ranks that hold the same stages, or None where there is one replica.
         """
-        self._norms = [m for stage in stages for m in stage.modules() if isinstance(m, BatchNorm2d)]
+        self._norms = [m for stage in stages for m in stage.modules() if isinstance(m, StepBatchNorm)]
         self._microbatches, self._replicas = microbatches, replicas
 
     def synchronise(self) -> None:

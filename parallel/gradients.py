@@ -160,7 +160,8 @@ class TiedParameters:
                 parameter = stage.layers.get_parameter(name)
                 if not any(parameter is other for other in parameters):
                     parameters.append(parameter)
-            self._copies.append((parameters, group))
+            if parameters[0].requires_grad:
+                self._copies.append((parameters, group))
 
     @torch.no_grad()
     def sum_gradients(self) -> None:

@@ -207,6 +207,12 @@ def _check_shape(parallel, info: StrategyInfo) -> None:
     if not info.stages and parallel.pp != 1:
         other = suggest(replicas=info.replicas, stages=True)
         raise PlanError(f"parallel={name} has one stage, parallel.pp={parallel.pp} needs parallel={other}")
+    if info.stage_per_rank and parallel.pp == 1:
+        other = names_where(replicas=info.replicas, stages=False, shards=info.shards, several_devices=False)[0]
+        raise PlanError(
+            f"parallel={name} runs stages on ranks of their own, and parallel.pp=1 is one stage; use parallel={other}, "
+            "or parallel.pp=2 or more"
+        )
     if not info.stage_per_rank and parallel.stages_per_rank not in (None, 1):
         other = suggest(replicas=info.replicas, stages=True)
         raise PlanError(f"parallel={name} takes no parallel.stages_per_rank; parallel={other} does")

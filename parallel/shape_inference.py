@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.errors import PlanError
 from data.batch import Batch
+from models.batchnorm import StepBatchNorm
 from models.chain import Chain
 from models.dropout import Samples, computing
 from models.layers import as_tuple, checked
@@ -88,9 +90,14 @@ def trace(chain: Chain, sample: Batch, precision: str, device_type: str) -> list
         One trace per layer, in order.
 
     Raises:
+        PlanError: If a layer reads numbers out of its tensors.
         TypeError: If a layer returns something else than a tensor or a flat tuple of tensors.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensorMode,
+    )
 
     dtype = parameter_dtype(precision)
     traces = []
@@ -119,10 +126,13 @@ def trace(chain: Chain, sample: Batch, precision: str, device_type: str) -> list
                 sizes = []
                 for own in (tensors, tuple(t.clone() for t in tensors)):  # each micro-batch has its own
                     before = kept.bytes
-                    if layer is chain.layers[-1]:
-                        output = _loss(chain, module, own, targets.clone())
-                    else:
-                        output = module(*own)
+                    try:
+                        if layer is chain.layers[-1]:
+                            output = _loss(chain, module, own, targets.clone())
+                        else:
+                            output = module(*own)
+                    except (DataDependentOutputException, DynamicOutputShapeException):
+                        raise reads_numbers(layer.name, module) from None
                     sizes.append(kept.bytes - before)
             tensors = checked(layer.name, module, output)
             specs = tuple(map(TensorSpec.of, tensors))
@@ -130,6 +140,16 @@ def trace(chain: Chain, sample: Batch, precision: str, device_type: str) -> list
             traces.append(LayerTrace(layer.name, specs, sizes[1], cast=sizes[0] - sizes[1], random=random))
             alike[key] = traces[-1], tensors
     return traces
+
+
+def reads_numbers(name: str, layer: nn.Module) -> PlanError:
+    """Return the error for a layer whose shapes depend on numbers, which fake tensors do not have."""
+    return PlanError(
+        f"layer {name!r} ({type(layer).__name__}) reads numbers out of tensors, as .item(), bool(), an "
+        "if or a mask as an index do. Pipelines, train.compile=true, parallel.balance=size and mode=plan have to know "
+        "all shapes before there are numbers: compute it with tensors (torch.where), or use parallel=single or ddp "
+        "without these"
+    )
 
 
 def drawing_by_microbatch(chain: Chain, sample: Batch) -> list[str]:
@@ -204,11 +224,68 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _loss(chain: Chain, module: torch.nn.Module, tensors: Sequence[Tensor], targets: Tensor) -> Tensor:
+def _loss(chain: Chain, module: nn.Module, tensors: Sequence[Tensor], targets: Tensor) -> Tensor:
     """The loss of the last layer, whose output never leaves the stage."""
     if hasattr(module, "loss"):
         return module.loss(*tensors, targets, None).loss
     return chain.loss(module(*tensors), targets, None).loss
+
+
+class Accesses(TorchDispatchMode):
+    """Notices which of a module's tensors operators read and write, also on the meta device.
+
+    Attributes:
+        data_dependent: Whether there was an operator whose result or shape depends on numbers, such as ``.item()``.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.data_dependent = False
+        self._module, self._before = module, _tensors_of(module)
+        self._read: set[int] = set()
+        self._written: set[int] = set()
+
+    def changed(self) -> str | None:
+        """Return the name of a tensor that was changed and that a later step, or an evaluation, may read.
+
+        One that is not saved and only written, never read, is none: it holds nothing from step to step.
+        """
+        saved, now = self._module.state_dict().keys(), _tensors_of(self._module)
+        for name, storage in self._before.items():
+            if storage in self._written or now.get(name) != storage:
+                if name in saved or storage in self._read:
+                    return name
+        return None
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs, schema = kwargs or {}, operator._schema
+        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(operator.tags):
+            self.data_dependent = True
+        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        for argument in schema.arguments:
+            value = given.get(argument.name)
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, Tensor):
+                    self._note(schema, argument, tensor.untyped_storage()._cdata, given)
+        return operator(*args, **kwargs)
+
+    def _note(self, schema, argument, storage: int, given: dict) -> None:
+        alias = argument.alias_info
+        if argument.name in ("running_mean", "running_var") and (given.get("training") or given.get("train")):
+            self._written.add(storage)  # no schema says so
+        elif alias is None:
+            self._read.add(storage)
+        elif alias.is_write:
+            self._written.add(storage)
+            if not argument.is_out and schema.name not in ("aten::copy_", "aten::fill_", "aten::zero_"):
+                self._read.add(storage)
+
+
+def _tensors_of(module: nn.Module) -> dict[str, int]:
+    """The storages of a module's parameters and buffers by name, without the statistics of this project's BatchNorm."""
+    own = {id(b) for norm in module.modules() if isinstance(norm, StepBatchNorm) for b in norm.buffers()}
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    return {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items() if id(tensor) not in own}
 
 
 class _Draws(TorchDispatchMode):
@@ -241,7 +318,7 @@ class _Draws(TorchDispatchMode):
 class _Kept:
     """Adds up the storages that autograd saves, each once, parameters left out."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.bytes = 0
         self._alive: list[Tensor] = [*module.parameters()]
         self._known = {p.untyped_storage()._cdata for p in module.parameters()}

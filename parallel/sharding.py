@@ -53,8 +53,12 @@ class Sharding:
         """Keep this rank's share of a module's parameters; those of its parts that are sharded already stay so."""
         if not any(True for _ in module.parameters()):
             return
+        empty = {p for p in module.parameters() if p.numel() == 0}  # there is nothing to share
         # None: the outermost module is whole until its backward, which begins at once.
-        self._fsdp.fully_shard(module, mesh=self._ranks, reshard_after_forward=None if self._reshard else False)
+        reshard = None if self._reshard else False
+        self._fsdp.fully_shard(module, mesh=self._ranks, ignored_params=empty, reshard_after_forward=reshard)
+        if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
+            module.set_reduce_scatter_unused_params(True)  # ranks may differ in what they use
         if hasattr(module, "loss"):  # a head that owns the loss is called by that name
             self._fsdp.register_fsdp_forward_method(module, "loss")
 

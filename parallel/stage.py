@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models.batchnorm import BatchNorm2d
+from models.batchnorm import StepBatchNorm
 from models.chain import Chain, Tensors, as_tuple, is_within
 from models.dropout import BySample, Samples, computing, forget
 from models.losses import Sums
@@ -175,9 +175,11 @@ class Stage(nn.Module):
         return tuple(map(change, output)) if isinstance(output, tuple) else change(output)
 
     def _as_received(self, x: Tensor) -> Tensor:
-        # Always a view. Autocast takes a leaf that has a gradient for a weight: it would keep the cast of ``x`` until
-        # the end of the step. And torch would detach ``x`` itself, where it is passed on untouched.
-        return x.permute(0, 3, 1, 2) if self._is_image(x) else x.view_as(x)
+        # Never ``x`` itself. Autocast takes a leaf that has a gradient for a weight: it would keep the cast of ``x``
+        # until the end of the step. torch would detach ``x``, where it is passed on untouched. And a first layer that
+        # works in place (``ReLU(inplace=True)``) may change neither a leaf nor a view of one.
+        x = x.permute(0, 3, 1, 2) if self._is_image(x) else x
+        return torch.ops.aten._unsafe_view(x, x.shape)
 
     def _in_order(self, x: Tensor) -> Tensor:
         """``x`` in the memory order in which a stage receives it, so that a layer cannot tell where the cuts are.
@@ -280,7 +282,7 @@ class _Recomputing(AbstractContextManager):
     """Entered for each recomputation: twice, where the backward is split."""
 
     def __init__(self, layer: nn.Module) -> None:
-        self._norms = [module for module in layer.modules() if isinstance(module, BatchNorm2d)]
+        self._norms = [module for module in layer.modules() if isinstance(module, StepBatchNorm)]
 
     def __enter__(self) -> None:
         for norm in self._norms:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from common.errors import TrainingError, UserError
+from common.errors import PlanError, TrainingError, UserError
 from conf.schema import own_keys
 from data.batch import Batch
 from data.dataset import DataSet
@@ -28,7 +28,7 @@ from parallel.devices import Hardware, check_compiler
 from parallel.memory import check_gpus, tensors_per_parameter
 from parallel.plan import Plan, make_plan
 from parallel.schedules import SCHEDULES
-from parallel.shape_inference import drawing_by_microbatch
+from parallel.shape_inference import Accesses, drawing_by_microbatch, reads_numbers
 from parallel.strategies import names_where, strategy_info
 from training.callbacks import build as build_callbacks
 from training.checkpoint import read_manifest
@@ -314,32 +314,62 @@ def check_shapes(setup: Setup) -> None:
     """Pass a micro-batch through the model and its loss on the meta device, without memory.
 
     Raises:
-        TrainingError: A layer cannot take what it is given, or its output cannot be passed on; it is named.
+        UserError: A layer cannot take what it is given, its output cannot be passed on, what it leaves behind would
+            depend on the layout, or its shapes depend on numbers where they must be known before. It is named.
     """
     loss, batch = setup.chain.loss, setup.sample
     samples, sample = known_samples(setup.data, batch), batch.to("meta")
-    tensors, at = sample.input_tensors, ""
+    tensors, at, known = sample.input_tensors, "", True
+    needs_shapes = setup.plan.pipelined or setup.cfg.train.compile or setup.cfg.mode == "plan"
     try:
         with RealKinds(sample, samples):
             for name, layer in setup.chain.skeleton().items():
                 at = f"layer {name!r} ({type(layer).__name__}): "
-                output = layer(*tensors)
+                with Accesses(layer) as accesses:
+                    try:
+                        output = layer(*tensors)
+                    finally:
+                        known = known and not accesses.data_dependent
+                        if needs_shapes and not known:
+                            raise reads_numbers(name, layer)
+                if setup.cfg.mode != "eval" and accesses.changed() is not None:  # or has a cache been filled?
+                    with Accesses(layer) as accesses:
+                        layer(*tensors)
+                    _check_changed(setup, at, accesses.changed())
                 at = ""
                 tensors = checked(name, layer, output)
         at = f"loss {type(loss).__name__}: "
         check_loss_value(loss, loss(output, sample.targets, None), setup.plan.parameters > 0)
         if (samples[0].targets == IGNORED).all():
             raise TrainingError(f"no target counts: all {len(samples[0]):,} samples to train on are {IGNORED}, ignored")
-        for known in samples:
-            check_targets(loss, output, len(batch), known.targets)
+        for one in samples:
+            check_targets(loss, output, len(batch), one.targets)
     except UserError:
         raise
     except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, IndexError) as error:
+        if not known:
+            return  # what follows is seen when it runs
         raise TrainingError(
             f"model={setup.cfg.model.name} cannot take this data: samples "
             f"{' and '.join(map(_described, sample.input_tensors))} with targets {_described(sample.targets)} "
             f"({at}{error})"
         ) from None
+
+
+def _check_changed(setup: Setup, at: str, tensor: str | None) -> None:
+    """Once per step for the whole batch is what ``single`` does by default, and what users of torch expect."""
+    plan, train = setup.plan, setup.cfg.train
+    cut = {f"parallel.dp={plan.dp}": plan.dp > 1, f"parallel.chunks={plan.chunks}": plan.chunks > 1}
+    cut["train.activation_checkpointing=true"] = train.activation_checkpointing
+    cut[f"parallel={plan.strategy}"] = bool(plan.devices) and len(plan.stages) == 1
+    reasons = [words for words, holds in cut.items() if holds]
+    if tensor is not None and reasons:
+        raise PlanError(
+            f"{at}it changes its {tensor!r} in every training forward, so with {' and '.join(reasons)} it would depend "
+            "on how the batch is cut. Use models.batchnorm (BatchNorm1d, 2d and 3d, which update once per step) for "
+            "BatchNorm, a layer without such state otherwise, or let the whole batch pass at once: parallel=single "
+            "parallel.chunks=1 train.activation_checkpointing=false"
+        )
 
 
 def _described(tensor: Any) -> str:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from models import batchnorm
 from models.batchnorm import BatchNorm2d
 
 DRAWN = torch.Generator().manual_seed(1)
@@ -53,6 +54,19 @@ def test_outputs_and_gradients_are_torch_s_in_training():
         results.append((y, *torch.autograd.grad(y.pow(3).sum(), (x, norm.weight, norm.bias))))
     for mine, reference in zip(*results, strict=True):
         torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dimensions, shape", [(1, (4, 5)), (1, (4, 5, 6)), (3, (4, 5, 2, 3, 2))])
+def test_other_numbers_of_dimensions_are_torch_s_too(dimensions, shape):
+    name = f"BatchNorm{dimensions}d"
+    ours, theirs = getattr(batchnorm, name)(5).double(), getattr(nn, name)(5).double()
+    x = torch.randn(shape, generator=DRAWN, dtype=torch.float64)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-12, atol=1e-12)
+    ours.update(*ours.moments)
+    for key, value in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[key], value)
+    with pytest.raises(ValueError, match="expected"):
+        ours(x[..., None, None, None])
 
 
 def test_evaluation_is_torch_s_and_counts_nothing():

@@ -59,7 +59,9 @@ def test_its_shapes_are_inferred_without_its_weights_and_it_can_be_sent_to_anoth
     assert traced[0].outputs[0].dtype == torch.bfloat16 and traced[-2].outputs[0].shape == (3, 4)
 
 
-@pytest.mark.parametrize("layer, words", [(nn.BatchNorm1d(4), "'1' is a BatchNorm1d"), (nn.LazyLinear(3), "is lazy")])
+@pytest.mark.parametrize(
+    "layer, words", [(nn.SyncBatchNorm(4), "'1' is a SyncBatchNorm"), (nn.LazyLinear(3), "is lazy")]
+)
 def test_what_would_depend_on_the_layout_or_has_no_shape_yet_is_refused(layer, words):
     with pytest.raises(ValueError, match=words):
         chain_of(nn.Sequential(nn.Linear(4, 4), layer), ClassCrossEntropy())

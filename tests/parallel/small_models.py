@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tuple_models import TUPLE_MODELS
 
 from data.batch import Batch
@@ -15,7 +15,7 @@ from models.chain import Chain
 from models.classifier import classifier
 from models.convnet import convnet
 from models.gpt2 import gpt2
-from models.losses import SquaredError
+from models.losses import ClassCrossEntropy, SquaredError
 from models.resnet50 import GROUPS, resnet50
 from models.sequential import chain_of
 from models.toy import toy
@@ -32,6 +32,28 @@ def short_resnet() -> Chain:
     blocks = {"layer1": (2, 16, 1), "layer2": (1, 32, 2), "layer3": (1, 64, 2), "layer4": (1, 512, 2)}
     with mock.patch.dict(GROUPS, blocks):
         return resnet50()
+
+
+class Partly(nn.Module):
+    """Has a parameter that it never uses, one without elements, and one that it uses for some micro-batches only."""
+
+    def __init__(self, sometimes: bool) -> None:
+        super().__init__()
+        self.used, self.unused, self.rarely = (nn.Linear(8, 8) for _ in range(3))
+        self.empty, self.sometimes = nn.Parameter(torch.zeros(0)), sometimes
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.used(x) + self.empty.sum()
+        return y + self.rarely(x) if self.sometimes and x.sum() > 0 else y
+
+
+def sequential(sometimes: bool) -> Chain:
+    """Layers as torch has them. Two of them are one, and frozen; with two stages, the second begins in place."""
+    torch.manual_seed(0)
+    twice = nn.Linear(8, 8)
+    twice.weight.requires_grad_(False)
+    layers = [twice, nn.BatchNorm1d(8), nn.ReLU(inplace=True), Partly(sometimes), nn.ReLU(inplace=True), twice]
+    return chain_of(nn.Sequential(*layers, nn.Linear(8, 10)), ClassCrossEntropy())
 
 
 # (channels, size, chain) of small versions of the image models.
@@ -66,6 +88,9 @@ def chain_and_batches(recipe: Recipe) -> tuple[Chain, Callable[[int], Batch]]:
     if recipe.model in ("toy", "island"):
         chain = toy() if recipe.model == "toy" else with_an_island()
         return chain, lambda step: _toy_batch(recipe.global_batch, step)
+    if recipe.model.startswith("sequential"):
+        chain = sequential(sometimes="sometimes" in recipe.model)
+        return chain, lambda step: _features(recipe.global_batch, step)
     if recipe.model in TUPLE_MODELS:
         build_chain, batch = TUPLE_MODELS[recipe.model]
         return build_chain(), lambda step: batch(recipe.global_batch, step)
@@ -78,6 +103,12 @@ def chain_and_batches(recipe: Recipe) -> tuple[Chain, Callable[[int], Batch]]:
 def _toy_batch(size: int, step: int) -> Batch:
     inputs = torch.randn(size, 10, generator=torch.Generator().manual_seed(step))
     return Batch(inputs, inputs[:, :5].abs() + 1.0)
+
+
+def _features(size: int, step: int) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(size, 8, generator=generator)
+    return Batch(inputs, torch.randint(10, (size,), generator=generator))
 
 
 def _image_batch(size: int, channels: int, pixels: int, step: int) -> Batch:

@@ -61,6 +61,33 @@ def test_toy_trains_as_in_one_process(trained, layout):
     assert_same_training(trained(layout, TOY), reference, TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout("model_parallel", pp=2, chunks=4),
+        Layout("ddp", dp=2, chunks=2),
+        Layout("fsdp", dp=2, chunks=2),
+        Layout("fsdp", dp=2, chunks=2, reshard=False),
+        Layout("pipelined", pp=2, chunks=4),
+        *(Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule=s) for s in ("1f1b", "interleaved_zero_bubble")),
+        Layout("pipe_fsdp", dp=2, pp=2, chunks=2),
+    ],
+    ids=str,
+)
+def test_an_ordinary_sequential_trains_as_in_one_process(trained, layout):
+    """In-place layers, layers of torch with statistics, frozen, shared, unused and empty parameters."""
+    recipe = Recipe("sequential", global_batch=16, lr=0.1, steps=3, eval_every=2)
+    (reference,) = trained(layout.single, recipe)
+    assert_same_training(trained(layout, recipe), reference, TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_a_parameter_that_one_replica_uses_and_another_does_not_trains_as_in_one_process(trained, name):
+    recipe = Recipe("sequential sometimes", global_batch=4, lr=0.1, steps=8)
+    (reference,) = trained(Layout("single", chunks=2), dataclasses.replace(recipe, fused=True))
+    assert_same_training(trained(Layout(name, dp=2), recipe), reference, TOLERANCE)
+
+
 # Four stages are dear: under one schedule here, under the others with `pytest -m slow`.
 @pytest.mark.parametrize(
     "layout",

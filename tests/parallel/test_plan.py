@@ -140,6 +140,11 @@ def test_stages_under_a_strategy_that_has_one(layout, other):
     refused(layout, f"parallel={layout.name} has one stage", "parallel.pp=2", f"parallel={other}")
 
 
+@pytest.mark.parametrize("name, other", [("pipelined", "single"), ("pipe_ddp", "ddp"), ("pipe_fsdp", "fsdp")])
+def test_a_pipeline_of_one_stage_is_none(name, other):
+    refused(Layout(name, dp=2 if "_" in name else 1), "parallel.pp=1 is one stage", f"use parallel={other},")
+
+
 def test_another_number_of_processes_than_the_layout_needs():
     refused(
         Layout("pipe_ddp", dp=2, pp=2, chunks=2),

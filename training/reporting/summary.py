@@ -15,8 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from common.errors import PlanError
 from data.batch import Batch
+from models.chain import Chain
 from parallel.memory import stage_activations
+from parallel.plan import Plan
 from parallel.rows import local
 from parallel.strategy import Strategy
 from parallel.timeline import Interval, Recording, bubble_fraction, on_one_clock
@@ -156,11 +159,16 @@ def summarise(
         "ideal_bubble_fraction": plan.ideal_bubble,
         "stages": [
             {"layers": list(stage.layers), "parameters": stage.parameters, "activation_bytes": activations}
-            for stage, activations in zip(
-                plan.stages, stage_activations(plan, strategy.chain, sample), strict=True
-            )
+            for stage, activations in zip(plan.stages, _activations(plan, strategy.chain, sample), strict=True)
         ],
     }
+
+
+def _activations(plan: Plan, chain: Chain, sample: Batch) -> list[int | None]:
+    try:
+        return stage_activations(plan, chain, sample)
+    except PlanError:  # a layer's shapes depend on numbers
+        return [None] * len(plan.stages)
 
 
 def peak_memory_bytes(device: torch.device | str = "cpu") -> int:

@@ -1,0 +1,159 @@
+"""What a layer does that depends on the layout is noticed before a run starts, and by its name."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from common.errors import PlanError, TrainingError
+from data.batch import Batch
+from data.tensors import TensorData
+from models.batchnorm import BatchNorm1d
+from models.chain import Chain, LayerSpec
+from models.losses import ClassCrossEntropy
+from models.sequential import chain_of
+from training import train
+from training.setup import check_shapes
+
+SINGLE = {"strategy": "single", "dp": 1, "chunks": 1, "pipelined": False, "devices": (), "stages": [1], "parameters": 1}
+NO_DATA = SimpleNamespace(train=None, valid=None, test=None)
+
+
+class Own(nn.Module):
+    """A layer that does ``forward(self, x)`` and has a buffer of 8 numbers."""
+
+    def __init__(self, forward, persistent=True):
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(8), persistent=persistent)
+        self.run = forward
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def average(self, x):
+    self.kept.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+    return x - self.kept
+
+
+def reassigned(self, x):
+    self.kept = 0.9 * self.kept + 0.1 * x.detach().mean(0)
+    return x - self.kept
+
+
+def noted(self, x):
+    self.kept[:4] = x.detach().mean(0)[:4]
+    return x
+
+
+def overwritten(self, x):
+    self.kept.copy_(x.detach().mean(0))
+    return x
+
+
+def cached(self, x):
+    if not hasattr(self, "cache"):
+        self.register_buffer("cache", torch.ones(8, device=x.device))
+    return x * self.cache + self.kept
+
+
+def functional(self, x):
+    return nn.functional.batch_norm(x, self.kept, self.kept, training=self.training)
+
+
+def renormed(self, x):
+    return x + nn.functional.embedding(torch.zeros_like(x[:, 0], dtype=torch.long), self.table, max_norm=0.1)
+
+
+class Table(Own):
+    def __init__(self):
+        super().__init__(renormed)
+        self.table = nn.Parameter(torch.ones(4, 8))
+
+
+def item(self, x):
+    return x / x.detach().abs().max().item()
+
+
+def left_out(self, x):
+    return x if torch.rand(()) < 0.1 else 2 * x
+
+
+def masked(self, x):
+    return x[x > 0].sum() + x
+
+
+def setup_of(layer, *, mode="train", compile=False, activation_checkpointing=False, **plan):
+    layers = [LayerSpec("first", partial(nn.Linear, 8, 8)), LayerSpec("h.0", layer), LayerSpec("last", nn.Flatten)]
+    sample = Batch(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))
+    train = SimpleNamespace(compile=compile, activation_checkpointing=activation_checkpointing)
+    cfg = SimpleNamespace(mode=mode, train=train, model=SimpleNamespace(name="own"))
+    plan = SimpleNamespace(**{**SINGLE, **plan})
+    chain = Chain(layers, ClassCrossEntropy())
+    return SimpleNamespace(chain=chain, data=NO_DATA, sample=sample, cfg=cfg, plan=plan)
+
+
+CHANGED = {
+    "BatchNorm": (partial(nn.BatchNorm1d, 8), "running_mean"),
+    "InstanceNorm": (
+        lambda: nn.Sequential(nn.Unflatten(1, (2, 4)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()),
+        "1.running_mean",
+    ),
+    "spectral norm": (lambda: spectral_norm(nn.Linear(8, 8)), "parametrizations.weight.0._u"),
+    "an average": (partial(Own, average), "kept"),
+    "an average that is not saved": (partial(Own, average, persistent=False), "kept"),
+    "another tensor each time": (partial(Own, reassigned), "kept"),
+    "a part of it": (partial(Own, noted), "kept"),
+    "functional": (partial(Own, functional), "kept"),
+    "a parameter": (Table, "table"),
+}
+KEPT = {
+    "this project's BatchNorm": partial(BatchNorm1d, 8),
+    "no running statistics": partial(nn.BatchNorm1d, 8, track_running_stats=False),
+    "scratch memory": partial(Own, overwritten, persistent=False),
+    "a cache": partial(Own, cached),
+}
+
+
+@pytest.mark.parametrize("layer, tensor", CHANGED.values(), ids=CHANGED)
+def test_a_layer_that_changes_its_tensors_is_refused_where_the_batch_is_cut(layer, tensor):
+    for changes, words in [
+        ({"dp": 2, "strategy": "ddp"}, "parallel.dp=2"),
+        ({"chunks": 4}, "parallel.chunks=4"),
+        ({"activation_checkpointing": True}, "train.activation_checkpointing=true"),
+    ]:
+        with pytest.raises(PlanError, match=f"'h.0' .* changes its '{tensor}' .* with {words} .*models.batchnorm"):
+            check_shapes(setup_of(layer, **changes))
+    check_shapes(setup_of(layer))
+    check_shapes(setup_of(layer, mode="eval", dp=2))
+
+
+@pytest.mark.parametrize("layer", KEPT.values(), ids=KEPT)
+def test_what_holds_nothing_from_step_to_step_is_fine_under_every_layout(layer):
+    check_shapes(setup_of(layer, dp=2, chunks=4))
+
+
+@pytest.mark.parametrize("forward", [item, left_out, masked])
+def test_a_layer_that_reads_numbers_is_named_where_shapes_must_be_known(forward):
+    layer = partial(Own, forward)
+    for changes in ({"pipelined": True}, {"compile": True}, {"mode": "plan"}):
+        with pytest.raises(PlanError, match="layer 'h.0' .* reads numbers out of tensors.*torch.where"):
+            check_shapes(setup_of(layer, **changes))
+    check_shapes(setup_of(layer))
+
+
+def test_a_layer_that_fails_is_still_named_with_its_error():
+    with pytest.raises(TrainingError, match=r"layer 'h.0' \(Linear\): .*9"):
+        check_shapes(setup_of(partial(nn.Linear, 9, 9)))
+
+
+def test_a_layer_that_reads_numbers_trains_in_one_process(tmp_path):
+    data = TensorData(torch.randn(64, 8), torch.zeros(64, dtype=torch.int64))
+    chain = chain_of(nn.Sequential(nn.Linear(8, 8), Own(item), nn.Linear(8, 2)), ClassCrossEntropy())
+    quiet = ["logger=none", "device=cpu", "parallel.threads=1", "train.epochs=null", "train.steps=2"]
+    quiet += ["train.global_batch_size=8"]
+    result = train(*quiet, f"hydra.run.dir={tmp_path}/run", model=chain, data=data)
+    assert result.summary["steps"] == 2 and result.summary["stages"][0]["activation_bytes"] is None
