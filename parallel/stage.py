@@ -178,8 +178,8 @@ class Stage(nn.Module):
         # Never ``x`` itself. Autocast takes a leaf that has a gradient for a weight: it would keep the cast of ``x``
         # until the end of the step. torch would detach ``x``, where it is passed on untouched. And a first layer that
         # works in place (``ReLU(inplace=True)``) may change neither a leaf nor a view of one.
-        x = x.permute(0, 3, 1, 2) if self._is_image(x) else x
-        return torch.ops.aten._unsafe_view(x, x.shape)
+        x = torch.ops.aten._unsafe_view(x, x.shape)
+        return x.permute(0, 3, 1, 2) if self._is_image(x) else x
 
     def _in_order(self, x: Tensor) -> Tensor:
         """``x`` in the memory order in which a stage receives it, so that a layer cannot tell where the cuts are.
