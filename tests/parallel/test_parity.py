@@ -77,7 +77,7 @@ def test_toy_trains_as_in_one_process(trained, layout):
 def test_an_ordinary_sequential_trains_as_in_one_process(trained, layout):
     """In-place layers, layers of torch with statistics, frozen, shared, unused and empty parameters."""
     recipe = Recipe("sequential", global_batch=16, lr=0.1, steps=3, eval_every=2)
-    (reference,) = trained(layout.single, recipe)
+    (reference,) = trained(layout.same_cut, recipe)
     assert_same_training(trained(layout, recipe), reference, TOLERANCE)
 
 
