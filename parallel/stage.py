@@ -62,6 +62,10 @@ class Stage(nn.Module):
                 shard(layer)
 
         self.layers = chain.build(names, seed, device, dtype, built)
+        if recompute:  # from their inputs, which must stay as they were
+            for module in self.layers.modules():
+                if getattr(module, "inplace", None) is True:
+                    module.inplace = False
         if shard is not None:
             shard(self)
         elif chain.channels_last:  # shares are contiguous

@@ -81,6 +81,12 @@ def test_an_ordinary_sequential_trains_as_in_one_process(trained, layout):
     assert_same_training(trained(layout, recipe), reference, TOLERANCE)
 
 
+def test_layers_that_work_in_place_may_be_recomputed(trained):
+    recipe, layout = Recipe("sequential", global_batch=16, lr=0.1, steps=3, eval_every=2), Layout("single", chunks=4)
+    (reference,) = trained(layout, recipe)
+    assert_same_training(trained(layout, dataclasses.replace(recipe, recompute=True)), reference, TOLERANCE)
+
+
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_a_parameter_that_one_replica_uses_and_another_does_not_trains_as_in_one_process(trained, name):
     recipe = Recipe("sequential sometimes", global_batch=4, lr=0.1, steps=8)
