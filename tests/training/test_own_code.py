@@ -1,6 +1,6 @@
 """Models, losses and optimizers in a folder of the user's own: ``--config-dir`` and ``allow``."""
 
-import shlex
+import json
 import sys
 
 import pytest
@@ -70,7 +70,8 @@ def mine(tmp_path, monkeypatch):
     (folder / "my_models.py").write_text(MODULE)
     for name in ("deep", "broken"):
         (folder / "conf" / "model" / f"{name}.yaml").write_text(f"_target_: my_models.{name}\n")
-    (folder / "conf" / "optim" / "sluggish.yaml").write_text("_target_: my_models.Sluggish\nlr: 0.1\n")
+    sluggish = "_target_: my_models.Sluggish\nlr: 0.1\nupdate: elementwise\n"
+    (folder / "conf" / "optim" / "sluggish.yaml").write_text(sluggish)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "my_models", raising=False)
     yield [f"--config-dir={folder}/conf"]
@@ -86,9 +87,9 @@ def test_a_model_and_an_optimizer_of_a_folder_beside_the_configuration_are_train
     assert "allow: my_models" in said, "in the plan"
     steps = [record for record in records(tmp_path / "run") if "loss" in record]
     assert len(steps) == 3 and all(record["worst"] > 0 for record in steps)
-    (printed,) = [line for line in said.splitlines() if line.startswith("evaluate: python train.py ")]
+    (printed,) = [line for line in said.splitlines() if line.startswith("evaluate: training.train(")]
     forget(tmp_path)
-    again = train(*shlex.split(printed)[3:], f"hydra.run.dir={tmp_path}/again")
+    again = train(*json.loads(f"[{printed[len('evaluate: training.train(') : -1]}]"), f"hydra.run.dir={tmp_path}/again")
     assert again.summary["test_loss"] == pytest.approx(result.summary["test_loss"], rel=1e-6)
 
 

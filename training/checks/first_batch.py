@@ -88,7 +88,8 @@ class RealKinds(TorchDispatchMode):
 
 def known_samples(data: DataSet, sample: Batch) -> list[Batch]:
     """All samples where they are tensors in memory, split by split, the training's first; else those read already."""
-    held = [one for one in (data.train, data.valid, data.test) if isinstance(one, InMemory) and len(one) > 0]
+    splits = (data.train, data.valid, data.test)
+    held = [one for one in splits if getattr(type(one), "read", None) is InMemory.read and len(one) > 0]
     return [Batch(one.inputs, one.targets) for one in held] if held and held[0] is data.train else [sample]
 
 
