@@ -7,6 +7,7 @@ import torch
 import torch._dynamo.config
 
 from models.resnet50 import resnet50
+from models.transformer import transformer
 from parallel.stage import Stage
 
 
@@ -35,3 +36,19 @@ def test_every_kind_of_layer_stays_compiled_in_training_and_in_evaluation(tracin
         stage.end()
     sums = stage.take_sums()
     assert sums[1] == 4 * 2 * 10 and torch.isfinite(sums).all()
+
+
+@pytest.mark.slow
+def test_dropout_draws_the_same_masks_compiled(tracing):
+    chain = transformer(d_model=16, d_hid=16, n_head=2, n_layer=1, dropout=0.2, vocab_size=50)
+    tokens = torch.arange(32).view(4, 8)
+    losses = []
+    for compiled in (False, True):
+        stage = Stage(chain, chain.names, seed=1, device=torch.device("cpu"))
+        if compiled:
+            stage.compile(random=True)
+        for first in (0, 4):
+            stage.begin(training=True, step=1)
+            losses.append(stage(tokens, samples=(first, 4), targets=tokens).item())
+            stage.end()
+    assert losses[2:] == losses[:2] and losses[0] != losses[1]
