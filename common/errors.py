@@ -79,10 +79,11 @@ def message_for_user(error: BaseException) -> str | None:
         where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         way_out = _WAYS_OUT.get(error.errno, "check the file, its disk and its permissions")
         return f"{where}{(error.strerror or str(error)).lower()}; {way_out}"
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         said = str(error).strip().partition("\n")[0].partition(" See documentation")[0]
         said = said[said.find("DefaultCPUAllocator") :] if "DefaultCPUAllocator" in said else said
-        return _with_notes(f"memory is exhausted{f': {said}' if said else ''}", error) + f"\n{_NEED_LESS}"
+        place = f" ({'; '.join(notes)})" if (notes := getattr(error, "__notes__", ())) else ""
+        return f"memory is exhausted{place}{said and f': {said}'}\n{_NEED_LESS}"
     if isinstance(error, bdb.BdbQuit):
         frames = traceback.extract_tb(error.__traceback__)
         at = [frame for frame in frames if frame.filename != bdb.__file__][-1]
@@ -95,7 +96,7 @@ def message_for_user(error: BaseException) -> str | None:
     return None
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Of main memory or a device's; common/ knows nothing of torch's own class, and not every backend raises it."""
     words = ("can't allocate memory", "out of memory", "_ALLOC_FAILED")
     return isinstance(error, MemoryError) or (

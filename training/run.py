@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common.errors import TrainingError, exit_is_failure
+from common.errors import TrainingError, add_note, exit_is_failure, is_out_of_memory
 from common.given import GIVEN, from_python
 from common.machine import styled, usable_cores
 from conf import COMMAND
@@ -195,7 +195,9 @@ def _process_group(world: World, setup: Setup, store: dist.Store | None) -> Iter
             stopped = error
         # All ranks leave together: to its neighbours, a rank that leaves early looks like one that died.
         dist.barrier()
-    except BaseException:
+    except BaseException as error:
+        if is_out_of_memory(error) and not hasattr(error, "__notes__"):  # in a step, its place is noted already
+            add_note(error, f"rank {world.rank}")
         # NCCL would first wait for what it was given, and for the peers in it: an error would be told after timeout_s.
         if backend != NCCL:
             dist.destroy_process_group()
