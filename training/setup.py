@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from common.errors import PlanError, TrainingError, UserError
+from common.errors import PlanError, TrainingError, UserError, add_note
 from conf.schema import own_keys
 from data.batch import Batch
 from data.dataset import DataSet
@@ -354,6 +354,9 @@ def check_shapes(setup: Setup) -> None:
             f"{' and '.join(map(_described, sample.input_tensors))} with targets {_described(sample.targets)} "
             f"({at}{error})"
         ) from None
+    except Exception as error:
+        add_note(error, f"raised in {at.removesuffix(': ') or 'the model'}, tried on a micro-batch without memory")
+        raise
 
 
 def _check_changed(setup: Setup, at: str, tensor: str | None) -> None:

@@ -13,13 +13,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from composed import change_batches, compose, run, run_on_rank
+from composed import change_batches, compose, config, run, run_on_rank
 from torch import nn
 
 from common.errors import TrainingError, add_note, format_exception, message_for_user
 from data.batch import Batch
 from parallel.strategy import Strategy
 from training.config import to_dict
+from training.setup import prepare
 
 LAYOUTS = {
     "single": (1, ["parallel.chunks=2"]),
@@ -99,6 +100,13 @@ def test_an_error_in_a_layer_names_layer_step_micro_batch_and_rank(ranks, tmp_pa
     told = [text for text in said if "my own problem" in text]
     assert any(re.search(rf"my own problem\nraised in the {place}\s*$", text) for text in told), said
     assert all("in fail\n" in text and "failed to run" not in text for text in told), "the user's own lines"
+
+
+def test_an_error_of_another_kind_names_its_layer_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(nn.ReLU, "forward", lambda self, x: {}["my key"])
+    with pytest.raises(KeyError) as error:
+        prepare(config())
+    assert error.value.__notes__ == ["raised in layer 'relu' (ReLU), tried on a micro-batch without memory"]
 
 
 def spoilt_on_rank(tree: dict, folder: str, meeting: str, rank: int, backward: bool) -> str:
