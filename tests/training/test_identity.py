@@ -5,7 +5,7 @@ import pytest
 import torch
 from composed import config, run
 
-from common.errors import LaunchError
+from common.errors import LaunchError, TrainingError
 from data.dataset import InMemory
 from data.text import Text
 from parallel.mesh import Mesh
@@ -114,6 +114,9 @@ def test_the_last_bits_of_computed_numbers_do_not_count():
         ("train.global_batch_size=50", "train.global_batch_size 64 -> 50"),
         ("data.samples=190", "data.samples 200 -> 190"),
         ("scheduler=step", "scheduler._target_ "),
+        ("optim.momentum=0.9", "optim.momentum 0.0 -> 0.9"),
+        ("train.grad_clip=0.1", "train.grad_clip None -> 0.1"),
+        ("train.precision=bf16", "train.precision fp32 -> bf16"),
     ],
 )
 def test_a_run_that_is_resumed_with_other_settings_says_so_with_both_values(tmp_path, capsys, other, said):
@@ -136,6 +139,21 @@ def test_a_run_that_is_resumed_as_it_was_says_nothing(tmp_path, capsys):
     run(tmp_path, *FEW)
     run(tmp_path, *FEW, "train.resume=auto", "train.steps=3")
     assert "other settings" not in capsys.readouterr().err
+
+
+COMMAND = {"choices": {"optim": "adamw"}, "typed": ["optim", "train.steps"], "derived": ["data.columns"]}
+BEFORE = {"choice.optim": "adamw", "optim.lr": 0.1, "data.columns": 4, "schedule.total": 9, "samples": "1"}
+
+
+def test_a_difference_that_nobody_typed_is_an_error_and_what_follows_from_a_typed_one_is_not():
+    with pytest.raises(TrainingError, match=r"nobody typed them: optim.lr=0.1 in the checkpoint and 0.2 now"):
+        changes(BEFORE, {**BEFORE, "optim.lr": 0.2, "schedule.total": 10}, COMMAND)
+    with pytest.raises(TrainingError, match="data.columns=4"):
+        changes(BEFORE, {**BEFORE, "data.columns": 5}, COMMAND)
+    assert changes(BEFORE, {**BEFORE, "schedule.total": 10, "data.columns": 5}, COMMAND) is not None
+    other = {**COMMAND, "choices": {"optim": "sgd"}}
+    assert changes(BEFORE, {**BEFORE, "choice.optim": "sgd", "optim.lr": 0.2}, other).endswith("optim.lr 0.1 -> 0.2")
+    assert changes(BEFORE, {**BEFORE, "samples": "2"}, COMMAND) is not None, "data may have grown"
 
 
 def test_another_text_under_the_same_name_is_seen_and_the_same_text_elsewhere_is_not_mentioned():
