@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 
 from data.dataset import DataSet, Source
 from data.loader import EvalBatches, read_ahead
@@ -42,6 +43,22 @@ def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str,
     loss, count, *metrics = strategy.all_sum(total)
     named = {"loss": loss, **dict(zip(strategy.chain.loss.metrics, metrics, strict=True))}
     return {name: value / count if count else math.nan for name, value in named.items()}
+
+
+def not_finite(record: Mapping[str, float], batch: int) -> str | None:
+    """Returns a warning about an evaluation's results that are not finite; None where all are.
+
+    Args:
+        record: The results by name, see ``record_of``.
+        batch: The global batch of the training.
+    """
+    wrong = [f"{name} is {value}" for name, value in record.items() if not math.isfinite(value)]
+    if not wrong:
+        return None
+    return (
+        f"warning: {', '.join(wrong)}: in an evaluation, the weights or BatchNorm's running statistics give numbers "
+        f"that are not finite; train with a lower optim.lr, or with more than train.global_batch_size={batch}"
+    )
 
 
 class _StopVote:

@@ -22,7 +22,7 @@ from training.callbacks import Callbacks, TrainingRun
 from training.checkpoint import Checkpoints
 from training.checks.identity import recipe
 from training.config import build
-from training.evaluate import evaluate, record_of
+from training.evaluate import evaluate, not_finite, record_of
 from training.optimizer import Optimizer
 from training.reporting import jsonable
 from training.reporting.console import numbers
@@ -240,6 +240,8 @@ class Loop:
             self.outcome.best_val_loss, self.outcome.best_step = result["loss"], self._updated
         self.record({"step": step, **record})
         self.say(f"step {step}: {numbers(record, self.setup.extents.get('val'))}")
+        if (problem := not_finite(record, self.setup.plan.global_batch_size)) is not None:
+            self.say(problem)
         self.callbacks.on_evaluation({"step": step, **record})
         return True
 

@@ -32,9 +32,9 @@ from training.checkpoint import Checkpoints
 from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.init_from import start
 from training.checkpoint.resume import resume
-from training.checks.identity import changes, check_ranks
+from training.checks.identity import changes, check_ranks, follows_total
 from training.config import build, environment, hydra_word, kept, open_doors, to_dict
-from training.evaluate import evaluate, record_of
+from training.evaluate import evaluate, not_finite, record_of
 from training.loop import Loop
 from training.optimizer import Optimizer
 from training.reporting import SUMMARY, mask_secrets
@@ -130,6 +130,8 @@ def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict
                 results[split] = _evaluate_split(setup, strategy, split)
                 recorder.record({"step": step, **results[split]})
                 recorder.say(numbers(results[split], setup.extents.get(split)))
+                if (problem := not_finite(results[split], setup.plan.global_batch_size)) is not None:
+                    recorder.say(problem)
         outcome = Outcome(steps=step, best_val_loss=results["val"].get("val_loss"))
         summary = _summary(setup, strategy, outcome, results["test"], gather_results(strategy, outcome))
     finally:
@@ -264,9 +266,12 @@ def _test(setup: Setup, strategy: Strategy, loop: Loop) -> dict[str, float]:
     if setup.data.test is None or setup.cfg.train.eval_every is None:
         return {}
     try:
-        return _evaluate_split(setup, strategy, "test")
+        result = _evaluate_split(setup, strategy, "test")
     except Stopped:
         loop.stop(loop.outcome.steps)
+    if (problem := not_finite(result, setup.plan.global_batch_size)) is not None:
+        loop.say(problem)
+    return result
 
 
 def _evaluate_split(setup: Setup, strategy: Strategy, split: str) -> dict[str, float]:
@@ -294,9 +299,20 @@ def _report(
     link = hydra_word(str(outcome.checkpoint.parents[1])) if nameable else None
     epochs = setup.cfg.train.epochs is not None
     typed, idle = where_typed(run_dir), _idle(setup, world, ranks)
-    said = final_words(summary, run_dir, typed, link, setup.extents, epochs, idle, from_python())
+    rate = _rate_at_end(setup, outcome.steps)
+    said = final_words(summary, run_dir, typed, link, setup.extents, epochs, idle, from_python(), rate)
     headline, *rest = said.split("\n")
     print("\n".join([styled(headline, "bold", sys.stdout), *rest]), flush=True)
+
+
+def _rate_at_end(setup: Setup, step: int) -> list[str]:
+    """Returns what to type to go on at the rate of ``step``; empty where a longer run has that rate by itself."""
+    schedule, optim = build("scheduler", setup.cfg.scheduler), setup.cfg.optim
+    if not follows_total(schedule, setup.total_steps, setup.per_epoch):
+        return []
+    rates = {"optim": optim.lr, "optim.others": (optim.get("others") or {}).get("lr")}
+    factor = schedule.factor(step, setup.total_steps, setup.per_epoch)
+    return ["scheduler=constant", *(f"{key}.lr={lr * factor:.6g}" for key, lr in rates.items() if lr is not None)]
 
 
 def _idle(setup: Setup, world: World, ranks: list[RankResult]) -> str:

@@ -1,6 +1,7 @@
 """The same command resumes the same training; what is not typed comes from the checkpoint; what is typed wins."""
 
 import json
+import shlex
 import shutil
 
 import pytest
@@ -231,3 +232,26 @@ def test_a_job_of_a_sweep_goes_on_bit_for_bit(whole, tmp_path):
     assert main([word for word in swept if word != "optim=adamw" and not word.startswith("optim.")]) == 0
     assert losses(tmp_path / "0") == losses(whole / "whole")[3:] and same_end(tmp_path / "0", whole / "whole")
     assert steps(tmp_path / "1")[0]["lr"] != steps(tmp_path / "0")[0]["lr"]
+
+
+# -- longer than it was ----------------------------------------------------------------------------------------------
+
+SHORT = ["model=toy", "train.epochs=null", "train.steps=4", "logger=none", "device=cpu", "parallel.threads=1"]
+
+
+def test_the_command_that_a_run_prints_goes_on_at_the_rate_at_which_its_schedule_has_ended(tmp_path, capsys):
+    assert main([*SHORT, "scheduler=cosine_warmup", f"hydra.run.dir={tmp_path}/a"]) == 0
+    (printed,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("go on:")]
+    assert main([*shlex.split(printed)[4:], f"hydra.run.dir={tmp_path}/b"]) == 0
+    rates = [step["lr"] for step in steps(tmp_path / "a") + steps(tmp_path / "b")]
+    assert rates[4:] == pytest.approx(rates[3:4] * 4, rel=1e-5) and len(rates) == 8
+    assert "scheduler._target_ training.optimizer.CosineWarmup -> " in capsys.readouterr().err
+    longer = [f"train.resume={tmp_path}/a", "train.steps=8", "logger=none", f"hydra.run.dir={tmp_path}/c"]
+    assert main(longer) == 0
+    assert "other settings than it had before: schedule.total 4 -> 8" in capsys.readouterr().err
+
+
+def test_an_evaluation_that_is_not_finite_is_said(tmp_path, capsys):
+    assert main([*SHORT, "train.steps=1", "optim.lr=1e38", f"hydra.run.dir={tmp_path}/a"]) == 0
+    console = "".join(capsys.readouterr())
+    assert "warning: val_loss is " in console and "warning: test_loss is " in console

@@ -172,6 +172,7 @@ def final_words(
     epochs: bool = True,
     idle: str = "",
     python: bool = False,
+    rate: Sequence[str] = (),
 ) -> str:
     """Returns the best metric, where the files are, and what to type next.
 
@@ -184,6 +185,7 @@ def final_words(
         epochs: Whether the length of the run was set in epochs.
         idle: Why stages idled more than the schedule has them, see ``why_idle``.
         python: Whether a Python program runs this: what to type is then Python.
+        rate: What keeps the learning rate as it is where a longer run would begin its schedule anew.
     """
     lines = []
     if summary["first_loss"] is not None:
@@ -196,7 +198,8 @@ def final_words(
             lines.append(f"{words} {number(key, summary[key])}" + (f" ({extent})" if extent else ""))
     lines += [*_speed(summary, idle), f"files: {run_dir}"]
     if link is not None:
-        further = [f"train.resume={link}", f"train.steps={2 * summary['steps']}", *["train.epochs=null"] * epochs]
+        length = [f"train.steps={2 * summary['steps']}", *["train.epochs=null"] * epochs]
+        further = [f"train.resume={link}", *length, *rate]
         evaluate = ["mode=eval", f"checkpoint={link}", *(o for o in overrides if not o.startswith("callbacks"))]
         lines.append(f"evaluate: {_command(evaluate, python)}")
         lines.append(f"go on:    {_command([*further, *overrides], python)}")
