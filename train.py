@@ -46,13 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(cfg: Any, hydra_section: Any) -> float | None:
     """Run what Hydra has composed: one run, or one job of a sweep, whose objective is returned."""
-    from conf.composition import check_keys
+    from conf.composition import check_keys, with_schema
     from training.reporting.run_directory import removed_if_unused
 
     folder, is_job = Path(hydra_section.runtime.output_dir), hydra_section.mode.name == "MULTIRUN"
     # Errors of a run here too: Hydra adds a line of its own to what a task raises. A job's are on record.
     with nullcontext() if is_job else clear_errors(), removed_if_unused(folder, hydra_section.output_subdir):
-        check_keys(cfg)
+        cfg = check_keys(with_schema(cfg))
         if is_job:
             from training.sweep.job import run_job
 

@@ -22,9 +22,9 @@ from common.files import check_yaml
 from common.machine import check_working_directory
 from conf import FOLDER, OF_CHECKPOINT, ON_TOP, environment
 from conf.messages import unknown_key
-from conf.schema import TARGET_GROUPS, register
-from conf.trust import config_folder, config_folders
-from conf.words import expand_lists, options_first
+from conf.schema import TARGET_GROUPS, Root, register
+from conf.trust import config_folder, config_folders, typed_overrides
+from conf.words import as_typed, expand_lists, options_first
 from launchers.world import launcher_start
 
 _GROUPS = ("model", "data", "optim", "scheduler", "parallel", "launcher", "logger")
@@ -87,6 +87,11 @@ def _directory(arguments: Sequence[str], began: float, run_id: str) -> list[str]
     return [f"hydra.sweep.dir={time.strftime('multirun/%Y-%m-%d/%H-%M-%S', time.localtime(began))}-{run_id}"]
 
 
+def with_schema(cfg: DictConfig) -> DictConfig:
+    """Give a configuration that was composed before the types of its sections: ``train.steps=abc`` is an error."""
+    return cfg if OmegaConf.get_type(cfg) is Root else OmegaConf.merge(OmegaConf.structured(Root), cfg)
+
+
 def check_keys(cfg: DictConfig, path: str = "") -> DictConfig:
     """Check that a configuration has no key that its schemas do not know: ``+parallel.chnks=4`` adds one.
 
@@ -123,8 +128,12 @@ def differences(cfg: DictConfig, choices: Mapping[str, str | None]) -> tuple[dic
 
     Returns:
         The option of each group, and "key=value" for each value that is not the one which these options bring. Of what
-        a checkpoint brings, the model's name stands among the options, and what differs among the values.
+        a checkpoint brings, the model's name stands among the options, and what differs among the values. Of a
+        configuration that was composed before (``--config-dir RUN/.hydra --config-name config``), what was typed.
     """
+    if "model" not in choices:
+        names = {group: cfg[group].name for group in ("model", "parallel", "launcher")}
+        return names, as_typed(typed_overrides(HydraConfig.get()))
     chosen = {group: choices[group] for group in (*_GROUPS, *ON_TOP) if choices.get(group) is not None}
     loader = GlobalHydra.instance().config_loader()
     words = [f"{group}={option}" for group, option in chosen.items() if group not in ON_TOP]

@@ -255,3 +255,15 @@ def test_an_evaluation_that_is_not_finite_is_said(tmp_path, capsys):
     assert main([*SHORT, "train.steps=1", "optim.lr=1e38", f"hydra.run.dir={tmp_path}/a"]) == 0
     console = "".join(capsys.readouterr())
     assert "warning: val_loss is " in console and "warning: test_loss is " in console
+
+
+def test_a_composed_configuration_of_a_run_is_run_again(tmp_path, capsys):
+    assert main([*SHORT, "seed=5", "optim.lr=0.03", f"hydra.run.dir={tmp_path}/a"]) == 0
+    again = [f"--config-dir={tmp_path}/a/.hydra", "--config-name=config"]
+    assert main([*again, f"hydra.run.dir={tmp_path}/b"]) == 0
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert main([*again, f"hydra.run.dir={tmp_path}/b", "train.resume=auto", "train.steps=6"]) == 0
+    assert [step["step"] for step in steps(tmp_path / "b")] == [1, 2, 3, 4, 5, 6]
+    capsys.readouterr()
+    assert main([*again, "train.steps=many"]) == 1
+    assert "train.steps" in capsys.readouterr().err

@@ -32,6 +32,13 @@ def test_the_fastest_job_of_each_model_is_the_best(tmp_path):
     assert [row.best for row in read_table(tmp_path).rows] == [False, True, False, True]
 
 
+def test_the_best_job_comes_with_the_command_that_runs_it_again(tmp_path):
+    for num, rate in enumerate(("0.1", "0.2")):
+        leave(tmp_path, num, "model=toy", f"optim.lr={rate}", "train.resume=auto", times=[1.0 + num] * 6)
+    said = "\n".join(results(read_table(tmp_path)))
+    assert "The same again: python train.py model=toy optim.lr=0.1\n" in f"{said}\n"
+
+
 def test_a_job_that_skipped_steps_is_not_simply_finished(tmp_path):
     folder = leave(tmp_path, 0, "seed=1", times=[1.0] * 6)
     summary = json.loads((folder / "summary.json").read_text())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import datetime
 import io
+import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from conf.trust import config_folder
+from conf.words import as_typed
 from training.reporting.metrics import read_object
 from training.reporting.objective import is_of_speed
 from training.sweep.table import ENOUGH_STEPS, Row, Table
@@ -60,13 +64,23 @@ def results(table: Table) -> Iterator[str]:
         if not table.by_speed:
             score = f"{table.objective.name} {score}"
             yield f"Best{whose}: {row.label} with {score}; the worst, {worst.label}, has {table.show_score(worst)}."
+            yield f"The same again{whose}: {_command_of(row)}"
             continue
         unit = f"per {'sample' if table.per_sample else 'step'}" if table.by_time else table.objective.name
         sentence = f"{'Best median' if doubt else 'Fastest'}{whose}: {row.label} with {score} {unit}"
         if len(row.times) >= ENOUGH_STEPS <= len(worst.times) and worst not in table.overlapping(row):
             sentence += f", {worst.cost / row.cost:.2f}x as fast as {worst.label}"
         yield f"{sentence}.{doubt}"
+        yield f"The same again{whose}: {_command_of(row)}"
     yield from _loss_differences(table)
+
+
+def _command_of(row: Row) -> str:
+    """The command that runs a job again by itself, with the options of one's own that the sweep has."""
+    own = config_folder(sys.argv[1:])
+    options = [] if own is None else [f"--config-dir={own}"]
+    words = [word for word in as_typed(row.job.overrides) if word != "train.resume=auto"]
+    return shlex.join(["python", "train.py", *options, *words])
 
 
 def _doubt(table: Table, row: Row) -> str:
