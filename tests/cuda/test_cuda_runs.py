@@ -29,7 +29,9 @@ def group(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"gpu-{torch.device(device).index}")
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(name="pretend", uuid=f"gpu-{torch.device(device).index}"),
     )
     return done
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from parallel.strategies import names_where
 from training.reporting.job_record import FINISHED, Job, label, read_jobs, short, swept_keys, values
 from training.reporting.metrics import METRICS, SUMMARY, after_warmup, read_object, read_records
 from training.reporting.objective import TIME, Objective, is_of_speed, objective
@@ -219,13 +220,14 @@ def read_table(folder: Path, objective_name: str | None = None, direction: str |
 
 def _set_references(table: Table) -> None:
     """Gives jobs that train the same, as they differ in settings of speed only, one to be compared with: ``single``."""
+    alone = names_where(stages=False, replicas=False, gpu_only=False)
     groups: dict[tuple, list[Row]] = {}
     for row in table.rows:
         if row.finished and row.curve:
             learned = tuple(row.values.get(key) for key in table.keys if not is_of_speed(key))
             groups.setdefault(learned, []).append(row)
     for rows in groups.values():
-        reference = next((row for row in rows if row.summary.get("parallel") == "single"), rows[0])
+        reference = next((row for row in rows if row.summary.get("parallel") in alone), rows[0])
         for row in rows if len(rows) > 1 else ():
             row.reference = reference
 
