@@ -105,6 +105,7 @@ def install() -> None:
             if hasattr(sys.modules[module], name):
                 setattr(sys.modules[module], name, lambda: False)
     _install_data_parallel(torch.nn.parallel)
+    torch.nn.parallel.data_parallel.__globals__["parallel_apply"] = _threads_in_turn
     pretend_kernels.install()
 
 
@@ -252,6 +253,20 @@ class Event:
 
     def synchronize(self) -> None:
         sys.modules["pretend_cuda_backend"].pretend_waited(b"synchronize")
+
+
+def _threads_in_turn(modules, inputs, kwargs_tup=None, devices=None) -> list:
+    """A thread for each GPU, as torch has it, one after the other: these GPUs draw with the host's one generator."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from torch.nn.parallel.parallel_apply import parallel_apply
+
+    each = zip(modules, inputs, kwargs_tup or [{}] * len(modules), devices, strict=True)
+    results = []
+    for module, given, kwargs, device in each:
+        with ThreadPoolExecutor(1) as thread:
+            results += thread.submit(parallel_apply, [module], [given], [kwargs], [device]).result()
+    return results
 
 
 def _install_data_parallel(parallel) -> None:
