@@ -85,12 +85,14 @@ def message_for_user(error: BaseException) -> str | None:
         place = f" ({'; '.join(notes)})" if (notes := getattr(error, "__notes__", ())) else ""
         return f"memory is exhausted{place}{said and f': {said}'}\n{_NEED_LESS}"
     if isinstance(error, bdb.BdbQuit):
-        frames = traceback.extract_tb(error.__traceback__)
-        at = [frame for frame in frames if frame.filename != bdb.__file__][-1]
+        # The debugger knows where it stopped. At the end of a function that frame has left the traceback already.
+        *_, (quitting, _) = traceback.walk_tb(error.__traceback__)
+        frame = quitting.f_locals.get("frame", quitting)
+        file, line = frame.f_code.co_filename, frame.f_lineno
         if sys.stdin is not None and sys.stdin.isatty():
-            return f"the debugger was left in {at.filename}, line {at.lineno}"
+            return f"the debugger was left in {file}, line {line}"
         return (
-            f"breakpoint() in {at.filename}, line {at.lineno}, found no terminal: workers have none. Start a run of "
+            f"breakpoint() in {file}, line {line}, found no terminal: workers have none. Start a run of "
             "one process from a terminal: parallel=single, or parallel=model_parallel for several stages"
         )
     return None

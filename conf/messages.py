@@ -53,6 +53,8 @@ def explain(error: Exception) -> str | None:
         return f"there is no '{error.missing_cfg_file}'{_nearest(f'{group}={{}}', name, known)}"
     if isinstance(error, OverrideParseException):
         reason = _first_line(error.__cause__ or error).partition(" See ")[0]
+        if error.override and "=" not in error.override and not error.override.startswith("~"):
+            return f"{error.override!r} has no value: write {error.override}=VALUE"
         return f"{error.override!r} cannot be read: {reason}; put a value with special characters in quotes"
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):

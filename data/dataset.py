@@ -61,12 +61,16 @@ def to_tensor(name: str, given: Any) -> Tensor:
     """
     import torch
 
+    if isinstance(given, np.ndarray) and given.dtype.kind in "biufc":  # torch takes neither reversed nor swapped ones
+        given = np.asarray(given, given.dtype.newbyteorder("="))
+        given = given.copy() if min(given.strides, default=0) < 0 else given
     try:
         tensor = torch.as_tensor(given).detach()
     except (TypeError, ValueError, RuntimeError):
+        kind = f" of {given.dtype}" if isinstance(given, np.ndarray) else ""
         raise DataError(
-            f"{name}: a {type(given).__name__} is no tensor; give a torch.Tensor or a numpy array of numbers; for a "
-            "model with several inputs, a tuple of them"
+            f"{name}: {type(given).__name__}{kind} is no tensor; give a torch.Tensor or a numpy array of numbers; for "
+            "a model with several inputs, a tuple of them"
         ) from None
     dense = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
     if not dense or tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize < 2):
@@ -77,6 +81,8 @@ def to_tensor(name: str, given: Any) -> Tensor:
         )
     if tensor.dim() == 0:
         raise DataError(f"{name}: one number is no sample; give a tensor whose first dimension counts the samples")
+    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch computes next to nothing with these
+        tensor = tensor.to(torch.int64)
     return tensor.cpu()
 
 

@@ -76,8 +76,9 @@ def check_loss(loss: Any) -> None:
         raise ModelError(f"the loss is the class {loss.__name__}: give an object, {loss.__name__}()")
     if not callable(loss) or not hasattr(loss, "metrics"):
         given = loss if inspect.isclass(loss) or inspect.isroutine(loss) else type(loss)
+        name = f"{given.__module__}.{given.__name__}".removeprefix("builtins.")
         raise ModelError(
-            f"{given.__module__}.{given.__name__} is no loss of this project: a loss gives a sum and a count "
+            f"{name} is no loss of this project: a loss gives a sum and a count "
             "(models.losses.Sums), from which the mean over the global batch is right in every layout, and names its "
             "metrics. In the place of nn.CrossEntropyLoss: models.losses.ClassCrossEntropy(), of tokens "
             "TokenCrossEntropy(); of nn.MSELoss: SquaredError(); one of your own: docs/extending.md, 'A metric'"
@@ -188,7 +189,11 @@ class ClassCrossEntropy:
     metrics: tuple[str, ...] = ("accuracy",)
 
     def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
-        """See ``Loss``."""
+        """See ``Loss``. Raises ValueError where targets are not one class for each sample."""
+        if targets.is_floating_point() or targets.dim() != output.dim() - 1:
+            column = targets.shape[1:] == (1,)
+            whole = "targets.long()" if targets.dim() == 1 else "targets[:, 0]" if column else "targets.argmax(dim=1)"
+            raise ValueError(f"targets must be one class number for each sample: give {whole}")
         targets = mask_targets(targets, weights)
         loss = F.cross_entropy(_at_least_float32(output), targets, reduction="sum", ignore_index=IGNORED)
         return Sums(loss, (targets != IGNORED).sum(), ((output.argmax(dim=1) == targets).sum(),))

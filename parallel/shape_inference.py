@@ -145,10 +145,10 @@ def trace(chain: Chain, sample: Batch, precision: str, device_type: str) -> list
 def reads_numbers(name: str, layer: nn.Module) -> PlanError:
     """Return the error for a layer whose shapes depend on numbers, which fake tensors do not have."""
     return PlanError(
-        f"layer {name!r} ({type(layer).__name__}) reads numbers out of tensors, as .item(), bool(), an "
-        "if or a mask as an index do. Pipelines, train.compile=true, parallel.balance=size and mode=plan have to know "
-        "all shapes before there are numbers: compute it with tensors (torch.where), or use parallel=single or ddp "
-        "without these"
+        f"layer {name!r} ({type(layer).__name__}) reads numbers out of tensors, as .item(), .numpy(), bool(), an if or "
+        "a mask as an index do. Pipelines, train.compile=true, parallel.balance=size and mode=plan have to know all "
+        "shapes before there are numbers: compute it with tensors (torch.where), or use parallel=single or ddp without "
+        "these"
     )
 
 

@@ -263,7 +263,7 @@ def place_of(error: BaseException, layers: Sequence[str], first: int) -> str:
         layers: The layers of this rank, for an error of which no more is known.
         first: The index in the global batch of this replica's first micro-batch.
     """
-    layer, index, backward = f"{layers[0]} … {layers[-1]}", None, False
+    layer, index, backward = f"layers {layers[0]} … {layers[-1]}", None, False
     for frame, _ in traceback.walk_tb(error.__traceback__):
         seen, module = frame.f_locals, frame.f_globals.get("__name__")
         backward = backward or frame.f_code.co_name.startswith("backward")

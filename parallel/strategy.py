@@ -168,7 +168,7 @@ class Strategy(ModelPart, ABC):
         layers = [name for stage in self.stages for name in stage.layers.names]
         place = place_of(error, layers, self.mesh.replica * self.plan.chunks)
         if place:
-            place += f" of {self.plan.microbatch_size} samples"
+            place += f" with {self.plan.microbatch_size} samples"
         rank = f"rank {self.mesh.rank}" if self.mesh.size > 1 else ""
         words = filter(None, [place, f"step {step}" if step else "evaluation", rank])
         add_note(error, f"raised in {', '.join(words)}")

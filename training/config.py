@@ -407,12 +407,23 @@ def quote_values(arguments: Sequence[str]) -> list[str]:
     return [_quote_value(argument) for argument in arguments]
 
 
+_HYDRA_OPTIONS = (
+    "--help --hydra-help --version --cfg --resolve --package --run --multirun --shell-completion --config-path "
+    "--config-name --config-dir --experimental-rerun --info"
+).split()
+
+
 def complete(arguments: Sequence[str]) -> list[str]:
     """Command-line arguments with the configuration of the checkpoint that they name, if they name one.
 
     Raises:
-        UserError: See ``training.checkpoint.configuration.with_checkpoint``.
+        UserError: A setting is written with dashes. See also ``training.checkpoint.configuration.with_checkpoint``.
     """
+    for argument in arguments:
+        option, equals, _ = argument.partition("=")
+        if option.startswith("--") and not any(known.startswith(option) for known in _HYDRA_OPTIONS):
+            setting = argument[2:] if equals else f"{argument[2:]}=VALUE"
+            raise TrainingError(f"{argument}: settings are written without dashes: {setting}")
     if not any(re.match(r"\+*(checkpoint|train\.resume)=", argument) for argument in arguments):
         return list(arguments)
     from training.checkpoint.configuration import with_checkpoint  # only now: it imports torch

@@ -328,6 +328,9 @@ def check_shapes(setup: Setup) -> None:
                 with Accesses(layer) as accesses:
                     try:
                         output = layer(*tensors)
+                    except (NotImplementedError, TypeError) as error:  # .tolist(), .numpy(), .cpu()
+                        known = known and not any(word in str(error) for word in ("meta tensor", "meta device"))
+                        raise
                     finally:
                         known = known and not accesses.data_dependent
                         if needs_shapes and not known:
@@ -349,10 +352,16 @@ def check_shapes(setup: Setup) -> None:
     except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, IndexError) as error:
         if not known:
             return  # what follows is seen when it runs
+        said = str(error)
+        if at and "meta" in said and "device" in said:
+            said = (
+                "it computes with a tensor that is not on its input's device; keep such a tensor by register_buffer, "
+                "make it with device=x.device"
+            )
         raise TrainingError(
             f"model={setup.cfg.model.name} cannot take this data: samples "
             f"{' and '.join(map(_described, sample.input_tensors))} with targets {_described(sample.targets)} "
-            f"({at}{error})"
+            f"({at}{said})"
         ) from None
     except Exception as error:
         add_note(error, f"raised in {at.removesuffix(': ') or 'the model'}, tried on a micro-batch without memory")

@@ -85,12 +85,12 @@ def said_on_rank(tree: dict, folder: str, meeting: str, fault: str, backward: bo
 @pytest.mark.parametrize(
     "layout, backward, place",
     [
-        ("single", False, "forward of layer 'relu' [(]ReLU[)], micro-batch 1 of 32 samples, step 1"),
-        ("single", True, "backward of net1 … net2, micro-batch 1 of 32 samples, step 1"),
-        ("model_parallel", False, "forward of layer 'relu' [(]ReLU[)], micro-batch 0 of 64 samples, step 2"),
-        ("fsdp", False, "forward of layer 'relu' [(]ReLU[)], micro-batch 0 of 32 samples, step 2, rank 0"),
-        ("pipelined", True, "backward of relu … net2, micro-batch 1 of 32 samples, step 1, rank 1"),
-        ("pipe_ddp", False, "forward of layer 'relu' [(]ReLU[)], micro-batch [15] of 8 samples, step 1, rank [1-3]"),
+        ("single", False, "forward of layer 'relu' [(]ReLU[)], micro-batch 1 with 32 samples, step 1"),
+        ("single", True, "backward of layers net1 … net2, micro-batch 1 with 32 samples, step 1"),
+        ("model_parallel", False, "forward of layer 'relu' [(]ReLU[)], micro-batch 0 with 64 samples, step 2"),
+        ("fsdp", False, "forward of layer 'relu' [(]ReLU[)], micro-batch 0 with 32 samples, step 2, rank 0"),
+        ("pipelined", True, "backward of layers relu … net2, micro-batch 1 with 32 samples, step 1, rank 1"),
+        ("pipe_ddp", False, "forward of layer 'relu' [(]ReLU[)], micro-batch [15] with 8 samples, step 1, rank [1-3]"),
     ],
 )
 def test_an_error_in_a_layer_names_layer_step_micro_batch_and_rank(ranks, tmp_path, layout, backward, place):
@@ -170,7 +170,7 @@ def test_exhausted_memory_ends_in_the_way_out(ranks, tmp_path, fault):
     tree = to_dict(compose(*QUICK, "parallel.chunks=2"))
     (said,) = ranks.run(1, said_on_rank, tree, str(tmp_path), str(tmp_path / "meeting"), fault, False)
     first, way_out = said.splitlines()
-    place = "raised in the forward of layer 'relu' (ReLU), micro-batch 1 of 32 samples, step 1"
+    place = "raised in the forward of layer 'relu' (ReLU), micro-batch 1 with 32 samples, step 1"
     assert first.startswith(f"memory is exhausted ({place}): ")
     assert "2.00 GiB." in first or "4503599627370496 bytes" in first
     words = ("parallel.chunks", "train.activation_checkpointing=true", "parallel=fsdp", "mode=plan")
@@ -187,7 +187,8 @@ def test_a_debugger_without_a_terminal_says_what_it_needs(monkeypatch):
     with pytest.raises(bdb.BdbQuit) as quitting:
         debug()
     said = message_for_user(quitting.value)
-    assert said.startswith(f"breakpoint() in {__file__}, line ") and "parallel=single" in said
+    line = debug.__code__.co_firstlineno + 2
+    assert said.startswith(f"breakpoint() in {__file__}, line {line}, ") and "parallel=single" in said
 
 
 def test_notes_are_printed_where_python_does_not(monkeypatch):

@@ -86,6 +86,18 @@ def masked(self, x):
     return x[x > 0].sum() + x
 
 
+def as_list(self, x):
+    return x * len(x.tolist())
+
+
+def as_array(self, x):
+    return x * float(x.detach().numpy().max())
+
+
+def elsewhere(self, x):
+    return x + torch.ones(8)
+
+
 def setup_of(layer, *, mode="train", compile=False, activation_checkpointing=False, **plan):
     layers = [LayerSpec("first", partial(nn.Linear, 8, 8)), LayerSpec("h.0", layer), LayerSpec("last", nn.Flatten)]
     sample = Batch(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))
@@ -136,7 +148,7 @@ def test_what_holds_nothing_from_step_to_step_is_fine_under_every_layout(layer):
     check_shapes(setup_of(layer, dp=2, chunks=4))
 
 
-@pytest.mark.parametrize("forward", [item, left_out, masked])
+@pytest.mark.parametrize("forward", [item, left_out, masked, as_list, as_array])
 def test_a_layer_that_reads_numbers_is_named_where_shapes_must_be_known(forward):
     layer = partial(Own, forward)
     for changes in ({"pipelined": True}, {"compile": True}, {"mode": "plan"}):
@@ -150,9 +162,14 @@ def test_a_layer_that_fails_is_still_named_with_its_error():
         check_shapes(setup_of(partial(nn.Linear, 9, 9)))
 
 
+def test_a_tensor_that_a_layer_makes_elsewhere_is_said():
+    with pytest.raises(TrainingError, match="layer 'h.0' .* its input's device.*register_buffer.*=x.device"):
+        check_shapes(setup_of(partial(Own, elsewhere)))
+
+
 def test_a_layer_that_reads_numbers_trains_in_one_process(tmp_path):
     data = TensorData(torch.randn(64, 8), torch.zeros(64, dtype=torch.int64))
-    chain = chain_of(nn.Sequential(nn.Linear(8, 8), Own(item), nn.Linear(8, 2)), ClassCrossEntropy())
+    chain = chain_of(nn.Sequential(nn.Linear(8, 8), Own(item), Own(as_array), nn.Linear(8, 2)), ClassCrossEntropy())
     quiet = ["logger=none", "device=cpu", "parallel.threads=1", "train.epochs=null", "train.steps=2"]
     quiet += ["train.global_batch_size=8"]
     result = train(*quiet, f"hydra.run.dir={tmp_path}/run", model=chain, data=data)

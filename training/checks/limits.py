@@ -177,7 +177,7 @@ def _layer_outputs(setup: Any) -> int:
     for module in layers.modules():
         if next(module.parameters(recurse=False), None) is not None:
             module.register_forward_hook(note)
-    with suppress(RuntimeError):  # of a layer that reads numbers out of tensors: the layers up to it count
+    with suppress(RuntimeError, TypeError):  # of a layer that reads numbers out of tensors: the layers up to it count
         layers(*setup.sample.to("meta").input_tensors)
     return sum(sizes)
 
