@@ -134,6 +134,7 @@ class _Part:
         if exact and type(self.optimizer) is getattr(torch.optim, "Muon", None):
             self.optimizer.step = partial(_step_of_muon, self.optimizer)
         self._at_first = [_numbers(one) for one in self.optimizer.param_groups]
+        self._resumed = False
         if group is not None:
             self._scatter()
 
@@ -149,7 +150,16 @@ class _Part:
         for parameter, own in self._own.items():
             if own is not parameter and parameter.grad is not None:
                 own.grad = local(parameter.grad) if self._group is None else whole(parameter.grad, self._group)
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except KeyError as error:
+            if not self._resumed:
+                raise
+            raise TrainingError(
+                f"optim: {type(self.optimizer).__name__} needs {error}, which the checkpoint does not have: an option "
+                "such as amsgrad=true counts from the first step on. Resume with the options of the checkpoint, or "
+                "start anew"
+            ) from error
         for parameter, own in self._own.items():
             if own is not parameter:
                 own.grad = None
@@ -193,6 +203,7 @@ class _Part:
             return
         group, _ = self._group_of(own)
         loaded = self.optimizer.state[own] = {}
+        self._resumed = self._resumed or bool(state)
         for key, value in state.items():
             name, plain, kind = key.partition(_PLAIN)
             if plain:
@@ -390,7 +401,8 @@ def check_rates(rates: Mapping[str, float] | None, chain: Chain) -> None:
         if not isinstance(factor, (int, float)) or factor < 0:
             raise TrainingError(f"optim.rates.{module}={factor} must be a number of at least 0")
         if not any(_is_in(name, module) for name in names):
-            known = sorted({part for name in names for part in name.split(".")[:-1] if not part.isdecimal()})
+            parts = sorted({part for name in names for part in name.split(".")[:-1]})
+            known = [part for part in parts if not part.isdecimal()] or parts
             raise TrainingError(f"optim.rates: the model has no module {module!r}; it has {', '.join(known)}")
 
 

@@ -1,16 +1,21 @@
 """The optimizer: which parameters decay, how the update runs, and ranks that have nothing to update."""
 
 import inspect
+import json
 
 import pytest
 import torch
 from composed import QUIET, compose, config, losses, run, run_on_rank, saved, steps
+from torch import nn
 
 from common.errors import CheckpointError, PlanError, TrainingError
+from models.losses import SquaredError
+from models.sequential import chain_of
 from parallel.build import build_strategy
 from parallel.strategy import Options
+from training.checkpoint.manifest import with_checksum
 from training.config import open_doors, to_dict
-from training.optimizer import Optimizer
+from training.optimizer import Optimizer, check_rates
 from training.run import run as train
 from training.setup import prepare
 
@@ -232,6 +237,37 @@ def test_another_optimizer_for_the_others_is_no_silent_loss_of_its_state(tmp_pat
     sgd = "optim.others._target_=torch.optim.SGD"
     with pytest.raises(CheckpointError, match="AdamW for the others, this run has .* torch.optim.SGD for the others"):
         run(tmp_path / "other", *muon, sgd, f"train.resume='{tmp_path}/whole/checkpoints/step-00000001'")
+
+
+def test_layers_that_have_numbers_for_names_are_listed_where_there_are_no_others():
+    with pytest.raises(TrainingError, match="no module 'fc'; it has 0, 1$"):
+        check_rates({"fc": 2.0}, chain_of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), SquaredError()))
+
+
+def test_state_that_a_typed_option_asks_for_and_the_checkpoint_has_not_is_an_error(tmp_path):
+    run(tmp_path, "optim=adamw", "train.epochs=null", "train.steps=1")
+    with pytest.raises(TrainingError, match="AdamW needs 'max_exp_avg_sq', which the checkpoint does not have"):
+        run(tmp_path, "optim=adamw", "optim.amsgrad=true", "train.steps=2", "train.epochs=null", "train.resume=auto")
+
+
+def test_state_of_the_weights_dtype_follows_it_when_a_run_is_resumed_in_another_precision(tmp_path):
+    adamw = ["optim=adamw", "train.epochs=null"]
+    run(tmp_path, *adamw, "train.precision=fp32", "train.steps=2")
+    run(tmp_path, *adamw, "train.precision=fp64", "train.steps=3", "train.resume=auto")
+    assert {t.dtype for key, t in saved(tmp_path, 3, "optimizer").items() if "avg" in key} == {torch.float64}
+    run(tmp_path, *adamw, "train.precision=fp32", "train.steps=4", "train.resume=auto")
+    assert {t.dtype for key, t in saved(tmp_path, 4, "optimizer").items() if "avg" in key} == {torch.float32}
+
+
+def test_a_checkpoint_that_names_the_optimizer_of_the_matrices_only_is_resumed(tmp_path):
+    """As older ones do."""
+    muon = ["optim=muon", "train.epochs=null"]
+    run(tmp_path, *muon, "train.steps=1")
+    path = tmp_path / "checkpoints" / "step-00000001" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(with_checksum(manifest | {"optimizer": "torch.optim.Muon"})))
+    run(tmp_path, *muon, "train.steps=2", "train.resume=auto")
+    assert len(losses(tmp_path)) == 2
 
 
 def test_the_first_step_of_sgd_is_the_gradient_times_the_rate(tmp_path):

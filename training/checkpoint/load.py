@@ -117,7 +117,8 @@ def load(path: Path, strategy: Strategy, optimizer: Optimizer | None = None, ver
     manifest = read_manifest(path)
     if not verified:
         _verify(path, manifest, strategy)
-    if optimizer is not None and manifest["optimizer"] != optimizer.kind:
+    # An older checkpoint names the optimizer of the matrices only.
+    if optimizer is not None and manifest["optimizer"] not in (optimizer.kind, optimizer.kind.partition(" for ")[0]):
         raise CheckpointError(
             f"{path} was saved with optim {manifest['optimizer']}, this run has {optimizer.kind}: go on with the same "
             "optimizer, or start anew"
@@ -185,4 +186,8 @@ def _load_optimizer(tensors: Tensors, strategy: Strategy, optimizer: Optimizer) 
         if slash:
             kinds.setdefault(name, []).append(kind)
     for name, parameter in strategy.named_parameters():
-        optimizer.load_state_of(parameter, {kind: tensors[f"{name}/{kind}"] for kind in kinds.get(name, [])})
+        state = {kind: tensors[f"{name}/{kind}"] for kind in kinds.get(name, [])}
+        for kind, value in state.items():  # of the weights' dtype, as they are now; not counters and plain numbers
+            if kind != "step" and "#" not in kind and name in tensors and value.dtype == tensors[name].dtype:
+                value.dtype = parameter.dtype
+        optimizer.load_state_of(parameter, state)

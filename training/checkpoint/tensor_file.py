@@ -115,7 +115,11 @@ def _write(descriptor: int, content: bytes | memoryview, offset: int) -> None:
 
 
 class StoredTensor:
-    """A tensor in a file: its shape, and its rows, which are read when they are asked for."""
+    """A tensor in a file: its shape, and its rows, which are read when they are asked for.
+
+    Attributes:
+        dtype: Of what is read: the file's, until another is set.
+    """
 
     def __init__(self, path: Path, name: str) -> None:
         """Open the file, whose header is read. Raises OSError and SafetensorError."""
@@ -123,6 +127,7 @@ class StoredTensor:
 
         self._file, self._name = safe_open(path, framework="pt"), name
         self._slice = self._file.get_slice(name)
+        self.dtype = next((dtype for dtype, kind in _DTYPES.items() if kind == self._slice.get_dtype()), None)
 
     @property
     def shape(self) -> torch.Size:
@@ -130,4 +135,4 @@ class StoredTensor:
         return torch.Size(self._slice.get_shape())
 
     def __getitem__(self, rows: slice) -> Tensor:
-        return self._slice[rows] if isinstance(rows, slice) else self._file.get_tensor(self._name)
+        return (self._slice[rows] if isinstance(rows, slice) else self._file.get_tensor(self._name)).to(self.dtype)
