@@ -343,8 +343,8 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
         closure = inspect.signature(getattr(kind, "step", kind)).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise TrainingError(
-                f"optim: {section['_target_']} evaluates the loss several times per step (a closure), which a pipeline "
-                "cannot; use another optimizer"
+                f"optim: {section['_target_']} evaluates the loss several times per step (a closure), which training "
+                "in micro-batches does not; use another optimizer"
             )
         try:
             check_role("optim", instantiate(_arguments(section), _Unread()), section["_target_"])

@@ -239,7 +239,8 @@ def describe_recipe(cfg: Any) -> str:
     if "says" not in recipe:
         return ""
     rates = [asked["lr"] for asked in recipe.values() if hasattr(asked, "keys") and "lr" in asked]
-    typed = "" if cfg.optim.lr in rates else f"; here optim.lr={cfg.optim.lr:g}"
+    optimizer = cfg.optim._target_.rpartition(".")[2]
+    typed = "" if cfg.optim.lr in rates else f"; here {optimizer} at lr {cfg.optim.lr:g}"
     return f"recipe: {cfg.recipe}, {recipe['says']}{typed}"
 
 

@@ -155,7 +155,9 @@ def test_gpt2_trains_as_published_for_its_parameters_and_only_the_first_run_has_
          "published, at lr 0.0006 (recipe=published)"),
         (["train.steps=1000"], "recipe: published, AdamW at lr 0.0006, by the number of parameters"),
         (["train.steps=1000", "optim=sgd"],
-         "recipe: published, AdamW at lr 0.0006, by the number of parameters; here optim.lr=0.05"),
+         "recipe: published, AdamW at lr 0.0006, by the number of parameters; here SGD at lr 0.05"),
+        (["train.steps=1000", "optim.lr=1e-3"],
+         "recipe: published, AdamW at lr 0.0006, by the number of parameters; here AdamW at lr 0.001"),
     ],
 )  # fmt: skip
 def test_the_plan_says_which_recipe_a_run_has(words, said):
