@@ -2,7 +2,8 @@
 
     python -m benchmarks.promise
 
-trains a tiny GPT-2 under each strategy, and a Transformer in a balanced pipeline, and writes results/promise.png.
+trains a Transformer in a balanced pipeline, and a smaller one with dropout under each strategy, and writes
+results/promise.png.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from parallel.timeline import Interval
 from training.reporting.timeline_figure import diagram
 
 _WORDS = [
-    "model=gpt2", "model.size=tiny", "model.dropout=0.1", "device=cpu", "data.seq_len=64", "optim=sgd",
-    "optim.lr=0.1", "optim.momentum=0.9", "train.grad_clip=1.0", "scheduler=constant", "train.epochs=null",
-    "train.steps=50", "train.global_batch_size=16", "train.precision=fp32", "train.eval_every=null",
-    "train.checkpoint_every=null", "logger=none", "parallel.threads=1",
+    "model=transformer", "model.d_model=64", "model.d_hid=256", "model.n_layer=4", "model.dropout=0.2", "device=cpu",
+    "data.max_vocabulary=4096", "data.seq_len=64", "optim=sgd", "optim.lr=0.2", "optim.momentum=0.9",
+    "train.grad_clip=0.5", "scheduler=constant", "train.epochs=null", "train.steps=50", "train.global_batch_size=16",
+    "train.precision=fp32", "train.eval_every=null", "train.checkpoint_every=null", "logger=none", "parallel.threads=1",
 ]  # fmt: skip
 _MICROBATCHES = 8  # except in parallel=single, which has one
 _TRACED = [
