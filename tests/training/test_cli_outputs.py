@@ -235,7 +235,7 @@ def test_the_lines_that_the_readme_shows_have_the_form_and_the_order_of_a_run_s(
     for line in shown:
         stream = steps if line.startswith("step ") else plan
         pattern = form(re.sub(r"^data: .*?(?=, \d+ documents)", "data: …", line))
-        pattern += r"( parallel.chunks=4|; here optim.lr=[\d.]+)?"  # typed here, and not there
+        pattern += r"( parallel.chunks=4|; here (optim.lr=|SGD at lr )[\d.]+)?"  # typed here, and not there
         at = next((number for number, said in enumerate(stream) if re.fullmatch(pattern, said)), None)
         assert at is not None, f"{line!r} is of no line, or in another place, of\n{gpt2.console}"
         del stream[: at + 1]
