@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from conf import help_page
+from conf.words import quote_values
 from launchers import World
 from training.app import clear_errors, execute, follow
-from training.config import complete, quote_values
+from training.config import complete
 from training.reporting.directory_lock import locked_directories
 
 

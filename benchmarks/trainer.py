@@ -8,12 +8,12 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
+from conf.instantiate import to_config, to_dict
 from conf.schema import register
 from data.batch import Batch
 from data.loader import TrainBatches
 from parallel.build import build_strategy
 from parallel.devices import synchronize
-from training.config import to_config, to_dict
 from training.optimizer import Optimizer
 from training.run import set_arithmetic, strategy_options
 from training.setup import Setup, prepare

@@ -15,7 +15,7 @@ TRAINED = ("model", "data", "optim", "scheduler", "train")
 CHOSEN, ON_TOP = ("model", "data", "optim", "scheduler"), ("experiment", "debug")
 # The group of a checkpoint's own values, while a command that names the checkpoint runs.
 OF_CHECKPOINT = "of_checkpoint"
-# The key of a plain configuration under which it says how it was composed (training.config.composed_by).
+# The key of a plain configuration under which it says how it was composed (conf.composition.composed_by).
 COMMAND = "command"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import sys
 import time
@@ -20,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from common.errors import UserError
 from common.files import check_yaml
 from common.machine import check_working_directory
-from conf import FOLDER, OF_CHECKPOINT, ON_TOP, environment
+from conf import CHOSEN, FOLDER, OF_CHECKPOINT, ON_TOP, TRAINED, environment
 from conf.messages import unknown_key
 from conf.schema import TARGET_GROUPS, Root, register
 from conf.trust import config_folder, config_folders, typed_overrides
@@ -151,6 +152,24 @@ def differences(cfg: DictConfig, choices: Mapping[str, str | None]) -> tuple[dic
         chosen["model"] = cfg.model.name
     chosen = {group: option for group, option in chosen.items() if option != OF_CHECKPOINT}
     return chosen, [f"{key}={_word(value)}" for key, value in changed.items()]
+
+
+def composed_by(hydra: Any, cfg: Any) -> dict[str, Any]:
+    """How a configuration was composed: the groups' options, the keys typed, and those derived from other values.
+
+    Args:
+        hydra: Hydra's own section.
+        cfg: The configuration, with its references.
+    """
+    choices = OmegaConf.to_container(hydra.runtime.choices)
+    keys = [re.split(r"[=@]", word.lstrip("+~"))[0] for word in typed_overrides(hydra)]
+    tree = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
+    derived = [f"{name}.{key}" for name in TRAINED for key, value in tree[name].items() if "${" in str(value)]
+    return {
+        "choices": {group: choices.get(group) for group in (*CHOSEN, *ON_TOP)},
+        "typed": [key for key in keys if key != OF_CHECKPOINT],
+        "derived": derived,
+    }
 
 
 def _leaves(cfg: DictConfig) -> Iterator[tuple[str, Any]]:

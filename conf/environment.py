@@ -1,7 +1,7 @@
 """What a configuration takes from the environment by ``${oc.env:X}`` is shown as that, wherever it would be shown.
 
 The resolver notes each value that it gives. A plain configuration carries, under ``KEY``, which of its values these are
-(``training.config.to_dict``), so that other processes of a run hide them too.
+(``conf.instantiate.to_dict``), so that other processes of a run hide them too.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from conf import FOLDER, OF_CHECKPOINT, trust
-from conf.launchers import Local, Slurm
 from conf.signatures import Parameter, parameters
 from models.gpt2_sizes import parameters_of, published_rate
 
@@ -204,6 +203,39 @@ class Parallel:
     reshard: bool | None = None  # fsdp: free each layer's whole parameters after its forward; null: not in pipelines
     sync_batchnorm: bool = False  # BatchNorm over the replicas' micro-batches together
     env: Any = None  # environment of the workers, such as {NCCL_DEBUG: INFO, GLOO_SOCKET_IFNAME: eth0}
+
+
+@dataclass
+class Local:
+    """Processes of this machine."""
+
+    name: str = "local"
+    max_restarts: int = 0  # how often a run resumes by itself after a process has died
+    allow_mixed: bool = False  # warn, instead of refusing, where ranks differ in code, versions or data
+
+
+@dataclass
+class Slurm:
+    """A job of a SLURM cluster."""
+
+    name: str = "slurm"
+    nodes: int = 1
+    tasks_per_node: int | None = None  # processes of each node; null: dp x pp, divided by the nodes
+    cpus_per_task: int | None = None  # cores of each process; null: the cluster's own rule
+    mem_gb: float | None = None  # memory of each node; null: the cluster's own rule
+    gpus_per_node: int | None = None  # null on a cluster without GPUs
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time_min: int = 60  # the job's time limit; at its end the job saves, is queued again and resumes
+    signal_s: int = 120  # how long before the limit it is told to save; SLURM may be up to 60 s early
+    max_requeues: int = 100  # how often a job may be queued again after a time limit
+    setup: list[str] = field(default_factory=list)  # shell lines before the run, such as ["module load cuda"]
+    sbatch: Any = None  # further parameters of sbatch, such as {constraint: a100}
+    wait: bool = True  # false: print the job's number and return at once
+    max_parallel: int | None = None  # jobs of a sweep that run at the same time; null: all
+    poll_s: float = 2.0  # seconds between two queries of the queue
+    allow_mixed: bool = False  # warn, instead of refusing, where ranks differ in code, versions or data
 
 
 # Keys that the program reads itself and does not pass to the section's target: name -> (type, default).

@@ -1,6 +1,6 @@
 """A configuration may come from anywhere: it chooses what this project does, and cannot have anything else executed.
 
-Targets are checked where they are called (``training.config.resolve``). Here is what Hydra itself, or the environment
+Targets are checked where they are called (``conf.instantiate.resolve``). Here is what Hydra itself, or the environment
 of processes, would execute. The exceptions are ``launcher.setup``, whose values are shell lines, options of
 ``launcher.sbatch`` such as containers, and ``allow`` and ``import_from``, which let targets be of other packages: they
 count where the user has typed them, or where they are in this project's own ``conf/``.
@@ -200,12 +200,3 @@ def config_folders(arguments: Sequence[str]) -> list[str]:
     if folder is None or not any(argument.lstrip("+").startswith("allow=") for argument in arguments):
         return []
     return [str(folder.parent), str(folder)]
-
-
-def literal(node: Any) -> Any:
-    """Return a copy of plain data in which OmegaConf takes no text for an interpolation."""
-    if isinstance(node, dict):
-        return {key: literal(item) for key, item in node.items()}
-    if isinstance(node, list):
-        return [literal(item) for item in node]
-    return re.sub(r"(?<!\\)(\\*)\$\{", r"\1\1\${", node) if isinstance(node, str) else node

@@ -5,8 +5,10 @@ Without Hydra: the ranks that record a command need not import it.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from common.errors import UserError
 from conf import OF_CHECKPOINT
@@ -14,6 +16,15 @@ from conf import OF_CHECKPOINT
 _OPTIONAL = ("experiment", "debug")
 _REQUIRED = ("model", "data", "optim", "scheduler", "parallel", "logger", "launcher")
 _WITH_VALUE = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--package", "-p")
+
+
+def literal(node: Any) -> Any:
+    """Return a copy of plain data in which OmegaConf takes no text for an interpolation."""
+    if isinstance(node, dict):
+        return {key: literal(item) for key, item in node.items()}
+    if isinstance(node, list):
+        return [literal(item) for item in node]
+    return re.sub(r"(?<!\\)(\\*)\$\{", r"\1\1\${", node) if isinstance(node, str) else node
 
 
 def options_first(arguments: Sequence[str]) -> list[str]:
@@ -80,3 +91,63 @@ def _expand(argument: str) -> list[str]:
     first = [f"logger={names.pop(0)}"] if group == "logger" else []
     # The schema stands before what it checks.
     return first + [f"+{part}{group}@{section}.{name}={name}" for name in names for part in ("schema/", "")]
+
+
+def hydra_word(text: str) -> str:
+    """``text`` as the value of a command-line override: quoted, unless it is a plain word or path."""
+    return text if re.fullmatch(r"[\w./:%@+-]+", text) else quoted(text)
+
+
+def quoted(text: str) -> str:
+    """``text`` in the quotes of Hydra's grammar, in which a backslash escapes a quote and those before a quote."""
+    escaped = re.sub(r"(?<!\\)(\\*)('|\Z)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
+    return f"'{escaped}'"
+
+
+def quote_values(arguments: Sequence[str]) -> list[str]:
+    """Command-line arguments with those values quoted that Hydra's grammar would misread.
+
+    ``sample.prompt=...`` is any text, unless the user has quoted it. ``sample.prompts=...`` is JSON, a list of texts.
+    ``${`` in a prompt is text.
+    ``model.extra_tokens=...`` is JSON, ``{"<a>": "start of an entity"}``: Hydra's own mappings cannot have such keys.
+    """
+    return [_quote_value(argument) for argument in arguments]
+
+
+def _quote_value(argument: str) -> str:
+    key, equals, value = argument.partition("=")
+    name = key.lstrip("+")
+    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+    if name == "sample.prompt" and equals:
+        return f"{key}={literal(value) if is_quoted else quoted(literal(value))}"
+    content = _json(value) if name in ("sample.prompts", "model.extra_tokens") else None
+    if isinstance(content, dict):
+        return f"{key}={quoted(value)}"
+    if isinstance(content, list) and all(isinstance(item, str) for item in content):
+        return f"{key}=[{','.join(quoted(literal(item)) for item in content)}]"
+    if name in ("sample", "sample.prompts") and "${" in value:
+        return f"{key}={_prompts(_parsed(argument))}"
+    return argument
+
+
+def _parsed(override: str) -> Any:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    return OverridesParser.create().parse_override(override).value()
+
+
+def _prompts(value: Any) -> str:
+    """What Hydra has read, as words for Hydra in which a text is never an interpolation."""
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{_prompts(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_prompts, value))}]"
+    return quoted(literal(value)) if isinstance(value, str) else "null" if value is None else str(value)
+
+
+def _json(value: str) -> Any:
+    """What JSON text means; None where it is something else."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        return None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import TrainingError
-from training.config import resolve
+from conf.instantiate import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
 

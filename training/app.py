@@ -16,11 +16,13 @@ from common.errors import exit_is_failure, printable
 from common.given import pack, unpack
 from common.machine import changed_environment, styled
 from conf import COMMAND
+from conf.instantiate import environment, open_doors, to_config, to_dict
+from conf.words import hydra_word
 from launchers import ForkServer, Interrupted, LaunchError, WorkerFailed, World, run_workers, stopping
 from launchers.loopback import check_interfaces
 from launchers.stopping import Stopped
 from training.checks.limits import check_need, check_process, check_sections, check_values
-from training.config import composed_by, environment, hydra_word, open_doors, to_config, to_dict, to_text
+from training.config import to_text
 
 ALONE = ("export", "sample")  # modes that need one process whatever the strategy is
 _KEY = "job"
@@ -88,6 +90,8 @@ def execute(
     check_sections(cfg)
     tree = to_dict(cfg)
     if hydra is not None:
+        from conf.composition import composed_by
+
         tree[COMMAND] = composed_by(hydra, cfg)
     check_values(tree)
     check_process()

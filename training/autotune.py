@@ -18,10 +18,10 @@ from typing import Any
 from common.errors import PlanError
 from common.given import pack, unpack
 from common.machine import available_memory
+from conf.instantiate import to_config, to_dict
 from launchers import ForkServer, WorkerFailed, World, run_workers
 from parallel.devices import resolve_device_type
 from training.checkpoint import newest, read_manifest
-from training.config import to_config, to_dict
 from training.reporting import METRICS, SUMMARY, write_json
 from training.reporting.metrics import read_records
 from training.setup import BALANCES, prepare

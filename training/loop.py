@@ -13,6 +13,7 @@ from typing import NoReturn
 import torch
 
 from common.errors import TrainingError
+from conf.instantiate import build
 from data.batch import Batch
 from data.loader import TrainBatches, train_loader
 from launchers import heartbeat, stopping
@@ -21,7 +22,6 @@ from parallel.strategy import StepResult, Strategy
 from training.callbacks import Callbacks, TrainingRun
 from training.checkpoint import Checkpoints
 from training.checks.identity import recipe
-from training.config import build
 from training.evaluate import evaluate, not_finite, record_of
 from training.optimizer import Optimizer
 from training.reporting import jsonable

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from common.errors import TrainingError, UserError
 from common.files import expand_home
+from conf.instantiate import to_config, to_dict
 from data.dataset import DataSet
 from data.vocabulary import GPT2Vocabulary
 from data.words import WordVocabulary, basic_english
@@ -26,7 +27,6 @@ from parallel.strategy import Options, Strategy
 from training import checkpoint
 from training.checkpoint import read_manifest
 from training.checkpoint.configuration import check_fits, checkpoint_of
-from training.config import to_config, to_dict
 from training.export.write import check_export, write
 from training.reporting.console import describe_sample
 from training.reporting.metrics import SUMMARY, read_object

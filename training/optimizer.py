@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.errors import PlanError, TrainingError
+from conf.instantiate import build, check_role, instantiate, resolve, target_of
 from conf.schema import own_keys
 from models.chain import Chain
 from parallel.plan import Plan
 from parallel.rows import local, rows_in, rows_of, shared_like, whole
 from parallel.strategies import names_where
 from parallel.strategy import Strategy
-from training.config import build, check_role, instantiate, resolve, target_of
 
 _FUSED = ("cpu", "cuda", "mps")
 

@@ -18,6 +18,8 @@ from common.errors import TrainingError, add_note, exit_is_failure, is_out_of_me
 from common.given import GIVEN, from_python
 from common.machine import styled, usable_cores
 from conf import COMMAND
+from conf.instantiate import build, environment, open_doors, to_dict
+from conf.words import hydra_word
 from launchers import World, connect
 from launchers.stopping import Stopped
 from parallel.build import build_strategy
@@ -33,7 +35,7 @@ from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.init_from import start
 from training.checkpoint.resume import resume
 from training.checks.identity import changes, check_ranks, follows_total
-from training.config import build, environment, hydra_word, kept, open_doors, to_dict
+from training.config import kept
 from training.evaluate import evaluate, not_finite, record_of
 from training.loop import Loop
 from training.optimizer import Optimizer

@@ -15,6 +15,7 @@ import numpy as np
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from common.errors import PlanError, TrainingError, UserError, add_note
+from conf.instantiate import build, environment, instantiate, target_of, to_config, to_dict
 from conf.schema import own_keys
 from data.batch import Batch
 from data.dataset import DataSet
@@ -44,7 +45,6 @@ from training.checks.first_batch import (
     known_samples,
 )
 from training.checks.limits import certain_tensors, check_fit, check_kind, check_length, check_sample, check_train
-from training.config import build, environment, instantiate, target_of, to_config, to_dict
 from training.evaluate import extents
 from training.optimizer import check_layout, check_optimizer, check_rates
 from training.reporting import loggers

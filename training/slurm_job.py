@@ -19,11 +19,11 @@ from typing import Any
 
 from common.console import unfailing_output
 from common.errors import LaunchError, UserError
+from conf.instantiate import environment, open_doors, to_config, to_dict
 from launchers import World
 from launchers.slurm import Job, check_options, submit, wait, write_private
 from launchers.slurm_worker import array_index, work
 from launchers.world import restarts
-from training.config import environment, open_doors, to_config, to_dict
 from training.reporting.directory_lock import EARLIER_ATTEMPT_S, hold, locked_directories, release
 from training.reporting.job_record import FAILED, FINISHED, RUNNING, update_job
 

@@ -21,8 +21,8 @@ from comparing import assert_same_training
 from composed import config
 from test_cuda_parity import LAYOUTS, RECIPES, SINGLE
 
+from conf.instantiate import to_dict
 from parallel.memory import estimate_memory
-from training.config import to_dict
 from training.setup import prepare
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # ``faults``

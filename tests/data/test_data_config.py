@@ -7,9 +7,9 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from hydra.utils import get_class
 
+from conf.instantiate import instantiate
 from conf.schema import register
 from data.dataset import DataSet
-from training.config import instantiate
 
 CONF = Path(__file__).parents[2] / "conf"
 

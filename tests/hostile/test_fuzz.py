@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))  # ``composed``
 
 from common.errors import CheckpointError, DataError, UserError, message_for_user
+from conf.instantiate import to_config, to_dict
 from data.mnist import read_idx
 from data.rows import Rows
 from data.tokens import check_tokens, read_header
 from parallel.precision import LossScale
 from training.checkpoint.manifest import parse_manifest, with_checksum
 from training.checks.limits import check_values
-from training.config import to_config, to_dict
 from training.reporting.metrics import MetricsFile, read_records
 from training.skipping import Skipping
 

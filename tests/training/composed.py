@@ -7,8 +7,8 @@ from pathlib import Path
 
 from commandline import ROOT
 
+from conf.instantiate import to_config, to_dict
 from data.loader import TrainBatches
-from training.config import to_config, to_dict
 
 # Ranks and command line of each strategy, all with four micro-batches a step: to be compared with `single`'s four.
 LAYOUTS = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from composed import config, losses, run_on_rank
 from ranks import Ranks
 
-from training.config import to_dict
+from conf.instantiate import to_dict
 from training.setup import prepare
 
 

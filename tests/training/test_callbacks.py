@@ -12,8 +12,8 @@ from composed import run as train
 
 from common.errors import TrainingError
 from conf.composition import compose as compose_line
+from conf.instantiate import open_doors, to_dict
 from conf.words import as_typed, expand_lists
-from training.config import open_doors, to_dict
 from training.run import run as run_config
 from training.setup import prepare
 

@@ -8,9 +8,10 @@ from commandline import train
 from composed import config, run, steps
 
 from common.errors import CheckpointError, TrainingError
+from conf.words import quote_values
 from train import main
 from training.checkpoint.configuration import with_checkpoint
-from training.config import complete, kept, quote_values
+from training.config import complete, kept
 
 
 @pytest.fixture(scope="module")

@@ -278,7 +278,7 @@ def test_printed_paths_come_through_the_shell_and_hydra_as_they_are(toy, name):
     """``lr=0.1`` is how sweeps name their directories."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    from training.config import hydra_word
+    from conf.words import hydra_word
     from training.reporting.console import final_words
 
     link = f"/runs/{name}/checkpoints/latest"

@@ -17,9 +17,9 @@ from composed import change_batches, compose, config, run, run_on_rank
 from torch import nn
 
 from common.errors import TrainingError, add_note, format_exception, message_for_user
+from conf.instantiate import to_dict
 from data.batch import Batch
 from parallel.strategy import Strategy
-from training.config import to_dict
 from training.setup import prepare
 
 LAYOUTS = {

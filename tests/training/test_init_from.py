@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import DataError, TrainingError
 from common.torchvision_loader import load_torchvision
+from conf.instantiate import to_dict
+from conf.words import quote_values
 from data.vocabulary import gpt2
 from training.app import execute
 from training.checkpoint.new_tokens import grown
-from training.config import quote_values, to_dict
 from training.setup import prepare
 
 EMBEDDING = "embedding.wte.weight"

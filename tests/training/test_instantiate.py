@@ -5,7 +5,7 @@ from omegaconf import OmegaConf
 
 from common.errors import DataError, TrainingError, UserError
 from common.files import read_yaml
-from training.config import instantiate
+from conf.instantiate import instantiate
 
 
 @pytest.fixture

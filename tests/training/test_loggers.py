@@ -111,7 +111,7 @@ def test_a_logger_that_cannot_start_is_left_out(caplog):
 
 
 def test_a_package_that_is_not_installed_is_missed_before_the_run(monkeypatch):
-    monkeypatch.setattr("training.config.find_spec", lambda name: None)
+    monkeypatch.setattr("conf.instantiate.find_spec", lambda name: None)
     for name, package in (("tensorboard", "tensorboard"), ("mlflow", "mlflow-skinny")):
         with pytest.raises(TrainingError, match=f"pip install {package}"):
             prepare(config(f"logger={name}"))

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from common.errors import UserError
 from common.given import set_given
 from conf.composition import compose_and_run
+from conf.instantiate import to_config, to_dict
 from conf.messages import explain
 from data.dataset import DataSet, InMemory, Source
 from data.tensors import TensorData
@@ -21,7 +22,6 @@ from models.losses import ClassCrossEntropy, SquaredError, Sums
 from models.sequential import chain_of
 from training import load_config, train
 from training.api import with_given
-from training.config import to_config, to_dict
 from training.setup import prepare
 
 WORDS = ["train.epochs=null", "train.steps=2", "train.global_batch_size=8", "logger=none", "device=cpu"]

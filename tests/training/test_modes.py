@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from common.errors import CheckpointError, TrainingError
 from common.torchvision_loader import load_torchvision
+from conf.instantiate import to_dict
 from training.app import execute
-from training.config import to_dict
 
 LAYOUTS = {
     "single": (1, []),

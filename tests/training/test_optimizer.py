@@ -9,12 +9,12 @@ from composed import QUIET, compose, config, losses, run, run_on_rank, saved, st
 from torch import nn
 
 from common.errors import CheckpointError, PlanError, TrainingError
+from conf.instantiate import open_doors, to_dict
 from models.losses import SquaredError
 from models.sequential import chain_of
 from parallel.build import build_strategy
 from parallel.strategy import Options
 from training.checkpoint.manifest import with_checksum
-from training.config import open_doors, to_dict
 from training.optimizer import Optimizer, check_rates
 from training.run import run as train
 from training.setup import prepare

@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 
 from common.errors import TrainingError, UserError
 from conf.composition import _composable
+from conf.instantiate import open_doors, resolve
 from training import train
-from training.config import open_doors, resolve
 from training.evaluate import record_of
 from training.setup import prepare
 

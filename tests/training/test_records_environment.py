@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from conf.words import as_typed
-from training.config import quote_values
+from conf.words import as_typed, quote_values
 from training.reporting import describe, mask_secrets
 from training.reporting.environment import _git
 

@@ -198,7 +198,7 @@ def test_runs_of_one_model_are_one_group_unless_another_is_typed(tmp_path, monke
 
 
 def test_hydra_builds_the_logger_and_leaves_targets_inside_the_stored_config_alone(compose, monkeypatch):
-    from training.config import instantiate
+    from conf.instantiate import instantiate
 
     seen = {}
     monkeypatch.setattr(WandbRun, "__init__", lambda self, **fields: seen.update(fields))

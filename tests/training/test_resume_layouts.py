@@ -3,7 +3,7 @@
 import pytest
 from composed import QUIET, compose, losses, records, run_on_rank, saved
 
-from training.config import to_dict
+from conf.instantiate import to_dict
 
 LAYOUTS = {
     "single": (1, ["parallel=single"]),

@@ -9,11 +9,13 @@ from composed import losses, saved, steps
 from omegaconf import open_dict
 
 from conf import CHOSEN, TRAINED, options
-from conf.composition import compose
+from conf.composition import compose, composed_by
+from conf.instantiate import to_config, to_dict
+from conf.words import quote_values
 from train import main
 from training.checkpoint.configuration import with_checkpoint
 from training.checkpoint.manifest import with_checksum
-from training.config import complete, composed_by, kept, quote_values, to_config, to_dict
+from training.config import complete, kept
 
 LAYOUT = {"parallel": "single", "dp": 1, "pp": 1, "chunks": 1, "precision": "fp32", "stages": [["net1"]]}
 

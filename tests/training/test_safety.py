@@ -212,7 +212,7 @@ from pathlib import Path
 import numpy, torch, torch._dynamo, torch.utils.data
 from hydra import compose, initialize_config_dir
 from conf.schema import register
-from training.config import to_config, to_dict
+from conf.instantiate import to_config, to_dict
 from training.run import run
 
 def closed(*args, **kwargs):

@@ -3,8 +3,8 @@
 import pytest
 from composed import QUIET, compose, losses, run_on_rank, saved
 
+from conf.instantiate import to_dict
 from training.app import execute
-from training.config import to_dict
 
 # 12 divides by 2, 3 and 4 replicas; micro-batches of 3 or fewer make no difference to the toy model.
 TOY = [

@@ -9,9 +9,9 @@ from composed import change_batches, config, losses, run, saved, steps
 from skipping_ranks import same, train_spoilt
 
 from common.errors import TrainingError
+from conf.instantiate import to_dict
 from data.batch import Batch
 from data.loader import TrainBatches
-from training.config import to_dict
 
 RECIPE = ["train.epochs=null", "train.steps=4", "train.global_batch_size=16", "optim=adamw", "train.checkpoint_every=1",
           "train.keep_checkpoints=9", "train.eval_every=null", "train.precision=fp32"]  # fmt: skip

@@ -6,8 +6,8 @@ import pytest
 from commandline import train as train_cli
 from composed import QUIET, compose, config, run, run_on_rank
 
+from conf.instantiate import to_dict
 from parallel.timeline import Interval
-from training.config import to_dict
 from training.reporting.timeline_files import step_of_median_duration, why_no_timeline, write_timeline
 from training.setup import prepare
 

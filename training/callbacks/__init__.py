@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.config import build as build_role
-from training.config import to_dict
+from conf.instantiate import build as build_role
+from conf.instantiate import to_dict
 
 if TYPE_CHECKING:
     from parallel.strategy import Strategy

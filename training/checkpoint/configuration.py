@@ -29,7 +29,8 @@ from common.errors import CheckpointError, TrainingError
 from conf import CHOSEN, OF_CHECKPOINT, ON_TOP, TRAINED, options
 from conf.composition import compose
 from conf.schema import schema_of, target_of
-from conf.trust import config_folder, literal
+from conf.trust import config_folder
+from conf.words import literal
 from models.chain import Chain
 from training.checkpoint.load import Tensors, newest, read_manifest
 from training.checkpoint.manifest import checkpoint_folder

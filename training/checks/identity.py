@@ -16,10 +16,10 @@ from torch import Tensor
 
 from common.errors import DataError, LaunchError, TrainingError
 from conf import COMMAND, ON_TOP, TRAINED
+from conf.instantiate import to_dict
 from data.batch import Batch
 from data.dataset import DataSet, Source
 from parallel.mesh import Mesh
-from training.config import to_dict
 from training.reporting import mask_secrets
 from training.reporting.environment import git_state
 
@@ -164,7 +164,7 @@ def changes(before: Any, now: dict[str, Any], command: Mapping[str, Any] | None 
     Args:
         before: The recipe of the checkpoint, or whatever it has in its place.
         now: That of this run.
-        command: How this run was composed (``training.config.composed_by``), where that is known.
+        command: How this run was composed (``conf.composition.composed_by``), where that is known.
 
     Returns:
         Which settings differ, with both values; None where none does or one is not known.

@@ -157,8 +157,8 @@ def check_need(setup: Any) -> None:
 
 def certain_tensors(cfg: Any) -> int:
     """How many tensors of a parameter's size a run holds at least."""
+    from conf.instantiate import to_dict
     from parallel.memory import tensors_per_parameter
-    from training.config import to_dict
 
     return tensors_per_parameter(to_dict(cfg.optim), unknown=0) if cfg.mode == "train" else 1
 

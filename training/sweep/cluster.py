@@ -11,12 +11,12 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 
 from common.errors import UserError
+from conf.instantiate import open_doors, to_config, to_dict
 from conf.trust import typed_overrides
 from launchers import Interrupted
 from launchers.slurm import Job as SlurmJob
 from launchers.slurm import wait
 from training.autotune import choose_chunks, recall
-from training.config import open_doors, to_config, to_dict
 from training.reporting import mask_secrets
 from training.reporting.job_record import FAILED, FINISHED, INTERRUPTED, WAITING, Job, read_job, update_job, write_job
 from training.reporting.objective import value_for_sweeper

@@ -11,10 +11,10 @@ from typing import Any
 
 from common.errors import TrainingError, UserError, format_exception
 from conf.trust import typed_overrides
+from conf.words import hydra_word
 from launchers import World
 from launchers.stopping import Stopped
 from training.app import execute
-from training.config import hydra_word
 from training.reporting import mask_secrets
 from training.reporting.directory_lock import hold, release
 from training.reporting.job_record import (

@@ -1,0 +1,320 @@
+"""Configurations as plain data, and the objects that they describe."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from common.errors import PlanError, TrainingError, UserError
+from conf import environment as from_environment
+from conf.words import literal
+
+# The packages whose public classes a configuration may build. A configuration may come from anywhere, and a target can
+# name any class. The user's own are named in `allow` (see open_doors).
+PACKAGES = ("models", "data", "parallel", "training", "torch.nn", "torch.optim")
+# A model may be built by a function: it only computes. Functions elsewhere also write files and start processes.
+FUNCTIONS_OF = ("models",)
+_allowed: tuple[str, ...] = ()  # of the run that this process works on
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a section of the configuration builds, or a Python program hands over.
+
+    Attributes:
+        what: In words.
+        way_out: How one is written.
+        kind: "module:Class" of which it is; "" for any class.
+        methods: Of which it has at least ``least``.
+        least: See ``methods``.
+    """
+
+    what: str
+    way_out: str
+    kind: str = ""
+    methods: tuple[str, ...] = ()
+    least: int = 1
+
+    def fits(self, one: Any) -> bool:
+        """Whether an object, or the objects of a class, can play the role."""
+        if self.kind:
+            module, _, name = self.kind.partition(":")
+            kind = getattr(import_module(module), name)
+            return issubclass(one, kind) if inspect.isclass(one) else isinstance(one, kind)
+        return sum(callable(getattr(one, method, None)) for method in self.methods) >= self.least
+
+
+CALLBACK_METHODS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
+ROLES = {
+    "model": Role(
+        "a model (models.chain.Chain)",
+        "choose one by model=NAME; from Python, model=models.sequential.chain_of(nn.Sequential(...), "
+        "models.losses.ClassCrossEntropy())",
+        kind="models.chain:Chain",
+    ),
+    "data": Role(
+        "a data set (data.dataset.DataSet)",
+        "choose one by data=NAME; from Python, data=data.tensors.TensorData(inputs, targets) of tensors or arrays",
+        kind="data.dataset:DataSet",
+    ),
+    "optim": Role(
+        "an optimizer (torch.optim.Optimizer)",
+        "choose one by optim=NAME, or name a class such as torch.optim.RMSprop",
+        kind="torch.optim:Optimizer",
+    ),
+    "scheduler": Role(
+        "a schedule, with a method factor(step, total, per_epoch)", "choose one by scheduler=NAME", methods=("factor",)
+    ),
+    "logger": Role(
+        "a logger, with the methods log and finish",
+        "choose one by logger=NAME, or logger=none",
+        methods=("log", "finish"),
+        least=2,
+    ),
+    "callbacks": Role(
+        f"a callback: it has none of the methods {', '.join(CALLBACK_METHODS)}",
+        "write callbacks=[early_stop] (an option of conf/callback/) or 'callbacks=[{_target_: mypackage.MyCallback}]'",
+        methods=CALLBACK_METHODS,
+    ),
+}
+
+
+def open_doors(cfg: Any) -> None:
+    """Let targets also be classes and functions of the packages in ``allow``, in this process, until the next call.
+
+    They are imported from where Python finds them, and from the folders in ``import_from``.
+
+    Raises:
+        TrainingError: Where a name is not a package's.
+    """
+    global _allowed
+    names = cfg.get("allow") or []
+    for name in names:
+        if not all(part.isidentifier() for part in str(name).split(".")):
+            raise TrainingError(f"allow={name}: give names of packages or modules, such as allow=[mypackage]")
+    _allowed = tuple(names)
+    add_to_path(cfg.get("import_from") or [])
+
+
+def add_to_path(folders: Sequence[str]) -> None:
+    """Have Python look for modules in these folders too, after all others."""
+    sys.path.extend(folder for folder in folders if folder not in sys.path)
+
+
+def to_dict(cfg: Any) -> dict:
+    """A dict of dicts, lists, numbers and strings, with interpolations resolved and enum members by name.
+
+    What was taken from the environment is listed under ``conf.environment.KEY``, where there is any.
+
+    Raises:
+        omegaconf.errors.OmegaConfBaseException: For a value that is missing or that cannot be resolved.
+    """
+    from omegaconf import OmegaConf
+
+    if not OmegaConf.is_config(cfg):
+        cfg = to_config(cfg)
+    tree = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True, throw_on_missing=True)
+    taken = from_environment.used(cfg)
+    return {**tree, from_environment.KEY: taken} if taken["shown"] else tree
+
+
+def to_config(tree: dict) -> Any:
+    """The reverse of ``to_dict``, for reading: ``cfg.train.steps`` over plain data.
+
+    From now on this process shows nothing of what the tree says was taken from the environment.
+    """
+    from omegaconf import OmegaConf
+
+    if from_environment.KEY in tree:
+        from_environment.note(tree[from_environment.KEY]["values"])
+        from_environment.hide_on_console()
+    return OmegaConf.create(literal(tree))
+
+
+def environment(cfg: Any) -> dict[str, str]:
+    """The variables of ``parallel.env``, such as {"NCCL_DEBUG": "INFO"}.
+
+    Raises:
+        PlanError: Where it is no mapping.
+        UserError: For a variable that a configuration may not set.
+    """
+    wanted = cfg.parallel.env or {}
+    if not hasattr(wanted, "items"):
+        raise PlanError(f"parallel.env={wanted} must be a mapping, such as parallel.env={{NCCL_DEBUG: INFO}}")
+    from conf.trust import check_variables  # late: it imports Hydra
+
+    check_variables("parallel.env", wanted)
+    return {str(name): str(value) for name, value in wanted.items()}
+
+
+def _hidden(module: str) -> str:
+    """The end of an error about a module: where on the path it is, if a package of the same name hides it."""
+    top, *below = module.split(".")
+    shown = list(getattr(sys.modules.get(top), "__path__", ()))
+    packages = [Path(folder or ".").absolute() / top for folder in sys.path]
+    for place in [package.joinpath(*below) for package in packages if str(package) not in shown]:
+        if shown and (place.is_dir() or place.with_suffix(".py").is_file()):
+            return f"; {place} is hidden by the package {shown[0]}: give its folder {top!r} another name"
+    return ""
+
+
+def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the ``_target_`` of a configuration section with the section's other keys as keyword arguments.
+
+    Sections inside it that name a target are built first. Targets at any depth are checked before any of them is
+    called (see ``resolve``); ``args`` and ``kwargs`` are passed as they are.
+
+    Args:
+        node: The section: plain data or an OmegaConf node.
+        *args: Further positional arguments.
+        **kwargs: Further keyword arguments.
+
+    Returns:
+        What the target returns.
+
+    Raises:
+        TrainingError: For a target that is not allowed or does not exist, a parameter that it does not have, and a
+            ``ValueError`` that it raises. Other errors of the user's making come out as they are.
+    """
+    tree = to_dict(node)
+    for section in _sections(tree):
+        if "_target_" in section:
+            resolve(section["_target_"])
+    return _build(tree, args, kwargs)
+
+
+def build(role: str, section: Any, *args: Any, **kwargs: Any) -> Any:
+    """Build what a section of the configuration describes, and check that it is what the section is for.
+
+    Args:
+        role: A key of ``ROLES``.
+        section: The section.
+        *args: See ``instantiate``.
+        **kwargs: See ``instantiate``.
+
+    Returns:
+        An object that plays the role.
+
+    Raises:
+        TrainingError: See ``target_of``, ``check_role`` and ``instantiate``.
+    """
+    target_of(role, section)
+    return check_role(role, instantiate(section, *args, **kwargs), section["_target_"])
+
+
+def target_of(role: str, section: Any) -> Any:
+    """The class or function that a section names.
+
+    Raises:
+        TrainingError: What was given is no section with a ``_target_``, or names a class of another kind.
+    """
+    if not hasattr(section, "keys") or "_target_" not in section:
+        raise TrainingError(f"{role}: {section} is no section with a _target_; {ROLES[role].way_out}")
+    target = resolve(section["_target_"])
+    if inspect.isabstract(target):
+        raise TrainingError(f"{role}: {section['_target_']} is what others are made of; {ROLES[role].way_out}")
+    if inspect.isclass(target):
+        _check_fits(role, target, section["_target_"])
+    return target
+
+
+def check_role(role: str, one: Any, name: str | None = None) -> Any:
+    """Return an object if it can play a role, before it is called.
+
+    Args:
+        role: A key of ``ROLES``.
+        one: Any object.
+        name: What made it.
+
+    Raises:
+        TrainingError: It cannot; the message says how the right one is written.
+    """
+    if inspect.isclass(one):
+        raise TrainingError(f"{role}: {_name_of(one)} is a class; give an object: {one.__name__}(...)")
+    _check_fits(role, one, name or _name_of(one if inspect.isroutine(one) else type(one)))
+    return one
+
+
+def _check_fits(role: str, one: Any, name: str) -> None:
+    if not ROLES[role].fits(one):
+        raise TrainingError(f"{role}: {name} is not {ROLES[role].what}; {ROLES[role].way_out}")
+
+
+def _name_of(item: Any) -> str:
+    return item.__qualname__ if item.__module__ == "builtins" else f"{item.__module__}.{item.__qualname__}"
+
+
+def _build(node: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    if isinstance(node, list):
+        return [_build(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    built = {key: _build(value) for key, value in node.items() if key != "_target_"} | dict(kwargs or {})
+    if "_target_" not in node:
+        return built
+    target = resolve(node["_target_"])
+    try:
+        inspect.signature(target).bind(*args, **built)
+    except TypeError as error:
+        raise TrainingError(f"_target_={node['_target_']}: {error}") from None
+    try:
+        return target(*args, **built)
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        raise TrainingError(str(error)) from error
+
+
+def _sections(node: Any) -> list[dict]:
+    """All dicts of a tree, its own root included."""
+    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return ([node] if isinstance(node, dict) else []) + [section for item in inner for section in _sections(item)]
+
+
+def resolve(target: Any) -> Any:
+    """The class or function that ``target`` ("package.module.name") names.
+
+    Raises:
+        TrainingError: Where there is none, and for anything but a public class of ``PACKAGES`` or a public function of
+            ``FUNCTIONS_OF``, or one of either kind of a package in ``allow``, that is defined there, not imported from
+            elsewhere.
+    """
+    if not isinstance(target, str) or not _is_of(target, (*PACKAGES, *_allowed)):
+        raise _refused(target, "it is of another package")
+    if any(part.startswith("_") for part in target.split(".")):
+        raise _refused(target, "it is private")
+    module, _, name = target.rpartition(".")
+    try:
+        item = getattr(import_module(module), name)
+    except (AttributeError, ImportError) as error:
+        raise TrainingError(f"_target_={target} names nothing: {error}{_hidden(module)}") from error
+    if not inspect.isclass(item) and not inspect.isfunction(item):
+        raise _refused(target, "it is neither a class nor a function")
+    home = f"{item.__module__}.{item.__qualname__}"
+    if not _is_of(home, (*PACKAGES, *_allowed)):
+        raise _refused(target, f"it is {home}")
+    if not inspect.isclass(item) and not _is_of(home, (*FUNCTIONS_OF, *_allowed)):
+        raise _refused(target, "it is a function")
+    package = getattr(item, "requires", None)  # of a class that works with a package which is not always there
+    if package is not None and find_spec(package.partition("-")[0]) is None:
+        raise TrainingError(f"{target} needs a package that is not installed: pip install {package}")
+    return item
+
+
+def _is_of(name: str, packages: Sequence[str]) -> bool:
+    return name.startswith(tuple(f"{package}." for package in packages))
+
+
+def _refused(target: Any, reason: str) -> TrainingError:
+    yours = str(target).partition(".")[0] if isinstance(target, str) and target.partition(".")[0] else "mypackage"
+    return TrainingError(
+        f"_target_={target} is not allowed: {reason}. Configurations may build public classes of "
+        f"{', '.join(PACKAGES)}, call functions of {FUNCTIONS_OF[0]}, and use what allow= names: "
+        f"{', '.join(_allowed) or 'nothing now'}. If you trust it: allow=[{yours}]"
+    )
