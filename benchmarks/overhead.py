@@ -30,7 +30,8 @@ from parallel.devices import keep_freed_memory
 from parallel.precision import autocast
 from training.checkpoint import Checkpoints
 from training.loop import Loop
-from training.reporting import MetricsFile, Progress
+from training.reporting.loggers import Loggers
+from training.reporting.recorder import Recorder
 from training.setup import Setup
 
 ROOT = Path(__file__).parents[1]
@@ -111,15 +112,13 @@ def bare_step(setup: Setup) -> Callable[[int], None]:
 def whole_loop(setup: Setup, folder: Path) -> Callable[[int], None]:
     """Returns a step that is one of ``training.loop.Loop``, which writes its records into ``folder``."""
     trainer = Trainer(setup)
-    metrics = MetricsFile(folder / "metrics.jsonl")
-    progress = Progress(setup.total_steps, tokens=True)
+    recorder = Recorder(folder, Loggers([], build=None), setup.total_steps)
     cfg, mesh = setup.cfg, trainer.strategy.mesh
     checkpoints = Checkpoints(folder / "checkpoints", cfg.train.keep_checkpoints, mesh, cfg.parallel.timeout_s)
 
     def step(number: int) -> None:
         one = dataclasses.replace(setup, total_steps=number)
-        parts = trainer.strategy, trainer.optimizer, checkpoints
-        Loop(one, *parts, metrics.write, progress.update, progress.say).run(first_step=number)
+        Loop(one, trainer.strategy, trainer.optimizer, checkpoints, recorder).run(first_step=number)
 
     return step
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,8 +26,9 @@ from training.evaluate import evaluate, not_finite, record_of
 from training.optimizer import Optimizer
 from training.reporting import jsonable
 from training.reporting.console import numbers
-from training.reporting.profiler import profiler
+from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome
+from training.reporting.traces import profiler
 from training.setup import Setup
 from training.skipping import Skipping, first_not_finite, roll_back
 
@@ -47,10 +48,7 @@ class Loop:
         strategy: Strategy,
         optimizer: Optimizer,
         checkpoints: Checkpoints,
-        record: Callable[[dict], None],
-        show: Callable[..., None],
-        say: Callable[[str], None],
-        histogram: Callable[..., None] = lambda *_: None,
+        recorder: Recorder,
     ) -> None:
         """Takes the parts of a run.
 
@@ -59,19 +57,16 @@ class Loop:
             strategy: This rank's share of the model.
             optimizer: The optimizer over its parameters.
             checkpoints: Where to save.
-            record: Takes each record of metrics.jsonl.
-            show: Takes each step's numbers for the progress bar.
-            say: Takes a sentence for the console.
-            histogram: Takes a histogram for the loggers, see ``training.callbacks``. On ranks other than 0 these four
-                do nothing.
+            recorder: Takes the numbers and sentences of rank 0.
         """
         self.setup, self.strategy, self.optimizer, self.checkpoints = setup, strategy, optimizer, checkpoints
-        self.record, self.show, self.say = record, show, say
+        self.recorder, self.say = recorder, recorder.say
         self.config = setup.cfg.train
         self.schedule = build("scheduler", setup.cfg.scheduler)
         self.skipping = Skipping(self.config)
         self.recipe = recipe(setup, self.schedule)
-        seen = TrainingRun(setup.cfg, checkpoints.folder.parent, strategy, record, histogram, say)
+        run_dir = checkpoints.folder.parent
+        seen = TrainingRun(setup.cfg, run_dir, strategy, recorder.record, recorder.histogram, recorder.say)
         self.callbacks = Callbacks(setup.cfg.callbacks, seen)
         self.outcome = Outcome()
         # A checkpoint is that of the last step that counted: those that were skipped since then are done again.
@@ -222,9 +217,8 @@ class Loop:
         if setup.tokens_per_sample is not None:
             record["tokens_per_s"] = result.terms / seconds
         record["skipped"] = bool(skipped)
-        self.record(record)
+        self.recorder.step(record, note=skipped)
         self.callbacks.on_step(record)
-        self.show(step, result.loss, record["samples_per_s"], record.get("tokens_per_s"), skipped)
 
     def _evaluate(self, step: int) -> bool:
         """Evaluates on the validation split. Returns False if the run was told to stop meanwhile."""
@@ -238,7 +232,7 @@ class Loop:
         record = record_of(result, "val", language=self.setup.tokens_per_sample is not None)
         if result["loss"] < (math.inf if self.outcome.best_val_loss is None else self.outcome.best_val_loss):
             self.outcome.best_val_loss, self.outcome.best_step = result["loss"], self._updated
-        self.record({"step": step, **record})
+        self.recorder.record({"step": step, **record})
         self.say(f"step {step}: {numbers(record, self.setup.extents.get('val'))}")
         if (problem := not_finite(record, self.setup.plan.global_batch_size)) is not None:
             self.say(problem)

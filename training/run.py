@@ -45,7 +45,7 @@ from training.reporting.environment import where_typed
 from training.reporting.loggers import Loggers, sections
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
-from training.reporting.timeline_files import why_no_timeline, write_timeline
+from training.reporting.traces import why_no_timeline, write_timeline
 from training.setup import Setup, prepare
 
 
@@ -91,8 +91,7 @@ def run(
             start(cfg.model, setup.chain, strategy)
         _check_steps_left(setup, strategy, run_dir, resumed.step)
         recorder = _recorder(setup, strategy, run_dir, first_step=resumed.step + 1)
-        shown = recorder.record, recorder.show, recorder.say, recorder.histogram
-        loop = Loop(setup, strategy, optimizer, checkpoints, *shown)
+        loop = Loop(setup, strategy, optimizer, checkpoints, recorder)
         loop.restore(resumed.progress, resumed.path)
         if (changed := changes(resumed.progress.get("recipe"), loop.recipe, cfg.get(COMMAND))) is not None:
             recorder.say(f"warning: {changed}")
@@ -253,7 +252,6 @@ def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) 
         setup.total_steps,
         first_step,
         resumed=cfg.train.resume is not None,
-        tokens=setup.tokens_per_sample is not None,
     )
     if cfg.mode == "train" and cfg.train.trace and (problem := why_no_timeline(setup.plan)) is not None:
         recorder.say(problem)
@@ -272,7 +270,7 @@ def _test(setup: Setup, strategy: Strategy, loop: Loop) -> dict[str, float]:
     except Stopped:
         loop.stop(loop.outcome.steps)
     if (problem := not_finite(result, setup.plan.global_batch_size)) is not None:
-        loop.say(problem)
+        loop.recorder.say(problem)
     return result
 
 

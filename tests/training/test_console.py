@@ -101,7 +101,7 @@ def test_a_terminal_of_some_width_gets_a_bar_and_one_of_none_gets_lines(terminal
     for columns, bar in ((100, True), (0, False)):
         stream, shown = terminal(columns)
         progress = Progress(3, stream=stream)
-        progress.update(1, 2.0, 5.0)
+        progress.update({"step": 1, "loss": 2.0, "samples_per_s": 5.0})
         progress.close()
         stream.flush()
         assert ("|" in shown()) == bar

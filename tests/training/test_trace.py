@@ -8,7 +8,7 @@ from composed import QUIET, compose, config, run, run_on_rank
 
 from conf.instantiate import to_dict
 from parallel.timeline import Interval
-from training.reporting.timeline_files import step_of_median_duration, why_no_timeline, write_timeline
+from training.reporting.traces import step_of_median_duration, why_no_timeline, write_timeline
 from training.setup import prepare
 
 SHORT = ["train.epochs=null", "train.steps=3", "train.eval_every=null", "train.checkpoint_every=null"]

@@ -6,8 +6,8 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import TextIO
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
 
 from common.machine import terminal_width
 from training.reporting.console import number
@@ -27,7 +27,6 @@ class Progress:
         total_steps: int,
         first_step: int = 1,
         stream: TextIO | None = None,
-        tokens: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Opens the bar where ``stream`` is a terminal.
@@ -36,43 +35,31 @@ class Progress:
             total_steps: The number of the last step.
             first_step: The number of the first step of this process.
             stream: Where to write; standard error if None.
-            tokens: Whether tokens per second are shown, not samples per second.
             clock: Returns the time in seconds.
         """
         self._total, self._first = total_steps, first_step
         self._stream = sys.stderr if stream is None else stream
-        self._tokens = tokens
         self._clock = clock
         self._last_line: float | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=STEPS_IN_AVERAGE + 1)
         self._bar = self._open_bar() if self._is_terminal() else None
 
-    def update(
-        self,
-        step: int,
-        loss: float,
-        samples_per_s: float,
-        tokens_per_s: float | None = None,
-        note: str = "",
-    ) -> None:
+    def update(self, record: Mapping[str, Any], note: str = "") -> None:
         """Shows a step that has just finished.
 
         Off a terminal only the first and the last step, and otherwise one per ``SECONDS_BETWEEN_LINES``, is shown:
         what must not be missed goes to ``say``.
 
         Args:
-            step: The step's number, counted from 1.
-            loss: Its loss.
-            samples_per_s: Its samples per second.
-            tokens_per_s: Its tokens per second, if the data are text.
+            record: The step's line of metrics.jsonl.
             note: A remark for the end of the line.
         """
-        now = self._clock()
+        now, step = self._clock(), record["step"]
         self._recent.append((now, step))
-        rate, unit = (tokens_per_s, "tokens/s") if self._tokens else (samples_per_s, "samples/s")
+        rate = "tokens_per_s" if "tokens_per_s" in record else "samples_per_s"
         left = self.seconds_left()
-        parts = [f"loss {number('loss', loss)}",
-                 f"{number('_per_s', rate)} {unit}" if rate is not None else "",
+        parts = [f"loss {number('loss', record['loss'])}",
+                 f"{number(rate, record[rate])} {rate.replace('_per_', '/')}",
                  f"{duration(left)} left" if left is not None and step < self._total else "", note]
         text = "  ".join(part for part in parts if part)
         if self._bar is not None:

@@ -25,7 +25,6 @@ class Recorder:
         total_steps: int,
         first_step: int = 1,
         resumed: bool = False,
-        tokens: bool = False,
     ) -> None:
         """Describes the environment and opens the files.
 
@@ -36,7 +35,6 @@ class Recorder:
             first_step: The number of the first step to come.
             resumed: Whether an earlier run may have left records in ``run_dir``. Those from ``first_step`` on are
                 dropped.
-            tokens: Whether the progress bar shows tokens per second, not samples per second.
         """
         self._logger, self._run_dir = logger, run_dir
         if logger is None:
@@ -47,7 +45,7 @@ class Recorder:
         self._metrics = MetricsFile(run_dir / METRICS)
         if resumed:
             self._metrics.truncate_after(first_step - 1)
-        self._progress = Progress(total_steps, first_step, tokens=tokens)
+        self._progress = Progress(total_steps, first_step)
 
     def lacks_evaluation(self, step: int) -> bool:
         """Returns whether ``step`` is on record with its training but without an evaluation. False on other ranks."""
@@ -55,6 +53,12 @@ class Recorder:
             return False
         records = [record for record in read_records(self._run_dir / METRICS) if record.get("step") == step]
         return bool(records) and not any("val_loss" in record for record in records)
+
+    def step(self, record: dict[str, Any], note: str = "") -> None:
+        """Writes the record of an optimizer step and shows it, with a remark, on the progress bar."""
+        self.record(record)
+        if self._logger is not None:
+            self._progress.update(record, note)
 
     def record(self, record: dict[str, Any]) -> None:
         """Writes a record, which has a "step", to metrics.jsonl and to the loggers."""
@@ -66,11 +70,6 @@ class Recorder:
         """Shows a histogram in the loggers; see ``Loggers.histogram``."""
         if self._logger is not None:
             self._logger.histogram(*args)
-
-    def show(self, *args: Any) -> None:
-        """Shows a step on the progress bar; see ``Progress.update``."""
-        if self._logger is not None:
-            self._progress.update(*args)
 
     def say(self, text: str) -> None:
         """Prints a sentence above the progress bar."""

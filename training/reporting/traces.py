@@ -1,9 +1,10 @@
-"""``train.trace``: when each forward, backward and transfer of a pipeline ran, as a picture and as a Chrome trace."""
+"""When things ran: ``train.trace`` draws a pipeline's step, ``train.profile`` records steps with torch.profiler."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from statistics import median_low
@@ -14,6 +15,7 @@ from training.reporting.metrics import write_or_warn
 
 PICTURE, EVENTS = "timeline.png", "timeline.json"
 _MOST_STEPS = 5  # in the Chrome trace
+_PROFILER_WARM_UP_STEPS = 3
 
 
 def why_no_timeline(plan: Plan) -> str | None:
@@ -127,3 +129,30 @@ def _complete(pid: int, tid: int, step: int, interval: Interval) -> dict:
 
 def _name(what: str, pid: int, tid: int, name: str) -> dict:
     return {"name": f"{what}_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+@contextmanager
+def profiler(steps: int, run_dir: Path, rank: int) -> Iterator[Callable[[], None]]:
+    """Records some steps with torch.profiler into ``run_dir/profile/rank_0000.json``, a Chrome trace.
+
+    Args:
+        steps: How many steps are recorded, after three of warm-up; 0 for none.
+        run_dir: The run's directory.
+        rank: This process's rank.
+
+    Yields:
+        A function to call after each step.
+    """
+    if steps == 0:
+        yield lambda: None
+        return
+    from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
+
+    target = run_dir / "profile" / f"rank_{rank:04d}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with profile(
+        activities=list(supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA}),
+        schedule=schedule(wait=_PROFILER_WARM_UP_STEPS - 1, warmup=1, active=steps, repeat=1),
+        on_trace_ready=lambda recorded: recorded.export_chrome_trace(str(target)),
+    ) as recorder:
+        yield recorder.step
