@@ -12,8 +12,8 @@ from conf.instantiate import to_config, to_dict
 from conf.schema import register
 from data.batch import Batch
 from data.loader import TrainBatches
-from parallel.build import build_strategy
 from parallel.devices import synchronize
+from parallel.strategy import build_strategy
 from training.optimizer import Optimizer
 from training.run import set_arithmetic, strategy_options
 from training.setup import Setup, prepare

@@ -22,7 +22,6 @@ _RENAMED = {
     "head.ln_f.weight": "transformer.ln_f.weight",
     "head.ln_f.bias": "transformer.ln_f.bias",
 }
-_BACK = {theirs: ours for ours, theirs in _RENAMED.items()}
 _END_OF_TEXT = 50256
 _HEAD = "lm_head.weight"  # tied: transformers takes it from the embedding
 
@@ -113,27 +112,4 @@ def to_huggingface(state: Mapping[str, Tensor], vocab_size: int = 50257) -> dict
     converted = {kind.their_name(n): kind.convert(n, t) for n, t in state.items() if n != "head.lm_head.weight"}
     converted["transformer.wte.weight"] = converted["transformer.wte.weight"][:vocab_size]
     converted[_HEAD] = converted["transformer.wte.weight"]
-    return converted
-
-
-def from_huggingface(state: Mapping[str, Tensor], vocab_size: int = 50304) -> dict[str, Tensor]:
-    """Convert the state of a Hugging Face GPT-2 into this project's.
-
-    Args:
-        state: Tensors by Hugging Face's names, with or without the ``transformer.`` prefix.
-        vocab_size: Rows to pad the embedding to.
-
-    Returns:
-        Tensors by this project's names.
-
-    Raises:
-        ValueError: Where the embedding has more than ``vocab_size`` rows.
-    """
-    converted = {}
-    for name, tensor in state.items():
-        if not HuggingFaceGPT2.is_redundant(name):
-            full = name if name.startswith(PREFIX) else f"{PREFIX}{name}"
-            ours = _BACK.get(full, full.removeprefix(PREFIX))
-            converted[ours] = HuggingFaceGPT2.convert(ours, tensor)
-    converted[EMBEDDING] = pad(converted[EMBEDDING], vocab_size)
     return converted

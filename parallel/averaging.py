@@ -17,6 +17,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from parallel.mesh import Mesh
+from parallel.plan import HIERARCHICAL
 
 # Averages a flat tensor over the replicas in place; the future is done when the tensor holds the mean.
 Average = Callable[[Tensor], Future]
@@ -27,7 +28,6 @@ _NO_BUFFER_SYNC = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": 
 
 # The dtype in which gradients are sent; under a hierarchy, between groups.
 _COMPRESSED = {"bf16": torch.bfloat16, "fp16": torch.float16, "hierarchical_bf16": torch.bfloat16}
-HIERARCHICAL = ("hierarchical", "hierarchical_bf16")
 
 
 def replicate(stage: nn.Module, mesh: Mesh, bucket_mb: float, comm_hook: str) -> nn.Module:

@@ -15,8 +15,7 @@ from data.batch import Batch
 from models.chain import Chain, as_tuple
 from parallel.devices import local_device, synchronize
 from parallel.order import expected_makespan
-from parallel.partition import block_partition, even_split
-from parallel.plan import Plan
+from parallel.plan import Plan, block_partition, even_split
 from parallel.precision import autocast, outside_autocast, parameter_dtype
 from parallel.schedules import in_flight
 from parallel.shape_inference import trace

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from models.chain import Chain, is_within
 from parallel.mesh import Mesh
 from parallel.plan import Plan
-from parallel.rows import local
+from parallel.sharding import local
 from parallel.stage import Stage
 
 _ROW, _LARGE = 512, 2**16  # elements: of a row that is summed in float32, and of the smallest gradient cut into rows

@@ -13,12 +13,11 @@ from torch import nn
 from common.errors import PlanError
 from models.chain import Chain
 from parallel.devices import Hardware
-from parallel.groups import check_groups, check_shardable
 from parallel.mesh import Mesh
-from parallel.partition import partition_layers
-from parallel.schedules import check_chunks, check_schedule, ideal_bubble, stages_per_rank
+from parallel.schedules import SCHEDULES, check_chunks, check_schedule, ideal_bubble, stages_per_rank
 from parallel.strategies import StrategyInfo, names_where, strategy_info, suggest
 
+HIERARCHICAL = ("hierarchical", "hierarchical_bf16")  # values of parallel.comm_hook
 _MOST_THREADS = 1024  # of a process; with very many, OpenMP ends it without a word
 
 
@@ -301,3 +300,193 @@ def _devices(parallel, info: StrategyInfo, hardware: Hardware) -> tuple[str, ...
             "per stage (the same one may be named twice)"
         )
     return tuple(parallel.devices)
+
+
+def check_groups(parallel, info: StrategyInfo, mesh: Mesh, nodes: int) -> tuple[int, bool]:
+    """Choose the size of the groups.
+
+    Args:
+        parallel: The configuration section.
+        info: What its strategy is.
+        mesh: The grid of ranks.
+        nodes: The number of machines, with equally many ranks each.
+
+    Returns:
+        How many replicas form a group, and whether shared parameters are whole one layer at a time.
+
+    Raises:
+        PlanError: With the numbers and a way out.
+    """
+    name, dp, wanted = parallel.name, mesh.dp, parallel.shard
+    hierarchical = parallel.comm_hook in HIERARCHICAL
+    if info.sharded and parallel.comm_hook != "none":
+        raise PlanError(
+            f"parallel.comm_hook={parallel.comm_hook} is for replicas with parameters of their own, and "
+            f"parallel={name} shares them: leave it out"
+            + (" (parallel=hsdp reduces gradients that way by itself)" if hierarchical else "")
+        )
+    if not info.sharded:
+        _check_unused(parallel, hierarchical)
+        if not hierarchical or dp == 1:
+            return 1, False
+    if wanted is None:
+        group = dp if info.shards == "all" else _replicas_per_node(parallel, mesh, nodes)
+    else:
+        group = wanted
+        if group < 1 or dp % group:
+            sizes = ", ".join(str(n) for n in range(1 if dp == 1 else 2, dp + 1) if dp % n == 0)
+            raise PlanError(
+                f"parallel.shard={group} does not divide parallel.dp={dp} replicas into equal groups; "
+                f"groups can have {sizes}"
+            )
+    if group == 1 and dp > 1 and info.sharded:
+        raise PlanError(
+            f"parallel={name} with groups of one replica shares nothing "
+            + (f"(each of {nodes} nodes has one)" if wanted is None else "(parallel.shard=1)")
+            + f"; set parallel.shard={dp} to share among all, or use parallel="
+            + _unsharded(info)
+        )
+    return group, _reshard(parallel, info)
+
+
+def _check_unused(parallel, hierarchical: bool) -> None:
+    if parallel.shard is not None and not hierarchical:
+        known = " or ".join(f"parallel={name}" for name in names_where(sharded=True))
+        raise PlanError(
+            f"parallel.shard={parallel.shard} is the size of the groups of {known}, and of "
+            f"parallel.comm_hook=hierarchical; parallel={parallel.name} has none"
+        )
+    if parallel.reshard is not None:
+        known = " or ".join(f"parallel={name}" for name in names_where(sharded=True))
+        raise PlanError(
+            f"parallel.reshard={str(parallel.reshard).lower()} is for {known}; parallel={parallel.name} shares no "
+            "parameters"
+        )
+
+
+def _replicas_per_node(parallel, mesh: Mesh, nodes: int) -> int:
+    per_node = mesh.size // nodes
+    sizes = set()
+    for position in range(mesh.pp):
+        on = [rank // max(per_node, 1) for rank in mesh.replicas(position)]
+        sizes |= {on.count(node) for node in on}
+    if mesh.size % nodes or len(sizes) != 1:
+        raise PlanError(
+            f"the {mesh.dp} replicas do not lie on {nodes} nodes in equal groups; set parallel.shard to the size of "
+            f"the groups, such as parallel.shard={mesh.dp}"
+        )
+    return sizes.pop()
+
+
+def _reshard(parallel, info: StrategyInfo) -> bool:
+    if not info.sharded:
+        return False
+    if not info.stage_per_rank:
+        return parallel.reshard is not False
+    if parallel.reshard and SCHEDULES[parallel.schedule].splits_backward:
+        raise PlanError(
+            f"parallel.reshard=true with parallel.schedule={parallel.schedule} is refused: the weights' gradients are "
+            "computed when the layer's parameters are no longer whole, and would be lost; leave it out, or use "
+            "parallel.schedule=interleaved_1f1b"
+        )
+    return bool(parallel.reshard)
+
+
+def _unsharded(info: StrategyInfo) -> str:
+    return names_where(sharded=False, replicas=True, stages=info.stages)[0]
+
+
+def check_shardable(strategy: str, skeleton: nn.Module) -> None:
+    """Check that parameters have rows to share. Raises PlanError."""
+    scalars = [name for name, parameter in skeleton.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise PlanError(
+            f"parallel={strategy} shares the rows of each parameter, and {scalars[0]} is a single number; give it the "
+            "shape (1,)"
+        )
+
+
+def partition_layers(
+    names: Sequence[str], stages: int, balance: str | Sequence[int], costs: Sequence[int]
+) -> list[list[str]]:
+    """Cut the layers into stages.
+
+    Args:
+        names: The layers, in order.
+        stages: How many stages.
+        balance: "uniform" for equally many layers, "size" for equal sums of ``costs``, or the number of layers of each
+            stage. For "time" the layers are cut as for "uniform" until they are measured (``parallel.balance``).
+        costs: One number per layer (its parameters), used by "size".
+
+    Returns:
+        The names of each stage's layers.
+
+    Raises:
+        PlanError: If that is impossible.
+    """
+    if stages > len(names):
+        raise PlanError(
+            f"{stages} stages (parallel.pp x stages_per_rank) but only {len(names)} layers: {', '.join(names)}; "
+            f"set parallel.pp={len(names)} or less"
+        )
+    if balance in ("uniform", "time"):  # until it has been measured
+        counts = even_split(len(names), stages)
+    elif balance == "size":
+        counts = block_partition(costs, stages)
+    elif isinstance(balance, str):
+        raise PlanError(
+            f"parallel.balance={balance} is not known; choose uniform, time, size, or the layers of each stage, such "
+            f"as parallel.balance={_example(len(names), stages)}"
+        )
+    else:
+        counts = _explicit(list(balance), len(names), stages)
+    starts = [sum(counts[:i]) for i in range(stages)]
+    return [list(names[s : s + n]) for s, n in zip(starts, counts, strict=True)]
+
+
+def even_split(layers: int, stages: int) -> list[int]:
+    """Return the number of layers of each stage: equally many, the first stages one more where some remain."""
+    each, extra = divmod(layers, stages)
+    return [each + (i < extra) for i in range(stages)]
+
+
+def block_partition(costs: Sequence[float], parts: int) -> list[int]:
+    """Cut costs into contiguous non-empty blocks so that the largest sum is smallest.
+
+    Exact, by dynamic programming in O(parts x n^2).
+
+    Args:
+        costs: One number for each of n layers.
+        parts: How many blocks.
+
+    Returns:
+        The length of each block.
+    """
+    n = len(costs)
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    best = {(0, 0): (0.0, [])}  # (blocks used, layers used) -> (largest sum, lengths)
+    for block in range(1, parts + 1):
+        for end in range(block, n - (parts - block) + 1):
+            best[block, end] = min(
+                (max(best[block - 1, start][0], total[end] - total[start]), [*best[block - 1, start][1], end - start])
+                for start in range(block - 1, end)
+                if (block - 1, start) in best
+            )
+    return best[parts, n][1]
+
+
+def _explicit(counts: list[int], layers: int, stages: int) -> list[int]:
+    right = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in counts)
+    if not right or len(counts) != stages or sum(counts) != layers:
+        shown = str(counts).replace(" ", "")
+        raise PlanError(
+            f"parallel.balance={shown} must be {stages} whole numbers above 0 (one per stage) with the sum {layers} "
+            f"(the model's layers); for example parallel.balance={_example(layers, stages)}"
+        )
+    return counts
+
+
+def _example(layers: int, stages: int) -> str:
+    return str(even_split(layers, stages)).replace(" ", "")

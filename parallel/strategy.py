@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -21,19 +22,73 @@ from data.batch import Batch
 from models.chain import Chain
 from parallel.averaging import replicate
 from parallel.batchnorm import RunningStatistics
+from parallel.devices import local_device
 from parallel.gradients import Gradients, TiedParameters, sum_dtype
 from parallel.mesh import Mesh
-from parallel.model_part import ModelPart
 from parallel.plan import Plan
 from parallel.precision import LossScale, autocast, parameter_dtype
 from parallel.shape_inference import trace
-from parallel.sharding import Sharding
+from parallel.sharding import Sharding, fill
 from parallel.stage import Stage, place_of
-from parallel.step import Options, StepResult
+from parallel.strategies import strategy_class
 from parallel.timeline import Timeline
 
 
-class Strategy(ModelPart, ABC):
+@dataclass(frozen=True)
+class Options:
+    """How stages are run, whatever the layout.
+
+    Attributes:
+        seed: The run's seed, for weights and dropout.
+        timeout_s: The longest that a rank waits for another.
+        bucket_mb: The size of DDP's buckets in MiB.
+        comm_hook: How gradients are sent: none, bf16, fp16, hierarchical or hierarchical_bf16 (see parallel.averaging).
+        sync_batchnorm: Whether BatchNorm normalises over the micro-batches of all replicas together.
+        recompute: Whether activations are recomputed in the backward.
+        compile: Whether layers are compiled.
+    """
+
+    seed: int
+    timeout_s: float = 300.0
+    bucket_mb: float = 25.0
+    comm_hook: str = "none"
+    sync_batchnorm: bool = False
+    recompute: bool = False
+    compile: bool = False
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The numbers of a training step, the same on every rank.
+
+    Attributes:
+        loss: The mean over the ``terms`` of the global batch.
+        grad_norm: Of the whole model before clipping, tied parameters counted once.
+        stop: Whether some rank asked to stop.
+        terms: How many terms the loss has: tokens that are no padding, for a language model.
+        spike: Whether the loss is above the limit that was given.
+        metrics: The mean of each of the loss's metrics over the same terms, by name.
+    """
+
+    loss: float
+    grad_norm: float
+    stop: bool
+    terms: float
+    spike: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradients are finite."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    @property
+    def usable(self) -> bool:
+        """Whether the weights may be updated."""
+        return self.finite and not self.spike
+
+
+class Strategy(ABC):
     """A rank's part in training a chain as a plan lays it out. Every rank of the mesh constructs one.
 
     Attributes:
@@ -267,6 +322,52 @@ class Strategy(ModelPart, ABC):
         """Drop what refers to process groups, before they are destroyed."""
         self.stages.clear()
 
+    # -- this rank's part of the model, by the names that the whole model has for it --------------------------------
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Iterate over every parameter that this rank updates, copies of tied ones included."""
+        for stage in self.stages:
+            yield from stage.layers.parameters()
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """List (global name, parameter) of what this rank updates. A copy of a tied one has its canonical name."""
+        return [
+            (self.chain.canonical(name), parameter)
+            for stage in self.stages
+            for name, parameter in stage.layers.named_parameters()
+        ]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return parameters and buffers of this rank's stages under global names; of shared ones, its rows.
+
+        A tied parameter is included under its canonical name only, so that the parts of one replica's ranks make up
+        the model with each tensor once.
+        """
+        return {
+            name: tensor
+            for stage in self.stages
+            for name, tensor in stage.layers.state_dict().items()
+            if name not in self.chain.tied
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copy this rank's part out of ``state``.
+
+        Args:
+            state: Any part of the model that includes this rank's, under global names: tensors, or what has a tensor's
+                ``shape`` and gives rows of it for a slice.
+
+        Raises:
+            KeyError: Naming a tensor that is missing.
+            ValueError: Naming a tensor that has another shape or holds another kind of number.
+        """
+        for stage in self.stages:
+            for name, tensor in stage.layers.state_dict().items():
+                canonical = self.chain.canonical(name)
+                if canonical not in state:
+                    raise KeyError(f"{canonical} is not among the {len(state)} tensors given")
+                fill(tensor, state[canonical], canonical)
+
     # -- for subclasses --------------------------------------------------------------------------------------------
 
     def replicate(self, stage: Stage) -> nn.Module:
@@ -293,3 +394,26 @@ class Strategy(ModelPart, ABC):
 
     def _as_parameters(self, tensor: Tensor) -> Tensor:
         return tensor.to(parameter_dtype(self.plan.precision)) if tensor.is_floating_point() else tensor
+
+
+def build_strategy(
+    plan: Plan, chain: Chain, mesh: Mesh, options: Options, sample: Batch | None, local_rank: int = 0
+) -> Strategy:
+    """Build this rank's strategy, with its stages on their devices.
+
+    Args:
+        plan: The layout of the run.
+        chain: The model.
+        mesh: The grid of ranks, connected (``Mesh.connect``).
+        options: How stages are run.
+        sample: One micro-batch, used for its shapes and dtypes only. None for a strategy without pipeline.
+        local_rank: This rank's number on its machine, which says which device it takes.
+
+    Returns:
+        A strategy of the class that the registry names.
+    """
+    if plan.devices:
+        devices = [torch.device(d) for d in plan.devices]
+    else:
+        devices = [local_device(plan.device_type, local_rank)]
+    return strategy_class(plan.strategy)(plan, chain, mesh, devices, options, sample)

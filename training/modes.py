@@ -19,11 +19,10 @@ from data.words import WordVocabulary, basic_english
 from launchers import World
 from models.chain import Chain
 from models.generate import Draws, generate
-from parallel.build import build_strategy
 from parallel.devices import share_cores
 from parallel.plan import make_plan
 from parallel.precision import autocast
-from parallel.strategy import Options, Strategy
+from parallel.strategy import Options, Strategy, build_strategy
 from training import checkpoint
 from training.checkpoint import read_manifest
 from training.checkpoint.configuration import check_fits, checkpoint_of

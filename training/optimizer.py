@@ -21,7 +21,7 @@ from conf.instantiate import build, check_role, instantiate, resolve, target_of
 from conf.schema import own_keys
 from models.chain import Chain
 from parallel.plan import Plan
-from parallel.rows import local, rows_in, rows_of, shared_like, whole
+from parallel.sharding import local, rows_in, rows_of, shared_like, whole
 from parallel.strategies import names_where
 from parallel.strategy import Strategy
 

@@ -22,12 +22,11 @@ from conf.instantiate import build, environment, open_doors, to_dict
 from conf.words import hydra_word
 from launchers import World, connect
 from launchers.stopping import Stopped
-from parallel.build import build_strategy
 from parallel.devices import keep_freed_memory, share_cores
 from parallel.host_group import NCCL, choose_backend
 from parallel.plan import Plan
 from parallel.precision import parameter_dtype
-from parallel.strategy import Options, Strategy
+from parallel.strategy import Options, Strategy, build_strategy
 from parallel.timeline import WORK
 from training import checkpoint
 from training.checkpoint import Checkpoints

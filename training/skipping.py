@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from common.errors import TrainingError
 from data.batch import Batch
 from models.chain import as_tuple
-from parallel.rows import local
+from parallel.sharding import local
 from parallel.strategy import StepResult, Strategy
 from training import checkpoint
 from training.optimizer import Optimizer

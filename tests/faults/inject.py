@@ -102,7 +102,7 @@ def _wrap_steps(attempt: Attempt) -> None:
 
     from parallel.local import LocalStrategy
     from parallel.pipeline import Pipeline
-    from parallel.rows import local
+    from parallel.sharding import local
     from parallel.stage import Stage
     from parallel.strategy import Strategy
     from training import loop
@@ -201,7 +201,7 @@ def _wrap_saves(attempt: Attempt) -> None:
 
 def _wrap_end(attempt: Attempt) -> None:
     """A run that comes to its end leaves the checksum of each rank's weights."""
-    from parallel.rows import local
+    from parallel.sharding import local
     from parallel.strategy import Strategy
 
     close = Strategy.close

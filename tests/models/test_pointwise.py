@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.pointwise import PointwiseConv2d
+from models.resnet50 import PointwiseConv2d
 
 
 def passed(layer, images):

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from small_models import chain_and_batches
 
 from data.batch import Batch
-from parallel.build import build_strategy
 from parallel.plan import Plan, make_plan
-from parallel.rows import whole
+from parallel.sharding import whole
 from parallel.strategies import strategy_info
-from parallel.strategy import Options, Strategy
+from parallel.strategy import Options, Strategy, build_strategy
 from parallel.timeline import Interval
 
 

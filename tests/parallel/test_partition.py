@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from common.errors import PlanError
-from parallel.partition import block_partition, partition_layers
+from parallel.plan import block_partition, partition_layers
 
 NAMES = list("abcdefg")
 COSTS = [9, 1, 1, 1, 1, 1, 9]

@@ -13,8 +13,7 @@ from torch import nn
 
 from common.errors import PlanError
 from models.gpt2 import gpt2
-from parallel.groups import check_shardable
-from parallel.plan import make_plan
+from parallel.plan import check_shardable, make_plan
 from parallel.stage import Stage
 
 TOLERANCE = 1e-5

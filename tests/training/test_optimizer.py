@@ -12,8 +12,7 @@ from common.errors import CheckpointError, PlanError, TrainingError
 from conf.instantiate import open_doors, to_dict
 from models.losses import SquaredError
 from models.sequential import chain_of
-from parallel.build import build_strategy
-from parallel.strategy import Options
+from parallel.strategy import Options, build_strategy
 from training.checkpoint.manifest import with_checksum
 from training.optimizer import Optimizer, check_rates
 from training.run import run as train

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.errors import CheckpointError
-from parallel.rows import Rows
+from parallel.sharding import Rows
 from training.checkpoint import snapshot
 from training.checkpoint.commit import await_stages
 from training.checkpoint.snapshot import Share, StageFiles, write_stage

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from common.errors import TrainingError
-from parallel.rows import whole
+from parallel.sharding import whole
 from training.callbacks import Callback, TrainingRun
 from training.reporting import MetricsFile
 

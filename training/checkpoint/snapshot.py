@@ -18,7 +18,7 @@ from common.errors import CheckpointError
 from common.files import flush_path, free_space, write_atomically
 from common.machine import available_memory
 from parallel.host_group import BACKEND
-from parallel.rows import Rows, local, rows_of
+from parallel.sharding import Rows, local, rows_of
 from parallel.strategy import Strategy
 from training.checkpoint.commit import await_sidecars
 from training.checkpoint.manifest import Optimizer, sidecar_name

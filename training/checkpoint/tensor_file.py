@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parallel.rows import Rows
+from parallel.sharding import Rows
 
 _DTYPES = {
     torch.float64: "F64",

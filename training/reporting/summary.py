@@ -20,7 +20,7 @@ from data.batch import Batch
 from models.chain import Chain
 from parallel.memory import stage_activations
 from parallel.plan import Plan
-from parallel.rows import local
+from parallel.sharding import local
 from parallel.strategy import Strategy
 from parallel.timeline import Interval, Recording, bubble_fraction, on_one_clock
 from training.reporting.metrics import after_warmup

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.new_rows import fill_new_rows
+from training.checkpoint.new_tokens import fill_new_rows
 
 
 @pytest.fixture
