@@ -11,10 +11,11 @@ Importing this package does not import torch.
 """
 
 from common.errors import LaunchError
-from launchers.errors import Interrupted, WorkerFailed
+from launchers.failure import WorkerFailed
 from launchers.forkserver import ForkServer
 from launchers.local import run_workers
-from launchers.store import connect, use_loopback
+from launchers.meeting import connect, use_loopback
+from launchers.stopping import Interrupted
 from launchers.world import World
 
 __all__ = [

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import format_exception, message_for_user
-from launchers.errors import WorkerFailed
+from common.errors import LaunchError, format_exception, message_for_user
 from launchers.heartbeat import Heartbeat
 
 _LOG_LINES = 20
@@ -30,6 +29,26 @@ _PEER_MESSAGES = (
     "remote process exited",
     "communicator was aborted",
 )
+
+
+class WorkerFailed(LaunchError):
+    """A local worker ended before its work was done; this is the first cause, not what followed from it.
+
+    Attributes:
+        rank: The global rank that failed first.
+        kind: "exception" (it raised), "message" (it raised a UserError), "signal" (it was killed), "exit" (it left
+            without raising) or "stall" (the others waited for it in vain).
+        text: That rank's traceback or message; otherwise what happened and the last lines of its log.
+    """
+
+    def __init__(self, rank: int, kind: str, text: str):
+        super().__init__(rank, kind, text)
+        self.rank = rank
+        self.kind = kind
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} raised\n{self.text}" if self.kind == "exception" else self.text
 
 
 @dataclass(frozen=True)

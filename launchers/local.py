@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 
 from common.errors import LaunchError
-from launchers.errors import WorkerFailed
-from launchers.failure import Death, is_stopped, log_path, read_report, root_cause, stalled
+from launchers.failure import Death, WorkerFailed, is_stopped, log_path, read_report, root_cause, stalled
 from launchers.forkserver import ForkServer
 from launchers.heartbeat import FINISHED, Board
 from launchers.stopping import Stopped, StopSignals

@@ -15,11 +15,10 @@ from typing import Any, TextIO
 
 from common.errors import LaunchError
 from launchers import slurm_queue
-from launchers.errors import Interrupted
 from launchers.slurm_failure import explain
 from launchers.slurm_queue import State
 from launchers.slurm_worker import read_reports
-from launchers.stopping import StopSignals
+from launchers.stopping import Interrupted, StopSignals
 
 _ROOT = Path(__file__).resolve().parents[1]
 _TEMPLATE = Path(__file__).with_name("train.sbatch")

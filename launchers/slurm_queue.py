@@ -152,7 +152,7 @@ def _run(command: list[str], timeout_s: float = _COMMAND_S) -> subprocess.Comple
     except FileNotFoundError:
         raise LaunchError(
             f"{command[0]} not found: launcher=slurm works on machines from which SLURM's commands reach a cluster; "
-            "launcher=local needs none (launchers/local_cluster.py starts a small one)"
+            "launcher=local needs none (tests/launchers/local_cluster.py starts a small one)"
         ) from None
     except subprocess.TimeoutExpired:
         raise LaunchError(f"{command[0]} did not answer within {timeout_s:g} s") from None

@@ -14,14 +14,33 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from launchers.errors import Interrupted
-
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # sysexits.h: EX_TEMPFAIL. The run has ended early and can go on: "queue me again".
 EXIT_CODE = 75
 # `timeout` signals a process and then its group: what follows so soon is the same request, not a second one.
 _SAME_REQUEST_S = 1.0
 _ECHO_S = 5.0
+
+
+class Interrupted(KeyboardInterrupt):
+    """The launching process was told to stop; its workers are gone.
+
+    A KeyboardInterrupt, so that no `except Exception` on the way up takes a request to stop for a failed run.
+
+    Attributes:
+        signum: The signal that came.
+        left: What has become of the work, in words.
+        exit_code: What a shell expects of a process that this signal has ended.
+    """
+
+    def __init__(self, signum: int, left: str = "all workers have ended"):
+        super().__init__(signum)
+        self.signum = signum
+        self.left = left
+        self.exit_code = 128 + signum
+
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.signum).name}; {self.left}"
 
 
 class Stopped(KeyboardInterrupt):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from launchers import heartbeat, stopping
 from launchers.failure import log_path, write_report, write_stop
-from launchers.loopback import use_loopback
+from launchers.meeting import use_loopback
 from launchers.world import LOCAL_ROLE, STORE_FILE, World
 
 # A rank that only lost its connection leaves last, so that the rank that broke it is seen to fail first.

@@ -19,7 +19,7 @@ from conf import COMMAND
 from conf.instantiate import environment, open_doors, to_config, to_dict
 from conf.words import hydra_word
 from launchers import ForkServer, Interrupted, LaunchError, WorkerFailed, World, run_workers, stopping
-from launchers.loopback import check_interfaces
+from launchers.meeting import check_interfaces
 from launchers.stopping import Stopped
 from training.checks.limits import check_need, check_process, check_sections, check_values
 from training.config import to_text

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 from afterwards import afterwards
+from local_cluster import LocalCluster, missing
 
 from launchers import LaunchError
-from launchers.local_cluster import LocalCluster, missing
 
 
 @contextmanager
@@ -18,7 +18,7 @@ def started(folder, nodes=2):
     """A LocalCluster that has run a job; skips the test, with the reason, where there can be none."""
     if lacking := missing():
         pytest.skip(f"no SLURM here: {lacking}")
-    with afterwards(shlex.join([sys.executable, "-m", "launchers.local_cluster", "stop", str(folder)])):
+    with afterwards(shlex.join([sys.executable, "-m", "tests.launchers.local_cluster", "stop", str(folder)])):
         cluster = LocalCluster(folder, nodes)
         try:
             cluster.start()

@@ -5,12 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import local_cluster
 import psutil
 import pytest
 from commandline import wait_until
+from local_cluster import LocalCluster, missing
 
-from launchers import LaunchError, local_cluster
-from launchers.local_cluster import LocalCluster, missing
+from launchers import LaunchError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,7 +49,7 @@ def test_a_cluster_runs_jobs_on_loopback_only_and_leaves_nothing_behind(cluster,
 
 @pytest.mark.slurm
 def test_the_command_line_starts_and_stops_one(cluster, tmp_path):
-    command = [sys.executable, "-m", "launchers.local_cluster"]
+    command = [sys.executable, "-m", "tests.launchers.local_cluster"]
     folder = tmp_path / "c"
     try:
         start = [*command, "start", folder]

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from launchers import ForkServer, LaunchError, WorkerFailed, run_workers
-from launchers.loopback import is_loopback
+from launchers.world import is_loopback
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launchers import World, slurm_step
+from launchers import World, world
 from launchers.slurm_failure import exit_codes
 from launchers.world import master_address
 
@@ -24,7 +24,7 @@ def test_a_task_is_a_rank():
 
 
 def test_the_port_follows_from_the_job_and_the_address_from_the_first_node(monkeypatch):
-    monkeypatch.setattr(slurm_step, "node_address", {"gpu07": "10.0.0.7"}.__getitem__)
+    monkeypatch.setattr(world, "node_address", {"gpu07": "10.0.0.7"}.__getitem__)
     without = {key: value for key, value in STEP.items() if key != "MASTER_ADDR"}
     assert master_address(without) == ("10.0.0.7", 20012)
 
@@ -44,7 +44,7 @@ def test_a_batch_script_and_a_shell_in_an_allocation_are_no_ranks(change):
     [("n1", "n1"), ("n[1-3]", "n1"), ("b,a[08-10]", "b"), ("a[08,10],b", "a08"), ("r[1,3]-n[2-5]", "r1-n2")],
 )
 def test_the_first_node_is_read_from_slurms_short_form(short, first):
-    assert slurm_step.first_node(short) == first
+    assert world.first_node(short) == first
 
 
 def test_exit_codes_are_read_from_what_srun_says_of_the_last_attempt():

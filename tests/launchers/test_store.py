@@ -11,8 +11,9 @@ from pathlib import Path
 import launched
 import pytest
 
-from launchers import LaunchError, World, connect, store, use_loopback
-from launchers.loopback import is_loopback, listen
+from launchers import LaunchError, World, connect, meeting, use_loopback
+from launchers.meeting import listen
+from launchers.world import is_loopback
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def test_rank_0_waits_for_its_own_name_to_be_known(port, monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     with pytest.raises(LaunchError, match="which the 1 ranks on other machines cannot reach"):  # the name is known
-        store._listen_as_rank_0(World(0, 2, 0, 1, "environment"), "train-0.train", port)
+        meeting._listen_as_rank_0(World(0, 2, 0, 1, "environment"), "train-0.train", port)
 
 
 def test_alone_there_is_no_store():

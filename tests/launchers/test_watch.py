@@ -8,8 +8,8 @@ import pytest
 
 from launchers import LaunchError, World, heartbeat, peer_check
 from launchers.failure import is_peer_error
-from launchers.loopback import LOOPBACK
 from launchers.peer_check import PeerCheck
+from launchers.world import LOOPBACK
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launchers.loopback import LOOPBACK, listen
+from launchers.meeting import LOOPBACK, listen
 
 BACKEND = Path(__file__).resolve().parent / "triton_install" / "onnxruntime"
 START_S = 180.0

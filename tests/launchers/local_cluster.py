@@ -1,9 +1,9 @@
 """A real SLURM on one machine: a controller, several nodes and munge, for tests and for people without a cluster.
 
-    python -m launchers.local_cluster start FOLDER --nodes 2      # prints how to use it
+    python -m tests.launchers.local_cluster start FOLDER --nodes 2      # prints how to use it
     export SLURM_CONF=FOLDER/slurm.conf
     python train.py launcher=slurm launcher.nodes=2 parallel=pipe_ddp model=gpt2 model.size=tiny
-    python -m launchers.local_cluster stop FOLDER
+    python -m tests.launchers.local_cluster stop FOLDER
 
 Needs root (slurmd starts jobs for any user) and Debian's packages slurm-wlm and munge. All files are in FOLDER, which
 must not exist yet; the daemons listen on 127.0.0.1 only, and nothing of the machine's own SLURM is read or changed.
@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from common.errors import LaunchError
-from launchers.loopback import LOOPBACK, listen
+from launchers.meeting import LOOPBACK, listen
 
 _DAEMONS = ("munged", "slurmctld", "slurmd", "slurmstepd")
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
