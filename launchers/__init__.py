@@ -5,7 +5,7 @@ Nothing else in the project reads ranks from the environment.
     world = World.detect() or World.alone()          # who am I
     store = connect(world, timeout_s=60)             # meet the others (None when alone)
     run_workers(entry, args, 4, "logs")              # or start the others: entry(world, *args) in each
-    jobs = slurm.submit(arguments, log_dirs, …)      # or queue jobs that do, on a cluster (launchers/slurm.py)
+    jobs = submit(arguments, log_dirs, …)            # or queue jobs that do, on a cluster (launchers/slurm)
 
 Importing this package does not import torch.
 """

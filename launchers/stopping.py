@@ -97,7 +97,7 @@ def install_handlers() -> None:
 
 def wanted() -> bool:
     """Whether this process was told to stop. Ask between steps, and agree on the answer among ranks."""
-    # A batch script may have blocked a signal from before the first instruction on (see launchers.slurm_worker).
+    # A batch script may have blocked a signal from before the first instruction on (see launchers.slurm.task).
     pending = any(signum in SIGNALS for signum in signal.sigpending())
     return _state.first is not None or pending or any(asked() for asked in _state.others)
 

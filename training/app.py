@@ -291,7 +291,7 @@ def _typed_timeout(arguments: Sequence[str]) -> float:
 
 def _requeued(world: World) -> AbstractContextManager:
     """A run in a user's batch script that was told to stop is queued again as the same job."""
-    from launchers.slurm_worker import requeued
+    from launchers.slurm.task import requeued
 
     stopping.expect_echo()
     if world.origin == "torchrun":

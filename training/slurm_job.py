@@ -21,8 +21,9 @@ from common.console import unfailing_output
 from common.errors import LaunchError, UserError
 from conf.instantiate import environment, open_doors, to_config, to_dict
 from launchers import World
-from launchers.slurm import Job, check_options, submit, wait, write_private
-from launchers.slurm_worker import array_index, work
+from launchers.slurm.follow import wait
+from launchers.slurm.submit import Job, check_options, submit, write_private
+from launchers.slurm.task import array_index, work
 from launchers.world import restarts
 from training.reporting.directory_lock import EARLIER_ATTEMPT_S, hold, locked_directories, release
 from training.reporting.job_record import FAILED, FINISHED, RUNNING, update_job
@@ -115,7 +116,7 @@ def run_as_job(setup: Any, run_dir: Path) -> None:
 
 
 def run_in_task(cfg: Any, run_dir: Path, world: World, give_up: Callable[[LaunchError], None]) -> None:
-    """Run one rank's part of the job (see launchers.slurm_worker.work)."""
+    """Run one rank's part of the job (see launchers.slurm.task.work)."""
     from launchers.failure import is_peer_error
     from launchers.peer_check import describe_places, rendezvous
     from training.checkpoint.resume import after_restart

@@ -170,7 +170,6 @@ _CODE = {
     "an option of sbatch that sets variables": (
         ("launcher=slurm", "+launcher.sbatch.export=LD_PRELOAD"), ("launcher.sbatch.export", "not allowed"),
     ),
-    "a partition with a line end": (("launcher=slurm", "launcher.partition='a\nb'"), ("launcher.partition",)),
 }  # fmt: skip
 _VARIABLES = (
     "PYTHONPATH", "PYTHONSTARTUP", "LD_PRELOAD", "LD_LIBRARY_PATH", "PATH", "HOME", "BASH_ENV", "CXX", "WANDB_BASE_URL",

@@ -16,7 +16,6 @@ COMMANDS = {
     "leave": ["parallel=pipe_ddp"],
     "kill": TWO_RANKS,
     "cancel": TWO_RANKS,
-    "processors": [*TWO_RANKS, "launcher.cpus_per_task=64"],
     "memory": [*TWO_RANKS, "launcher.mem_gb=1000"],
 }
 STRIKES = {
@@ -30,7 +29,6 @@ WORDS = {
     "leave": ["error: rank 3 left with exit code 0 before its work was done"],
     "kill": ["error: rank 1 was killed by signal 9 (SIGKILL)"],
     "cancel": ["error: job ", " was cancelled"],
-    "processors": ["launcher.nodes=2 needs 64 CPUs per node", "launcher.cpus_per_task=8 at most"],
     "memory": ["the queue does not take the job: ", "Memory specification can not be satisfied"],
 }
 

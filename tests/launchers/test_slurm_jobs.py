@@ -1,6 +1,7 @@
-"""Jobs on a real SLURM: however one ends, it is told why, and nothing stays in the queue."""
+"""What a real SLURM refuses, keeps waiting or forgets is said, and nothing stays in the queue."""
 
 import os
+import re
 import signal
 import subprocess
 
@@ -8,76 +9,29 @@ import pytest
 
 from conf.schema import Slurm
 from launchers import Interrupted, LaunchError
-from launchers.slurm import submit, wait
+from launchers.slurm.follow import wait
+from launchers.slurm.submit import submit
 
 pytestmark = pytest.mark.slurm
 
 
-def options(**changes):
-    return Slurm(**{"nodes": 2, "mem_gb": 0.5, "time_min": 5, "poll_s": 0.5, **changes})
-
-
-def start(folder, *kinds, processes=4, env=None, **changes):
-    logs = [folder / kind for kind in kinds]
-    command = ["-m", "slurm_jobs", str(folder), *kinds]
-    return submit(command, logs, options(**changes), processes, folder / "slurm", "test", env)
+def start(folder, count=1, processes=4, **changes):
+    options = Slurm(**{"nodes": 2, "mem_gb": 0.2, "time_min": 5, "poll_s": 0.5, **changes})
+    return submit(["-c", "import time; time.sleep(60)"], [folder] * count, options, processes, folder / "slurm", "test")
 
 
 def queue():
     return subprocess.run(["squeue", "--noheader", "--array"], capture_output=True, text=True).stdout
 
 
-@pytest.fixture(scope="module")
-def array(cluster, tmp_path_factory):
-    """Jobs that end in every way, as one array; one of them is cancelled while it runs."""
-    folder = tmp_path_factory.mktemp("array")
-    jobs = dict(zip(kinds := ("fine", "raise", "exit", "cancel"), start(folder, *kinds), strict=True))
-
-    def tell(line):
-        if line.startswith(f"job {jobs['cancel'].id} runs on"):
-            subprocess.run(["scancel", jobs["cancel"].id], check=True)
-
-    wait(list(jobs.values()), 0.5, tell)
-    return jobs
-
-
-def test_a_sweep_is_one_array(array):
-    numbers = [job.id.split("_") for job in array.values()]
-    assert len({number for number, _ in numbers}) == 1
-    assert [index for _, index in numbers] == ["0", "1", "2", "3"]
-
-
-def test_one_job_of_an_array_finishes_whatever_becomes_of_the_others(array):
-    assert array["fine"].error is None
-
-
-def test_the_traceback_of_a_rank_other_than_0_is_shown(array):
-    error = str(array["raise"].error)
-    assert error.startswith("rank 2 raised\nTraceback")
-    assert "in fail" in error
-    assert "ValueError: bad luck" in error
-
-
-def test_a_rank_that_leaves_without_a_word_is_named(array):
-    assert "rank 2 left with exit code 3" in str(array["exit"].error)
-
-
-def test_a_job_that_somebody_cancels_is_reported(array):
-    job = array["cancel"]
-    assert str(job.error) == f"job {job.id} was cancelled"
-
-
-def test_the_queue_is_empty_then(array):
-    assert queue() == ""
-
-
 def test_more_nodes_than_there_are_are_waited_for_no_longer_than_minutes(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr("launchers.slurm._NEVER_S", 3.0)
-    (job,) = start(tmp_path, "fine", processes=6, nodes=3)
+    monkeypatch.setattr("launchers.slurm.follow._PATIENCE_S", 3.0)
+    (job,) = start(tmp_path, processes=6, nodes=3)
     said = []
     wait([job], 0.5, said.append)
-    assert "(PartitionNodeLimit: it asks for more nodes than the partition has; it is cancelled if" in said[-1]
-    assert f"job {job.id} does not start: it asks for more nodes than the partition has; it waited" in str(job.error)
+    assert re.search(r"waits in the queue \(PartitionNodeLimit; it is cancelled if that lasts", said[-1])
+    assert f"job {job.id} does not start: it has waited for PartitionNodeLimit" in str(job.error)
+    assert "launcher.nodes" in str(job.error)
     assert queue() == ""
 
 
@@ -95,21 +49,22 @@ def test_more_nodes_than_there_are_are_waited_for_no_longer_than_minutes(cluster
 )
 def test_what_the_queue_or_arithmetic_refuses_is_an_error_at_once(cluster, tmp_path, changes, words):
     with pytest.raises(LaunchError, match=words):
-        start(tmp_path, "fine", **changes)
+        start(tmp_path, **changes)
     assert queue() == ""
 
 
 def test_a_job_that_the_queue_forgets_is_reported(cluster, tmp_path, monkeypatch):
-    (job,) = start(tmp_path, "linger")
-    monkeypatch.setattr("launchers.slurm._UNKNOWN_S", 0.5)
-    monkeypatch.setattr("launchers.slurm_queue.look", lambda jobs: {})
+    (job,) = start(tmp_path)
+    monkeypatch.setattr("launchers.slurm.follow._SETTLE_S", 0.5)
+    monkeypatch.setattr("launchers.slurm.follow.look", lambda jobs: {})
     wait([job], 0.2, print)
     assert f"job {job.id} has vanished from the queue without an end" in str(job.error)
     subprocess.run(["scancel", job.id])
 
 
 def test_ctrl_c_cancels_what_was_queued(cluster, tmp_path):
-    jobs = start(tmp_path, "linger", "linger", mem_gb=0.2)
+    jobs = start(tmp_path, count=2)
+    assert [job.id.partition("_")[2] for job in jobs] == ["0", "1"], "one array"
     tell = lambda line: os.kill(os.getpid(), signal.SIGINT) if "runs on" in line else None  # noqa: E731
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

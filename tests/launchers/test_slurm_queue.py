@@ -1,4 +1,4 @@
-"""What is submitted, and what is made of the queue's answers: against made-up commands of SLURM's."""
+"""What is submitted, and what is made of answers that a small cluster does not give: SLURM's commands are made up."""
 
 import json
 import os
@@ -9,9 +9,11 @@ import pytest
 
 from common.errors import LaunchError
 from conf.schema import Slurm
-from launchers import World, slurm, slurm_queue, slurm_worker
-from launchers.slurm_failure import explain
-from launchers.slurm_queue import State
+from launchers import World
+from launchers.slurm import follow, task
+from launchers.slurm import submit as submitting
+from launchers.slurm.follow import State, exit_codes, explain, update
+from launchers.slurm.submit import Job
 from launchers.stopping import Stopped
 
 NASTY = "a 'b' \"c\" $(touch struck)\ntouch struck; `touch struck`"
@@ -29,7 +31,7 @@ def answer(monkeypatch):
             commands.append(command)
             return subprocess.CompletedProcess(command, code, stdout, stderr)
 
-        monkeypatch.setattr(slurm_queue.subprocess, "run", run)
+        monkeypatch.setattr(submitting.subprocess, "run", run)
         return commands
 
     return prepare
@@ -37,7 +39,7 @@ def answer(monkeypatch):
 
 def submit(folder, options=None, count=1, **more):
     command = ["-c", ECHO, NASTY]
-    return slurm.submit(command, [folder] * count, options or Slurm(), 2, folder, NASTY, **more)
+    return submitting.submit(command, [folder] * count, options or Slurm(), 2, folder, NASTY, **more)
 
 
 def test_no_value_becomes_a_shell_line(answer, tmp_path):
@@ -73,11 +75,11 @@ def test_every_option_reaches_sbatch(answer, tmp_path):
 
 
 def test_a_job_that_the_queue_forgot_after_its_end_is_done(monkeypatch, tmp_path):
-    monkeypatch.setattr(slurm_queue, "look", lambda jobs: {})
-    monkeypatch.setattr(slurm, "_UNKNOWN_S", 0.1)
+    monkeypatch.setattr(follow, "look", lambda jobs: {})
+    monkeypatch.setattr(follow, "_SETTLE_S", 0.1)
     (tmp_path / "7_0.json").write_text("{}")
-    jobs = [slurm.Job("7", tmp_path, tmp_path, ranks, time_min=1) for ranks in (1, 2)]
-    slurm.wait(jobs, 0.05, print)
+    jobs = [Job("7", tmp_path, tmp_path, ranks, time_min=1) for ranks in (1, 2)]
+    follow.wait(jobs, 0.05, print)
     assert jobs[0].error is None
     assert "job 7 has vanished from the queue without an end" in str(jobs[1].error), "rank 1 has left no report"
 
@@ -86,7 +88,7 @@ def test_a_job_that_the_queue_forgot_after_its_end_is_done(monkeypatch, tmp_path
 def time_passes(monkeypatch):
     """The clock of jobs that are followed; ``time_passes(60)`` sets it forward."""
     now = [0.0]
-    monkeypatch.setattr(slurm.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(follow.time, "monotonic", lambda: now[0])
 
     def forward(seconds):
         now[0] += seconds
@@ -96,44 +98,43 @@ def time_passes(monkeypatch):
 
 def test_a_report_that_a_shared_file_system_shows_late_is_waited_for(time_passes, tmp_path):
     for id, late in (("7", True), ("8", False)):
-        job = slurm.Job(id, tmp_path, tmp_path, 2, time_min=1)
+        job = Job(id, tmp_path, tmp_path, 2, time_min=1)
         (tmp_path / f"{id}_0.json").write_text("{}")
         for _ in range(3):
-            job.update(State("COMPLETED", "None", "n1"), print)
+            update(job, State("COMPLETED", "None", "n1"), print)
             assert not job.done
             time_passes(5)
         if late:
             (tmp_path / f"{id}_1.json").write_text("{}")
-            job.update(State("COMPLETED", "None", "n1"), print)
+            update(job, State("COMPLETED", "None", "n1"), print)
             assert job.done and job.error is None
         else:
-            time_passes(30)
-            job.update(State("COMPLETED", "None", "n1"), print)
+            time_passes(60)
+            update(job, State("COMPLETED", "None", "n1"), print)
             assert "rank 1 left with exit code 0 before its work was done" in str(job.error)
 
 
-@pytest.mark.parametrize("reason", ["PartitionNodeLimit", "BadConstraints", "AccountingPolicy", "PartitionConfig"])
-def test_a_job_that_cannot_start_as_things_are_is_cancelled_after_minutes_only(answer, time_passes, tmp_path, reason):
+def test_a_job_that_cannot_start_as_things_are_is_cancelled_when_that_has_lasted_five_minutes(
+    answer, time_passes, tmp_path
+):
     commands, said = answer(), []
-    job = slurm.Job("7", tmp_path, tmp_path, 2, time_min=1)
+    job, reason = Job("7", tmp_path, tmp_path, 2, time_min=1), "QOSMaxNodePerJobLimit"
     for seconds, name in ((0, reason), (200, reason), (200, "Resources"), (100, reason), (299, reason)):
         time_passes(seconds)
-        job.update(State("PENDING", name, ""), said.append)
+        update(job, State("PENDING", name, ""), said.append)
     assert not job.done and commands == []
     time_passes(1)
-    job.update(State("PENDING", reason, ""), said.append)
+    update(job, State("PENDING", reason, ""), said.append)
     assert commands == [["scancel", "7"]]
-    assert f"job 7 does not start: {State('PENDING', reason, '').never}; it waited for {reason} for 5 min" in str(
-        job.error
-    )
+    assert f"job 7 does not start: it has waited for {reason} for 5 min" in str(job.error)
     assert len(said) == 3 and said[0].endswith("; it is cancelled if that lasts 5 min)")
 
 
 def test_why_a_job_waits_is_shown_whenever_it_changes(tmp_path):
-    job, said = slurm.Job("7", tmp_path, tmp_path, 2, time_min=1), []
+    job, said = Job("7", tmp_path, tmp_path, 2, time_min=1), []
     waits = [("PENDING", reason) for reason in ("Priority", "Priority", "ReqNodeNotAvail", "Resources")]
     for name, reason in [*waits, ("RUNNING", "None"), ("RUNNING", "None"), ("REQUEUED", "BeginTime")]:
-        job.update(State(name, reason, "n1"), said.append)
+        update(job, State(name, reason, "n1"), said.append)
     waited = [f"job 7 waits in the queue ({reason})" for reason in ("Priority", "ReqNodeNotAvail", "Resources")]
     assert said == [*waited, "job 7 runs on n1", "job 7 waits in the queue (BeginTime)"]
 
@@ -142,8 +143,20 @@ def test_why_a_job_waits_is_shown_whenever_it_changes(tmp_path):
 def test_of_ranks_out_of_memory_and_those_that_were_ended_after_them_the_first_are_named(tmp_path, state):
     said = "srun: error: n1: task 2: Out Of Memory\nsrun: error: n1: tasks 0-1,3: Terminated\n"
     (tmp_path / "7.err").write_text(said)
-    error = str(explain("7", State(state, "OutOfMemory", "n1"), tmp_path, tmp_path, ranks=4, limit=1))
+    error = str(explain(Job("7", tmp_path, tmp_path, 4, time_min=1), State(state, "OutOfMemory", "n1")))
     assert error.startswith("job 7 (rank 2) was killed for using more memory than it asked for; set launcher.mem_gb")
+
+
+def test_exit_codes_are_read_from_what_srun_says_of_the_last_attempt():
+    text = """\
+srun: error: n1: tasks 0-1: Terminated
+slurmstepd-n1: error: *** JOB 5 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO JOB REQUEUE ***
+srun: error: n2: task 2: Exited with exit code 3
+srun: launch/slurm: _step_signal: Terminating StepId=1.0
+srun: error: n1: tasks 0-1: Terminated
+srun: error: n2: task 3: Killed
+"""
+    assert exit_codes(text) == {2: 3, 0: -15, 1: -15, 3: -9}
 
 
 SINFO = "8|all*|n1\n8|all*|n2\n64|big|n3\n"
@@ -206,9 +219,9 @@ def test_a_job_that_was_queued_again_and_has_trained_no_step_is_not_queued_again
     commands = answer()
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
-    monkeypatch.setattr(slurm_worker, "_KILLED_S", 0.0)
+    monkeypatch.setattr(task, "_KILLED_S", 0.0)
     words = "has not ended this attempt" if queued else "has trained no step since"
-    with pytest.raises(LaunchError, match=words), slurm_worker.requeued(World.alone()):
+    with pytest.raises(LaunchError, match=words), task.requeued(World.alone()):
         raise Stopped("stopped", steps=steps)
     assert commands == [["scontrol", "requeue", "7"]] * queued
 
@@ -216,13 +229,13 @@ def test_a_job_that_was_queued_again_and_has_trained_no_step_is_not_queued_again
 def test_a_requeue_that_is_stopped_with_the_job_it_stops_has_not_failed(answer):
     for code in (0, -signal.SIGTERM):
         answer(code)
-        slurm_queue.requeue("7")
+        task.requeue("7")
 
 
 def test_a_requeue_that_is_refused_says_why(answer):
     answer(1, stderr="Invalid job id specified")
     with pytest.raises(LaunchError, match="scontrol requeue 7: Invalid job id"):
-        slurm_queue.requeue("7")
+        task.requeue("7")
 
 
 def test_a_machine_without_slurm_is_told_so(monkeypatch, tmp_path):

@@ -3,7 +3,6 @@
 import pytest
 
 from launchers import World, world
-from launchers.slurm_failure import exit_codes
 from launchers.world import master_address
 
 STEP = {
@@ -45,15 +44,3 @@ def test_a_batch_script_and_a_shell_in_an_allocation_are_no_ranks(change):
 )
 def test_the_first_node_is_read_from_slurms_short_form(short, first):
     assert world.first_node(short) == first
-
-
-def test_exit_codes_are_read_from_what_srun_says_of_the_last_attempt():
-    text = """\
-srun: error: n1: tasks 0-1: Terminated
-slurmstepd-n1: error: *** JOB 5 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO JOB REQUEUE ***
-srun: error: n2: task 2: Exited with exit code 3
-srun: launch/slurm: _step_signal: Terminating StepId=1.0
-srun: error: n1: tasks 0-1: Terminated
-srun: error: n2: task 3: Killed
-"""
-    assert exit_codes(text) == {2: 3, 0: -15, 1: -15, 3: -9}

@@ -14,8 +14,8 @@ from common.errors import UserError
 from conf.instantiate import open_doors, to_config, to_dict
 from conf.trust import typed_overrides
 from launchers import Interrupted
-from launchers.slurm import Job as SlurmJob
-from launchers.slurm import wait
+from launchers.slurm.follow import wait
+from launchers.slurm.submit import Job as SlurmJob
 from training.autotune import choose_chunks, recall
 from training.reporting import mask_secrets
 from training.reporting.job_record import FAILED, FINISHED, INTERRUPTED, WAITING, Job, read_job, update_job, write_job

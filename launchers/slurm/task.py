@@ -1,4 +1,4 @@
-"""What happens in a task of a SLURM job around the caller's function."""
+"""What a task of a SLURM job does around the caller's function: its report, and the job's way back into the queue."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from common.errors import LaunchError
-from launchers import slurm_queue, stopping
+from launchers import stopping
 from launchers.failure import log_path, read_report, write_report
+from launchers.slurm.submit import ask
 from launchers.stopping import Stopped
 from launchers.worker import PEER_DELAY_S, redirect_output
 from launchers.world import World, restarts
@@ -27,15 +28,15 @@ MAX_REQUEUES = 100
 _KILLED_S = 120.0
 
 
-def array_index(environ: Mapping[str, str] = os.environ) -> int:
+def array_index() -> int:
     """Return which job of its array this is, from 0; 0 for a job of its own."""
-    return int(environ.get("SLURM_ARRAY_TASK_ID") or 0)
+    return int(os.environ.get("SLURM_ARRAY_TASK_ID") or 0)
 
 
-def job_id(environ: Mapping[str, str] = os.environ) -> str:
+def job_id() -> str:
     """Return the number of this job as squeue shows it: 12, or 12_0 in an array."""
-    array = environ.get("SLURM_ARRAY_JOB_ID")
-    return f"{array}_{array_index(environ)}" if array else environ["SLURM_JOB_ID"]
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{array_index()}" if array else os.environ["SLURM_JOB_ID"]
 
 
 def read_reports(folder: Path, job: str, ranks: int) -> dict[int, dict | None]:
@@ -53,7 +54,7 @@ def work(
 
     Args:
         entry: What the task does.
-        folder: Where the reports go (see launchers.slurm.submit).
+        folder: Where the reports go (see ``submit``).
         log_dir: Where the ranks other than 0 write their logs.
         max_requeues: How often the job may be queued again.
     """
@@ -102,9 +103,20 @@ def requeued(world: World, max_requeues: int = MAX_REQUEUES) -> Iterator[None]:
             ) from stopped
         if world.rank == 0:
             print(f"{stopped}; the job waits in the queue to go on", flush=True)
-            slurm_queue.requeue(job_id())
+            requeue(job_id())
         time.sleep(_KILLED_S)
         raise LaunchError(f"{stopped}, but the queue has not ended this attempt within {_KILLED_S:g} s") from stopped
+
+
+def requeue(job: str) -> None:
+    """Stop the processes of ``job`` and put it into the queue again. Raises LaunchError where the queue refuses.
+
+    SLURM holds it back for the lifetime of a credential, two minutes by default.
+    """
+    done = ask(["scontrol", "requeue", job])
+    # Below 0: asked by the job itself, scontrol is one of the processes that are stopped, maybe before it returns.
+    if done.returncode > 0:
+        raise LaunchError(f"scontrol requeue {job}: {done.stderr.strip()}")
 
 
 def _report_path(folder: Path, job: str, rank: int) -> Path:

@@ -1,0 +1,239 @@
+"""Queues runs: launchers/train.sbatch is filled in and handed to sbatch. No command used here needs accounting."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.errors import LaunchError
+
+_ROOT = Path(__file__).resolve().parents[2]
+_TEMPLATE = _ROOT / "launchers" / "train.sbatch"
+_COMMAND_S = 30.0
+_SUBMIT_S = 300.0  # a job that is queued although sbatch was given up would be nobody's
+# Options of sbatch that launcher.sbatch cannot change, as the launcher follows the job by them.
+_OWN = {
+    "array": "a sweep (-m) is an array",
+    "error": "the command follows the job by its output, in the folder of the run (hydra.run.dir)",
+    "export": "ranks need the environment of this command; launcher.setup=['export NAME=VALUE'] adds to it",
+    "nodes": "set launcher.nodes",
+    "ntasks": "set launcher.nodes and launcher.tasks_per_node",
+    "ntasks-per-node": "set launcher.tasks_per_node",
+    "output": "the command follows the job by its output, in the folder of the run (hydra.run.dir)",
+    "parsable": "it is set already",
+    "signal": "set launcher.signal_s",
+    "test-only": "mode=plan shows what would run",
+    "time": "set launcher.time_min",
+    "wait": "set launcher.wait",
+    "wrap": "the job is launchers/train.sbatch; launcher.setup=[COMMAND] runs a command before",
+}
+
+
+@dataclass
+class Job:
+    """A submitted run.
+
+    Attributes:
+        id: Its number as squeue shows it: 12, or 12_0 in an array.
+        folder: Where its output and the reports of its ranks are.
+        log_dir: Where the ranks other than 0 write their logs.
+        ranks: The number of its processes.
+        time_min: Its time limit in minutes.
+        done: Whether it has ended. Set by ``follow.wait``, as is all below.
+        error: Why it has failed, None where it has not.
+        said: What was last said about it.
+        since: When the queue first gave its last answer about it.
+    """
+
+    id: str
+    folder: Path
+    log_dir: Path
+    ranks: int
+    time_min: int
+    done: bool = False
+    error: Exception | None = None
+    said: str = ""
+    answer: Any = None
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def output(self) -> Path:
+        """Rank 0's standard output."""
+        return self.folder / f"{self.id}.out"
+
+    @property
+    def errors(self) -> Path:
+        """Rank 0's standard error and srun's messages."""
+        return self.folder / f"{self.id}.err"
+
+
+def submit(
+    arguments: Sequence[str],
+    log_dirs: Sequence[Path],
+    options: Any,
+    processes: int,
+    folder: str | os.PathLike,
+    name: str,
+    env: Mapping[str, str] | None = None,
+) -> list[Job]:
+    """Queue a job for each of ``log_dirs``, all of the same shape, as one array where there are several.
+
+    Args:
+        arguments: What Python runs in each task of each job, such as ["-m", "module", "argument"]; it should call
+            ``task.work``. ``task.array_index`` tells it which job it belongs to.
+        log_dirs: Where the ranks of each job other than 0 write their logs.
+        options: The section ``launcher`` of the configuration (conf/schema.py).
+        processes: The number of ranks of each job.
+        folder: Where the script, the output of rank 0 and the ranks' reports go; on a file system that all nodes share.
+        name: The name of the jobs.
+        env: More environment variables for the ranks.
+
+    Raises:
+        LaunchError: The queue refuses the jobs (with sbatch's own words), or the options contradict each other.
+    """
+    per_node = _tasks_per_node(options, processes)
+    check_options(options)
+    folder, count = Path(folder).absolute(), len(log_dirs)
+    file = "%j" if count == 1 else "%A_%a"
+    at_once = "" if options.max_parallel is None else f"%{options.max_parallel}"
+    flags = {
+        "job-name": name,
+        "nodes": options.nodes,
+        "ntasks-per-node": per_node,
+        "cpus-per-task": options.cpus_per_task,
+        "mem": None if options.mem_gb is None else f"{int(options.mem_gb * 1024)}M",
+        "gpus-per-node": options.gpus_per_node,
+        "partition": options.partition,
+        "account": options.account,
+        "qos": options.qos,
+        "time": options.time_min,
+        "signal": f"USR2@{options.signal_s}",
+        "array": None if count == 1 else f"0-{count - 1}{at_once}",
+        "output": folder / f"{file}.out",
+        "error": folder / f"{file}.err",
+        **{str(key).replace("_", "-"): value for key, value in (options.sbatch or {}).items()},
+    }
+    # A container (pyxis: container_image) is for the ranks: with sbatch it would hold the script, which calls srun.
+    container = {key: flags.pop(key) for key in list(flags) if re.match(r"(no-)?container", key)}
+    python = "python" if "container-image" in container else sys.executable
+    script = folder / "job.sh"
+    write_private(script, _script([python, "-u", *arguments], options.setup, env or {}, _words(container)))
+    _check_nodes(flags)
+    done = ask(["sbatch", "--parsable", *_words(flags), str(script)], _SUBMIT_S)
+    if done.returncode:
+        raise LaunchError(f"the queue does not take the job: {done.stderr.strip().replace('sbatch: error: ', '')}")
+    number = done.stdout.strip().partition(";")[0]
+    ids = [number] if count == 1 else [f"{number}_{index}" for index in range(count)]
+    return [Job(id, folder, Path(logs), processes, options.time_min) for id, logs in zip(ids, log_dirs, strict=True)]
+
+
+def check_options(options: Any) -> None:
+    """Check what does not depend on the number of processes. Raises LaunchError."""
+    if options.signal_s >= options.time_min * 60:
+        raise LaunchError(
+            f"launcher.signal_s={options.signal_s} is not below the time limit, launcher.time_min={options.time_min} "
+            f"({options.time_min * 60} s); set it lower"
+        )
+    if not isinstance(options.sbatch or {}, Mapping):
+        raise LaunchError(f"launcher.sbatch={options.sbatch} must be options and their values: {{constraint: a100}}")
+    for key in options.sbatch or {}:
+        if why := _OWN.get(str(key).replace("_", "-")):
+            raise LaunchError(f"launcher.sbatch.{key} is not allowed: {why}")
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only this user can read: a configuration may hold secrets. Its folder is made if missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(mode=0o600)
+    path.write_text(text)
+
+
+def ask(command: Sequence[str], timeout_s: float = _COMMAND_S) -> subprocess.CompletedProcess:
+    """Run one of SLURM's commands. Raises LaunchError where it is missing or does not answer."""
+    try:
+        return subprocess.run(command, text=True, capture_output=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
+    except FileNotFoundError:
+        raise LaunchError(
+            f"{command[0]} not found: launcher=slurm works on machines from which SLURM's commands reach a cluster; "
+            "launcher=local needs none (tests/launchers/local_cluster.py starts a small one)"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{command[0]} did not answer within {timeout_s:g} s") from None
+
+
+def _tasks_per_node(options: Any, processes: int) -> int:
+    nodes, given = options.nodes, options.tasks_per_node
+    if nodes < 1:
+        raise LaunchError(f"launcher.nodes={nodes} must be at least 1")
+    if given is not None and given * nodes != processes:
+        raise LaunchError(
+            f"launcher.nodes={nodes} x launcher.tasks_per_node={given} = {given * nodes} processes, but the run has "
+            f"{processes} (parallel.dp x parallel.pp); leave launcher.tasks_per_node out, or change one of them"
+        )
+    if processes % nodes:
+        raise LaunchError(
+            f"{processes} processes (parallel.dp x parallel.pp) cannot be dealt equally to launcher.nodes={nodes}; "
+            "choose numbers where one divides the other"
+        )
+    return processes // nodes
+
+
+def _check_nodes(flags: Mapping[str, Any]) -> None:
+    """Check that nodes have the processors that are asked for: the queue may keep a job that none can run for ever."""
+    if flags.get("overcommit") or flags.get("clusters") or not str(flags["cpus-per-task"] or 1).isdigit():
+        return
+    cpus = sorted(_node_cpus(flags.get("partition")), reverse=True)
+    nodes, per_node, per_process = flags["nodes"], flags["ntasks-per-node"], int(flags["cpus-per-task"] or 1)
+    needed = per_node * per_process
+    enough = sum(count >= needed for count in cpus)
+    if enough < min(nodes, len(cpus)):
+        most = cpus[min(nodes, len(cpus)) - 1] // per_node
+        raise LaunchError(
+            f"launcher.nodes={nodes} needs {needed} CPUs per node, for {per_node} process{'es' * (per_node > 1)} of "
+            f"launcher.cpus_per_task={per_process}, but {enough} of the partition's {len(cpus)} nodes have as many and "
+            f"the largest has {cpus[0]}; "
+            + (f"set launcher.cpus_per_task={most} at most" if most else "set launcher.nodes higher")
+        )
+
+
+def _node_cpus(partition: str | None) -> list[int]:
+    """The CPUs of each node of ``partition`` (None: the default one); of no node where the queue does not say."""
+    partition = partition or os.environ.get("SBATCH_PARTITION")
+    try:
+        done = ask(["sinfo", "--noheader", "--Node", "--format=%c|%P|%N", *_words({"partition": partition})])
+    except LaunchError:
+        return []
+    rows = [line.strip().split("|") for line in done.stdout.splitlines() if re.match(r"\s*\d+\|", line)]
+    return list({node: int(cpus) for cpus, name, node in rows if partition or name.endswith("*")}.values())
+
+
+def _words(flags: Mapping[str, Any]) -> list[str]:
+    return [
+        f"--{key}" if value is True else f"--{key}={value}"
+        for key, value in flags.items()
+        if value is not None and value is not False
+    ]
+
+
+def _script(command: Sequence[str], setup: Sequence[str], env: Mapping[str, str], srun: Sequence[str]) -> str:
+    """The template with the shell lines ``setup``, the variables ``env``, and ``command`` in place of train.py's.
+
+    ``srun`` are options of srun.
+    """
+    lines = [
+        *setup,
+        f"export PYTHONPATH={shlex.quote(str(_ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        *(f"export {shlex.quote(f'{key}={value}')}" for key, value in env.items()),
+        f"run=({shlex.join(command)})",
+        *([f"srun_options=({shlex.join(srun)})"] if srun else []),
+    ]
+    paragraph = re.compile(r"^run=.*?\n\n", re.MULTILINE | re.DOTALL)
+    return paragraph.sub(lambda _: "\n".join([*lines, "", ""]), _TEMPLATE.read_text())
