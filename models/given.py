@@ -1,10 +1,26 @@
-"""The target of a section whose object a Python program has given (``training.train(..., model=...)``)."""
+"""Objects that a Python program gives to ``training.train``: a configuration can only name them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from common.given import take
+from common.errors import UserError
+
+GIVEN = "models.given.given"  # the _target_ of a section whose object is given
+
+_objects: dict[str, Any] | None = None
+
+
+def set_given(objects: Mapping[str, Any] | None) -> None:
+    """Replace the objects that are given in this process, by key; None where no Python program runs the training."""
+    global _objects
+    _objects = None if objects is None else dict(objects)
+
+
+def given_objects() -> dict[str, Any] | None:
+    """Return the objects that are given in this process, by key; None where the command line started the run."""
+    return _objects
 
 
 def given(key: str, fingerprint: str = "", vocab_size: int | None = None) -> Any:
@@ -12,10 +28,20 @@ def given(key: str, fingerprint: str = "", vocab_size: int | None = None) -> Any
 
     Args:
         key: "model" or "data".
-        fingerprint: Of the object that the configuration was made for.
+        fingerprint: That of the object which the configuration was made for; "" where it does not matter.
         vocab_size: Of a language model: the program reads it.
 
     Raises:
         UserError: This process was given none, or another.
     """
-    return take(key, fingerprint)
+    if _objects is None or key not in _objects:
+        raise UserError(
+            f"{key} was given by a Python program and is not in the configuration: give it again, by "
+            f"training.train(..., {key}=...)"
+        )
+    if fingerprint != getattr(_objects[key], "fingerprint", ""):
+        raise UserError(
+            f"this process was given a {key} with other numbers than the first rank, or than before: make it from the "
+            "same seed everywhere (torch.manual_seed)"
+        )
+    return _objects[key]

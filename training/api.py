@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import TrainingError, UserError
-from common.given import GIVEN, set_given
 from conf.instantiate import check_role
 from conf.words import quote_values
 from launchers import World
+from models.given import GIVEN, set_given
 from training.app import execute, follow
 from training.config import complete
 from training.reporting.directory_lock import locked_directories

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import exit_is_failure, printable
-from common.given import pack, unpack
 from common.machine import changed_environment, styled
 from conf import COMMAND
 from conf.instantiate import environment, open_doors, to_config, to_dict
@@ -21,7 +20,7 @@ from conf.words import hydra_word
 from launchers import ForkServer, Interrupted, LaunchError, WorkerFailed, World, run_workers, stopping
 from launchers.meeting import check_interfaces
 from launchers.stopping import Stopped
-from training.checks.limits import check_need, check_process, check_sections, check_values
+from training.checks import check_need, check_process, check_sections, check_values
 from training.config import to_text
 
 ALONE = ("export", "sample")  # modes that need one process whatever the strategy is
@@ -172,8 +171,10 @@ def _early_server(cfg: Any, world: World | None, isolated: bool) -> AbstractCont
 
 
 def _start_workers(cfg: Any, run_dir: Path, processes: int, server: ForkServer | None) -> None:
+    from training.setup import pack_given
+
     timeout_s = cfg.parallel.timeout_s
-    args = to_dict(cfg), str(run_dir), pack()
+    args = to_dict(cfg), str(run_dir), pack_given()
     most, failures = _restarts(cfg), []
 
     def tell(failure: WorkerFailed) -> None:
@@ -212,8 +213,9 @@ def _work(world: World, tree: dict, run_dir: str, given: bytes | None) -> None:
     from training.checkpoint.resume import after_restart
     from training.reporting import SUMMARY
     from training.run import run
+    from training.setup import unpack_given
 
-    unpack(given)
+    unpack_given(given)
     cfg, folder = to_config(tree), Path(run_dir)
     if restarts() > 0:
         after_restart(cfg, folder)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import PlanError
-from common.given import pack, unpack
 from common.machine import available_memory
 from conf.instantiate import to_config, to_dict
 from launchers import ForkServer, WorkerFailed, World, run_workers
@@ -24,7 +23,7 @@ from parallel.devices import resolve_device_type
 from training.checkpoint import newest, read_manifest
 from training.reporting import METRICS, SUMMARY, write_json
 from training.reporting.metrics import read_records
-from training.setup import BALANCES, prepare
+from training.setup import BALANCES, pack_given, prepare, unpack_given
 
 CHOICES = "choices.json"
 AUTO = "auto"
@@ -165,7 +164,7 @@ def _try(cfg: Any, chunks: int, server: ForkServer | None) -> Trial | None:
     except PlanError:
         return None
     with tempfile.TemporaryDirectory() as folder:
-        args = (to_dict(trial), folder, pack())
+        args = (to_dict(trial), folder, pack_given())
         try:
             run_workers(_work, args, plan.processes, Path(folder) / "logs", server=server)
         except WorkerFailed as failure:
@@ -183,7 +182,7 @@ def _work(world: World, tree: dict, folder: str, given: bytes | None) -> None:
 
     if world.rank == 0:
         redirect_output(log_path(Path(folder) / "logs", 0))
-    unpack(given)
+    unpack_given(given)
     run(to_config(tree), Path(folder), world)
 
 

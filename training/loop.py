@@ -21,8 +21,8 @@ from launchers.stopping import Stopped
 from parallel.strategy import StepResult, Strategy
 from training.callbacks import Callbacks, TrainingRun
 from training.checkpoint import Checkpoints
-from training.checks.identity import recipe
 from training.evaluate import evaluate, not_finite, record_of
+from training.identity import recipe
 from training.optimizer import Optimizer
 from training.reporting import jsonable
 from training.reporting.console import numbers

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from common.errors import TrainingError, add_note, exit_is_failure, is_out_of_memory
-from common.given import GIVEN, from_python
 from common.machine import styled, usable_cores
 from conf import COMMAND
 from conf.instantiate import build, environment, open_doors, to_dict
 from conf.words import hydra_word
 from launchers import World, connect
 from launchers.stopping import Stopped
+from models.given import GIVEN, given_objects
 from parallel.devices import keep_freed_memory, share_cores
 from parallel.host_group import NCCL, choose_backend
 from parallel.plan import Plan
@@ -33,9 +33,9 @@ from training.checkpoint import Checkpoints
 from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.init_from import start
 from training.checkpoint.resume import resume
-from training.checks.identity import changes, check_ranks, follows_total
 from training.config import kept
 from training.evaluate import evaluate, not_finite, record_of
+from training.identity import changes, check_ranks, follows_total
 from training.loop import Loop
 from training.optimizer import Optimizer
 from training.reporting import SUMMARY, mask_secrets
@@ -299,7 +299,7 @@ def _report(
     epochs = setup.cfg.train.epochs is not None
     typed, idle = where_typed(run_dir), _idle(setup, world, ranks)
     rate = _rate_at_end(setup, outcome.steps)
-    said = final_words(summary, run_dir, typed, link, setup.extents, epochs, idle, from_python(), rate)
+    said = final_words(summary, run_dir, typed, link, setup.extents, epochs, idle, given_objects() is not None, rate)
     headline, *rest = said.split("\n")
     print("\n".join([styled(headline, "bold", sys.stdout), *rest]), flush=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import pickle
 import tempfile
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from common.errors import PlanError, TrainingError, UserError, add_note
+from common.errors import TrainingError, UserError
 from conf.instantiate import build, environment, instantiate, target_of, to_config, to_dict
 from conf.schema import own_keys
 from data.batch import Batch
@@ -22,30 +23,22 @@ from data.dataset import DataSet
 from data.loader import TrainBatches
 from launchers import World, run_workers
 from models.chain import Chain
-from models.layers import checked
-from models.losses import IGNORED
+from models.given import given_objects, set_given
 from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer, stage_shares
 from parallel.devices import Hardware, check_compiler
 from parallel.memory import check_gpus, tensors_per_parameter
 from parallel.plan import Plan, make_plan
 from parallel.schedules import SCHEDULES
-from parallel.shape_inference import Accesses, drawing_by_microbatch, reads_numbers
+from parallel.shape_inference import drawing_by_microbatch
 from parallel.strategies import names_where, strategy_info
 from training.callbacks import build as build_callbacks
 from training.checkpoint import read_manifest
 from training.checkpoint.configuration import check_fits, checkpoint_of
 from training.checkpoint.init_from import check_start
 from training.checkpoint.new_tokens import grown
-from training.checks.first_batch import (
-    RealKinds,
-    check_loss_value,
-    check_read,
-    check_splits,
-    check_targets,
-    known_samples,
-)
-from training.checks.limits import certain_tensors, check_fit, check_kind, check_length, check_sample, check_train
+from training.checks import certain_tensors, check_fit, check_kind, check_length, check_sample, check_train
 from training.evaluate import extents
+from training.first_batch import check_read, check_shapes, check_splits
 from training.optimizer import check_layout, check_optimizer, check_rates
 from training.reporting import loggers
 from training.reporting.objective import check_objective
@@ -311,79 +304,26 @@ def total_steps(steps: int | None, epochs: float | None, per_epoch: int) -> int:
     return int(min(steps if steps is not None else math.inf, by_epochs))
 
 
-def check_shapes(setup: Setup) -> None:
-    """Pass a micro-batch through the model and its loss on the meta device, without memory.
+def pack_given() -> bytes | None:
+    """Return all given objects as bytes for another process of the same program; None for a command line's.
+
+    Classes and functions of a script or a notebook are sent as code, others by their names.
 
     Raises:
-        UserError: A layer cannot take what it is given, its output cannot be passed on, what it leaves behind would
-            depend on the layout, or its shapes depend on numbers where they must be known before. It is named.
+        UserError: An object cannot be sent.
     """
-    loss, batch = setup.chain.loss, setup.sample
-    samples, sample = known_samples(setup.data, batch), batch.to("meta")
-    tensors, at, known = sample.input_tensors, "", True
-    needs_shapes = setup.plan.pipelined or setup.cfg.train.compile or setup.cfg.mode == "plan"
+    objects = given_objects()
+    if objects is None:
+        return None
+    import cloudpickle
+
     try:
-        with RealKinds(sample, samples):
-            for name, layer in setup.chain.skeleton().items():
-                at = f"layer {name!r} ({type(layer).__name__}): "
-                with Accesses(layer) as accesses:
-                    try:
-                        output = layer(*tensors)
-                    except (NotImplementedError, TypeError) as error:  # .tolist(), .numpy(), .cpu()
-                        known = known and not any(word in str(error) for word in ("meta tensor", "meta device"))
-                        raise
-                    finally:
-                        known = known and not accesses.data_dependent
-                        if needs_shapes and not known:
-                            raise reads_numbers(name, layer)
-                if setup.cfg.mode != "eval" and accesses.changed() is not None:  # or has a cache been filled?
-                    with Accesses(layer) as accesses:
-                        layer(*tensors)
-                    _check_changed(setup, at, accesses.changed())
-                at = ""
-                tensors = checked(name, layer, output)
-        at = f"loss {type(loss).__name__}: "
-        check_loss_value(loss, loss(output, sample.targets, None), setup.plan.parameters > 0)
-        if (samples[0].targets == IGNORED).all():
-            raise TrainingError(f"no target counts: all {len(samples[0]):,} samples to train on are {IGNORED}, ignored")
-        for one in samples:
-            check_targets(loss, output, len(batch), one.targets)
-    except UserError:
-        raise
-    except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, IndexError) as error:
-        if not known:
-            return  # what follows is seen when it runs
-        said = str(error)
-        if at and "meta" in said and "device" in said:
-            said = (
-                "it computes with a tensor that is not on its input's device; keep such a tensor by register_buffer, "
-                "make it with device=x.device"
-            )
-        raise TrainingError(
-            f"model={setup.cfg.model.name} cannot take this data: samples "
-            f"{' and '.join(map(_described, sample.input_tensors))} with targets {_described(sample.targets)} "
-            f"({at}{said})"
-        ) from None
-    except Exception as error:
-        add_note(error, f"raised in {at.removesuffix(': ') or 'the model'}, tried on a micro-batch without memory")
-        raise
+        return cloudpickle.dumps(objects)
+    except (TypeError, pickle.PicklingError) as error:
+        raise UserError(f"{' and '.join(objects)} cannot be sent to the run's processes: {error}") from error
 
 
-def _check_changed(setup: Setup, at: str, tensor: str | None) -> None:
-    """Once per step for the whole batch is what ``single`` does by default, and what users of torch expect."""
-    plan, train = setup.plan, setup.cfg.train
-    cut = {f"parallel.dp={plan.dp}": plan.dp > 1, f"parallel.chunks={plan.chunks}": plan.chunks > 1}
-    cut["train.activation_checkpointing=true"] = train.activation_checkpointing
-    cut[f"parallel={plan.strategy}"] = bool(plan.devices) and len(plan.stages) == 1
-    reasons = [words for words, holds in cut.items() if holds]
-    if tensor is not None and reasons:
-        raise PlanError(
-            f"{at}it changes its {tensor!r} in every training forward, so with {' and '.join(reasons)} it would depend "
-            "on how the batch is cut. Use models.batchnorm (BatchNorm1d, 2d and 3d, which update once per step) for "
-            "BatchNorm, a layer without such state otherwise, or let the whole batch pass at once: parallel=single "
-            "parallel.chunks=1 train.activation_checkpointing=false"
-        )
-
-
-def _described(tensor: Any) -> str:
-    return f"{tuple(tensor.shape[1:])} {str(tensor.dtype).removeprefix('torch.')}"
+def unpack_given(packed: bytes | None) -> None:
+    """Give this process what ``pack_given`` has returned."""
+    if packed is not None:
+        set_given(pickle.loads(packed))

@@ -19,7 +19,7 @@ from data.rows import Rows
 from data.tokens import check_tokens, read_header
 from parallel.precision import LossScale
 from training.checkpoint.manifest import parse_manifest, with_checksum
-from training.checks.limits import check_values
+from training.checks import check_values
 from training.reporting.metrics import MetricsFile, read_records
 from training.skipping import Skipping
 

@@ -17,7 +17,7 @@ from parallel.devices import Hardware, gpus_in_common
 from parallel.host_group import choose_backend
 from parallel.memory import check_gpus, tensors_per_parameter
 from parallel.plan import Plan, make_plan
-from training.checks.limits import certain_tensors
+from training.checks import certain_tensors
 from training.reporting.console import describe_plan
 
 

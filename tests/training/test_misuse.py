@@ -11,13 +11,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from common.errors import UserError
-from common.given import set_given
 from conf.composition import compose_and_run
 from conf.instantiate import to_config, to_dict
 from conf.messages import explain
 from data.dataset import DataSet, InMemory, Source
 from data.tensors import TensorData
 from models.chain import Chain, LayerSpec
+from models.given import set_given
 from models.losses import ClassCrossEntropy, SquaredError, Sums
 from models.sequential import chain_of
 from training import load_config, train

@@ -127,7 +127,7 @@ def test_what_is_no_name_of_a_package_cannot_be_allowed(name):
         open_doors({"allow": [name]})
 
 
-@pytest.mark.parametrize("target", ["common.given.unpack", "common.given.take", "training.api.train", "os.system"])
+@pytest.mark.parametrize("target", ["training.setup.unpack_given", "training.api.train", "os.system"])
 def test_what_handles_objects_of_a_program_is_no_target(target):
     with pytest.raises(TrainingError, match="not allowed"):
         resolve(target)

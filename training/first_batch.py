@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.errors import DataError, TrainingError
+from common.errors import DataError, PlanError, TrainingError, UserError, add_note
 from data.batch import Batch
 from data.dataset import DataSet, InMemory, Source
-from models.layers import Tensors, as_tuple
+from models.layers import Tensors, as_tuple, checked
 from models.losses import IGNORED, check_sums
+from parallel.shape_inference import Accesses, reads_numbers
 
 _aten = torch.ops.aten
 # What takes numbers of one kind only; on the meta device they take any.
@@ -156,3 +157,81 @@ def check_targets(loss: Any, output: Tensors, size: int, targets: Tensor) -> Non
             f"{str(targets.dtype).removeprefix('torch.')} {list(targets.shape)}{span}, with the model's output {shapes}"
             f": {error}"
         ) from None
+
+
+def check_shapes(setup: Any) -> None:
+    """Pass a micro-batch through the model and its loss on the meta device, without memory.
+
+    Raises:
+        UserError: A layer cannot take what it is given, its output cannot be passed on, what it leaves behind would
+            depend on the layout, or its shapes depend on numbers where they must be known before. It is named.
+    """
+    loss, batch = setup.chain.loss, setup.sample
+    samples, sample = known_samples(setup.data, batch), batch.to("meta")
+    tensors, at, known = sample.input_tensors, "", True
+    needs_shapes = setup.plan.pipelined or setup.cfg.train.compile or setup.cfg.mode == "plan"
+    try:
+        with RealKinds(sample, samples):
+            for name, layer in setup.chain.skeleton().items():
+                at = f"layer {name!r} ({type(layer).__name__}): "
+                with Accesses(layer) as accesses:
+                    try:
+                        output = layer(*tensors)
+                    except (NotImplementedError, TypeError) as error:  # .tolist(), .numpy(), .cpu()
+                        known = known and not any(word in str(error) for word in ("meta tensor", "meta device"))
+                        raise
+                    finally:
+                        known = known and not accesses.data_dependent
+                        if needs_shapes and not known:
+                            raise reads_numbers(name, layer)
+                if setup.cfg.mode != "eval" and accesses.changed() is not None:  # or has a cache been filled?
+                    with Accesses(layer) as accesses:
+                        layer(*tensors)
+                    _check_changed(setup, at, accesses.changed())
+                at = ""
+                tensors = checked(name, layer, output)
+        at = f"loss {type(loss).__name__}: "
+        check_loss_value(loss, loss(output, sample.targets, None), setup.plan.parameters > 0)
+        if (samples[0].targets == IGNORED).all():
+            raise TrainingError(f"no target counts: all {len(samples[0]):,} samples to train on are {IGNORED}, ignored")
+        for one in samples:
+            check_targets(loss, output, len(batch), one.targets)
+    except UserError:
+        raise
+    except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, IndexError) as error:
+        if not known:
+            return  # what follows is seen when it runs
+        said = str(error)
+        if at and "meta" in said and "device" in said:
+            said = (
+                "it computes with a tensor that is not on its input's device; keep such a tensor by register_buffer, "
+                "make it with device=x.device"
+            )
+        raise TrainingError(
+            f"model={setup.cfg.model.name} cannot take this data: samples "
+            f"{' and '.join(map(_described, sample.input_tensors))} with targets {_described(sample.targets)} "
+            f"({at}{said})"
+        ) from None
+    except Exception as error:
+        add_note(error, f"raised in {at.removesuffix(': ') or 'the model'}, tried on a micro-batch without memory")
+        raise
+
+
+def _check_changed(setup: Any, at: str, tensor: str | None) -> None:
+    """Once per step for the whole batch is what ``single`` does by default, and what users of torch expect."""
+    plan, train = setup.plan, setup.cfg.train
+    cut = {f"parallel.dp={plan.dp}": plan.dp > 1, f"parallel.chunks={plan.chunks}": plan.chunks > 1}
+    cut["train.activation_checkpointing=true"] = train.activation_checkpointing
+    cut[f"parallel={plan.strategy}"] = bool(plan.devices) and len(plan.stages) == 1
+    reasons = [words for words, holds in cut.items() if holds]
+    if tensor is not None and reasons:
+        raise PlanError(
+            f"{at}it changes its {tensor!r} in every training forward, so with {' and '.join(reasons)} it would depend "
+            "on how the batch is cut. Use models.batchnorm (BatchNorm1d, 2d and 3d, which update once per step) for "
+            "BatchNorm, a layer without such state otherwise, or let the whole batch pass at once: parallel=single "
+            "parallel.chunks=1 train.activation_checkpointing=false"
+        )
+
+
+def _described(tensor: Any) -> str:
+    return f"{tuple(tensor.shape[1:])} {str(tensor.dtype).removeprefix('torch.')}"

@@ -23,7 +23,7 @@ from parallel.mesh import Mesh
 from training.reporting import mask_secrets
 from training.reporting.environment import git_state
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("common", "conf", "data", "launchers", "models", "parallel", "training", "hydra_plugins")
 _SAMPLES = 8  # of each split
 _DIGITS = 12
