@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import errno
+import io
 import json
 import logging
 import math
 import os
-import stat
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.files import explain, parse_json, read_regular, write_atomically
+from common.files import explain, parse_json, write_atomically
 from training.reporting.masking import mask_secrets
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 
 _LONGEST_LINE = 1 << 16  # bytes
-_LARGEST = 1 << 32  # bytes of a metrics.jsonl
 
 log = logging.getLogger("training")
 
@@ -30,57 +29,50 @@ class MetricsFile:
 
     A full or unwritable disk does not end the training: lines that cannot be written wait in memory and are written
     as soon as that is possible again. Each outage is warned about once. The file holds whole lines only; half a line
-    that a killed process has left is cut off. One process at a time may write to a file; one that was removed, cut
-    short or written to by another is warned about once, at the next write, and begun anew where it is gone.
+    that a killed process has left is cut off. A file that was removed is begun anew, after a warning.
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
-        """Takes the path. The file is made, with its folder, at the first write; an existing one is appended to."""
+        """Take the path. The file is made, with its folder, at the first write; an existing one is appended to."""
         self.path = Path(path)
         self._pending: deque[bytes] = deque()
-        self._failing = self._disturbed = False
-        self._fd: int | None = None
-        self._end = 0  # of the file, as this object has left it
+        self._failing = False
+        self._file: io.FileIO | None = None
 
     def write(self, record: dict) -> None:
-        """Appends a record as one line.
-
-        Args:
-            record: NaN and infinity are written as null; tensors and arrays as numbers and lists.
-        """
+        """Append a record as one line. NaN and infinity are written as null; tensors as numbers and lists."""
         self._pending.append((json.dumps(jsonable(record), allow_nan=False) + "\n").encode())
         self._write_pending()
 
     def truncate_after(self, step: int) -> None:
-        """Cuts the file off before the first record whose "step" is larger, or that is no JSON object.
+        """Cut the file off before the first record whose "step" is larger, or that is no JSON object.
 
         A run that is resumed after ``step`` writes those records again. This needs no free space. Where the file
         cannot be changed, a warning is logged.
         """
-        self._close_fd()
+        self._close_file()
         self._pending = deque(line for line in self._pending if _is_up_to(line, step))
         try:
-            end = 0
-            for line in read_regular(self.path, _LARGEST).splitlines(keepends=True):
-                if not _is_up_to(line, step):
-                    os.truncate(self.path, end)
-                    break
-                end += len(line)
+            with open(self.path, "r+b") as file:
+                for line in iter(file.readline, b""):
+                    if not _is_up_to(line, step):
+                        file.truncate(file.tell() - len(line))
+                        break
         except FileNotFoundError:
             pass
         except OSError as error:
             log.warning("%s still holds records after step %d: %s", self.path, step, explain(error, self.path))
 
     def close(self) -> None:
-        """Writes what is pending, forces the file to the disk and closes it. A later ``write`` opens it again."""
+        """Write what is pending, force the file to the disk and close it. A later ``write`` opens it again."""
         if self._pending:
             self._write_pending()
-        if self._fd is not None:
-            try:
-                os.fsync(self._fd)  # network file systems report a full disk only here
-            except OSError as error:
-                log.warning("%s may be incomplete: %s", self.path, explain(error, self.path))
-        self._close_fd()
+        try:
+            if self._file is not None:
+                os.fsync(self._file)  # network file systems report a full disk only here
+        except OSError as error:
+            log.warning("%s may be incomplete: %s", self.path, explain(error, self.path))
+        self._close_file()
         if self._pending:
             log.warning("%s lacks %d records, which could not be written before the run ended", self.path,
                         len(self._pending))  # fmt: skip
@@ -88,74 +80,52 @@ class MetricsFile:
     def _write_pending(self) -> None:
         waiting = len(self._pending) - 1
         try:
-            if self._fd is not None and (change := self._foreign_change()) is not None:
-                self._warn_of_change(change)
-                self._close_fd()
-            if self._fd is None:
-                self._fd = _open_to_append(self.path)
+            if self._file is not None and os.fstat(self._file.fileno()).st_nlink == 0:
+                log.warning("%s was removed while this run writes to it: its records up to here are lost. The next "
+                            "ones are written to a new file", self.path)  # fmt: skip
+                self._close_file()
+            if self._file is None:
+                self._file = _open_to_append(self.path)
             while self._pending:
-                self._end = _append(self._fd, self._pending[0])
+                _append(self._file, self._pending[0])
                 self._pending.popleft()
         except OSError as error:
             if not self._failing:
                 log.warning("cannot write %s: %s. Training goes on; records are kept in memory and written when the "
                             "disk has space again", self.path, explain(error, self.path))  # fmt: skip
             self._failing = True
-            self._close_fd()  # a new descriptor at the next attempt also recovers from a remounted disk
+            self._close_file()  # opening it again at the next attempt also recovers from a remounted disk
             return
         if self._failing:
             log.warning("%s can be written again; %d records of the outage were added", self.path, waiting)
             self._failing = False
 
-    def _foreign_change(self) -> str | None:
-        """Returns what has happened to the file since the last write, in words; None where nothing has."""
-        mine = os.fstat(self._fd)
-        try:
-            if not os.path.samestat(os.stat(self.path), mine):
-                return "was replaced by another file"
-        except FileNotFoundError:
-            return "was removed"
-        if mine.st_size < self._end:
-            return "was cut short"
-        return "was written to by another process" if mine.st_size > self._end else None
-
-    def _warn_of_change(self, change: str) -> None:
-        if not self._disturbed:
-            log.warning("%s %s while this run writes to it: records up to here may be lost or mixed with others. The "
-                        "next ones are written to the file of that name", self.path, change)  # fmt: skip
-        self._disturbed = True
-
-    def _close_fd(self) -> None:
-        fd, self._fd = self._fd, None
-        try:
-            if fd is not None:
-                os.close(fd)
-        except OSError:
-            pass  # the descriptor is gone either way
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        with suppress(OSError):  # it is closed either way
+            if file is not None:
+                file.close()
 
 
-def _open_to_append(path: Path) -> int:
-    """Opens a file behind its last whole line and returns the descriptor."""
+def _open_to_append(path: Path) -> io.FileIO:
+    """Open a file behind its last whole line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    start = max(0, os.fstat(fd).st_size - _LONGEST_LINE)
-    os.ftruncate(fd, start + os.pread(fd, _LONGEST_LINE, start).rfind(b"\n") + 1)
-    return fd
+    file = open(path, "a+b", buffering=0)
+    start = max(0, file.seek(0, os.SEEK_END) - _LONGEST_LINE)
+    file.seek(start)
+    file.truncate(start + file.read().rfind(b"\n") + 1)
+    return file
 
 
-def _append(fd: int, line: bytes) -> int:
-    """Writes a whole line, or none of it; returns the new end of the file."""
-    end = os.lseek(fd, 0, os.SEEK_END)
+def _append(file: io.FileIO, line: bytes) -> None:
+    """Write a whole line, or none of it."""
+    end = file.seek(0, os.SEEK_END)
     try:
         while line:
-            line = line[os.write(fd, line) :]
+            line = line[file.write(line) :]
     except OSError:
-        os.ftruncate(fd, end)
+        file.truncate(end)
         raise
-    return os.lseek(fd, 0, os.SEEK_END)
 
 
 def write_json(path: str | os.PathLike, content: Any) -> bool:
@@ -185,7 +155,7 @@ def write_or_warn(path: str | os.PathLike, data: bytes | str) -> bool:
 def read_object(path: Path) -> dict[str, Any]:
     """Returns the JSON object in the file ``path``, or {} if it cannot be read."""
     try:
-        content = parse_json(read_regular(path))
+        content = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -198,7 +168,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """
     records = []
     try:
-        for line in read_regular(path, _LARGEST).splitlines():
+        for line in path.read_bytes().splitlines():
             record = _parse(line)
             if record is None:
                 break
