@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 from conf.composition import compose_and_run
 
                 compose_and_run(run, complete(quote_values(arguments)))
-    except SystemExit as leaving:  # Hydra leaves this way after --cfg, and its callbacks when they refuse
+    except SystemExit as leaving:  # Hydra leaves this way after --cfg
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     return 0
 

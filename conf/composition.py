@@ -33,6 +33,14 @@ _LISTED = {"logger@loggers.": "logger", "callback@callbacks.": "callbacks"}  # g
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
+class Refused(BaseException):
+    """Carries an error out of a callback of Hydra, which would make a warning of an ``Exception`` and go on."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str]) -> None:
     """Compose the configuration, make the run directory and call ``task``; in a sweep, for each job.
 
@@ -66,6 +74,8 @@ def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str]) 
     GlobalHydra.instance().clear()
     try:
         job()
+    except Refused as refused:
+        raise refused.error from None
     finally:
         GlobalHydra.instance().clear()
         sys.argv = argv

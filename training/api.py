@@ -223,10 +223,6 @@ def _clear_errors() -> Iterator[None]:
 
     try:
         yield
-    except SystemExit as leaving:  # of Hydra's callbacks
-        if isinstance(leaving.__cause__, UserError):
-            raise leaving.__cause__ from None
-        raise
     except Exception as error:
         if isinstance(error, UserError) or (message := explain(error)) is None:
             raise

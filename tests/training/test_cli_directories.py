@@ -5,8 +5,6 @@ import re
 import pytest
 from commandline import Started, train
 
-from training.reporting.run_directory import WRITTEN
-
 
 def test_two_runs_started_at_once_get_a_directory_each(tmp_path):
     overrides = ["train.epochs=null", "train.steps=1", "train.eval_every=null", "logger=none"]
@@ -81,7 +79,3 @@ def test_a_link_inside_a_run_directory_and_one_to_it_are_followed(tmp_path, caps
     (tmp_path / "disk" / "checkpoints" / "latest").symlink_to("step-00000009")
     (tmp_path / "run").symlink_to(tmp_path / "disk")
     assert main(["mode=plan", "logger=none", f"hydra.run.dir={tmp_path}/run"]) == 0, capsys.readouterr().err
-
-
-def test_what_a_run_writes_is_looked_at_for_links(toy):
-    assert {path.name for path in toy.folder.iterdir()} <= {*WRITTEN, ".hydra"}

@@ -5,6 +5,7 @@ import fcntl
 import multiprocessing
 import os
 import socket
+import time
 
 import pytest
 from commandline import Started, wait_until
@@ -19,6 +20,9 @@ ENDLESS = ["logger=none", "device=cpu", "train.epochs=null", "train.steps=100000
 
 def hold_and_wait(folder, pipe):
     hold(folder)
+    if os.fork() == 0:  # as workers that read data are: it outlives the holder
+        time.sleep(5)
+        os._exit(0)
     pipe.send(os.getpid())
     pipe.recv()
 

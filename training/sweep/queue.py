@@ -15,10 +15,10 @@ from hydra.errors import HydraException
 from omegaconf import open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from common.errors import TrainingError
 from conf.words import as_typed
 from training.reporting import mask_secrets
 from training.reporting.job_record import FAILED, FINISHED, RUNNING, SUPERSEDED, WAITING, Job, read_job, write_job
-from training.reporting.run_directory import refuse
 
 
 @dataclass
@@ -127,9 +127,9 @@ def batches(entries: list[Entry], max_size: int | None) -> Iterator[list[Entry]]
 
 def _check_folder(entry: Entry, earlier: Job | None, sweep_dir: Path) -> None:
     if earlier is None and entry.folder.is_dir() and any(entry.folder.iterdir()):
-        refuse(f"{entry.folder} holds another run; choose another hydra.sweep.dir than {sweep_dir}")
+        raise TrainingError(f"{entry.folder} holds another run; choose another hydra.sweep.dir than {sweep_dir}")
     if earlier is not None and not earlier.is_same(entry.job):
-        refuse(
+        raise TrainingError(
             f"{entry.folder} holds another run ({' '.join(earlier.overrides)}; this job would be "
             f"{' '.join(entry.job.overrides)}); choose another hydra.sweep.dir than {sweep_dir}, or repeat that "
             "sweep's own command to continue it"
