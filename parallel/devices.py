@@ -5,7 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -157,3 +164,39 @@ def check_compiler() -> None:
             f"train.compile=true needs a C++ compiler on this machine (looked for {', '.join(candidates)}); install "
             "one (Debian: apt-get install g++), point CXX at it, or leave train.compile=false"
         )
+
+
+def import_compiler_late() -> None:
+    """Keep torch from importing its compiler in this process until something is compiled.
+
+    torch imports it, 1.4 s, to tell it which functions it must not compile: those of optimizers, of modes, of the meta
+    device. Where nothing is compiled, these can be called as they are.
+    """
+    if _COMPILER in sys.modules:
+        return
+    late = sys.modules[_COMPILER] = _LateCompiler(_COMPILER)
+    # Fake tensors read its settings, a file that imports nothing of the compiler.
+    spec = spec_from_file_location(f"{_COMPILER}.config", Path(torch.__file__).parent / "_dynamo" / "config.py")
+    late.config = sys.modules[spec.name] = module_from_spec(spec)
+    spec.loader.exec_module(late.config)
+
+
+_COMPILER = "torch._dynamo"
+
+
+class _LateCompiler(ModuleType):
+    """Stands in for ``torch._dynamo`` until it is asked for anything else."""
+
+    def disable(self, function: Callable | None = None, *args: Any, **kwargs: Any) -> Callable:
+        """Leave a function as it is; without one, return a decorator that does."""
+        return (lambda decorated: decorated) if function is None else function
+
+    def graph_break(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: there is no graph."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":  # which importing its parts asks for
+            raise AttributeError(name)
+        if sys.modules.get(_COMPILER) is self:
+            del sys.modules[_COMPILER]
+        return getattr(import_module(_COMPILER), name)

@@ -105,12 +105,15 @@ def execute(
         return
     with _early_server(cfg, world, isolated) as server:
         # Only now: they import torch.
+        from parallel.devices import import_compiler_late
         from training.autotune import choose_chunks, recall
         from training.checkpoint.resume import after_restart
         from training.reporting.run_directory import started_again
         from training.setup import describe, prepare
         from training.slurm_job import prepare_here, run_as_job
 
+        if not cfg.train.compile:
+            import_compiler_late()
         if started_again() and cfg.mode == "train":
             after_restart(cfg, run_dir)
         recall(cfg, run_dir)

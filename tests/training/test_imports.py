@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,4 +68,18 @@ def test_a_broken_rule_is_found_before_torch_imports_its_compiler(overrides, mes
 def test_a_run_imports_nothing_that_only_other_runs_use(tmp_path):
     run, imported = imports(["train.steps=1", "logger=none"], tmp_path / "run")
     assert run.code == 0, run.console
-    assert imported.isdisjoint([*ONLY_WHERE_USED, "wandb"])
+    assert imported.isdisjoint([*ONLY_WHERE_USED, "torch._dynamo", "wandb"])
+
+
+def test_the_compiler_that_a_run_has_put_off_is_imported_by_what_compiles():
+    program = """
+import torch
+from parallel.devices import import_compiler_late
+import_compiler_late()
+layer = torch.nn.Linear(2, 2)
+torch.optim.SGD(layer.parameters(), lr=0.1).step()
+settings, late = torch._dynamo.config, "torch._dynamo.eval_frame" not in __import__("sys").modules
+same = torch.equal(torch.compile(layer, backend="eager")(torch.ones(1, 2)), layer(torch.ones(1, 2)))
+assert late and same and torch._dynamo.config is settings and torch._dynamo.OptimizedModule
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
