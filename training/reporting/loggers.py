@@ -30,41 +30,32 @@ class Logger(Protocol):
 
 
 class NoLogger:
-    """Takes the same calls as the others and does nothing (``logger=none``)."""
-
-    url = None
+    """Takes what every logger takes and does nothing (``logger=none``)."""
 
     def __init__(
         self, run_dir: str | Path | None = None, run_config: dict | None = None, run_name: str | None = None
     ) -> None:
-        """Takes what every logger takes."""
+        pass
 
     def log(self, record: dict, step: int) -> None:
-        """Does nothing."""
+        """See ``Logger``."""
 
     def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
-        """Does nothing."""
+        """See ``Logger``."""
 
 
-class CsvLogger:
-    """Writes metrics.csv when the run ends: one line per step, with the evaluation after it."""
+class CsvLogger(NoLogger):
+    """Writes metrics.csv when the run ends: one line per step, with the evaluation after it.
+
+    Its source is metrics.jsonl, which has every record, those of a resumed run in order.
+    """
 
     def __init__(self, run_dir: str | Path, run_config: dict, run_name: str, file: str = "metrics.csv") -> None:
-        """Takes what every logger takes.
-
-        Args:
-            run_dir: The run directory.
-            run_config: Not used.
-            run_name: Not used.
-            file: Name of the file in the run directory.
-        """
+        """Take the run directory, and the name of the file in it."""
         self._run_dir, self._file = Path(run_dir), file
 
-    def log(self, record: dict, step: int) -> None:
-        """Does nothing: metrics.jsonl has every record, those of a resumed run in order."""
-
     def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
-        """Writes the file."""
+        """Write the file."""
         lines: dict[int, dict[str, Any]] = {}
         for record in read_records(self._run_dir / METRICS):
             lines.setdefault(record["step"], {}).update(record)
@@ -102,7 +93,7 @@ class Loggers:
         self._call("log", record, step)
 
     def histogram(self, name: str, counts: Sequence[float], edges: Sequence[float], step: int) -> None:
-        """Shows how numbers are distributed, where a logger can.
+        """Show how numbers are distributed, where a logger can.
 
         Args:
             name: Such as "gradients/head.weight".
@@ -132,12 +123,12 @@ def _warn(kind: str, error: Exception) -> None:
 
 
 def sections(cfg: Any) -> list[Any]:
-    """Returns the sections of a configuration that describe loggers: ``logger`` and those of ``loggers``."""
+    """Return the sections of a configuration that describe loggers: ``logger`` and those of ``loggers``."""
     return [cfg.logger, *(cfg.loggers or {}).values()]
 
 
 def grouped(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns the numbers of a record under names that group them: train/loss, val/loss, test/accuracy."""
+    """Return the numbers of a record under names that group them: train/loss, val/loss, test/accuracy."""
     names = {}
     for key, value in record.items():
         split, _, name = key.partition("_")

@@ -1,4 +1,4 @@
-"""Weights & Biases as a view of the run: offline by default, and never a reason for training to end."""
+"""Weights & Biases as a view of the run: offline by default."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import contextlib
 import logging
 import secrets
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from common.files import free_space, read_regular
 from common.machine import changed_environment
 from training.reporting.environment import git_state
 from training.reporting.loggers import grouped
@@ -18,18 +17,14 @@ from training.reporting.masking import mask_secrets
 
 log = logging.getLogger("training")
 
-INIT_TIMEOUT_S = 20.0
-FINISH_TIMEOUT_S = 30.0
 ID_FILE = "wandb_id.txt"
 
 
 class WandbRun:
     """One wandb run, kept in ``run_dir/wandb``; only one may be open in a process.
 
-    No method raises, and starting and finishing wait no longer than their timeouts: after an exception wandb is off
-    for the rest of the run, which is warned about once. metrics.jsonl is the record of truth; wandb itself does not
-    notice a full disk. The commit and the machine's load are stored;
-    its name, the environment and the command line are not.
+    Starting and finishing wait no longer than their timeouts. The commit and the machine's load are stored; its name,
+    the environment and the command line are not. wandb itself does not notice a full disk.
 
     The run's id is kept in ``run_dir/wandb_id.txt``: a resumed training continues the same online run, and
     ``wandb sync`` merges its offline parts.
@@ -45,10 +40,10 @@ class WandbRun:
         group: str | None = None,
         name: str | None = None,
         tags: Sequence[str] = (),
-        init_timeout_s: float = INIT_TIMEOUT_S,
-        finish_timeout_s: float = FINISH_TIMEOUT_S,
+        init_timeout_s: float = 20.0,
+        finish_timeout_s: float = 30.0,
     ) -> None:
-        """Starts the run.
+        """Start the run.
 
         Args:
             run_dir: The directory of the training run.
@@ -64,9 +59,9 @@ class WandbRun:
             finish_timeout_s: The longest wait for uploads at the end, in seconds.
         """
         self._run_dir = Path(run_dir).absolute()
-        self._timeouts = {"init_timeout": init_timeout_s, "finish_timeout": finish_timeout_s}
-        self._run = None
-        arguments = mask_secrets(
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        self._settings = {"init_timeout": init_timeout_s, "finish_timeout": finish_timeout_s}
+        self._arguments = mask_secrets(
             {
                 "project": project or None,
                 "group": group or run_config.get("model", {}).get("name"),
@@ -75,90 +70,53 @@ class WandbRun:
                 "config": run_config,
             }
         )
-        try:
-            self._run_dir.mkdir(parents=True, exist_ok=True)
-            if getattr(mode, "value", mode) == "online":
-                self._run = self._start_online(arguments)
-            if self._run is None:
-                self._run = self._start("offline", arguments)
-        except Exception as error:
-            self._turn_off("could not start", error)
-
-    @property
-    def url(self) -> str | None:
-        """The address of an online run; None for an offline run and where wandb is off."""
-        return self._run.url if self._run is not None else None
+        online = getattr(mode, "value", mode) == "online"
+        with _service_ended_on_error():
+            self._run = (self._start_online() if online else None) or self._start("offline")
 
     def log(self, record: dict, step: int) -> None:
-        """Logs the values of a record, except for its "step", as train/loss, val/loss and so on.
-
-        Args:
-            record: Numbers by name. Records of the same step are merged.
-            step: The optimizer step, counted from 1. wandb drops a step smaller than the newest it has seen.
-        """
-        if self._run is None:
-            return
-        try:
+        """Log the values of a record as train/loss, val/loss and so on; records of the same step are merged."""
+        with _service_ended_on_error():
             self._run.log(grouped(record), step=step)
-        except Exception as error:
-            self._turn_off("could not log", error)
 
     def histogram(self, name: str, counts: Sequence[float], edges: Sequence[float], step: int) -> None:
-        """Logs a histogram, see ``Loggers.histogram``."""
-        if self._run is None:
-            return
-        try:
-            import wandb
+        """Log a histogram, see ``Loggers.histogram``."""
+        import wandb
 
+        with _service_ended_on_error():
             self._run.log({name: wandb.Histogram(np_histogram=(list(counts), list(edges)))}, step=step)
-        except Exception as error:
-            self._turn_off("could not log", error)
 
     def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
-        """Stores the summary and closes the run. A second call does nothing.
+        """Store the summary and close the run, which an exit code other than 0 marks as failed."""
+        with _service_ended_on_error():
+            self._run.summary.update(mask_secrets(summary or {}))
+            self._run.finish(exit_code=exit_code)
+        _end_service()  # it keeps this run's folders; the next job of a sweep has its own
 
-        Args:
-            summary: Results by name.
-            exit_code: A value other than 0 marks the run as failed.
-        """
-        run, self._run = self._run, None
-        if run is None:
-            return
-        try:
-            import wandb
-
-            run.summary.update(mask_secrets(summary or {}))
-            run.finish(exit_code=exit_code)
-            wandb.teardown()  # its service keeps this run's folders; the next job of a sweep has its own
-        except Exception as error:
-            self._turn_off("could not finish", error)
-
-    def _start_online(self, arguments: dict) -> Any:
-        """Returns the online run, or None, after a warning, where there can be none."""
+    def _start_online(self) -> Any:
+        """Return the online run, or None, after a warning, where there can be none."""
         import wandb
 
         try:
             with _private_environment(self._run_dir, "online"):
                 logged_in = wandb.login(prompt=False, verify=False)
-            if not logged_in:
-                reason = "no API key is set up on this machine; run `wandb login` once"
-            else:
-                run = self._start("online", arguments)
+            if logged_in:
+                run = self._start("online")
                 log.info("wandb: %s", run.url)
                 return run
+            reason = "no API key is set up on this machine; run `wandb login` once"
         except Exception as error:
-            reason = _first_line(error)
+            reason = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
         log.warning(
             "wandb cannot log online (%s). This run logs offline instead; upload it later with: "
             "wandb sync %s/offline-run-*",
             reason,
             shlex.quote(str(self._run_dir / "wandb")),
         )
-        # The service still holds the failed run, and would refuse its id to the offline one.
-        _close_service()
+        _end_service()  # it still holds the failed run, and would refuse its id to the offline one
         return None
 
-    def _start(self, mode: str, arguments: dict) -> Any:
+    def _start(self, mode: str) -> Any:
         import wandb
 
         settings = wandb.Settings(
@@ -166,7 +124,7 @@ class WandbRun:
             silent=True,
             console="off",
             root_dir=str(self._run_dir),
-            **self._timeouts,
+            **self._settings,
             resume="allow" if mode == "online" else None,  # an offline run cannot resume, and would print that
             # The commit, but not the remote's address, which may hold a key.
             git_commit=git_state()[0],
@@ -179,22 +137,11 @@ class WandbRun:
             x_save_requirements=False,
         )
         with _private_environment(self._run_dir, mode):
-            return wandb.init(id=_run_id(self._run_dir), dir=str(self._run_dir), settings=settings, **arguments)
-
-    def _turn_off(self, problem: str, error: Exception) -> None:
-        self._run = None
-        log.warning(
-            "wandb %s (%s; %s). Training goes on without wandb; metrics.jsonl in %s has every number",
-            problem,
-            _first_line(error),
-            free_space(self._run_dir / "wandb"),
-            self._run_dir,
-        )
-        _close_service()
+            return wandb.init(id=_run_id(self._run_dir), dir=str(self._run_dir), settings=settings, **self._arguments)
 
 
 def _private_environment(run_dir: Path, mode: str) -> contextlib.AbstractContextManager[None]:
-    """Keeps wandb's service silent, inside ``run_dir``, and from reporting its errors home while it starts.
+    """Keep wandb's service silent, inside ``run_dir``, and from reporting its errors home while it starts.
 
     No setting does this. The environment is restored, so that no other child inherits it: neither these variables nor
     the address of the service (WANDB_SERVICE), which a child's wandb would use instead of starting its own.
@@ -210,8 +157,17 @@ def _private_environment(run_dir: Path, mode: str) -> contextlib.AbstractContext
     return changed_environment(changes)
 
 
-def _close_service() -> None:
-    """Ends wandb's service now. At exit, wandb would print a traceback about one that has died."""
+@contextlib.contextmanager
+def _service_ended_on_error() -> Iterator[None]:
+    """End wandb's service after an error: at exit, wandb would print a traceback about one that has died."""
+    try:
+        yield
+    except Exception:
+        _end_service()
+        raise
+
+
+def _end_service() -> None:
     with contextlib.suppress(Exception):
         import wandb
 
@@ -219,17 +175,10 @@ def _close_service() -> None:
 
 
 def _run_id(run_dir: Path) -> str:
-    """Returns the id in ``run_dir/wandb_id.txt``, which is drawn at the first start."""
+    """Return the id in ``run_dir/wandb_id.txt``, which is drawn at the first start."""
     path = run_dir / ID_FILE
-    try:
-        if known := read_regular(path).decode().strip():
-            return known
-    except FileNotFoundError:
-        pass
+    if path.exists() and (known := path.read_text().strip()):
+        return known
     new = secrets.token_hex(4)
     path.write_text(new + "\n")
     return new
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
