@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks import table
 from conf import FOLDER, options
 from conf.instantiate import to_config, to_dict
-from training.export.onnx_model import session_of
+from training.export.program import session_of
 from training.export.served import ServedModel, serve
 from training.modes import restore
 

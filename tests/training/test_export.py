@@ -114,7 +114,7 @@ def translator():
 
 
 def test_a_model_with_two_inputs_is_a_program_with_two_named_inputs(translator, tmp_path):
-    program.write(tmp_path, translator)
+    program.write_program(tmp_path / "model.pt2", translator)
     loaded = torch.export.load(tmp_path / "model.pt2")
     assert loaded.graph_signature.user_inputs == ("source", "target")
     for batch in (1, 5):

@@ -50,7 +50,7 @@ def server(repositories, client, tmp_path_factory):
 
 def ask(client, server, protocol, name, inputs):
     takes = MODELS[name][1]
-    given = serve_check.ask(client(protocol), getattr(server, protocol), name, {takes: inputs.numpy()}, OUTPUT)
+    given = serve_check.ask(protocol, getattr(server, protocol), name, {takes: inputs.numpy()}, OUTPUT)
     return torch.from_numpy(given.copy())
 
 

@@ -14,17 +14,12 @@ from __future__ import annotations
 from pathlib import Path
 from string import Template
 
-import torch
 from safetensors.torch import save_file
 
-from training.export.onnx_model import MODEL, write_model
+from training.export.program import ONNX, write_onnx
 from training.export.served import LABELS, ServedModel, TensorInfo, write_texts
 
 EXAMPLE = "example.safetensors"
-TYPES = {
-    torch.float32: "FP32", torch.float64: "FP64", torch.float16: "FP16", torch.bfloat16: "BF16", torch.int64: "INT64",
-    torch.int32: "INT32", torch.int16: "INT16", torch.int8: "INT8", torch.uint8: "UINT8", torch.bool: "BOOL",
-}  # fmt: skip
 _EXAMPLES = 2
 _QUEUE_DELAY_US = 1000  # how long a request waits for others to be computed with
 
@@ -102,8 +97,8 @@ def write(folder: Path, model: ServedModel, max_batch_size: int, kind: str) -> s
     """
     home = folder / model.name
     (home / "1").mkdir(parents=True)
-    said = write_model(home / "1" / MODEL, model)
-    write_texts(home, model)
+    said = write_onnx(home / "1" / ONNX, model)
+    write_texts(home, model.texts)
     (home / "config.pbtxt").write_text(config(model, max_batch_size, kind), encoding="utf-8")
     inputs = model.example(min(_EXAMPLES, max_batch_size))
     tensors = dict(zip(model.names, inputs, strict=True)) | {model.gives.name: model.answer(*inputs)}
@@ -129,7 +124,7 @@ def config(model: ServedModel, max_batch_size: int, kind: str) -> str:
 
 def _tensor(info: TensorInfo, more: str = "") -> str:
     dims = ", ".join(map(str, info.dims or (1,)))
-    lines = f'    name: "{info.name}"\n    data_type: TYPE_{TYPES[info.dtype]}\n    dims: [ {dims} ]\n'
+    lines = f'    name: "{info.name}"\n    data_type: TYPE_{_kind(info)}\n    dims: [ {dims} ]\n'
     lines += "" if info.dims else "    reshape: { shape: [ ] }\n"
     return f"  {{\n{lines}{more}  }}"
 
@@ -157,4 +152,9 @@ def _readme(model: ServedModel, examples: int) -> str:
 
 def _describe(info: TensorInfo) -> str:
     dims = ["batch", *("tokens" if n < 0 else str(n) for n in info.dims or (1,))]
-    return f"{TYPES[info.dtype]} [{', '.join(dims)}]"
+    return f"{_kind(info)} [{', '.join(dims)}]"
+
+
+def _kind(info: TensorInfo) -> str:
+    """Return Triton's name of a dtype: FP32, INT64, BOOL."""
+    return str(info.dtype).removeprefix("torch.").upper().replace("FLOAT", "FP")

@@ -221,9 +221,9 @@ def tokenizer(data: DataSet, chain: Chain) -> dict[str, str]:
     return {"vocabulary.txt": "\n".join(vocabulary.words) + "\n"}
 
 
-def write_texts(folder: Path, model: ServedModel) -> None:
+def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
     """Write the files that belong to a model."""
-    for name, text in model.texts.items():
+    for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
 
 
