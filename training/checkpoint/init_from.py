@@ -18,18 +18,20 @@ from torch import Tensor, nn
 from common.errors import TrainingError
 from common.files import expand_home, parse_json, read_regular
 from data.huggingface_tokenizer import added_tokens
-from data.vocabulary import parse_extra_tokens
+from data.vocabulary import GPT2_VOCAB_SIZE, gpt2, parse_extra_tokens
 from models.chain import Chain
 from models.huggingface import PREFIX, pad
+from parallel.sharding import fill, whole
 from parallel.strategy import Strategy
-from training.checkpoint.new_tokens import add_tokens
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SHOWN = 3
+_PADDED_TO = 128  # a vocabulary's size, a multiple of it
+_BLOCK = 4096  # rows summed at a time: a float64 copy of a whole embedding would be twice its size
 
 
 def start(model: Any, chain: Chain, strategy: Strategy) -> None:
-    """Loads the weights that a new run starts from, if ``model.init_from`` or ``model.extra_tokens`` is set.
+    """Load the weights that a new run starts from, if ``model.init_from`` or ``model.extra_tokens`` is set.
 
     Args:
         model: The section ``model`` of the configuration.
@@ -49,11 +51,11 @@ def start(model: Any, chain: Chain, strategy: Strategy) -> None:
             given = f"model.init_from={model.init_from}"
             raise TrainingError(f"{given} does not fit model={model.name}: {error}") from error
         known = len(weights.added)
-    add_tokens(model.get("extra_tokens"), chain, strategy, known)
+    _add_tokens(model.get("extra_tokens"), chain, strategy, known)
 
 
 def check_start(model: Any, chain: Chain) -> None:
-    """Checks that ``model.init_from``, if it is set, holds this model, by names and shapes: no tensor is read.
+    """Check that ``model.init_from``, if it is set, holds this model, by names and shapes: no tensor is read.
 
     Args:
         model: The section ``model`` of the configuration.
@@ -91,7 +93,7 @@ class Weights(Mapping[str, Tensor]):
     """
 
     def __init__(self, model: Any, chain: Chain) -> None:
-        """Reads the names of the tensors.
+        """Read the names of the tensors.
 
         Args:
             model: The section ``model`` of the configuration.
@@ -138,7 +140,7 @@ class Weights(Mapping[str, Tensor]):
         return len(self._keys)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of ``self[name]``, from the file's header."""
+        """Return the shape of ``self[name]``, from the file's header."""
         key = self._keys[name]
         tensor = torch.empty(_open(self._file_of[key]).get_slice(key).get_shape(), device="meta")
         shape = tuple(tensor.shape if self._format is None else self._format.convert(name, tensor).shape)
@@ -147,12 +149,12 @@ class Weights(Mapping[str, Tensor]):
         return wanted if may_grow and shape[1:] == wanted[1:] and shape[0] < wanted[0] else shape
 
     def is_floating_point(self, name: str) -> bool:
-        """Returns whether ``self[name]`` holds floating-point numbers, from the file's header."""
+        """Return whether ``self[name]`` holds floating-point numbers, from the file's header."""
         key = self._keys[name]
         return _open(self._file_of[key]).get_slice(key).get_dtype().startswith(("F", "BF"))
 
     def unexpected_keys(self) -> list[str]:
-        """Returns the names of tensors in the file that the model does not have."""
+        """Return the names of tensors in the file that the model does not have."""
         used = set(self._keys.values())
         redundant = self._format.is_redundant if self._format is not None else lambda name: False
         return [name for name in self._file_of if name not in used and not redundant(name)]
@@ -205,7 +207,7 @@ def _open(path: Path) -> Any:
 
 
 def _check_config(model: Any, wanted: Mapping[str, Any], folder: Path) -> None:
-    """Checks what config.json says and shapes do not: the number of heads, and the kind of model."""
+    """Check what config.json says and shapes do not: the number of heads, and the kind of model."""
     try:
         config = parse_json(read_regular(folder / "config.json"))
         heads, kind = config.get("n_head"), config.get("model_type", wanted["model_type"])
@@ -221,7 +223,7 @@ def _check_config(model: Any, wanted: Mapping[str, Any], folder: Path) -> None:
 
 
 def _known_tokens(model: Any, folder: Path) -> tuple[str, ...]:
-    """Returns the extra tokens that the file's vocabulary has already; the run's must begin with them."""
+    """Return the extra tokens that the file's vocabulary has already; the run's must begin with them."""
     theirs, ours = added_tokens(folder), parse_extra_tokens(model.get("extra_tokens"))
     if list(theirs) != list(ours)[: len(theirs)]:
         wanted = json.dumps({**dict.fromkeys(theirs), **{k: v for k, v in ours.items() if k not in theirs}})
@@ -231,3 +233,56 @@ def _known_tokens(model: Any, folder: Path) -> tuple[str, ...]:
             f"set {shlex.quote(f'model.extra_tokens={wanted}')}"
         )
     return tuple(theirs)
+
+
+# -- new tokens ------------------------------------------------------------------------------------------------------
+
+
+def vocabulary_with(vocab_size: int, extra_tokens: Any) -> int:
+    """Return the size of the model's vocabulary with ``model.extra_tokens``, whose ids begin at 50,257.
+
+    They take padding where there is some; a vocabulary that was padded to a multiple of 128 stays one.
+
+    Args:
+        vocab_size: The model's vocabulary without them.
+        extra_tokens: The section's value (see ``data.vocabulary.parse_extra_tokens``).
+
+    Raises:
+        TrainingError: The model lacks some of GPT-2's own tokens.
+    """
+    extra = parse_extra_tokens(extra_tokens)
+    if not extra:
+        return vocab_size
+    if vocab_size < GPT2_VOCAB_SIZE:
+        raise TrainingError(
+            f"model.extra_tokens stand behind GPT-2's {GPT2_VOCAB_SIZE} tokens, model.vocab_size={vocab_size} is less; "
+            f"set model.vocab_size={GPT2_VOCAB_SIZE} or more"
+        )
+    wanted = GPT2_VOCAB_SIZE + len(extra)
+    step = _PADDED_TO if vocab_size % _PADDED_TO == 0 else 1
+    return max(vocab_size, -(-wanted // step) * step)
+
+
+@torch.no_grad()
+def _add_tokens(extra_tokens: Any, chain: Chain, strategy: Strategy, known: int) -> None:
+    """Set the new tokens' rows in every copy of the embedding that this rank holds; the first ``known`` have theirs.
+
+    Each is the mean of the rows of its description's tokens, or of all of GPT-2's where it has none.
+    """
+    extra = parse_extra_tokens(extra_tokens)
+    if len(extra) == known:
+        return
+    for name, parameter in strategy.named_parameters():
+        if name == chain.embedding:
+            rows = whole(parameter.detach(), strategy.mesh.inner_group)
+            everything = _mean(rows[:GPT2_VOCAB_SIZE])
+            for number, words in list(enumerate(extra.values()))[known:]:
+                mean = everything if words is None else _mean(rows[gpt2().encode_ordinary(words)])
+                rows[GPT2_VOCAB_SIZE + number] = mean.to(rows)
+            fill(parameter, rows, name)
+
+
+def _mean(rows: Tensor) -> Tensor:
+    """Return the mean row, computed in float64 on the CPU: copies on other ranks and devices get the same numbers."""
+    total = sum(block.cpu().double().sum(dim=0) for block in rows.split(_BLOCK))
+    return total / len(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,9 +10,18 @@ from typing import Any
 
 from common.errors import CheckpointError
 from parallel.strategy import Strategy
-from training.checkpoint.commit import set_current
-from training.checkpoint.load import load, locate, newest, newest_whole, read_manifest
-from training.checkpoint.manifest import Optimizer
+from training.checkpoint.files import (
+    BEST,
+    LATEST,
+    UNUSED,
+    Checkpoint,
+    remove,
+    step_folders,
+    step_name,
+    step_of,
+    update_link,
+)
+from training.checkpoint.load import Optimizer, load
 from training.checkpoint.save import Checkpoints
 
 AUTO = "auto"
@@ -33,7 +43,7 @@ class Resumed:
 
 
 def resume(wanted: str | None, checkpoints: Checkpoints, strategy: Strategy, optimizer: Optimizer) -> Resumed:
-    """Loads the checkpoint that ``train.resume`` names. All ranks call it; rank 0 chooses and prints.
+    """Load the checkpoint that ``train.resume`` names. All ranks call it; rank 0 chooses and prints.
 
     Args:
         wanted: A path; "auto" for the newest checkpoint of this run directory that is whole, bit for bit (a warning
@@ -41,9 +51,6 @@ def resume(wanted: str | None, checkpoints: Checkpoints, strategy: Strategy, opt
         checkpoints: The checkpoints of this run directory.
         strategy: The model to load into.
         optimizer: Its optimizer.
-
-    Returns:
-        What was loaded.
 
     Raises:
         CheckpointError: On every rank: the checkpoint that was named is damaged, or does not fit.
@@ -56,48 +63,62 @@ def resume(wanted: str | None, checkpoints: Checkpoints, strategy: Strategy, opt
             path = _choose(wanted, checkpoints.folder)
         except CheckpointError as error:
             problem = str(error)
-    problem, chosen = strategy.mesh.gather((problem, path and str(path)))[0]
+    problem, path = strategy.mesh.gather((problem, path))[0]
     if problem is not None:
         raise CheckpointError(problem)
-    path = None if chosen is None else Path(chosen)
     resumed = Resumed()
     if path is not None:
-        step = load(path, strategy, optimizer, verified=True)
-        resumed = Resumed(step, read_manifest(path).get("progress", {}), path)
-    if path is None or path.parent == checkpoints.folder.resolve():
+        loaded = load(Path(path), strategy, optimizer, verify=False)
+        resumed = Resumed(loaded.step, loaded.progress, loaded.folder)
+    if path is None or resumed.path.parent == checkpoints.folder.resolve():
         if strategy.mesh.rank == 0 and checkpoints.folder.is_dir():
-            say = _warn if wanted != AUTO else lambda text: None  # the damaged ones have been named already
             try:
-                set_current(checkpoints.folder, path, resumed.progress.get("best_step"), say)
+                _make_newest(checkpoints.folder, resumed, quiet=wanted == AUTO)
             except OSError as error:
                 _warn(f"{checkpoints.folder} cannot be changed: {error}")
         if path is not None:
-            checkpoints.resumed_from(path)
+            checkpoints.resumed_from(resumed.path)
     return resumed
 
 
-def _choose(wanted: str, folder: Path) -> Path | None:
-    if wanted != AUTO:
-        path = locate(Path(wanted))
+def _choose(wanted: str, folder: Path) -> str | None:
+    if wanted == AUTO:
+        chosen = Checkpoint.newest(folder, True, lambda why: _warn(f"{why}; it is not used, and kept as {UNUSED}…"))
     else:
-        path = newest_whole(folder, lambda why: _warn(f"{why}; it is not used, and kept as unused-…"))
-    if path is None:
+        chosen = Checkpoint.find(Path(wanted), verify=True)
+    if chosen is None:
         print(f"train.resume=auto: no checkpoint in {folder} to go on from; this run starts at step 1", flush=True)
         return None
-    print(f"going on from {path}", flush=True)
-    return path.resolve()
+    print(f"going on from {chosen.folder}", flush=True)
+    return str(chosen.folder)
+
+
+def _make_newest(folder: Path, resumed: Resumed, quiet: bool) -> None:
+    """Make a checkpoint the newest one of its run. Newer ones, damaged or skipped on purpose, are renamed."""
+    if resumed.path is not None:
+        update_link(folder, LATEST, resumed.path.name)
+    best = resumed.progress.get("best_step")
+    if best is not None and (folder / step_name(best)).is_dir():
+        update_link(folder, BEST, step_name(best))
+    for newer in step_folders(folder):
+        if step_of(newer) > resumed.step:
+            renamed = newer.with_name(UNUSED + newer.name)
+            if renamed.exists():
+                remove(renamed)
+            os.replace(newer, renamed)
+            if not quiet:  # the damaged ones have been named already
+                _warn(f"{newer} is kept as {renamed.name}: this run goes on from step {resumed.step}")
+    for name in (LATEST, BEST):
+        if (folder / name).is_symlink() and not (folder / name).exists():
+            (folder / name).unlink()
 
 
 def after_restart(cfg: Any, run_dir: Path) -> None:
-    """Changes ``train.resume`` for a run that its launcher has started again.
+    """Change ``train.resume`` for a run that its launcher has started again.
 
     The run continues from its own newest checkpoint; before it has one, from what ``train.resume`` names.
-
-    Args:
-        cfg: The configuration, which is changed.
-        run_dir: The run's directory.
     """
-    if cfg.train.resume is None or newest(run_dir / "checkpoints") is not None:
+    if cfg.train.resume is None or Checkpoint.newest(run_dir / "checkpoints") is not None:
         cfg.train.resume = AUTO
 
 

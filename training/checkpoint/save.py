@@ -1,240 +1,570 @@
-"""Saving without stopping: the tensors are copied, a thread writes the copies, and training continues."""
+"""Saving without stopping: the tensors are copied, a thread writes the copies, and training continues.
+
+A save goes through these phases. A run that is killed in any of them leaves the older checkpoints as they were:
+
+    copy_tensors      each writing rank copies its tensors; from here on training continues
+    write_file        each file, or this rank's rows of it, flushed, into the draft .step-00000050.ATTEMPT.tmp
+    describe          size and sha256 of the files, complete by now, by one of their writers each
+    write_manifest    rank 0: manifest.json, with step, layout, size and sha256 of each file
+    publish           the draft gets its name
+    update_link       ``latest``, and ``best`` where it is
+    remove_old        only now are older checkpoints removed
+
+The saving threads of all ranks have a process group of their own. On it they tell each other after the files, after
+their descriptions and after the publication what they have done or what went wrong, so that all end alike.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+import math
 import os
 import secrets
 import shutil
 import sys
 import threading
-import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from common.errors import CheckpointError
-from common.files import free_space
-from parallel.mesh import Mesh
+from common.files import flush_path, free_space
+from common.machine import available_memory
+from parallel.host_group import BACKEND
+from parallel.sharding import Rows, rows_of
 from parallel.strategy import Strategy
-from training.checkpoint.commit import activity_in, amend, commit
-from training.checkpoint.manifest import Optimizer, draft_name, drafts, make_manifest, step_name
-from training.checkpoint.snapshot import StageFiles, StagingBuffers, copy_files, stage_files, write_stage
+from training.checkpoint.files import (
+    BEST,
+    FORMAT,
+    LATEST,
+    MANIFEST,
+    publish,
+    read_manifest,
+    remove_old,
+    sha256,
+    step_name,
+    update_link,
+    why_not_finite,
+    write_manifest,
+)
+from training.checkpoint.load import Optimizer
 
+log = logging.getLogger("training")
+
+RESERVE = 512 * 2**20  # bytes that a copy leaves free
 _NICE = 10
-_POLL_S = 0.2  # after which all ranks ask each other again whether they are done
 _CLOSE_S = 10.0  # how long a run that has failed waits for a save to end
+_SLOWEST_DISK = 10 * 2**20  # bytes per second, for the longest wait for another rank
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+Files = dict[str, dict[str, Rows]]  # this rank's rows of each tensor, by its name, by the name of its file
 
 
-class Checkpoints:
-    """The checkpoints of one run directory. Every rank makes one, at the same time.
+class Checkpointer:
+    """The checkpoints of one run directory, and what of a run is saved when. All ranks call each method together.
 
     Attributes:
         folder: The ``checkpoints`` folder.
+        warn: Takes a sentence about a save in the background that has failed.
     """
 
-    def __init__(self, folder: Path, keep: int, mesh: Mesh, timeout_s: float, config: dict | None = None) -> None:
-        """Removes the drafts of killed runs.
+    def __init__(
+        self,
+        folder: Path,
+        strategy: Strategy,
+        optimizer: Optimizer,
+        *,
+        every: int | None = None,
+        keep: int = 3,
+        timeout_s: float = 300.0,
+        config: dict | None = None,
+        warn: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Remove the drafts of killed runs.
 
         Args:
             folder: The ``checkpoints`` folder, which may not exist yet.
-            keep: How many of the newest checkpoints are kept.
-            mesh: The ranks.
-            timeout_s: The longest wait, in seconds, for a rank that writes nothing any more.
-            config: The run's configuration, which each checkpoint keeps.
-        """
-        self.folder, self._keep, self._mesh, self._timeout_s = Path(folder), keep, mesh, timeout_s
-        self._config = config
-        token = None
-        if mesh.rank == 0:
-            for draft in drafts(self.folder):
-                shutil.rmtree(draft, ignore_errors=True)
-            token = secrets.token_hex(3)
-        self._token = mesh.gather(token)[0]
-        self._attempts = 0
-        self._pending: _Save | None = None
-        self._buffers = StagingBuffers()
-        self._saved_step: int | None = None
-        self._failure: str | None = None  # of a save that has ended, not reported yet
-
-    def save(
-        self,
-        strategy: Strategy,
-        optimizer: Optimizer,
-        step: int,
-        progress: dict | None = None,
-        wait: bool = False,
-    ) -> Path:
-        """Starts to write a checkpoint, once the save before is done. Every rank calls it.
-
-        Args:
             strategy: The model.
             optimizer: Its optimizer.
-            step: The step that was done last.
-            progress: Plain values that the manifest keeps. If its "best_step" is ``step``, the link ``best`` will
-                lead to this checkpoint.
-            wait: Whether to wait until the checkpoint is on the disk.
+            every: N to save every N steps and after the last one, 0 after the last one only, None never.
+            keep: How many of the newest checkpoints are kept.
+            timeout_s: The longest wait for another rank, in seconds, beyond what its files may take.
+            config: The run's configuration, which each checkpoint keeps.
+            warn: See the attribute.
+        """
+        self.folder, self.strategy, self.optimizer, self.warn = Path(folder), strategy, optimizer, warn
+        self._every, self._keep, self._timeout_s, self._config = every, keep, timeout_s, config
+        self._mesh = strategy.mesh
+        if self._mesh.rank == 0:
+            for draft in self.folder.glob(".*.tmp"):
+                if draft.is_dir() and not draft.is_symlink():
+                    shutil.rmtree(draft, ignore_errors=True)
+        self._token, self._attempts = self._mesh.gather(secrets.token_hex(3))[0], 0
+        self._group: dist.ProcessGroup | None = None
+        self._buffers = StagingBuffers()
+        self._pending: _Save | None = None
+        self._newest: int | None = 0  # the step whose weights need no saving: saved, on their way, or the initial ones
+        self._saved: int | None = None  # the step of the newest checkpoint in this folder
+
+    def after_step(
+        self, step: int, counted: int, progress: Callable[[], dict], last: bool = False, best: bool = False
+    ) -> Path | None:
+        """Save what is due after a step: every N steps, after the last one, and the best so far.
+
+        Args:
+            step: The number of the step.
+            counted: The last step whose update counted. Its checkpoint it is: the steps skipped since are done again.
+            progress: Gives what the training loop keeps of itself, as plain values. If its "best_step" is ``counted``,
+                the link ``best`` will lead to this checkpoint.
+            last: Whether the run ends with this step.
+            best: Whether these weights have just been evaluated as the best so far.
 
         Returns:
-            Where it is, or will be. ``take_failure`` tells of a save that fails in the background.
+            The checkpoint that is being written; None if these weights need none, or have one.
 
         Raises:
-            CheckpointError: With ``wait``, on every rank: it could not be written. Older checkpoints are untouched.
+            CheckpointError: On every rank: that of the last step could not be written. Older ones are untouched.
+        """
+        path = None
+        if self._every is not None and best:
+            path = self.save(counted, progress(), wait=last)
+        elif last and is_due(self._every, step, last):
+            path = self.ensure_saved(counted, progress)
+        elif counted != self._newest and is_due(self._every, step, last):
+            path = self.save(counted, progress())
+        save = self._pending
+        if save is not None and not save.is_alive() and not save.lost:
+            self._warn_of(save)
+        return path
+
+    def ensure_saved(self, counted: int, progress: Callable[[], dict]) -> Path | None:
+        """Wait until the weights are on the disk. The arguments, results and errors are those of ``after_step``."""
+        self.wait_pending()
+        return None if counted == self._newest else self.save(counted, progress(), wait=True)
+
+    def save(self, step: int, progress: dict | None = None, wait: bool = False) -> Path:
+        """Start to write a checkpoint, once the save before is done; one that is written gets the new progress.
+
+        Args:
+            step: The step whose weights these are.
+            progress: See ``after_step``.
+            wait: Whether to wait until it is on the disk.
+
+        Raises:
+            CheckpointError: With ``wait``, on every rank: it could not be written. Older ones are untouched.
         """
         self.wait_pending()
-        final = self.folder / step_name(step)
-        manifest = make_manifest(strategy, optimizer, step, progress or {}, self._config)
-        if step == self._saved_step:
-            self._amend(final, manifest)
+        self._newest = step
+        final, manifest = self.folder / step_name(step), self._manifest(step, progress or {})
+        if step == self._saved:
+            if self._mesh.rank == 0:
+                self._amend(final, manifest["progress"])
             return final
+        files = files_of(self.strategy, self.optimizer)
         self._attempts += 1
-        draft = self.folder / draft_name(step, f"{self._token}-{self._attempts}")
-        publish = None
-        if self._mesh.rank == 0:
-            stages = len(strategy.plan.stages)
-            publish = partial(commit, draft, final, manifest, stages, self._keep, self._timeout_s)
-        save = _Save(
-            step, draft, stage_files(strategy, optimizer), publish, in_background=not wait, timeout_s=self._timeout_s
-        )
-        if not wait:
-            save.copy_or_write(self._mesh.pp * self._mesh.shards, self._buffers)
-        save.start()
+        draft = self.folder / f".{step_name(step)}.{self._token}-{self._attempts}.tmp"
+        copies = None if wait else copy_tensors(files, self._mesh.pp * self._mesh.shards, self._buffers)
+        publication = partial(commit, draft, final, manifest, self._keep) if self._mesh.rank == 0 else None
+        save = _Save(step, draft, copies or files, self._mesh, self._connect(files), publication, background=not wait)
         self._pending = save
+        save.start()
         if wait:
-            error = self.wait_pending()
-            if error is not None:
-                self._failure = None
-                raise CheckpointError(error)
+            failure = self.wait_pending(warn=False)
+            if failure is not None:
+                raise CheckpointError(failure)
+        elif copies is None:  # the originals may not change yet
+            save.join()
         return final
 
-    def wait_pending(self) -> str | None:
-        """Waits until every rank's part of the pending save is done.
+    def wait_pending(self, warn: bool = True) -> str | None:
+        """Wait until the pending save is done on every rank.
+
+        Args:
+            warn: Whether to warn if it has failed.
 
         Returns:
-            Why the save has failed, the same on every rank; None if it has not.
+            Why it has failed, the same on every rank; None if it has not.
         """
-        save, error = self._pending, None
+        save, self._pending = self._pending, None
         if save is None:
             return None
-        while True:
-            answers = self._mesh.gather(save.wait(_POLL_S, self._timeout_s))
-            if all(done for done, _ in answers):
-                break
-        error = next((problem for _, problem in answers if problem is not None), None)
-        self._pending = None
-        if not save.done:
-            self._buffers = StagingBuffers()  # the save was given up, and its thread may still read the old ones
-        if error is None:
-            self._saved_step = save.step
+        save.join()
+        answers = self._mesh.gather((save.error, save.lost))
+        if any(lost for _, lost in answers):
+            self._group = None  # it cannot be used any more
+        save.error = next((error for error, _ in answers if error is not None), None)
+        if save.error is None:
+            self._saved = save.step
             return None
-        if self._mesh.rank == 0:
-            shutil.rmtree(save.draft, ignore_errors=True)
-        if not save.reported:
-            self._failure = save.failure(error)
-        return save.failure(error)
+        self._newest = None
+        if warn:
+            self._warn_of(save)
+        return save.failure()
 
-    def take_failure(self) -> str | None:
-        """Returns why a save in the background has failed, once for each; ranks do not wait for each other here."""
-        save = self._pending
-        if save is not None and save.done and save.error is not None and not save.reported:
-            save.reported = True
-            return save.failure(save.error)
-        failure, self._failure = self._failure, None
-        return failure
-
-    def resumed_from(self, path: Path) -> None:
-        """Notes that the run has loaded ``path``, so that it is not saved again if it is one of this run's own."""
-        if path.resolve().parent == self.folder.resolve():
-            self._saved_step = int(path.resolve().name.partition("-")[2])
+    def resumed_from(self, checkpoint: Path, step: int) -> None:
+        """Note that the run has loaded a checkpoint, so that it is not saved again."""
+        self._newest = step
+        if checkpoint.parent == self.folder.resolve():
+            self._saved = step
 
     def close(self) -> None:
-        """Gives a pending save some time to end, on a rank that leaves early."""
+        """Give a pending save some time to end, on a rank that leaves early. It does not wait for other ranks."""
         if self._pending is not None:
             self._pending.join(_CLOSE_S)
 
-    def _amend(self, final: Path, manifest: dict) -> None:
-        """Updates the progress of a checkpoint that is saved already: an evaluation may have followed."""
-        error = None
-        if self._mesh.rank == 0:
-            try:
-                amend(final, manifest)
-            except (OSError, CheckpointError) as failure:
-                error = f"{failure}; {free_space(final)}"
-        self._failure = self._mesh.gather(error)[0]
+    def _manifest(self, step: int, progress: dict) -> dict[str, Any]:
+        strategy = self.strategy
+        plan = strategy.plan
+        return {
+            "format": FORMAT,
+            "step": step,
+            "seed": strategy.options.seed,
+            "optimizer": self.optimizer.kind,
+            "layout": {
+                "parallel": plan.strategy,
+                "dp": plan.dp,
+                "pp": plan.pp,
+                "shards": strategy.mesh.shards,
+                "chunks": plan.chunks,
+                "precision": plan.precision,
+                "stages": [list(stage.layers) for stage in plan.stages],
+            },
+            "tied": dict(strategy.chain.tied),
+            "loss_scale": strategy.loss_scale.state_dict(),
+            "progress": progress,
+            "config": self._config,
+        }
+
+    def _amend(self, final: Path, progress: dict) -> None:
+        """Update the progress of a checkpoint that is saved already: an evaluation may have followed."""
+        try:
+            known = read_manifest(final / MANIFEST)
+            if known.get("progress") != progress:
+                write_manifest(final / MANIFEST, {**known, "progress": progress})
+            if progress.get("best_step") == known["step"]:
+                update_link(self.folder, BEST, final.name)
+        except (OSError, CheckpointError) as error:
+            self.warn(f"{final} could not be brought up to date: {error}; {free_space(final)}")
+
+    def _connect(self, files: Files) -> dist.ProcessGroup | None:
+        """Return the group of the saving threads, which is made when it is first needed."""
+        if self._group is None and self._mesh.size > 1:
+            most = max(self._mesh.gather(sum(rows.tensor.nbytes for part in files.values() for rows in part.values())))
+            patience = timedelta(seconds=self._timeout_s + most / _SLOWEST_DISK)
+            self._group = dist.new_group(backend="gloo", timeout=patience)
+        return self._group
+
+    def _warn_of(self, save: _Save) -> None:
+        if save.error is not None and not save.reported:
+            save.reported = True
+            self.warn(f"{save.failure()}; training goes on, the last good checkpoint stays")
 
 
 class _Save(threading.Thread):
-    """One checkpoint on its way to the disk: what this rank writes and, on rank 0, the publication."""
+    """One checkpoint on its way to the disk. The threads of all ranks go through the phases together."""
 
     def __init__(
         self,
         step: int,
         draft: Path,
-        stages: list[StageFiles],
-        publish: partial | None,
-        in_background: bool,
-        timeout_s: float,
+        files: Files,
+        mesh: Any,
+        group: dist.ProcessGroup | None,
+        publication: Callable[[dict], None] | None,
+        background: bool,
     ) -> None:
         super().__init__(name=f"checkpoint-{step}", daemon=True)
         self.step, self.draft = step, draft
-        self.error: str | None = None
+        self.error: str | None = None  # the same on every rank where none is lost
+        self.lost = False  # whether a rank no longer answers
         self.reported = False
-        self._stages, self._publish, self._in_background = stages, publish, in_background
-        self._timeout_s = timeout_s
-        self._seen, self._changed_at = -1, time.monotonic()
-
-    @property
-    def done(self) -> bool:
-        return not self.is_alive()
-
-    def copy_or_write(self, writers: int, buffers: StagingBuffers) -> None:
-        """Copies the tensors, or writes them now where memory does not suffice. Then the originals may change."""
-        copies = copy_files(self._stages, writers, buffers)
-        if copies is None:
-            self._write()
-        else:
-            self._stages = copies
+        self._files, self._mesh, self._group = files, mesh, group
+        self._publication, self._background = publication, background
 
     def run(self) -> None:
-        if self._in_background:
+        if self._background:
             lower_priority()
-        self._write()
-        if self._publish is None:
-            return
         try:
-            if self.error is None:
-                self._publish()
-        except Exception as error:
+            layouts = self._together("written their files", self._write)
+            described = self._together("read their files again", partial(self._describe, layouts))
+            files = {name: entry for part in described for name, entry in sorted(part.items())}
+            self._together("published the checkpoint", partial(self._publish, files))
+        except CheckpointError as error:
             self.error = str(error)
-            if not isinstance(error, CheckpointError):
-                self.error += f"; {free_space(self.draft.parent)}"
-        if self.error is not None:
+        if self.error is not None and self._mesh.rank == 0:
             shutil.rmtree(self.draft, ignore_errors=True)
 
-    def wait(self, seconds: float, timeout_s: float) -> tuple[bool, str | None]:
-        """Waits for some seconds at most and returns (done, error).
+    def failure(self) -> str:
+        """Return a sentence about this save's error."""
+        return f"the checkpoint of step {self.step} could not be written: {self.error}"
 
-        The save is given up if the draft has not grown for ``timeout_s`` seconds.
+    def _together(self, done: str, phase: Callable[[], Any]) -> list:
+        """Do a phase and return what it gave on each rank.
+
+        Raises:
+            CheckpointError: On every rank: it has failed on one; or a rank does not answer.
         """
-        self.join(seconds)
-        if self.done:
-            return True, self.error
-        seen, now = activity_in(self.draft), time.monotonic()
-        if seen != self._seen:
-            self._seen, self._changed_at = seen, now
-        # A little later than rank 0, which watches the draft too and can name the stage.
-        if now - self._changed_at > timeout_s + _POLL_S * 5:
-            return True, f"nothing was written to {self.draft} for {timeout_s:g} s (parallel.timeout_s)"
-        return False, None
+        value = error = None
+        try:
+            value = phase()
+        except CheckpointError as failure:
+            error = str(failure)
+        except Exception as failure:
+            error = f"{failure}; {free_space(self.draft.parent)}"
+        try:
+            answers = self._mesh.gather((value, error), self._group)
+        except Exception as failure:
+            self.lost = True
+            raise CheckpointError(f"it waited until all ranks had {done} (parallel.timeout_s): {failure}") from failure
+        for rank, (_, error) in enumerate(answers):
+            if error is not None:
+                raise CheckpointError(f"rank {rank}: {error}" if len(answers) > 1 else error)
+        return [value for value, _ in answers]
 
-    def failure(self, error: str) -> str:
-        """Returns a sentence about this save's error."""
-        return f"the checkpoint of step {self.step} could not be written: {error}"
+    def _write(self) -> dict[str, str]:
+        """Write this rank's rows; return each file's layout."""
+        return {name: write_file(self.draft / name, rows, self._mesh.shard == 0) for name, rows in self._files.items()}
 
-    def _write(self) -> None:
-        while self._stages:
-            self.error = write_stage(self.draft, self._stages.pop(0), self._timeout_s) or self.error
+    def _describe(self, layouts: list[dict[str, str]]) -> dict[str, dict]:
+        """Return size and sha256 of the files whose first writer this rank is."""
+        for name, layout in layouts[self._mesh.rank].items():
+            if any(theirs.get(name, layout) != layout for theirs in layouts):
+                raise CheckpointError(f"ranks have other tensors for {name} than others: they cannot share a file")
+        return {name: describe(self.draft / name) for name in self._files if self._mesh.shard == 0}
+
+    def _publish(self, files: dict[str, dict]) -> None:
+        if self._publication is not None:
+            self._publication(files)
+
+
+def is_due(every: int | None, step: int, last: bool) -> bool:
+    """Return whether something is due after a step.
+
+    Args:
+        every: N for every N steps and after the last one, 0 for after the last one only, None for never.
+        step: The step's number.
+        last: Whether it is the last one.
+    """
+    return every is not None and (last or (every > 0 and step % every == 0))
+
+
+# -- the phases ------------------------------------------------------------------------------------------------------
+
+
+class StagingBuffers:
+    """Main memory for the copies of a save, reused by every save, by one thread at a time.
+
+    Memory that is new to a process costs far more time than the copy itself.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def copy(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor, which replaces the copy of the same name before."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = self._buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return buffer.copy_(tensor)
+
+    def missing_bytes(self, tensors: dict[str, Tensor]) -> int:
+        """Return the bytes of those tensors that have no buffer yet."""
+        return sum(tensor.nbytes for name, tensor in tensors.items() if name not in self._buffers)
+
+
+def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
+    """Return what this rank saves: its rows of its stages' tensors, if it has part in the first copy of the model.
+
+    A tied parameter is saved only by the stage that owns its canonical name.
+    """
+    if strategy.mesh.copy != 0:
+        return {}
+    tied, files = strategy.chain.tied, {}
+    number = {plan.layers[0]: plan.index for plan in strategy.plan.stages}
+    for stage in strategy.stages:
+        weights = {name: tensor for name, tensor in stage.layers.state_dict().items() if name not in tied}
+        states = {
+            f"{name}/{key}": value
+            for name, parameter in stage.layers.named_parameters()
+            if name not in tied
+            for key, value in optimizer.state_of(parameter).items()
+            if torch.is_tensor(value)
+        }
+        for kind, tensors in (("model", weights), ("optimizer", states)):
+            if tensors:
+                file = f"{kind}-{number[next(iter(stage.layers))]:02d}.safetensors"
+                files[file] = {name: rows_of(tensor) for name, tensor in tensors.items()}
+    return files
+
+
+@torch.no_grad()
+def copy_tensors(files: Files, writers: int, buffers: StagingBuffers) -> Files | None:
+    """Copy the tensors, so that training may change the originals.
+
+    On a GPU the copy stays on the device where it fits, which takes milliseconds; elsewhere it goes to main memory.
+
+    Args:
+        files: What is to be saved.
+        writers: How many processes of this machine may be copying as much at the same time.
+        buffers: Main memory for the copies; those of the save before are overwritten.
+
+    Returns:
+        The copies, or None where memory does not suffice for them.
+    """
+    tensors = {name: rows.tensor for part in files.values() for name, rows in part.items()}
+    on_device = _devices_with_space(tensors.values(), writers)
+    missing = buffers.missing_bytes({n: t for n, t in tensors.items() if t.device not in on_device})
+    if missing and missing * writers + RESERVE > available_memory():
+        log.debug("too little memory to copy the tensors: the checkpoint is written before training continues")
+        return None
+    copies = {n: t.clone() if t.device in on_device else buffers.copy(n, t) for n, t in tensors.items()}
+    for device in on_device:
+        torch.cuda.synchronize(device)
+    return {
+        file: {name: rows._replace(tensor=copies[name]) for name, rows in part.items()} for file, part in files.items()
+    }
+
+
+def _devices_with_space(tensors: Iterable[Tensor], writers: int) -> set[torch.device]:
+    """Return the GPUs that have space for another copy of the tensors on them while training continues."""
+    needed: dict[torch.device, int] = {}
+    for tensor in tensors:
+        if tensor.device.type == "cuda":
+            needed[tensor.device] = needed.get(tensor.device, 0) + tensor.nbytes
+    sharing = writers if dist.is_initialized() and dist.get_backend() == BACKEND else 1
+    return {device for device, size in needed.items() if _spare_memory(device, sharing) > size + RESERVE}
+
+
+def _spare_memory(device: torch.device, sharing: int) -> int:
+    """Return the bytes of a GPU that no step of this process has needed so far.
+
+    What torch's allocator keeps beyond what is allocated now is no spare memory: the next step needs it.
+
+    Args:
+        device: The GPU.
+        sharing: How many processes may take memory that is still free.
+    """
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] // sharing + unused
+
+
+def write_file(path: Path, tensors: dict[str, Rows], first: bool) -> str:
+    """Write a safetensors file, or this rank's rows of it, to their place, and flush it.
+
+    Where each tensor lies follows from the names, dtypes and shapes alone, so that every rank knows it.
+
+    Args:
+        path: The file, which is created if need be.
+        tensors: All tensors of the file by name, with this rank's rows of each.
+        first: Whether this is the first of the writers, which also writes the header and what is not shared.
+
+    Returns:
+        The layout's digest, equal on all writers.
+
+    Raises:
+        CheckpointError: Weights are not finite: nothing could go on from them.
+        OSError: The disk is full or not writable.
+        TypeError: safetensors has no such dtype.
+    """
+    for name, rows in tensors.items():
+        if (problem := why_not_finite(name, rows.tensor)) is not None:
+            raise CheckpointError(f"{problem}: the run has diverged; try a lower optim.lr, or train.grad_clip=1.0")
+    header, starts = lay_out(tensors)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        if first:
+            _write_at(descriptor, header, 0)
+        for name, rows in tensors.items():
+            if rows.shared or first:
+                before = rows.start * rows.tensor[:1].nbytes if rows.shared else 0
+                content = _in_main_memory(rows.tensor.detach()).flatten().view(torch.uint8).numpy()
+                _write_at(descriptor, content, starts[name] + before)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return hashlib.sha256(header).hexdigest()
+
+
+def lay_out(tensors: dict[str, Rows]) -> tuple[bytes, dict[str, int]]:
+    """Return the header of a safetensors file, and where each tensor begins, counted in bytes from its beginning.
+
+    Tensors lie one after the other, those with the widest numbers first, so that they stay aligned.
+    """
+    entries, end = {}, 0
+    for name, rows in sorted(tensors.items(), key=lambda item: (-item[1].tensor.itemsize, item[0])):
+        if rows.tensor.dtype not in _DTYPES:
+            raise TypeError(f"{name} is of {rows.tensor.dtype}, which a safetensors file cannot hold")
+        start, end = end, end + math.prod(rows.shape) * rows.tensor.itemsize
+        entries[name] = {
+            "dtype": _DTYPES[rows.tensor.dtype], "shape": list(rows.shape), "data_offsets": [start, end],
+        }  # fmt: skip
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
+
+
+def _write_at(descriptor: int, content: Any, offset: int) -> None:
+    content = memoryview(content)
+    while content:
+        written = os.pwrite(descriptor, content[: 1 << 30], offset)  # Linux writes 2 GiB at a time, at most
+        content, offset = content[written:], offset + written
+
+
+def _in_main_memory(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cuda":
+        return tensor.cpu().contiguous()
+    # A stream's block makes the device current again that was current before, which in a new thread is device 0, and
+    # that creates a context there: 500 MB for each rank.
+    with torch.cuda.device(tensor.device):
+        # On a stream of its own, so that training's kernels do not wait for the transfer; it waits for those that
+        # still write the tensor.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream):
+            return tensor.cpu().contiguous()
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Return the size and the sha256 of a file, read again: it comes from the page cache."""
+    return {"sha256": sha256(path), "bytes": path.stat().st_size}
+
+
+def commit(draft: Path, final: Path, manifest: dict, keep: int, files: dict[str, dict]) -> None:
+    """Complete and publish a draft. Raises OSError; older checkpoints are untouched then."""
+    write_manifest(draft / MANIFEST, {**manifest, "files": files})
+    flush_path(draft)
+    publish(draft, final)
+    update_link(final.parent, LATEST, final.name)
+    if manifest["progress"].get("best_step") == manifest["step"]:
+        update_link(final.parent, BEST, final.name)
+    remove_old(final.parent, keep)
 
 
 def lower_priority() -> None:
-    """Has the calling thread use the processor when training does not, where threads have their own priorities."""
+    """Have the calling thread use the processor when training does not, where threads have their own priorities."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -1,0 +1,270 @@
+"""A checkpoint on the disk: its names, its manifest, by which every bit can be verified, and which one is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.errors import CheckpointError
+from common.files import expand_home, flush_path, parse_json, read_regular, write_atomically
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MANIFEST = "manifest.json"
+LATEST, BEST = "latest", "best"
+UNUSED = "unused-"
+FORMAT = 2  # 1 had no checksum of the manifest itself
+
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def step_name(step: int) -> str:
+    """Return the name of a step's checkpoint, such as step-00000050."""
+    return f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int:
+    """Return the step in the name of a checkpoint's folder."""
+    return int(_STEP.fullmatch(folder.name)[1])
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """Return the published checkpoints in a ``checkpoints`` folder, whole or damaged, oldest first."""
+    named = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
+    return sorted(named, key=step_of)
+
+
+class Checkpoint:
+    """A published checkpoint and what its manifest says.
+
+    Attributes:
+        folder: Where it is, without links.
+        step: The step after which it was saved.
+        optimizer: The optimizer's class, by its full name.
+        layout: The run's plan: parallel, dp, pp, chunks, precision, stages …
+        loss_scale: The state of ``parallel.precision.LossScale``.
+        progress: What the training loop needs to go on.
+        config: What the run keeps of its configuration; None in older checkpoints.
+        files: Size in bytes and sha256 of each file, by its name.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read the manifest.
+
+        Raises:
+            CheckpointError: It is missing or damaged, or files are missing or of another size.
+        """
+        path = folder / MANIFEST
+        if not path.exists():
+            raise CheckpointError(
+                f"no checkpoint at {folder}: expected a folder with a {MANIFEST}, such as RUN_DIR/checkpoints/latest"
+            )
+        manifest = read_manifest(path)
+        try:
+            self.folder = folder.resolve()
+            self.step, self.optimizer, self.layout = int(manifest["step"]), manifest["optimizer"], manifest["layout"]
+            self.loss_scale, self.config = manifest["loss_scale"], manifest.get("config")
+            self.progress = manifest.get("progress", {})
+            self.files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged: {error!r}") from error
+        for name, (size, _) in self.files.items():
+            found = (folder / name).stat().st_size if (folder / name).is_file() and "/" not in name else None
+            if found != size:
+                problem = "is missing or no regular file" if found is None else f"has {found} bytes"
+                raise CheckpointError(
+                    f"{folder / name} {problem}, the manifest says {size}: the checkpoint is damaged"
+                )
+
+    @classmethod
+    def find(cls, path: Path, verify: bool = False) -> Checkpoint:
+        """Return the checkpoint that a path stands for.
+
+        That is the path itself, what it links to, or the newest one of a run directory or of its ``checkpoints``
+        folder. It may begin with ``~``.
+
+        Args:
+            path: The path.
+            verify: Whether every file is read and compared with its checksum.
+
+        Raises:
+            CheckpointError: There is none, or it is damaged; the message names another one there that is whole.
+        """
+        folder = _named_by(expand_home(path))
+        try:
+            checkpoint = cls(folder)
+            if verify:
+                checkpoint.verify()
+            return checkpoint
+        except CheckpointError as error:
+            neighbours = [other for other in step_folders(folder.resolve().parent) if other != folder.resolve()]
+            if not neighbours:
+                raise
+            whole = _newest_of(neighbours, verify=True)
+            there = f"the newest whole one there is {whole.folder}" if whole else None
+            raise CheckpointError(f"{error}; {there or f'no other one in {neighbours[0].parent} is whole'}") from error
+
+    @classmethod
+    def newest(
+        cls, folder: Path, verify: bool = False, warn: Callable[[str], None] = lambda line: None
+    ) -> Checkpoint | None:
+        """Return the newest checkpoint in a ``checkpoints`` folder that is not damaged; None where there is none.
+
+        Args:
+            folder: The folder.
+            verify: Whether every file is read and compared with its checksum; else their sizes suffice.
+            warn: Takes a line about each newer checkpoint that is damaged.
+        """
+        return _newest_of(step_folders(folder), verify, warn)
+
+    def verify(self) -> None:
+        """Compare the checksums of all files, and look for weights that are not finite.
+
+        Raises:
+            CheckpointError: A file is damaged, or cannot be trained on; the message names it.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        for name, (_, expected) in self.files.items():
+            path = self.folder / name
+            try:
+                checksum = sha256(path)
+                if checksum != expected:
+                    raise CheckpointError(
+                        f"{path} is damaged: its sha256 is {checksum[:12]}…, the manifest says {expected[:12]}…"
+                    )
+                with safe_open(path, framework="pt") as file:
+                    problems = (why_not_finite(key, file.get_tensor(key)) for key in file.keys())
+                    problem = next(filter(None, problems), None)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
+            except SafetensorError as error:
+                problem = str(error)
+            if problem is not None:
+                raise CheckpointError(f"{path} cannot be used: {problem}")
+
+
+def _newest_of(
+    folders: list[Path], verify: bool, warn: Callable[[str], None] = lambda line: None
+) -> Checkpoint | None:
+    for folder in reversed(folders):
+        try:
+            checkpoint = Checkpoint(folder)
+            if verify:
+                checkpoint.verify()
+            return checkpoint
+        except CheckpointError as error:
+            warn(f"damaged checkpoint {folder.name}: {error}")
+    return None
+
+
+def _named_by(path: Path) -> Path:
+    if (path / MANIFEST).exists():
+        return path
+    for folder in (path, path / "checkpoints"):
+        if (folder / LATEST).is_dir():
+            return folder / LATEST
+        if steps := step_folders(folder):
+            return steps[-1]
+    return path
+
+
+# -- the manifest ----------------------------------------------------------------------------------------------------
+
+
+def read_manifest(path: Path) -> dict:
+    """Return the content of a manifest.json, which its checksum vouches for.
+
+    Raises:
+        CheckpointError: The file cannot be read, is damaged, or is something else.
+    """
+    try:
+        manifest = parse_json(read_regular(path))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") not in (1, FORMAT):
+        raise CheckpointError(f"{path} is not the manifest of a checkpoint in format {FORMAT}")
+    if manifest["format"] == FORMAT and with_checksum(manifest)["sha256"] != manifest.get("sha256"):
+        raise CheckpointError(f"{path} is damaged: its content does not match its checksum")
+    return manifest
+
+
+def write_manifest(path: Path, manifest: dict) -> None:
+    """Write a manifest.json with its checksum. Raises OSError."""
+    write_atomically(path, json.dumps(with_checksum({**manifest, "format": FORMAT}), indent=1))
+
+
+def with_checksum(manifest: dict) -> dict:
+    """Return a copy of a manifest with the checksum of all its other entries."""
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    return {**rest, "sha256": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
+
+
+def sha256(path: Path) -> str:
+    """Return the checksum of a file's content, in hexadecimal."""
+    digest = hashlib.sha256()  # Python 3.10 has no hashlib.file_digest
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def why_not_finite(name: str, tensor: Tensor) -> str | None:
+    """Return what is wrong with a weight of a run that has diverged; None for a sound one.
+
+    It is a NaN or an infinity. But -inf alone is an attention mask, and an optimizer may overflow and go on.
+
+    Args:
+        name: The tensor's name; one of the optimizer's has a slash.
+        tensor: The tensor.
+    """
+    if "/" in name or not tensor.is_floating_point() or tensor.numel() == 0:
+        return None
+    least, largest = tensor.aminmax()
+    if least.isnan() or largest.isnan() or largest == math.inf:
+        return f"{name} is not finite"
+    return None
+
+
+# -- changes of the folder -------------------------------------------------------------------------------------------
+
+
+def publish(draft: Path, final: Path) -> None:
+    """Give a draft its name. A damaged checkpoint of that name is removed first."""
+    if final.exists():
+        remove(final)
+    os.replace(draft, final)
+    flush_path(final.parent)
+
+
+def update_link(folder: Path, name: str, target: str) -> None:
+    """Have the relative link ``name`` lead to ``target``, in one step."""
+    link = folder / f".{name}.tmp"
+    link.unlink(missing_ok=True)
+    link.symlink_to(target)
+    os.replace(link, folder / name)
+    flush_path(folder)
+
+
+def remove_old(folder: Path, keep: int) -> None:
+    """Remove all checkpoints but the newest ``keep`` and those that ``best`` and ``latest`` lead to."""
+    linked = {os.readlink(folder / name) for name in (LATEST, BEST) if (folder / name).is_symlink()}
+    for old in step_folders(folder)[: -max(keep, 1)]:
+        if old.name not in linked:
+            remove(old)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint. It is renamed first, so that half of it is never taken for one."""
+    hidden = folder.with_name(f".{folder.name}.removed.tmp")
+    shutil.rmtree(hidden, ignore_errors=True)
+    os.replace(folder, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
