@@ -28,7 +28,7 @@ from benchmarks.timing import Spread, paired, take_turns
 from benchmarks.trainer import Trainer, configured
 from parallel.devices import keep_freed_memory
 from parallel.precision import autocast
-from training.checkpoint import Checkpoints
+from training.checkpoint.save import Checkpointer
 from training.loop import Loop
 from training.reporting.loggers import Loggers
 from training.reporting.recorder import Recorder
@@ -113,8 +113,7 @@ def whole_loop(setup: Setup, folder: Path) -> Callable[[int], None]:
     """Returns a step that is one of ``training.loop.Loop``, which writes its records into ``folder``."""
     trainer = Trainer(setup)
     recorder = Recorder(folder, Loggers([], build=None), setup.total_steps)
-    cfg, mesh = setup.cfg, trainer.strategy.mesh
-    checkpoints = Checkpoints(folder / "checkpoints", cfg.train.keep_checkpoints, mesh, cfg.parallel.timeout_s)
+    checkpoints = Checkpointer(folder / "checkpoints", trainer.strategy, trainer.optimizer)
 
     def step(number: int) -> None:
         one = dataclasses.replace(setup, total_steps=number)

@@ -135,7 +135,7 @@ class Mesh:
             self.outer_group = self.new_group(outer, timeout_s)
         return self
 
-    def gather(self, value: Any) -> list:
+    def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list:
         """Return every rank's value, by rank. All ranks call this together.
 
         Values travel as JSON in tensors of bytes, never as pickles: whoever can reach the ranks' connections can end
@@ -143,6 +143,7 @@ class Mesh:
 
         Args:
             value: Made of what JSON knows. Tuples come back as lists.
+            group: All ranks; None for the default group.
 
         Raises:
             LaunchError: A rank sent something else.
@@ -150,21 +151,21 @@ class Mesh:
         mine = json.dumps(value).encode()
         if self.size == 1:
             return [json.loads(mine)]
-        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
-        lengths = [int(length) for length in self._gather_tensors(torch.tensor([len(mine)], device=device))]
+        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
+        lengths = [int(length) for length in self._gather_tensors(torch.tensor([len(mine)], device=device), group)]
         longest = max(lengths)
         if min(lengths) < 1 or longest > _LONGEST_MESSAGE:
             raise LaunchError(f"ranks cannot have sent messages of {lengths} bytes: {_TAMPERED}")
         padded = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8).to(device)
-        messages = self._gather_tensors(padded)
+        messages = self._gather_tensors(padded, group)
         try:  # JSON ignores the spaces behind it
             return [parse_json(message.cpu().numpy().tobytes()) for message in messages]
         except ValueError as error:
             raise LaunchError(f"a rank sent a message that is not JSON ({error}): {_TAMPERED}") from None
 
-    def _gather_tensors(self, mine: torch.Tensor) -> list[torch.Tensor]:
+    def _gather_tensors(self, mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
         received = [torch.zeros_like(mine) for _ in range(self.size)]
-        dist.all_gather(received, mine)
+        dist.all_gather(received, mine, group)
         return received
 
     def new_group(self, lines: Sequence[Sequence[int]], timeout_s: float) -> dist.ProcessGroup | None:

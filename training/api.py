@@ -53,7 +53,7 @@ class Result:
         Raises:
             CheckpointError: There is no checkpoint, or it is damaged.
         """
-        from training.checkpoint import read_weights
+        from training.checkpoint.load import read_weights
 
         weights = read_weights(self.run_dir)
         return weights | {alias: weights[name] for alias, name in self.tied.items()}

@@ -20,7 +20,7 @@ from common.machine import available_memory
 from conf.instantiate import to_config, to_dict
 from launchers import ForkServer, WorkerFailed, World, run_workers
 from parallel.devices import resolve_device_type
-from training.checkpoint import newest, read_manifest
+from training.checkpoint.files import Checkpoint
 from training.reporting import METRICS, SUMMARY, write_json
 from training.reporting.metrics import read_records
 from training.setup import BALANCES, pack_given, prepare, unpack_given
@@ -47,10 +47,10 @@ def recall(cfg: Any, run_dir: Path) -> None:
     resume = cfg.train.resume
     if resume is None or not (AUTO in (cfg.train.precision, cfg.parallel.chunks) or cfg.parallel.balance in BALANCES):
         return
-    path = newest(run_dir / "checkpoints") if resume == "auto" else Path(resume)
-    if path is None:
+    saved = Checkpoint.newest(run_dir / "checkpoints") if resume == "auto" else Checkpoint.find(Path(resume))
+    if saved is None:
         return
-    layout = read_manifest(path)["layout"]
+    layout = saved.layout
     if cfg.train.precision == AUTO:
         cfg.train.precision = layout.get("precision", AUTO)
     if layout["parallel"] != cfg.parallel.name or layout["pp"] != cfg.parallel.pp:

@@ -20,7 +20,7 @@ from launchers import heartbeat, stopping
 from launchers.stopping import Stopped
 from parallel.strategy import StepResult, Strategy
 from training.callbacks import Callbacks, TrainingRun
-from training.checkpoint import Checkpoints
+from training.checkpoint.save import Checkpointer, is_due
 from training.evaluate import evaluate, not_finite, record_of
 from training.identity import recipe
 from training.optimizer import Optimizer
@@ -47,7 +47,7 @@ class Loop:
         setup: Setup,
         strategy: Strategy,
         optimizer: Optimizer,
-        checkpoints: Checkpoints,
+        checkpoints: Checkpointer,
         recorder: Recorder,
     ) -> None:
         """Takes the parts of a run.
@@ -70,7 +70,7 @@ class Loop:
         self.callbacks = Callbacks(setup.cfg.callbacks, seen)
         self.outcome = Outcome()
         # A checkpoint is that of the last step that counted: those that were skipped since then are done again.
-        self._updated = self._saved = self._begun = 0
+        self._updated = self._begun = 0
         self._judged = self.skipping.state_dict()  # after that step
 
     def run(self, first_step: int = 1, unevaluated: bool = False) -> Outcome:
@@ -100,18 +100,14 @@ class Loop:
                 self._record_step(step, result, lr, skipped, seconds=time.perf_counter() - clock)
                 advance()
                 stop = result.stop and step < total
-                evaluates = is_due(config.eval_every, step, self._last(step)) and not stop
+                evaluates = is_due(config.eval_every, step, self._is_last(step)) and not stop
                 if evaluates:
                     stop = not self._evaluate(step)
                 if stop:
                     self.stop(step)
-                last = self._last(step)
-                if evaluates and self._is_best():
-                    self._save(step, needed=step == last, again=True)
-                elif is_due(config.checkpoint_every, step, last):
-                    self._save(step, needed=step == last)
-                self._report_failed_save()
-                if step == last:
+                last = self._is_last(step)
+                self._save(step, last=last, best=evaluates and self._is_best())
+                if last:
                     break
                 heartbeat.note(step, "reading data")
                 clock = time.perf_counter()
@@ -124,13 +120,14 @@ class Loop:
             self.say(f"stopped after step {self.outcome.steps} of {total}: {reason}")
         return self.outcome
 
-    def _last(self, step: int) -> int:
-        """The number of the run's last step: this one, where a callback ends the run."""
-        return self.setup.total_steps if self.callbacks.run.stop_reason is None else step
+    def _is_last(self, step: int) -> bool:
+        """Whether the run ends with this step: the last one, or one where a callback ends the run."""
+        return step == self.setup.total_steps or self.callbacks.run.stop_reason is not None
 
     def stop(self, step: int) -> NoReturn:
         """Saves the state after ``step``, unless it is saved already, and raises Stopped."""
-        self._save(step, needed=True)
+        heartbeat.note(step, "saving a checkpoint")
+        self._note_saved(self.checkpoints.ensure_saved(self._updated, self.progress))
         where = f"saved in {self.outcome.checkpoint}" if self.outcome.checkpoint else "nothing was new to save"
         words = f"stopped after step {step} of {self.setup.total_steps}, {where}"
         raise Stopped(words, steps=max(0, self._updated - self._begun))
@@ -138,7 +135,8 @@ class Loop:
     def progress(self) -> dict:
         """Returns what a checkpoint keeps of the loop, so that a resumed run continues as this one would."""
         numbers = {key: getattr(self.outcome, key) for key in _RESUMED}
-        return {**numbers, "skipping": self._judged, "recipe": self.recipe, "callbacks": self.callbacks.state_dict()}
+        parts = {"skipping": self._judged, "recipe": self.recipe, "callbacks": self.callbacks.state_dict()}
+        return jsonable({**numbers, **parts})
 
     def restore(self, progress: dict, path: Path | None) -> None:
         """Continues an earlier run.
@@ -158,14 +156,14 @@ class Loop:
 
     def _begin(self, done: int, unevaluated: bool) -> None:
         """Does what was still to be done after step ``done``, which is saved."""
-        self.outcome.steps = self._updated = self._saved = self._begun = done
+        self.outcome.steps = self._updated = self._begun = done
         heartbeat.note(done, "meeting the other ranks")
         stops, unevaluated = self.strategy.sum_of(stopping.wanted(), unevaluated)
-        due = unevaluated and done > 0 and is_due(self.config.eval_every, done, self.setup.total_steps)
+        due = unevaluated and done > 0 and is_due(self.config.eval_every, done, done == self.setup.total_steps)
         if stops or (due and not self._evaluate(done)):
             self.stop(done)
         if self._is_best():
-            self._save(done, needed=False, again=True)
+            self._save(done, best=True)
         heartbeat.note(done, "reading data")
 
     def _update(self, step: int, batch: Batch, result: StepResult, lr: float) -> str:
@@ -240,31 +238,18 @@ class Loop:
         return True
 
     def _is_best(self) -> bool:
-        """Returns whether these weights have the lowest validation loss so far and checkpoints are written at all."""
-        return self.outcome.best_step == self._updated > 0 and self.config.checkpoint_every is not None
+        """Returns whether these weights have the lowest validation loss so far."""
+        return self.outcome.best_step == self._updated > 0
 
-    def _save(self, step: int, needed: bool, again: bool = False) -> None:
-        """Saves the weights as they are since the last step that counted.
-
-        Args:
-            step: The step that was done last.
-            needed: Whether to wait until it is on the disk and to raise CheckpointError if it cannot be written.
-            again: Whether a checkpoint that has these weights already is brought up to date: it may be the best.
-        """
+    def _save(self, step: int, last: bool = False, best: bool = False) -> None:
+        """Saves what is due after a step. A checkpoint is that of the last step that counted."""
         heartbeat.note(step, "saving a checkpoint")
-        if self._updated == self._saved and not again:
-            if not needed or self.checkpoints.wait_pending() is None:
-                return
-        progress, self._saved = jsonable(self.progress()), self._updated
-        self.outcome.checkpoint = self.checkpoints.save(
-            self.strategy, self.optimizer, self._updated, progress, wait=needed
-        )
-        self.callbacks.on_checkpoint(self.outcome.checkpoint)
+        self._note_saved(self.checkpoints.after_step(step, self._updated, self.progress, last, best))
 
-    def _report_failed_save(self) -> None:
-        problem = self.checkpoints.take_failure()
-        if problem is not None:
-            self.say(f"warning: {problem}; training goes on, the last good checkpoint stays")
+    def _note_saved(self, path: Path | None) -> None:
+        if path is not None:
+            self.outcome.checkpoint = path
+            self.callbacks.on_checkpoint(path)
 
     def _batches(self, first_step: int) -> Iterator[tuple[int, Batch]]:
         setup, mesh = self.setup, self.strategy.mesh
@@ -285,16 +270,3 @@ class Loop:
 
     def _anomaly_detection(self) -> AbstractContextManager:
         return torch.autograd.detect_anomaly(check_nan=True) if self.config.detect_anomaly else nullcontext()
-
-
-def is_due(every: int | None, step: int, total: int) -> bool:
-    """Returns whether something is due after a step.
-
-    Args:
-        every: N for every N steps and after the last one, 0 for after the last one only, None for never.
-        step: The step's number.
-        total: The number of the last step.
-    """
-    if every is None:
-        return False
-    return step == total or (every > 0 and step % every == 0)

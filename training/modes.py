@@ -23,9 +23,9 @@ from parallel.devices import share_cores
 from parallel.plan import make_plan
 from parallel.precision import autocast
 from parallel.strategy import Options, Strategy, build_strategy
-from training import checkpoint
-from training.checkpoint import read_manifest
 from training.checkpoint.configuration import check_fits, checkpoint_of
+from training.checkpoint.files import Checkpoint
+from training.checkpoint.load import load
 from training.export.write import check_export, write
 from training.reporting.console import describe_sample
 from training.reporting.metrics import SUMMARY, read_object
@@ -80,14 +80,14 @@ def restore(cfg: Any, device: str) -> Restored:
         CheckpointError: Where there is no checkpoint, or one that is damaged or of another model.
     """
     path = checkpoint_of(cfg)
-    read_manifest(path)  # before anything takes time
+    Checkpoint.find(path)  # before anything takes time
     share_cores(1, cfg.parallel.threads)
     chain, data = model_and_data(cfg)
     check_fits(path, chain, cfg)
     parallel = to_config({**to_dict(cfg.parallel), **_SINGLE, "devices": None})
     plan = make_plan(parallel, chain, global_batch_size=1, device=device, precision=cfg.train.precision)
     strategy = build_strategy(plan, chain, plan.mesh(0), Options(seed=cfg.seed), sample=None)
-    return Restored(chain, data, strategy, checkpoint.load(path, strategy))
+    return Restored(chain, data, strategy, load(path, strategy).step)
 
 
 def export(cfg: Any, run_dir: Path) -> str:

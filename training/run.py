@@ -28,11 +28,11 @@ from parallel.plan import Plan
 from parallel.precision import parameter_dtype
 from parallel.strategy import Options, Strategy, build_strategy
 from parallel.timeline import WORK
-from training import checkpoint
-from training.checkpoint import Checkpoints
 from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.init_from import start
+from training.checkpoint.load import load
 from training.checkpoint.resume import resume
+from training.checkpoint.save import Checkpointer
 from training.config import kept
 from training.evaluate import evaluate, not_finite, record_of
 from training.identity import changes, check_ranks, follows_total
@@ -81,15 +81,22 @@ def run(
     with _strategy(setup, world, store) as strategy:
         if cfg.mode == "eval":
             return evaluate_checkpoint(setup, strategy, run_dir)
-        checkpoints = Checkpoints(
-            run_dir / "checkpoints", cfg.train.keep_checkpoints, strategy.mesh, cfg.parallel.timeout_s, kept(cfg)
-        )
         optimizer = Optimizer(to_dict(cfg.optim), strategy)
-        resumed = resume(cfg.train.resume, checkpoints, strategy, optimizer)
+        checkpoints = Checkpointer(
+            run_dir / "checkpoints",
+            strategy,
+            optimizer,
+            every=cfg.train.checkpoint_every,
+            keep=cfg.train.keep_checkpoints,
+            timeout_s=cfg.parallel.timeout_s,
+            config=kept(cfg),
+        )
+        resumed = resume(cfg.train.resume, checkpoints)
         if resumed.path is None:
             start(cfg.model, setup.chain, strategy)
         _check_steps_left(setup, strategy, run_dir, resumed.step)
         recorder = _recorder(setup, strategy, run_dir, first_step=resumed.step + 1)
+        checkpoints.warn = lambda words: recorder.say(f"warning: {words}")
         loop = Loop(setup, strategy, optimizer, checkpoints, recorder)
         loop.restore(resumed.progress, resumed.path)
         if (changed := changes(resumed.progress.get("recipe"), loop.recipe, cfg.get(COMMAND))) is not None:
@@ -120,7 +127,7 @@ def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict
     Returns:
         The content of summary.json, on every rank.
     """
-    step = checkpoint.load(checkpoint_of(setup.cfg), strategy)
+    step = load(checkpoint_of(setup.cfg), strategy).step
     recorder = _recorder(setup, strategy, run_dir, first_step=1)
     results: dict[str, dict[str, float]] = {"val": {}, "test": {}}
     summary = None

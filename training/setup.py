@@ -32,10 +32,9 @@ from parallel.schedules import SCHEDULES
 from parallel.shape_inference import drawing_by_microbatch
 from parallel.strategies import names_where, strategy_info
 from training.callbacks import build as build_callbacks
-from training.checkpoint import read_manifest
 from training.checkpoint.configuration import check_fits, checkpoint_of
-from training.checkpoint.init_from import check_start
-from training.checkpoint.new_tokens import grown
+from training.checkpoint.files import Checkpoint
+from training.checkpoint.init_from import check_start, vocabulary_with
 from training.checks import certain_tensors, check_fit, check_kind, check_length, check_sample, check_train
 from training.evaluate import extents
 from training.first_batch import check_read, check_shapes, check_splits
@@ -124,7 +123,7 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: H
     environment(cfg)
     saved = checkpoint_of(cfg) if cfg.mode == "eval" else None if train.resume in (None, "auto") else Path(train.resume)
     if saved is not None:
-        read_manifest(saved)
+        Checkpoint.find(saved)
     check_optimizer(to_dict(cfg.optim))
     build("scheduler", cfg.scheduler)
     build_callbacks(cfg.callbacks)
@@ -276,7 +275,7 @@ def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
     if "vocab_size" in arguments and arguments["vocab_size"] is None:
         arguments["vocab_size"] = vocab_size
     elif model.get("extra_tokens") is not None:
-        arguments["vocab_size"] = grown(arguments["vocab_size"], model.extra_tokens)
+        arguments["vocab_size"] = vocabulary_with(arguments["vocab_size"], model.extra_tokens)
     if "loss" in arguments and "loss" not in inspect.signature(target_of("model", arguments)).parameters:
         raise TrainingError(f"model.loss={loss}: write 'model.loss={{_target_: models.losses.SquaredError}}'")
     chain = build("model", arguments)

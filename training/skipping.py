@@ -16,7 +16,8 @@ from data.batch import Batch
 from models.chain import as_tuple
 from parallel.sharding import local
 from parallel.strategy import StepResult, Strategy
-from training import checkpoint
+from training.checkpoint.files import Checkpoint
+from training.checkpoint.load import load
 from training.optimizer import Optimizer
 
 _FEWEST_LOSSES = 10  # before a loss can be called a spike
@@ -200,9 +201,9 @@ def roll_back(folder: Path, strategy: Strategy, optimizer: Optimizer) -> tuple[i
         The step whose weights these are, None where there is no checkpoint; and what was done, in words.
     """
     # Rank 0 looks for all: others may see an older state of a shared folder.
-    found = checkpoint.newest(folder) if strategy.mesh.rank == 0 else None
-    newest = strategy.mesh.gather(found and str(found))[0]
+    found = Checkpoint.newest(folder) if strategy.mesh.rank == 0 else None
+    newest = strategy.mesh.gather(found and str(found.folder))[0]
     if newest is None:
         return None, "the loss keeps jumping, and there is no checkpoint yet to go back to (train.checkpoint_every)"
-    step = checkpoint.load(Path(newest), strategy, optimizer)
+    step = load(Path(newest), strategy, optimizer).step
     return step, f"the loss keeps jumping: back to the weights of step {step}, and on with the next batches"

@@ -18,8 +18,9 @@ from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
 from parallel.host_group import HostGroup
 from parallel.shape_inference import trace
+from parallel.sharding import rows_of
 from parallel.stage import Stage
-from training.checkpoint import snapshot
+from training.checkpoint.save import write_file
 from training.optimizer import Optimizer
 from training.reporting.summary import peak_memory_bytes
 
@@ -75,8 +76,8 @@ def write_from_a_thread(folder: str) -> tuple[list, list, list]:
     weight = torch.arange(4.0, device="cuda:1")
     torch.cuda.Stream, torch.cuda.set_device = Noted, note
     try:
-        stage = snapshot.StageFiles(0, {"model-00.safetensors": {"weight": weight}})
-        saving = threading.Thread(target=snapshot.write_stage, args=(Path(folder), stage))
+        rows = {"weight": rows_of(weight)}
+        saving = threading.Thread(target=write_file, args=(Path(folder) / "model-00.safetensors", rows, True))
         saving.start()
         saving.join()
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 import signal
 import threading
@@ -168,16 +167,15 @@ def _wrap_steps(attempt: Attempt) -> None:
 
 
 def _wrap_saves(attempt: Attempt) -> None:
-    from training.checkpoint import Checkpoints
     from training.checkpoint import save as saving
 
-    save = Checkpoints.save
+    save = saving.Checkpointer.save
 
     @wraps(save)
-    def counted(self, strategy, optimizer, step, *args, **kwargs):
+    def counted(self, step, *args, **kwargs):
         self.wait_pending()  # so that what is written from now on is this step's
         attempt.saving = step
-        return save(self, strategy, optimizer, step, *args, **kwargs)
+        return save(self, step, *args, **kwargs)
 
     def phase(function, point: str):
         @wraps(function)
@@ -189,14 +187,9 @@ def _wrap_saves(attempt: Attempt) -> None:
 
         return watched
 
-    Checkpoints.save = counted
+    saving.Checkpointer.save = counted
     for point in SAVE:
-        module_name, _, name = point.partition(".")
-        module = importlib.import_module(f"training.checkpoint.{module_name}")
-        wrapped = phase(getattr(module, name), point)
-        for user in (module, saving):
-            if hasattr(user, name):
-                setattr(user, name, wrapped)
+        setattr(saving, point, phase(getattr(saving, point), point))
 
 
 def _wrap_end(attempt: Attempt) -> None:

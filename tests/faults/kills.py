@@ -10,7 +10,7 @@ from faults.plan import SAVE, STEP, WRITERS, Fault
 from faults.runs import RANKS, SAVE_EVERY, Ended, launch
 from faults.table import Trial
 
-_BEFORE_AND_AFTER = {"optimizer step", "snapshot.write_file", "commit.publish", "commit.update_link"}
+_BEFORE_AND_AFTER = {"optimizer step", "write_file", "publish", "update_link"}
 _WRITERS = {"ddp": 1, "pipelined": 2, "pipe_ddp": 2, "fsdp": 2}  # so many ranks, the first, write checkpoints
 
 

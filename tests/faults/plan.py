@@ -7,19 +7,18 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# Points within a step, in its order; then a save's, as the package training.checkpoint lists them.
+# Points within a step, in its order; then a save's, as training.checkpoint.save lists them.
 STEP = ("forward", "backward", "all-reduce", "optimizer step")
 SAVE = (
-    "snapshot.copy_files",
-    "snapshot.write_file",
-    "snapshot.write_sidecar",
-    "commit.await_stages",
-    "commit.write_manifest",
-    "commit.publish",
-    "commit.update_link",
-    "commit.remove_old",
+    "copy_tensors",
+    "write_file",
+    "describe",
+    "write_manifest",
+    "publish",
+    "update_link",
+    "remove_old",
 )
-WRITERS = SAVE[:3]  # phases of every rank that writes; the others are rank 0's alone
+WRITERS = SAVE[:2]  # phases of every rank that writes; the others are rank 0's alone
 EVALUATION = "evaluation"
 MOMENT = "a moment"  # of the wall clock, after the step has begun
 

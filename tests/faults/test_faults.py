@@ -26,14 +26,14 @@ def test_kills_cover_each_rank_at_each_point_of_a_step_and_of_a_save():
 
 
 def test_a_run_whose_ranks_are_killed_ends_with_the_same_bits(tmp_path):
-    faults = spaced([Fault("kill", 1, "backward", 0), Fault("kill", 0, "commit.publish", 0)])
+    faults = spaced([Fault("kill", 1, "backward", 0), Fault("kill", 0, "publish", 0)])
     assert not wrong(kill("pipelined", faults, tmp_path))
 
 
 @pytest.mark.slow
 def test_a_run_whose_ranks_share_the_weights_and_are_killed_in_a_save_ends_with_the_same_bits(tmp_path):
-    points = [(1, "snapshot.write_file"), (0, "snapshot.write_file"), (1, "snapshot.write_sidecar")]
-    faults = [Fault("kill", rank, point, 0) for rank, point in (*points, (0, "commit.publish"))]
+    points = [(1, "write_file"), (0, "write_file"), (1, "copy_tensors")]
+    faults = [Fault("kill", rank, point, 0) for rank, point in (*points, (0, "publish"))]
     assert not wrong(kill("fsdp", spaced(faults), tmp_path))
 
 

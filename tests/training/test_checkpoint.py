@@ -10,7 +10,7 @@ import torch
 from composed import losses, records, run, saved
 
 from common.errors import CheckpointError
-from training.checkpoint.manifest import with_checksum
+from training.checkpoint.files import with_checksum
 
 
 @pytest.fixture(scope="module")

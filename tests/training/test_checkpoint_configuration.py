@@ -118,7 +118,7 @@ def test_a_checkpoint_keeps_no_secret(words, monkeypatch):
 
 
 def test_a_reference_in_a_foreign_checkpoint_is_not_followed(tmp_path, monkeypatch):
-    from training.checkpoint.manifest import with_checksum
+    from training.checkpoint.files import with_checksum
 
     monkeypatch.setenv("HOME_OF_SECRETS", "found out")
     run(tmp_path / "toy", "train.epochs=null", "train.steps=1")

@@ -1,20 +1,22 @@
 """Saving beside the training: what is written is the step's own, errors are told, the best and the newest stay."""
 
-import json
 import os
-import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from composed import losses, records, run, saved
+from composed import QUIET, compose, losses, records, run, run_on_rank, saved
+from safetensors.torch import load_file, save_file
 
 from common.errors import CheckpointError
-from training.checkpoint import commit, save, snapshot
-from training.checkpoint.manifest import parse_manifest, sidecar_name
-from training.checkpoint.snapshot import StageFiles
+from conf.instantiate import to_dict
+from parallel.sharding import Rows
+from training import run as run_module
+from training.checkpoint import save
+from training.checkpoint.files import Checkpoint, read_manifest
+from training.checkpoint.load import StoredTensor
 
 STEPS = ["train.epochs=null", "train.steps=6", "optim.momentum=0.9"]
 EVERY_2 = [*STEPS, "train.checkpoint_every=2", "train.keep_checkpoints=9"]
@@ -41,51 +43,25 @@ def names(folder):
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(tmp_path, plainly, monkeypatch):
-    real, seen = snapshot.write_file, []
+@pytest.mark.parametrize("memory", [float("inf"), 0], ids=["enough", "too little for a copy"])
+def test_training_goes_on_while_a_copy_is_written_and_waits_where_there_is_none(tmp_path, plainly, monkeypatch, memory):
+    real, seen = save.write_file, []
 
-    def slowly(path, tensors):
-        """The first checkpoint's files are written only after the training has done another step."""
+    def slowly(path, *args):
+        """The first checkpoint's files are written only after the training has done another step, if it ever does."""
         if "step-00000002" in str(path):
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + (60 if memory else 0.5)
             while records(tmp_path)[-1]["step"] < 3 and time.monotonic() < deadline:
                 time.sleep(0.01)
             seen.append(records(tmp_path)[-1]["step"])
-        return real(path, tensors)
+        return real(path, *args)
 
-    monkeypatch.setattr(snapshot, "write_file", slowly)
+    monkeypatch.setattr(save, "write_file", slowly)
+    monkeypatch.setattr(save, "available_memory", lambda: memory)
     run(tmp_path, *EVERY_2)
-    assert min(seen) >= 3
+    assert min(seen) >= 3 if memory else max(seen) == 2
     assert same_bits(tmp_path, plainly)
     assert names(tmp_path) == ["best", "latest", "step-00000002", "step-00000004", "step-00000006"]
-
-
-def test_every_save_copies_into_the_same_memory(tmp_path, plainly, monkeypatch):
-    copy_files, used = snapshot.copy_files, []
-
-    def noted(*args):
-        copies = copy_files(*args)
-        used.append({t.data_ptr() for stage in copies for t in stage.tensors().values()})
-        return copies
-
-    monkeypatch.setattr(save, "copy_files", noted)
-    run(tmp_path, *EVERY_2)
-    assert len(used) == 2 and used[0] == used[1], "steps 2 and 4; the last one is not copied"
-    assert same_bits(tmp_path, plainly)
-
-
-def test_without_memory_for_a_copy_a_checkpoint_is_written_at_once(tmp_path, plainly, monkeypatch):
-    monkeypatch.setattr(snapshot, "available_memory", lambda: 0)
-    real, writers = snapshot.write_file, []
-
-    def note(path, tensors):
-        writers.append((path.parent.name[:14], threading.current_thread() is threading.main_thread()))
-        return real(path, tensors)
-
-    monkeypatch.setattr(snapshot, "write_file", note)
-    run(tmp_path, *EVERY_2)
-    assert {name for name, at_once in writers if at_once} == {".step-00000002", ".step-00000004"}
-    assert same_bits(tmp_path, plainly)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +85,9 @@ def test_a_copy_stays_on_a_gpu_that_has_space_for_it_beside_the_next_step(
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak * gib)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "host")
-    assert snapshot._devices_with_space([tensor], writers) == ({gpu} if fits else set())
+    assert save._devices_with_space([tensor], writers) == ({gpu} if fits else set())
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    assert snapshot._devices_with_space([tensor], 64) == snapshot._devices_with_space([tensor], 1)
+    assert save._devices_with_space([tensor], 64) == save._devices_with_space([tensor], 1)
 
 
 def test_the_best_stays_however_old_it_is(tmp_path):
@@ -122,8 +98,8 @@ def test_the_best_stays_however_old_it_is(tmp_path):
     assert best < 6, "a rate this high makes it worse: else this test shows nothing"
     assert names(tmp_path) == ["best", "latest", f"step-{best:08d}", "step-00000006"]
     assert os.readlink(tmp_path / "checkpoints" / "best") == f"step-{best:08d}"
-    manifest = parse_manifest(tmp_path / "checkpoints" / "latest" / "manifest.json")
-    assert (manifest["progress"]["best_step"], manifest["progress"]["best_val_loss"]) == (best, found[best])
+    best_of = Checkpoint.find(tmp_path).progress
+    assert (best_of["best_step"], best_of["best_val_loss"]) == (best, found[best])
     assert summary["best_val_loss"] == found[best]
 
 
@@ -162,56 +138,17 @@ def test_what_a_killed_run_left_half_written_is_cleaned_up(tmp_path):
     assert names(tmp_path) == ["best", "latest", "step-00000006"]
 
 
-def test_a_stage_that_writes_nothing_is_named_after_the_time_limit(tmp_path):
-    snapshot.write_sidecar(tmp_path, sidecar_name(0, 0), {"files": {}})
-    with pytest.raises(CheckpointError, match=r"stage 1 of 2 has written nothing to .* for 0.3 s \(parallel.timeout_s"):
-        commit.await_stages(tmp_path, stages=2, timeout_s=0.3)
-
-
-def test_a_stage_that_is_slow_but_writes_is_waited_for(tmp_path):
-    snapshot.write_sidecar(tmp_path, sidecar_name(0, 0), {"files": {}})
-
-    def slowly():
-        with open(tmp_path / "model-01.safetensors", "wb") as file:
-            for _ in range(8):
-                time.sleep(0.25)
-                file.write(b"x")
-                file.flush()
-        snapshot.write_sidecar(tmp_path, sidecar_name(1, 0), {"files": {"model-01.safetensors": {}}})
-
-    thread = threading.Thread(target=slowly)
-    thread.start()
-    assert list(commit.await_stages(tmp_path, stages=2, timeout_s=1.5)) == ["model-01.safetensors"]
-    thread.join()
-
-
-@pytest.mark.parametrize("full", ["files", "everything"])
-def test_a_stage_that_cannot_write_tells_rank_0_even_on_a_full_disk(tmp_path, monkeypatch, full):
-    def no_room(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(snapshot, "write_file", no_room)
-    if full == "everything":
-        monkeypatch.setattr(snapshot, "write_atomically", no_room)
-    error = snapshot.write_stage(tmp_path / "draft", StageFiles(1, {"model-01.safetensors": {}}))
-    assert "No space left on device" in error and "MiB are free" in error
-    said = "No space left on device" if full == "files" else "no room was left to say why"
-    (tmp_path / "draft" / sidecar_name(0)).write_text(json.dumps({"files": {}}))
-    with pytest.raises(CheckpointError, match=f"stage 1: .*{said}"):
-        commit.await_stages(tmp_path / "draft", stages=2, timeout_s=60)
-
-
 def test_every_flipped_bit_of_a_manifest_is_noticed_or_changes_nothing(plainly, tmp_path):
     whole = (plainly / "checkpoints" / "latest" / "manifest.json").read_bytes()
     path = tmp_path / "manifest.json"
     path.write_bytes(whole)
-    wanted, unnoticed = parse_manifest(path), []
+    wanted, unnoticed = read_manifest(path), []
     for at in range(len(whole)):
         content = bytearray(whole)
         content[at] ^= 1 << at % 8
         path.write_bytes(content)
         try:
-            if parse_manifest(path) != wanted:
+            if read_manifest(path) != wanted:
                 unnoticed.append(at)
         except CheckpointError:
             continue
@@ -221,3 +158,120 @@ def test_every_flipped_bit_of_a_manifest_is_noticed_or_changes_nothing(plainly, 
 def test_losses_do_not_depend_on_saving(plainly, tmp_path):
     run(tmp_path, *STEPS, "train.checkpoint_every=null")
     assert losses(tmp_path) == losses(plainly)
+
+
+# -- several ranks ---------------------------------------------------------------------------------------------------
+
+
+def run_with_a_fault(tree, folder, meeting, rank, step, fault):
+    """On each rank of a pool: a run one rank of which cannot write the checkpoint of a step. What it says of it."""
+    real, warned = save.write_file, []
+
+    def faulty(path, *args):
+        if dist.get_rank() == rank and f"step-{step:08d}" in str(path) and path.name.startswith("model"):
+            if fault == "full":
+                raise OSError(28, "No space left on device")
+            time.sleep(fault)
+        return real(path, *args)
+
+    class Noted(save.Checkpointer):
+        def _warn_of(self, one):
+            if one.error is not None and not one.reported:
+                warned.append(one.failure())
+            super()._warn_of(one)
+
+    save.write_file, run_module.Checkpointer = faulty, Noted
+    try:
+        run_on_rank(tree, folder, meeting)
+        return warned
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        save.write_file, run_module.Checkpointer = real, save.Checkpointer
+
+
+@pytest.fixture
+def spoilt(ranks, tmp_path):
+    """``spoilt(layout, rank, step, fault)``: what each of two ranks says; the run is in ``tmp_path``."""
+
+    def begin(layout, *fault):
+        words = (*QUIET, *EVERY_2, f"parallel={layout}", "parallel.dp=null", "parallel.timeout_s=4")
+        tree = to_dict(compose(*words))
+        return ranks.run(2, run_with_a_fault, tree, str(tmp_path), str(tmp_path / "meeting"), *fault)
+
+    return begin
+
+
+@pytest.mark.parametrize("layout, rank", [("pipelined", 1), ("pipelined", 0), ("fsdp", 1), ("ddp", 0)])
+def test_a_rank_that_cannot_write_is_named_to_all_and_the_next_checkpoint_is_written(spoilt, tmp_path, layout, rank):
+    one, other = spoilt(layout, rank, 2, "full")
+    assert one == other and len(one) == 1
+    assert one[0].startswith(f"the checkpoint of step 2 could not be written: rank {rank}: [Errno 28] No space left")
+    assert "MiB are free at" in one[0]
+    assert names(tmp_path) == ["best", "latest", "step-00000004", "step-00000006"]
+
+
+def test_the_last_checkpoint_that_cannot_be_written_is_an_error_on_every_rank(spoilt, tmp_path):
+    one, other = spoilt("pipelined", 1, 6, "full")
+    assert one == other and "of step 6 could not be written: rank 1: [Errno 28] No space left" in one
+    assert names(tmp_path) == ["latest", "step-00000002", "step-00000004"]
+
+
+def test_a_rank_that_writes_nothing_for_too_long_is_waited_for_no_longer(spoilt, tmp_path):
+    said = spoilt("pipelined", 1, 6, 6.0)
+    assert all("it waited until all ranks had written their files (parallel.timeout_s)" in words for words in said)
+    assert names(tmp_path) == ["latest", "step-00000002", "step-00000004"]
+
+
+def test_after_a_rank_that_was_silent_the_next_checkpoint_is_written(spoilt, tmp_path):
+    one, other = spoilt("pipelined", 1, 4, 6.0)
+    assert len(one) == len(other) == 1
+    assert names(tmp_path) == ["best", "latest", "step-00000002", "step-00000006"]
+
+
+# -- one file of several ranks ---------------------------------------------------------------------------------------
+
+TENSORS = {
+    "weight": torch.arange(35, dtype=torch.float32).view(7, 5),
+    "bias": torch.arange(7, dtype=torch.bfloat16),
+    "step": torch.tensor(3.0),
+    "count": torch.tensor(9),
+    "wide": torch.arange(2, dtype=torch.float64),
+    "phase": torch.ones(3, dtype=torch.complex64),
+}
+SHARED = {"weight", "bias", "wide"}
+
+
+def rows(number, of):
+    """What one of several ranks holds; of two rows for three ranks the last one has none."""
+    held = {}
+    for name, tensor in TENSORS.items():
+        if name not in SHARED:
+            held[name] = Rows(tensor, 0, tuple(tensor.shape), shared=False)
+            continue
+        each = -(-len(tensor) // of)
+        start = min(number * each, len(tensor))
+        held[name] = Rows(tensor[start : start + each], start, tuple(tensor.shape), shared=True)
+    return held
+
+
+@pytest.mark.parametrize("writers", [1, 2, 3, 8])
+def test_ranks_that_write_their_rows_in_any_order_make_the_file_that_the_library_makes(tmp_path, writers):
+    path = tmp_path / "draft" / "model-00.safetensors"
+    assert len({save.write_file(path, rows(n, writers), n == 0) for n in reversed(range(writers))}) == 1
+    read = load_file(path)
+    assert read.keys() == TENSORS.keys()
+    assert all(read[name].dtype == t.dtype and torch.equal(read[name], t) for name, t in TENSORS.items())
+    save_file(TENSORS, tmp_path / "library.safetensors")
+    assert path.read_bytes() == (tmp_path / "library.safetensors").read_bytes()
+
+
+def test_rows_are_read_from_what_the_library_has_written(tmp_path):
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    for name, tensor in TENSORS.items():
+        stored = StoredTensor(tmp_path / "model.safetensors", name)
+        assert (stored.shape, stored.dtype) == (tensor.shape, tensor.dtype)
+        assert torch.equal(stored[...], tensor)
+    weight = StoredTensor(tmp_path / "model.safetensors", "weight")
+    assert torch.equal(weight[2:4], TENSORS["weight"][2:4])
+    assert weight[7:7].shape == (0, 5)

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from commandline import Started, train, wait_until
 
-from training.checkpoint import newest_whole
+from training.checkpoint.files import Checkpoint
 
 START_S = 120
 # Some seconds, of which the disk is full for most.
@@ -74,14 +74,14 @@ def test_a_disk_that_is_full_for_a_while_costs_nothing_but_a_warning(layout, sma
     filler = fill(root)
     until(run, lambda: "the checkpoint of step" in said(run), "a warning about a checkpoint")
     until(run, lambda: "metrics.jsonl: No space left" in said(run), "a warning about the metrics")
-    assert newest_whole(run.folder / "checkpoints", pytest.fail) is not None
+    assert Checkpoint.newest(run.folder / "checkpoints", True, pytest.fail) is not None
     filler.unlink()
     ended = run.wait()
     assert ended.code == 0, ended.console
     assert [line["step"] for line in ended.steps] == list(range(1, STEPS + 1)), "no line is lost, none is doubled"
     for words in (str(root), "free", "training goes on"):
         assert words in ended.console
-    assert newest_whole(run.folder / "checkpoints", pytest.fail).name == f"step-{STEPS:08d}"
+    assert Checkpoint.newest(run.folder / "checkpoints", True, pytest.fail).step == STEPS
     assert ended.summary["steps"] == STEPS
 
 
@@ -98,7 +98,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_an_error_and_the_last_good_che
     assert f"the checkpoint of step {STEPS} could not be written" in ended.stderr
     assert str(root) in ended.stderr and "free" in ended.stderr
     assert "Traceback" not in ended.stderr
-    good = newest_whole(run.folder / "checkpoints", pytest.fail)
+    good = Checkpoint.newest(run.folder / "checkpoints", True, pytest.fail).folder
     again = train(["mode=eval", f"checkpoint='{good}'", "logger=none", "device=cpu"], tmp_path / "eval")
     assert again.code == 0, again.console
 

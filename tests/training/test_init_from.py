@@ -17,7 +17,7 @@ from conf.instantiate import to_dict
 from conf.words import quote_values
 from data.vocabulary import gpt2
 from training.app import execute
-from training.checkpoint.new_tokens import grown
+from training.checkpoint.init_from import vocabulary_with
 from training.setup import prepare
 
 EMBEDDING = "embedding.wte.weight"
@@ -148,7 +148,7 @@ def test_the_exported_tokenizer_knows_the_new_tokens(recipe, reference, tmp_path
     [(50304, 2, 50304), (50304, 47, 50304), (50304, 48, 50432), (50257, 2, 50259), (60000, 2, 60000), (9, 0, 9)],
 )
 def test_the_vocabulary_grows_only_where_its_padding_does_not_do(vocab_size, extra, wanted):
-    assert grown(vocab_size, {f"<{i}>": None for i in range(extra)}) == wanted
+    assert vocabulary_with(vocab_size, {f"<{i}>": None for i in range(extra)}) == wanted
 
 
 def test_tokens_beyond_the_padding(recipe, published, tmp_path):

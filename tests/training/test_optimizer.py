@@ -13,7 +13,7 @@ from conf.instantiate import open_doors, to_dict
 from models.losses import SquaredError
 from models.sequential import chain_of
 from parallel.strategy import Options, build_strategy
-from training.checkpoint.manifest import with_checksum
+from training.checkpoint.files import with_checksum
 from training.optimizer import Optimizer, check_rates
 from training.run import run as train
 from training.setup import prepare

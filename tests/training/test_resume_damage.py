@@ -10,8 +10,7 @@ from composed import losses, records, run
 from safetensors.torch import load_file, save_file
 
 from common.errors import CheckpointError, TrainingError
-from training.checkpoint.manifest import with_checksum
-from training.checkpoint.verify import sha256, why_not_finite
+from training.checkpoint.files import sha256, why_not_finite, with_checksum
 from training.optimizer import Optimizer
 
 RECIPE = ["train.epochs=null", "train.steps=6", "optim.momentum=0.9", "train.checkpoint_every=2"]

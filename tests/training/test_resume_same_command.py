@@ -14,7 +14,7 @@ from conf.instantiate import to_config, to_dict
 from conf.words import quote_values
 from train import main
 from training.checkpoint.configuration import with_checkpoint
-from training.checkpoint.manifest import with_checksum
+from training.checkpoint.files import with_checksum
 from training.config import complete, kept
 
 LAYOUT = {"parallel": "single", "dp": 1, "pp": 1, "chunks": 1, "precision": "fp32", "stages": [["net1"]]}

@@ -32,10 +32,9 @@ from conf.schema import schema_of, target_of
 from conf.trust import config_folder
 from conf.words import literal
 from models.chain import Chain
-from training.checkpoint.load import Tensors, newest, read_manifest
-from training.checkpoint.manifest import checkpoint_folder
+from training.checkpoint.files import MANIFEST, Checkpoint
+from training.checkpoint.load import Tensors
 
-_KEY = "config"  # of the manifest
 _SHOWN = 4
 _VALUES = "values"  # the option of OF_CHECKPOINT while a checkpoint is named
 _SECTIONS = re.compile(rf"\+(?=({'|'.join(TRAINED)})\.)")
@@ -60,7 +59,7 @@ def with_checkpoint(arguments: Sequence[str]) -> list[str]:
     except HydraException:
         return list(arguments)  # Hydra says it better
     paths = _checkpoints(typed)
-    configs = [read_manifest(Path(path)).get(_KEY) for path in paths]
+    configs = [_config_of(Path(path)) for path in paths]
     if not configs or configs[0] is None or _has_primary(arguments):
         return list(arguments)
     if any(config != configs[0] for config in configs):
@@ -91,6 +90,26 @@ def with_checkpoint(arguments: Sequence[str]) -> list[str]:
     return [*_words(untyped), f"{OF_CHECKPOINT}={_VALUES}", *filter(None, rest)]
 
 
+def _config_of(path: Path) -> dict[str, Any] | None:
+    checkpoint = Checkpoint.find(path)
+    if not _is_config(checkpoint.config):
+        raise CheckpointError(f"{checkpoint.folder / MANIFEST} is damaged: config in it cannot be right")
+    return checkpoint.config
+
+
+def _is_config(config: Any) -> bool:
+    """Returns whether it is what a run keeps of its configuration: what is trained, not where, nor what else."""
+    if config is None:
+        return True
+    return (
+        isinstance(config, dict)
+        and config.keys() - {"choices", "recipe"} == {"seed", *TRAINED}
+        and isinstance(config.get("choices", {}), dict)
+        and all(isinstance(config[name], dict) and "defaults" not in config[name] for name in TRAINED)
+        and isinstance(config["model"].get("name"), str)
+    )
+
+
 def _overrides(arguments: Sequence[str]) -> list[str]:
     return [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
 
@@ -105,8 +124,8 @@ def _checkpoints(typed: Mapping[str, Override]) -> list[str]:
     named = _values(typed.get("checkpoint")) or _values(typed.get("train.resume"))
     if named == ["auto"]:
         folders = _values(typed.get("hydra.run.dir"))
-        found = [newest(Path(folder) / "checkpoints") for folder in folders]
-        return [str(path) for path in found if path is not None]
+        found = [Checkpoint.newest(Path(folder) / "checkpoints") for folder in folders]
+        return [str(checkpoint.folder) for checkpoint in found if checkpoint is not None]
     return [path for path in named if "${" not in path and path != "auto"]
 
 
@@ -270,7 +289,7 @@ def check_fits(path: Path, chain: Chain, cfg: Any) -> None:
     """Checks that a checkpoint holds this model, by names and shapes: no tensor is read.
 
     Args:
-        path: See ``training.checkpoint.read_manifest``.
+        path: See ``Checkpoint.find``.
         chain: The model.
         cfg: The configuration that it was built from.
 
@@ -279,9 +298,9 @@ def check_fits(path: Path, chain: Chain, cfg: Any) -> None:
     """
     from safetensors import SafetensorError
 
-    manifest = read_manifest(path)
+    checkpoint = Checkpoint.find(path)
     try:
-        stored = Tensors(checkpoint_folder(path), manifest)
+        stored = Tensors(checkpoint)
         shapes = {name: tuple(stored[name].shape) for name in stored if "/" not in name}
     except (OSError, SafetensorError):
         return  # damaged: loading compares the checksums and names the file
@@ -289,7 +308,7 @@ def check_fits(path: Path, chain: Chain, cfg: Any) -> None:
         shape, expected = shapes.get(chain.canonical(name)), tuple(tensor.shape)
         if shape != expected:
             problem = "is not in it" if shape is None else f"has {shape}, expected {expected}"
-            reasons = _differences(manifest.get(_KEY), cfg)
+            reasons = _differences(checkpoint.config, cfg)
             raise CheckpointError(f"{path} does not fit this model: {chain.canonical(name)} {problem}{reasons}")
 
 

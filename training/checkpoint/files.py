@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 import os
 import re
 import shutil
@@ -70,9 +71,9 @@ class Checkpoint:
         manifest = read_manifest(path)
         try:
             self.folder = folder.resolve()
-            self.step, self.optimizer, self.layout = int(manifest["step"]), manifest["optimizer"], manifest["layout"]
-            self.loss_scale, self.config = manifest["loss_scale"], manifest.get("config")
-            self.progress = manifest.get("progress", {})
+            self.step, self.optimizer = operator.index(manifest["step"]), manifest["optimizer"]
+            self.layout, self.loss_scale = manifest["layout"], manifest["loss_scale"]
+            self.progress, self.config = manifest.get("progress", {}), manifest.get("config")
             self.files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged: {error!r}") from error

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import CheckpointError
-from parallel.strategy import Strategy
 from training.checkpoint.files import (
     BEST,
     LATEST,
@@ -21,8 +20,8 @@ from training.checkpoint.files import (
     step_of,
     update_link,
 )
-from training.checkpoint.load import Optimizer, load
-from training.checkpoint.save import Checkpoints
+from training.checkpoint.load import load
+from training.checkpoint.save import Checkpointer
 
 AUTO = "auto"
 
@@ -42,22 +41,20 @@ class Resumed:
     path: Path | None = None
 
 
-def resume(wanted: str | None, checkpoints: Checkpoints, strategy: Strategy, optimizer: Optimizer) -> Resumed:
+def resume(wanted: str | None, checkpoints: Checkpointer) -> Resumed:
     """Load the checkpoint that ``train.resume`` names. All ranks call it; rank 0 chooses and prints.
 
     Args:
         wanted: A path; "auto" for the newest checkpoint of this run directory that is whole, bit for bit (a warning
             names the damaged ones); None for a new run.
-        checkpoints: The checkpoints of this run directory.
-        strategy: The model to load into.
-        optimizer: Its optimizer.
+        checkpoints: The checkpoints of this run directory, with the model and the optimizer to load into.
 
     Raises:
         CheckpointError: On every rank: the checkpoint that was named is damaged, or does not fit.
     """
     if wanted is None:
         return Resumed()
-    path = problem = None
+    strategy, path, problem = checkpoints.strategy, None, None
     if strategy.mesh.rank == 0:
         try:
             path = _choose(wanted, checkpoints.folder)
@@ -68,16 +65,15 @@ def resume(wanted: str | None, checkpoints: Checkpoints, strategy: Strategy, opt
         raise CheckpointError(problem)
     resumed = Resumed()
     if path is not None:
-        loaded = load(Path(path), strategy, optimizer, verify=False)
+        loaded = load(Path(path), strategy, checkpoints.optimizer, verify=False)
         resumed = Resumed(loaded.step, loaded.progress, loaded.folder)
+        checkpoints.resumed_from(loaded)
     if path is None or resumed.path.parent == checkpoints.folder.resolve():
         if strategy.mesh.rank == 0 and checkpoints.folder.is_dir():
             try:
                 _make_newest(checkpoints.folder, resumed, quiet=wanted == AUTO)
             except OSError as error:
                 _warn(f"{checkpoints.folder} cannot be changed: {error}")
-        if path is not None:
-            checkpoints.resumed_from(resumed.path)
     return resumed
 
 

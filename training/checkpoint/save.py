@@ -46,6 +46,7 @@ from training.checkpoint.files import (
     FORMAT,
     LATEST,
     MANIFEST,
+    Checkpoint,
     publish,
     read_manifest,
     remove_old,
@@ -219,15 +220,17 @@ class Checkpointer:
             self._saved = save.step
             return None
         self._newest = None
+        if self._mesh.rank == 0:  # a rank that was late may have written to it again
+            shutil.rmtree(save.draft, ignore_errors=True)
         if warn:
             self._warn_of(save)
         return save.failure()
 
-    def resumed_from(self, checkpoint: Path, step: int) -> None:
+    def resumed_from(self, checkpoint: Checkpoint) -> None:
         """Note that the run has loaded a checkpoint, so that it is not saved again."""
-        self._newest = step
-        if checkpoint.parent == self.folder.resolve():
-            self._saved = step
+        self._newest = checkpoint.step
+        if checkpoint.folder.parent == self.folder.resolve():
+            self._saved = checkpoint.step
 
     def close(self) -> None:
         """Give a pending save some time to end, on a rank that leaves early. It does not wait for other ranks."""
@@ -337,7 +340,8 @@ class _Save(threading.Thread):
             answers = self._mesh.gather((value, error), self._group)
         except Exception as failure:
             self.lost = True
-            raise CheckpointError(f"it waited until all ranks had {done} (parallel.timeout_s): {failure}") from failure
+            cause = str(failure).rpartition("] ")[2]  # without the line of gloo's source
+            raise CheckpointError(f"it waited until all ranks had {done} (parallel.timeout_s): {cause}") from failure
         for rank, (_, error) in enumerate(answers):
             if error is not None:
                 raise CheckpointError(f"rank {rank}: {error}" if len(answers) > 1 else error)
@@ -402,8 +406,7 @@ def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
     if strategy.mesh.copy != 0:
         return {}
     tied, files = strategy.chain.tied, {}
-    number = {plan.layers[0]: plan.index for plan in strategy.plan.stages}
-    for stage in strategy.stages:
+    for plan, stage in zip(strategy.plan.stages_of(strategy.mesh.position), strategy.stages, strict=True):
         weights = {name: tensor for name, tensor in stage.layers.state_dict().items() if name not in tied}
         states = {
             f"{name}/{key}": value
@@ -414,8 +417,8 @@ def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
         }
         for kind, tensors in (("model", weights), ("optimizer", states)):
             if tensors:
-                file = f"{kind}-{number[next(iter(stage.layers))]:02d}.safetensors"
-                files[file] = {name: rows_of(tensor) for name, tensor in tensors.items()}
+                rows = {name: rows_of(tensor) for name, tensor in tensors.items()}
+                files[f"{kind}-{plan.index:02d}.safetensors"] = rows
     return files
 
 
