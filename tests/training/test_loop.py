@@ -236,18 +236,17 @@ def test_training_goes_on_where_wandb_breaks(tmp_path, monkeypatch, broken):
 @pytest.fixture
 def full_disk(monkeypatch):
     """``full_disk(2)``: the second checkpoint finds no room."""
-    import safetensors.torch
 
     def at(*bad):
-        real, calls = safetensors.torch.save_file, []
+        real, calls = save.write_file, []
 
-        def save_file(tensors, path, *args, **kwargs):
-            calls.append(path)
+        def write_file(*args):
+            calls.append(args)
             if len(calls) in bad:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return real(tensors, path, *args, **kwargs)
+            return real(*args)
 
-        monkeypatch.setattr(safetensors.torch, "save_file", save_file)
+        monkeypatch.setattr(save, "write_file", write_file)
 
     return at
 
