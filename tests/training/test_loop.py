@@ -13,6 +13,7 @@ from composed import change_batches, losses, records, run, saved, steps
 
 from common.errors import CheckpointError, TrainingError
 from data.batch import Batch
+from training.checkpoint import save
 
 SHORT = ["train.epochs=null", "train.steps=6"]
 EVERY_STEP = ["train.checkpoint_every=1", "train.keep_checkpoints=100"]
