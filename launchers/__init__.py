@@ -12,19 +12,18 @@ Importing this package does not import torch.
 
 from common.errors import LaunchError
 from launchers.failure import WorkerFailed
-from launchers.forkserver import ForkServer
-from launchers.local import run_workers
+from launchers.local import run_workers, start_fork_server
 from launchers.meeting import connect, use_loopback
 from launchers.stopping import Interrupted
 from launchers.world import World
 
 __all__ = [
-    "ForkServer",
     "Interrupted",
     "LaunchError",
     "WorkerFailed",
     "World",
     "connect",
     "run_workers",
+    "start_fork_server",
     "use_loopback",
 ]

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import wait
 
 from common.errors import LaunchError
+from common.machine import changed_environment
 from launchers.failure import Death, WorkerFailed, is_stopped, log_path, read_report, root_cause, stalled
-from launchers.forkserver import ForkServer
 from launchers.heartbeat import FINISHED, Board
-from launchers.stopping import Stopped, StopSignals
-from launchers.worker import PEER_DELAY_S, STACK_SIGNAL, Job
+from launchers.stopping import SIGNALS, Stopped, StopSignals
+from launchers.worker import PEER_DELAY_S, STACK_SIGNAL, Job, work
 
 _POLL_S = 0.1
+_PRELOAD = ("torch", "torch.distributed")
+_START_S = 300.0  # of imports, from a network's disk
+_END_S = 5.0
+_REAPED_S = 1.0
+_SERVER_GONE = 255  # the exit code that multiprocessing gives a process of which it will hear no more
+_LONGEST_TMPDIR = 70  # the path of a socket has at most 107 characters, and the fork server's is in a folder there
 # All ranks of a run that was told to stop leave within moments of each other.
 _LEAVE_S = 10.0
 # When one rank has given up waiting, so do the others: those for whom it waited too see it leave, PEER_DELAY_S later.
@@ -28,21 +40,41 @@ _GIVE_UP_LATE_S = 15.0
 _STACK_S = 2.0
 
 
+def start_fork_server(preload: Sequence[str] = ()) -> None:
+    """Start the process that forks workers; it imports torch and the modules ``preload`` while the caller goes on.
+
+    There is one, the standard library's; a second call does nothing. Its environment, by which libraries are imported,
+    is that of its start. The modules must start no thread and touch no device.
+    """
+    resource_tracker.ensure_running()  # first: it unblocks signals
+    # They may reach all processes of a terminal or a job. A worker unblocks them once it can handle them.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *SIGNALS})
+    folder = tempfile.tempdir
+    if len(tempfile.gettempdir()) > _LONGEST_TMPDIR:
+        tempfile.tempdir = "/tmp"
+    try:
+        with changed_environment({"PYTHONPATH": os.pathsep.join(sys.path)}), _without_main():
+            multiprocessing.set_forkserver_preload([*_PRELOAD, *preload])
+            forkserver.ensure_running()
+    finally:
+        tempfile.tempdir = folder
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def run_workers(
     entry: Callable,
     args: tuple,
     processes: int,
     log_dir: str | os.PathLike,
-    env: Mapping[str, str] | None = None,
     max_restarts: int = 0,
     stoppable: bool = False,
     timeout_s: float | None = None,
     on_restart: Callable[[WorkerFailed], None] | None = None,
-    server: ForkServer | None = None,
 ) -> None:
-    """Runs `entry(world, *args)` in `processes` processes of this machine; returns when all have finished.
+    """Run ``entry(world, *args)`` in ``processes`` processes of this machine; return when all have finished.
 
-    Workers meet in a private folder, talk over the loopback interface only, and end with this process, however it ends.
+    Workers have this process's environment, meet in a private folder, talk over the loopback interface only, and end
+    with this process, however it ends.
 
     Args:
         entry: A function at the top level of an importable module (not of the script that runs).
@@ -50,18 +82,15 @@ def run_workers(
         processes: The number of ranks.
         log_dir: A folder, created where it is missing. Ranks other than 0 write stdout and stderr to rank_0001.log, ...
             there; files that stay empty are removed. Rank 0 keeps this process's console.
-        env: More environment variables for the workers, set from their first instruction on (OMP_NUM_THREADS).
         max_restarts: How often all workers are started anew after a failure, unless it is an exception whose attribute
             `repeats` is true. See `launchers.world.restarts`.
         stoppable: Whether entry asks launchers.stopping and raises Stopped. Then, where this process handles the
             signals of launchers.stopping, the first one is passed on to the workers and not raised.
         timeout_s: How long workers wait for each other, in seconds: for the message about one that they waited for.
         on_restart: Called in this process with each failure after which the workers are started anew.
-        server: Forks the workers, and stays open. It has an environment of its own, and `env` is not used. Where it is
-            None, one is started with `env` that imports entry's module.
 
     Raises:
-        LaunchError: Entry or args cannot be sent, before anything starts; or the server was ended from outside.
+        LaunchError: Entry or args cannot be sent, before anything starts; or the fork server was ended from outside.
         WorkerFailed: The error of the rank that failed first, once all workers are gone.
         Interrupted: This process got SIGINT or, unless it was passed on, a signal of launchers.stopping; once
             all workers are gone. It is a KeyboardInterrupt.
@@ -76,17 +105,18 @@ def run_workers(
         stop = stack.enter_context(StopSignals(stoppable))
         private_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="launchers-", ignore_cleanup_errors=True))
         stack.callback(_remove_empty_logs, log_dir, processes)
-        server = server or stack.enter_context(ForkServer(env, [entry.__module__]))
+        start_fork_server([entry.__module__])
         if stop.wanted:
             raise Stopped("stopped before the first step")
         for restarts in itertools.count():
             folder = os.path.join(private_dir, str(restarts))
             os.mkdir(folder)
-            job = Job(payload, processes, folder, log_dir, restarts, stoppable, tuple(sys.argv))
+            job = Job(payload, processes, folder, log_dir, restarts, stoppable, dict(os.environ))
+            workers = _Workers(job, stop, timeout_s)
             try:
-                failure, may_restart = _Workers(server, job, stop, timeout_s).watch()
+                failure, may_restart = workers.watch()
             finally:
-                server.end_workers()
+                workers.end()
             # One that came since the last poll: the caller must not take a request to stop for a finished run.
             stop.check()
             if failure is None:
@@ -98,21 +128,18 @@ def run_workers(
 
 
 class _Workers:
-    """The workers of one start.
+    """The workers of one start; ``stop`` is asked between polls whether to go on."""
 
-    Args:
-        server: Forks them.
-        job: What they run.
-        stop: Asked between polls whether to go on.
-        timeout_s: How long workers wait for each other, where that is known.
-    """
-
-    def __init__(self, server: ForkServer, job: Job, stop: StopSignals, timeout_s: float | None) -> None:
-        self._server, self._job, self._stop, self._timeout_s = server, job, stop, timeout_s
+    def __init__(self, job: Job, stop: StopSignals, timeout_s: float | None) -> None:
+        self._job, self._stop, self._timeout_s = job, stop, timeout_s
         self._board = Board(job.board_path, job.processes)
+        process = multiprocessing.get_context("forkserver").Process
+        self._processes = [process(target=work, args=(job, rank)) for rank in range(job.processes)]
+        self._given_up = False
+        self.exitcodes: dict[int, int] = {}
 
     def watch(self) -> tuple[WorkerFailed | None, bool]:
-        """Starts them and waits until all have finished or one has failed.
+        """Start them and wait until all have finished or one has failed.
 
         Returns:
             The first cause of the failure, or None; and whether another start may succeed.
@@ -121,10 +148,10 @@ class _Workers:
             Stopped: They were told to stop, and did.
             Interrupted: This process was told to stop at once.
         """
-        self._server.start(self._job)
+        self._start()
         # A worker whose work is not done has failed or was told to stop, whatever its exit code.
         while not (early := self._ended_early()):
-            if len(self._server.exitcodes) == self._job.processes:
+            if len(self.exitcodes) == self._job.processes:
                 return None, False
             self._poll()
             if self._stop.wanted:
@@ -132,7 +159,7 @@ class _Workers:
         deaths = [self._death(rank) for rank in early]
         stopped = next((death.stopped for death in deaths if death.stopped is not None), None)
         if stopped is not None:
-            self._wait_while(lambda: len(self._server.exitcodes) < self._job.processes, _LEAVE_S)
+            self._wait_while(lambda: len(self.exitcodes) < self._job.processes, _LEAVE_S)
             raise Stopped(stopped)
         # Judged before the others are ended, so that their deaths are not taken for causes.
         stall = None
@@ -141,6 +168,54 @@ class _Workers:
             deaths = [self._death(rank) for rank in self._ended_early()]
         may_restart = not self._stop.wanted and not any(death.repeats for death in deaths)
         return stall or root_cause(deaths, self._job.log_dir), may_restart
+
+    def end(self) -> None:
+        """End all workers and what they have started, by SIGKILL, and wait until they are gone."""
+        self._given_up = True
+        started = [process for process in self._processes if process.pid is not None]
+        for process in started:
+            # Also where the worker has gone: what it had started may still run. macOS refuses a group of the dead.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # it may not lead its group yet
+        # SIGKILL cannot be refused: only a process stuck in the kernel (a lost GPU) outlives it, and no wait helps.
+        deadline = time.monotonic() + _END_S
+        for process in started:
+            process.join(max(0.0, deadline - time.monotonic()))
+
+    def _start(self) -> None:
+        """Fork them. The fork server answers once it has imported its modules; signals are heeded meanwhile."""
+        problems: list[Exception] = []
+
+        def start() -> None:
+            try:
+                try:
+                    self._fork_all()
+                except (EOFError, ConnectionError):  # a module cannot be imported: the worker that needs it says why
+                    time.sleep(_REAPED_S)
+                    multiprocessing.set_forkserver_preload([])
+                    self._fork_all()
+            except Exception as error:
+                problems.append(error)
+            if self._given_up:
+                self.end()
+
+        starting = threading.Thread(target=start, name="start-workers", daemon=True)
+        starting.start()
+        deadline = time.monotonic() + _START_S
+        while starting.is_alive():
+            self._stop.check()
+            if time.monotonic() > deadline:
+                raise LaunchError(f"workers cannot be forked: for {_START_S:g} s torch has not been imported")
+            starting.join(_POLL_S)
+        if problems:
+            raise LaunchError(f"workers cannot be forked: {problems[0]!r}") from problems[0]
+
+    def _fork_all(self) -> None:
+        with _without_main():
+            for process in self._processes:
+                if process.pid is None and not self._given_up:
+                    process.start()
 
     def _stall(self, aborted: bool) -> WorkerFailed | None:
         """Names the ranks for which all others have given up waiting: they alone neither moved nor complained.
@@ -158,14 +233,14 @@ class _Workers:
             return [
                 rank
                 for rank in range(self._job.processes)
-                if rank not in self._server.exitcodes
+                if rank not in self.exitcodes
                 and read_report(self._job.report_path(rank)) is None
                 and self._board.read(rank).silent_s >= patience_s
             ]
 
         self._wait_while(silent, _GIVE_UP_S)
         self._wait_while(lambda: len(silent()) > 1, _GIVE_UP_LATE_S)
-        pids = {rank: self._server.pids[rank] for rank in silent()}
+        pids = {rank: self._processes[rank].pid for rank in silent()}
         pids = {rank: pid for rank, pid in pids.items() if is_stopped(pid)} or pids
         if not pids:
             return None
@@ -188,14 +263,19 @@ class _Workers:
         return texts[-1].splitlines()[1:]  # without the thread's name
 
     def _ended_early(self) -> list[int]:
-        return [rank for rank in self._server.exitcodes if self._board.read(rank).doing != FINISHED]
+        return [rank for rank in self.exitcodes if self._board.read(rank).doing != FINISHED]
 
     def _death(self, rank: int) -> Death:
-        return Death(rank, self._server.exitcodes[rank], read_report(self._job.report_path(rank)))
+        return Death(rank, self.exitcodes[rank], read_report(self._job.report_path(rank)))
 
     def _poll(self) -> None:
         self._stop.check()
-        self._server.poll(_POLL_S)
+        wait([process.sentinel for rank, process in enumerate(self._processes) if rank not in self.exitcodes], _POLL_S)
+        for rank, process in enumerate(self._processes):
+            if rank not in self.exitcodes and (code := process.exitcode) is not None:
+                if code == _SERVER_GONE and _exists(process.pid):
+                    raise LaunchError("the process that forks the workers was ended from outside; start the run again")
+                self.exitcodes[rank] = code
 
     def _wait_while(self, condition: Callable[[], object], at_most_s: float) -> None:
         deadline = time.monotonic() + at_most_s
@@ -214,6 +294,25 @@ def _pack(entry: Callable, args: tuple) -> bytes:
             f"{where} and its arguments cannot be sent to another process ({error}): "
             "the function must be at the top level of a module, the arguments picklable"
         ) from error
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the script, or the notebook: a process that multiprocessing starts would run it, to import it."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
 
 
 def _remove_empty_logs(log_dir: str, processes: int) -> None:

@@ -12,9 +12,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.console import unfailing_output
 from launchers import heartbeat, stopping
 from launchers.failure import log_path, write_report, write_stop
 from launchers.meeting import use_loopback
@@ -39,7 +41,7 @@ class Job:
         log_dir: Where ranks other than 0 write what they print.
         restarts: How often the workers of this run were started before.
         stoppable: Whether entry asks launchers.stopping between its steps.
-        argv: The launching process's sys.argv.
+        environment: The launching process's environment variables.
     """
 
     payload: bytes
@@ -48,7 +50,7 @@ class Job:
     log_dir: str
     restarts: int
     stoppable: bool
-    argv: tuple[str, ...]
+    environment: Mapping[str, str]
 
     @property
     def board_path(self) -> Path:
@@ -63,9 +65,10 @@ class Job:
         """Where a rank writes its stack when it gets STACK_SIGNAL."""
         return Path(self.folder) / f"stack_{rank}"
 
-    def environment(self, rank: int) -> dict[str, str]:
-        """The worker's environment variables, by torchrun's names."""
+    def environment_of(self, rank: int) -> dict[str, str]:
+        """Return a worker's environment variables: the launching process's and its place, by torchrun's names."""
         return {
+            **self.environment,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self.processes),
@@ -73,29 +76,30 @@ class Job:
             "ROLE_NAME": LOCAL_ROLE,
             STORE_FILE: str(Path(self.folder) / "store"),
             "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": self.environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
 
 
-def work(job: Job, rank: int, alive_fd: int) -> None:
-    """Runs the job as `rank`, in a process that was forked for it.
+def work(job: Job, rank: int) -> None:
+    """Run the job as `rank`, in a process that was forked for it.
 
     An exception is written to the job's report, and the process exits with code 1 without any clean-up that could wait
     for a peer; with launchers.stopping.EXIT_CODE after a Stopped.
-
-    Args:
-        job: What to run.
-        rank: This worker's rank.
-        alive_fd: Reads the end of the file once the launching process is gone.
     """
+    if os.path.isdir(job.folder):  # else the launching process was stopped while the fork server imported torch
+        with unfailing_output():
+            _work(job, rank)
+
+
+def _work(job: Job, rank: int) -> None:
     # What the worker starts is in its group, and ends with it.
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
-    threading.Thread(target=_leave_with_launcher, args=(alive_fd,), name="leave-with-launcher", daemon=True).start()
+    threading.Thread(target=_leave_with_launcher, name="leave-with-launcher", daemon=True).start()
     stack = open(job.stack_path(rank), "w")
     faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
-    os.environ.update(job.environment(rank))
-    sys.argv[:] = job.argv
+    os.environ.clear()  # what the fork server has was this process's at its start
+    os.environ.update(job.environment_of(rank))
     world = World.detect()
     board = heartbeat.Board(job.board_path)
     heartbeat.publish(board, rank)
@@ -174,7 +178,7 @@ def _leave_late() -> None:
     _leave(0)
 
 
-def _leave_with_launcher(alive_fd: int) -> None:
-    """Kills this process and its group as soon as the launching process is gone: nobody else is left to do so."""
-    os.read(alive_fd, 1)
+def _leave_with_launcher() -> None:
+    """Kill this process and its group as soon as the launching process is gone: nobody else is left to do so."""
+    multiprocessing.parent_process().join()
     os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -13,6 +13,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # ``ranks``, here and in the processes it starts
 import preloaded  # noqa: E402, F401
 
+from launchers import local  # noqa: E402
+
 # Under nohup a run would ignore a lost terminal, as it should, and so would those of the tests.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Threads that wait for each other's share of an operation sleep: on busy cores they would spin most of the time away.
@@ -20,6 +22,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # ``train.precision=auto`` is fp32 on every machine, with bf16 units or without. `CPU_PRECISION=bf16 pytest` runs the
 # same tests with the other meaning.
 os.environ.setdefault("CPU_PRECISION", "fp32")
+# One process forks the commands, the ranks and the workers of runs in this process.
+local._PRELOAD = ("tests.preloaded",)
 multiprocessing.set_forkserver_preload(["tests.preloaded"])
 
 

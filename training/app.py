@@ -17,7 +17,7 @@ from common.machine import changed_environment, styled
 from conf import COMMAND
 from conf.instantiate import environment, open_doors, to_config, to_dict
 from conf.words import hydra_word
-from launchers import ForkServer, Interrupted, LaunchError, WorkerFailed, World, run_workers, stopping
+from launchers import Interrupted, LaunchError, WorkerFailed, World, run_workers, start_fork_server, stopping
 from launchers.meeting import check_interfaces
 from launchers.stopping import Stopped
 from training.checks import check_need, check_process, check_sections, check_values
@@ -103,77 +103,74 @@ def execute(
 
         run_alone(cfg, run_dir, world)
         return
-    with _early_server(cfg, world, isolated) as server:
-        # Only now: they import torch.
-        from parallel.devices import import_compiler_late
-        from training.autotune import choose_chunks, recall
-        from training.checkpoint.resume import after_restart
-        from training.reporting.run_directory import started_again
-        from training.setup import describe, prepare
-        from training.slurm_job import prepare_here, run_as_job
+    _start_fork_server(cfg, world, isolated)
+    # Only now: they import torch.
+    from parallel.devices import import_compiler_late
+    from training.autotune import choose_chunks, recall
+    from training.checkpoint.resume import after_restart
+    from training.reporting.run_directory import started_again
+    from training.setup import describe, prepare
+    from training.slurm_job import prepare_here, run_as_job
 
-        if not cfg.train.compile:
-            import_compiler_late()
-        if started_again() and cfg.mode == "train":
-            after_restart(cfg, run_dir)
-        recall(cfg, run_dir)
-        with _nothing_begun():
-            choose_chunks(cfg, run_dir, world, server)
-        queued = world is None and cfg.launcher.name == "slurm"
-        setup = prepare_here(cfg) if queued else prepare(cfg, *((world.size, world.nodes) if world else ()))
-        if hydra is not None and cfg.mode in ("train", "eval"):
-            print(to_text(composed, hydra.runtime.choices), end="\n\n", flush=True)
-        print(describe(setup), flush=True)
-        if cfg.mode == "plan":
-            _print_memory(setup)
-            return
-        if queued:
-            run_as_job(setup, run_dir)
-            return
-        processes = setup.plan.processes
-        if world is None or world.local_size == world.size:
-            check_process(processes)
-            check_need(setup)
-        entropy = setup.data.unigram_entropy
-        try:
-            if world is not None:
-                _lead(setup, run_dir, world)
-            elif stopping.wanted():
-                raise Stopped("stopped before the first step")
-            elif processes == 1 and not isolated and not _restarts(cfg):
-                from training.run import run
+    if not cfg.train.compile:
+        import_compiler_late()
+    if started_again() and cfg.mode == "train":
+        after_restart(cfg, run_dir)
+    recall(cfg, run_dir)
+    with _nothing_begun():
+        choose_chunks(cfg, run_dir, world)
+    queued = world is None and cfg.launcher.name == "slurm"
+    setup = prepare_here(cfg) if queued else prepare(cfg, *((world.size, world.nodes) if world else ()))
+    if hydra is not None and cfg.mode in ("train", "eval"):
+        print(to_text(composed, hydra.runtime.choices), end="\n\n", flush=True)
+    print(describe(setup), flush=True)
+    if cfg.mode == "plan":
+        _print_memory(setup)
+        return
+    if queued:
+        run_as_job(setup, run_dir)
+        return
+    processes = setup.plan.processes
+    if world is None or world.local_size == world.size:
+        check_process(processes)
+        check_need(setup)
+    entropy = setup.data.unigram_entropy
+    try:
+        if world is not None:
+            _lead(setup, run_dir, world)
+        elif stopping.wanted():
+            raise Stopped("stopped before the first step")
+        elif processes == 1 and not isolated and not _restarts(cfg):
+            from training.run import run
 
-                run(cfg, run_dir, setup=setup)
-            else:
-                del setup  # the workers build their own
-                _start_workers(cfg, run_dir, processes, server)
-            if cfg.mode == "train" and not isolated:
-                from training.modes import closing_sample
+            run(cfg, run_dir, setup=setup)
+        else:
+            del setup  # the workers build their own
+            _start_workers(cfg, run_dir, processes)
+        if cfg.mode == "train" and not isolated:
+            from training.modes import closing_sample
 
-                print(closing_sample(cfg, run_dir, entropy), end="", flush=True)
-        except Stopped as stopped:
-            where = shlex.quote(f"hydra.run.dir={hydra_word(str(run_dir))}")
-            resume = f"go on with the same command and train.resume=auto {where}"
-            raise Stopped(f"{stopped}; {resume if cfg.mode == 'train' else _AGAIN}") from None
+            print(closing_sample(cfg, run_dir, entropy), end="", flush=True)
+    except Stopped as stopped:
+        where = shlex.quote(f"hydra.run.dir={hydra_word(str(run_dir))}")
+        resume = f"go on with the same command and train.resume=auto {where}"
+        raise Stopped(f"{stopped}; {resume if cfg.mode == 'train' else _AGAIN}") from None
 
 
-def _early_server(cfg: Any, world: World | None, isolated: bool) -> AbstractContextManager[ForkServer | None]:
-    """The fork server of a run that will have workers: it imports torch while this process checks the run."""
+def _start_fork_server(cfg: Any, world: World | None, isolated: bool) -> None:
+    """Has what a run with workers needs imported in the process that forks them, while this one checks the run."""
     from parallel.strategies import strategy_info
 
     parallel, info = cfg.parallel, strategy_info(cfg.parallel.name)
     several = info.stage_per_rank or (info.replicas and parallel.dp != 1)
     workers = several or isolated or _restarts(cfg) or parallel.chunks == "auto"
-    if not workers or world is not None or cfg.launcher.name != "local" or cfg.mode == "plan":
-        return nullcontext()
-    threads = parallel.threads
-    with changed_environment(environment(cfg)):
-        check_interfaces()
-    env = {**environment(cfg), **({} if threads is None else {"OMP_NUM_THREADS": str(threads)})}
-    return ForkServer(env, _PRELOAD)
+    if workers and world is None and cfg.launcher.name == "local" and cfg.mode != "plan":
+        with changed_environment(environment(cfg)):
+            check_interfaces()
+            start_fork_server(_PRELOAD)
 
 
-def _start_workers(cfg: Any, run_dir: Path, processes: int, server: ForkServer | None) -> None:
+def _start_workers(cfg: Any, run_dir: Path, processes: int) -> None:
     from training.setup import pack_given
 
     timeout_s = cfg.parallel.timeout_s
@@ -184,7 +181,7 @@ def _start_workers(cfg: Any, run_dir: Path, processes: int, server: ForkServer |
         failures.append(failure)
         print(f"{failure}\nrestart {len(failures)} of {most} (launcher.max_restarts)", file=sys.stderr, flush=True)
 
-    run_workers(_work, args, processes, run_dir / "logs", None, most, True, timeout_s, on_restart=tell, server=server)
+    run_workers(_work, args, processes, run_dir / "logs", most, True, timeout_s, on_restart=tell)
 
 
 def _restarts(cfg: Any) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 from common.errors import PlanError
 from common.machine import available_memory
 from conf.instantiate import to_config, to_dict
-from launchers import ForkServer, WorkerFailed, World, run_workers
+from launchers import WorkerFailed, World, run_workers
 from parallel.devices import resolve_device_type
 from training.checkpoint.files import Checkpoint
 from training.reporting import METRICS, SUMMARY, write_json
@@ -78,14 +78,13 @@ class Trial:
     problem: str = ""
 
 
-def choose_chunks(cfg: Any, run_dir: Path, world: World | None, server: ForkServer | None = None) -> None:
+def choose_chunks(cfg: Any, run_dir: Path, world: World | None) -> None:
     """Try a few steps with each chunk count, print the table, and put the fastest that fits into the configuration.
 
     Args:
         cfg: The configuration, which is changed.
         run_dir: Where choices.json is written.
         world: The ranks that exist already, None where this process will start them.
-        server: Forks the workers of the trials.
 
     Raises:
         PlanError: Where no trials can be started (ranks that exist already, modes that do not train), and where no
@@ -102,7 +101,7 @@ def choose_chunks(cfg: Any, run_dir: Path, world: World | None, server: ForkServ
     print("parallel.chunks=auto: a few steps with each", flush=True)
     trials: list[Trial] = []
     for chunks in candidates(cfg.train.global_batch_size):
-        trial = _try(cfg, chunks, server)
+        trial = _try(cfg, chunks)
         if trial is None:
             continue
         if (trial.peak_memory_bytes or 0) > limit:
@@ -111,7 +110,7 @@ def choose_chunks(cfg: Any, run_dir: Path, world: World | None, server: ForkServ
         print(_row(trial), flush=True)
         if _hopeless(trials):
             break
-    best = _fastest(cfg, trials, server)
+    best = _fastest(cfg, trials)
     cfg.parallel.chunks = best.chunks
     write_json(run_dir / CHOICES, {"chunks": best.chunks, "trials": [asdict(trial) for trial in trials]})
     print(f"parallel.chunks={best.chunks} is the fastest\n", flush=True)
@@ -122,7 +121,7 @@ def _hopeless(trials: list[Trial]) -> bool:
     return len(times) > 2 and min(times[-2:]) > _HOPELESS * min(times)
 
 
-def _fastest(cfg: Any, trials: list[Trial], server: ForkServer | None) -> Trial:
+def _fastest(cfg: Any, trials: list[Trial]) -> Trial:
     """Of those that fit; the nearest to the best get a second trial, and their faster one counts."""
     fit = [trial for trial in trials if not trial.problem]
     if not fit:
@@ -135,7 +134,7 @@ def _fastest(cfg: Any, trials: list[Trial], server: ForkServer | None) -> Trial:
     if len(near) > 1:
         print("once more, those that are close to the fastest", flush=True)
         for trial in near:
-            again = _try(cfg, trial.chunks, server)
+            again = _try(cfg, trial.chunks)
             if again.step_time_s is not None:
                 trial.step_time_s = min(trial.step_time_s, again.step_time_s)
             print(_row(trial), flush=True)
@@ -152,7 +151,7 @@ def candidates(batch: int) -> list[int]:
     return divisors
 
 
-def _try(cfg: Any, chunks: int, server: ForkServer | None) -> Trial | None:
+def _try(cfg: Any, chunks: int) -> Trial | None:
     """A short run of its own; None where the layout cannot have so many chunks."""
     trial = copy.deepcopy(cfg)
     trial.parallel.chunks = chunks
@@ -166,7 +165,7 @@ def _try(cfg: Any, chunks: int, server: ForkServer | None) -> Trial | None:
     with tempfile.TemporaryDirectory() as folder:
         args = (to_dict(trial), folder, pack_given())
         try:
-            run_workers(_work, args, plan.processes, Path(folder) / "logs", server=server)
+            run_workers(_work, args, plan.processes, Path(folder) / "logs")
         except WorkerFailed as failure:
             return Trial(chunks, problem=_reason(failure))
         summary = json.loads((Path(folder) / SUMMARY).read_text())

@@ -253,9 +253,7 @@ class Loop:
 
     def _batches(self, first_step: int) -> Iterator[tuple[int, Batch]]:
         setup, mesh = self.setup, self.strategy.mesh
-        batches = TrainBatches(
-            setup.data.train, setup.plan.global_batch_size, setup.cfg.seed, mesh.replica, mesh.dp
-        )
+        batches = TrainBatches(setup.data.train, setup.plan.global_batch_size, setup.cfg.seed, mesh.replica, mesh.dp)
         if self.config.overfit:
             batch = batches[1]
             return ((step, batch) for step in range(first_step, setup.total_steps + 1))

@@ -9,19 +9,13 @@ import launched
 import psutil
 import pytest
 
-from launchers import ForkServer, LaunchError, WorkerFailed, run_workers
+from common.machine import changed_environment
+from launchers import LaunchError, WorkerFailed, run_workers
 from launchers.world import is_loopback
 
 
-@pytest.fixture(scope="module")
-def server():
-    """Forks the workers of all tests that do not need one of their own: each imports torch anew."""
-    with ForkServer({"OMP_NUM_THREADS": "1"}, ["launched"]) as server:
-        yield server
-
-
 @pytest.fixture(autouse=True)
-def no_worker_is_left(server):
+def no_worker_is_left():
     of_the_tests = {child.pid for child in psutil.Process().children()}
     yield
     left = psutil.Process().children(recursive=True)
@@ -39,7 +33,8 @@ def _is_of_the_tests(process: psutil.Process) -> bool:
 @pytest.fixture(scope="module")
 def met(tmp_path_factory):
     folder = tmp_path_factory.mktemp("met")
-    run_workers(launched.meet, (str(folder),), 2, folder / "logs", env={"OMP_NUM_THREADS": "1"})
+    with changed_environment({"OMP_NUM_THREADS": "1"}):
+        run_workers(launched.meet, (str(folder),), 2, folder / "logs")
     return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -73,10 +68,10 @@ def test_ranks_other_than_0_write_to_their_log_files(met):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_traceback_of_the_rank_that_raised_comes_back_soon(server, rank, tmp_path, capfd):
+def test_the_traceback_of_the_rank_that_raised_comes_back_soon(rank, tmp_path, capfd):
     start = time.monotonic()
     with pytest.raises(WorkerFailed) as failed:
-        run_workers(launched.raise_on, (rank,), 2, tmp_path, server=server)
+        run_workers(launched.raise_on, (rank,), 2, tmp_path)
     assert time.monotonic() - start < 20
     assert (failed.value.rank, failed.value.kind) == (rank, "exception")
     assert failed.value.text.startswith("Traceback") and "in raise_on" in failed.value.text
@@ -84,46 +79,42 @@ def test_the_traceback_of_the_rank_that_raised_comes_back_soon(server, rank, tmp
     assert "".join(capfd.readouterr()) == "", "the traceback is in the error alone"
 
 
-def test_a_lost_connection_is_not_taken_for_the_cause(server, tmp_path):
+def test_a_lost_connection_is_not_taken_for_the_cause(tmp_path):
     with pytest.raises(WorkerFailed, match="ValueError: the first error") as failed:
-        run_workers(launched.wrap_lost_peer, (), 2, tmp_path, server=server)
+        run_workers(launched.wrap_lost_peer, (), 2, tmp_path)
     assert failed.value.rank == 1
 
 
-def test_a_rank_that_stands_still_is_named_where_the_others_are_aborted_for_having_waited(server, tmp_path):
+def test_a_rank_that_stands_still_is_named_where_the_others_are_aborted_for_having_waited(tmp_path):
     with pytest.raises(WorkerFailed, match="rank 0 has not moved since step 3 for") as failed:
-        run_workers(launched.abort, (1, 2.0), 2, tmp_path, timeout_s=2.0, server=server)
+        run_workers(launched.abort, (1, 2.0), 2, tmp_path, timeout_s=2.0)
     assert (failed.value.rank, failed.value.kind) == (0, "stall")
     first = failed.value.text.partition("rank 0 stands here (most recent call first):\n")[2].splitlines()[0]
     assert re.search(r"launched.py\", line \d+ in abort", first), "its stack"
 
 
-def test_a_rank_that_aborts_of_its_own_is_named(server, tmp_path):
+def test_a_rank_that_aborts_of_its_own_is_named(tmp_path):
     with pytest.raises(WorkerFailed, match=r"rank 1 was killed by signal 6 \(SIGABRT\)") as failed:
-        run_workers(launched.abort, (1, 0.0), 2, tmp_path, timeout_s=300.0, server=server)
+        run_workers(launched.abort, (1, 0.0), 2, tmp_path, timeout_s=300.0)
     assert (failed.value.rank, failed.value.kind) == (1, "signal")
 
 
-def test_a_killed_worker_is_named(server, tmp_path):
+def test_a_killed_worker_is_named(tmp_path):
     message = r"rank 1 was killed by signal 9 \(SIGKILL\).*out of memory"
     with pytest.raises(WorkerFailed, match=message) as failed:
-        run_workers(launched.killed, (), 2, tmp_path, server=server)
+        run_workers(launched.killed, (), 2, tmp_path)
     assert (failed.value.rank, failed.value.kind) == (1, "signal")
     assert failed.value.text.endswith("last words")
 
 
 def test_the_end_of_the_process_that_forks_the_workers_ends_them_too(tmp_path):
-    others = {child.pid for child in psutil.Process().children()}
-
     def kill_it():
         while len(list(tmp_path.glob("*.pids"))) < 2:
             time.sleep(0.1)
-        children = [child for child in psutil.Process().children() if child.pid not in others]
-        (server,) = [child for child in children if "launchers.forkserver" in " ".join(child.cmdline())]
-        server.kill()
+        psutil.Process(int((tmp_path / "0.pids").read_text().split()[0])).parent().kill()
 
     threading.Thread(target=kill_it, daemon=True).start()
-    with pytest.raises(LaunchError, match="which forks the workers, was killed by signal 9"):
+    with pytest.raises(LaunchError, match="the process that forks the workers was ended from outside"):
         run_workers(launched.linger, (str(tmp_path), False), 2, tmp_path)
     started = [int(pid) for path in tmp_path.glob("*.pids") for pid in path.read_text().split()]
     assert len(started) == 4, "each worker and its child"
@@ -133,33 +124,33 @@ def test_the_end_of_the_process_that_forks_the_workers_ends_them_too(tmp_path):
         time.sleep(0.05)
 
 
-def test_one_server_can_fork_the_workers_of_several_calls(server, tmp_path):
+def test_one_server_can_fork_the_workers_of_several_calls(tmp_path):
     for attempt in ("first", "second"):
         (tmp_path / attempt).mkdir()
-        run_workers(launched.meet, (str(tmp_path / attempt),), 2, tmp_path / "logs", server=server)
+        run_workers(launched.meet, (str(tmp_path / attempt),), 2, tmp_path / "logs")
     with pytest.raises(WorkerFailed, match="bad luck on 1"):
-        run_workers(launched.raise_on, (1,), 2, tmp_path / "logs", server=server)
+        run_workers(launched.raise_on, (1,), 2, tmp_path / "logs")
     sums = [json.loads(path.read_text())["sum"] for path in tmp_path.glob("*/[01].json")]
     assert sums == [21, 21, 21, 21]
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_a_worker_that_leaves_without_a_word_is_reported(server, code, tmp_path):
+def test_a_worker_that_leaves_without_a_word_is_reported(code, tmp_path):
     with pytest.raises(WorkerFailed, match=f"rank 1 left with exit code {code}") as failed:
-        run_workers(launched.leave_silently, (code,), 2, tmp_path, server=server)
+        run_workers(launched.leave_silently, (code,), 2, tmp_path)
     assert failed.value.kind == "exit"
     assert failed.value.text.endswith("last words")
 
 
-def test_with_restarts_a_failed_group_starts_anew(server, tmp_path):
-    run_workers(launched.fail_once, (str(tmp_path),), 2, tmp_path / "logs", max_restarts=1, server=server)
+def test_with_restarts_a_failed_group_starts_anew(tmp_path):
+    run_workers(launched.fail_once, (str(tmp_path),), 2, tmp_path / "logs", max_restarts=1)
     assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["2.0", "2.0"]
 
 
 @pytest.mark.slow
-def test_a_thread_left_behind_does_not_hold_up_the_run(server, tmp_path):
+def test_a_thread_left_behind_does_not_hold_up_the_run(tmp_path):
     start = time.monotonic()
-    run_workers(launched.return_with_thread_running, (), 2, tmp_path, server=server)
+    run_workers(launched.return_with_thread_running, (), 2, tmp_path)
     assert time.monotonic() - start < 40
     assert "still running 10 s after the work was done" in (tmp_path / "rank_0001.log").read_text()
 

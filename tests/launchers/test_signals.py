@@ -39,8 +39,8 @@ class Launch:
     def wait_for_workers(self):
         wait_until(lambda: len(list(self.folder.glob("*.pids"))) == 2, 60, "two workers to start")
         self.see_family()
-        # The fork server, two workers, a child of each.
-        assert len(self.family) == 5
+        # The fork server, Python's resource tracker, two workers, a child of each.
+        assert len(self.family) == 6
 
     def living(self):
         """Who of the family still runs. (A container's first process may not reap what has ended.)"""

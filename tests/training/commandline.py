@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
-import multiprocessing
+import multiprocessing.util
 import os
 import runpy
 import signal
@@ -13,12 +13,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import psutil
+
+from launchers import stopping
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "train.py"
@@ -89,8 +91,9 @@ class Forked(multiprocessing.get_context("forkserver").Process):
         if self._state["before"] is not None:
             self._state["before"]()
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         multiprocessing.set_start_method(None, force=True)
-        _fork_server_of_workers()
+        _fork_the_fork_server()
         sys.argv = self._argv
         sys.path.insert(0, str(Path(self._argv[0]).parent))
         try:
@@ -113,42 +116,30 @@ class Forked(multiprocessing.get_context("forkserver").Process):
         os.kill(self.pid, signum)
 
 
-class _ForkedServer(multiprocessing.get_context("fork").Process):
-    """As launchers.forkserver has it of subprocess.Popen."""
+def _fork_the_fork_server() -> None:
+    """The process that forks the run's workers is a fork of this one, which has imported everything."""
+    start = multiprocessing.util.spawnv_passfds
 
-    def wait(self) -> int:
-        self.join()
-        return self.exitcode
-
-
-def _fork_server_of_workers() -> None:
-    """Have the run fork the server of its workers, which then has imported everything, instead of starting a Python."""
-    from launchers import stopping
-    from launchers.forkserver import ForkServer, serve
-
-    spawn = ForkServer._spawn
-
-    def fork(self, fds, env, preload):
+    def fork(path, args, fds):
         # A lock that another thread holds would stay locked in the fork. That of stopping.py reads from a pipe.
-        if len(os.listdir("/proc/self/task")) > 2 or threading.active_count() != 2:
-            return spawn(self, fds, env, preload)
-
-        def target() -> None:
+        if "forkserver" not in args[-1] or len(os.listdir("/proc/self/task")) > 2 or threading.active_count() > 2:
+            return start(path, args, fds)
+        if pid := os.fork():
+            return pid
+        try:
             signal.set_wakeup_fd(-1)
             for signum in stopping.SIGNALS:
                 signal.signal(signum, signal.SIG_DFL)
             stopping._state.__init__()
-            self._connection.close()
-            os.close(self._alive)
-            os.environ.update(env)
-            serve(*fds, preload)
-
-        process = _ForkedServer(target=target)
-        process.start()
-        return process
+            for fd in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *fds}:
+                with suppress(OSError):
+                    os.close(fd)
+            exec(args[-1])
+        finally:
+            os._exit(1)
 
     if sys.platform == "linux":
-        ForkServer._spawn = fork
+        multiprocessing.util.spawnv_passfds = fork
 
 
 class Started:
@@ -199,8 +190,7 @@ class Started:
     def workers(self) -> list[psutil.Process]:
         """The ranks that the first process started, in their order."""
         children = psutil.Process(self.process.pid).children()
-        servers = [p for p in children if os.getpgid(p.pid) == p.pid and os.getsid(p.pid) == self.process.pid]
-        return sorted((p for server in servers for p in server.children()), key=lambda p: p.pid)
+        return sorted((worker for child in children for worker in child.children()), key=lambda p: p.pid)
 
     def launched(self) -> list[psutil.Process]:
         """The ranks that torchrun, being the first process, has started, in their order. (In sessions of their own.)"""

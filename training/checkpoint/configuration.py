@@ -218,9 +218,7 @@ def _top(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: literal(config[name]) for name in ("seed", "recipe") if name in config}
 
 
-def _store(
-    known: Mapping[str, dict[str, Any]], top: Mapping[str, Any], chosen: Mapping[str, str], place: str
-) -> None:
+def _store(known: Mapping[str, dict[str, Any]], top: Mapping[str, Any], chosen: Mapping[str, str], place: str) -> None:
     """Makes the values the option ``values`` in their place, those of each group for its option only."""
     store = ConfigStore.instance()
     limit = known["train"].get("eval_batches")

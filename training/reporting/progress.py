@@ -58,9 +58,12 @@ class Progress:
         self._recent.append((now, step))
         rate = "tokens_per_s" if "tokens_per_s" in record else "samples_per_s"
         left = self.seconds_left()
-        parts = [f"loss {number('loss', record['loss'])}",
-                 f"{number(rate, record[rate])} {rate.replace('_per_', '/')}",
-                 f"{duration(left)} left" if left is not None and step < self._total else "", note]
+        parts = [
+            f"loss {number('loss', record['loss'])}",
+            f"{number(rate, record[rate])} {rate.replace('_per_', '/')}",
+            f"{duration(left)} left" if left is not None and step < self._total else "",
+            note,
+        ]
         text = "  ".join(part for part in parts if part)
         if self._bar is not None:
             self._quietly(self._move_bar, step, text)
@@ -120,8 +123,7 @@ class Progress:
         self._bar.update(step - self._bar.n)
 
     def _is_due(self, step: int, now: float) -> bool:
-        return (self._last_line is None or step >= self._total
-                or now - self._last_line >= SECONDS_BETWEEN_LINES)
+        return self._last_line is None or step >= self._total or now - self._last_line >= SECONDS_BETWEEN_LINES
 
     def _print(self, text: str) -> None:
         if self._bar is not None:
@@ -140,8 +142,7 @@ class Progress:
 def duration(seconds: float) -> str:
     """Returns seconds in words, in two units: ``45 s``, ``1 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
     rest = max(0, round(seconds))
-    for size, name, smaller, smaller_name in (
-            (86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+    for size, name, smaller, smaller_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if rest >= size:
             return f"{rest // size} {name} {rest % size // smaller} {smaller_name}"
     return f"{rest} s"
