@@ -116,7 +116,8 @@ def whole_loop(setup: Setup, folder: Path) -> Callable[[int], None]:
     checkpoints = Checkpointer(folder / "checkpoints", trainer.strategy, trainer.optimizer)
 
     def step(number: int) -> None:
-        one = dataclasses.replace(setup, total_steps=number)
+        one = dataclasses.replace(setup)
+        one.total_steps = number
         Loop(one, trainer.strategy, trainer.optimizer, checkpoints, recorder).run(first_step=number)
 
     return step

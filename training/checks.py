@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from common.errors import LaunchError, TrainingError
@@ -20,28 +19,22 @@ _MOST_EPOCHS = 1e9
 
 
 def check_values(tree: Any, key: str = "") -> None:
-    """Check the values of a plain configuration that no key can take.
-
-    Args:
-        tree: The configuration, or a part of it.
-        key: Where the part is.
+    """Check the values of a plain configuration, whatever their keys.
 
     Raises:
-        TrainingError: For a number that is not finite or does not fit into 64 bits, and for a NUL byte in a text.
+        TrainingError: A number is not finite or does not fit into 64 bits, or a text holds a NUL byte.
     """
-    if isinstance(tree, dict):
-        for name, item in tree.items():
-            check_values(str(name), f"the name of {key or 'a section'}.{str(name)[:40]!r}")
-            check_values(item, f"{key}.{name}" if key else str(name))
-    elif isinstance(tree, list):
-        for index, item in enumerate(tree):
-            check_values(item, f"{key}[{index}]")
-    elif isinstance(tree, str) and "\0" in tree:
-        raise TrainingError(f"{key} holds a NUL byte, which no file and no text can have: take it out")
-    elif isinstance(tree, float) and not math.isfinite(tree):
-        raise TrainingError(f"{key}={tree} is not finite: give a number, or null where the key may be left empty")
-    elif isinstance(tree, int) and not -(2**63) <= tree < 2**63:
-        raise TrainingError(f"{key} is a number of more than 64 bits: give a smaller one")
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for name, item in items:
+        where = f"{key}.{name}" if key and isinstance(tree, dict) else f"{key}[{name}]" if key else str(name)
+        if isinstance(item, (dict, list)):
+            check_values(item, where)
+        elif isinstance(item, str) and "\0" in item:
+            raise TrainingError(f"{where} holds a NUL byte, which no file and no text can have: take it out")
+        elif isinstance(item, float) and not math.isfinite(item):
+            raise TrainingError(f"{where}={item} is not finite: give a number, or null where the key may be left empty")
+        elif isinstance(item, int) and not -(2**63) <= item < 2**63:
+            raise TrainingError(f"{where} is a number of more than 64 bits: give a smaller one")
 
 
 def check_sections(cfg: Any) -> None:
@@ -130,8 +123,8 @@ def check_process(processes: int = 1) -> None:
 def check_need(setup: Any) -> None:
     """Check that a run whose ranks are all on this machine fits into its memory, before any of them is started.
 
-    Counted is what is certain: processes, weights, gradients, optimizer states, and half of what the layers give for
-    one micro-batch. (mode=plan estimates the whole, which takes seconds.) On GPUs only the processes count.
+    Counted is what is certain: processes, weights, gradients and optimizer states, of which GPUs hold all but the
+    processes. (mode=plan estimates the whole, which takes seconds.)
 
     Raises:
         UserError: It does not.
@@ -145,8 +138,6 @@ def check_need(setup: Any) -> None:
         copies = plan.dp / plan.mesh(0).shards
         held = copies * sum(stage.parameters for stage in plan.stages) * parameter_dtype(plan.precision).itemsize
         needed += held * certain_tensors(cfg)
-        if cfg.mode == "train" and not cfg.train.activation_checkpointing:
-            needed += plan.dp * _layer_outputs(setup) // 2
     check_memory(
         needed,
         f"model={cfg.model.name} parallel={plan.strategy} in {plan.processes} processes",
@@ -161,25 +152,6 @@ def certain_tensors(cfg: Any) -> int:
     from parallel.memory import tensors_per_parameter
 
     return tensors_per_parameter(to_dict(cfg.optim), unknown=0) if cfg.mode == "train" else 1
-
-
-def _layer_outputs(setup: Any) -> int:
-    """The bytes that the layers with weights give for one micro-batch; without the last, whose loss may be fused."""
-    from models.chain import as_tuple
-
-    sizes: list[int] = []
-    layers = setup.chain.skeleton(setup.chain.names[:-1])
-    itemsize = 2 if setup.plan.precision in ("bf16", "fp16") else 4
-
-    def note(module: Any, given: tuple, output: Any) -> None:
-        sizes.extend(tensor.numel() * itemsize for tensor in as_tuple(output) if hasattr(tensor, "numel"))
-
-    for module in layers.modules():
-        if next(module.parameters(recurse=False), None) is not None:
-            module.register_forward_hook(note)
-    with suppress(RuntimeError, TypeError):  # of a layer that reads numbers out of tensors: the layers up to it count
-        layers(*setup.sample.to("meta").input_tensors)
-    return sum(sizes)
 
 
 def check_sample(setup: Any) -> None:
@@ -211,7 +183,7 @@ def check_kind(data: DataSet, model: Any) -> None:
     )
 
 
-def check_length(chain: Chain, data: DataSet) -> None:
+def check_length(cfg: Any, chain: Chain, data: DataSet) -> None:
     """Check that a sample is no longer than the model's positions. Raises TrainingError."""
     positions = chain.limits.get("positions")
     if positions is not None and data.seq_len > positions:
@@ -222,8 +194,9 @@ def check_length(chain: Chain, data: DataSet) -> None:
         )
 
 
-def check_fit(chain: Chain, data: DataSet, cfg: Any) -> None:
+def check_fit(setup: Any) -> None:
     """Check that the model has room for the data's words or classes. Raises TrainingError."""
+    chain, data = setup.chain, setup.data
     vocabulary, classes = chain.limits.get("vocabulary"), chain.limits.get("classes")
     if vocabulary is not None and data.vocab_size is not None and data.vocab_size > vocabulary:
         raise TrainingError(

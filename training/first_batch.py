@@ -26,8 +26,9 @@ _PRODUCTS = {
 _MOST_OUTPUTS = 10**7  # numbers that the model gives for a micro-batch, for the loss to be computed with labels
 
 
-def check_splits(data: DataSet) -> None:
-    """Check what ``prepare()`` has left. Raises DataError."""
+def check_splits(setup: Any) -> None:
+    """Check what the data set's ``prepare()`` has left. Raises DataError."""
+    data = setup.data
     for split in ("train", "valid", "test"):
         source = getattr(data, split, ...)
         if not isinstance(source, Source) and (split == "train" or source is not None):
@@ -40,8 +41,9 @@ def check_splits(data: DataSet) -> None:
         raise DataError(f"{type(data).__name__}.prepare() left no description: one line that says what the data is")
 
 
-def check_read(source: Source) -> None:
-    """Check what a source gives for one sample. Raises DataError."""
+def check_read(setup: Any) -> None:
+    """Check what the data give for one sample. Raises DataError."""
+    source = setup.data.train
     given = source.read(np.zeros(1, dtype=np.int64), 0)
     if isinstance(given, (tuple, list)) and len(given) == 2:
         inputs = given[0] if isinstance(given[0], tuple) else (given[0],)

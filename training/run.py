@@ -45,7 +45,7 @@ from training.reporting.loggers import Loggers, sections
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
 from training.reporting.traces import why_no_timeline, write_timeline
-from training.setup import Setup, prepare
+from training.setup import Setup, build_setup
 
 
 @exit_is_failure()
@@ -63,7 +63,7 @@ def run(
         run_dir: The existing directory in which rank 0 writes.
         world: Which rank this process is; None for a process that is alone.
         store: A key-value store through which the ranks have met already.
-        setup: The result of ``prepare(cfg)`` where this process has it already.
+        setup: The result of ``prepare(cfg)``; None where another process has checked the configuration.
 
     Returns:
         The content of summary.json, on every rank.
@@ -77,7 +77,7 @@ def run(
     open_doors(cfg)
     share_cores(world.local_size, cfg.parallel.threads)
     set_arithmetic(cfg.train)
-    setup = setup or prepare(cfg, world.size, world.nodes)
+    setup = setup or build_setup(cfg, world.size, world.nodes)
     with _strategy(setup, world, store) as strategy:
         if cfg.mode == "eval":
             return evaluate_checkpoint(setup, strategy, run_dir)

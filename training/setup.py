@@ -54,8 +54,6 @@ class Setup:
         chain: The model.
         data: The data set, prepared.
         plan: The layout.
-        total_steps: Optimizer steps of the whole run.
-        per_epoch: Optimizer steps per epoch.
         shares: What stages were measured to cost, as (parts of 1, of what); None where nothing was measured.
     """
 
@@ -63,9 +61,18 @@ class Setup:
     chain: Chain
     data: DataSet
     plan: Plan
-    total_steps: int
-    per_epoch: int
     shares: tuple[list[float], str] | None = None
+
+    @cached_property
+    def per_epoch(self) -> int:
+        """Optimizer steps per epoch."""
+        samples = self.cfg.train.global_batch_size
+        return TrainBatches(self.data.train, samples, self.cfg.seed, dp_size=self.plan.dp).steps_per_epoch
+
+    @cached_property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return total_steps(self.cfg.train.steps, self.cfg.train.epochs, self.per_epoch)
 
     @property
     def sample(self) -> Batch:
@@ -106,8 +113,16 @@ class Setup:
         return self.data.seq_len
 
 
+def build_setup(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: Hardware | None = None) -> Setup:
+    """Build what another process has checked; see ``prepare``."""
+    chain, data = model_and_data(cfg)
+    plan = _plan(cfg, chain, world_size, nodes, hardware)
+    data.prepare()
+    return Setup(cfg, chain, data, plan)
+
+
 def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: Hardware | None = None) -> Setup:
-    """Build the chain and the plan and prepare the data.
+    """Build the chain and the plan and prepare the data, and check each as soon as it is there.
 
     Args:
         cfg: The configuration; what it leaves to measurement is replaced by the result.
@@ -118,58 +133,116 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: H
     Raises:
         UserError: For a configuration that cannot run, with the numbers and a way out.
     """
-    train = cfg.train
-    check_train(cfg)
-    environment(cfg)
-    saved = checkpoint_of(cfg) if cfg.mode == "eval" else None if train.resume in (None, "auto") else Path(train.resume)
-    if saved is not None:
+    for check in (check_train, environment, _check_checkpoint, _check_sections):
+        check(cfg)
+    chain, data = model_and_data(cfg)
+    for check in (_check_names, _check_weights, check_length):
+        check(cfg, chain, data)
+    setup = Setup(cfg, chain, data, _plan(cfg, chain, world_size, nodes, hardware))
+    for check in (_check_parameters, _check_optimizer_layout, _check_gpus, _check_changing_shapes, _check_compile):
+        check(setup)
+    data.prepare()
+    for check in (check_splits, check_fit, _check_length_of_run, check_read, check_sample, check_shapes):
+        check(setup)
+    if cfg.parallel.balance in BALANCES and len(setup.plan.stages) > 1:
+        _balance(setup, world_size, nodes, hardware)
+    return setup
+
+
+# -- checks of the configuration -------------------------------------------------------------------------------------
+
+
+def _check_checkpoint(cfg: Any) -> None:
+    if (saved := _saved(cfg)) is not None:
         Checkpoint.find(saved)
+
+
+def _saved(cfg: Any) -> Path | None:
+    """The checkpoint that the configuration names."""
+    if cfg.mode == "eval":
+        return checkpoint_of(cfg)
+    return None if cfg.train.resume in (None, "auto") else Path(cfg.train.resume)
+
+
+def _check_sections(cfg: Any) -> None:
     check_optimizer(to_dict(cfg.optim))
     build("scheduler", cfg.scheduler)
     build_callbacks(cfg.callbacks)
     for section in loggers.sections(cfg):
         target_of("logger", section)
-    chain, data = model_and_data(cfg)
+
+
+# -- checks of the model and the data that it names ------------------------------------------------------------------
+
+
+def _check_names(cfg: Any, chain: Chain, data: DataSet) -> None:
     check_rates(to_dict(cfg.optim).get("rates"), chain)
     check_objective(cfg.sweep.objective, chain.loss.metrics, data.seq_len is not None)
-    if saved is not None:
+
+
+def _check_weights(cfg: Any, chain: Chain, data: DataSet) -> None:
+    if (saved := _saved(cfg)) is not None:
         check_fits(saved, chain, cfg)
-    elif train.resume is None:
+    elif cfg.train.resume is None:
         check_start(cfg.model, chain)
-    plan = _plan(cfg, chain, world_size, nodes, hardware)
-    if cfg.mode == "train" and plan.parameters == 0:
-        frozen = sum(parameter.numel() for parameter in chain.skeleton().parameters())
+
+
+# -- checks of the plan ----------------------------------------------------------------------------------------------
+
+
+def _check_parameters(setup: Setup) -> None:
+    if setup.cfg.mode == "train" and setup.plan.parameters == 0:
+        frozen = sum(parameter.numel() for parameter in setup.chain.skeleton().parameters())
         why = f"all {frozen:,} are frozen (requires_grad=False)" if frozen else "its layers have none"
-        raise TrainingError(f"model={cfg.model.name} has no parameters to train: {why}")
-    if cfg.mode in ("train", "plan"):
-        check_layout(to_dict(cfg.optim), plan, chain)
-    check_gpus(plan, certain_tensors(cfg), _gpu_memory)
-    if data.changing_shapes and plan.pipelined:
+        raise TrainingError(f"model={setup.cfg.model.name} has no parameters to train: {why}")
+
+
+def _check_optimizer_layout(setup: Setup) -> None:
+    if setup.cfg.mode in ("train", "plan"):
+        check_layout(to_dict(setup.cfg.optim), setup.plan, setup.chain)
+
+
+def _check_gpus(setup: Setup) -> None:
+    check_gpus(setup.plan, certain_tensors(setup.cfg), _gpu_memory)
+
+
+def _gpu_memory(index: int) -> int:
+    import torch
+
+    return torch.cuda.get_device_properties(index).total_memory
+
+
+def _check_changing_shapes(setup: Setup) -> None:
+    if setup.data.changing_shapes and setup.plan.pipelined:
+        ways_out = [f"parallel={name}" for name in names_where(stage_per_rank=False, gpu_only=False)]
         raise TrainingError(
-            f"data.bucket_by_length=true gives batches of different shapes, and parallel={plan.strategy} sends tensors "
-            "of one fixed shape from stage to stage; use "
-            f"{' or '.join(f'parallel={name}' for name in names_where(stage_per_rank=False, gpu_only=False))}, or "
+            f"data.bucket_by_length=true gives batches of different shapes, and parallel={setup.plan.strategy} sends "
+            f"tensors of one fixed shape from stage to stage; use {' or '.join(ways_out)}, or "
             "data.bucket_by_length=false"
         )
-    if train.compile:
-        if plan.schedule is not None and SCHEDULES[plan.schedule].splits_backward:
-            raise TrainingError(
-                f"train.compile=true: what is compiled has one backward, and parallel.schedule={plan.schedule} runs it "
-                "in two parts; use parallel.schedule=interleaved_1f1b, or train.compile=false"
-            )
-        check_compiler()
-    check_length(chain, data)
-    data.prepare()
-    check_splits(data)
-    check_fit(chain, data, cfg)
-    per_epoch = TrainBatches(data.train, train.global_batch_size, cfg.seed, dp_size=plan.dp).steps_per_epoch
-    check_read(data.train)
-    setup = Setup(cfg, chain, data, plan, total_steps(train.steps, train.epochs, per_epoch), per_epoch)
-    check_sample(setup)
-    check_shapes(setup)
-    if cfg.parallel.balance in BALANCES and len(plan.stages) > 1:
-        _balance(setup, world_size, nodes, hardware)
-    return setup
+
+
+def _check_compile(setup: Setup) -> None:
+    schedule = setup.plan.schedule
+    if not setup.cfg.train.compile:
+        return
+    if schedule is not None and SCHEDULES[schedule].splits_backward:
+        raise TrainingError(
+            f"train.compile=true: what is compiled has one backward, and parallel.schedule={schedule} runs it "
+            "in two parts; use parallel.schedule=interleaved_1f1b, or train.compile=false"
+        )
+    check_compiler()
+
+
+# -- checks of the samples: those of training.first_batch, and these -------------------------------------------------
+
+
+def _check_length_of_run(setup: Setup) -> None:
+    """Count its steps, which raises where the data have too few samples for one."""
+    setup.total_steps  # noqa: B018
+
+
+# -- balance ---------------------------------------------------------------------------------------------------------
 
 
 def _balance(setup: Setup, world_size: int | None, nodes: int, hardware: Hardware | None) -> None:
@@ -205,12 +278,6 @@ def _measure(world: World, tree: dict, folder: str) -> None:
     cfg = to_config(tree)
     cfg.parallel.balance = "uniform"
     (Path(folder) / "seconds.json").write_text(json.dumps(seconds_of_layers(prepare(cfg))))
-
-
-def _gpu_memory(index: int) -> int:
-    import torch
-
-    return torch.cuda.get_device_properties(index).total_memory
 
 
 def describe(setup: Setup) -> str:
