@@ -54,15 +54,6 @@ def test_a_working_directory_that_is_gone(tmp_path, monkeypatch, capsys):
     assert "the working directory is gone" in capsys.readouterr().err
 
 
-def test_an_interface_in_the_environment_that_is_not_there(tmp_path, monkeypatch, capsys):
-    from train import main
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-    assert main([*TOY, "parallel=ddp"]) == 1
-    assert "error: GLOO_SOCKET_IFNAME=nowhere0" in capsys.readouterr().err
-
-
 def test_too_few_open_files(tmp_path):
     few = 20
     done = command(cwd=tmp_path, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (few, few)))

@@ -2,16 +2,12 @@
 
 import json
 import struct
-import sys
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))  # ``composed``
 
 from common.errors import CheckpointError, DataError, UserError, message_for_user
 from conf.instantiate import to_config, to_dict

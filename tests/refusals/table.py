@@ -1,0 +1,493 @@
+"""What is refused: what is typed, and what the one line of error says.
+
+The table's keys are what the line must name: the key of the configuration, the file, the option. A row adds what else
+it must say, which is the numbers and the way out. ``HERE`` is a folder of the row's own with the files that it needs.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import numpy as np
+from files import CONFIG, DEEP, MANIFEST, Make, file, idx, manifest, mnist, option, rows, shard
+
+GPT2 = "model=gpt2 model.size=tiny data.seq_len=16 train.global_batch_size=4 "
+CONVNET = "model=convnet train.global_batch_size=4 "
+TEXT = GPT2 + "data=text data.root=HERE/x.txt"
+ROWS = GPT2 + "data=jsonl data.root=HERE/x.jsonl"
+SHARD = GPT2 + "data=tokens data.root=HERE/x.bin"
+MNIST = CONVNET + "data=mnist data.root=HERE"
+RESUME = "train.resume=HERE/run train.steps=5"
+OWN = "--config-dir=HERE "  # options in files of the user's own
+NOWHERE = "/no/such/place"
+GOOD_SHARD = file("x.bin", shard(np.arange(40_960) % 50000))
+
+
+class Refusal:
+    """One command that is refused.
+
+    Args:
+        words: What is typed, as in a shell.
+        says: What the error says, besides what the key of the table names.
+        file: Writes what the words point to.
+        env: Variables of the environment.
+    """
+
+    def __init__(self, words: str, *says: str, file: Make | None = None, env: dict[str, str] | None = None) -> None:
+        self.words, self.says, self.file, self.env = words, says, file, env or {}
+
+
+# -- words ---------------------------------------------------------------------------------------------------------
+
+WORDS = {
+    "no key train.stepz": [
+        Refusal("train.stepz=5", "did you mean train.steps?"),
+        Refusal("++train.stepz=3", "did you mean train.steps?"),
+        Refusal("-m ++train.stepz=3 seed=1,2 hydra.sweep.dir=sweep", "did you mean train.steps?"),
+        Refusal(OWN + "experiment=own", "experiment/own", file=option("experiment/own", "train: {stepz: 1}")),
+    ],
+    "trian": [Refusal("trian.steps=5")],
+    "no key paralel": [Refusal("+paralel=ddp", "did you mean parallel?")],
+    "no key parallel.dpp": [Refusal("+parallel.dpp=2", "did you mean parallel.dp or parallel.pp?")],
+    "optim.mometum": [Refusal("+optim.mometum=0.9", "did you mean optim.momentum?")],
+    "'model/gpt3'": [Refusal("model=gpt3", "gpt2", "toy")],
+    "'parallel/pipeddp'": [Refusal("parallel=pipeddp", "single", "model_parallel", "ddp", "pipelined", "pipe_ddp")],
+    "model/../../evil": [Refusal("model=../../evil")],
+    "please": [Refusal("please")],
+    "parallel": [
+        Refusal("parallel", "'parallel' has no value: write parallel=VALUE"),
+        Refusal("--parallel=ddp", "without dashes: parallel=ddp"),
+    ],
+    "logger=[csv,wandb,csv]": [Refusal("logger=[csv,wandb,csv]", "names csv 2 times; name each once")],
+    "no key loggers.csv": [Refusal("loggers.csv.file=x", "type logger=[wandb,csv] first")],
+    "no key callbacks.early_stop": [Refusal("callbacks.early_stop.patience=3", "type callbacks=[early_stop] first")],
+    "optim.lr cannot be taken out": [Refusal("~optim.lr", "give it another value")],
+    "model is chosen already": [Refusal("+model=gpt2", "type model=OPTION, without a +")],
+    "experiment/own": [
+        Refusal(OWN + "experiment=own", file=file("experiment/own.yaml", b"train: [1,\n")),
+        Refusal(OWN + "experiment=own", file=option("experiment/own", "- 1")),
+        Refusal(OWN + "experiment=own", file=option("experiment/own", "hello")),
+        Refusal(OWN + "experiment=own", file=option("experiment/own", "train: {steps: 1, steps: 2}")),
+        Refusal(OWN + "experiment=own", file=option("experiment/own", "train: !!python/object/apply:os.system [id]")),
+    ],
+    "hydra.output_subdir": [
+        Refusal("hydra.output_subdir=../elsewhere", "leads out of the run directory"),
+        Refusal("hydra.output_subdir=/tmp/elsewhere", "leads out of the run directory"),
+    ],
+    "hydra.sweep.subdir": [
+        Refusal("-m seed=1,2 hydra.sweep.dir=sweep hydra.sweep.subdir=../elsewhere", "leads out of"),
+    ],
+    "hydra.run.dir": [Refusal("hydra.run.dir=" + 300 * "a", "shorter")],
+    "x.bin": [Refusal("hydra.run.dir=HERE/x.bin", file=GOOD_SHARD)],
+    "x.bin/run": [Refusal("hydra.run.dir=HERE/x.bin/run", file=GOOD_SHARD)],
+    "RANK=0": [Refusal("", "WORLD_SIZE is not set", env={"RANK": "0"})],
+    "1 processes": [
+        Refusal(
+            "parallel=single", "2 were started",
+            env={"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"},
+        ),
+    ],
+}  # fmt: skip
+
+# -- types and ranges: a type is one truth for all keys that have it -------------------------------------------------
+
+VALUES = {
+    "train.steps": [
+        Refusal("train.steps=many", "'many'", "Integer"),
+        Refusal("train.steps=1.5", "'1.5'", "Integer"),
+        Refusal("train.steps=nan", "Integer"),
+        Refusal("train.steps=1" + 30 * "0"),
+        Refusal("train.steps=0", "train.steps=0", "at least 1"),
+        Refusal("train.epochs=null", "train.epochs", "train.steps=100"),
+        Refusal("train.steps=[1,"),
+        Refusal("train.steps='${train.steps}'"),
+    ],
+    "nothing": [Refusal("train.steps='${nothing}'")],
+    "NO_SUCH_VARIABLE": [Refusal("train.steps='${oc.env:NO_SUCH_VARIABLE}'")],
+    "unknown_resolver": [Refusal("train.steps='${unknown_resolver:1}'")],
+    "data.samples": [
+        Refusal("data.samples=many"),
+        Refusal("data.samples=0", "at least 1"),
+        Refusal("data.samples=100000000000", "data.samples=100000000000", "GiB", "free"),
+    ],
+    "model.hidden": [Refusal("model.hidden=1.5")],
+    "train.grad_clip": [
+        Refusal("train.grad_clip=much"),
+        Refusal("train.grad_clip=nan"),
+        Refusal("train.grad_clip=inf"),
+        Refusal("train.grad_clip='{a: 1}'"),
+        Refusal("train.grad_clip=0", "train.grad_clip=0", "above 0"),
+    ],
+    "train.clip_value": [Refusal("train.clip_value=-1", "above 0")],
+    "train.spike_factor": [Refusal("train.spike_factor=-1")],
+    "train.epochs": [Refusal("train.epochs=0", "train.epochs=0", "above 0")],
+    "train.global_batch_size": [Refusal("train.global_batch_size=0", "train.global_batch_size=0", "at least 1")],
+    "train.eval_every": [Refusal("train.eval_every=-1", "train.eval_every=-1", "at least 0")],
+    "train.eval_batches": [Refusal("train.eval_batches=-1", "at least")],
+    "train.keep_checkpoints": [Refusal("train.keep_checkpoints=-1", "at least")],
+    "data.num_workers": [Refusal("data.num_workers=-1", "at least 0")],
+    "seed": [Refusal("seed=-1", "at least 0")],
+    "train.precision": [
+        Refusal("train.precision=fp8", "fp8", "auto", "fp64", "fp32", "bf16", "fp16"),
+        Refusal("train.precision=[]"),
+    ],
+    "parallel.schedule": [Refusal("parallel.schedule=zigzag", "zigzag", "gpipe", "1f1b", "interleaved_1f1b")],
+    "export.format": [
+        Refusal("mode=export export.format=tensorrt", "expected one of [safetensors, torch_export, onnx, triton]"),
+    ],
+    "device=cuda": [Refusal("device=cuda", "this machine has none; here are: cpu")],
+    "optim": [
+        Refusal("optim.lr=much"),
+        Refusal("optim.lr=-1", "-1"),
+        Refusal("optim._target_=torch.optim.RMSprop", "_target_=torch.optim.RMSprop: got an unexpected keyword"),
+        Refusal("optim._target_=torch.optim.LBFGS", "LBFGS", "closure"),
+        Refusal("optim._target_=torch.optim.SparseAdam", "SparseAdam"),
+        Refusal("optim._target_=torch.nn.Linear", "optim: torch.nn.Linear is not an optimizer"),
+        Refusal("optim._target_=torch.optim.Adma", "_target_=torch.optim.Adma names nothing"),
+        Refusal("optim=muon optim.others=adam", "optim: adam is no section"),
+        Refusal("optim=adamw optim.betas=[0.9]", "AdamW cannot take these values"),
+        Refusal("optim.fused=true optim.foreach=true", "fused` and `foreach` cannot be"),
+        Refusal(OWN + "experiment=own", "abc stands where the section", file=option("experiment/own", "optim: abc")),
+    ],
+    "scheduler": [
+        Refusal("scheduler=cosine_warmup scheduler.warmup_steps=-1", "scheduler.warmup_steps=-1"),
+        Refusal("scheduler._target_=torch.nn.ReLU", "torch.nn.ReLU is not a schedule"),
+    ],
+    "logger": [
+        Refusal("logger=null", "logger=none for none"),
+        Refusal("logger._target_=torch.nn.ReLU", "torch.nn.ReLU is not a logger"),
+        Refusal(OWN + "experiment=own", "loggers=abc stands where", file=option("experiment/own", "loggers: abc")),
+    ],
+    "launcher=null": [
+        Refusal(OWN + "experiment=own", "stands where", file=option("experiment/own", "launcher: null")),
+    ],
+    "callback": [
+        Refusal("callbacks=[{_target_:models.losses.SquaredError}]", "is not a callback", "on_step"),
+        Refusal(OWN + "experiment=own", "abc is no section", file=option("experiment/own", "callbacks: abc")),
+    ],
+}  # fmt: skip
+
+# -- layouts -------------------------------------------------------------------------------------------------------
+
+PIPELINED = "parallel=pipelined "
+LAYOUTS = {
+    "train.global_batch_size=10 cannot be cut into dp=2 x chunks=4": [
+        Refusal("parallel=pipe_ddp parallel.dp=2 train.global_batch_size=10", "8 and 16"),
+    ],
+    "train.global_batch_size=5": [
+        Refusal("parallel=pipe_ddp parallel.dp=2 train.global_batch_size=5", "the smallest that can is 8"),
+    ],
+    "parallel.pp=3": [Refusal(PIPELINED + "parallel.pp=4", "4 stages", "only 3 layers: net1, relu, net2")],
+    "parallel.chunks=1 is below parallel.pp=2": [
+        Refusal(
+            PIPELINED + "parallel.schedule=1f1b parallel.chunks=1", "parallel.chunks=2", "parallel.schedule=gpipe",
+        ),
+    ],
+    "parallel.chunks=5": [
+        Refusal(
+            PIPELINED + GPT2 + "parallel.schedule=interleaved_1f1b parallel.chunks=5 train.global_batch_size=5",
+            "interleaved_1f1b", "parallel.pp=2", "4 and 6",
+        ),
+    ],
+    "parallel.chunks": [
+        Refusal("parallel.chunks=0", "parallel.chunks=0", "at least 1"),
+        Refusal("parallel.chunks=1.5", "must be a whole number of at least 1"),
+        Refusal("parallel.chunks=abc", "must be a whole number of at least 1"),
+    ],
+    "parallel.stages_per_rank=2": [
+        Refusal(PIPELINED + "parallel.stages_per_rank=2", "parallel.schedule=interleaved_1f1b"),
+    ],
+    "only 3 layers": [Refusal(PIPELINED + "parallel.schedule=interleaved_1f1b parallel.chunks=4", "4 stages")],
+    "parallel.dp=2": [
+        Refusal("parallel.dp=2", "parallel=single has one replica", "parallel=ddp"),
+        Refusal(PIPELINED + "parallel.dp=2", "parallel=pipelined has one replica", "parallel=pipe_ddp"),
+    ],
+    "parallel.pp=2": [
+        Refusal("parallel.pp=2", "parallel=single has one stage", "parallel=pipelined"),
+        Refusal("parallel=ddp parallel.dp=2 parallel.pp=2", "parallel=ddp has one stage", "parallel=pipe_ddp"),
+    ],
+    "parallel.pp=1 is one stage": [
+        Refusal(PIPELINED + "parallel.pp=1", "use parallel=single,"),
+        Refusal("parallel=pipe_fsdp parallel.pp=1", "use parallel=fsdp,"),
+    ],
+    "parallel.dp=0": [Refusal("parallel=ddp parallel.dp=0", "at least 1")],
+    "parallel.pp=0": [Refusal(PIPELINED + "parallel.pp=0", "at least 1")],
+    "parallel.balance": [
+        Refusal(PIPELINED + "parallel.balance=fair", "uniform", "size", "parallel.balance=[2,1]"),
+        Refusal(PIPELINED + "parallel.balance=[2,2]", "2 whole numbers", "the sum 3", "parallel.balance=[2,1]"),
+        Refusal(PIPELINED + "parallel.balance=null", "parallel.balance=None is not known"),
+    ],
+    "parallel.devices": [
+        Refusal(
+            "parallel=model_parallel parallel.devices=[cpu]", "names 1 devices for parallel.pp=2", "one per stage",
+        ),
+        Refusal("parallel=ddp parallel.devices=[cpu,cpu]", "is for parallel=model_parallel"),
+    ],
+    "parallel.timeout_s": [
+        Refusal("parallel.timeout_s=0", "must be above 0"),
+        Refusal("parallel=ddp parallel.timeout_s=1e12", "seconds"),
+    ],
+    "parallel.bucket_mb": [Refusal("parallel=ddp parallel.bucket_mb=-1", "MiB")],
+    "parallel.threads": [
+        Refusal("parallel.threads=-1"),
+        Refusal("parallel.threads=100000", "parallel.threads=100000", "1,024"),
+    ],
+    "parallel.schedule=planned": [
+        Refusal(
+            PIPELINED + GPT2 + "parallel.schedule=planned train.compile=true", "train.compile=true",
+            "parallel.schedule=interleaved_1f1b",
+        ),
+    ],
+    "train.compile=true": [
+        Refusal(
+            "train.compile=true", "C++ compiler", "CXX", "train.compile=false", env={"CXX": f"{NOWHERE}/g++"},
+        ),
+    ],
+    "GLOO_SOCKET_IFNAME=nowhere0": [
+        Refusal("parallel=ddp 'parallel.env={GLOO_SOCKET_IFNAME: nowhere0}'", "unset"),
+        Refusal("parallel=ddp", env={"GLOO_SOCKET_IFNAME": "nowhere0"}),
+    ],
+    "512 processes": [Refusal("parallel=ddp parallel.dp=512 train.global_batch_size=512", "GiB", "free")],
+}  # fmt: skip
+
+# -- models, and data that do not fit them --------------------------------------------------------------------------
+
+MODELS = {
+    "model=null": [Refusal("model=null", "a run needs this section")],
+    "model=null stands where a section": [
+        Refusal(OWN + "experiment=own", file=option("experiment/own", "model: null")),
+    ],
+    "torch.nn.Linear is not a model": [
+        Refusal(
+            OWN + "model=own",
+            file=option("model/own", "model: {_target_: torch.nn.Linear, in_features: 3, out_features: 2}"),
+        ),
+    ],
+    "models.chain.is_within is not a model": [
+        Refusal(
+            OWN + "model=own",
+            file=option("model/own", "model: {_target_: models.chain.is_within, parameter: a, layers: [a]}"),
+        ),
+    ],
+    "model.loss": [
+        Refusal("model.loss=mse", "model.loss=mse: write 'model.loss={_target_: models.losses"),
+        Refusal("model.loss='{k: 3}'", "dict is no loss"),
+    ],
+    "MSELoss is no loss": [Refusal("model.loss='{_target_: torch.nn.MSELoss}'", "SquaredError()")],
+    "model.size=125M": [Refusal("model=gpt2 model.size=125M", "is not one of 124M, 350M, 774M, 1558M, tiny")],
+    "model.n_layer": [
+        Refusal(GPT2 + "model.n_layer=0", "model.n_layer=0 must be at least 1"),
+        Refusal(GPT2 + "model.n_layer=1000000000", "model.n_layer=1000000000"),
+    ],
+    "n_embd": [
+        Refusal(GPT2 + "model.n_embd=100 model.n_head=12", "n_head=12", "the nearest width that does is 96"),
+        Refusal(GPT2 + "model.n_embd=3 model.n_head=12", "the nearest width that does is 12"),
+    ],
+    "model.dropout": [Refusal(GPT2 + "model.dropout=1.0", "model.dropout=1.0 must lie in [0, 1)")],
+    "model.vocab_size": [
+        Refusal(GPT2 + "model.vocab_size=0", "model.vocab_size=0 must be at least 1"),
+        Refusal(GPT2 + "model.vocab_size=100", "50257", "model.vocab_size=100", "model.vocab_size=50257 or more"),
+    ],
+    "d_model": [
+        Refusal("model=transformer model.d_model=25 model.n_head=5", "the nearest width that does is 20"),
+        Refusal("model=transformer model.d_model=1 model.n_head=1", "the nearest width that does is 2"),
+    ],
+    "model.d_hid=-1": [Refusal("model=transformer model.d_hid=-1", "must be at least 1")],
+    "model.in_channels=0": [Refusal("model=convnet model.in_channels=0", "must be at least 1")],
+    "model.num_classes": [
+        Refusal("model=resnet50 model.num_classes=0", "must be at least 1"),
+        Refusal("model=convnet model.num_classes=5", "label of sample 5 is 5", "0 to 4"),
+    ],
+    "model.image_size": [
+        Refusal("model=convnet model.image_size=3", "halved twice: it must be at least 4"),
+        Refusal("model=classifier model.image_size=7", "halved three times: it must be at least 8"),
+    ],
+    "model.loss=hinge": [Refusal("model=resnet50 model.loss=hinge", "is not one of mse, cross_entropy")],
+    "data.seq_len=300": [
+        Refusal(GPT2 + "data.seq_len=300", "256 positions", "data.seq_len=256", "model.block_size=300"),
+    ],
+    "model=gpt2": [Refusal(GPT2 + "data=random_regression", "numbers", "leave data= out")],
+    "model=transformer": [Refusal("model=transformer data=digits", "numbers", "leave data= out")],
+    "model=toy": [
+        Refusal("data=text data.root=.", "tokens", "leave data= out"),
+        Refusal("data.in_features=7", "7", "10"),
+        Refusal("model.hidden=100000000000", "GiB", "free", "smaller"),
+    ],
+    "model=resnet50": [
+        Refusal("model=resnet50 data=stdlib", "tokens"),
+        Refusal("model=resnet50 data=digits data.image_size=32 data.channels=1", "(1, 32, 32)"),
+    ],
+    "model=classifier": [Refusal("model=classifier data=digits data.image_size=16", "(3, 16, 16)")],
+    "data._target_": [Refusal("data._target_=data.dataset.DataSet", "what others are made of")],
+    "model=gpt2 ": [
+        Refusal(GPT2 + "model.vocab_size=100000000000 data=tokens data.root=HERE/x.bin", "GiB", "free",
+                file=GOOD_SHARD),
+    ],
+    "data.in_features": [Refusal("data.in_features=100000000000", "GiB", "free")],
+    "data.image_size=10000000": [
+        Refusal("model=convnet data=random_images data.channels=1 data.image_size=10000000", "GiB", "free"),
+    ],
+    "micro-batch of 10000 samples": [
+        Refusal(
+            "model=convnet train.global_batch_size=10000 data=random_images data.channels=1 data.samples=20000 "
+            "data.image_size=4000", "GiB", "free", "parallel.chunks",
+        ),
+    ],
+}  # fmt: skip
+
+# -- data ----------------------------------------------------------------------------------------------------------
+
+
+def _row(words: str, *says: str, content: bytes) -> Refusal:
+    """One that reads ``content`` from the file that the words name."""
+    name = words.partition("HERE/")[2].partition(" ")[0]
+    return Refusal(words, *says, file=file(name, content))
+
+
+_LABELS, _PIXELS = idx((20,), bytes(range(10)) * 2), idx((20, 4, 4), bytes(320))
+DATA = {
+    "train.global_batch_size=64": [Refusal("data.samples=20", "20 samples", "20")],
+    "largest batch that fits is": [
+        Refusal("model=convnet parallel=ddp train.global_batch_size=2000", "1439 samples", "is 1438"),
+        _row(ROWS + " parallel=ddp train.global_batch_size=16", "9 samples", "is 8", content=rows(count=10)),
+    ],
+    "data.root": [
+        Refusal(GPT2 + "data=text", "data.root=FILE_OR_FOLDER"),
+        Refusal(GPT2 + f"data=text data.root={NOWHERE}", f"data.root={NOWHERE}", "does not exist", "folder"),
+        Refusal(GPT2 + "data=text data.root=~no-such-user/x", "no such home folder"),
+        Refusal(GPT2 + "data=text data.root=" + 300 * "a", "too long", "shorter"),
+    ],
+    "MNIST": [Refusal("model=convnet data=mnist", "downloaded", "data.root=FOLDER")],
+    NOWHERE: [Refusal(GPT2 + f"data=wikitext2 data.root={NOWHERE}", "train.txt")],
+    "data.bucket_by_length=true": [
+        _row(
+            ROWS + " data.bucket_by_length=true parallel=pipelined", "parallel=pipelined", "parallel=ddp",
+            "data.bucket_by_length=false", content=rows(count=100),
+        ),
+    ],
+    "HERE/x.jsonl line 42": [
+        _row(ROWS + " parallel=ddp", "not JSON", "Correct the line", content=rows() + b'\n\n{"text": "cut sho\n1'),
+    ],
+    "HERE/x.jsonl line 1": [
+        _row(ROWS, "a number", content=b"1\n" * 40),
+        _row(ROWS, "a list", content=b"[]\n" * 40),
+        _row(ROWS + " data.field=question", "'question'", "data.field", "'text'", content=rows()),
+        _row(ROWS, "null", content=b'{"text": null}\n' * 40),
+        _row(ROWS, "not UTF-8", content=b'{"text": "\xff\xfe"}\n' * 40),
+        _row(ROWS, "not JSON", content=DEEP + b"\n"),
+        _row(ROWS, content=('{"text": "a"}\n' * 40).encode("utf-16")),
+        _row(ROWS, content=b'{"text": ' + b"1" * 1_000_000 + b"}\n"),
+    ],
+    "HERE/x.jsonl": [
+        _row(ROWS, "is empty", "JSON lines", content=b""),
+        _row(ROWS, "no row", content=b"\n" * 40),
+    ],
+    "data.field": [
+        _row(ROWS + " data.field=[1,2]", content=rows()),
+        _row(ROWS + """ data.field="''" """, content=rows()),
+    ],
+    "HERE/x.bin": [
+        _row(SHARD, "is empty", content=b""),
+        _row(SHARD, "llm.c's header", "20240520", "data.format=nanogpt", content=b"PK\x03\x04" + bytes(5000)),
+        _row(SHARD, "header", content=b"\1\2\3"),
+        _row(SHARD, "version 7", content=shard(np.zeros(10), version=7)),
+        _row(SHARD, "-1", content=shard(np.zeros(100), says=-1)),
+        _row(SHARD + " parallel=ddp", "truncated", "5,000 tokens", "3,024", content=shard(np.zeros(1000), says=5000)),
+        _row(SHARD, "after its tokens", content=shard(np.zeros(100), says=5)),
+        _row(SHARD, "token 2 is 60,000", "data.vocab_size=50,257", content=shard(np.array([1, 2, 60000] * 400))),
+        _row(SHARD + " data.format=nanogpt", "odd", content=b"\0" * 101),
+        _row(SHARD, content=shard(np.zeros(3))),
+        _row(SHARD, "32-bit", content=shard(np.zeros(20), says=10, magic=20240801)),
+    ],
+    "HERE/x.txt": [
+        _row(TEXT, "is empty", "file of text", content=b""),
+        _row(TEXT, "no text", "byte 3 is 0", content=b"abc\0def"),
+        _row(TEXT, "no text", "not UTF-8", content=b"\xff" * 100),
+    ],
+    "data.seq_len": [_row(TEXT, "tokens", content=b"a")],
+    "HERE/train-images-idx3-ubyte": [
+        Refusal(MNIST, file=mnist(images=idx((20, 4, 4), bytes(319)))),
+        Refusal(MNIST, file=mnist(images=idx((2**32 - 1,) * 3, b""))),
+        Refusal(MNIST, file=mnist(images=idx((20, 4, 4), bytes(1280), kind=13))),
+        Refusal(MNIST, file=mnist(images=idx((20, 1, 4, 4), bytes(320)))),
+        Refusal(MNIST, file=mnist(images=b"")),
+    ],
+    "HERE/train-labels-idx1-ubyte": [
+        Refusal(MNIST, file=mnist(labels=b"")),
+        Refusal(
+            MNIST, "sample 7 is 12", "0 to 9", "data.num_classes",
+            file=mnist(labels=idx((20,), bytes([*range(7), 12, *range(8, 10)] * 2))),
+        ),
+    ],
+    "0 x 0": [Refusal(MNIST, file=mnist(images=idx((20, 0, 0), b"")))],
+    "0 images": [Refusal(MNIST, file=mnist(idx((0, 4, 4), b""), idx((0,), b"")))],
+    "20 images": [Refusal(MNIST, "10 labels", file=mnist(labels=idx((10,), bytes(10))))],
+}  # fmt: skip
+
+# -- checkpoints and weights ----------------------------------------------------------------------------------------
+
+EVAL = "mode=eval checkpoint=HERE/run"
+INIT = "model.init_from=HERE"
+CHECKPOINTS = {
+    "checkpoint=PATH": [
+        Refusal("mode=eval", "mode=eval"),
+        Refusal("mode=export", "mode=export"),
+        Refusal(GPT2 + "mode=sample", "mode=sample"),
+    ],
+    f"no checkpoint at {NOWHERE}": [
+        Refusal(f"mode=eval checkpoint={NOWHERE}", "manifest.json"),
+        Refusal(f"parallel=pipelined train.resume={NOWHERE}", "manifest.json"),
+    ],
+    "too long": [Refusal("mode=eval checkpoint=" + 300 * "a", "shorter")],
+    "manifest.json": [
+        Refusal(EVAL, "cannot be read", file=manifest(b"")),
+        Refusal(EVAL, "cannot be read", file=manifest(b"\xff{}")),
+        Refusal(EVAL, "nested", file=manifest(DEEP)),
+        Refusal(EVAL, "not the manifest", file=manifest(b"[]")),
+        Refusal(EVAL, "not the manifest", file=manifest(b'{"format": 99}')),
+        Refusal(EVAL, "damaged", "checksum", file=manifest(json.dumps(MANIFEST).encode())),
+        # Whole by its checksum, and not what this program writes.
+        Refusal(RESUME, "step", file=manifest(step="1")),
+        Refusal(RESUME, "layout", file=manifest(layout={"parallel": "single", "dp": 1, "pp": 1})),
+        Refusal(RESUME, file=manifest(files={"../../x.safetensors": {"bytes": 1, "sha256": "0"}})),
+        Refusal(RESUME, "config", file=manifest(config={**CONFIG, "launcher": {"setup": ["touch executed"]}})),
+        Refusal(RESUME, "config", file=manifest(config={**CONFIG, "parallel": {"env": {"LD_PRELOAD": "x"}}})),
+        Refusal(RESUME, "config", file=manifest(config={**CONFIG, "hydra": {"callbacks": {"x": {}}}})),
+    ],
+    "os.system": [
+        Refusal(
+            RESUME, "not allowed",
+            file=manifest(config={**CONFIG, "data": {"_target_": "os.system", "command": "touch executed"}}),
+        ),
+    ],
+    "x.safetensors": [
+        Refusal(RESUME, "missing", file=manifest(files={"x.safetensors": {"bytes": 1, "sha256": "0"}})),
+    ],
+    "model.init_from": [
+        Refusal(INIT, "safetensors", file=file("model.safetensors", b"hello")),
+        Refusal(INIT, "safetensors", file=file("model.safetensors", b"\xff" * 16)),
+        Refusal(INIT, "safetensors", file=file("model.safetensors", struct.pack("<Q", len(DEEP)) + DEEP)),
+        Refusal(INIT + "/no", "does not exist"),
+    ],
+    "pickle": [Refusal(INIT, "convert", file=file("model.bin", b"\x80\x05N."))],
+    "model=resnet50 is no language model": [Refusal("model=resnet50 mode=sample checkpoint=nowhere")],
+    "sample": [
+        Refusal(GPT2 + "mode=sample checkpoint=nowhere sample.tokens=0", "sample.tokens=0 must be at least 1"),
+        Refusal(GPT2 + "mode=sample checkpoint=nowhere sample.temperature=-1", "sample.temperature=-1.0 must be 0"),
+        Refusal(GPT2 + "mode=sample checkpoint=nowhere sample.top_k=0", "sample.top_k=0 must be at least 1"),
+        Refusal(GPT2 + "mode=sample checkpoint=nowhere sample.top_p=0", "sample.top_p=0.0 must lie in"),
+        Refusal(GPT2 + "mode=sample checkpoint=nowhere sample.prompts=[]", "sample.prompts is empty"),
+        Refusal(
+            GPT2 + "mode=sample checkpoint=nowhere sample.prompts=[a] sample.prompt=b",
+            "sample.prompts and sample.prompt are both set",
+        ),
+    ],
+}  # fmt: skip
+
+TABLE = [
+    (names, refusal)
+    for part in (WORDS, VALUES, LAYOUTS, MODELS, DATA, CHECKPOINTS)
+    for names, refusals in part.items()
+    for refusal in refusals
+]

@@ -1,0 +1,46 @@
+"""What cannot be done is one line that names it, with the numbers and the way out, before anything has begun."""
+
+import shlex
+
+import psutil
+import pytest
+from table import TABLE
+
+# So that nothing is downloaded where there is a network, either.
+OFFLINE = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+OFFLINE |= {"no_proxy": "", "NO_PROXY": ""}
+
+
+def ranks():
+    """The processes that are children of a fork server of this process's, as every worker of a run is."""
+    return {rank.pid for server in psutil.Process().children() for rank in server.children()}
+
+
+@pytest.mark.parametrize("names, refusal", TABLE, ids=lambda value: getattr(value, "words", value)[:80])
+def test_what_cannot_be_done_is_refused(names, refusal, tmp_path, monkeypatch, capsys):
+    from train import main
+
+    here, place = tmp_path / "files", tmp_path / "place"
+    here.mkdir()
+    place.mkdir()
+    if refusal.file is not None:
+        refusal.file(here)
+    for name, value in {**OFFLINE, **refusal.env}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(place)
+    words = shlex.split(refusal.words.replace("HERE", str(here)))
+    own_folder = [] if "hydra." in refusal.words else ["hydra.run.dir=run"]
+    before = ranks()
+    code = main(["logger=none", "device=cpu", f"data.cache_dir={tmp_path}/cache", *own_folder, *words])
+    printed = capsys.readouterr()
+
+    assert code == 1, printed
+    (line,) = printed.err.splitlines()
+    assert line.startswith("error: ")
+    said = [text.replace("HERE", str(here)) for text in (names, *refusal.says)]
+    assert [text for text in said if text not in line] == [], line
+    assert printed.out == "" and ranks() == before, "something was begun"
+    assert list(place.iterdir()) == [], "something was left behind"
+    # What was read stays read: where the lines of a file start, which tokens were looked at. Nothing is half built.
+    cached = [path.relative_to(tmp_path / "cache") for path in tmp_path.glob("cache/**/*") if path.is_file()]
+    assert [p for p in cached if p.suffix != ".lock" and not p.parts[0].startswith(("rows-", "checked-", "tokens-"))] == []
