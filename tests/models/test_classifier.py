@@ -35,16 +35,3 @@ def test_its_documented_splits_compute_what_the_whole_computes(cuts):
     for layers in cuts:
         x = chain.build([next(names) for _ in range(layers)], 7, CPU)(x)
     assert torch.equal(x, whole(images))
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"in_channels": 0}, "model.in_channels=0 must be at least 1"),
-        ({"num_classes": -1}, "model.num_classes=-1 must be at least 1"),
-        ({"image_size": 7}, "model.image_size=7 is halved three times: it must be at least 8"),
-    ],
-)
-def test_a_model_that_cannot_be_is_an_error_that_names_the_key_and_the_number(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        classifier(**arguments)

@@ -61,16 +61,3 @@ def test_it_learns_which_half_of_an_image_is_bright():
         (sums.loss / sums.count).backward()
         optimizer.step()
     assert sums.metrics[0] / sums.count > 0.95
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"in_channels": 0}, "model.in_channels=0 must be at least 1"),
-        ({"num_classes": 0}, "model.num_classes=0 must be at least 1"),
-        ({"image_size": 3}, "model.image_size=3 is halved twice: it must be at least 4"),
-    ],
-)
-def test_a_model_that_cannot_be_is_an_error_that_names_the_key_and_the_number(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        convnet(**arguments)

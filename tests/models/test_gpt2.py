@@ -93,26 +93,6 @@ def test_the_head_s_loss_is_the_cross_entropy_of_its_logits():
     assert fused.count == plain.count == 40
 
 
-@pytest.mark.parametrize(
-    "numbers, message",
-    [
-        ({"size": "125M"}, "model.size=125M is not one of 124M, 350M, 774M, 1558M, tiny"),
-        ({"n_layer": 0}, "model.n_layer=0 must be at least 1"),
-        ({"n_head": -1}, "model.n_head=-1 must be at least 1"),
-        ({"block_size": 0}, "model.block_size=0 must be at least 1"),
-        ({"vocab_size": 0}, "model.vocab_size=0 must be at least 1"),
-        ({"dropout": 1.0}, "model.dropout=1.0 must lie in [0, 1)"),
-        ({"dropout": -0.1}, "model.dropout=-0.1 must lie in [0, 1)"),
-        ({"n_embd": 100, "n_head": 12}, "the nearest width that does is 96"),
-        ({"n_embd": 3, "n_head": 12}, "the nearest width that does is 12"),
-    ],
-)
-def test_a_model_that_cannot_be_is_an_error_that_names_the_key_and_the_number(numbers, message):
-    with pytest.raises(ValueError) as error:
-        gpt2(**numbers)
-    assert message in str(error.value)
-
-
 @pytest.fixture(scope="module")
 def theirs():
     """Hugging Face's GPT-2 with small dimensions and random weights, all of them away from their initial values."""

@@ -101,16 +101,3 @@ def test_grey_images_and_few_classes_can_be_asked_for():
 def test_the_loss_is_squared_error_unless_cross_entropy_is_asked_for():
     assert isinstance(CHAIN.loss, OneHotSquaredError)
     assert isinstance(resnet50(loss="cross_entropy").loss, ClassCrossEntropy)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"in_channels": 0}, "model.in_channels=0 must be at least 1"),
-        ({"num_classes": 0}, "model.num_classes=0 must be at least 1"),
-        ({"loss": "hinge"}, "model.loss=hinge is not one of mse, cross_entropy"),
-    ],
-)
-def test_a_model_that_cannot_be_is_an_error_that_names_the_key_and_the_value(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        resnet50(**arguments)

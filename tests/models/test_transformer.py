@@ -146,24 +146,3 @@ def test_dropout_acts_in_training_only(layer):
     x = tokens() if layer == "encoder" else torch.randn(3, 20, 24)
     assert not torch.equal(module.train()(x), module(x))
     assert torch.equal(module.eval()(x), module(x))
-
-
-@pytest.mark.parametrize(
-    "numbers, message",
-    [
-        ({"vocab_size": None}, "model.vocab_size is not set and the data has no vocabulary to take it from"),
-        ({"vocab_size": 0}, "model.vocab_size=0 must be at least 1"),
-        ({"n_layer": 0}, "model.n_layer=0 must be at least 1"),
-        ({"n_head": 0}, "model.n_head=0 must be at least 1"),
-        ({"d_hid": -1}, "model.d_hid=-1 must be at least 1"),
-        ({"max_len": 0}, "model.max_len=0 must be at least 1"),
-        ({"dropout": 1.0}, "model.dropout=1.0 must lie in [0, 1)"),
-        ({"d_model": 100, "n_head": 16}, "the nearest width that does is 96"),
-        ({"d_model": 25, "n_head": 5}, "the nearest width that does is 20"),
-        ({"d_model": 1, "n_head": 1}, "the nearest width that does is 2"),
-    ],
-)
-def test_a_model_that_cannot_be_is_an_error_that_names_the_key_and_the_number(numbers, message):
-    with pytest.raises(ValueError) as error:
-        transformer(**{**SMALL, **numbers})
-    assert message in str(error.value)

@@ -18,7 +18,7 @@ from models.chain import Chain, LayerSpec
 from models.given import set_given
 from models.losses import ClassCrossEntropy, SquaredError, Sums
 from models.sequential import chain_of
-from training import load_config, train
+from training import train
 from training.api import with_given
 from training.setup import prepare
 

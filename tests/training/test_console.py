@@ -117,42 +117,6 @@ def test_colour_is_for_terminals_that_show_it_and_users_who_want_it(terminal, mo
     assert styled("x", "red", stream) == "x"
 
 
-@pytest.mark.parametrize(
-    "argument, message",
-    [
-        ("+paralel=ddp", "there is no key paralel; did you mean parallel?"),
-        ("++train.stepz=3", "there is no key train.stepz; did you mean train.steps?"),
-        ("+parallel.dpp=2", "there is no key parallel.dpp; did you mean parallel.dp or parallel.pp?"),
-        ("+parallel.chnks=4", "there is no key parallel.chnks; did you mean parallel.chunks?"),
-        ("+optim.mometum=0.9", "there is no key optim.mometum; did you mean optim.momentum?"),
-    ],
-)
-def test_an_unknown_key_behind_a_plus_is_an_error_with_the_nearest_name(argument, message, tmp_path, capsys):
-    assert train.main([argument, f"hydra.run.dir={tmp_path}/run"]) == 1
-    said = capsys.readouterr()
-    assert said.err.startswith(f"error: {message}") and said.out == ""
-    assert train.main(["-m", argument, "seed=1,2", f"hydra.sweep.dir={tmp_path}/sweep"]) == 1
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "argument, message",
-    [
-        ("logger=[csv,wandb,csv]", "logger=[csv,wandb,csv] names csv 2 times; name each once"),
-        ("loggers.csv.file=x", "there is no key loggers.csv; type logger=[wandb,csv] first"),
-        ("callbacks.early_stop.patience=3", "there is no key callbacks.early_stop; type callbacks=[early_stop] first"),
-        ("allow=mine", "allow is a list: write allow=[…]"),
-        ("~optim.lr", "optim.lr cannot be taken out; give it another value"),
-        ("+model=gpt2", "model is chosen already: type model=OPTION, without a +"),
-        ("optim._target_=torch.optim.RMSprop", "optim: _target_=torch.optim.RMSprop: got an unexpected keyword"),
-    ],
-)
-def test_a_mistake_of_form_is_one_line_with_the_way_out(argument, message, tmp_path, capsys):
-    assert train.main([argument, "mode=plan", f"hydra.run.dir={tmp_path}/run"]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {message}") and said.count("\n") == 1
-
-
 def test_a_key_where_any_may_stand_can_be_added(tmp_path, capsys):
     line = ["+parallel.env.NCCL_DEBUG=INFO", "mode=plan", f"hydra.run.dir={tmp_path}/run"]
     assert train.main(["parallel.env={NCCL_ALGO: Ring}", *line]) == 0, capsys.readouterr().err
@@ -166,11 +130,6 @@ def test_the_start_shows_what_differs_from_the_defaults_or_all_of_it(tmp_path, c
     assert "seed=1337" not in shown
     assert train.main([*line, "print_config=true", f"hydra.run.dir={tmp_path}/long"]) == 0
     assert "seed: 1337" in capsys.readouterr().out
-
-
-def test_what_cannot_run_is_an_error_and_nothing_else(tmp_path, capsys):
-    assert train.main(["parallel.chunks=abc", f"hydra.run.dir={tmp_path}/run"]) == 1
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--cfg", "job"]])

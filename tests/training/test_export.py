@@ -14,7 +14,6 @@ from exported import MODELS, ONNX, Exporter, assert_same, batches, translator_of
 from safetensors.torch import load_file
 
 from common.errors import CheckpointError, TrainingError
-from train import main
 from training.app import execute
 from training.export import program, repository, serve_check
 from training.export.served import ServedModel
@@ -187,13 +186,6 @@ def left(folder):
 def test_settings_that_make_no_sense_are_errors_before_anything_loads(tmp_path, overrides, message):
     with pytest.raises(TrainingError, match=message):
         execute(config("mode=export", "checkpoint=nowhere", *overrides), tmp_path, None)
-
-
-def test_an_unknown_format_is_an_error_that_lists_those_there_are(capsys, tmp_path):
-    assert main(["mode=export", "export.format=tensorrt", f"hydra.run.dir={tmp_path}/run"]) == 1
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("error: ") and "expected one of [safetensors, torch_export, onnx, triton]" in said
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("form", ["onnx", "triton"])

@@ -85,14 +85,6 @@ def test_a_checkpoint_is_named_by_itself_a_link_or_its_run(model, trained, tmp_p
 
 
 @pytest.mark.parametrize("mode", ["eval", "export", "sample"])
-def test_without_a_checkpoint_the_way_out_is_said(tmp_path, model, mode):
-    with pytest.raises(TrainingError, match=f"mode={mode} needs checkpoint=PATH"):
-        do(tmp_path, *model, f"mode={mode}")
-    with pytest.raises(CheckpointError, match="no checkpoint at .*nowhere"):
-        do(tmp_path, *model, f"mode={mode}", f"checkpoint='{tmp_path / 'nowhere'}'")
-
-
-@pytest.mark.parametrize("mode", ["eval", "export", "sample"])
 def test_a_checkpoint_of_another_size_is_refused_by_name(tmp_path, model, trained, mode):
     with pytest.raises(CheckpointError, match=r"\.weight has .*expected"):
         do(tmp_path, *model, "model.n_embd=64", f"mode={mode}", f"checkpoint='{trained}'")
