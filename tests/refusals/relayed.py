@@ -1,4 +1,4 @@
-"""A rank whose connections an attacker relays: ``python relayed.py RANK STORE TALK TAMPER MARK``.
+"""A rank whose connections an attacker relays: ``python relayed.py RANK STORE TALK MARK``.
 
 The attacker has rewritten the other rank's address in the store. Every connection that is made by it passes through a
 relay, which replaces messages.
@@ -32,9 +32,9 @@ _FAKE_PORTS = {0: range(0x0400, 0x8000, 256), 1: range(0xFFFF, 0xEF00, -256)}
 class RewrittenStore(dist.Store):
     """The store after the attack: the other rank is found at the relay."""
 
-    def __init__(self, store: dist.Store, other: int, tamper: str, mark: str) -> None:
+    def __init__(self, store: dist.Store, other: int, mark: str) -> None:
         super().__init__()
-        self._store, self._other, self._tamper, self._mark = store, other, tamper, mark
+        self._store, self._other, self._mark = store, other, mark
 
     def set(self, key, value):
         self._store.set(key, value)
@@ -81,8 +81,6 @@ class RewrittenStore(dist.Store):
 
     def _replace(self, message: re.Match) -> bytes:
         size = len(message[0])
-        if self._tamper == "noise":
-            return bytes(range(128, 256)).ljust(size, b"\xff")
         command = pickle.dumps(_Run(f"touch {self._mark}"))
         assert len(command) <= size
         return command.ljust(size, b" ")
@@ -98,10 +96,10 @@ class _Run:
         return os.system, (self._command,)
 
 
-def main(rank: int, path: str, talk: str, tamper: str, mark: str) -> None:
+def main(rank: int, path: str, talk: str, mark: str) -> None:
     """Gathers a text from both ranks, and prints what came."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = RewrittenStore(dist.FileStore(path, 2), 1 - rank, tamper, mark)
+    store = RewrittenStore(dist.FileStore(path, 2), 1 - rank, mark)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
     if talk == "pickles":  # what the project did once
         answers: list = [None, None]

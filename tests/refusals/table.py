@@ -14,6 +14,7 @@ from files import CONFIG, DEEP, MANIFEST, Make, file, idx, manifest, mnist, opti
 
 GPT2 = "model=gpt2 model.size=tiny data.seq_len=16 train.global_batch_size=4 "
 CONVNET = "model=convnet train.global_batch_size=4 "
+TRANSFORMER = "model=transformer data=text data.root=HERE/x.txt "
 TEXT = GPT2 + "data=text data.root=HERE/x.txt"
 ROWS = GPT2 + "data=jsonl data.root=HERE/x.jsonl"
 SHARD = GPT2 + "data=tokens data.root=HERE/x.bin"
@@ -21,6 +22,7 @@ MNIST = CONVNET + "data=mnist data.root=HERE"
 RESUME = "train.resume=HERE/run train.steps=5"
 OWN = "--config-dir=HERE "  # options in files of the user's own
 NOWHERE = "/no/such/place"
+GOOD_TEXT = file("x.txt", b"a text of some words\n" * 500)
 GOOD_SHARD = file("x.bin", shard(np.arange(40_960) % 50000))
 
 
@@ -288,13 +290,13 @@ MODELS = {
         Refusal(GPT2 + "model.vocab_size=100", "50257", "model.vocab_size=100", "model.vocab_size=50257 or more"),
     ],
     "d_model": [
-        Refusal("model=transformer model.d_model=25 model.n_head=5", "the nearest width that does is 20"),
-        Refusal("model=transformer model.d_model=1 model.n_head=1", "the nearest width that does is 2"),
+        Refusal(TRANSFORMER + "model.d_model=25 model.n_head=5", "the nearest width that does is 20", file=GOOD_TEXT),
+        Refusal(TRANSFORMER + "model.d_model=1 model.n_head=1", "the nearest width that does is 2", file=GOOD_TEXT),
     ],
-    "model.d_hid=-1": [Refusal("model=transformer model.d_hid=-1", "must be at least 1")],
-    "model.in_channels=0": [Refusal("model=convnet model.in_channels=0", "must be at least 1")],
+    "model.d_hid=-1": [Refusal(TRANSFORMER + "model.d_hid=-1", "must be at least 1", file=GOOD_TEXT)],
+    "channels=0": [Refusal("model=convnet model.in_channels=0", "must be at least 1")],
+    "num_classes=0": [Refusal("model=resnet50 model.num_classes=0", "must be at least 1")],
     "model.num_classes": [
-        Refusal("model=resnet50 model.num_classes=0", "must be at least 1"),
         Refusal("model=convnet model.num_classes=5", "label of sample 5 is 5", "0 to 4"),
     ],
     "model.image_size": [
