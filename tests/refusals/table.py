@@ -74,14 +74,7 @@ WORDS = {
         Refusal(OWN + "experiment=own", file=option("experiment/own", "train: {steps: 1, steps: 2}")),
         Refusal(OWN + "experiment=own", file=option("experiment/own", "train: !!python/object/apply:os.system [id]")),
     ],
-    "hydra.output_subdir": [
-        Refusal("hydra.output_subdir=../elsewhere", "leads out of the run directory"),
-        Refusal("hydra.output_subdir=/tmp/elsewhere", "leads out of the run directory"),
-    ],
-    "hydra.sweep.subdir": [
-        Refusal("-m seed=1,2 hydra.sweep.dir=sweep hydra.sweep.subdir=../elsewhere", "leads out of"),
-    ],
-    "hydra.run.dir": [Refusal("hydra.run.dir=" + 300 * "a", "shorter")],
+    "the run directory": [Refusal("hydra.run.dir=" + 300 * "a", "cannot be written: File name too long")],
     "x.bin": [Refusal("hydra.run.dir=HERE/x.bin", file=GOOD_SHARD)],
     "x.bin/run": [Refusal("hydra.run.dir=HERE/x.bin/run", file=GOOD_SHARD)],
     "RANK=0": [Refusal("", "WORLD_SIZE is not set", env={"RANK": "0"})],
