@@ -444,9 +444,8 @@ CHECKPOINTS = {
         Refusal(EVAL, "not the manifest", file=manifest(b'{"format": 99}')),
         Refusal(EVAL, "damaged", "checksum", file=manifest(json.dumps(MANIFEST).encode())),
         # Whole by its checksum, and not what this program writes.
-        Refusal(RESUME, "step", file=manifest(step="1")),
-        Refusal(RESUME, "layout", file=manifest(layout={"parallel": "single", "dp": 1, "pp": 1})),
-        Refusal(RESUME, file=manifest(files={"../../x.safetensors": {"bytes": 1, "sha256": "0"}})),
+        Refusal(RESUME, "damaged", file=manifest(step=[1])),
+        Refusal(RESUME, "damaged", file=manifest(files=None)),
         Refusal(RESUME, "config", file=manifest(config={**CONFIG, "launcher": {"setup": ["touch executed"]}})),
         Refusal(RESUME, "config", file=manifest(config={**CONFIG, "parallel": {"env": {"LD_PRELOAD": "x"}}})),
         Refusal(RESUME, "config", file=manifest(config={**CONFIG, "hydra": {"callbacks": {"x": {}}}})),
@@ -457,8 +456,9 @@ CHECKPOINTS = {
             file=manifest(config={**CONFIG, "scheduler": {"_target_": "os.system", "command": "touch executed"}}),
         ),
     ],
-    "x.safetensors": [
-        Refusal(RESUME, "missing", file=manifest(files={"x.safetensors": {"bytes": 1, "sha256": "0"}})),
+    "x.safetensors is missing or no regular file": [
+        Refusal(RESUME, file=manifest(files={"x.safetensors": {"bytes": 1, "sha256": "0"}})),
+        Refusal(RESUME, file=manifest(files={"../../x.safetensors": {"bytes": 1, "sha256": "0"}})),
     ],
     "model.init_from": [
         Refusal(INIT, "safetensors", file=file("model.safetensors", b"hello")),
