@@ -65,20 +65,10 @@ _NICE = 10
 _CLOSE_S = 10.0  # how long a run that has failed waits for a save to end
 _SLOWEST_DISK = 10 * 2**20  # bytes per second, for the longest wait for another rank
 _DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
 
 Files = dict[str, dict[str, Rows]]  # this rank's rows of each tensor, by its name, by the name of its file
 
@@ -124,7 +114,7 @@ class Checkpointer:
                     shutil.rmtree(draft, ignore_errors=True)
         self._token, self._attempts = self._mesh.gather(secrets.token_hex(3))[0], 0
         self._group: dist.ProcessGroup | None = None
-        self._buffers = StagingBuffers()
+        self._buffers: dict[str, Tensor] = {}
         self._pending: _Save | None = None
         self._newest: int | None = 0  # the step whose weights need no saving: saved, on their way, or the initial ones
         self._saved: int | None = None  # the step of the newest checkpoint in this folder
@@ -187,9 +177,10 @@ class Checkpointer:
         self._attempts += 1
         draft = self.folder / f".{step_name(step)}.{self._token}-{self._attempts}.tmp"
         copies = None if wait else copy_tensors(files, self._mesh.pp * self._mesh.shards, self._buffers)
-        publication = partial(commit, draft, final, manifest, self._keep) if self._mesh.rank == 0 else None
-        save = _Save(step, draft, copies or files, self._mesh, self._connect(files), publication, background=not wait)
-        self._pending = save
+        publish = partial(commit, draft, final, manifest, self._keep) if self._mesh.rank == 0 else None
+        gather = partial(self._mesh.gather, group=self._connect(files))
+        first = self._mesh.shard == 0
+        self._pending = save = _Save(step, draft, copies or files, first, gather, publish, background=not wait)
         save.start()
         if wait:
             failure = self.wait_pending(warn=False)
@@ -286,25 +277,41 @@ class Checkpointer:
 
 
 class _Save(threading.Thread):
-    """One checkpoint on its way to the disk. The threads of all ranks go through the phases together."""
+    """One checkpoint on its way to the disk. The threads of all ranks go through the phases together.
+
+    Attributes:
+        error: Why it has failed, the same on every rank where none is lost.
+        lost: Whether a rank no longer answers.
+        reported: Whether the user knows of the error.
+    """
 
     def __init__(
         self,
         step: int,
         draft: Path,
         files: Files,
-        mesh: Any,
-        group: dist.ProcessGroup | None,
-        publication: Callable[[dict], None] | None,
+        first: bool,
+        gather: Callable[[Any], list],
+        publish: Callable[[dict], None] | None,
         background: bool,
     ) -> None:
+        """Take what this rank has to do.
+
+        Args:
+            step: The step.
+            draft: The folder to write to.
+            files: What to write.
+            first: Whether this rank is the first of the writers of its files.
+            gather: Gives what each rank has given to it.
+            publish: Given a description of all files, publishes the draft; None on ranks other than 0.
+            background: Whether training goes on meanwhile.
+        """
         super().__init__(name=f"checkpoint-{step}", daemon=True)
         self.step, self.draft = step, draft
-        self.error: str | None = None  # the same on every rank where none is lost
-        self.lost = False  # whether a rank no longer answers
-        self.reported = False
-        self._files, self._mesh, self._group = files, mesh, group
-        self._publication, self._background = publication, background
+        self.error: str | None = None
+        self.lost = self.reported = False
+        self._files, self._first, self._background = files, first, background
+        self._gather, self._publish = gather, publish
 
     def run(self) -> None:
         if self._background:
@@ -313,10 +320,10 @@ class _Save(threading.Thread):
             layouts = self._together("written their files", self._write)
             described = self._together("read their files again", partial(self._describe, layouts))
             files = {name: entry for part in described for name, entry in sorted(part.items())}
-            self._together("published the checkpoint", partial(self._publish, files))
+            self._together("published it", partial(self._publish, files) if self._publish else lambda: None)
         except CheckpointError as error:
             self.error = str(error)
-        if self.error is not None and self._mesh.rank == 0:
+        if self.error is not None and self._publish:
             shutil.rmtree(self.draft, ignore_errors=True)
 
     def failure(self) -> str:
@@ -337,7 +344,7 @@ class _Save(threading.Thread):
         except Exception as failure:
             error = f"{failure}; {free_space(self.draft.parent)}"
         try:
-            answers = self._mesh.gather((value, error), self._group)
+            answers = self._gather((value, error))
         except Exception as failure:
             self.lost = True
             cause = str(failure).rpartition("] ")[2]  # without the line of gloo's source
@@ -349,18 +356,14 @@ class _Save(threading.Thread):
 
     def _write(self) -> dict[str, str]:
         """Write this rank's rows; return each file's layout."""
-        return {name: write_file(self.draft / name, rows, self._mesh.shard == 0) for name, rows in self._files.items()}
+        return {name: write_file(self.draft / name, rows, self._first) for name, rows in self._files.items()}
 
     def _describe(self, layouts: list[dict[str, str]]) -> dict[str, dict]:
         """Return size and sha256 of the files whose first writer this rank is."""
-        for name, layout in layouts[self._mesh.rank].items():
-            if any(theirs.get(name, layout) != layout for theirs in layouts):
-                raise CheckpointError(f"ranks have other tensors for {name} than others: they cannot share a file")
-        return {name: describe(self.draft / name) for name in self._files if self._mesh.shard == 0}
-
-    def _publish(self, files: dict[str, dict]) -> None:
-        if self._publication is not None:
-            self._publication(files)
+        for name in self._files if self._first else ():
+            if len({theirs[name] for theirs in layouts if name in theirs}) > 1:
+                raise CheckpointError(f"the ranks that share {name} have different tensors for it")
+        return {name: describe(self.draft / name) for name in self._files if self._first}
 
 
 def is_due(every: int | None, step: int, last: bool) -> bool:
@@ -375,27 +378,6 @@ def is_due(every: int | None, step: int, last: bool) -> bool:
 
 
 # -- the phases ------------------------------------------------------------------------------------------------------
-
-
-class StagingBuffers:
-    """Main memory for the copies of a save, reused by every save, by one thread at a time.
-
-    Memory that is new to a process costs far more time than the copy itself.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-
-    def copy(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor, which replaces the copy of the same name before."""
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = self._buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        return buffer.copy_(tensor)
-
-    def missing_bytes(self, tensors: dict[str, Tensor]) -> int:
-        """Return the bytes of those tensors that have no buffer yet."""
-        return sum(tensor.nbytes for name, tensor in tensors.items() if name not in self._buffers)
 
 
 def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
@@ -423,7 +405,7 @@ def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
 
 
 @torch.no_grad()
-def copy_tensors(files: Files, writers: int, buffers: StagingBuffers) -> Files | None:
+def copy_tensors(files: Files, writers: int, buffers: dict[str, Tensor]) -> Files | None:
     """Copy the tensors, so that training may change the originals.
 
     On a GPU the copy stays on the device where it fits, which takes milliseconds; elsewhere it goes to main memory.
@@ -431,18 +413,21 @@ def copy_tensors(files: Files, writers: int, buffers: StagingBuffers) -> Files |
     Args:
         files: What is to be saved.
         writers: How many processes of this machine may be copying as much at the same time.
-        buffers: Main memory for the copies; those of the save before are overwritten.
+        buffers: Main memory for the copies by the tensors' names, which every save uses again: memory that is new to
+            a process costs far more time than the copy itself.
 
     Returns:
         The copies, or None where memory does not suffice for them.
     """
     tensors = {name: rows.tensor for part in files.values() for name, rows in part.items()}
     on_device = _devices_with_space(tensors.values(), writers)
-    missing = buffers.missing_bytes({n: t for n, t in tensors.items() if t.device not in on_device})
+    new = {n: t for n, t in tensors.items() if n not in buffers and t.device not in on_device}
+    missing = sum(tensor.nbytes for tensor in new.values())
     if missing and missing * writers + RESERVE > available_memory():
         log.debug("too little memory to copy the tensors: the checkpoint is written before training continues")
         return None
-    copies = {n: t.clone() if t.device in on_device else buffers.copy(n, t) for n, t in tensors.items()}
+    buffers |= {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in new.items()}
+    copies = {n: t.clone() if t.device in on_device else buffers[n].copy_(t) for n, t in tensors.items()}
     for device in on_device:
         torch.cuda.synchronize(device)
     return {
