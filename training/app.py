@@ -6,11 +6,11 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from common.errors import exit_is_failure, printable
 from common.machine import changed_environment, styled
@@ -22,6 +22,9 @@ from launchers.meeting import check_interfaces
 from launchers.stopping import Stopped
 from training.checks import check_need, check_process, check_sections, check_values
 from training.config import to_text
+
+if TYPE_CHECKING:
+    from training.setup import Setup
 
 ALONE = ("export", "sample")  # modes that need one process whatever the strategy is
 _KEY = "job"
@@ -86,16 +89,7 @@ def execute(
         UserError: For what the user can act on.
         Stopped: For a run that was told to stop.
     """
-    check_sections(cfg)
-    tree = to_dict(cfg)
-    if hydra is not None:
-        from conf.composition import composed_by
-
-        tree[COMMAND] = composed_by(hydra, cfg)
-    check_values(tree)
-    check_process()
-    composed, cfg = cfg, to_config(tree)
-    open_doors(cfg)
+    composed, cfg = cfg, _checked(cfg, hydra)
     if cfg.mode == "plan" or cfg.mode in ALONE:
         stopping.at_once()
     if cfg.mode in ALONE:
@@ -104,13 +98,52 @@ def execute(
         run_alone(cfg, run_dir, world)
         return
     _start_fork_server(cfg, world, isolated)
+    setup = _prepared(cfg, run_dir, world)
+    from training.setup import describe
+
+    if hydra is not None and cfg.mode in ("train", "eval"):
+        print(to_text(composed, hydra.runtime.choices), end="\n\n", flush=True)
+    print(describe(setup), flush=True)
+    entropy, start = setup.data.unigram_entropy, _way_to_run(setup, run_dir, world, isolated)
+    del setup  # workers build their own
+    try:
+        start()
+    except Stopped as stopped:
+        where = shlex.quote(f"hydra.run.dir={hydra_word(str(run_dir))}")
+        resume = f"go on with the same command and train.resume=auto {where}"
+        raise Stopped(f"{stopped}; {resume if cfg.mode == 'train' else _AGAIN}") from None
+    if cfg.mode == "train" and not isolated and not _is_queued(cfg, world):
+        from training.modes import closing_sample
+
+        print(closing_sample(cfg, run_dir, entropy), end="", flush=True)
+
+
+# -- before the run --------------------------------------------------------------------------------------------------
+
+
+def _checked(cfg: Any, hydra: Any) -> Any:
+    """Return the configuration as plain data, with how it was composed, checked as far as that goes without torch."""
+    check_sections(cfg)
+    tree = to_dict(cfg)
+    if hydra is not None:
+        from conf.composition import composed_by
+
+        tree[COMMAND] = composed_by(hydra, cfg)
+    check_values(tree)
+    check_process()
+    cfg = to_config(tree)
+    open_doors(cfg)
+    return cfg
+
+
+def _prepared(cfg: Any, run_dir: Path, world: World | None) -> Setup:
     # Only now: they import torch.
     from parallel.devices import import_compiler_late
     from training.autotune import choose_chunks, recall
     from training.checkpoint.resume import after_restart
     from training.reporting.run_directory import started_again
-    from training.setup import describe, prepare
-    from training.slurm_job import prepare_here, run_as_job
+    from training.setup import prepare
+    from training.slurm_job import prepare_here
 
     if not cfg.train.compile:
         import_compiler_late()
@@ -119,46 +152,24 @@ def execute(
     recall(cfg, run_dir)
     with _nothing_begun():
         choose_chunks(cfg, run_dir, world)
-    queued = world is None and cfg.launcher.name == "slurm"
-    setup = prepare_here(cfg) if queued else prepare(cfg, *((world.size, world.nodes) if world else ()))
-    if hydra is not None and cfg.mode in ("train", "eval"):
-        print(to_text(composed, hydra.runtime.choices), end="\n\n", flush=True)
-    print(describe(setup), flush=True)
-    if cfg.mode == "plan":
-        _print_memory(setup)
-        return
-    if queued:
-        run_as_job(setup, run_dir)
-        return
-    processes = setup.plan.processes
-    if world is None or world.local_size == world.size:
-        check_process(processes)
-        check_need(setup)
-    entropy = setup.data.unigram_entropy
+    if _is_queued(cfg, world):
+        return prepare_here(cfg)
+    return prepare(cfg, *((world.size, world.nodes) if world else ()))
+
+
+@contextmanager
+def _nothing_begun() -> Iterator[None]:
+    """Before the first step, a signal that stops a run ends the preparations."""
     try:
-        if world is not None:
-            _lead(setup, run_dir, world)
-        elif stopping.wanted():
-            raise Stopped("stopped before the first step")
-        elif processes == 1 and not isolated and not _restarts(cfg):
-            from training.run import run
-
-            run(cfg, run_dir, setup=setup)
-        else:
-            del setup  # the workers build their own
-            _start_workers(cfg, run_dir, processes)
-        if cfg.mode == "train" and not isolated:
-            from training.modes import closing_sample
-
-            print(closing_sample(cfg, run_dir, entropy), end="", flush=True)
-    except Stopped as stopped:
-        where = shlex.quote(f"hydra.run.dir={hydra_word(str(run_dir))}")
-        resume = f"go on with the same command and train.resume=auto {where}"
-        raise Stopped(f"{stopped}; {resume if cfg.mode == 'train' else _AGAIN}") from None
+        yield
+    except Interrupted as interrupted:
+        if interrupted.signum not in stopping.SIGNALS or stopping.second_signal():
+            raise
+        raise Stopped(f"stopped before the first step; {_AGAIN}") from None
 
 
 def _start_fork_server(cfg: Any, world: World | None, isolated: bool) -> None:
-    """Has what a run with workers needs imported in the process that forks them, while this one checks the run."""
+    """Have what a run with workers needs imported in the process that forks them, while this one checks the run."""
     from parallel.strategies import strategy_info
 
     parallel, info = cfg.parallel, strategy_info(cfg.parallel.name)
@@ -168,6 +179,56 @@ def _start_fork_server(cfg: Any, world: World | None, isolated: bool) -> None:
         with changed_environment(environment(cfg)):
             check_interfaces()
             start_fork_server(_PRELOAD)
+
+
+# -- the ways to run -------------------------------------------------------------------------------------------------
+
+
+def _way_to_run(setup: Setup, run_dir: Path, world: World | None, isolated: bool) -> Callable[[], None]:
+    """Choose one of the functions below; what runs on this machine must fit into it."""
+    cfg, processes = setup.cfg, setup.plan.processes
+    if cfg.mode == "plan":
+        return partial(_plan, setup)
+    if _is_queued(cfg, world):
+        return partial(_queue, setup, run_dir)
+    if world is None or world.local_size == world.size:
+        check_process(processes)
+        check_need(setup)
+    if world is not None:
+        return partial(_lead, setup, run_dir, world)
+    if stopping.wanted():
+        return _stopped
+    if processes == 1 and not isolated and not _restarts(cfg):
+        return partial(_run_here, setup, run_dir)
+    return partial(_start_workers, cfg, run_dir, processes)
+
+
+def _is_queued(cfg: Any, world: World | None) -> bool:
+    return world is None and cfg.launcher.name == "slurm"
+
+
+def _plan(setup: Setup) -> None:
+    from parallel.memory import estimate_memory
+    from training.reporting.console import describe_memory
+
+    optim = to_dict(setup.cfg.optim)
+    print("\n" + describe_memory(estimate_memory(setup.plan, setup.chain, setup.sample, optim)))
+
+
+def _queue(setup: Setup, run_dir: Path) -> None:
+    from training.slurm_job import run_as_job
+
+    run_as_job(setup, run_dir)
+
+
+def _stopped() -> NoReturn:
+    raise Stopped("stopped before the first step")
+
+
+def _run_here(setup: Setup, run_dir: Path) -> None:
+    from training.run import run
+
+    run(setup.cfg, run_dir, setup=setup)
 
 
 def _start_workers(cfg: Any, run_dir: Path, processes: int) -> None:
@@ -186,25 +247,6 @@ def _start_workers(cfg: Any, run_dir: Path, processes: int) -> None:
 
 def _restarts(cfg: Any) -> int:
     return cfg.launcher.get("max_restarts", 0) if cfg.mode == "train" else 0
-
-
-@contextmanager
-def _nothing_begun() -> Iterator[None]:
-    """Before the first step, a signal that stops a run ends the preparations."""
-    try:
-        yield
-    except Interrupted as interrupted:
-        if interrupted.signum not in stopping.SIGNALS or stopping.second_signal():
-            raise
-        raise Stopped(f"stopped before the first step; {_AGAIN}") from None
-
-
-def _print_memory(setup) -> None:
-    from parallel.memory import estimate_memory
-    from training.reporting.console import describe_memory
-
-    optim = to_dict(setup.cfg.optim)
-    print("\n" + describe_memory(estimate_memory(setup.plan, setup.chain, setup.sample, optim)))
 
 
 def _work(world: World, tree: dict, run_dir: str, given: bytes | None) -> None:
