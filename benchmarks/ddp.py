@@ -1,6 +1,6 @@
 """Two replicas against one, one core (or GPU) and one thread each, and the cost of the gradients' exchange.
 
-    python -m benchmarks.ddp [--rounds 7] [--batch 16] [--quick]
+    python -m benchmarks ddp [--rounds 7] [--batch 16] [--quick]
 
 A small Transformer with the same batch per replica in every run; all runs take turns in the same two processes:
 
@@ -14,6 +14,7 @@ A small Transformer with the same batch per replica in every run; all runs take 
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 
 import torch
 import torch.distributed as dist
@@ -27,13 +28,16 @@ ONE, APART = "1 replica", "2 processes apart"
 BUCKETS = (1, 5, 25, 100)  # MiB
 
 
-def main() -> None:
+OPTIONS = {
+    **table.QUICK,
+    "--rounds": dict(type=int, default=7),
+    "--batch": dict(type=int, default=16, help="sequences of 128 tokens per replica and step"),
+    "--precision": dict(default="fp32"),
+}
+
+
+def main(chosen: Namespace) -> None:
     """Measures, and writes results/ddp.csv and .png."""
-    options = table.options(__doc__)
-    options.add_argument("--rounds", type=int, default=7)
-    options.add_argument("--batch", type=int, default=16, help="sequences of 128 tokens per replica and step")
-    options.add_argument("--precision", default="fp32")
-    chosen = options.parse_args()
     batch, rounds = (2, 2) if chosen.quick else (chosen.batch, chosen.rounds)
     common = [*TRANSFORMER, "logger=none", f"train.precision={chosen.precision}", f"device={ranks.device_type()}"]
     common += ["model.d_model=32", "data.seq_len=16"] if chosen.quick else []
@@ -111,7 +115,3 @@ def title(rows: list[dict]) -> str:
         f"Two replicas do {min(gains):.2f} to {max(gains):.2f} times the work of one; "
         f"waiting for the all-reduce takes at most {exposed:.1f} % of a step"
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Every model in every format that is served: its differences from torch, the size of the files, the seconds.
 
-    python -m benchmarks.exporting [--quick]
+    python -m benchmarks exporting [--quick]
 
 Each model is trained for a step as conf/ has it (ResNet-50 on images of 224 pixels), exported by ``train.py``, and
 computed by torch.export's program or by ONNX Runtime on the CPU. A format that needs extras that are not installed is
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,9 +35,11 @@ TRAINING = [
 ]  # fmt: skip
 
 
-def main() -> None:
+OPTIONS = table.QUICK
+
+
+def main(chosen: Namespace) -> None:
     """Measures, and writes results/exporting.csv."""
-    chosen = table.options(__doc__).parse_args()
     sizes = QUICK if chosen.quick else SIZES
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -98,7 +101,3 @@ def _run(line: list[str], folder: Path) -> None:
 
     if train([*line, f"hydra.run.dir='{folder}'"]):
         raise SystemExit(f"train.py {' '.join(line)} failed")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Hundreds of faults: runs that are killed, stopped, stalled and damaged, and how each of them ends.
 
-    python -m benchmarks.faults [--quick] [--only kill] [--work FOLDER]
+    python -m benchmarks faults [--quick] [--only kill] [--work FOLDER]
 
 Each rank is killed (SIGKILL) at each point of a step and in each phase of a save, under each strategy; a run is told
 to stop at random moments; files of its newest checkpoint are damaged; one rank's gradient is not a number; one rank
@@ -18,6 +18,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -39,12 +40,15 @@ _AT_ONCE = 12  # kills that one run meets
 _SIGNALS = {"single": 8, "ddp": 6, "pipe_ddp": 6}
 
 
-def main() -> None:
+OPTIONS = {
+    **table.QUICK,
+    "--only": dict(default="", help="the beginning of the groups' names"),
+    "--work": dict(type=Path, help="folder for the runs"),
+}
+
+
+def main(chosen: Namespace) -> None:
     """Runs all faults and writes results/faults.csv; exits with code 1 if a run ended in another way than it should."""
-    options = table.options(__doc__)
-    options.add_argument("--only", default="", help="the beginning of the groups' names")
-    options.add_argument("--work", type=Path, help="folder for the runs")
-    chosen = options.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the current run too
     work = chosen.work or Path(tempfile.mkdtemp(prefix="faults-"))
     work.mkdir(parents=True, exist_ok=True)
@@ -99,4 +103,6 @@ def _recorded(path: Path, group: Callable[[Path], list[Trial]]) -> list[Trial]:
 
 
 if __name__ == "__main__":
-    main()
+    from benchmarks.__main__ import run
+
+    sys.exit(run(["faults", *sys.argv[1:]]))

@@ -1,6 +1,6 @@
 """The README's first command: how long it takes, and what it learns.
 
-    python -m benchmarks.first_run [--quick]
+    python -m benchmarks first_run [--quick]
 
 Runs ``python train.py parallel=pipe_ddp model=gpt2`` and evaluates its checkpoint on the whole validation and test
 splits. Writes results/first_run.csv with the seconds of its parts, and first_run.png with its loss.
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
 
 from benchmarks import figure, table
@@ -25,9 +26,11 @@ TINY = ("model.size=tiny", "train.steps=8", "logger=none")
 SMOOTHED = 3  # steps that a point of the smoothed curve is the mean of
 
 
-def main() -> None:
+OPTIONS = table.QUICK
+
+
+def main(chosen: Namespace) -> None:
     """Measures, and writes results/first_run.csv, first_run.json and first_run.png."""
-    chosen = table.options(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         start = time.time()
@@ -84,7 +87,3 @@ def draw(path: Path, losses: list[float], learned: dict[str, float]) -> Path:
     axes.legend(frameon=False)
     canvas.savefig(path)
     return path
-
-
-if __name__ == "__main__":
-    main()

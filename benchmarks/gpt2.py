@@ -1,6 +1,6 @@
 """GPT-2 124M on this machine's best device: tokens/s, MFU, and what each optimization is worth.
 
-    python -m benchmarks.gpt2 [--rounds 2] [--steps N] [--batch B] [--tokens T] [--quick] [--compile no]
+    python -m benchmarks gpt2 [--rounds 2] [--steps N] [--batch B] [--tokens T] [--quick] [--compile no]
 
 The first row is a tutorial's loop: float32, logits, F.cross_entropy, AdamW with its defaults. The second has every
 lever pulled (torch.compile on a GPU only: on a CPU it is a row of its own); each further row moves one of them. Every
@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 import statistics
 import sys
+from argparse import Namespace
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -75,17 +76,20 @@ class Job:
     device: str
 
 
-def main() -> None:
+OPTIONS = {
+    **table.QUICK,
+    "--rounds": dict(type=int, default=2, help="processes for each row"),
+    "--steps": dict(type=int, help="measured in each process; 20 on a GPU, else 2"),
+    "--batch": dict(type=int, help="sequences per step; 64 on a GPU, else 8"),
+    "--tokens": dict(type=int, help="tokens per sequence; 1024 on a GPU, else 256"),
+    "--compile": dict(choices=["auto", "no"], default="auto", help="auto: if it works here"),
+}
+
+
+def main(chosen: Namespace) -> None:
     """Measures, and writes results/gpt2.csv and .png."""
     from benchmarks import figure  # here, because matplotlib need not be there for what benchmarks.gpu takes from here
 
-    options = table.options(__doc__)
-    options.add_argument("--rounds", type=int, default=2, help="processes for each row")
-    options.add_argument("--steps", type=int, help="measured in each process; 20 on a GPU, else 2")
-    options.add_argument("--batch", type=int, help="sequences per step; 64 on a GPU, else 8")
-    options.add_argument("--tokens", type=int, help="tokens per sequence; 1024 on a GPU, else 256")
-    options.add_argument("--compile", choices=["auto", "no"], default="auto", help="auto: if it works here")
-    chosen = options.parse_args()
     gpu = torch.cuda.is_available()
     job = Job(
         "tiny" if chosen.quick else "124M",
@@ -230,7 +234,3 @@ def title(rows: list[dict]) -> str:
         f"All levers: {rows[1]['tokens/s']} tokens/s, {tutorial[1]:.1f} times as many as {tutorial[0]};\n"
         f"a step takes {most:.1f} times as long {dearest}, and at most {rest[0][1]:.2f} times in the other rows"
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """The index of JSON-lines files: rows/s built and read, and memory of a process, for 10^5 to 10^7 rows.
 
-    python -m benchmarks.jsonl [--rows 100000 1000000 10000000] [--reads 300000]
+    python -m benchmarks jsonl [--rows 100000 1000000 10000000] [--reads 300000]
 
 Each size is a file of its own in a temporary folder, about 190 bytes per row. It was written just before and so is in
 the page cache: the program is measured, not the disk. Each measurement is a process of its own on one core, five times
@@ -22,6 +22,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -37,12 +38,15 @@ BYTES_A_ROW = 200  # of the file and, 8 bytes twice, of the index while it is re
 WORDS = "the of and a to in is that it was for on are as with his they at be this from have or by one had not".split()
 
 
-def main() -> None:
+OPTIONS = {
+    **table.QUICK,
+    "--rows": dict(type=int, nargs="+", default=[10**5, 10**6, 10**7]),
+    "--reads": dict(type=int, default=300_000),
+}
+
+
+def main(chosen: Namespace) -> None:
     """Measures, and writes results/jsonl.csv."""
-    options = table.options(__doc__)
-    options.add_argument("--rows", type=int, nargs="+", default=[10**5, 10**6, 10**7])
-    options.add_argument("--reads", type=int, default=300_000)
-    chosen = options.parse_args()
     if chosen.quick:
         chosen.rows, chosen.reads = [10**3, 10**4], 10**3
 
@@ -144,7 +148,3 @@ def row_of(rows: int, size: int, measured: list[dict[str, float]]) -> dict:
         "own memory, MiB": spread("own", 1),
         "grown, MiB": spread("grown", 1),
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """What this project adds: around a training step, and before the first one.
 
-    python -m benchmarks.overhead [--rounds 8] [--repeats 5] [--quick]
+    python -m benchmarks overhead [--rounds 8] [--repeats 5] [--quick]
 
 Loop: GPT-2 124M, 8 x 256 tokens, steps of ``training.loop.Loop`` (prefetch, gradient norm, metrics, progress) against
 the same forward, backward and update with nothing around them, in turns in one process.
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -57,12 +58,15 @@ RUNS = {
 PARTS = ("Python, Hydra, composition", "imports, checks, plan", "processes, building", "first step")
 
 
-def main() -> None:
+OPTIONS = {
+    **table.QUICK,
+    "--rounds": dict(type=int, default=8, help="steps of the loop, and of the bare step"),
+    "--repeats": dict(type=int, default=5, help="starts of each command"),
+}
+
+
+def main(chosen: Namespace) -> None:
     """Measures, and writes results/overhead_loop.csv and overhead_start.csv."""
-    options = table.options(__doc__)
-    options.add_argument("--rounds", type=int, default=8, help="steps of the loop, and of the bare step")
-    options.add_argument("--repeats", type=int, default=5, help="starts of each command")
-    chosen = options.parse_args()
     if chosen.quick:
         chosen.rounds, chosen.repeats = 2, 1
 
@@ -168,7 +172,3 @@ def until_first_step(overrides: list[str]) -> list[float]:
         written = [os.path.getmtime(run_dir / name) for name in (".hydra/config.yaml", "environment.json")]
         moments = [start, written[0], checked, written[1], os.path.getmtime(run_dir / "metrics.jsonl")]
     return [after - before for before, after in zip(moments, moments[1:], strict=False)]
-
-
-if __name__ == "__main__":
-    main()

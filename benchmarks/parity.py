@@ -1,7 +1,7 @@
 """The promise in numbers: every model under every strategy, compared with its own ``parallel=single``.
 
-    python -m benchmarks.parity            measures (59 runs of the command line), writes results/parity.csv
-    python -m benchmarks.readme            puts the results into README.md and docs/
+    python -m benchmarks parity            measures (59 runs of the command line), writes results/parity.csv
+    python -m benchmarks readme            puts the results into README.md and docs/
 
 The models are those of conf/model and the strategies those of conf/parallel. Each run is a real command line, with SGD;
 the table has the largest relative difference of any step. ``single`` has one micro-batch, but under BatchNorm those of
@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,9 +65,11 @@ MORE_LAYOUTS = {
 }
 
 
-def main() -> None:
+OPTIONS: dict[str, dict] = {}
+
+
+def main(chosen: Namespace) -> None:
     """Runs everything and writes results/parity.csv."""
-    table.options(__doc__, quick=False).parse_args()
     rows = []
     recipes = {model: RECIPES.get(model, []) for model in models()}
     for model, recipe in recipes.items():
@@ -143,7 +146,3 @@ def compare(result: list[dict], reference: list[dict]) -> dict:
         "gradient norm": difference("grad_norm"),
         "validation loss": difference("val_loss"),
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Pipelining on two cores (or two GPUs): this project, torchgpipe, fairscale, and no pipeline, in one run.
 
     pip install --no-deps -r benchmarks/requirements.txt
-    python -m benchmarks.pipelining [--models resnet50 transformer] [--rounds 7] [--quick]
+    python -m benchmarks pipelining [--models resnet50 transformer] [--rounds 7] [--quick]
 
 Every contender has processes of its own, each on one core with one thread. First each is swept over its numbers of
 chunks; then the best of each take turns with ``pipelined``, a few at a time, and the table has the median, fastest and
@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 import statistics
 import sys
+from argparse import Namespace
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 
@@ -110,12 +111,15 @@ class Way:
         return {"run": self.name, "schedule": schedule, "chunks": self.chunks, "split": split}
 
 
-def main() -> None:
+OPTIONS = {
+    **table.QUICK,
+    "--models": dict(nargs="+", default=list(CASES), choices=list(CASES)),
+    "--rounds": dict(type=int, default=7),
+}
+
+
+def main(chosen: Namespace) -> None:
     """Measures, and writes results/pipelining.csv and pipelining_sweep.csv with a figure each."""
-    options = table.options(__doc__)
-    options.add_argument("--models", nargs="+", default=list(CASES), choices=list(CASES))
-    options.add_argument("--rounds", type=int, default=7)
-    chosen = options.parse_args()
     rows, swept = [], []
     for model in chosen.models:
         case = (QUICK if chosen.quick else CASES)[model]
@@ -292,7 +296,3 @@ def final_rows(groups: list[dict[Way, list[float]]], batch: int) -> list[dict]:
             }
             rows.setdefault(way.name, measured)
     return list(rows.values())
-
-
-if __name__ == "__main__":
-    main()

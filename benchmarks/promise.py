@@ -1,6 +1,6 @@
 """The README's picture: a pipeline at work, and the loss under every strategy with its difference from one device's.
 
-    python -m benchmarks.promise
+    python -m benchmarks promise
 
 trains a Transformer in a balanced pipeline, and a smaller one with dropout under each strategy, and writes
 results/promise.png.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -37,9 +38,11 @@ _TRACED = [
 _EQUAL = 1e-9  # where a difference of 0 is drawn
 
 
-def main() -> None:
+OPTIONS: dict[str, dict] = {}
+
+
+def main(chosen: Namespace) -> None:
     """Trains under each strategy and draws."""
-    table.options(__doc__, quick=False).parse_args()
     with run(_TRACED) as folder:
         ranks = step(folder / "timeline.json")
         summary = json.loads((folder / "summary.json").read_text())
@@ -108,7 +111,3 @@ def draw(
     below.legend(frameon=False, ncols=4, fontsize="small", loc="upper center")
     canvas.savefig(path)
     return path
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """The figures of PyTorch's tutorial on model parallelism, measured here: seconds over the split size.
 
-    python -m benchmarks.published_figures [--repeats 5] [--quick]
+    python -m benchmarks published_figures [--repeats 5] [--quick]
 
 ResNet-50 on batches of 120 random 128x128 images, squared error, SGD; two stages, up to layer2 and from layer3 on
 (``parallel.balance=[11,11]``), on two GPUs if the machine has them, else in two processes on one core each. Published,
@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -28,11 +29,14 @@ SPLITS = (1, 3, 5, 8, 10, 12, 20, 40, 60)  # images in a micro-batch, as publish
 SINGLE, NAIVE, PIPELINED = "single device", "model parallel", "pipelined"
 
 
-def main() -> None:
+OPTIONS = {
+    **table.QUICK,
+    "--repeats": dict(type=int, default=None, help="batches measured of each; 10 on GPUs, else 4"),
+}
+
+
+def main(chosen: Namespace) -> None:
     """Measures, and writes results/published_figures.csv and .png."""
-    options = table.options(__doc__)
-    options.add_argument("--repeats", type=int, default=None, help="batches measured of each; 10 on GPUs, else 4")
-    chosen = options.parse_args()
     gpus = ranks.device_type() == "cuda"
     repeats = 1 if chosen.quick else chosen.repeats or (10 if gpus else 4)
     batch, image, splits = (24, 64, (4, 12)) if chosen.quick else (120, 128, SPLITS)
@@ -101,7 +105,3 @@ def draw(rows: list[dict], path: Path, where: str) -> Path:
     ax.legend(frameon=False)
     drawing.savefig(path)
     return path
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """The tables of measurements in the README and in docs/, made from benchmarks/results/*.csv.
 
-    python -m benchmarks.readme
+    python -m benchmarks readme
 
 puts each between its two lines, ``<!-- table: NAME -->`` and ``<!-- end -->``.
 """
@@ -8,6 +8,7 @@ puts each between its two lines, ``<!-- table: NAME -->`` and ``<!-- end -->``.
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,11 @@ PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
-def main() -> None:
+OPTIONS: dict[str, dict] = {}
+
+
+def main(chosen: Namespace) -> None:
     """Updates README.md and the pages in docs/."""
-    table.options(__doc__, quick=False).parse_args()
     for page in PAGES:
         page.write_text(updated(page.read_text()))
 
@@ -129,6 +132,3 @@ TABLES: dict[str, Callable[[], list[dict]]] = {
         for name in ("first_run", "ddp", "overhead_loop", "overhead_start", "gpt2", "exporting", "sampling")
     },
 }  # fmt: skip
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Tokens/s of GPT-2: with and without its keys and values kept, and of transformers' generate on the same weights.
 
-    python -m benchmarks.sampling [--rounds 3] [--tokens 64] [--quick]
+    python -m benchmarks sampling [--rounds 3] [--tokens 64] [--quick]
 
 All contenders take turns in one process and draw the likeliest token each time, so that they can be compared token for
 token. Of 124M parameters with random weights, in fp32, on the CPU.
@@ -9,6 +9,7 @@ token. Of 124M parameters with random weights, in fp32, on the CPU.
 from __future__ import annotations
 
 import statistics
+from argparse import Namespace
 from collections.abc import Callable
 
 import torch
@@ -26,12 +27,15 @@ OURS, WHOLE, THEIRS = "keys and values kept", "the whole text for each token", "
 Tokens = list[list[int]]
 
 
-def main() -> None:
+OPTIONS = {
+    **table.QUICK,
+    "--rounds": dict(type=int, default=3),
+    "--tokens": dict(type=int, default=64, help="drawn for each prompt"),
+}
+
+
+def main(chosen: Namespace) -> None:
     """Measures, and writes results/sampling.csv."""
-    options = table.options(__doc__)
-    options.add_argument("--rounds", type=int, default=3)
-    options.add_argument("--tokens", type=int, default=64, help="drawn for each prompt")
-    chosen = options.parse_args()
     size, tokens = ("tiny", 8) if chosen.quick else ("124M", chosen.tokens)
     rows = []
     for batch in (1, 4):
@@ -82,7 +86,3 @@ def contenders(size: str, batch: int, count: int, drawn: dict[str, Tokens]) -> d
         return lambda number: drawn.__setitem__(name, run())
 
     return {name: timed(name, run) for name, run in runs.items()}
-
-
-if __name__ == "__main__":
-    main()

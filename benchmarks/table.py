@@ -1,8 +1,7 @@
-"""What all benchmarks share around their measurements: the command line, CSV files and Markdown tables."""
+"""What all benchmarks share around their measurements: CSV files and Markdown tables."""
 
 from __future__ import annotations
 
-import argparse
 import csv
 import datetime
 import json
@@ -12,14 +11,7 @@ from pathlib import Path
 from training.reporting import describe
 
 RESULTS = Path(__file__).parent / "results"
-
-
-def options(description: str, quick: bool = True) -> argparse.ArgumentParser:
-    """Returns a benchmark's command line, with --quick if it has that; ``description`` is its module's docstring."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    if quick:
-        parser.add_argument("--quick", "--dry-run", action="store_true", help="tiny sizes, to check that it runs")
-    return parser
+QUICK = {"--quick --dry-run": {"action": "store_true", "help": "tiny sizes, to check that it runs"}}
 
 
 def write(name: str, rows: list[dict], quick: bool = False, **about) -> Path:

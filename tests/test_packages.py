@@ -21,7 +21,7 @@ def test_pip_is_told_in_a_sentence_that_this_is_no_package(how, tmp_path):
     assert done.returncode != 0 and "not a package: pip install -r requirements.txt" in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("begin", [["-c", "import training.api"], ["-m", "benchmarks.pipelining", "--help"]])
+@pytest.mark.parametrize("begin", [["-c", "import training.api"], ["-m", "benchmarks", "pipelining", "--help"]])
 def test_a_folder_that_hides_a_package_of_this_project_is_named(begin, tmp_path):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "__init__.py").touch()

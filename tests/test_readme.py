@@ -33,7 +33,7 @@ def test_the_readme_is_one_page():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_tables_are_those_of_the_measurements(page):
-    assert readme.updated(PAGES[page]) == PAGES[page], "python -m benchmarks.readme"
+    assert readme.updated(PAGES[page]) == PAGES[page], "python -m benchmarks readme"
 
 
 def test_every_table_has_a_page():

@@ -1,23 +1,22 @@
-"""What can be run with ``-m`` says what it is and refuses what it does not know, before it measures anything."""
-
-import sys
-from importlib import import_module
-from pathlib import Path
+"""The runner explains each benchmark and refuses what it does not know, before it measures anything."""
 
 import pytest
 
-import benchmarks
-
-FOLDER = Path(benchmarks.__file__).parent
-PROGRAMS = sorted(path for path in FOLDER.rglob("*.py") if '__name__ == "__main__"' in path.read_text())
-MODULES = [".".join(path.relative_to(FOLDER.parent).with_suffix("").parts) for path in PROGRAMS]
+from benchmarks.__main__ import NAMES, run
 
 
-@pytest.mark.parametrize("module", [*MODULES, "training.export.serve_check"])
-def test_a_program_explains_itself_and_refuses_unknown_arguments(module, monkeypatch, capsys):
-    program = import_module(module)
+@pytest.mark.parametrize("name", ["", *NAMES])
+def test_a_benchmark_explains_itself_and_refuses_unknown_arguments(name, capsys):
     for argument, code in (("--help", 0), ("--nonsense", 2)):
-        monkeypatch.setattr(sys, "argv", [module, argument])
         with pytest.raises(SystemExit) as leaving:
-            program.main()
-        assert leaving.value.code == code, capsys.readouterr().err
+            run([*filter(None, [name]), argument])
+        said = capsys.readouterr()
+        assert leaving.value.code == code, said.err
+        assert code or f"python -m benchmarks {name}".strip() in said.out
+
+
+def test_help_lists_every_benchmark_with_its_first_line(capsys):
+    with pytest.raises(SystemExit):
+        run(["--help"])
+    said = capsys.readouterr().out
+    assert all(f"\n{name} " in said for name in NAMES)

@@ -1,4 +1,4 @@
-"""benchmarks.gpu: its dry run on the CPU goes through every part; where a step goes is read from a trace."""
+"""The benchmark gpu: its dry run on the CPU goes through every part; where a step goes is read from a trace."""
 
 import csv
 import json
@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from benchmarks import gpt2
-from benchmarks.gpu import __main__ as gpu
+from benchmarks.__main__ import run as benchmark
+from benchmarks.gpu import parts as gpu
 from benchmarks.gpu.breakdown import CATEGORIES, Breakdown, category
 from benchmarks.plain import PlainLoop, adamw, same_model, token_loss
 from benchmarks.trainer import Trainer, configured
@@ -52,7 +53,7 @@ def check_shares(rows: list[dict]) -> None:
 
 def test_a_part_writes_its_rows_with_date_card_and_versions(tmp_path, capsys):
     for part in ("card", "peaks"):
-        assert gpu.main([part, "--dry-run", "--output", str(tmp_path)]) == 0
+        assert benchmark(["gpu", part, "--dry-run", "--output", str(tmp_path)]) == 0
         about = json.loads((tmp_path / f"gpu_{part}.json").read_text())
         assert about["date"] and about["machine"]["packages"]["torch"] and "gpus" in about["machine"]
     assert {"what": "torch", "value": torch.__version__} in rows_of(tmp_path, "card")
@@ -67,7 +68,7 @@ def test_rows_that_were_measured_before_a_part_failed_stay(tmp_path, monkeypatch
 
     monkeypatch.setitem(gpu.PARTS, "card", fails_at_the_second)
     with pytest.raises(RuntimeError, match="the GPU is gone"):
-        gpu.main(["card", "--dry-run", "--output", str(tmp_path)])
+        benchmark(["gpu", "card", "--dry-run", "--output", str(tmp_path)])
     assert rows_of(tmp_path, "card") == [{"what": "first", "value": "1"}]
 
 
@@ -76,23 +77,22 @@ def test_parts_of_a_gpu_are_measured_in_processes_that_are_ended_in_time(tmp_pat
 
     def run(command, timeout):
         commands.append(command[2:])
-        if command[3] == "peaks":
+        if "peaks" in command:
             raise subprocess.TimeoutExpired(command, timeout)
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(subprocess, "run", run)
-    assert gpu.main(["card", "peaks", "gpt2", "--output", str(tmp_path)]) == 1
-    assert commands == [["benchmarks.gpu", part, "--output", str(tmp_path)] for part in ("card", "peaks", "gpt2")]
+    assert benchmark(["gpu", "card", "peaks", "gpt2", "--output", str(tmp_path)]) == 1
+    assert commands == [["benchmarks", "gpu", part, "--output", str(tmp_path)] for part in ("card", "peaks", "gpt2")]
     said = capsys.readouterr().err
     assert "peaks took longer than 600 s" in said and "parts that failed: peaks;" in said
 
 
-def test_without_a_gpu_the_error_names_the_dry_run(monkeypatch, capsys):
+def test_without_a_gpu_the_error_names_the_dry_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        gpu.main(["card"])
-    assert "no GPU that torch can use; --dry-run goes through every part" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="no GPU that torch can use; --dry-run goes through every part"):
+        benchmark(["gpu", "card"])
 
 
 def test_the_plain_loop_trains_as_this_project_does():
@@ -135,7 +135,7 @@ def test_a_dry_run_goes_through_every_part_where_only_hydra_was_carried_along(tm
     (tmp_path / "sitecustomize.py").write_text(BLOCKED)
     output = tmp_path / "results"
     ended = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--output", str(output)],
+        [sys.executable, "-m", "benchmarks", "gpu", "--dry-run", "--output", str(output)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,

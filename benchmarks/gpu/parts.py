@@ -1,6 +1,6 @@
 """One NVIDIA GPU, measured in parts of less than ten minutes that each leave their rows as they are measured.
 
-    python -m benchmarks.gpu [PART …] [--dry-run] [--output FOLDER]
+    python -m benchmarks gpu [PART …] [--dry-run] [--output FOLDER]
 
 card            what the GPU is, and the versions
 peaks           measured bandwidth of copies, and the fastest products of matrices
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -40,16 +41,21 @@ PARTS: dict[str, Callable[[bool], Iterable[dict]]] = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
+OPTIONS = {
+    **table.QUICK,
+    "parts": dict(nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default"),
+    "--output": dict(type=Path, help="folder for the tables; benchmarks/results by default"),
+}
+
+
+def main(chosen: Namespace) -> int:
     """Measures the parts that the command line names; returns the exit code."""
-    options = table.options(__doc__)
-    options.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
-    options.add_argument("--output", type=Path, help="folder for the tables; benchmarks/results by default")
-    chosen = options.parse_args(argv)
     if unknown := [part for part in chosen.parts if part not in PARTS]:
-        options.error(f"{unknown[0]} is not one of the parts: {', '.join(PARTS)}")
+        raise SystemExit(f"error: {unknown[0]} is not one of the parts: {', '.join(PARTS)}")
     if not chosen.quick and not torch.cuda.is_available():
-        options.error("this machine has no GPU that torch can use; --dry-run goes through every part on the CPU")
+        raise SystemExit(
+            "error: this machine has no GPU that torch can use; --dry-run goes through every part on the CPU"
+        )
     folder = chosen.output or table.folder_of(chosen.quick)
     parts = chosen.parts or list(PARTS)
     if chosen.quick or len(parts) == 1:
@@ -76,13 +82,9 @@ def measure(part: str, toy: bool, folder: Path) -> None:
 
 def _in_own_process(part: str, folder: Path) -> bool:
     """Returns whether the part was measured to its end."""
-    command = [sys.executable, "-m", "benchmarks.gpu", part, "--output", str(folder)]
+    command = [sys.executable, "-m", "benchmarks", "gpu", part, "--output", str(folder)]
     try:
         return subprocess.run(command, timeout=LIMIT_S).returncode == 0
     except subprocess.TimeoutExpired:
         print(f"error: {part} took longer than {LIMIT_S} s and was ended", file=sys.stderr)
         return False
-
-
-if __name__ == "__main__":
-    sys.exit(main())
