@@ -12,7 +12,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent
-multiprocessing.set_forkserver_preload(["tests.preloaded"])  # where python -m benchmarks.faults begins
+multiprocessing.set_forkserver_preload(["tests.preloaded"])  # where python -m benchmarks faults begins
 sys.path[:0] = [path for path in (str(TESTS), str(TESTS / "training")) if path not in sys.path]
 
 from commandline import Run, Started  # noqa: E402

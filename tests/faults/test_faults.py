@@ -1,4 +1,4 @@
-"""Runs that meet with faults, in short; all of them, by the hundred: python -m benchmarks.faults."""
+"""Runs that meet with faults, in short; all of them, by the hundred: python -m benchmarks faults."""
 
 import sys
 from pathlib import Path

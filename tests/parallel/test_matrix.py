@@ -1,6 +1,6 @@
 """Six models under all strategies, and images under each schedule: all the same training.
 
-``python -m benchmarks.parity`` makes the README's table.
+``python -m benchmarks parity`` makes the README's table.
 """
 
 from __future__ import annotations
