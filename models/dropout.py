@@ -14,84 +14,14 @@ longer than torch's generator takes on a CPU, and gives the same mask on every d
 from __future__ import annotations
 
 import math
-import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.seeds import ELEMENT, FACTOR_1, FACTOR_2, SAMPLE, default_generator, derive_seed, threshold
-
-
-@dataclass
-class Samples:
-    """The samples of one forward of a layer.
-
-    Attributes:
-        count: How many.
-        first: The first one's index in the global batch.
-        seed: The run's.
-        step: The number of the step.
-        notes: Gets (module, shape of what it was given) of each dropout, and nothing is drawn, where it is a list.
-    """
-
-    count: int
-    first: int = 0
-    seed: int = 0
-    step: int = 0
-    notes: list[tuple[str, tuple[int, ...]]] | None = None
-    _calls: dict[str, dict[int, int]] = field(default_factory=dict)
-
-    def seed_of_call(self, module: str) -> int:
-        """The seed of this call of a module that a layer may call more than once.
-
-        A layer that recomputes a part of itself (``torch.utils.checkpoint``) calls it again, with the host's random
-        numbers where they were. So a call is known by the next one of these.
-        """
-        position = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-        calls = self._calls.setdefault(module, {})
-        return derive_seed(self.seed, self.step, module, calls.setdefault(position, len(calls)))
-
-
-_forward = threading.local()  # .samples: of the layer that this thread computes
-_of_seed: dict[int, Samples] = {}  # by the seed of the host's generator, which a layer's own recomputation restores
-
-
-@contextmanager
-def computing(samples: Samples, seed: int | None = None) -> Iterator[None]:
-    """Say which samples a layer computes inside the block.
-
-    Args:
-        samples: The samples.
-        seed: What the host's generator was seeded with for it. Until ``forget`` it is known by that in the backward.
-    """
-    before, _forward.samples = getattr(_forward, "samples", None), samples
-    if seed is not None:
-        _of_seed[seed] = samples
-    try:
-        yield
-    finally:
-        _forward.samples = before
-
-
-def forget() -> None:
-    """End what ``computing`` has said: the backward is done."""
-    _of_seed.clear()
-
-
-def _samples_of(x: Tensor) -> Samples | None:
-    """The samples in the rows of ``x``; None outside of a training step, and where they are not in its rows."""
-    samples = getattr(_forward, "samples", None)
-    if samples is None:
-        samples = _of_seed.get(torch.default_generator.initial_seed())
-    if samples is None or x.dim() == 0 or x.shape[0] % samples.count:
-        return None
-    return samples
+from models.seeds import ELEMENT, FACTOR_1, FACTOR_2, SAMPLE, default_generator, derive_seed, samples_of, threshold
 
 
 class BySample:
@@ -109,7 +39,7 @@ class BySample:
         """[b, ...] -> same."""
         if not self.training or self.p == 0.0:
             return x
-        samples = _samples_of(x)
+        samples = samples_of(x)
         if samples is None or (self.spread is not None and x.dim() <= self.spread):
             return super().forward(x)
         in_kernel = self.spread is None and not self.inplace and x.device.type == "cuda"
@@ -153,7 +83,7 @@ class CausalAttentionDropout(Dropout):
         """[b, heads, t, width] each -> same."""
         if not self.training or self.p == 0.0:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        samples = _samples_of(q)
+        samples = samples_of(q)
         if samples is None:
             return F.scaled_dot_product_attention(q, k, v, dropout_p=self.p, is_causal=True)
         if q.device.type == "cuda":  # the kernel draws: one call for each sample

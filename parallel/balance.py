@@ -14,10 +14,9 @@ from common.machine import usable_cores
 from data.batch import Batch
 from models.chain import Chain, as_tuple
 from parallel.devices import local_device, synchronize
-from parallel.order import expected_makespan
 from parallel.plan import Plan, block_partition, even_split
 from parallel.precision import autocast, outside_autocast, parameter_dtype
-from parallel.schedules import in_flight
+from parallel.schedules import in_flight, makespan
 from parallel.shape_inference import trace
 from parallel.stage import Stage
 
@@ -133,12 +132,13 @@ def equal_stages(
         # At best the slowest rank never waits, once the others' stages have filled the pipeline.
         return chunks * max(sum(each[rank::ranks]) for rank in range(ranks)) + (ranks - 1) * max(each)
 
-    def planned_cost(counts: Sequence[int]) -> float:
-        return expected_makespan(stage_costs(costs, counts), ranks, chunks)
-
     uniform = even_split(len(costs), stages)
     blocks = block_partition(costs, stages)
-    if schedule == "planned":
+    if simulated := makespan(schedule):
+
+        def planned_cost(counts: Sequence[int]) -> float:
+            return simulated(stage_costs(costs, counts), ranks, chunks)
+
         best = _cheapest(planned_cost, len(costs), chunks, [blocks, _cheapest(cost, len(costs), chunks, [blocks])])
         cost = planned_cost
     else:

@@ -1,35 +1,65 @@
-"""The gradients of one rank's stages: averaged over replicas, summed over tied parameters, scaled and clamped."""
+"""The gradients of one rank's stages: averaged over replicas, summed over tied parameters, scaled and clamped.
+
+DistributedDataParallel averages them while autograd accumulates gradients into parameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from models.chain import Chain, is_within
 from parallel.mesh import Mesh
-from parallel.plan import Plan
+from parallel.plan import HIERARCHICAL, Plan
 from parallel.sharding import local
 from parallel.stage import Stage
+
+# Averages a flat tensor over the replicas in place; the future is done when the tensor holds the mean.
+Average = Callable[[Tensor], Future]
+
+# torch 2.13 renamed the argument and warns at the old name.
+_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+_NO_BUFFER_SYNC = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
+
+# The dtype in which gradients are sent; under a hierarchy, between groups.
+_COMPRESSED = {"bf16": torch.bfloat16, "fp16": torch.float16, "hierarchical_bf16": torch.bfloat16}
 
 _ROW, _LARGE = 512, 2**16  # elements: of a row that is summed in float32, and of the smallest gradient cut into rows
 
 
 class Gradients:
-    """The gradients that the stages of a rank hold."""
+    """The gradients that the stages of a rank hold.
 
-    def __init__(self, stages: Sequence[Stage], chain: Chain, mesh: Mesh, device: torch.device) -> None:
-        """Refer to the stages' gradients.
+    A tied parameter that several stages hold has a copy in each, and all copies get the summed gradient. Copies start
+    equal (they are drawn under the same name) and get equal updates, so they stay equal. Where replicas share
+    parameters, a rank has the same rows of each copy.
+    """
+
+    def __init__(
+        self, plan: Plan, chain: Chain, stages: Sequence[Stage], mesh: Mesh, device: torch.device, timeout_s: float
+    ) -> None:
+        """Refer to the stages' gradients. Every rank of the mesh constructs this.
 
         Args:
+            plan: Says which stages hold which layers.
+            chain: Says which parameters are tied.
             stages: Of this rank.
-            chain: The model.
             mesh: The grid of ranks.
             device: Where norms are computed.
+            timeout_s: The longest that a rank waits for another.
         """
-        self._stages, self._chain, self._mesh, self._device = stages, chain, mesh, device
+        self._stages, self._tied, self._device = stages, chain.tied, device
+        self._sharded = mesh.shards > 1
+        self._in_buckets = mesh.dp_group is not None and not self._sharded
+        self._is_first_copy = mesh.copy == 0
+        self._copies = _copies(plan, chain, stages, mesh, timeout_s)
 
     def clear(self) -> None:
         """Clear the last step's gradients.
@@ -37,23 +67,33 @@ class Gradients:
         With replicas they are views of buckets and stay so, zeroed: gradients of their own beside the buckets would
         take the model's size in memory once more. Where replicas share them, there are no buckets.
         """
-        present = self._present()
-        if self._mesh.dp_group is not None and self._mesh.shards == 1 and present:
+        if self._in_buckets and (present := self._present()):
             torch._foreach_zero_(present)
             return
         for stage in self._stages:
             for parameter in stage.layers.parameters():
                 parameter.grad = None
 
-    def complete(self) -> None:
-        """Give trainable parameters that the step has not used a gradient of zero, in every layout alike.
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Do what the backward has left to do. Called once per step, by all ranks.
 
-        Without one, some optimizers leave a parameter alone, and replicas have one as soon as any of them uses it.
+        Trainable parameters that the step has not used get a gradient of zero, in every layout alike: without one, some
+        optimizers leave a parameter alone, and replicas have one as soon as any of them uses it. Every copy of a tied
+        parameter gets the sum of all copies' gradients.
         """
         for stage in self._stages:
             for parameter in stage.layers.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+        for parameters, group in self._copies:
+            total, *others = [local(parameter.grad) for parameter in parameters]
+            for other in others:
+                total += other.to(total.device)
+            if group is not None:
+                dist.all_reduce(total, group=group)
+            for other in others:
+                other.copy_(total)
 
     def multiply(self, factor: float) -> None:
         """Scale every element."""
@@ -81,20 +121,23 @@ class Gradients:
         Returns:
             A scalar in ``sum_dtype``.
         """
-        tensors = [
-            local(tensor)
+        tensors = self._local(
+            tensor
             for stage in self._stages
             for name, parameter in stage.layers.named_parameters(remove_duplicate=False)
-            if name not in self._chain.tied and (tensor := of(parameter)) is not None
-        ]
+            if name not in self._tied and (tensor := of(parameter)) is not None
+        )
         dtype = sum_dtype(self._device)
         if not tensors:
             return torch.zeros((), dtype=dtype, device=self._device)
         squares = torch.cat([norms.to(self._device) for norms in _norms(tensors, dtype)]).square().sum()
-        return squares if self._mesh.copy == 0 else squares * 0
+        return squares if self._is_first_copy else squares * 0
 
     def _present(self) -> list[Tensor]:
-        return [local(p.grad) for stage in self._stages for p in stage.layers.parameters() if p.grad is not None]
+        return self._local(p.grad for stage in self._stages for p in stage.layers.parameters() if p.grad is not None)
+
+    def _local(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        return [local(tensor) for tensor in tensors] if self._sharded else list(tensors)
 
 
 def _norms(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -125,52 +168,150 @@ def sum_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-class TiedParameters:
-    """Tied parameters that several stages hold: each stage has a copy, and all copies get the summed gradient.
+def _copies(
+    plan: Plan, chain: Chain, stages: Sequence[Stage], mesh: Mesh, timeout_s: float
+) -> list[tuple[list[nn.Parameter], dist.ProcessGroup | None]]:
+    """For each tied parameter that several stages and this rank hold: its copies here, and the ranks that have some."""
+    found = []
+    for original in sorted(set(chain.tied.values())):
+        names = [original, *(alias for alias, target in chain.tied.items() if target == original)]
+        holders = [s.index for s in plan.stages if any(is_within(name, s.layers) for name in names)]
+        if len(holders) < 2:
+            continue
+        positions = sorted({index % mesh.pp for index in holders})
+        group = mesh.new_group([[mesh.rank_at(replica, p) for p in positions] for replica in range(mesh.dp)], timeout_s)
+        held = [
+            stage.layers.get_parameter(name)
+            for stage in stages
+            for name in names
+            if is_within(name, stage.layers.names)
+        ]
+        if held and held[0].requires_grad:
+            found.append((list(dict.fromkeys(held)), group))
+    return found
 
-    Copies start equal (they are drawn under the same name) and get equal updates, so they stay equal. Where replicas
-    share parameters, a rank has the same rows of each copy.
+
+def replicate(stage: nn.Module, mesh: Mesh, bucket_mb: float, comm_hook: str) -> nn.Module:
+    """Wrap a stage in DistributedDataParallel.
+
+    Args:
+        stage: The module.
+        mesh: The grid of ranks, connected.
+        bucket_mb: Gradients are sent in buckets of about this many MiB, during the backward.
+        comm_hook: How they are sent; see ``averaging``.
+
+    Returns:
+        The wrapped stage; ``stage`` itself where there is one replica, or nothing to average.
+    """
+    if mesh.dp_group is None or not any(p.requires_grad for p in stage.parameters()):
+        return stage
+    replicated = DistributedDataParallel(
+        stage,
+        process_group=mesh.dp_group,
+        init_sync=False,  # weights are drawn by name: equal already
+        **_NO_BUFFER_SYNC,
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=bucket_mb,
+    )
+    stage.register_forward_hook(_reach_parameters)
+    if comm_hook != "none":
+        replicated.register_comm_hook(averaging(mesh, comm_hook), _average_bucket)
+    return replicated
+
+
+def _reach_parameters(stage: nn.Module, given: tuple, output: Tensor | tuple[Tensor, ...]):
+    """Make every parameter a part of what the stage returns: DDP waits for each of them in the backward.
+
+    Those that the forward has not used get no gradient from there, which DDP takes for zero. It costs nothing, while
+    ``find_unused_parameters`` searches the graph in every backward.
+    """
+    outputs = list(output) if isinstance(output, tuple) else [output]
+    at = next((i for i, tensor in enumerate(outputs) if tensor.requires_grad), None)
+    if at is None:
+        return output
+    outputs[at] = _Reach.apply(outputs[at], *(p for p in stage.parameters() if p.requires_grad))
+    return tuple(outputs) if isinstance(output, tuple) else outputs[0]
+
+
+class _Reach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.parameters = len(parameters)
+        return torch.ops.aten._unsafe_view(output, output.shape)  # torch detaches what is sent, which a view refuses
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient, *([None] * ctx.parameters)
+
+
+def _average_bucket(average: Average, bucket):  # DDP refuses an annotation in quotes
+    return average(bucket.buffer())
+
+
+def averaging(mesh: Mesh, comm_hook: str) -> Average:
+    """Return the function that averages over the replicas of a mesh.
+
+    Args:
+        mesh: The grid of ranks, connected, with more than one replica.
+        comm_hook: none: in the gradients' own dtype. bf16, fp16: in that dtype. hierarchical: within each group of
+            replicas first, then between groups; hierarchical_bf16: likewise, in bf16 between groups.
+    """
+    dtype = _COMPRESSED.get(comm_hook)
+    if comm_hook in HIERARCHICAL and mesh.inner_group is not None:
+        return _Hierarchical(mesh, dtype)
+    return partial(_average, mesh.dp_group, dtype)
+
+
+def _average(group: dist.ProcessGroup, dtype: torch.dtype | None, gradients: Tensor) -> Future:
+    """Divide, round to the smaller type if there is one, sum, and widen in place.
+
+    torch's own hooks (``bf16_compress_hook``) do the same but check for NCCL.
+    """
+    gradients /= dist.get_world_size(group)
+    small = gradients if dtype is None else gradients.to(dtype)
+    sent = dist.all_reduce(small, group=group, async_op=True).get_future()
+
+    def widen(done: Future) -> Tensor:
+        (mean,) = done.value()  # raises what the sending has raised
+        return mean if dtype is None else gradients.copy_(mean)
+
+    return sent.then(widen)
+
+
+class _Hierarchical:
+    """Reduce-scatter in the group, all-reduce of one part between groups, all-gather in the group.
+
+    Each rank sends 1/group of the bytes between groups. The three collectives of a bucket follow each other before the
+    next bucket's begin: ranks must call those of a process group in one order. On a GPU they do so on a stream of their
+    own: the backward does not wait for them.
     """
 
-    def __init__(self, plan: Plan, chain: Chain, stages: Sequence[Stage], mesh: Mesh, timeout_s: float) -> None:
-        """Make the process groups of the copies. Every rank of the mesh constructs this.
+    def __init__(self, mesh: Mesh, across: torch.dtype | None) -> None:
+        self._mesh, self._across = mesh, across
+        self._stream: torch.cuda.Stream | None = None
 
-        Args:
-            plan: Says which stages hold which layers.
-            chain: Says which parameters are tied.
-            stages: Of this rank.
-            mesh: The grid of ranks.
-            timeout_s: The longest that a rank waits for another.
-        """
-        self._copies: list[tuple[list[nn.Parameter], dist.ProcessGroup | None]] = []
-        for original in sorted(set(chain.tied.values())):
-            names = [original, *(alias for alias, target in chain.tied.items() if target == original)]
-            holders = [s.index for s in plan.stages if any(is_within(name, s.layers) for name in names)]
-            if len(holders) < 2:
-                continue
-            positions = sorted({index % mesh.pp for index in holders})
-            group = mesh.new_group(
-                [[mesh.rank_at(replica, p) for p in positions] for replica in range(mesh.dp)], timeout_s
-            )
-            held = [(stage, name) for stage in stages for name in names if is_within(name, stage.layers.names)]
-            if not held:
-                continue
-            parameters = []
-            for stage, name in held:
-                parameter = stage.layers.get_parameter(name)
-                if not any(parameter is other for other in parameters):
-                    parameters.append(parameter)
-            if parameters[0].requires_grad:
-                self._copies.append((parameters, group))
+    def __call__(self, gradients: Tensor) -> Future:
+        if not gradients.is_cuda:
+            return self._averaged(gradients)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(gradients.device)
+        self._stream.wait_stream(torch.cuda.current_stream(gradients.device))
+        with torch.cuda.stream(self._stream):
+            return self._averaged(gradients)  # whoever waits for the future waits for what is on this stream now
 
-    @torch.no_grad()
-    def sum_gradients(self) -> None:
-        """Set every copy's gradient to the sum of all copies'. Called once per step, after the backward."""
-        for parameters, group in self._copies:
-            total, *others = [local(parameter.grad) for parameter in parameters]
-            for other in others:
-                total += other.to(total.device)
-            if group is not None:
-                dist.all_reduce(total, group=group)
-            for other in others:
-                other.copy_(total)
+    def _averaged(self, gradients: Tensor) -> Future:
+        mesh = self._mesh
+        each = -(-gradients.numel() // mesh.group)
+        whole = gradients.new_zeros(each * mesh.group)
+        torch.div(gradients, mesh.dp, out=whole[: gradients.numel()])
+        part = gradients.new_empty(each)
+        dist.reduce_scatter_tensor(part, whole, group=mesh.inner_group)
+        if mesh.outer_group is not None:
+            sent = part if self._across is None else part.to(self._across)
+            dist.all_reduce(sent, group=mesh.outer_group)
+            part = sent.to(part.dtype)
+        dist.all_gather_into_tensor(whole, part, group=mesh.inner_group)
+        gradients.copy_(whole[: gradients.numel()])
+        done = Future(devices=[gradients.device] if gradients.is_cuda else [])
+        done.set_result(gradients)
+        return done

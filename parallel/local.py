@@ -6,9 +6,8 @@ pipelines give it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from data.batch import Batch
 from models.chain import Tensors, as_tuple
 from parallel.precision import autocast, outside_autocast
 from parallel.stage import Stage
-from parallel.strategy import StepResult, Strategy
+from parallel.strategy import Strategy
 
 
 class LocalStrategy(Strategy):
@@ -28,6 +27,8 @@ class LocalStrategy(Strategy):
         """Place the model. The arguments are those of ``Strategy``."""
         super().__init__(*args, **kwargs)
         self._model: nn.Module = self.wrap()
+        self._no_sync = getattr(self._model, "no_sync", nullcontext)
+        self._backward = outside_autocast(self.device.type)
 
     def wrap(self) -> nn.Module:
         """Make one module of this rank's stages. A subclass may make another.
@@ -37,38 +38,26 @@ class LocalStrategy(Strategy):
         """
         return self.replicate(self.stages[0])
 
-    def train_step(self, batch: Batch, step: int, stop: bool = False, loss_limit: float = math.inf) -> StepResult:
-        """See ``Strategy.train_step``."""
-        with self.step(batch, step) as batch:
-            for samples, chunk, synchronisation in self._microbatches(batch):
-                with synchronisation:
-                    loss = self._model(
-                        *chunk.input_tensors, samples=samples, targets=chunk.targets, weights=chunk.weights
-                    )
-                    with outside_autocast(self.device.type):
-                        loss.backward()
-        return self.finish_step(batch, stop, loss_limit)
-
-    def eval_step(self, batch: Batch) -> Tensor:
-        """See ``Strategy.eval_step``."""
-        with self.step(batch) as batch:
-            for samples, chunk, _ in self._microbatches(batch):
-                self._model(*chunk.input_tensors, samples=samples, targets=chunk.targets, weights=chunk.weights)
-        return self.take_sums()
-
-    def _microbatches(self, batch: Batch) -> Iterator[tuple[list[int], Batch, AbstractContextManager]]:
-        """(samples, micro-batch, the context of its backward): replicas average their gradients in the last one's."""
+    def forward_backward(self, batch: Batch) -> None:
+        """See ``Strategy.forward_backward``. Replicas average their gradients in the last micro-batch's backward."""
         chunks = batch.chunks(self.plan.chunks)
-        no_sync = getattr(self._model, "no_sync", nullcontext)
         for samples, chunk in zip(self.samples_of(batch).tolist(), chunks, strict=True):
             last = chunk is chunks[-1]
             if self.sharding is not None:
                 self.sharding.before_backward(self.stages, last)
-            yield samples, chunk, nullcontext() if last else no_sync()
+            with nullcontext() if last else self._no_sync():
+                loss = self._model(*chunk.input_tensors, samples=samples, targets=chunk.targets, weights=chunk.weights)
+                with self._backward:
+                    loss.backward()
+
+    def forward(self, batch: Batch) -> None:
+        """See ``Strategy.forward``."""
+        for samples, chunk in zip(self.samples_of(batch).tolist(), batch.chunks(self.plan.chunks), strict=True):
+            self._model(*chunk.input_tensors, samples=samples, targets=chunk.targets, weights=chunk.weights)
 
     def close(self) -> None:
         """See ``Strategy.close``."""
-        self._model = None
+        self._model = self._no_sync = None
         super().close()
 
 

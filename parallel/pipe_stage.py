@@ -1,8 +1,4 @@
-"""torch's pipeline stage and schedule, with what this project adds to them.
-
-This is the one file that uses private names of torch.distributed.pipelining: ``_Action``,
-``_PipelineScheduleRuntime`` and its ``_prepare_schedule_with_comms``. Tried with torch 2.11, 2.13 and 2.15.
-"""
+"""torch's pipeline stage, with what this project adds to it."""
 
 from __future__ import annotations
 
@@ -11,32 +7,18 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import PipelineStage
 
 from models.chain import as_tuple
-from parallel.order import UNMEASURED, StageSeconds, best_order
 from parallel.precision import outside_autocast
-from parallel.split_backward import backward_inputs, backward_weights
-from parallel.timeline import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    RECEIVE_ACTIVATION,
-    RECEIVE_GRADIENT,
-    Timeline,
-)
-
-_ACTIONS = {
-    FORWARD: schedules.FORWARD,
-    BACKWARD: schedules.FULL_BACKWARD,
-    BACKWARD_INPUT: schedules.BACKWARD_INPUT,
-    BACKWARD_WEIGHT: schedules.BACKWARD_WEIGHT,
-}
+from parallel.shape_inference import TensorSpec
+from parallel.stage import Stage
+from parallel.strategy import Strategy
+from parallel.timeline import BACKWARD, BACKWARD_INPUT, FORWARD, RECEIVE_ACTIVATION, RECEIVE_GRADIENT
 
 
 class PipeStage(PipelineStage):
-    """A stage that also passes tensors without gradients on, splits its backward well, and records when it works.
+    """A stage that also passes tensors without gradients on, and records when it works.
 
     torch's stage knows only those of the tensors at its borders that have a gradient: before torch 2.13 it expects one
     for every tensor that it sends. The others (token numbers, masks) are sent after them, by this class.
@@ -44,50 +26,51 @@ class PipeStage(PipelineStage):
 
     def __init__(
         self,
-        timeline: Timeline,
-        module: nn.Module,
+        strategy: Strategy,
+        stage: Stage,
         index: int,
-        stages: int,
-        device: torch.device,
-        group: dist.ProcessGroup | None,
-        neighbours: tuple[int, int],
-        received: Sequence[Tensor],
-        sent: Sequence[Tensor],
-        reduce: Callable[[], None] | None = None,
+        received: Sequence[TensorSpec],
+        sent: Sequence[TensorSpec],
     ) -> None:
-        """Wrap the module of one stage.
+        """Wrap one stage of a pipeline.
 
         Args:
-            timeline: Where forwards, backwards and receives are recorded. Waiting is in the receives only.
-            module: The stage, under DistributedDataParallel where there are replicas.
+            strategy: The pipeline. In its timeline forwards, backwards and receives are recorded; waiting is in the
+                receives only.
+            stage: The stage.
             index: The stage's place in the pipeline, from 0.
-            stages: How many stages the pipeline has.
-            device: The device of the stage.
-            group: The ranks of the pipeline.
-            neighbours: The global ranks that run the stages before and after.
-            received: One micro-batch's incoming tensors, on the meta device, in the layout in which they are sent. Of
-                stage 0, the batch's inputs.
-            sent: The same of the outgoing tensors; of the last stage, the loss.
-            reduce: Called when the gradients of all micro-batches are there, while other stages still compute.
+            received: One micro-batch's incoming tensors; of stage 0, the batch's inputs.
+            sent: The outgoing tensors; of the last stage, the loss.
         """
-        first, last = index == 0, index == stages - 1
-        self._constants_in = [] if first else [i for i, tensor in enumerate(received) if not tensor.requires_grad]
-        self._constants_out = [] if last else [i for i, tensor in enumerate(sent) if not tensor.requires_grad]
+        plan, mesh = strategy.plan, strategy.mesh
+        stages, ranks = len(plan.stages), mesh.pipeline(mesh.replica)
+        # Tensors that need no gradient, by their places among those that arrive and those that leave.
+        self._constants_in = [i for i, spec in enumerate(received) if index > 0 and not spec.gradient]
+        self._constants_out = [i for i, spec in enumerate(sent) if index < stages - 1 and not spec.gradient]
+        incoming = [_example(stage, spec, sent=index > 0) for spec in received]
         super().__init__(
-            module,
+            self.wrapped(strategy, stage),
             index,
             stages,
-            device,
-            input_args=_without(received, self._constants_in),
-            output_args=_without(sent, self._constants_out),
-            group=group,
+            strategy.device,
+            input_args=_without(incoming, self._constants_in),
+            output_args=_without([_example(stage, spec, sent=True) for spec in sent], self._constants_out),
+            group=mesh.pp_group,
         )
-        self._timeline, self._neighbours, self._reduce = timeline, neighbours, reduce
-        self._examples = [received[i] for i in self._constants_in]
+        self._timeline = strategy.timeline
+        self._neighbours = ranks[(index - 1) % len(ranks)], ranks[(index + 1) % len(ranks)]  # before and after
+        self._examples = [incoming[i] for i in self._constants_in]
         # Tensors without gradients, by micro-batch: those that arrive, and those to be sent.
         self._arriving: dict[int, list[Tensor]] = {}
         self._leaving: dict[int, list[Tensor]] = {}
         self._microbatch = 0
+
+    def wrapped(self, strategy: Strategy, stage: Stage) -> nn.Module:
+        """Return the stage with what averages its gradients over replicas."""
+        return strategy.replicate(stage)
+
+    def wait(self) -> None:
+        """Wait until the gradients of the step are averaged: DistributedDataParallel has, in the last backward."""
 
     # -- what crosses the borders ----------------------------------------------------------------------------------
 
@@ -150,43 +133,16 @@ class PipeStage(PipelineStage):
         _unwrapped(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward)
         self._timeline.note(BACKWARD if full_backward else BACKWARD_INPUT, self.stage_index, bwd_chunk_id, start)
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False):
-        """Compute the second part of a split backward, and record when."""
-        start = self._timeline.now()
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        self._timeline.note(BACKWARD_WEIGHT, self.stage_index, bwd_chunk_id, start)
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce gradients over replicas; called once per step after the stage's last backward, or evaluation."""
-        super().perform_reduce_grad(grad_scale_factor)
-        if self._reduce is not None and self.has_backward:
-            self._reduce()
-
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False):
-        """Compute gradients: "full" for all of them, or "input" and later "weight" for those of inputs and weights.
-
-        A split backward computes the gradients of vectors with those of inputs: a norm and a bias have them at hand
-        when they have their input's, and ResNet-50's backward takes 2 % longer than in one piece, not 8 %.
-        """
+        """Compute gradients: "full" for all of them, or "input" and later "weight" for those of inputs and weights."""
         with outside_autocast(self.device.type):
-            return self._backward(backward_type, bwd_kwargs, last_backward)
-
-    def _backward(self, backward_type: str, bwd_kwargs: dict, last_backward: bool):
-        if backward_type == "weight":
-            backward_weights(bwd_kwargs["param_groups"])
-            return (), None
-        inputs = bwd_kwargs["input_values"]
-        if backward_type == "full":
-            gradients, deferred = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        else:
-            vectors = [p for p in self.submod.parameters() if p.dim() < 2]
-            matrices = [p for p in self.submod.parameters() if p.dim() >= 2]
-            outputs, output_grads = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
-            gradients, deferred = backward_inputs(outputs, output_grads, [*inputs, *vectors], matrices)
-            for vector, gradient in zip(vectors, gradients[len(inputs) :], strict=True):
-                if gradient is not None:
-                    vector.grad = gradient if vector.grad is None else vector.grad.add_(gradient)
+            gradients, deferred = self.backward(backward_type, bwd_kwargs, last_backward)
+        inputs = bwd_kwargs.get("input_values", ())
         return tuple(_as_sent(*pair) for pair in zip(inputs, gradients, strict=False)), deferred
+
+    def backward(self, backward_type: str, bwd_kwargs: dict, last_backward: bool):
+        """Return the gradients of the inputs, and what a later call of type "weight" takes as ``param_groups``."""
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
 
 def _unwrapped(method: Callable, *args, **kwargs):
@@ -211,26 +167,7 @@ def _without(tensors: Sequence[Tensor], positions: Sequence[int]) -> tuple[Tenso
     return tuple(tensor for i, tensor in enumerate(tensors) if i not in positions)
 
 
-class PlannedSchedule(schedules._PipelineScheduleRuntime):
-    """A looped schedule with the shortest simulated makespan: for the textbook's times, then for those measured.
-
-    torch adds sends and receives to the order, and runs it.
-    """
-
-    def __init__(self, stages: list[PipelineStage], n_microbatches: int, **kwargs) -> None:
-        """Plan for the textbook's times. The arguments are those of torch's schedules."""
-        super().__init__(stages, n_microbatches, **kwargs)
-        self.plan([UNMEASURED] * self._num_stages)
-
-    def plan(self, seconds: Sequence[StageSeconds]) -> None:
-        """Plan the order anew. All ranks of the pipeline call it, between steps.
-
-        Args:
-            seconds: What one micro-batch takes in each stage of the pipeline.
-        """
-        orders = best_order(seconds, self.pp_group_size, self._n_microbatches)
-        self.pipeline_order = {
-            rank: [schedules._Action(action.stage, _ACTIONS[action.kind], action.microbatch) for action in actions]
-            for rank, actions in orders.items()
-        }
-        self._prepare_schedule_with_comms(self.pipeline_order)
+def _example(stage: Stage, spec: TensorSpec, sent: bool) -> Tensor:
+    """A tensor without memory: one of the batch's inputs, or one that is sent between stages."""
+    example = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+    return stage.as_sent(example).requires_grad_(spec.gradient) if sent else example

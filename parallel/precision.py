@@ -1,10 +1,9 @@
-"""Numeric formats: which one a run computes in, and the loss scale that float16 needs."""
+"""Numeric formats: which one a run computes in."""
 
 from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 
@@ -76,46 +75,3 @@ def outside_autocast(device_type: str):
         device_type: cpu, cuda or mps.
     """
     return torch.autocast(device_type, enabled=False)
-
-
-@dataclass
-class LossScale:
-    """Loss scaling for float16: doubled after ``interval`` good steps, halved at a bad one.
-
-    torch's GradScaler looks for infinities one optimizer at a time. With stages on different ranks all of them must
-    take the same decision, so it is taken from the step's one agreed flag. The constants are GradScaler's.
-
-    Attributes:
-        enabled: Whether the loss is scaled at all.
-        scale: What it is multiplied by.
-        good_steps: Finite steps since the scale changed.
-        interval: The number of good steps after which it is doubled.
-    """
-
-    enabled: bool
-    scale: float = 65536.0
-    good_steps: int = 0
-    interval: int = 2000
-
-    @property
-    def factor(self) -> float:
-        """What the loss is multiplied by before the backward."""
-        return self.scale if self.enabled else 1.0
-
-    def update(self, finite: bool) -> None:
-        """Adapt the scale, once per step, with the same flag on every rank."""
-        if not self.enabled:
-            return
-        self.good_steps = self.good_steps + 1 if finite else 0
-        if not finite:
-            self.scale /= 2
-        elif self.good_steps == self.interval:
-            self.scale, self.good_steps = self.scale * 2, 0
-
-    def state_dict(self) -> dict[str, float]:
-        """Return what a checkpoint keeps."""
-        return {"scale": self.scale, "good_steps": self.good_steps}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from what ``state_dict`` returned."""
-        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])

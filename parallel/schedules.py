@@ -16,6 +16,7 @@ Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2019 and 2021 (PipeDream-fl
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
 
@@ -28,6 +29,8 @@ class Schedule:
 
     Attributes:
         class_name: Module and name of the class that runs it.
+        stage_class: Module and name of the class of its stages.
+        makespan: Module and name of the function that estimates how long a step takes, where an order is planned.
         looped: Whether a rank runs several stages.
         rounds: Whether chunks are run in rounds of as many as there are ranks.
         splits_backward: Whether gradients of inputs and of weights are computed at different times.
@@ -35,6 +38,8 @@ class Schedule:
     """
 
     class_name: str
+    stage_class: str = "parallel.pipe_stage:PipeStage"
+    makespan: str = ""
     looped: bool = False
     rounds: bool = False
     splits_backward: bool = False
@@ -47,6 +52,7 @@ _V_SHAPED = (
 )
 
 _TORCH = "torch.distributed.pipelining.schedules"
+_SPLIT = "parallel.zero_bubble.schedule:SplitStage"
 
 SCHEDULES = {
     "gpipe": Schedule(f"{_TORCH}:ScheduleGPipe"),
@@ -54,9 +60,15 @@ SCHEDULES = {
     "interleaved_1f1b": Schedule(f"{_TORCH}:ScheduleInterleaved1F1B", looped=True, rounds=True),
     "looped_bfs": Schedule(f"{_TORCH}:ScheduleLoopedBFS", looped=True),
     "interleaved_zero_bubble": Schedule(
-        f"{_TORCH}:ScheduleInterleavedZeroBubble", looped=True, rounds=True, splits_backward=True
+        f"{_TORCH}:ScheduleInterleavedZeroBubble", _SPLIT, looped=True, rounds=True, splits_backward=True
     ),
-    "planned": Schedule("parallel.pipe_stage:PlannedSchedule", looped=True, splits_backward=True),
+    "planned": Schedule(
+        "parallel.zero_bubble.schedule:PlannedSchedule",
+        _SPLIT,
+        "parallel.zero_bubble.order:expected_makespan",
+        looped=True,
+        splits_backward=True,
+    ),
     "zbv_zero_bubble": Schedule(
         f"{_TORCH}:ScheduleZBVZeroBubble", looped=True, splits_backward=True, refused=_V_SHAPED
     ),
@@ -203,3 +215,14 @@ def _warm_up(ranks: int, per_rank: int, rank: int) -> int:
 def schedule_class(schedule: str) -> type:
     """Import the class that runs a schedule: torch's, or this project's that gives torch's another order."""
     return resolve_name(SCHEDULES[schedule].class_name)
+
+
+def stage_class(schedule: str) -> type:
+    """Import the class of a schedule's stages."""
+    return resolve_name(SCHEDULES[schedule].stage_class)
+
+
+def makespan(schedule: str | None) -> Callable[[Sequence[float], int, int], float] | None:
+    """Return what estimates a step's time from (costs of the stages, ranks, chunks); None where no order is planned."""
+    known = SCHEDULES[schedule].makespan if schedule is not None else ""
+    return resolve_name(known) if known else None

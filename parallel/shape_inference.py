@@ -19,8 +19,8 @@ from common.errors import PlanError
 from data.batch import Batch
 from models.batchnorm import StepBatchNorm
 from models.chain import Chain
-from models.dropout import Samples, computing
 from models.layers import as_tuple, checked
+from models.seeds import Samples, computing
 from parallel.plan import Plan
 from parallel.precision import autocast, parameter_dtype
 

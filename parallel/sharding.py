@@ -8,7 +8,7 @@ What goes wrong with it, and what is done about it here:
   cleared then: ``reshard`` after every step of evaluation.
 * A layer's gradients are reduced when its backward ends. A weight whose cast autocast has kept from an earlier
   micro-batch gets its gradient later than that: ``parallel.strategy`` has autocast keep none.
-* torch's pipelines reduce a stage's gradients once, after its last backward: see ``hold_gradients``.
+* torch's pipelines reduce a stage's gradients once, after its last backward.
 """
 
 from __future__ import annotations
@@ -79,16 +79,6 @@ class Sharding:
             stage.set_reshard_after_backward(self._reshard or last)
             stage.set_requires_gradient_sync(self._reshard or last)
             stage.set_requires_all_reduce(last)
-
-    def hold_gradients(self, stages: Iterable[Stage]) -> None:
-        """Have backwards add gradients up and keep the parameters whole, until the pipeline asks for the reduction.
-
-        torch's stage does this in each backward that it runs itself, and not in those that are split.
-        """
-        for stage in self._sharded(stages):
-            stage.set_is_last_backward(False)
-            stage.set_reshard_after_backward(False)
-            stage.set_requires_gradient_sync(False)
 
     def reshard(self, stages: Iterable[Stage]) -> None:
         """Free the whole parameters that no backward will free."""

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models.batchnorm import StepBatchNorm
-from models.chain import Chain, Tensors, as_tuple, is_within
-from models.dropout import BySample, Samples, computing, forget
+from models.chain import Chain, Tensors, is_within
+from models.dropout import BySample
 from models.losses import Sums
-from models.seeds import derive_seed, seed_generators
+from models.seeds import Samples, computing, derive_seed, forget, seed_generators
 
 
 class Stage(nn.Module):
@@ -94,7 +94,7 @@ class Stage(nn.Module):
         self._set_step_cache(None)
 
     def _set_step_cache(self, cache: dict | None) -> None:
-        last = self.layers[self.layers.names[-1]]
+        last = self.layers.get_submodule(self.layers.names[-1])
         if hasattr(last, "step_cache"):
             last.step_cache = cache
 
@@ -139,7 +139,7 @@ class Stage(nn.Module):
         weights: Tensor | None,
     ) -> Tensors | Sums:
         """All layers and, where there are targets, the loss. ``where`` is None where nothing is random."""
-        layers = self.layers.items()
+        layers = [(name, self.layers.get_submodule(name)) for name in self.layers.names]
         last_name, last = layers[-1]
         owns_loss = targets is not None and hasattr(last, "loss")
         tensors = tuple(map(self._in_order, tensors))
@@ -159,7 +159,7 @@ class Stage(nn.Module):
                 )
             else:
                 output = self._seeded(name, layer, where, *tensors)
-            tensors = tuple(map(self._in_order, as_tuple(output)))
+            tensors = tuple(map(self._in_order, output if isinstance(output, tuple) else (output,)))
         if owns_loss:
             return self._seeded(last_name, last.loss, where, *tensors, targets, weights)
         return output if targets is None else self.chain.loss(output, targets, weights)
@@ -272,7 +272,7 @@ def place_of(error: BaseException, layers: Sequence[str], first: int) -> str:
             layer = f"layer {seen['name']!r} ({kind})"
         elif module == "parallel.local" and "samples" in seen:
             index = seen["samples"][0] // seen["samples"][1]
-        elif module == "parallel.pipe_stage":
+        elif module in ("parallel.pipe_stage", "parallel.zero_bubble.schedule"):
             index = next((first + seen[key] for key in ("fwd_chunk_id", "bwd_chunk_id") if key in seen), index)
     return "" if index is None else f"the {'backward' if backward else 'forward'} of {layer}, micro-batch {index}"
 

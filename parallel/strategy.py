@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from common.errors import add_note
 from data.batch import Batch
 from models.chain import Chain
-from parallel.averaging import replicate
 from parallel.batchnorm import RunningStatistics
 from parallel.devices import local_device
-from parallel.gradients import Gradients, TiedParameters, sum_dtype
+from parallel.gradients import Gradients, replicate, sum_dtype
 from parallel.mesh import Mesh
 from parallel.plan import Plan
-from parallel.precision import LossScale, autocast, parameter_dtype
+from parallel.precision import autocast, parameter_dtype
 from parallel.shape_inference import trace
 from parallel.sharding import Sharding, fill
 from parallel.stage import Stage, place_of
@@ -42,7 +41,7 @@ class Options:
         seed: The run's seed, for weights and dropout.
         timeout_s: The longest that a rank waits for another.
         bucket_mb: The size of DDP's buckets in MiB.
-        comm_hook: How gradients are sent: none, bf16, fp16, hierarchical or hierarchical_bf16 (see parallel.averaging).
+        comm_hook: How gradients are sent: none, bf16, fp16, hierarchical or hierarchical_bf16 (``averaging``).
         sync_batchnorm: Whether BatchNorm normalises over the micro-batches of all replicas together.
         recompute: Whether activations are recomputed in the backward.
         compile: Whether layers are compiled.
@@ -88,14 +87,58 @@ class StepResult:
         return self.finite and not self.spike
 
 
+@dataclass
+class LossScale:
+    """Loss scaling for float16: doubled after ``interval`` good steps, halved at a bad one.
+
+    torch's GradScaler looks for infinities one optimizer at a time. With stages on different ranks all of them must
+    take the same decision, so it is taken from the step's one agreed flag. The constants are GradScaler's.
+
+    Attributes:
+        enabled: Whether the loss is scaled at all.
+        scale: What it is multiplied by.
+        good_steps: Finite steps since the scale changed.
+        interval: The number of good steps after which it is doubled.
+    """
+
+    enabled: bool
+    scale: float = 65536.0
+    good_steps: int = 0
+    interval: int = 2000
+
+    @property
+    def factor(self) -> float:
+        """What the loss is multiplied by before the backward."""
+        return self.scale if self.enabled else 1.0
+
+    def update(self, finite: bool) -> None:
+        """Adapt the scale, once per step, with the same flag on every rank."""
+        if not self.enabled:
+            return
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.scale /= 2
+        elif self.good_steps == self.interval:
+            self.scale, self.good_steps = self.scale * 2, 0
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what a checkpoint keeps."""
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from what ``state_dict`` returned."""
+        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
+
+
 class Strategy(ABC):
     """A rank's part in training a chain as a plan lays it out. Every rank of the mesh constructs one.
 
     Attributes:
+        chain: The whole model.
         stages: The stages that this rank runs, in order.
         device: Where batches are placed: the first stage's device.
         devices: All devices that this rank computes on, each once.
-        timeline: When this rank worked, in the newest steps.
+        timeline: When this rank worked, in a pipeline's newest steps.
         loss_scale: For float16.
         sharding: How replicas share parameters, gradients and optimizer state; None where each has its own.
     """
@@ -123,15 +166,20 @@ class Strategy(ABC):
         self.device, self.devices = devices[0], list(dict.fromkeys(devices))
         self.timeline = Timeline(self.device.type)
         self.loss_scale = LossScale(enabled=plan.precision == "fp16")
+        self._dtype, self._replica, self._alone = parameter_dtype(plan.precision), mesh.replica, mesh.size == 1
         shares = plan.sharded and mesh.inner_group is not None  # there are others to share with
         self.sharding = Sharding(mesh, self.device.type, plan.reshard) if shares else None
+        # One context spans a whole step, so that weights are cast once and not once per micro-batch. A cast that is
+        # kept gets its gradient last, when its layer's may have been reduced.
+        keep_casts = self.sharding is None or plan.pipelined
+        self._autocast = autocast(plan.precision, self.device.type, keep_casts)
         self.stages = [
             Stage(
                 chain,
                 stage.layers,
                 seed=options.seed,
                 device=devices[i % len(devices)],
-                dtype=parameter_dtype(plan.precision),
+                dtype=self._dtype,
                 recompute=options.recompute,
                 shard=self.sharding.shard if self.sharding is not None else None,
             )
@@ -142,15 +190,11 @@ class Strategy(ABC):
             random = {layer.name for layer in traces if layer.random}
             for stage in self.stages:
                 stage.compile(random=not random.isdisjoint(stage.layers.names))
-        self.tied = TiedParameters(plan, chain, self.stages, mesh, options.timeout_s)
-        self.gradients = Gradients(self.stages, chain, mesh, self.device)
-        self.statistics = RunningStatistics(self.stages, plan.chunks, mesh.dp_group)
-        if options.sync_batchnorm:
-            self.statistics.synchronise()
+        self.gradients = Gradients(plan, chain, self.stages, mesh, self.device, options.timeout_s)
+        self.statistics = RunningStatistics.of(self.stages, plan.chunks, mesh.dp_group, options.sync_batchnorm)
 
     # -- the step --------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def train_step(self, batch: Batch, step: int, stop: bool = False, loss_limit: float = math.inf) -> StepResult:
         """Compute forward and backward of this replica's batch in ``plan.chunks`` micro-batches.
 
@@ -166,8 +210,17 @@ class Strategy(ABC):
         Returns:
             Numbers over the global batch.
         """
+        terms = batch.targets.numel()
+        self.gradients.clear()
+        # Replicas' gradients are averaged and the global mean divides by dp x terms: each divides by its own terms.
+        with self._step(step, self.loss_scale.factor / terms):
+            self.forward_backward(self._placed(batch))
+        self.gradients.finish()
+        result = self._agree(terms, stop, loss_limit)
+        if self.statistics is not None:
+            self.statistics.update(result.usable)
+        return result
 
-    @abstractmethod
     def eval_step(self, batch: Batch) -> Tensor:
         """Evaluate this replica's batch, without gradients.
 
@@ -178,35 +231,31 @@ class Strategy(ABC):
             [loss sum, count, metric sums...] in ``sum_dtype``; zeros where this rank does not compute the loss. Add
             the vectors of all batches up and give them to ``all_sum``.
         """
+        with self._step():
+            self.forward(self._placed(batch))
+        return self.take_sums()
 
-    @contextmanager
-    def step(self, batch: Batch, step: int | None = None) -> Iterator[Batch]:
-        """Prepare the stages for a step, and end it after the block.
-
-        One autocast context spans the whole step, so that weights are cast once and not once per micro-batch.
+    @abstractmethod
+    def forward_backward(self, batch: Batch) -> None:
+        """Pass the micro-batches of a training step forward and backward through the stages.
 
         Args:
-            batch: As given to ``train_step`` or ``eval_step``.
-            step: The number of a training step; None for a step of evaluation.
-
-        Yields:
-            The batch on this rank's device, floating-point tensors in the dtype of the parameters.
+            batch: This replica's, on this rank's device, floating-point tensors in the dtype of the parameters.
         """
-        batch = batch.to(self.device, non_blocking=True).map(self._as_parameters)
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> None:
+        """Pass the micro-batches of a step of evaluation forward through the stages, as ``forward_backward`` does."""
+
+    @contextmanager
+    def _step(self, step: int | None = None, loss_scale: float = 1.0) -> Iterator[None]:
+        """Prepare the stages for a step, of evaluation where it has no number, and end it after the block."""
         training = step is not None
-        loss_scale = 1.0
-        if training:
-            self.zero_grad()
-            self.timeline.start_step()
-            # DDP averages over replicas and the global mean divides by dp x terms: each divides by its own terms.
-            loss_scale = self.loss_scale.factor / batch.targets.numel()
         for stage in self.stages:
             stage.begin(training, step or 0, loss_scale)
-        # A cast that is kept gets its gradient last, when its layer's may have been reduced.
-        keep_casts = self.sharding is None or self.plan.pipelined
         try:
-            with torch.set_grad_enabled(training), autocast(self.plan.precision, self.device.type, keep_casts):
-                yield batch
+            with torch.set_grad_enabled(training), self._autocast:
+                yield
         except Exception as error:
             self._note_place(error, step)
             raise
@@ -215,35 +264,23 @@ class Strategy(ABC):
                 stage.end()
             if self.sharding is not None and not training:
                 self.sharding.reshard(self.stages)
-        if training:
-            self.timeline.end_step()
 
     def _note_place(self, error: Exception, step: int | None) -> None:
         """Add to an error where in the step it was raised."""
         layers = [name for stage in self.stages for name in stage.layers.names]
-        place = place_of(error, layers, self.mesh.replica * self.plan.chunks)
+        place = place_of(error, layers, self._replica * self.plan.chunks)
         if place:
             place += f" with {self.plan.microbatch_size} samples"
-        rank = f"rank {self.mesh.rank}" if self.mesh.size > 1 else ""
+        rank = "" if self._alone else f"rank {self.mesh.rank}"
         words = filter(None, [place, f"step {step}" if step else "evaluation", rank])
         add_note(error, f"raised in {', '.join(words)}")
 
-    def finish_step(self, batch: Batch, stop: bool, loss_limit: float) -> StepResult:
-        """Do what follows the backward of a training step.
+    def _placed(self, batch: Batch) -> Batch:
+        def placed(tensor: Tensor) -> Tensor:
+            tensor = tensor.to(self.device, non_blocking=True)
+            return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
-        Args:
-            batch: This replica's batch.
-            stop: As given to ``train_step``.
-            loss_limit: Likewise.
-
-        Returns:
-            The step's numbers.
-        """
-        self.gradients.complete()
-        self.tied.sum_gradients()
-        result = self._agree(batch.targets.numel(), stop, loss_limit)
-        self.statistics.update(result.usable)
-        return result
+        return batch.map(placed)
 
     def _agree(self, terms: int, stop: bool, loss_limit: float) -> StepResult:
         """The step's one small all-reduce: loss, count, metrics, squared norm and the stop flag together.
@@ -275,15 +312,14 @@ class Strategy(ABC):
 
     def all_sum(self, vector: Tensor) -> list[float]:
         """Add a vector up over all ranks, who call this together; the result is the same on every rank."""
-        if self.mesh.size > 1:
+        if not self._alone:
             dist.all_reduce(vector)
-        with self.timeline.waiting():
-            return vector.tolist()
+        return vector.tolist()
 
     def sum_of(self, *numbers: float) -> list[float]:
         """Add each of a few numbers up over all ranks, who call this together."""
         vector = torch.tensor(numbers, dtype=sum_dtype(self.device))
-        return self.all_sum(vector.to(self.device) if self.mesh.size > 1 else vector)
+        return self.all_sum(vector if self._alone else vector.to(self.device))
 
     def norm(self, of: Callable[[nn.Parameter], Tensor | None]) -> float:
         """Compute a norm over the whole model: over all stages and shares, tied parameters once.
@@ -380,7 +416,7 @@ class Strategy(ABC):
         """Return [chunks, 2], of each micro-batch: the index of its first sample in the global batch, and how many."""
         chunks = self.plan.chunks
         count = len(batch) // chunks
-        first = (torch.arange(chunks) + self.mesh.replica * chunks) * count
+        first = (torch.arange(chunks) + self._replica * chunks) * count
         return torch.stack((first, torch.full_like(first, count)), dim=1)
 
     def take_sums(self) -> Tensor:
@@ -391,9 +427,6 @@ class Strategy(ABC):
             if sums is not None:
                 total += sums.to(self.device)
         return total
-
-    def _as_parameters(self, tensor: Tensor) -> Tensor:
-        return tensor.to(parameter_dtype(self.plan.precision)) if tensor.is_floating_point() else tensor
 
 
 def build_strategy(

@@ -67,7 +67,6 @@ def install() -> None:
         backend = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     backend.pretend_take_waits.restype = ctypes.c_char_p
     sys.modules["pretend_cuda_backend"] = backend
-    import pretend_kernels
     import torch
 
     cuda = torch.cuda
@@ -106,7 +105,6 @@ def install() -> None:
                 setattr(sys.modules[module], name, lambda: False)
     _install_data_parallel(torch.nn.parallel)
     torch.nn.parallel.data_parallel.__globals__["parallel_apply"] = _threads_in_turn
-    pretend_kernels.install()
 
 
 def _libraries() -> list[Path]:

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from models import dropout
 from models.chain import Chain, LayerSpec
-from models.dropout import CausalAttentionDropout, Samples, by_sample, computing
+from models.dropout import CausalAttentionDropout, by_sample
 from models.losses import SquaredError
+from models.seeds import Samples, computing
 from parallel.stage import Stage
 
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch.distributed.pipelining import schedules
 
-from parallel.order import Action, StageSeconds
 from parallel.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from parallel.zero_bubble.order import Action, StageSeconds
 
 PART = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "inputs", BACKWARD_WEIGHT: "weights"}
 KINDS = {schedules.FORWARD: FORWARD, schedules.FULL_BACKWARD: BACKWARD}

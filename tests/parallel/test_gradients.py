@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from parallel.gradients import Gradients
-
-FIRST = SimpleNamespace(copy=0)  # the first replica
+from parallel.mesh import Mesh
 
 
 def squared_norm(*gradients):
@@ -16,7 +15,7 @@ def squared_norm(*gradients):
     for parameter, gradient in zip(layers, gradients, strict=True):
         parameter.grad = gradient
     stage, chain = SimpleNamespace(layers=layers), SimpleNamespace(tied={})
-    return float(Gradients([stage], chain, FIRST, torch.device("cpu")).squared_norm())
+    return float(Gradients(None, chain, [stage], Mesh(1, 1), torch.device("cpu"), timeout_s=1).squared_norm())
 
 
 def test_a_norm_of_millions_of_elements_is_that_of_float64_however_they_are_divided():

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.fused_cross_entropy import fused_cross_entropy
-from parallel.split_backward import backward_inputs, backward_weights
+from parallel.zero_bubble.split_backward import backward_inputs, backward_weights
 
 WIDTH = 16
 

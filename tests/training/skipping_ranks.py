@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from composed import run_on_rank
 
-from parallel.local import LocalStrategy
 from parallel.strategy import Strategy
 
 
@@ -28,24 +27,18 @@ def train_spoilt(tree: dict, folder: str, meeting: str, step: int, rank: int, wh
 
 @contextmanager
 def _spoilt(bad: int, what: str) -> Iterator[None]:
-    from parallel.pipeline import Pipeline
+    now, train_step, sums, agree = [0], Strategy.train_step, Strategy.take_sums, Strategy._agree
 
-    now, originals = [0], [(kind, kind.train_step) for kind in (LocalStrategy, Pipeline)]
-    sums, finish_step = Strategy.take_sums, Strategy.finish_step
-
-    def counted(original):
-        def run(self, batch, step, *args):
-            now[0] = step
-            result = original(self, batch, step, *args)
-            now[0] = 0
-            return result
-
-        return run
+    def counted(self, batch, step, *args):
+        now[0] = step
+        result = train_step(self, batch, step, *args)
+        now[0] = 0
+        return result
 
     def spoil_gradient(self, *args):
         if now[0] == bad and what == "gradient":
             [p.grad for p in self.parameters() if p.grad is not None][-1].view(-1)[0] = math.nan
-        return finish_step(self, *args)
+        return agree(self, *args)
 
     def spoil_loss(self):
         found = sums(self)
@@ -53,15 +46,11 @@ def _spoilt(bad: int, what: str) -> Iterator[None]:
             found[0] = math.nan
         return found
 
-    Strategy.finish_step, Strategy.take_sums = spoil_gradient, spoil_loss
-    for kind, original in originals:
-        kind.train_step = counted(original)
+    Strategy.train_step, Strategy._agree, Strategy.take_sums = counted, spoil_gradient, spoil_loss
     try:
         yield
     finally:
-        Strategy.finish_step, Strategy.take_sums = finish_step, sums
-        for kind, original in originals:
-            kind.train_step = original
+        Strategy.train_step, Strategy._agree, Strategy.take_sums = train_step, agree, sums
 
 
 @contextmanager

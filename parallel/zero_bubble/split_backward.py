@@ -1,8 +1,10 @@
 """A stage's backward in two parts: the gradients of its inputs now, those of its weights later.
 
 Zero-bubble schedules (Qi et al. 2023) send the inputs' gradients on at once and fill gaps with the weights'. torch has
-the same in ``torch.distributed.pipelining._backward``, which is private, differs between releases, and in 2.11 fails on
-custom autograd functions. This one uses the public autograd graph only.
+the same in ``torch.distributed.pipelining._backward``, which is private and differs between releases. Tried again with
+torch 2.13: a layer that a stage uses several times is an error ("backward through the graph a second time"), a weight
+that reaches an output past all inputs silently gets no gradient, and the fused head's product is computed twice; torch
+2.11 fails on every custom autograd function. This one uses the public autograd graph only.
 
 A *boundary* node is one that lies on a path from the outputs to the inputs and has an edge that leads to weights only.
 The first part runs backward to the inputs and notes the gradients that enter each boundary node. The second part starts
@@ -47,7 +49,7 @@ def backward_inputs(
     inputs: Sequence[object],
     weights: Iterable[Tensor],
 ) -> tuple[list[Tensor | None], DeferredWeights]:
-    """Computes the gradients of ``inputs`` and defers those of ``weights``.
+    """Compute the gradients of ``inputs`` and defer those of ``weights``.
 
     Args:
         outputs: What the stage returned; those without a graph are ignored.
@@ -88,7 +90,7 @@ def backward_inputs(
 
 
 def backward_weights(deferred: DeferredWeights) -> None:
-    """Accumulates the deferred gradients into the weights' ``grad``."""
+    """Accumulate the deferred gradients into the weights' ``grad``."""
     for group in deferred.groups:
         edges, gradients, hooks = [], [], []
         for node, entered in group.entered.items():

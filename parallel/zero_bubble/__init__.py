@@ -1,0 +1,9 @@
+"""Backwards in two parts, and orders that are planned for measured times: schedules without bubbles.
+
+Reached through two entries of ``parallel.schedules.SCHEDULES`` only: ``interleaved_zero_bubble``, in torch's order, and
+``planned``.
+
+    order.py           the order of a pipeline's work with the shortest simulated makespan
+    split_backward.py  the gradients of a stage's inputs now, those of its weights later
+    schedule.py        torch's stage and schedule with these two
+"""
