@@ -212,6 +212,15 @@ class Chain:
     ) -> Layers:
         """Build layers with their initial weights. Nothing else takes memory.
 
+        A tied weight whose owner is in another stage is drawn here once more, under the owner's name::
+
+            stage 0                        stage 1
+            embedding.wte.weight  ------>  head.lm_head.weight
+            the owner: drawn from          a copy: memory first, then the numbers that
+            (seed, "embedding.wte")        (seed, "embedding.wte") gives there too
+
+        Where both are in one stage, the alias becomes the owner's parameter.
+
         Weights are drawn on the CPU in float32 whatever the device and dtype, so that all runs start from the same
         numbers.
 
@@ -227,33 +236,32 @@ class Chain:
             The layers.
         """
         layers = self.skeleton(names)
-        # Copies of tied parameters whose original belongs to another stage.
-        copies = {
+        owner_of = {  # alias -> owner in another stage
             alias: original
             for alias, original in self.tied.items()
             if is_within(alias, names) and not is_within(original, names)
         }
-        copied = {layers.get_parameter(alias) for alias in copies}
-        done: set[Tensor] = set()
+        copies = {layers.get_parameter(alias) for alias in owner_of}
+        initialised: set[Tensor] = set()
         for layer_name, layer in layers.items():
             constructed = self._constructed(layer_name, layer, seed)
             for name, module in layer.named_modules(prefix=layer_name):
-                own = set(module.parameters(recurse=False)) | set(module.buffers(recurse=False))
-                if own <= done:  # nothing of its own, or an alias of what is initialised already
+                own = set(_own_tensors(module).values())
+                if own <= initialised:  # nothing of its own, or an alias of what is initialised already
                     continue
-                done |= own
-                if own <= copied:
+                initialised |= own
+                if own <= copies:
                     module.to_empty(device="cpu", recurse=False)
                 else:
                     self._fill(name, module, constructed, derive_seed(seed, name))
                 _move(module, device, dtype)
-            with torch.no_grad():
-                for alias, original in copies.items():
-                    if is_within(alias, [layer_name]):
-                        copy, initial = layers.get_parameter(alias), self._initial(original, seed)
+            for alias, original in owner_of.items():
+                if is_within(alias, [layer_name]):
+                    copy, initial = layers.get_parameter(alias), self._initial(original, seed)
+                    with torch.no_grad():
                         copy.copy_(initial).requires_grad_(initial.requires_grad)
             built(layer_name, layer)
-        layers.tie(self.tied)  # the original has memory now, its alias gets it here
+        layers.tie(self.tied)  # the owner has memory now, its alias gets it here
         return layers
 
     def tied_within(self, names: Sequence[str]) -> list[str]:

@@ -34,6 +34,26 @@ class Action(NamedTuple):
     microbatch: int
 
 
+class Candidate(NamedTuple):
+    """What a rank could do next. The least of several is done.
+
+    Attributes:
+        start: When it could begin.
+        urgency: 0 for a backward, 1 for a forward, 2 for a weight gradient.
+        microbatch: Of a backward: an earlier one comes first, so that gradients are always summed in one order.
+        depth: The deepest stage comes first; the negative stage.
+        rank: Who does it.
+        action: What is done.
+    """
+
+    start: float
+    urgency: int
+    microbatch: int
+    depth: int
+    rank: int
+    action: Action
+
+
 Orders = dict[int, list[Action]]  # rank -> what it computes, in order
 
 # Seconds that a tensor takes to the neighbour, as a fraction of a forward's: a rough estimate.
@@ -189,33 +209,31 @@ class _ListScheduling:
         self._backward_ended: list[list[float]] = [[] for _ in range(stages)]
         upcoming = {rank: self._next(rank) for rank in ranks}
         while (first := min(filter(None, upcoming.values()), default=None)) is not None:
-            start, *_, rank, action = first
-            self._act(rank, start, action)
-            for changed in {rank, (rank + 1) % self.ranks, (rank - 1) % self.ranks}:
+            self._act(first)
+            for changed in {first.rank, (first.rank + 1) % self.ranks, (first.rank - 1) % self.ranks}:
                 upcoming[changed] = self._next(changed)
         self.end = max(self._clock)
 
-    def _next(self, rank: int) -> tuple | None:
-        """(when, how urgent, …, rank, action): what this rank does next, as far as is known now."""
+    def _next(self, rank: int) -> Candidate | None:
+        """What this rank does next, as far as is known now."""
+        now, stages = self._clock[rank], range(rank, len(self.seconds), self.ranks)
         possible = []
-        stages = range(rank, len(self.seconds), self.ranks)
         for i, stage in enumerate(stages):
             chunk = len(self._backward_ended[stage])
-            if chunk < self.chunks:
+            if chunk < self.chunks and (ready := self._backward_ready(stage, chunk)) < math.inf:
                 split = stage > 0 and chunk >= self.chunks - self.split
                 action = Action(stage, BACKWARD_INPUT if split else BACKWARD, chunk)
-                possible.append((self._backward_ready(stage, chunk), 0, chunk, -stage, rank, action))
+                possible.append(Candidate(max(ready, now), 0, chunk, -stage, rank, action))
             chunk = len(self._forward_ended[stage])
             # One is kept free for each later stage of the rank, or the earlier ones' gradients could never return.
-            if chunk < self.chunks and self._holds[rank] + len(stages) - i <= self.limits[rank]:
-                possible.append((self._forward_ready(stage, chunk), 1, 0, -stage, rank, Action(stage, FORWARD, chunk)))
-        now = self._clock[rank]
-        possible = [(max(when, now), *rest) for when, *rest in possible if when < math.inf]
+            free = self._holds[rank] + len(stages) - i <= self.limits[rank]
+            if chunk < self.chunks and free and (ready := self._forward_ready(stage, chunk)) < math.inf:
+                possible.append(Candidate(max(ready, now), 1, 0, -stage, rank, Action(stage, FORWARD, chunk)))
         if self._postponed[rank]:
             weights = self._postponed[rank][0]
             soon = now + self.patience * self.seconds[weights.stage].weights
-            if not any(when <= soon for when, *_ in possible):
-                possible = [(now, 2, 0, 0, rank, weights)]
+            if not any(candidate.start <= soon for candidate in possible):
+                return Candidate(now, 2, 0, 0, rank, weights)
         return min(possible, default=None)
 
     def _forward_ready(self, stage: int, chunk: int) -> float:
@@ -234,9 +252,9 @@ class _ListScheduling:
         after = self._backward_ended[stage + 1]
         return after[chunk] + self._transfer if chunk < len(after) else math.inf
 
-    def _act(self, rank: int, start: float, action: Action) -> None:
-        stage, kind, chunk = action
-        end = start + getattr(self.seconds[stage], _FIELDS[kind])
+    def _act(self, candidate: Candidate) -> None:
+        rank, (stage, kind, chunk) = candidate.rank, candidate.action
+        end = candidate.start + getattr(self.seconds[stage], _FIELDS[kind])
         if kind == FORWARD:
             self._forward_ended[stage].append(end)
             self._holds[rank] += 1
@@ -250,4 +268,4 @@ class _ListScheduling:
             else:
                 self._holds[rank] -= 1
         self._clock[rank] = end
-        self.orders[rank].append(action)
+        self.orders[rank].append(candidate.action)
