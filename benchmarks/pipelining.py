@@ -33,7 +33,7 @@ from benchmarks import figure, peers, ranks, table
 from benchmarks.timing import Spread, paired, take_turns
 from benchmarks.trainer import TRANSFORMER, Trainer, configured
 from parallel.balance import equal_stages, seconds_per_layer
-from parallel.pipeline import MEASURED_STEPS
+from parallel.zero_bubble.schedule import MEASURED_STEPS
 
 
 @dataclass(frozen=True)

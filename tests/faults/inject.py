@@ -99,8 +99,6 @@ def _wrap_run(attempt: Attempt) -> None:
 def _wrap_steps(attempt: Attempt) -> None:
     import torch.distributed as dist
 
-    from parallel.local import LocalStrategy
-    from parallel.pipeline import Pipeline
     from parallel.sharding import local
     from parallel.stage import Stage
     from parallel.strategy import Strategy
@@ -160,9 +158,7 @@ def _wrap_steps(attempt: Attempt) -> None:
         attempt.reach(EVALUATION, attempt.step)
         return evaluate(*args, **kwargs)
 
-    for kind in (LocalStrategy, Pipeline):
-        kind.train_step = counted(kind.train_step)
-    Strategy._agree, Stage.forward = poisoned, watched
+    Strategy.train_step, Strategy._agree, Stage.forward = counted(Strategy.train_step), poisoned, watched
     dist.all_reduce, Optimizer.step, loop.evaluate = announced, stepped, evaluated
 
 

@@ -112,7 +112,7 @@ def test_an_error_of_another_kind_names_its_layer_before_anything_starts(monkeyp
 def spoilt_on_rank(tree: dict, folder: str, meeting: str, rank: int, backward: bool) -> str:
     """The error with which a run ends in which the ReLU of ``rank``, or its backward, gives NaN from step 2 on."""
     mine = dist.get_rank() == rank if dist.is_initialized() else rank == 0
-    forward, training_step = nn.ReLU.forward, Strategy.step
+    forward, training_step = nn.ReLU.forward, Strategy._step
 
     def spoilt(self, x):
         if not (mine and steps and steps[-1] == 2 and type(x) is torch.Tensor and self.training):
@@ -121,18 +121,18 @@ def spoilt_on_rank(tree: dict, folder: str, meeting: str, rank: int, backward: b
             x.register_hook(lambda gradient: gradient * math.nan)
         return forward(self, x) * (1.0 if backward else math.nan)
 
-    def step(self, batch, number=None):
+    def step(self, number=None, *args):
         steps.append(number)
-        return training_step(self, batch, number)
+        return training_step(self, number, *args)
 
     steps = []
-    nn.ReLU.forward, Strategy.step = spoilt, step
+    nn.ReLU.forward, Strategy._step = spoilt, step
     try:
         run_on_rank(tree, folder, meeting)
     except TrainingError as error:
         return str(error)
     finally:
-        nn.ReLU.forward, Strategy.step = forward, training_step
+        nn.ReLU.forward, Strategy._step = forward, training_step
     return ""
 
 
