@@ -55,7 +55,7 @@ def run(cfg: Any, hydra_section: Any) -> float | None:
     with nullcontext() if is_job else clear_errors(), removed_if_unused(folder, hydra_section.output_subdir):
         cfg = check_keys(with_schema(cfg))
         if is_job:
-            from training.sweep.job import run_job
+            from training.sweep.sweeper import run_job
 
             return run_job(cfg, hydra_section, World.detect())
         execute(cfg, folder, World.detect(), hydra_section)

@@ -226,7 +226,7 @@ def test_a_sweep_that_is_stopped_goes_on_with_its_unfinished_jobs(tmp_path):
     finally:
         one.kill()
     assert ended.code == EXIT_CODE, ended.console
-    assert "The sweep goes on with its own command and train.resume=auto hydra.sweep.dir=" in ended.stderr
+    assert "The sweep goes on with its own command and hydra.sweep.dir=" in ended.stderr
     jobs = [(tmp_path / "sweep" / n / "job.json").read_text() for n in ("0", "1")]
     assert '"interrupted"' in jobs[0] and '"waiting"' in jobs[1]
 

@@ -3,13 +3,14 @@
 import csv
 import json
 import os
+import shutil
 import signal
 
 import pytest
 from commandline import Started, train, wait_until
 
-QUICK = ["-m", "train.epochs=null", "train.eval_every=null", "train.checkpoint_every=null", "device=cpu"]
-GRID = [*QUICK, "train.steps=6", "parallel.chunks=1,3,2"]
+QUICK = ["-m", "train.epochs=null", "train.eval_every=null", "device=cpu"]
+GRID = [*QUICK, "train.steps=6", "parallel.chunks=1,3,2", "train.checkpoint_every=4"]
 
 
 def jobs(folder):
@@ -70,14 +71,19 @@ def test_wandb_gets_the_jobs_as_one_group_named_by_what_differs(three):
         assert b"three" in content and f"parallel.chunks={chunks}".encode() in content
 
 
-def test_the_same_command_runs_only_what_has_not_finished(three):
-    finished = three.folder / "0" / "metrics.jsonl"
-    before = finished.stat().st_mtime_ns
+def test_the_same_command_runs_only_what_has_not_finished_which_goes_on_from_its_checkpoint(three):
+    finished, stopped = (three.folder / name / "metrics.jsonl" for name in "02")
+    before, losses = finished.stat().st_mtime_ns, stopped.read_text().count('"loss"')
+    job = stopped.with_name("job.json")
+    job.write_text(job.read_text().replace('"finished"', '"interrupted"'))
+    stopped.with_name("summary.json").unlink()
+    shutil.rmtree(three.folder / "2/checkpoints/step-00000006")
     again = sweep(three.folder, *GRID, tag="again")
     assert again.code == 1
-    assert "job 0 is finished" in again.stdout and "job 2 is finished" in again.stdout
+    assert "job 0 is finished" in again.stdout and "job 2 is finished" not in again.stdout
     assert finished.stat().st_mtime_ns == before
-    assert "1 process on cpu" not in again.stdout
+    assert "going on from" in again.stdout and "step-00000004" in again.stdout
+    assert stopped.read_text().count('"loss"') == losses == 6
     assert statuses(three.folder) == ["finished", "failed", "finished"]
 
 

@@ -1,16 +1,16 @@
-"""Which jobs of a sweep run, and what happens to the files of earlier attempts."""
+"""Which jobs of a sweep run when its command is repeated."""
 
 import pytest
 from sweep_jobs import leave
 
 from common.errors import TrainingError
 from training.reporting.job_record import Job, read_job
-from training.sweep.queue import Entry, batches, open_folders
+from training.sweep.sweeper import Entry, batches, open_folders
 
 
-def entries(sweep, *seeds, continues=False, queued=False):
-    words = [[f"seed={seed}", *["train.resume=auto"] * continues] for seed in seeds]
-    return [Entry(Job(i, tuple(w)), w, sweep / str(i), continues, queued) for i, w in enumerate(words)]
+def entries(sweep, *seeds, more=(), queued=False):
+    words = [[f"seed={seed}", *more] for seed in seeds]
+    return [Entry(Job(i, tuple(w)), w, sweep / str(i), queued) for i, w in enumerate(words)]
 
 
 def numbers(todo):
@@ -22,23 +22,14 @@ def test_in_an_empty_folder_every_job_waits_to_run(tmp_path):
     assert [read_job(tmp_path / name).status for name in "01"] == ["waiting", "waiting"]
 
 
-def test_finished_jobs_are_left_out_and_said_so_and_others_start_anew(tmp_path, capsys):
+@pytest.mark.parametrize("more", [(), ("train.resume=auto",)])
+def test_finished_jobs_are_left_out_and_said_so_and_others_run_again_in_their_folders(tmp_path, capsys, more):
     leave(tmp_path, 0, "seed=1", times=[1.0] * 6)
     (leave(tmp_path, 1, "seed=2", status="interrupted") / "metrics.jsonl").write_text("{}\n")
     leave(tmp_path, 2, "seed=3", status="failed", error="no memory")
-    assert numbers(open_folders(entries(tmp_path, 1, 2, 3, 4), tmp_path)) == [1, 2, 3]
+    assert numbers(open_folders(entries(tmp_path, 1, 2, 3, 4, more=more), tmp_path)) == [1, 2, 3]
     assert "job 0 is finished: seed=1" in capsys.readouterr().out
-    assert (tmp_path / "0" / "summary.json").exists()
-    assert not (tmp_path / "1" / "metrics.jsonl").exists()
-    assert (tmp_path / "superseded" / "1-1" / "metrics.jsonl").exists(), "nothing is thrown away"
-    open_folders(entries(tmp_path, 1, 2, 3, 4), tmp_path)
-    assert (tmp_path / "superseded" / "1-2").exists(), "beside the first attempt"
-
-
-def test_with_train_resume_an_unfinished_job_keeps_its_folder(tmp_path):
-    (leave(tmp_path, 0, "seed=1", status="interrupted") / "metrics.jsonl").write_text("{}\n")
-    assert numbers(open_folders(entries(tmp_path, 1, continues=True), tmp_path)) == [0]
-    assert (tmp_path / "0" / "metrics.jsonl").exists()
+    assert (tmp_path / "1" / "metrics.jsonl").exists(), "it goes on from what it has left"
 
 
 def test_jobs_that_nobody_waits_for_are_not_queued_twice(tmp_path, capsys):

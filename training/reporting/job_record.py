@@ -11,7 +11,7 @@ from common.files import parse_json, read_regular
 from training.reporting.metrics import write_json
 
 JOB = "job.json"
-SUPERSEDED = "superseded"  # the folder, beside the jobs, of what earlier attempts at them have left
+_SUPERSEDED = "superseded"  # what earlier versions of this project kept of attempts that were begun anew
 
 WAITING, RUNNING, FINISHED, FAILED, INTERRUPTED = "waiting", "running", "finished", "failed", "interrupted"
 
@@ -34,8 +34,9 @@ class Job:
         return replace(self, **changes)
 
     def is_same(self, other: Job) -> bool:
-        """Whether both are the same work; where it goes on from does not count."""
-        return _work(self.overrides) == _work(other.overrides)
+        """Return whether both are the same work; where it goes on from does not count."""
+        ours, theirs = ([word for word in job.overrides if word[:13] != "train.resume="] for job in (self, other))
+        return ours == theirs
 
 
 def write_job(folder: Path, job: Job) -> None:
@@ -50,7 +51,7 @@ def update_job(folder: Path, **changes) -> None:
 
 
 def read_job(folder: Path) -> Job | None:
-    """The record in ``folder``; None where there is none that can be read."""
+    """Return the record in ``folder``; None where there is none that can be read."""
     try:
         found = parse_json(read_regular(folder / JOB))
         return Job(**{**found, "overrides": tuple(found["overrides"])})
@@ -59,40 +60,37 @@ def read_job(folder: Path) -> Job | None:
 
 
 def read_jobs(folder: Path) -> list[tuple[Path, Job]]:
-    """Every job below the sweep directory ``folder`` with its directory, by number."""
+    """Return every job below the sweep directory ``folder`` with its directory, by number."""
     found = []
     for path, names, files in os.walk(folder):
         if JOB in files and (job := read_job(Path(path))) is not None:
-            names.clear()  # a run's checkpoints and logs hold no jobs
             found.append((Path(path), job))
-        elif SUPERSEDED in names:
-            names.remove(SUPERSEDED)
+            names.clear()  # a run's checkpoints and logs hold no jobs
+        names[:] = [name for name in names if name != _SUPERSEDED]
     return sorted(found, key=lambda pair: pair[1].num)
 
 
 def values(job: Job) -> dict[str, str]:
-    """The overrides by key: {"parallel.chunks": "4"}."""
+    """Return the overrides by key: {"parallel.chunks": "4"}."""
     pairs = (override.partition("=") for override in job.overrides)
     return {key.lstrip("+"): value for key, _, value in pairs}
 
 
 def swept_keys(jobs: list[Job]) -> list[str]:
-    """The keys whose values are not the same in all ``jobs``, in their order."""
+    """Return the keys whose values are not the same in all ``jobs``, in their order."""
     tables = [values(job) for job in jobs]
     keys = dict.fromkeys(key for table in tables for key in table)
-    return [key for key in keys if len({table.get(key) for table in tables}) > 1]
+    # Only the jobs that an interrupted sweep had left were run with train.resume=auto.
+    different = {key: {table.get(key) for table in tables} for key in keys}
+    return [key for key, found in different.items() if len(found) > 1 and found != {None, "auto"}]
 
 
 def label(job: Job, keys: list[str]) -> str:
-    """What tells this job from the others: "parallel.chunks=4"."""
+    """Return what tells this job from the others: "parallel.chunks=4"."""
     table = values(job)
     return " ".join(f"{key}={short(table[key])}" for key in keys if key in table) or f"job {job.num}"
 
 
 def short(value: str) -> str:
-    """A value for the eye: a number of many digits, as a sweeper draws them, with six."""
+    """Return a value for the eye: a number of many digits, as a sweeper draws them, with six."""
     return f"{float(value):.6g}" if re.fullmatch(r"-?\d*\.\d{7,}(e-?\d+)?", value) else value
-
-
-def _work(overrides: tuple[str, ...]) -> list[str]:
-    return [override for override in overrides if not override.startswith("train.resume=")]

@@ -13,10 +13,12 @@ from training.reporting.metrics import METRICS, SUMMARY, read_object, read_recor
 
 TIME, LOSS, TRAINING_LOSS = "step_time_s", "val_loss", "final_loss"
 
-_SPEED = re.compile(
-    r"parallel(\..+)?|launcher(\..+)?|device|loggers?(\..+)?|data\.(num_workers|cache_dir)|hydra\..*"
-    r"|train\.(compile|activation_checkpointing|precision|deterministic|tf32|cudnn_benchmark|profile|trace)"
-)
+# Keys, and sections with all their keys.
+_SPEED = (
+    "parallel", "launcher", "device", "logger", "loggers", "hydra", "data.num_workers", "data.cache_dir",
+    *(f"train.{key}" for key in ("compile", "activation_checkpointing", "precision", "deterministic", "tf32")),
+    "train.cudnn_benchmark", "train.profile", "train.trace",
+)  # fmt: skip
 # Jobs are compared with those of the same model, and another seed is the same question once more.
 _NEITHER = ("model", "seed")
 _LARGER_IS_BETTER = re.compile(r"accuracy|_per_s$|(^|_)(f1|auc|precision|recall|top\d+)($|_)")
@@ -82,7 +84,7 @@ def objective(
 
 def is_of_speed(key: str) -> bool:
     """Whether an override of ``key`` changes how fast a model is trained, and not what is learned."""
-    return _SPEED.fullmatch(key) is not None
+    return any(key == name or key.startswith(f"{name}.") for name in _SPEED)
 
 
 def value_for_sweeper(cfg: Any, folder: Path) -> float | None:

@@ -1,11 +1,12 @@
-"""The rows of a sweep: what each job was, how it ended, and how long its steps took."""
+"""The rows of a sweep: what each job was, how it ended, how long its steps took, and how jobs compare."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from training.reporting.job_record import FINISHED, Job, label, read_jobs, short
 from training.reporting.metrics import METRICS, SUMMARY, after_warmup, read_object, read_records
 from training.reporting.objective import TIME, Objective, is_of_speed, objective
 
-PERCENTILES = (10, 90)  # the spread of the step times
-LOSS_DIFFERENCE = "loss difference"  # the title of a column
+PERCENTILES = (10, 50, 90)
 ENOUGH_STEPS = 10  # after the warm-up: of fewer, the percentiles are the fastest and the slowest step
+_SHOWN = (TIME, "val_loss", "final_loss", "samples_per_s", "tokens_per_s", "peak_memory_bytes", "bubble_fraction")
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Row:
     """One job and what it has left in its directory.
 
@@ -33,65 +34,35 @@ class Row:
         summary: The contents of summary.json; empty unless the job has finished.
         times: Seconds of each step after the warm-up.
         curve: The step and the training loss of every step.
-        divisor: What step times are divided by to be comparable between jobs: 1, or the samples per step.
-        score: The sweep's objective; None if the job has not finished or has no such number.
-        best: Whether it has the best score of several jobs of its model.
-        reference: The job whose training loss this one is compared with; None without another that trains the same.
     """
 
     job: Job
     folder: Path
     label: str
     values: dict[str, str]
-    summary: dict[str, Any] = field(default_factory=dict)
-    times: list[float] = field(default_factory=list)
-    curve: list[tuple[int, float]] = field(default_factory=list)
-    divisor: int = 1
-    score: float | None = None
-    best: bool = False
-    reference: Row | None = field(default=None, repr=False, compare=False)
+    summary: dict[str, Any]
+    times: list[float]
+    curve: list[tuple[int, float]]
 
     @property
     def finished(self) -> bool:
         """Whether the job has finished without an error."""
         return self.job.status == FINISHED
 
-    def value(self, key: str) -> str:
-        """An override's value for the eye; "" where the job has none."""
-        return short(self.values.get(key, ""))
+    @property
+    def model(self) -> str | None:
+        """The name of its model; None unless the job has finished."""
+        return self.summary.get("model")
+
+    @cached_property
+    def step_times(self) -> np.ndarray | None:
+        """The 10th, 50th and 90th percentile of seconds per step; None unless the job has finished and trained."""
+        return np.percentile(self.times, PERCENTILES) if self.finished and self.times else None
 
     @property
-    def step_time(self) -> float | None:
-        """Median seconds per step; None if the job has not finished or has not trained."""
-        return float(np.median(self.times)) if self.finished and self.times else None
-
-    @property
-    def spread(self) -> tuple[float, float] | None:
-        """The 10th and the 90th percentile of the seconds per step; None without a step time."""
-        return tuple(np.percentile(self.times, PERCENTILES).tolist()) if self.step_time is not None else None
-
-    @property
-    def cost(self) -> float:
-        """Median seconds per step, or per sample where the jobs' batches differ."""
-        return self.step_time / self.divisor
-
-    @property
-    def spread_of_cost(self) -> tuple[float, float]:
-        """The spread, per sample where the jobs' batches differ."""
-        return self.spread[0] / self.divisor, self.spread[1] / self.divisor
-
-    @property
-    def loss_difference(self) -> float | None:
-        """The largest of |loss - reference's| / |reference's| over the steps; infinite where those are others.
-
-        None without a reference, or for the reference itself.
-        """
-        if self.reference is None or self.reference is self:
-            return None
-        (steps, losses), (others, expected) = (np.array(row.curve).T for row in (self, self.reference))
-        if not np.array_equal(steps, others):
-            return float("inf")
-        return float((np.abs(losses - expected) / np.maximum(np.abs(expected), np.finfo(float).tiny)).max())
+    def batch(self) -> int:
+        """Samples per step; 0 where the summary does not say."""
+        return round((self.summary.get("samples_per_s") or 0) * (self.summary.get("step_time_s") or 0))
 
     @property
     def problem(self) -> str:
@@ -116,7 +87,7 @@ class Row:
         return f"{self.job.status}: {self.problem}".removesuffix(": ")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Table:
     """All jobs of a sweep.
 
@@ -125,14 +96,12 @@ class Table:
         keys: The overrides whose values differ between jobs, in their order.
         rows: One row per job, by number.
         objective: What jobs are compared by.
-        per_sample: Whether ``Row.cost`` is a time per sample, as the jobs' steps are of different sizes.
     """
 
     folder: Path
     keys: list[str]
     rows: list[Row]
     objective: Objective
-    per_sample: bool = False
 
     @property
     def by_time(self) -> bool:
@@ -144,51 +113,111 @@ class Table:
         """Whether the objective is the time per step or follows from it."""
         return self.objective.name in (TIME, "samples_per_s", "tokens_per_s")
 
-    @property
-    def scored(self) -> list[Row]:
-        """The rows that have a score."""
-        return [row for row in self.rows if row.score is not None]
+    @cached_property
+    def per_sample(self) -> bool:
+        """Whether costs are times per sample, as the jobs' steps are of different sizes."""
+        batches = {row.batch for row in self.rows if row.step_times is not None}
+        return len(batches) > 1 and 0 not in batches
 
-    @property
-    def timed(self) -> list[Row]:
-        """The rows that have a step time."""
-        return [row for row in self.rows if row.step_time is not None]
+    def costs(self, row: Row) -> np.ndarray:
+        """Return the 10th, 50th and 90th percentile of seconds per step, or per sample, of a row that was timed."""
+        return row.step_times / (row.batch if self.per_sample else 1)
 
-    @property
-    def subject(self) -> str:
-        """The models, strategies and devices of the finished jobs: "resnet50, pipelined, cpu"."""
-        names = [
-            "/".join(dict.fromkeys(str(row.summary[key]) for row in self.rows if key in row.summary))
-            for key in ("model", "parallel", "device")
-        ]
-        return ", ".join(filter(None, names))
+    @cached_property
+    def scores(self) -> dict[Row, float]:
+        """The objective of each job that has it."""
+        if self.by_time:
+            return {row: float(self.costs(row)[1]) for row in self.rows if row.step_times is not None}
+        found = {row: self.objective.of(row.folder) for row in self.rows if row.finished}
+        return {row: score for row, score in found.items() if score is not None}
 
-    @property
-    def columns(self) -> dict[str, Callable[[Row], str]]:
-        """The columns of results that at least one row fills: title, and what formats a row's cell."""
-        shown = {title: show for title, show in _COLUMNS.items() if any(show(row) for row in self.rows)}
-        if self.objective.name not in _SHOWN and self.scored:
-            shown[self.objective.name] = self.show_score
-        return shown
-
-    def show_score(self, row: Row) -> str:
-        """Formats the score of a row; "" where it has none."""
-        if row.score is None:
-            return ""
-        return seconds(row.score) if self.by_time else f"{row.score:.4g}"
-
-    def overlapping(self, row: Row) -> list[Row]:
-        """The rivals of ``row``, the fastest, whose spread and its own overlap: they may be as fast."""
-        high = row.spread_of_cost[1]
-        return [other for other in self.rivals(row) if other is not row and other.spread_of_cost[0] <= high]
+    @cached_property
+    def best(self) -> list[Row]:
+        """The best job of each model of which several jobs have a score."""
+        choose = max if self.objective.larger_is_better else min
+        models = dict.fromkeys(row.model for row in self.scores)
+        groups = [[row for row in self.scores if row.model == model] for model in models]
+        return [choose(rivals, key=self.scores.get) for rivals in groups if len(rivals) > 1]
 
     def rivals(self, row: Row) -> list[Row]:
-        """The scored rows of the same model as ``row``, itself included."""
-        return [other for other in self.scored if other.summary.get("model") == row.summary.get("model")]
+        """Return the scored rows of the same model as ``row``, itself included."""
+        return [other for other in self.scores if other.model == row.model]
+
+    def overlapping(self, row: Row) -> list[Row]:
+        """Return the rivals of ``row``, the fastest, whose spread and its own overlap: they may be as fast."""
+        high = self.costs(row)[2]
+        return [other for other in self.rivals(row) if other is not row and self.costs(other)[0] <= high]
+
+    @cached_property
+    def references(self) -> dict[Row, Row]:
+        """What the losses of each job are compared with that trains the same as others: ``single``, or the first."""
+        alone = names_where(stages=False, replicas=False, gpu_only=False)
+        groups: dict[tuple, list[Row]] = {}
+        for row in self.rows:
+            if row.finished and row.curve:
+                learned = tuple(row.values.get(key) for key in self.keys if not is_of_speed(key))
+                groups.setdefault(learned, []).append(row)
+        return {
+            row: next((other for other in rows if other.summary.get("parallel") in alone), rows[0])
+            for rows in groups.values()
+            if len(rows) > 1
+            for row in rows
+        }
+
+    def loss_difference(self, row: Row) -> float | None:
+        """Return the largest of |loss - reference's| / |reference's| over the steps; infinite where those are others.
+
+        None without a reference, or for the reference itself.
+        """
+        reference = self.references.get(row, row)
+        if reference is row:
+            return None
+        (steps, losses), (others, expected) = (np.array(curve).T for curve in (row.curve, reference.curve))
+        if not np.array_equal(steps, others):
+            return float("inf")
+        return float((np.abs(losses - expected) / np.maximum(np.abs(expected), np.finfo(float).tiny)).max())
+
+    def show_score(self, row: Row) -> str:
+        """Format the score of a row that has one."""
+        return seconds(self.scores[row]) if self.by_time else f"{self.scores[row]:.4g}"
+
+    @cached_property
+    def cells(self) -> dict[Row, dict[str, str]]:
+        """The overrides and results of each row as texts, by column; columns that no row fills are left out."""
+        cells = {row: self._results(row) for row in self.rows}
+        filled = [title for title in cells[self.rows[0]] if any(results[title] for results in cells.values())]
+        return {
+            row: {
+                **{key: short(row.values.get(key, "")) for key in self.keys},
+                "status": row.status,
+                **{title: results[title] for title in filled},
+            }
+            for row, results in cells.items()
+        }
+
+    def _results(self, row: Row) -> dict[str, str]:
+        low, median, high = (None, None, None) if row.step_times is None else row.step_times
+        difference, ranks = self.loss_difference(row), row.summary.get("peak_memory_bytes")
+        compared = {None: "", float("inf"): "other steps"}.get(difference, f"{difference or 0:.1g}")
+        results = {
+            "time per step": seconds(median),
+            "10–90 %": _range(low, high),
+            "samples/s": _number(row, "samples_per_s"),
+            "tokens/s": _number(row, "tokens_per_s"),
+            "bubble": _percent(row, "bubble_fraction"),
+            "ideal bubble": _percent(row, "ideal_bubble_fraction"),
+            "peak memory": f"{sum(ranks) / 2**30:.2f} GiB" if ranks else "",
+            "final loss": _number(row, "final_loss"),
+            "loss difference": "reference" if self.references.get(row) is row else compared,
+            "best val. loss": _number(row, "best_val_loss"),
+        }
+        if self.objective.name not in _SHOWN:
+            results[self.objective.name] = self.show_score(row) if row in self.scores else ""
+        return results
 
 
 def read_table(folder: Path, objective_name: str | None = None, direction: str | None = None) -> Table:
-    """Reads what the jobs below ``folder`` have left; marks the best job of each model.
+    """Read what the jobs below ``folder`` have left.
 
     Args:
         folder: The sweep's directory.
@@ -198,43 +227,20 @@ def read_table(folder: Path, objective_name: str | None = None, direction: str |
     jobs = read_jobs(folder)
     keys = swept_keys([job for _, job in jobs])
     chosen = objective(objective_name, keys, [path for path, _ in jobs], direction)
-    table = Table(folder, keys, [Row(job, path, label(job, keys), values(job)) for path, job in jobs], chosen)
-    for row in table.rows:
-        row.summary = read_object(row.folder / SUMMARY) if row.finished else {}
-        steps = [record for record in read_records(row.folder / METRICS) if "step_time_s" in record]
-        row.times = list(after_warmup([step["step_time_s"] for step in steps if step["step_time_s"] is not None]))
-        row.curve = [(step["step"], step["loss"]) for step in steps if step.get("loss") is not None]
-    batches = [round((row.summary.get("samples_per_s") or 0) * row.summary["step_time_s"]) for row in table.timed]
-    table.per_sample = len(set(batches)) > 1 and 0 not in batches
-    for row, batch in zip(table.timed, batches, strict=True):
-        row.divisor = batch if table.per_sample else 1
-    for row in table.timed if table.by_time else table.rows:
-        if row.finished:
-            row.score = row.cost if table.by_time else chosen.of(row.folder)
-    _set_references(table)
-    for row in table.scored:
-        rivals = table.rivals(row)
-        row.best = len(rivals) > 1 and row is next(r for r in rivals if r.score == chosen.best(r.score for r in rivals))
-    return table
+    return Table(folder, keys, [_read_row(path, job, keys) for path, job in jobs], chosen)
 
 
-def _set_references(table: Table) -> None:
-    """Gives jobs that train the same, as they differ in settings of speed only, one to be compared with: ``single``."""
-    alone = names_where(stages=False, replicas=False, gpu_only=False)
-    groups: dict[tuple, list[Row]] = {}
-    for row in table.rows:
-        if row.finished and row.curve:
-            learned = tuple(row.values.get(key) for key in table.keys if not is_of_speed(key))
-            groups.setdefault(learned, []).append(row)
-    for rows in groups.values():
-        reference = next((row for row in rows if row.summary.get("parallel") in alone), rows[0])
-        for row in rows if len(rows) > 1 else ():
-            row.reference = reference
+def _read_row(folder: Path, job: Job, keys: list[str]) -> Row:
+    summary = read_object(folder / SUMMARY) if job.status == FINISHED else {}
+    steps = [record for record in read_records(folder / METRICS) if "step_time_s" in record]
+    times = after_warmup([step["step_time_s"] for step in steps if step["step_time_s"] is not None])
+    curve = [(step["step"], step["loss"]) for step in steps if step.get("loss") is not None]
+    return Row(job, folder, label(job, keys), values(job), summary, list(times), curve)
 
 
 def write_csv(table: Table, path: Path) -> None:
-    """Writes one line per job: its overrides, how it ended, and its summary with the spread of the step times."""
-    records = [_record(row) for row in table.rows]
+    """Write one line per job: its overrides, how it ended, and its summary with the spread of the step times."""
+    records = [dict(_record(table, row)) for row in table.rows]
     first = ["job", *dict.fromkeys(key for row in table.rows for key in row.values), "status", "error", "seconds"]
     columns = dict.fromkeys([*first, *(key for record in records for key in record)])
     with open(path, "w", newline="") as file:
@@ -243,20 +249,20 @@ def write_csv(table: Table, path: Path) -> None:
         writer.writerows(records)
 
 
-def _record(row: Row) -> dict[str, Any]:
-    record = {"job": row.job.num, **row.values}
-    record |= {"status": row.job.status, "error": row.problem, "seconds": row.job.seconds}
+def _record(table: Table, row: Row) -> Iterator[tuple[str, Any]]:
+    own = {"status": row.job.status, "error": row.problem, "seconds": row.job.seconds}
+    yield from {"job": row.job.num, **row.values, **own}.items()
     for key, value in row.summary.items():
-        for name, cell in _flatten(key, value):
-            record.setdefault(name, cell)  # an override of the same name has the same value
-        if key == "step_time_s" and row.spread is not None:
-            record["step_time_p10_s"], record["step_time_p90_s"] = row.spread
-    if row.loss_difference is not None:
-        record["loss_difference"] = row.loss_difference
-    return record
+        # An override of the same name has the same value.
+        yield from ((name, cell) for name, cell in _flatten(key, value) if name not in {"job", *row.values, *own})
+        if key == "step_time_s" and row.step_times is not None:
+            yield "step_time_p10_s", float(row.step_times[0])
+            yield "step_time_p90_s", float(row.step_times[2])
+    if (difference := table.loss_difference(row)) is not None:
+        yield "loss_difference", difference
 
 
-def _flatten(key: str, value: Any) -> list[tuple[str, Any]]:
+def _flatten(key: str, value: Any) -> Iterable[tuple[str, Any]]:
     """A summary's field as columns: one number per rank becomes maximum and sum, anything deeper JSON."""
     if isinstance(value, dict):
         return [pair for name, item in value.items() for pair in _flatten(f"{key}.{name}", item)]
@@ -268,55 +274,23 @@ def _flatten(key: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def seconds(value: float | None) -> str:
-    """Formats a duration in seconds with its unit; "" for None."""
+    """Format a duration in seconds with its unit; "" for None."""
     if value is None:
         return ""
     return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s" if value < 100 else f"{value:.0f} s"
 
 
-def _range(ends: tuple[float, float] | None) -> str:
-    if ends is None:
+def _range(low: float | None, high: float | None) -> str:
+    if low is None:
         return ""
-    low, high = (seconds(value) for value in ends)
-    number, unit = low.split()
-    return f"{number if high.endswith(f' {unit}') else low}–{high}"
+    number, unit = seconds(low).split()
+    return f"{number if seconds(high).endswith(f' {unit}') else seconds(low)}–{seconds(high)}"
 
 
-def _number(key: str) -> Callable[[Row], str]:
-    def show(row: Row) -> str:
-        value = row.summary.get(key)
-        return "" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
-
-    return show
+def _number(row: Row, key: str) -> str:
+    value = row.summary.get(key)
+    return "" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
 
 
-def _percent(key: str) -> Callable[[Row], str]:
-    return lambda row: "" if row.summary.get(key) is None else f"{row.summary[key]:.1%}"
-
-
-def _memory(row: Row) -> str:
-    """The sum over the ranks."""
-    ranks = row.summary.get("peak_memory_bytes")
-    return f"{sum(ranks) / 2**30:.2f} GiB" if ranks else ""
-
-
-def _loss_difference(row: Row) -> str:
-    difference = row.loss_difference
-    if difference is None:
-        return "reference" if row.reference is row else ""
-    return "other steps" if difference == float("inf") else f"{difference:.1g}"
-
-
-_COLUMNS: dict[str, Callable[[Row], str]] = {
-    "time per step": lambda row: seconds(row.step_time),
-    "10–90 %": lambda row: _range(row.spread),
-    "samples/s": _number("samples_per_s"),
-    "tokens/s": _number("tokens_per_s"),
-    "bubble": _percent("bubble_fraction"),
-    "ideal bubble": _percent("ideal_bubble_fraction"),
-    "peak memory": _memory,
-    "final loss": _number("final_loss"),
-    LOSS_DIFFERENCE: _loss_difference,
-    "best val. loss": _number("best_val_loss"),
-}
-_SHOWN = (TIME, "val_loss", "final_loss", "samples_per_s", "tokens_per_s", "peak_memory_bytes", "bubble_fraction")
+def _percent(row: Row, key: str) -> str:
+    return "" if row.summary.get(key) is None else f"{row.summary[key]:.1%}"

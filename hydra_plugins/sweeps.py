@@ -1,0 +1,39 @@
+"""What Hydra calls for a sweep. It looks for plugins in this package only; the work is done in training/sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.utils import JobReturn
+from hydra.plugins.launcher import Launcher
+from omegaconf import DictConfig
+
+
+class JobSweeper(BasicSweeper):
+    """Runs one job for every combination of the swept values, numbered in order.
+
+    Unlike Hydra's own sweeper, it records a job that cannot be composed or that fails and runs the others, leaves out
+    jobs that an earlier attempt in the same directory has finished, and calls the callbacks however the sweep ends.
+    """
+
+    def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
+        """Run all jobs that the overrides ``arguments`` describe."""
+        from training.sweep.sweeper import sweep
+
+        return sweep(self, arguments)
+
+
+class SlurmArray(Launcher):
+    """Hydra's launcher for launcher=slurm: jobs that passed the checks here are elements of a SLURM job array."""
+
+    def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
+        """Hydra calls it before ``launch``."""
+        self.hydra_context, self.config = hydra_context, config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Return one JobReturn per job; whether the job failed is recorded in its directory."""
+        from training.sweep.sweeper import launch_array
+
+        return launch_array(self.hydra_context, self.config, job_overrides, initial_job_idx)

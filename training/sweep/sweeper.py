@@ -1,0 +1,366 @@
+"""The jobs of a sweep: which still have to run, running one here, and queueing them as SLURM job arrays."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
+from hydra.core.utils import run_job as run_hydra_job
+from hydra.errors import HydraException
+from omegaconf import OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from common.errors import TrainingError, UserError, format_exception
+from conf.composition import check_keys
+from conf.instantiate import open_doors, to_config, to_dict
+from conf.trust import typed_overrides
+from conf.words import as_typed, expand_lists, hydra_word
+from launchers import Interrupted, World
+from launchers.slurm.follow import wait
+from launchers.stopping import Stopped
+from training.app import execute
+from training.autotune import choose_chunks, recall
+from training.checkpoint.resume import after_restart
+from training.reporting import mask_secrets
+from training.reporting.directory_lock import hold, release
+from training.reporting.job_record import (
+    FAILED,
+    FINISHED,
+    INTERRUPTED,
+    RUNNING,
+    WAITING,
+    Job,
+    label,
+    read_job,
+    read_jobs,
+    swept_keys,
+    update_job,
+    write_job,
+)
+from training.reporting.loggers import sections
+from training.reporting.metrics import METRICS
+from training.reporting.objective import value_for_sweeper
+from training.slurm_job import Ready, prepare_here, queue
+
+_OWN_SWEEPER = "hydra_plugins.sweeps.JobSweeper"  # goes by the jobs' records
+
+
+@dataclass
+class Entry:
+    """A job that may have to run.
+
+    Attributes:
+        job: Its record.
+        overrides: Its overrides as Hydra takes them.
+        folder: Its directory.
+        queued: Whether nobody waits for it, so that an earlier attempt may still be queued or running.
+    """
+
+    job: Job
+    overrides: list[str]
+    folder: Path
+    queued: bool = False
+
+
+def sweep(sweeper: Any, arguments: list[str]) -> Sequence[JobReturn]:
+    """Run all jobs that the overrides ``arguments`` describe and that have not finished, for Hydra's ``sweeper``.
+
+    Returns:
+        Hydra's result of each job that was run.
+
+    Raises:
+        KeyboardInterrupt: If the user ends the sweep.
+    """
+    logging.getLogger("hydra._internal.core_plugins.basic_launcher").addFilter(_mask)
+    loader, config = sweeper.hydra_context.config_loader, sweeper.config
+    overrides = OverridesParser.create(config_loader=loader).parse_overrides([*sweeper._parse_config(), *arguments])
+    jobs = [expand_lists(job) for job in sweeper.split_arguments(overrides, None)[0]]
+    sweep_dir = Path(config.hydra.sweep.dir)
+    entries = compose_all(lambda job: check_keys(loader.load_sweep_config(config, job)), jobs, sweep_dir)
+    todo = open_folders(entries, sweep_dir)
+    OmegaConf.save(config, sweep_dir / "multirun.yaml")
+    results = []
+    try:
+        for batch in batches(todo, sweeper.max_batch_size):
+            returned = sweeper.launcher.launch([entry.overrides for entry in batch], batch[0].job.num)
+            for entry, result in zip(batch, returned, strict=True):
+                if result.status != JobStatus.COMPLETED:
+                    _record_failure(entry, result)
+            results += returned
+    except BaseException:
+        with suppress(SystemExit):  # the exception that ended the sweep says more
+            sweeper.hydra_context.callbacks.on_multirun_end(config=config, config_name=None)
+        raise
+    return results
+
+
+def _mask(record: logging.LogRecord) -> bool:
+    """Hydra announces each job with its overrides."""
+    record.msg, record.args = mask_secrets(record.getMessage()), ()
+    return True
+
+
+def compose_all(compose: Callable[[list[str]], Any], jobs: Iterable[list[str]], sweep_dir: Path) -> list[Entry]:
+    """Compose every job; one that cannot be composed is an entry that has failed.
+
+    Args:
+        compose: Returns the configuration of a job's overrides.
+        jobs: The overrides of each job, as they were typed.
+        sweep_dir: The sweep's directory.
+
+    Raises:
+        HydraException: If no job can be composed; the mistake is not one job's then.
+        OmegaConfBaseException: Likewise.
+    """
+    entries, first_error = [], None
+    for num, overrides in enumerate(jobs):
+        job = Job(num, tuple(mask_secrets(as_typed(overrides))))
+        try:
+            cfg = compose(overrides)
+            with open_dict(cfg):
+                cfg.hydra.job.num, cfg.hydra.job.id = num, str(num)
+            HydraConfig.instance().set_config(cfg)  # the directory's name may refer to it
+            folder, queued = sweep_dir / cfg.hydra.sweep.subdir, not cfg.launcher.get("wait", True)
+            entries.append(Entry(job, overrides, folder, queued))
+        except (HydraException, OmegaConfBaseException) as error:
+            first_error = first_error or error
+            reasons = filter(None, (error, error.__cause__))
+            failed = job.but(status=FAILED, error="\n".join(str(reason).strip() for reason in reasons))
+            entries.append(Entry(failed, overrides, sweep_dir / str(num)))
+    if first_error is not None and all(entry.job.status == FAILED for entry in entries):
+        raise first_error
+    return entries
+
+
+def open_folders(entries: list[Entry], sweep_dir: Path) -> list[Entry]:
+    """Record every job in its directory and return the jobs to run.
+
+    Jobs that an earlier attempt has finished, or that may still be queued or running, are left out.
+
+    Raises:
+        TrainingError: If a directory holds another run. Nothing has been changed then.
+    """
+    before = [read_job(entry.folder) for entry in entries]
+    for entry, earlier in zip(entries, before, strict=True):
+        if earlier is None and entry.folder.is_dir() and any(entry.folder.iterdir()):
+            raise TrainingError(f"{entry.folder} holds another run; choose another hydra.sweep.dir than {sweep_dir}")
+        if earlier is not None and not earlier.is_same(entry.job):
+            raise TrainingError(
+                f"{entry.folder} holds another run ({' '.join(earlier.overrides)}; this job would be "
+                f"{' '.join(entry.job.overrides)}); choose another hydra.sweep.dir than {sweep_dir}, or repeat that "
+                "sweep's own command to continue it"
+            )
+    todo = []
+    for entry, earlier in zip(entries, before, strict=True):
+        if earlier is not None and earlier.status == FINISHED:
+            print(f"job {entry.job.num} is finished: {' '.join(entry.job.overrides)}")
+            continue
+        if earlier is not None and entry.queued and earlier.status in (WAITING, RUNNING):
+            print(f"job {entry.job.num} is {earlier.status} (if it was lost, remove {entry.folder} to run it again)")
+            continue
+        entry.folder.mkdir(parents=True, exist_ok=True)
+        write_job(entry.folder, entry.job)
+        if entry.job.status == FAILED:
+            print(f"error: job {entry.job.num}: {entry.job.error}", file=sys.stderr)
+        else:
+            todo.append(entry)
+    return todo
+
+
+def batches(entries: list[Entry], max_size: int | None) -> Iterator[list[Entry]]:
+    """Cut ``entries`` into batches that a launcher accepts: consecutive numbers, at most ``max_size`` jobs each."""
+    for _, run in groupby(enumerate(entries), key=lambda pair: pair[1].job.num - pair[0]):
+        batch = [entry for _, entry in run]
+        size = max_size or len(batch)
+        for start in range(0, len(batch), size):
+            yield batch[start : start + size]
+
+
+def _record_failure(entry: Entry, result: JobReturn) -> None:
+    """Record the failure of a job that could not do so itself, such as a killed process."""
+    recorded = read_job(entry.folder) or entry.job
+    if recorded.status != FAILED:
+        try:
+            reason = str(result.return_value)
+        except Exception as error:
+            reason = str(error) or repr(error)
+        write_job(entry.folder, recorded.but(status=FAILED, error=reason))
+
+
+def run_job(cfg: Any, hydra: Any, world: World | None) -> float | None:
+    """Run one job of a sweep in processes of its own and record how it ends in job.json.
+
+    A job that fails raises nothing, so that the next ones run; a sweeper of others, such as optuna, is told by an
+    exception and decides.
+
+    Args:
+        cfg: The composed configuration.
+        hydra: Hydra's own section, for the job's number, overrides and directory.
+        world: This process's place among processes that exist already; None if the job starts its own.
+
+    Returns:
+        The sweep's objective, see ``training.reporting.objective``; None where the job has none.
+
+    Raises:
+        KeyboardInterrupt: To end the sweep.
+        TrainingError: The job failed, under a sweeper of others.
+        Exception: Any error, on ranks other than 0; rank 0 keeps the record.
+    """
+    folder = Path(hydra.runtime.output_dir)
+    if world is not None and world.rank > 0:
+        execute(cfg, folder, world)
+        return None
+    hold(folder)
+    if multiprocessing.get_start_method(allow_none=True) == "loky":  # of hydra/launcher=joblib; torch does not know it
+        multiprocessing.set_start_method(None, force=True)
+    job = _begin(cfg, hydra, folder, RUNNING)
+    begin = time.monotonic()
+
+    def end(status: str, error: str | None = None) -> None:
+        write_job(folder, job.but(status=status, error=error, seconds=time.monotonic() - begin))
+
+    try:
+        execute(cfg, folder, world, hydra, isolated=True)
+        value = value_for_sweeper(cfg, folder)
+    except Stopped as stopped:
+        end(INTERRUPTED)
+        here = shlex.quote(f"hydra.sweep.dir={hydra_word(hydra.sweep.dir)}")
+        raise Stopped(f"job {job.num} {stopped}\nThe sweep goes on with its own command and {here}") from None
+    except KeyboardInterrupt:
+        end(INTERRUPTED)
+        raise
+    except Exception as error:
+        text = str(error) if isinstance(error, UserError) else format_exception(error, error.__traceback__)
+        end(FAILED, text)
+        print(f"error: job {job.num}: {text}", file=sys.stderr)
+        if hydra.sweeper._target_ != _OWN_SWEEPER:
+            raise TrainingError(f"job {job.num}: {text}") from None
+        return None
+    finally:
+        release(folder)
+    end(FINISHED)
+    return value
+
+
+def _begin(cfg: Any, hydra: Any, folder: Path, status: str) -> Job:
+    """Record a job and change its configuration: where it goes on from, and what loggers call it."""
+    job, earlier = Job(hydra.job.num, tuple(mask_secrets(typed_overrides(hydra))), status), read_job(folder)
+    unfinished = earlier is not None and earlier.is_same(job) and earlier.status != FINISHED
+    if unfinished and to_dict(cfg)["mode"] == "train" and (folder / METRICS).exists():
+        after_restart(cfg, folder)
+    write_job(folder, job)
+    show_as_group(cfg, Path(hydra.sweep.dir), job.num)
+    return job
+
+
+def show_as_group(cfg: Any, sweep_dir: Path, num: int) -> None:
+    """Make the jobs one group in wandb, named after the sweep's directory; each job is named by its own overrides.
+
+    Args:
+        cfg: The job's configuration, changed in place; what the user has set stays.
+        sweep_dir: The sweep's directory, with the record of every job.
+        num: The job's number.
+    """
+    jobs = [job for _, job in read_jobs(sweep_dir)]
+    keys = swept_keys(jobs)
+    for section in sections(cfg):
+        if "group" not in section:
+            continue
+        if section.group is None:
+            section.group = sweep_dir.absolute().name
+        if section.name is None and keys:
+            section.name = next(label(job, keys) for job in jobs if job.num == num)[:120]
+
+
+def launch_array(hydra_context: Any, config: Any, jobs: Sequence[Sequence[str]], first: int) -> Sequence[JobReturn]:
+    """Compose and check every job here, queue those that passed as one array per shape, and wait for them.
+
+    A job that fails is recorded in its directory and does not end the others.
+    """
+    setup_globals()
+    configure_log(config.hydra.hydra_logging, config.hydra.verbose)
+    returned = []
+    for num, overrides in enumerate(jobs, first):
+        cfg = hydra_context.config_loader.load_sweep_config(config, list(overrides))
+        with open_dict(cfg):
+            cfg.hydra.job.id, cfg.hydra.job.num = str(num), num
+        folders = {"job_dir_key": "hydra.sweep.dir", "job_subdir_key": "hydra.sweep.subdir"}
+        returned.append(run_hydra_job(hydra_context=hydra_context, task_function=_check, config=cfg, **folders))
+    ready = [job for job in returned if job.return_value is not None]
+    _run_all([job.return_value for job in ready])
+    for job in ready:
+        job.return_value = _objective_of(job.return_value)
+    return returned
+
+
+def _check(cfg: Any) -> Ready | None:
+    """Record a composed job and check it without running it: the checked run, None where it cannot run."""
+    hydra = HydraConfig.get()
+    folder = Path(hydra.runtime.output_dir)
+    _begin(cfg, hydra, folder, WAITING)
+    try:
+        cfg = to_config(to_dict(cfg))
+        open_doors(cfg)
+        recall(cfg, folder)
+        choose_chunks(cfg, folder, None)
+        return Ready.of(prepare_here(cfg), folder)
+    except UserError as error:
+        _fail(folder, error)
+        return None
+
+
+def _run_all(runs: list[Ready]) -> None:
+    """Queue ``runs``, those of one shape as one array; with launcher.wait, return when all have ended.
+
+    Raises:
+        Interrupted: On SIGINT, SIGTERM or SIGHUP, after what had not finished was cancelled.
+        LaunchError: The queue does not answer. What has not finished is cancelled, if that is possible.
+    """
+    jobs = []
+    by_shape = groupby(sorted(runs, key=lambda run: run.shape), key=lambda run: run.shape)
+    for alike in (list(group) for _, group in by_shape):
+        folder = alike[0].run_dir.parent / f"slurm-{alike[0].run_dir.name}"
+        try:
+            queued = queue(alike, folder, alike[0].tree["model"]["name"])
+        except UserError as error:
+            for run in alike:
+                _fail(run.run_dir, error)
+            continue
+        jobs += [(job, run.run_dir) for job, run in zip(queued, alike, strict=True)]
+        print(f"job{'s' * (len(queued) > 1)} {', '.join(job.id for job in queued)} queued; their output: {folder}")
+    if not jobs or not runs[0].tree["launcher"]["wait"]:
+        return
+    try:
+        wait([job for job, _ in jobs], runs[0].tree["launcher"]["poll_s"], partial(print, flush=True))
+    except Interrupted:
+        for job, folder in jobs:
+            if not job.done:
+                update_job(folder, status=INTERRUPTED)
+        raise
+    finally:
+        for job, folder in jobs:
+            if job.error is not None:
+                _fail(folder, job.error)
+
+
+def _objective_of(run: Ready) -> float | None:
+    job = read_job(run.run_dir)
+    return value_for_sweeper(to_config(run.tree), run.run_dir) if job is not None and job.status == FINISHED else None
+
+
+def _fail(folder: Path, error: Exception) -> None:
+    update_job(folder, status=FAILED, error=str(error))
+    print(f"error: {folder.name}: {error}", file=sys.stderr)
