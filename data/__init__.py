@@ -11,11 +11,10 @@
 
     language.py     what data sets of text share: documents -> cached tokens -> windows
     documents.py vocabulary.py words.py token_windows.py     the steps of that
-    rows.py row_tokens.py                                    what jsonl needs: rows by number, and their tokens
+    rows.py                                                  what jsonl needs: rows by number
     images.py       what data sets of images share
     tensors.py      data that are in memory already
-    cache.py download.py                                     folders that are built once; downloads with time limits
-    huggingface_tokenizer.py                                 GPT-2's tokenizer in Hugging Face's files
+    cache.py                                                 folders that are built once; downloads with a time limit
 
 The package knows nothing of replicas but (dp_rank, dp_size), and imports nothing of this project but common.
 """

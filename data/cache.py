@@ -1,4 +1,4 @@
-"""Folders of cached data, built once, whole or not at all, however many processes ask for them."""
+"""Folders of cached data, built once, whole or not at all, however many processes ask for them; and downloads."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import atexit
 import errno
 import logging
 import os
+import queue
 import shutil
 import stat
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -22,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _PROJECT = "one-word-parallel"
 _WARN_AFTER_S = 5.0
+_DOWNLOAD_S = 840.0  # less than other processes wait for the folder that is downloaded
 _WAY_OUT = "Free some space, or choose another folder with data.cache_dir=FOLDER"
 # Errors that another disk may not have. Any other, such as a path that cannot be a folder, the user has to correct.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
@@ -141,3 +145,40 @@ def _is_private(folder: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+
+
+def fetch(what: str, work: Callable[[], Any], way_out: str, timeout_s: float | None = None) -> Any:
+    """Return the result of a function that downloads.
+
+    It runs in a daemon thread, because one that hangs in a name look-up or a socket cannot be ended, only left behind.
+
+    Args:
+        what: The name of the data, for the message.
+        work: The function.
+        way_out: What the user can do where it fails; it ends the message.
+        timeout_s: Seconds that it may take; None: 14 minutes.
+
+    Raises:
+        DataError: It fails or takes longer.
+        OSError: The disk is full.
+    """
+    timeout_s = timeout_s or _DOWNLOAD_S
+    outcome: queue.Queue = queue.Queue()
+
+    def run() -> None:
+        try:
+            outcome.put((work(), None))
+        except BaseException as error:
+            outcome.put((None, error))
+
+    threading.Thread(target=run, name="download", daemon=True).start()
+    try:
+        result, error = outcome.get(timeout=timeout_s)
+    except queue.Empty:
+        result, error = None, TimeoutError(f"took more than {timeout_s:.0f} s")
+    if error is None:
+        return result
+    if isinstance(error, DataError) or getattr(error, "errno", None) == errno.ENOSPC:
+        raise error
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    raise DataError(f"downloading {what} failed ({reason}). {way_out}") from error

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from common.errors import DataError
+from common.files import expand_home
 from common.machine import check_memory
+from data.cache import cached_folder, fetch
 from data.dataset import DataSet, Source
 from data.shuffle import permute
 
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
 # (images uint8 [b, c, h, w], indices int64 [b], epoch) -> images of the same shape
 Augment = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 
+_ANSWER_S = 8.0  # a server may take to answer, or to send the next byte
 _LUMA = (0.299, 0.587, 0.114)  # red, green and blue in a grey value (ITU-R BT.601)
 
 
@@ -95,6 +100,89 @@ class ImageData(DataSet):
         shape = "x".join(map(str, self.image_shape))
         self.description = f"{self.title()}, {shape}, {self.num_classes:,} classes: {sizes} images"
         self._prepared = True
+
+
+class PublishedImages(ImageData):
+    """A data set of torchvision with training and test images, whose files lie in a folder or are downloaded once.
+
+    Samples to validate on are taken from the training images, the same ones every time, with equal shares of each
+    class.
+
+    Attributes:
+        folds: One of so many training images is to validate.
+        way_out: What the user can do where files are missing or damaged.
+    """
+
+    folds: int
+    way_out: str
+
+    def __init__(self, root: str | None = None, **options: Any):
+        """Checks the arguments; prepare() reads the data.
+
+        Args:
+            root: The folder of the published files, or one that holds it; null: download them.
+            **options: Those of ImageData.
+
+        Raises:
+            DataError: An argument is out of range.
+        """
+        super().__init__(**options)
+        self.root = None if not root else expand_home(root).absolute()
+
+    def title(self) -> str:
+        """The name of the class in ``torchvision.datasets``."""
+        return type(self).__name__
+
+    @abstractmethod
+    def read(self, root: Path, split: str) -> Labelled:
+        """Read the published images of "train" or "test".
+
+        Raises:
+            DataError: A file is missing, damaged or of another format, or a label is out of range.
+        """
+
+    def splits(self) -> dict[str, Source]:
+        """Return the three splits.
+
+        Raises:
+            DataError: See ``read``; or the download fails.
+        """
+        root = self.root
+        if root is None:
+            root = cached_folder(self.cache_dir, type(self).__name__.lower(), self._download)
+        published, test = self.read(root, "train"), self.read(root, "test")
+        train, valid = hold_out(published.labels, len(published.labels) // self.folds)
+        rows = {"train": (published, train), "valid": (published, valid), "test": (test, np.arange(len(test.labels)))}
+        return {
+            split: Images(*part, self.mean, self.std, self.image_shape, self.augmentation if split == "train" else None)
+            for split, part in rows.items()
+        }
+
+    @property
+    def augmentation(self) -> Augment | None:
+        """What training images go through."""
+        return None
+
+    def _download(self, folder: Path) -> None:
+        """Have torchvision download the files, whose hashes it checks."""
+        name = type(self).__name__
+        before = socket.getdefaulttimeout()
+        socket.setdefaulttimeout(_ANSWER_S)
+        try:
+            fetch(name, lambda: _torchvision(name, self.way_out)(folder, download=True), self.way_out)
+        finally:
+            socket.setdefaulttimeout(before)
+
+
+def _torchvision(name: str, way_out: str) -> Any:
+    from common.torchvision_loader import load_torchvision
+
+    try:
+        load_torchvision()
+        from torchvision import datasets
+    except ImportError as error:
+        raise DataError(f"torchvision, which downloads {name}, cannot be imported ({error}). {way_out}") from error
+    return getattr(datasets, name)
 
 
 @dataclass(frozen=True)

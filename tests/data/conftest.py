@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 # Data that is not part of the repository.
@@ -39,3 +41,21 @@ def published():
         return PUBLISHED / name
 
     return find
+
+
+def idx(array: np.ndarray) -> bytes:
+    """An array of bytes in MNIST's format."""
+    return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
+
+
+@pytest.fixture
+def mnist_files(tmp_path) -> Path:
+    """MNIST's four files, with 120 and 20 images."""
+    random = np.random.default_rng(0)
+    raw = tmp_path / "files" / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, n in (("train", 120), ("t10k", 20)):
+        images = random.integers(0, 256, (n, 28, 28), dtype=np.uint8)
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(idx(images))
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(idx(np.arange(n, dtype=np.uint8) % 10))
+    return raw

@@ -105,11 +105,6 @@ def test_a_missing_file_is_named_with_the_ways_out(prepared, known):
         prepared(CIFAR10, known)
 
 
-def test_what_torchvision_leaves_is_read(prepared, monkeypatch, known):
-    monkeypatch.setattr(cifar10, "download", lambda name, to, way_out: known.rename(to / known.name))
-    assert len(prepared(CIFAR10).train) == 90
-
-
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(prepared, known):
     path = known / "data_batch_2"
     path.unlink()

@@ -10,9 +10,8 @@ import torch
 
 from common.errors import DataError
 from data import jsonl as jsonl_module
-from data.jsonl import Jsonl, split_files
+from data.jsonl import Jsonl, RowSelection, split_files
 from data.loader import EvalBatches, TrainBatches
-from data.row_tokens import RowSelection
 from data.vocabulary import END_OF_TEXT, gpt2
 
 

@@ -165,7 +165,7 @@ def fake_datasets(monkeypatch, load_dataset) -> None:
     module.__spec__ = importlib.machinery.ModuleSpec("datasets", None)
     module.load_dataset = load_dataset
     monkeypatch.setitem(sys.modules, "datasets", module)
-    monkeypatch.setattr(wikitext2, "reachable", lambda urls: True)
+    monkeypatch.setattr(wikitext2, "_reachable", lambda url: True)
 
 
 def no_route(*_):

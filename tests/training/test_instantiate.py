@@ -72,7 +72,7 @@ def test_only_the_named_packages_are_open(target):
         "training.reporting.metrics.log.handlers.clear",
         "training.checkpoint.load",
         "training.run.run",
-        "data.download.download",
+        "data.cache.fetch",
         "data.cache.cached_folder",
         "data.digits.Path",
         "models.gpt2.gpt2.__globals__.get",

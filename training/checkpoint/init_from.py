@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from common.errors import TrainingError
 from common.files import expand_home, parse_json, read_regular
-from data.huggingface_tokenizer import added_tokens
-from data.vocabulary import GPT2_VOCAB_SIZE, gpt2, parse_extra_tokens
+from data.vocabulary import GPT2_VOCAB_SIZE, added_tokens, gpt2, parse_extra_tokens
 from models.chain import Chain
 from models.huggingface import PREFIX, pad
 from parallel.sharding import fill, whole

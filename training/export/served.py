@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from common.errors import TrainingError
 from data.dataset import DataSet
-from data.huggingface_tokenizer import tokenizer_files
 from data.images import ImageData
-from data.vocabulary import GPT2Vocabulary
+from data.vocabulary import GPT2Vocabulary, tokenizer_files
 from models.chain import Chain, Layers, as_tuple
 from parallel.strategy import Strategy
 
