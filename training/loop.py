@@ -12,7 +12,6 @@ from typing import NoReturn
 
 import torch
 
-from common.errors import TrainingError
 from conf.instantiate import build
 from data.batch import Batch
 from data.loader import TrainBatches, train_loader
@@ -30,7 +29,7 @@ from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome
 from training.reporting.traces import profiler
 from training.setup import Setup
-from training.skipping import Skipping, first_not_finite, roll_back
+from training.skipping import Skipping, first_not_finite
 
 _RESUMED = ("first_loss", "final_loss", "best_val_loss", "best_step")  # of Outcome
 
@@ -50,7 +49,7 @@ class Loop:
         checkpoints: Checkpointer,
         recorder: Recorder,
     ) -> None:
-        """Takes the parts of a run.
+        """Take the parts of a run.
 
         Args:
             setup: The configuration and what was built from it.
@@ -69,12 +68,11 @@ class Loop:
         seen = TrainingRun(setup.cfg, run_dir, strategy, recorder.record, recorder.histogram, recorder.say)
         self.callbacks = Callbacks(setup.cfg.callbacks, seen)
         self.outcome = Outcome()
-        # A checkpoint is that of the last step that counted: those that were skipped since then are done again.
-        self._updated = self._begun = 0
-        self._judged = self.skipping.state_dict()  # after that step
+        self._language = setup.tokens_per_sample is not None
+        self._begun = 0
 
     def run(self, first_step: int = 1, unevaluated: bool = False) -> Outcome:
-        """Trains from ``first_step`` to the last step.
+        """Train from ``first_step`` to the last step.
 
         Args:
             first_step: The number of the first step.
@@ -97,49 +95,42 @@ class Loop:
                 result = strategy.train_step(batch, step, stopping.wanted(), self.skipping.loss_limit)
                 lr = self.optimizer.base_lr * self.schedule.factor(step, total, self.setup.per_epoch)
                 skipped = self._update(step, batch, result, lr)
-                self._record_step(step, result, lr, skipped, seconds=time.perf_counter() - clock)
+                self._record(step, result, lr, skipped, seconds=time.perf_counter() - clock)
                 advance()
-                stop = result.stop and step < total
-                evaluates = is_due(config.eval_every, step, self._is_last(step)) and not stop
-                if evaluates:
-                    stop = not self._evaluate(step)
-                if stop:
+                if result.stop and step < total:
                     self.stop(step)
-                last = self._is_last(step)
-                self._save(step, last=last, best=evaluates and self._is_best())
+                evaluated = is_due(config.eval_every, step, self._is_last(step)) and self._evaluate(step)
+                last = self._is_last(step)  # a callback may have ended the run since
+                self._save(step, last, best=evaluated and self._is_best())
                 if last:
                     break
                 heartbeat.note(step, "reading data")
                 clock = time.perf_counter()
-        if self._updated == 0:
-            raise TrainingError(
-                f"no step counted: the updates of all {self.outcome.steps} steps were skipped, the last with loss "
-                f"{self.outcome.final_loss:.4g}, so the weights are those of the start"
-            )
+        self.skipping.check_any_counted(self.outcome)
         if (reason := self.callbacks.run.stop_reason) is not None:
             self.say(f"stopped after step {self.outcome.steps} of {total}: {reason}")
         return self.outcome
 
     def _is_last(self, step: int) -> bool:
-        """Whether the run ends with this step: the last one, or one where a callback ends the run."""
+        """Return whether the run ends with this step: the last one, or one where a callback ends the run."""
         return step == self.setup.total_steps or self.callbacks.run.stop_reason is not None
 
     def stop(self, step: int) -> NoReturn:
-        """Saves the state after ``step``, unless it is saved already, and raises Stopped."""
+        """Save the state after ``step``, unless it is saved already, and raise Stopped."""
         heartbeat.note(step, "saving a checkpoint")
-        self._note_saved(self.checkpoints.ensure_saved(self._updated, self.progress))
+        self._note_saved(self.checkpoints.ensure_saved(self.skipping.counted, self.progress))
         where = f"saved in {self.outcome.checkpoint}" if self.outcome.checkpoint else "nothing was new to save"
         words = f"stopped after step {step} of {self.setup.total_steps}, {where}"
-        raise Stopped(words, steps=max(0, self._updated - self._begun))
+        raise Stopped(words, steps=max(0, self.skipping.counted - self._begun))
 
     def progress(self) -> dict:
-        """Returns what a checkpoint keeps of the loop, so that a resumed run continues as this one would."""
+        """Return what a checkpoint keeps of the loop, so that a resumed run continues as this one would."""
         numbers = {key: getattr(self.outcome, key) for key in _RESUMED}
-        parts = {"skipping": self._judged, "recipe": self.recipe, "callbacks": self.callbacks.state_dict()}
-        return jsonable({**numbers, **parts})
+        states = {"skipping": self.skipping.state_dict(), "callbacks": self.callbacks.state_dict()}
+        return jsonable({**numbers, "recipe": self.recipe, **states})
 
     def restore(self, progress: dict, path: Path | None) -> None:
-        """Continues an earlier run.
+        """Continue an earlier run.
 
         Args:
             progress: What its ``progress()`` was.
@@ -151,23 +142,24 @@ class Loop:
         if "skipping" in progress:
             self.skipping.load_state_dict(progress["skipping"])
             self.outcome.skipped = self.skipping.skipped
-            self._judged = self.skipping.state_dict()
         self.callbacks.load_state_dict(progress.get("callbacks", {}))
 
     def _begin(self, done: int, unevaluated: bool) -> None:
-        """Does what was still to be done after step ``done``, which is saved."""
-        self.outcome.steps = self._updated = self._begun = done
+        """Do what was still to be done after step ``done``, which is saved."""
+        self.outcome.steps = self.skipping.counted = self._begun = done
         heartbeat.note(done, "meeting the other ranks")
         stops, unevaluated = self.strategy.sum_of(stopping.wanted(), unevaluated)
         due = unevaluated and done > 0 and is_due(self.config.eval_every, done, done == self.setup.total_steps)
-        if stops or (due and not self._evaluate(done)):
+        if stops:
             self.stop(done)
+        if due:
+            self._evaluate(done)
         if self._is_best():
             self._save(done, best=True)
         heartbeat.note(done, "reading data")
 
     def _update(self, step: int, batch: Batch, result: StepResult, lr: float) -> str:
-        """Clips and applies the gradients.
+        """Clip and apply the gradients.
 
         Every rank takes the same decisions: they follow from numbers that all agree on.
 
@@ -175,19 +167,17 @@ class Loop:
             Why the update was skipped; empty where it was not.
         """
         strategy, config = self.strategy, self.config
-        locate, scaled = partial(first_not_finite, strategy, batch, step), strategy.loss_scale.enabled
-        skipped = self.skipping.judge(step, result, locate, scaled)
+        locate = partial(first_not_finite, strategy, batch, step)
+        skipped = self.skipping.judge(step, result, locate, strategy.loss_scale.enabled)
         strategy.loss_scale.update(result.finite)
         if skipped:
             if self.skipping.place:
                 self.say(f"step {step} is {skipped}, first in {self.skipping.place}")
             if self.skipping.rolls_back:
                 self.checkpoints.wait_pending()
-                loaded, words = roll_back(self.checkpoints.folder, strategy, self.optimizer)
-                self._updated = self._updated if loaded is None else loaded
-                self.say(f"step {step}: {words}")
+                done = self.skipping.roll_back(self.checkpoints.folder, strategy, self.optimizer)
+                self.say(f"step {step}: {done}")
             return skipped
-        self._updated, self._judged = step, self.skipping.state_dict()
         norm = result.grad_norm
         if config.clip_value is not None:
             strategy.clip_grad_value_(config.clip_value)
@@ -197,7 +187,7 @@ class Loop:
         self.optimizer.step(lr)
         return ""
 
-    def _record_step(self, step: int, result: StepResult, lr: float, skipped: str, seconds: float) -> None:
+    def _record(self, step: int, result: StepResult, lr: float, skipped: str, seconds: float) -> None:
         outcome, setup = self.outcome, self.setup
         outcome.steps, outcome.skipped = step, self.skipping.skipped
         outcome.first_loss = result.loss if outcome.first_loss is None else outcome.first_loss
@@ -212,24 +202,24 @@ class Loop:
             "step_time_s": seconds,
             "samples_per_s": setup.plan.global_batch_size / seconds,
         }
-        if setup.tokens_per_sample is not None:
+        if self._language:
             record["tokens_per_s"] = result.terms / seconds
         record["skipped"] = bool(skipped)
         self.recorder.step(record, note=skipped)
         self.callbacks.on_step(record)
 
     def _evaluate(self, step: int) -> bool:
-        """Evaluates on the validation split. Returns False if the run was told to stop meanwhile."""
+        """Evaluate on the validation split; return whether there is one. Told to stop meanwhile, the run stops."""
         if self.setup.data.valid is None:
-            return True
+            return False
         heartbeat.note(step, "evaluating")
         try:
             result = evaluate(self.strategy, self.setup.data.valid, self.config.eval_batches)
         except Stopped:
-            return False
-        record = record_of(result, "val", language=self.setup.tokens_per_sample is not None)
+            self.stop(step)
+        record = record_of(result, "val", language=self._language)
         if result["loss"] < (math.inf if self.outcome.best_val_loss is None else self.outcome.best_val_loss):
-            self.outcome.best_val_loss, self.outcome.best_step = result["loss"], self._updated
+            self.outcome.best_val_loss, self.outcome.best_step = result["loss"], self.skipping.counted
         self.recorder.record({"step": step, **record})
         self.say(f"step {step}: {numbers(record, self.setup.extents.get('val'))}")
         if (problem := not_finite(record, self.setup.plan.global_batch_size)) is not None:
@@ -238,13 +228,13 @@ class Loop:
         return True
 
     def _is_best(self) -> bool:
-        """Returns whether these weights have the lowest validation loss so far."""
-        return self.outcome.best_step == self._updated > 0
+        """Return whether these weights have the lowest validation loss so far."""
+        return self.outcome.best_step == self.skipping.counted > 0
 
     def _save(self, step: int, last: bool = False, best: bool = False) -> None:
-        """Saves what is due after a step. A checkpoint is that of the last step that counted."""
+        """Save what is due after a step. A checkpoint is that of the last step that counted."""
         heartbeat.note(step, "saving a checkpoint")
-        self._note_saved(self.checkpoints.after_step(step, self._updated, self.progress, last, best))
+        self._note_saved(self.checkpoints.after_step(step, self.skipping.counted, self.progress, last, best))
 
     def _note_saved(self, path: Path | None) -> None:
         if path is not None:

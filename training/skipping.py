@@ -19,6 +19,7 @@ from parallel.strategy import StepResult, Strategy
 from training.checkpoint.files import Checkpoint
 from training.checkpoint.load import load
 from training.optimizer import Optimizer
+from training.reporting.summary import Outcome
 
 _FEWEST_LOSSES = 10  # before a loss can be called a spike
 _NEW_WEIGHT = 0.05  # of a new loss in the running mean, which thus reaches back about twenty steps
@@ -29,15 +30,17 @@ class Skipping:
 
     Attributes:
         skipped: The number of steps skipped so far.
+        counted: The last step that counted. Checkpoints are of that step: those skipped since then are done again.
         place: Where the numbers of the last step first were not finite, in words; empty where that was not looked for.
     """
 
     def __init__(self, config: Any) -> None:
-        """Takes the section ``train`` of the configuration."""
+        """Take the section ``train`` of the configuration."""
         self._config = config
-        self.skipped, self.place = 0, ""
+        self.skipped, self.counted, self.place = 0, 0, ""
         self._in_a_row = self._spikes_in_a_row = self._seen = 0
         self._mean = 0.0
+        self._after_counted = self._state()
 
     @property
     def loss_limit(self) -> float:
@@ -55,7 +58,7 @@ class Skipping:
         return True
 
     def judge(self, step: int, result: StepResult, locate: Callable[[], str], scaled: bool = False) -> str:
-        """Decides about a step.
+        """Decide about a step.
 
         Args:
             step: The step's number.
@@ -75,6 +78,7 @@ class Skipping:
             self._in_a_row = self._spikes_in_a_row = 0
             self._seen += 1
             self._mean += max(1 / self._seen, _NEW_WEIGHT) * (result.loss - self._mean)
+            self.counted, self._after_counted = step, self._state()
             return ""
         self.skipped += 1
         self._in_a_row += 1
@@ -102,8 +106,40 @@ class Skipping:
             "debug=anomaly names the operation"
         )
 
+    def check_any_counted(self, outcome: Outcome) -> None:
+        """Raise TrainingError where a run has ended without a step that counted."""
+        if self.counted == 0:
+            raise TrainingError(
+                f"no step counted: the updates of all {outcome.steps} steps were skipped, the last with loss "
+                f"{outcome.final_loss:.4g}, so the weights are those of the start"
+            )
+
+    def roll_back(self, folder: Path, strategy: Strategy, optimizer: Optimizer) -> str:
+        """Load weights and optimizer from the newest checkpoint. All ranks call it together.
+
+        The caller continues with its next step: the batches in between are not read again.
+
+        Args:
+            folder: The run's ``checkpoints`` folder.
+            strategy: The model.
+            optimizer: Its optimizer.
+
+        Returns:
+            What was done, in words.
+        """
+        # Rank 0 looks for all: others may see an older state of a shared folder.
+        found = Checkpoint.newest(folder) if strategy.mesh.rank == 0 else None
+        newest = strategy.mesh.gather(found and str(found.folder))[0]
+        if newest is None:
+            return "the loss keeps jumping, and there is no checkpoint yet to go back to (train.checkpoint_every)"
+        self.counted = load(Path(newest), strategy, optimizer).step
+        return f"the loss keeps jumping: back to the weights of step {self.counted}, and on with the next batches"
+
     def state_dict(self) -> dict[str, float]:
-        """Returns what a resumed run needs in order to decide as this one would."""
+        """Return what a run that is resumed after ``counted`` needs in order to decide as this one would."""
+        return self._after_counted
+
+    def _state(self) -> dict[str, float]:
         return {
             "skipped": self.skipped,
             "in_a_row": self._in_a_row,
@@ -113,16 +149,17 @@ class Skipping:
         }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Takes the ``state_dict`` of the run that is resumed."""
+        """Take the ``state_dict`` of the run that is resumed."""
         self.skipped = int(state["skipped"])
         self._in_a_row = int(state["in_a_row"])
         self._spikes_in_a_row = int(state["spikes_in_a_row"])
         self._seen = int(state["seen"])
         self._mean = float(state["mean"])
+        self._after_counted = self._state()
 
 
 def first_not_finite(strategy: Strategy, batch: Batch, step: int) -> str:
-    """Does a step again, and looks for the first numbers that are not finite. All ranks call it together.
+    """Do a step again, and look for the first numbers that are not finite. All ranks call it together.
 
     Gradients are new after it, everything else is as before.
 
@@ -185,25 +222,3 @@ def first_not_finite(strategy: Strategy, batch: Batch, step: int) -> str:
 
 def _finite(tensors: Iterable[Tensor]) -> bool:
     return all(bool(local(x.detach()).isfinite().all()) for x in tensors)
-
-
-def roll_back(folder: Path, strategy: Strategy, optimizer: Optimizer) -> tuple[int | None, str]:
-    """Loads weights and optimizer from the newest checkpoint. All ranks call it together.
-
-    The caller continues with its next step: the batches in between are not read again.
-
-    Args:
-        folder: The run's ``checkpoints`` folder.
-        strategy: The model.
-        optimizer: Its optimizer.
-
-    Returns:
-        The step whose weights these are, None where there is no checkpoint; and what was done, in words.
-    """
-    # Rank 0 looks for all: others may see an older state of a shared folder.
-    found = Checkpoint.newest(folder) if strategy.mesh.rank == 0 else None
-    newest = strategy.mesh.gather(found and str(found.folder))[0]
-    if newest is None:
-        return None, "the loss keeps jumping, and there is no checkpoint yet to go back to (train.checkpoint_every)"
-    step = load(Path(newest), strategy, optimizer).step
-    return step, f"the loss keeps jumping: back to the weights of step {step}, and on with the next batches"

@@ -39,9 +39,11 @@ def config(*overrides: str):
 def run(folder: Path, *overrides: str) -> dict:
     """One training in this process; returns its summary."""
     from training.run import run as training
+    from training.setup import prepare
 
     folder.mkdir(parents=True, exist_ok=True)
-    return training(config(*overrides), folder)
+    cfg = config(*overrides)
+    return training(cfg, folder, setup=prepare(cfg))
 
 
 def run_on_rank(tree: dict, folder: str, meeting: str) -> dict:

@@ -10,7 +10,7 @@ RECIPE = ["train.epochs=null", "train.steps=12", "train.checkpoint_every=3", "tr
 
 
 def test_a_run_directory_that_is_deleted_is_begun_anew_and_said(tmp_path, monkeypatch, caplog):
-    record_step = Loop._record_step
+    record_step = Loop._record
 
     def delete(self, step, *args, **kwargs):
         if step == 8:
@@ -18,7 +18,7 @@ def test_a_run_directory_that_is_deleted_is_begun_anew_and_said(tmp_path, monkey
             shutil.rmtree(tmp_path / "run")
         record_step(self, step, *args, **kwargs)
 
-    monkeypatch.setattr(Loop, "_record_step", delete)
+    monkeypatch.setattr(Loop, "_record", delete)
     run(tmp_path / "run", *RECIPE)
     assert "metrics.jsonl was removed while this run writes to it" in caplog.text
     assert [line["step"] for line in steps(tmp_path / "run")] == [8, 9, 10, 11, 12]
