@@ -13,6 +13,11 @@ FOLDER = Path(__file__).resolve().parent
 TRAINED = ("model", "data", "optim", "scheduler", "train")
 # The groups whose option says what is trained, and those whose values are changes of the others' defaults.
 CHOSEN, ON_TOP = ("model", "data", "optim", "scheduler"), ("experiment", "debug")
+# Keys that the program reads itself and does not pass to the section's target (conf/train.yaml says what they mean).
+_OWN_KEYS = {
+    "model": {"name", "init_from", "loss", "vocabulary", "extra_tokens"},
+    "optim": {"decay_vectors", "rates", "update", "others"},
+}
 # The group of a checkpoint's own values, while a command that names the checkpoint runs.
 OF_CHECKPOINT = "of_checkpoint"
 # The key of a plain configuration under which it says how it was composed (conf.composition.composed_by).
@@ -22,6 +27,11 @@ COMMAND = "command"
 def options(group: str) -> list[str]:
     """The names of a group's options, such as ``["classifier", "convnet", ...]`` for ``"model"``, sorted."""
     return sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
+
+
+def own_keys(group: str) -> set[str]:
+    """The keys of a section that are not arguments of its target."""
+    return _OWN_KEYS.get(group, set())
 
 
 def help_page() -> str:

@@ -23,7 +23,7 @@ from common.files import check_yaml
 from common.machine import check_working_directory
 from conf import CHOSEN, FOLDER, OF_CHECKPOINT, ON_TOP, TRAINED, environment
 from conf.messages import unknown_key
-from conf.schema import TARGET_GROUPS, Root, register
+from conf.schema import Root, register
 from conf.trust import config_folder, config_folders, typed_overrides
 from conf.words import as_typed, expand_lists, options_first
 from launchers.world import launcher_start
@@ -151,7 +151,7 @@ def differences(cfg: DictConfig, choices: Mapping[str, str | None]) -> tuple[dic
     words.append(f"{OF_CHECKPOINT}={choices.get(OF_CHECKPOINT, 'none')}")
     for start, shown in _LISTED.items():
         further = {group: option for group, option in choices.items() if group.startswith(start)}
-        words += [f"+{part}{group}={option}" for group, option in further.items() for part in ("schema/", "")]
+        words += [f"+{group}={option}" for group, option in further.items()]
         if further:
             names = [chosen[shown]] if shown in chosen else []
             chosen[shown] = f"[{','.join([*names, *further.values()])}]"
@@ -232,11 +232,11 @@ def _open_own(arguments: Sequence[str]) -> list[str]:
         The folders in which their targets are, where ``allow=`` lets targets be of there: FOLDER, and the one it is in.
     """
     folder, folders = config_folder(arguments), config_folders(arguments)
-    for group in {*TARGET_GROUPS, *_GROUPS, *ON_TOP} if folder is not None else ():
+    for group in (*_GROUPS, "callback", *ON_TOP) if folder is not None else ():
         for file in (folder / group).glob("*.yaml"):
             check_yaml(file)
-    sys.path.extend(one for one in folders if one not in sys.path)  # to read the signatures of targets there
-    register(folder)
+    sys.path.extend(one for one in folders if one not in sys.path)
+    register()
     return folders
 
 

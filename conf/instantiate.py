@@ -5,14 +5,17 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from common.errors import PlanError, TrainingError, UserError
 from conf import environment as from_environment
+from conf import own_keys
 from conf.words import literal
 
 # The packages whose public classes a configuration may build. A configuration may come from anywhere, and a target can
@@ -182,11 +185,7 @@ def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
         TrainingError: For a target that is not allowed or does not exist, a parameter that it does not have, and a
             ``ValueError`` that it raises. Other errors of the user's making come out as they are.
     """
-    tree = to_dict(node)
-    for section in _sections(tree):
-        if "_target_" in section:
-            resolve(section["_target_"])
-    return _build(tree, args, kwargs)
+    return _instantiate(node, args, kwargs)
 
 
 def build(role: str, section: Any, *args: Any, **kwargs: Any) -> Any:
@@ -205,7 +204,15 @@ def build(role: str, section: Any, *args: Any, **kwargs: Any) -> Any:
         TrainingError: See ``target_of``, ``check_role`` and ``instantiate``.
     """
     target_of(role, section)
-    return check_role(role, instantiate(section, *args, **kwargs), section["_target_"])
+    return check_role(role, _instantiate(section, args, kwargs, role), section["_target_"])
+
+
+def _instantiate(node: Any, args: tuple, kwargs: Mapping[str, Any], where: str = "") -> Any:
+    tree = to_dict(node)
+    for section in _sections(tree):
+        if "_target_" in section:
+            resolve(section["_target_"])
+    return _build(tree, args, kwargs, where)
 
 
 def target_of(role: str, section: Any) -> Any:
@@ -221,6 +228,8 @@ def target_of(role: str, section: Any) -> Any:
         raise TrainingError(f"{role}: {section['_target_']} is what others are made of; {ROLES[role].way_out}")
     if inspect.isclass(target):
         _check_fits(role, target, section["_target_"])
+    own = {key: value for key, value in section.items() if key != "_target_" and key not in own_keys(role)}
+    checked_arguments(section["_target_"], own, f"{role}.")
     return target
 
 
@@ -250,15 +259,17 @@ def _name_of(item: Any) -> str:
     return item.__qualname__ if item.__module__ == "builtins" else f"{item.__module__}.{item.__qualname__}"
 
 
-def _build(node: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+def _build(node: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None, where: str = "") -> Any:
     if isinstance(node, list):
-        return [_build(item) for item in node]
+        return [_build(item, where=f"{where}[{place}]") for place, item in enumerate(node)]
     if not isinstance(node, dict):
         return node
-    built = {key: _build(value) for key, value in node.items() if key != "_target_"} | dict(kwargs or {})
+    path = f"{where}." if where else ""
+    built = {key: _build(value, where=f"{path}{key}") for key, value in node.items() if key != "_target_"}
     if "_target_" not in node:
-        return built
+        return built | dict(kwargs or {})
     target = resolve(node["_target_"])
+    built = checked_arguments(node["_target_"], built, path) | dict(kwargs or {})
     try:
         inspect.signature(target).bind(*args, **built)
     except TypeError as error:
@@ -269,6 +280,71 @@ def _build(node: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None)
         if isinstance(error, UserError):
             raise
         raise TrainingError(str(error)) from error
+
+
+def parameters(target: Any) -> dict[str, inspect.Parameter]:
+    """What a function or class takes, by name; a class that passes ``**options`` on takes what its base takes too."""
+    known: dict[str, inspect.Parameter] = {}
+    for one in inspect.getmro(target) if inspect.isclass(target) else (target,):
+        function = vars(one).get("__init__") if inspect.isclass(one) else one
+        if not inspect.isfunction(function):
+            continue
+        own = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+        with suppress(NameError, TypeError):  # an annotation that exists for type checkers only
+            hints = get_type_hints(function)
+            own = [p.replace(annotation=hints.get(p.name, Any)) for p in own]
+        known = {p.name: p for p in own if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)} | known
+        if all(p.kind is not p.VAR_KEYWORD for p in own):
+            break
+    return known
+
+
+def checked_arguments(name: str, arguments: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """The arguments of a section as its target's annotations want them: 1 is 1.0 where a float is wanted.
+
+    Args:
+        name: The target.
+        arguments: By name.
+        path: Where they stand in the configuration: "optim.".
+
+    Raises:
+        TrainingError: For a value of another type, or a parameter that a class which takes ``**options`` does not have.
+    """
+    target = resolve(name)
+    known = parameters(target)
+    for key in arguments:
+        if inspect.isclass(target) and known and key not in known:
+            raise TrainingError(f"_target_={name}: got an unexpected keyword argument {key!r}")
+    return {
+        key: _as_annotated(value, known[key], f"{path}{key}") if key in known else value
+        for key, value in arguments.items()
+    }
+
+
+def _as_annotated(value: Any, parameter: inspect.Parameter, key: str) -> Any:
+    kind, optional = parameter.annotation, parameter.default is None
+    if get_origin(kind) in (Union, UnionType):
+        members = [one for one in get_args(kind) if getattr(one, "__name__", "") != "Tensor"]  # no key is a tensor
+        optional |= NoneType in members
+        members = [one for one in members if one is not NoneType]
+        kind = members[0] if len(members) == 1 else Any
+    if value is None and optional:
+        return None
+    if get_origin(kind) is Literal and not isinstance(value, dict):
+        if value not in get_args(kind):
+            words = ", ".join(map(str, get_args(kind)))
+            raise TrainingError(f"{key}: Invalid value {value!r}, expected one of [{words}]")
+    elif get_origin(kind) in (list, tuple, Sequence) and not isinstance(value, (list, tuple)):
+        raise TrainingError(f"{key} is a list: write {key}=[…]")
+    elif kind in (int, float, bool, str):
+        from omegaconf import ValidationError, nodes  # they say what is wrong as they do for the other sections
+
+        node = {int: nodes.IntegerNode, float: nodes.FloatNode, bool: nodes.BooleanNode, str: nodes.StringNode}[kind]
+        try:
+            return node(value, is_optional=False)._value()
+        except ValidationError as error:
+            raise TrainingError(f"{key}: {str(error).splitlines()[0]}") from None
+    return value
 
 
 def _sections(node: Any) -> list[dict]:

@@ -1,14 +1,14 @@
 """The schemas of the configuration: an unknown key or a wrong type is an error before anything starts.
 
 Sections that are fixed (the root with ``train``, ``export`` and ``sample``, ``parallel``, ``launcher``) have a
-dataclass here, with the meaning of each key. Every other section names a ``_target_``; its keys, types and defaults are
-the parameters of that function or class, and their meaning is in its docstring (see ``conf.signatures``).
+dataclass here, with the meaning of each key. Every other section names a ``_target_``; its keys, with their defaults
+and meanings, are listed in its YAML, and ``conf.instantiate`` checks values against the signature of the target.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import MISSING, dataclass, field, make_dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -18,10 +18,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from conf import FOLDER, OF_CHECKPOINT, trust
-from conf.signatures import Parameter, parameters
 from models.gpt2_sizes import parameters_of, published_rate
-
-TARGET_GROUPS = ("model", "data", "optim", "scheduler", "logger", "callback")
 
 
 class Device(Enum):
@@ -238,46 +235,13 @@ class Slurm:
     allow_mixed: bool = False  # warn, instead of refusing, where ranks differ in code, versions or data
 
 
-# Keys that the program reads itself and does not pass to the section's target: name -> (type, default).
-_MODEL_KEYS = {
-    "init_from": (str | None, None),  # start from exported weights: a folder or a .safetensors file
-    "loss": (Any, None),  # another loss: {_target_: mypackage.MyLoss, ...}; a model may have a parameter of this name
-}
-_LANGUAGE_MODEL_KEYS = {
-    "vocabulary": (str, "gpt2"),  # what its data should use: gpt2 | words
-    "extra_tokens": (Any, None),  # behind GPT-2's own tokens: {"<a>": "start of an entity", "<b>": null}
-}
-_OPTIMIZER_KEYS = {
-    "decay_vectors": (bool, False),  # weight decay on biases and norms too
-    "rates": (Any, None),  # factors on lr for the parameters of some modules: {fc: 10, layer4.0: 0.1}
-    "update": (str | None, None),  # of an optimizer that is not torch's own: elementwise | per_parameter
-    "others": (Any, None),  # a second optimizer for the parameters that are not matrices: {_target_: ..., lr: ...}
-}
-# Parameters that the program supplies itself: they are not keys of the configuration.
-_SUPPLIED = {"optim": ("params",), "logger": ("run_dir", "run_config", "run_name")}
 # The YAML's own target; an indented one is that of a model, whose file sets other sections as well.
 _TARGET = re.compile(r"^ *_target_: *([\w.]+)", re.MULTILINE)
 
 
-def own_keys(group: str) -> set[str]:
-    """The keys of a section that are not arguments of its target."""
-    return {
-        "model": {"name", *_MODEL_KEYS, *_LANGUAGE_MODEL_KEYS},
-        "optim": set(_OPTIMIZER_KEYS),
-    }.get(group, set())
-
-
-def register(own: Path | None = None) -> None:
-    """Put all schemas into Hydra's ConfigStore, as ``schema/...``, from where conf/ pulls them in.
-
-    Args:
-        own: A folder of the user's own options (``--config-dir``).
-    """
-    _register(own)
-
-
-@cache  # once per process and folder
-def _register(own: Path | None) -> None:
+@cache  # once per process
+def register() -> None:
+    """Put the schemas into Hydra's ConfigStore, as ``schema/...``, from where conf/ pulls them in."""
     OmegaConf.register_new_resolver("by", _by, replace=True)
     OmegaConf.register_new_resolver("gpt2_parameters", parameters_of, replace=True)
     OmegaConf.register_new_resolver("gpt2_rate", lambda model: published_rate(parameters_of(model)), replace=True)
@@ -288,11 +252,6 @@ def _register(own: Path | None) -> None:
     store.store(group=OF_CHECKPOINT, name="none", node={}, package="_global_")
     for name, node in {"local": Local, "slurm": Slurm}.items():
         store.store(group="schema/launcher", name=name, node=node)
-    for group in TARGET_GROUPS:
-        for file in [*(FOLDER / group).glob("*.yaml"), *((own / group).glob("*.yaml") if own is not None else ())]:
-            target = _target_in(file)
-            schema = schema_of(group, file.stem, target) or _own_keys_of(group, file.stem)
-            store.store(group=f"schema/{group}", name=file.stem, node=schema)
 
 
 def _target_in(file: Path) -> str | None:
@@ -317,35 +276,3 @@ def _by(key: Any, *choices: Any) -> Any:
     """``${by:${model.size},tiny,3e-3,124M,6e-4,1e-3}``: the value that follows the key; the last one for any other."""
     pairs = dict(zip(choices[0:-1:2], choices[1::2], strict=True))
     return pairs.get(getattr(key, "name", key), choices[-1])
-
-
-def _own_keys_of(group: str, option: str) -> dict[str, Any]:
-    """The program's own keys of an option of which no more can be told: its package is not installed, or compiled."""
-    if group == "model":
-        return {"name": option, **{key: default for key, (_, default) in _MODEL_KEYS.items()}}
-    return {key: default for key, (_, default) in _OPTIMIZER_KEYS.items()} if group == "optim" else {}
-
-
-def schema_of(group: str, option: str, target: str | None) -> type | None:
-    """A dataclass of the parameters of an option's target; None where there is no telling them."""
-    known = parameters(target) if target else None
-    if known is None:
-        return None
-    fields: dict[str, tuple[Any, Any]] = {"_target_": (str, target)}
-    if group == "model":
-        language = any(parameter.name == "vocab_size" for parameter in known)
-        fields |= {"name": (str, option), **_MODEL_KEYS, **(_LANGUAGE_MODEL_KEYS if language else {})}
-    if group == "optim":
-        fields |= _OPTIMIZER_KEYS
-    supplied = _SUPPLIED.get(group, ())
-    fields |= {p.name: (p.kind, _default(p)) for p in known if p.name not in supplied}
-    return make_dataclass(option.replace("-", "_"), [(name, kind, default) for name, (kind, default) in fields.items()])
-
-
-def _default(parameter: Parameter) -> Any:
-    """As a dataclass has it: "???" is OmegaConf's word for a value that has to be given."""
-    if parameter.default is MISSING:
-        return "???"
-    if isinstance(parameter.default, (list, dict)):
-        return field(default_factory=lambda: parameter.default)
-    return parameter.default

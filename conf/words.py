@@ -58,10 +58,10 @@ def as_typed(overrides: Sequence[str]) -> list[str]:
     words: list[str] = []
     names: dict[str, list[str]] = {"logger": [], "callbacks": []}
     for override in overrides:
-        added = re.fullmatch(r"\+(?:schema/)?(logger|callback)@(?:loggers|callbacks)\.[\w-]+=([\w-]+)", override)
+        added = re.fullmatch(r"\+(logger|callback)@(?:loggers|callbacks)\.[\w-]+=([\w-]+)", override)
         if added is None:
             words.append(override)
-        elif not override.startswith("+schema/"):
+        else:
             names["logger" if added[1] == "logger" else "callbacks"].append(added[2])
     if names["logger"]:
         first = next((word.partition("=")[2] for word in words if word.startswith("logger=")), "wandb")
@@ -89,8 +89,7 @@ def _expand(argument: str) -> list[str]:
         raise UserError(f"{argument} names {repeated[0]} {names.count(repeated[0])} times; name each once")
     group, section = ("logger", "loggers") if match[1] == "logger" else ("callback", "callbacks")
     first = [f"logger={names.pop(0)}"] if group == "logger" else []
-    # The schema stands before what it checks.
-    return first + [f"+{part}{group}@{section}.{name}={name}" for name in names for part in ("schema/", "")]
+    return first + [f"+{group}@{section}.{name}={name}" for name in names]
 
 
 def hydra_word(text: str) -> str:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.errors import PlanError, TrainingError
+from conf import own_keys
 from conf.instantiate import build, check_role, instantiate, resolve, target_of
-from conf.schema import own_keys
 from models.chain import Chain
 from parallel.plan import Plan
 from parallel.sharding import local, rows_in, rows_of, shared_like, whole

@@ -16,8 +16,8 @@ import numpy as np
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from common.errors import TrainingError, UserError
+from conf import own_keys
 from conf.instantiate import build, environment, instantiate, target_of, to_config, to_dict
-from conf.schema import own_keys
 from data.batch import Batch
 from data.dataset import DataSet
 from data.loader import TrainBatches

@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from common.errors import CheckpointError, TrainingError
 from conf import CHOSEN, OF_CHECKPOINT, ON_TOP, TRAINED, options
 from conf.composition import compose
-from conf.schema import schema_of, target_of
+from conf.schema import target_of
 from conf.trust import config_folder
 from conf.words import literal
 from models.chain import Chain
@@ -172,9 +172,6 @@ def _option(group: str, config: Mapping[str, Any], typed: Mapping[str, Override]
             if target_of(group, name, own) == target:
                 return name
     store, node = ConfigStore.instance(), literal(config[group])
-    schema = schema_of(group, OF_CHECKPOINT, target)
-    if schema is not None:
-        store.store(group=f"schema/{group}", name=OF_CHECKPOINT, node=schema)
     if group == "model":  # whose options set other sections as well
         store.store(group=group, name=OF_CHECKPOINT, node={group: node}, package="_global_")
     else:
