@@ -16,16 +16,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from common.errors import UserError
-from common.files import check_yaml
 from common.machine import check_working_directory
 from conf import CHOSEN, FOLDER, OF_CHECKPOINT, ON_TOP, TRAINED, environment
+from conf.instantiate import add_to_path, targets, why_foreign
 from conf.messages import unknown_key
 from conf.schema import Root, register
-from conf.trust import config_folder, config_folders, typed_overrides
-from conf.words import as_typed, expand_lists, options_first
+from conf.words import as_typed, code_folders, config_folder, expand_lists, is_override, options_first, typed_overrides
 from launchers.world import launcher_start
 
 _GROUPS = ("model", "data", "optim", "scheduler", "parallel", "launcher", "logger")
@@ -50,13 +49,11 @@ def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str]) 
 
     Raises:
         HydraException: Where the configuration cannot be composed.
-        UserError: For an argument that has Hydra read a pickle, and where its logging cannot be set up.
+        UserError: Where the working directory is gone, or Hydra's logging cannot be set up.
         SystemExit: After an answer of Hydra's own (--cfg job).
     """
-    if rerun := [argument for argument in arguments if argument.startswith("--e")]:
-        raise UserError(f"{rerun[0]} has Hydra read a pickle, which can run any code: repeat the run by its command")
     check_working_directory()
-    own = _open_own(arguments)
+    folders = code_folders(arguments)
     # A rank that torchrun starts again finds the directory of the attempt before.
     start = launcher_start() or (time.time(), secrets.token_hex(3))
     _register_resolvers(*start)
@@ -64,8 +61,9 @@ def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str]) 
     @hydra.main(version_base="1.3", config_path=str(FOLDER), config_name="train")
     def job(cfg: Any) -> Any:
         _register_resolvers(*start)  # a launcher of others (joblib) runs this in a process of its own
-        cfg.import_from = [*cfg.import_from, *own]
-        return task(cfg, HydraConfig.get())
+        hydra_section = HydraConfig.get()
+        cfg.import_from = [*(cfg.import_from or ()), *folders]
+        return task(_named(cfg, hydra_section.runtime.choices), hydra_section)
 
     argv, full_error = sys.argv, os.environ.get(_FULL_ERROR)
     words = [*_composable(expand_lists(arguments)), *_directory(arguments, *start)]
@@ -81,6 +79,14 @@ def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str]) 
         sys.argv = argv
         if full_error is None:
             del os.environ[_FULL_ERROR]
+
+
+def _named(cfg: DictConfig, choices: Mapping[str, str | None]) -> DictConfig:
+    """Give a model whose file does not say its name that of its option."""
+    if OmegaConf.is_dict(cfg.model) and "_target_" in cfg.model and "name" not in cfg.model:
+        name = choices.get("model") or str(cfg.model._target_).rpartition(".")[2]
+        OmegaConf.update(cfg, "model.name", name, force_add=True)
+    return cfg
 
 
 def _register_resolvers(began: float, run_id: str) -> None:
@@ -215,29 +221,42 @@ def compose(overrides: Sequence[str], arguments: Sequence[str] = (), with_hydra:
     Raises:
         HydraException: Where it cannot be composed.
     """
-    _open_own(arguments)
+    register()
     environment.register()
     GlobalHydra.instance().clear()
     folder = config_folder(arguments)
     path = str(folder).replace("\\", "\\\\").replace("'", "\\'")
     search = [] if folder is None else [f"hydra.searchpath=['file://{path}']"]
     with hydra.initialize_config_dir(str(FOLDER), version_base="1.3"):
-        return hydra.compose("train", [*expand_lists(overrides), *search], return_hydra_config=with_hydra)
+        cfg = hydra.compose("train", [*expand_lists(overrides), *search], return_hydra_config=True)
+    choices = cfg.hydra.runtime.choices
+    if not with_hydra:
+        with open_dict(cfg):
+            del cfg.hydra
+    return _named(cfg, choices)
 
 
-def _open_own(arguments: Sequence[str]) -> list[str]:
-    """Make the user's own options known: those of ``--config-dir FOLDER``.
+def check_received(tree: Mapping[str, Any], arguments: Sequence[str]) -> None:
+    """Check rank 0's configuration on another rank: it has come through a store that others may reach.
 
-    Returns:
-        The folders in which their targets are, where ``allow=`` lets targets be of there: FOLDER, and the one it is in.
+    Args:
+        tree: The configuration, as plain data. Its ``import_from`` becomes this rank's own.
+        arguments: What was typed here.
+
+    Raises:
+        UserError: It names code besides this project's and torch's that this rank's own command line does not name.
     """
-    folder, folders = config_folder(arguments), config_folders(arguments)
-    for group in (*_GROUPS, "callback", *ON_TOP) if folder is not None else ():
-        for file in (folder / group).glob("*.yaml"):
-            check_yaml(file)
-    sys.path.extend(one for one in folders if one not in sys.path)
-    register()
-    return folders
+    tree["import_from"] = code_folders(arguments)
+    add_to_path(tree["import_from"])
+    foreign = {target for target in targets(tree) if why_foreign(target) is not None}
+    if foreign:
+        own = OmegaConf.to_container(compose([word for word in arguments if is_override(word)], arguments))
+        foreign -= set(targets(own))
+    if foreign:
+        raise UserError(
+            f"rank 0 sends _target_={', '.join(sorted(foreign))}, which the command line of this rank does not name: "
+            "give every machine the same command line"
+        )
 
 
 def _composable(arguments: Sequence[str]) -> list[str]:

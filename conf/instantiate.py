@@ -18,12 +18,10 @@ from conf import environment as from_environment
 from conf import own_keys
 from conf.words import literal
 
-# The packages whose public classes a configuration may build. A configuration may come from anywhere, and a target can
-# name any class. The user's own are named in `allow` (see open_doors).
+# What may be built of a section that comes from others (a checkpoint, a peer): public classes of these packages ...
 PACKAGES = ("models", "data", "parallel", "training", "torch.nn", "torch.optim")
-# A model may be built by a function: it only computes. Functions elsewhere also write files and start processes.
+# ... and functions of these, as they only compute. Functions elsewhere also write files and start processes.
 FUNCTIONS_OF = ("models",)
-_allowed: tuple[str, ...] = ()  # of the run that this process works on
 
 
 @dataclass(frozen=True)
@@ -88,23 +86,6 @@ ROLES = {
 }
 
 
-def open_doors(cfg: Any) -> None:
-    """Let targets also be classes and functions of the packages in ``allow``, in this process, until the next call.
-
-    They are imported from where Python finds them, and from the folders in ``import_from``.
-
-    Raises:
-        TrainingError: Where a name is not a package's.
-    """
-    global _allowed
-    names = cfg.get("allow") or []
-    for name in names:
-        if not all(part.isidentifier() for part in str(name).split(".")):
-            raise TrainingError(f"allow={name}: give names of packages or modules, such as allow=[mypackage]")
-    _allowed = tuple(names)
-    add_to_path(cfg.get("import_from") or [])
-
-
 def add_to_path(folders: Sequence[str]) -> None:
     """Have Python look for modules in these folders too, after all others."""
     sys.path.extend(folder for folder in folders if folder not in sys.path)
@@ -145,14 +126,10 @@ def environment(cfg: Any) -> dict[str, str]:
 
     Raises:
         PlanError: Where it is no mapping.
-        UserError: For a variable that a configuration may not set.
     """
     wanted = cfg.parallel.env or {}
     if not hasattr(wanted, "items"):
         raise PlanError(f"parallel.env={wanted} must be a mapping, such as parallel.env={{NCCL_DEBUG: INFO}}")
-    from conf.trust import check_variables  # late: it imports Hydra
-
-    check_variables("parallel.env", wanted)
     return {str(name): str(value) for name, value in wanted.items()}
 
 
@@ -314,7 +291,9 @@ def checked_arguments(name: str, arguments: Mapping[str, Any], path: str = "") -
     known = parameters(target)
     for key in arguments:
         if inspect.isclass(target) and known and key not in known:
-            raise TrainingError(f"_target_={name}: got an unexpected keyword argument {key!r}")
+            from conf.messages import unknown_key  # late: it imports Hydra
+
+            raise TrainingError(f"{unknown_key(f'{path}{key}', list(known))}: what {name} takes")
     return {
         key: _as_annotated(value, known[key], f"{path}{key}") if key in known else value
         for key, value in arguments.items()
@@ -337,14 +316,20 @@ def _as_annotated(value: Any, parameter: inspect.Parameter, key: str) -> Any:
     elif get_origin(kind) in (list, tuple, Sequence) and not isinstance(value, (list, tuple)):
         raise TrainingError(f"{key} is a list: write {key}=[…]")
     elif kind in (int, float, bool, str):
-        from omegaconf import ValidationError, nodes  # they say what is wrong as they do for the other sections
-
-        node = {int: nodes.IntegerNode, float: nodes.FloatNode, bool: nodes.BooleanNode, str: nodes.StringNode}[kind]
-        try:
-            return node(value, is_optional=False)._value()
-        except ValidationError as error:
-            raise TrainingError(f"{key}: {str(error).splitlines()[0]}") from None
+        return _as_number_or_text(value, kind, key)
     return value
+
+
+def _as_number_or_text(value: Any, kind: type, key: str) -> Any:
+    from omegaconf import ValidationError, nodes  # as for the sections that have a dataclass
+
+    node = {int: nodes.IntegerNode, float: nodes.FloatNode, bool: nodes.BooleanNode, str: nodes.StringNode}[kind]
+    try:
+        return node(value, is_optional=False)._value()
+    except ValidationError:
+        wanted = node.__name__.removesuffix("Node")
+        problem = f"Value {value!r} of type {type(value).__name__!r} could not be converted to {wanted}"
+        raise TrainingError(f"{key}: {problem}") from None
 
 
 def _sections(node: Any) -> list[dict]:
@@ -357,40 +342,45 @@ def resolve(target: Any) -> Any:
     """The class or function that ``target`` ("package.module.name") names.
 
     Raises:
-        TrainingError: Where there is none, and for anything but a public class of ``PACKAGES`` or a public function of
-            ``FUNCTIONS_OF``, or one of either kind of a package in ``allow``, that is defined there, not imported from
-            elsewhere.
+        TrainingError: Where there is none, or where it needs a package that is not installed.
     """
-    if not isinstance(target, str) or not _is_of(target, (*PACKAGES, *_allowed)):
-        raise _refused(target, "it is of another package")
-    if any(part.startswith("_") for part in target.split(".")):
-        raise _refused(target, "it is private")
-    module, _, name = target.rpartition(".")
+    module, _, name = str(target).rpartition(".")
+    if not isinstance(target, str) or not module:
+        raise TrainingError(f"_target_={target} names nothing: write the dotted name of a class, mypackage.MyClass")
     try:
         item = getattr(import_module(module), name)
-    except (AttributeError, ImportError) as error:
-        raise TrainingError(f"_target_={target} names nothing: {error}{_hidden(module)}") from error
+    except (AttributeError, ImportError, ValueError) as error:
+        yours = ", or start where its package is, or name its folder in PYTHONPATH" if not _is_of(target) else ""
+        raise TrainingError(f"_target_={target} names nothing: {error}{_hidden(module)}{yours}") from error
     if not inspect.isclass(item) and not inspect.isfunction(item):
-        raise _refused(target, "it is neither a class nor a function")
-    home = f"{item.__module__}.{item.__qualname__}"
-    if not _is_of(home, (*PACKAGES, *_allowed)):
-        raise _refused(target, f"it is {home}")
-    if not inspect.isclass(item) and not _is_of(home, (*FUNCTIONS_OF, *_allowed)):
-        raise _refused(target, "it is a function")
+        raise TrainingError(f"_target_={target} is neither a class nor a function")
     package = getattr(item, "requires", None)  # of a class that works with a package which is not always there
     if package is not None and find_spec(package.partition("-")[0]) is None:
         raise TrainingError(f"{target} needs a package that is not installed: pip install {package}")
     return item
 
 
-def _is_of(name: str, packages: Sequence[str]) -> bool:
+def targets(node: Any) -> list[Any]:
+    """All targets that a tree names, at any depth."""
+    return [section["_target_"] for section in _sections(node) if "_target_" in section]
+
+
+def why_foreign(target: Any) -> str | None:
+    """Why a target is not to be built where others have named it; None for one of this project's or of torch's layers.
+
+    It is a public class of ``PACKAGES``, or a public function of ``FUNCTIONS_OF``, that is defined there and not
+    imported from elsewhere.
+    """
+    if not _is_of(str(target)):
+        return "it is of another package"
+    if any(part.startswith("_") for part in target.split(".")):
+        return "it is private"
+    item = resolve(target)
+    home = f"{item.__module__}.{item.__qualname__}"
+    if not _is_of(home):
+        return f"it is {home}"
+    return None if inspect.isclass(item) or _is_of(home, FUNCTIONS_OF) else "it is a function"
+
+
+def _is_of(name: str, packages: Sequence[str] = PACKAGES) -> bool:
     return name.startswith(tuple(f"{package}." for package in packages))
-
-
-def _refused(target: Any, reason: str) -> TrainingError:
-    yours = str(target).partition(".")[0] if isinstance(target, str) and target.partition(".")[0] else "mypackage"
-    return TrainingError(
-        f"_target_={target} is not allowed: {reason}. Configurations may build public classes of "
-        f"{', '.join(PACKAGES)}, call functions of {FUNCTIONS_OF[0]}, and use what allow= names: "
-        f"{', '.join(_allowed) or 'nothing now'}. If you trust it: allow=[{yours}]"
-    )

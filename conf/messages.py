@@ -13,7 +13,6 @@ from omegaconf.errors import (
     ConfigTypeError,
     MissingMandatoryValue,
     OmegaConfBaseException,
-    ReadonlyConfigError,
     ValidationError,
 )
 from yaml import YAMLError
@@ -64,8 +63,6 @@ def explain(error: Exception) -> str | None:
         return place + unknown_key(cause.full_key, [str(key) for key in cause.parent_node])
     if isinstance(cause, MissingMandatoryValue):
         return f"{place}{cause.full_key} has no default: set it"
-    if isinstance(cause, ReadonlyConfigError):
-        return f"{place}{cause.full_key} cannot be changed: what it names would be executed. Leave it out"
     if isinstance(cause, ValidationError) and "is not a ListConfig" in str(cause):
         return f"{place}{cause.full_key} is a list: write {cause.full_key}=[…]"
     if isinstance(cause, ConfigTypeError) and "does not support deletion" in str(cause):

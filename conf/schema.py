@@ -17,7 +17,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from conf import FOLDER, OF_CHECKPOINT, trust
+from conf import FOLDER, OF_CHECKPOINT
 from models.gpt2_sizes import parameters_of, published_rate
 
 
@@ -151,8 +151,8 @@ class Root:
     recipes: Any = None  # what the model's file asks of other groups' options: {NAME: {says: …, adamw: {lr: 6e-4}}}
     callbacks: Any = None  # by name, such as callbacks=[early_stop] sets, or a list of sections with a _target_
     launcher: Any = None
-    allow: list[str] = field(default_factory=list)  # packages besides this project's that targets may be of
-    import_from: list[str] = field(default_factory=list)  # folders in which they are, besides the installed packages
+    allow: Any = None  # has no effect: what is typed may name any class
+    import_from: Any = None  # folders in which Python looks for code too; found by itself (conf.words.code_folders)
 
 
 SCHEDULES = (
@@ -246,7 +246,6 @@ def register() -> None:
     OmegaConf.register_new_resolver("gpt2_parameters", parameters_of, replace=True)
     OmegaConf.register_new_resolver("gpt2_rate", lambda model: published_rate(parameters_of(model)), replace=True)
     store = ConfigStore.instance()
-    trust.register()
     store.store(group="schema", name="root", node=Root)
     store.store(group="schema", name="parallel", node=Parallel)
     store.store(group=OF_CHECKPOINT, name="none", node={}, package="_global_")

@@ -5,12 +5,16 @@ Without Hydra: the ranks that record a command need not import it.
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.files import expand_home
 from conf import OF_CHECKPOINT
 
 _OPTIONAL = ("experiment", "debug")
@@ -25,6 +29,39 @@ def literal(node: Any) -> Any:
     if isinstance(node, list):
         return [literal(item) for item in node]
     return re.sub(r"(?<!\\)(\\*)\$\{", r"\1\1\${", node) if isinstance(node, str) else node
+
+
+def typed_overrides(hydra: Any) -> list[str]:
+    """Return what the user typed for a job, with its interpolations as they are: a value may be a secret, or missing.
+
+    Args:
+        hydra: Hydra's own section.
+    """
+    from omegaconf import OmegaConf
+
+    return as_typed(OmegaConf.to_container(hydra.overrides, resolve=False)["task"])
+
+
+def config_folder(arguments: Sequence[str]) -> Path | None:
+    """Return the folder of the user's own options, ``--config-dir``; None where there is none."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    folder = parser.parse_known_args(list(arguments))[0].config_dir
+    return None if folder is None else expand_home(folder).absolute()
+
+
+def code_folders(arguments: Sequence[str]) -> list[str]:
+    """Return where code of the user's own is looked for, besides the installed packages and PYTHONPATH.
+
+    That is the folder he stands in, the one of ``--config-dir``, and the one that this is in.
+    """
+    folder = config_folder(arguments)
+    return [os.getcwd(), *([] if folder is None else [str(folder.parent), str(folder)])]
+
+
+def is_override(word: str) -> bool:
+    """Whether a word of a command line is no option, such as ``-m``."""
+    return "=" in word and not word.startswith("-")
 
 
 def options_first(arguments: Sequence[str]) -> list[str]:

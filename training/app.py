@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from common.errors import exit_is_failure, printable
 from common.machine import changed_environment, styled
 from conf import COMMAND
-from conf.instantiate import environment, open_doors, to_config, to_dict
+from conf.instantiate import add_to_path, environment, to_config, to_dict
 from conf.words import hydra_word
 from launchers import Interrupted, LaunchError, WorkerFailed, World, run_workers, start_fork_server, stopping
 from launchers.meeting import check_interfaces
@@ -30,7 +30,7 @@ ALONE = ("export", "sample")  # modes that need one process whatever the strateg
 _KEY = "job"
 _LONGEST_TIMEOUT_S = 1e7
 # What every worker imports.
-_PRELOAD = ("training.app", "training.run", "parallel.pipeline", "conf.trust")
+_PRELOAD = ("training.app", "training.run", "parallel.pipeline")
 _AGAIN = "start it again with the same command"
 
 
@@ -132,7 +132,7 @@ def _checked(cfg: Any, hydra: Any) -> Any:
     check_values(tree)
     check_process()
     cfg = to_config(tree)
-    open_doors(cfg)
+    add_to_path(cfg.import_from or ())
     return cfg
 
 
@@ -297,7 +297,7 @@ def follow(world: World, arguments: Sequence[str] = ()) -> None:
     """
     from datetime import timedelta
 
-    from conf.trust import check_received
+    from conf.composition import check_received
     from launchers.failure import log_path
     from launchers.peer_check import rendezvous
     from launchers.worker import redirect_output

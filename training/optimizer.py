@@ -336,7 +336,11 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
             learning rate, or asks for a closure.
     """
     for section in filter(None, (config, config.get("others"))):
-        kind = target_of("optim", section)
+        try:
+            kind = target_of("optim", section)
+        except TrainingError as error:
+            hint = "; one more optimizer is a file conf/optim/NAME.yaml (docs/extending.md)"
+            raise TrainingError(f"{error}{hint if 'there is no key' in str(error) else ''}") from None
         _check_update(section)
         if "lr" not in section:
             raise TrainingError(f"optim: {section['_target_']} needs a learning rate (lr), which the schedule changes")
@@ -351,9 +355,7 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
         except _Accepted:
             pass
         except TrainingError as error:
-            others = "unexpected keyword" in str(error)
-            hint = ": a key of another optimizer; one more optimizer is a file conf/optim/NAME.yaml (docs/extending.md)"
-            raise TrainingError(f"optim: {error}{hint if others else ''}") from None
+            raise TrainingError(f"optim: {error}") from None
         except (IndexError, KeyError, TypeError, RuntimeError) as error:
             raise TrainingError(f"optim: {section['_target_']} cannot take these values: {error}") from error
 

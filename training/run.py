@@ -17,7 +17,7 @@ import torch.distributed as dist
 from common.errors import TrainingError, add_note, exit_is_failure, is_out_of_memory
 from common.machine import styled, usable_cores
 from conf import COMMAND
-from conf.instantiate import build, environment, open_doors, to_dict
+from conf.instantiate import add_to_path, build, environment, to_dict
 from conf.words import hydra_word
 from launchers import World, connect
 from launchers.stopping import Stopped
@@ -74,7 +74,7 @@ def run(
     """
     world, run_dir = world or World.alone(), Path(run_dir)
     os.environ.update(environment(cfg))
-    open_doors(cfg)
+    add_to_path(cfg.import_from or ())
     share_cores(world.local_size, cfg.parallel.threads)
     set_arithmetic(cfg.train)
     setup = setup or build_setup(cfg, world.size, world.nodes)

@@ -287,9 +287,8 @@ def describe(setup: Setup) -> str:
     evaluated = setup.cfg.train.eval_every is not None or setup.cfg.mode == "eval"
     data = describe_data(setup.data.description, setup.data.unigram_entropy, setup.extents if evaluated else {})
     recipe = f"\n{line}" if (line := describe_recipe(setup.cfg)) else ""
-    allowed = f"\nallow: {', '.join(setup.cfg.allow)}" if setup.cfg.allow else ""
     plan = describe_plan(setup.plan, setup.cfg.model.name, data, setup.tokens_per_sample, setup.shares)
-    return "\n".join([plan, *setup.by_microbatch[1]]) + recipe + allowed
+    return "\n".join([plan, *setup.by_microbatch[1]]) + recipe
 
 
 def describe_recipe(cfg: Any) -> str:

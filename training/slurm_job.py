@@ -19,7 +19,7 @@ from typing import Any
 
 from common.console import unfailing_output
 from common.errors import LaunchError, UserError
-from conf.instantiate import environment, open_doors, to_config, to_dict
+from conf.instantiate import add_to_path, environment, to_config, to_dict
 from launchers import World
 from launchers.slurm.follow import wait
 from launchers.slurm.submit import Job, check_options, submit, write_private
@@ -128,7 +128,7 @@ def run_in_task(cfg: Any, run_dir: Path, world: World, give_up: Callable[[Launch
         after_restart(cfg, run_dir)
     try:
         with rendezvous(world, cfg.parallel.timeout_s, give_up) as (store, places):
-            open_doors(cfg)
+            add_to_path(cfg.import_from or ())
             setup = _prepare_alike(cfg, world, store)
             if world.rank == 0:
                 hold(run_dir, EARLIER_ATTEMPT_S if restarts() > 0 else 0.0)

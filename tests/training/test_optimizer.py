@@ -9,7 +9,7 @@ from composed import QUIET, compose, config, losses, run, run_on_rank, saved, st
 from torch import nn
 
 from common.errors import CheckpointError, PlanError, TrainingError
-from conf.instantiate import open_doors, to_dict
+from conf.instantiate import add_to_path, to_dict
 from models.losses import SquaredError
 from models.sequential import chain_of
 from parallel.strategy import Options, build_strategy
@@ -159,8 +159,8 @@ def own_optimizer(tmp_path):
     (tmp_path / "own_optimizers.py").write_text(UNDECLARED)
 
     def configured(*parallel, update=None, place="optim"):
-        cfg = config(f"import_from=['{tmp_path}']", "allow=[own_optimizers]", "train.global_batch_size=8", *parallel)
-        open_doors(cfg)
+        cfg = config(f"import_from=['{tmp_path}']", "train.global_batch_size=8", *parallel)
+        add_to_path(cfg.import_from)
         own = {"_target_": "own_optimizers.Normalised", "lr": 0.1, "update": update}
         whole = {"_target_": "torch.optim.SGD", "lr": 0.1, "others": own} if place == "others" else own
         cfg.optim = {"decay_vectors": False, "rates": None, "others": None, **whole}
@@ -176,8 +176,7 @@ def own_optimizer(tmp_path):
         train(cfg, folder)
 
     plan.steps = steps
-    yield plan
-    open_doors(config())
+    return plan
 
 
 SHARED = [["parallel=fsdp"], ["parallel=hsdp", "parallel.shard=2"], ["parallel=pipe_fsdp"]]

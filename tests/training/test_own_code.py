@@ -1,4 +1,4 @@
-"""Models, losses and optimizers in a folder of the user's own: ``--config-dir`` and ``allow``."""
+"""Models, losses and optimizers in a folder of the user's own: ``--config-dir``."""
 
 import json
 import sys
@@ -9,7 +9,6 @@ from omegaconf import OmegaConf
 
 from common.errors import TrainingError, UserError
 from conf.composition import _composable
-from conf.instantiate import open_doors, resolve
 from training import train
 from training.evaluate import record_of
 from training.setup import prepare
@@ -68,23 +67,21 @@ def mine(tmp_path, monkeypatch):
     (folder / "conf" / "model").mkdir(parents=True)
     (folder / "conf" / "optim").mkdir()
     (folder / "my_models.py").write_text(MODULE)
-    for name in ("deep", "broken"):
-        (folder / "conf" / "model" / f"{name}.yaml").write_text(f"_target_: my_models.{name}\n")
+    for name, keys in {"deep": "width: 8\nstart: 1.0\n", "broken": ""}.items():
+        (folder / "conf" / "model" / f"{name}.yaml").write_text(f"_target_: my_models.{name}\n{keys}")
     sluggish = "_target_: my_models.Sluggish\nlr: 0.1\nupdate: elementwise\n"
     (folder / "conf" / "optim" / "sluggish.yaml").write_text(sluggish)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "my_models", raising=False)
-    yield [f"--config-dir={folder}/conf"]
-    open_doors({})
+    return [f"--config-dir={folder}/conf"]
 
 
 def test_a_model_and_an_optimizer_of_a_folder_beside_the_configuration_are_trained_on_workers(mine, tmp_path, capfd):
-    words = [*mine, "model=deep", "model.width=4", "optim=sluggish", "allow=[my_models]", "parallel=pipelined"]
+    words = [*mine, "model=deep", "model.width=4", "optim=sluggish", "parallel=pipelined"]
     loss = "model.loss={_target_: my_models.Absolute}"
     result = train(*words, loss, *QUICK, "parallel.chunks=2", f"hydra.run.dir={tmp_path}/run")
     assert [name for stage in result.summary["stages"] for name in stage["layers"]] == ["first", "last", "shift"]
     said = capfd.readouterr().out
-    assert "allow: my_models" in said, "in the plan"
     steps = [record for record in records(tmp_path / "run") if "loss" in record]
     assert len(steps) == 3 and all(record["worst"] > 0 for record in steps)
     (printed,) = [line for line in said.splitlines() if line.startswith("evaluate: training.train(")]
@@ -101,36 +98,36 @@ def forget(folder):
 
 def test_options_may_stand_anywhere_on_the_command_line(mine, tmp_path, capsys):
     (folder,) = [word.partition("=")[2] for word in mine]
-    words = ["model=deep", "--config-dir", folder, "allow=[my_models]", *QUICK, "mode=plan"]
+    words = ["model=deep", "--config-dir", folder, *QUICK, "mode=plan"]
     train(*words, f"hydra.run.dir={tmp_path}/run")
     assert "deep: " in capsys.readouterr().out, "the plan"
 
 
-def test_their_keys_come_from_their_signatures(mine, tmp_path):
+def test_their_keys_are_those_that_their_files_list(mine, tmp_path):
     with pytest.raises(UserError, match="did you mean model.width"):
-        train(*mine, "model=deep", "model.widht=3", "allow=[my_models]", f"hydra.run.dir={tmp_path}/run")
+        train(*mine, "model=deep", "model.widht=3", f"hydra.run.dir={tmp_path}/run")
 
 
-def test_without_allow_they_are_refused_with_the_way_out(mine, tmp_path):
-    with pytest.raises(TrainingError, match=r"_target_=my_models.deep is not allowed: .* allow=\[my_models\]"):
-        train(*mine, "model=deep", *QUICK, f"hydra.run.dir={tmp_path}/run")
+def test_a_class_of_the_folder_in_which_the_command_is_typed_is_named_by_its_target(mine, tmp_path, monkeypatch):
+    """What older commands typed, ``allow=``, changes nothing."""
+    monkeypatch.chdir(tmp_path / "mine")
+    loss = "model.loss={_target_: my_models.Absolute}"
+    result = train("model=toy", "allow=[my_models]", loss, *QUICK, f"hydra.run.dir={tmp_path}/run")
+    assert result.summary["steps"] == 3
+
+
+def test_what_a_checkpoint_names_of_other_packages_is_built_only_where_the_command_names_it(mine, tmp_path):
+    train(*mine, "model=deep", *QUICK, f"hydra.run.dir={tmp_path}/run")
+    forget(tmp_path)
+    words = ["mode=eval", f"checkpoint={tmp_path}/run", "logger=none", f"hydra.run.dir={tmp_path}/again"]
+    with pytest.raises(TrainingError, match="names model._target_=my_models.deep, which is not allowed.*type model._t"):
+        train(*words)
+    assert train(*mine, *words).summary["model"] == "deep"
 
 
 def test_a_layer_whose_output_cannot_be_passed_on_is_named_before_anything_starts(mine, tmp_path):
     with pytest.raises(TrainingError, match=r"layer 'attention' \(LSTM\) returned a tuple in a tuple"):
-        train(*mine, "model=broken", "allow=[my_models]", *QUICK, f"hydra.run.dir={tmp_path}/run")
-
-
-@pytest.mark.parametrize("name", ["my-models", "os; x", "a..b"])
-def test_what_is_no_name_of_a_package_cannot_be_allowed(name):
-    with pytest.raises(TrainingError, match="give names of packages"):
-        open_doors({"allow": [name]})
-
-
-@pytest.mark.parametrize("target", ["training.setup.unpack_given", "training.api.train", "os.system"])
-def test_what_handles_objects_of_a_program_is_no_target(target):
-    with pytest.raises(TrainingError, match="not allowed"):
-        resolve(target)
+        train(*mine, "model=broken", *QUICK, f"hydra.run.dir={tmp_path}/run")
 
 
 def test_a_loss_that_the_last_layer_computes_cannot_be_replaced(text):

@@ -23,6 +23,7 @@ def test_an_options_file_lists_the_parameters_of_what_it_builds(option, monkeypa
     group, name = option.split("/")
     section = section_of(group, name)
     target = section.pop("_target_")
+    pytest.importorskip(target.partition(".")[0])  # an optimizer of another package
     known = parameters(resolve(target))
     assert set(section) - own_keys(group) == set(known) - SUPPLIED.get(group, set()) - own_keys(group)
     plain = {key: value for key, value in section.items() if key in known and "${" not in str(value)}

@@ -28,9 +28,9 @@ from omegaconf.errors import OmegaConfBaseException
 from common.errors import CheckpointError, TrainingError
 from conf import CHOSEN, OF_CHECKPOINT, ON_TOP, TRAINED, options
 from conf.composition import compose
+from conf.instantiate import PACKAGES, targets, why_foreign
 from conf.schema import target_of
-from conf.trust import config_folder
-from conf.words import literal
+from conf.words import config_folder, literal
 from models.chain import Chain
 from training.checkpoint.files import MANIFEST, Checkpoint
 from training.checkpoint.load import Tensors
@@ -81,6 +81,7 @@ def with_checkpoint(arguments: Sequence[str]) -> list[str]:
     again = [key for key in ON_TOP if key in typed and _choice(typed[key]) == before.get(key) is not None]
     others = [key for key in ON_TOP if key in typed and key not in again]
     base = compose([*_words(chosen), *_typed_as(again, arguments)], arguments)
+    _check_targets(paths[0], config, arguments)
     _store(_known(config, base, typed), _top(config), chosen, _place(again, others))
     untyped = {group: option for group, option in chosen.items() if group not in typed or group == "model"}
     if others and not typed.keys() >= set(CHOSEN):
@@ -108,6 +109,20 @@ def _is_config(config: Any) -> bool:
         and all(isinstance(config[name], dict) and "defaults" not in config[name] for name in TRAINED)
         and isinstance(config["model"].get("name"), str)
     )
+
+
+def _check_targets(path: str, config: Mapping[str, Any], arguments: Sequence[str]) -> None:
+    """Raises TrainingError where a checkpoint names code that is not this project's, torch's or in the user's files."""
+    own = config_folder(arguments)
+    files = [] if own is None else [file.read_text() for group in CHOSEN for file in (own / group).glob("*.yaml")]
+    for section in CHOSEN:
+        for target in targets(config[section]):
+            if any(str(target) in text for text in (*arguments, *files)) or (why := why_foreign(target)) is None:
+                continue
+            raise TrainingError(
+                f"{path} names {section}._target_={target}, which is not allowed, as {why}: a checkpoint may name "
+                f"public classes of {', '.join(PACKAGES)}. If you trust it, type {section}._target_={target}"
+            )
 
 
 def _overrides(arguments: Sequence[str]) -> list[str]:

@@ -25,9 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import TrainingError, UserError, format_exception
 from conf.composition import check_keys
-from conf.instantiate import open_doors, to_config, to_dict
-from conf.trust import typed_overrides
-from conf.words import as_typed, expand_lists, hydra_word
+from conf.instantiate import add_to_path, to_config, to_dict
+from conf.words import as_typed, expand_lists, hydra_word, typed_overrides
 from launchers import Interrupted, World
 from launchers.slurm.follow import wait
 from launchers.stopping import Stopped
@@ -313,7 +312,7 @@ def _check(cfg: Any) -> Ready | None:
     _begin(cfg, hydra, folder, WAITING)
     try:
         cfg = to_config(to_dict(cfg))
-        open_doors(cfg)
+        add_to_path(cfg.import_from or ())
         recall(cfg, folder)
         choose_chunks(cfg, folder, None)
         return Ready.of(prepare_here(cfg), folder)
