@@ -200,7 +200,8 @@ def _leaves(cfg: DictConfig) -> Iterator[tuple[str, Any]]:
                 yield key, value
 
     tree = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
-    tree.pop("hydra", None)
+    for name in ("hydra", "import_from"):
+        tree.pop(name, None)
     return walk(tree, "")
 
 

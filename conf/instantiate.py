@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +16,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from common.errors import PlanError, TrainingError, UserError
 from conf import environment as from_environment
-from conf import own_keys
 from conf.words import literal
 
 # What may be built of a section that comes from others (a checkpoint, a peer): public classes of these packages ...
@@ -87,8 +87,8 @@ ROLES = {
 
 
 def add_to_path(folders: Sequence[str]) -> None:
-    """Have Python look for modules in these folders too, after all others."""
-    sys.path.extend(folder for folder in folders if folder not in sys.path)
+    """Have Python look for modules in the working directory and in these folders too, after all others."""
+    sys.path.extend(folder for folder in (os.getcwd(), *folders) if folder not in sys.path)
 
 
 def to_dict(cfg: Any) -> dict:
@@ -205,9 +205,14 @@ def target_of(role: str, section: Any) -> Any:
         raise TrainingError(f"{role}: {section['_target_']} is what others are made of; {ROLES[role].way_out}")
     if inspect.isclass(target):
         _check_fits(role, target, section["_target_"])
-    own = {key: value for key, value in section.items() if key != "_target_" and key not in own_keys(role)}
-    checked_arguments(section["_target_"], own, f"{role}.")
     return target
+
+
+def check_section(role: str, section: Any) -> None:
+    """Check what a section names and the types of its values, before it is built elsewhere. See ``target_of``."""
+    target_of(role, section)
+    arguments = {key: value for key, value in to_dict(section).items() if key != "_target_"}
+    checked_arguments(section["_target_"], arguments, f"{role}.")
 
 
 def check_role(role: str, one: Any, name: str | None = None) -> Any:
@@ -350,7 +355,7 @@ def resolve(target: Any) -> Any:
     try:
         item = getattr(import_module(module), name)
     except (AttributeError, ImportError, ValueError) as error:
-        yours = ", or start where its package is, or name its folder in PYTHONPATH" if not _is_of(target) else ""
+        yours = ", or start where its package is, or name its folder in PYTHONPATH" if not is_ours(target) else ""
         raise TrainingError(f"_target_={target} names nothing: {error}{_hidden(module)}{yours}") from error
     if not inspect.isclass(item) and not inspect.isfunction(item):
         raise TrainingError(f"_target_={target} is neither a class nor a function")
@@ -371,16 +376,17 @@ def why_foreign(target: Any) -> str | None:
     It is a public class of ``PACKAGES``, or a public function of ``FUNCTIONS_OF``, that is defined there and not
     imported from elsewhere.
     """
-    if not _is_of(str(target)):
+    if not is_ours(str(target)):
         return "it is of another package"
     if any(part.startswith("_") for part in target.split(".")):
         return "it is private"
     item = resolve(target)
     home = f"{item.__module__}.{item.__qualname__}"
-    if not _is_of(home):
+    if not is_ours(home):
         return f"it is {home}"
-    return None if inspect.isclass(item) or _is_of(home, FUNCTIONS_OF) else "it is a function"
+    return None if inspect.isclass(item) or is_ours(home, FUNCTIONS_OF) else "it is a function"
 
 
-def _is_of(name: str, packages: Sequence[str] = PACKAGES) -> bool:
+def is_ours(name: str, packages: Sequence[str] = PACKAGES) -> bool:
+    """Whether a dotted name is in one of the packages."""
     return name.startswith(tuple(f"{package}." for package in packages))

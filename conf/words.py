@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,12 +50,9 @@ def config_folder(arguments: Sequence[str]) -> Path | None:
 
 
 def code_folders(arguments: Sequence[str]) -> list[str]:
-    """Return where code of the user's own is looked for, besides the installed packages and PYTHONPATH.
-
-    That is the folder he stands in, the one of ``--config-dir``, and the one that this is in.
-    """
+    """Return where code of the user's own may be: the folder of ``--config-dir``, and the one that it is in."""
     folder = config_folder(arguments)
-    return [os.getcwd(), *([] if folder is None else [str(folder.parent), str(folder)])]
+    return [] if folder is None else [str(folder.parent), str(folder)]
 
 
 def is_override(word: str) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from common.errors import PlanError, TrainingError
 from conf import own_keys
-from conf.instantiate import build, check_role, instantiate, resolve, target_of
+from conf.instantiate import build, resolve, target_of
 from models.chain import Chain
 from parallel.plan import Plan
 from parallel.sharding import local, rows_in, rows_of, shared_like, whole
@@ -336,11 +336,7 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
             learning rate, or asks for a closure.
     """
     for section in filter(None, (config, config.get("others"))):
-        try:
-            kind = target_of("optim", section)
-        except TrainingError as error:
-            hint = "; one more optimizer is a file conf/optim/NAME.yaml (docs/extending.md)"
-            raise TrainingError(f"{error}{hint if 'there is no key' in str(error) else ''}") from None
+        kind = target_of("optim", section)
         _check_update(section)
         if "lr" not in section:
             raise TrainingError(f"optim: {section['_target_']} needs a learning rate (lr), which the schedule changes")
@@ -351,11 +347,14 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
                 "in micro-batches does not; use another optimizer"
             )
         try:
-            check_role("optim", instantiate(_arguments(section), _Unread()), section["_target_"])
+            build("optim", _arguments(section), _Unread())
         except _Accepted:
             pass
         except TrainingError as error:
-            raise TrainingError(f"optim: {error}") from None
+            hint = "; one more optimizer is a file conf/optim/NAME.yaml (docs/extending.md)"
+            missing = str(error).startswith("there is no key")
+            said = f"{'' if missing or str(error).startswith('optim.') else 'optim: '}{error}{hint if missing else ''}"
+            raise TrainingError(said) from None
         except (IndexError, KeyError, TypeError, RuntimeError) as error:
             raise TrainingError(f"optim: {section['_target_']} cannot take these values: {error}") from error
 

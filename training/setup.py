@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from common.errors import TrainingError, UserError
 from conf import own_keys
-from conf.instantiate import build, environment, instantiate, target_of, to_config, to_dict
+from conf.instantiate import build, check_section, environment, instantiate, target_of, to_config, to_dict
 from data.batch import Batch
 from data.dataset import DataSet
 from data.loader import TrainBatches
@@ -169,7 +169,7 @@ def _check_sections(cfg: Any) -> None:
     build("scheduler", cfg.scheduler)
     build_callbacks(cfg.callbacks)
     for section in loggers.sections(cfg):
-        target_of("logger", section)
+        check_section("logger", section)
 
 
 # -- checks of the model and the data that it names ------------------------------------------------------------------

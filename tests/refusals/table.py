@@ -68,7 +68,7 @@ WORDS = {
     "experiment/own": [
         Refusal(OWN + "experiment=own", file=file("experiment/own.yaml", b"train: [1,\n")),
         Refusal(OWN + "experiment=own", "train.stepz", file=option("experiment/own", "train: {stepz: 1}")),
-        Refusal(OWN + "experiment=own", "abc stands where the section", file=option("experiment/own", "optim: abc")),
+        Refusal(OWN + "experiment=own", "optim=abc stands where a section", file=option("experiment/own", "optim: abc")),
         Refusal(OWN + "experiment=own", file=option("experiment/own", "- 1")),
         Refusal(OWN + "experiment=own", file=option("experiment/own", "hello")),
         Refusal(OWN + "experiment=own", file=option("experiment/own", "train: {steps: 1, steps: 2}")),

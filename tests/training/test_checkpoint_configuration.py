@@ -58,10 +58,9 @@ def test_the_console_shows_what_was_typed_and_not_all_that_the_checkpoint_brings
     assert sorted(shown) == sorted([*typed[1:], "checkpoint=RUN"])
 
 
-def test_the_keys_that_it_brings_have_their_types_and_names(words):
-    for typed in ("data.seq_len=long", "model.dmodel=3"):
-        with pytest.raises(Exception, match=typed.partition("=")[0]):
-            composed(f"checkpoint='{words}'", typed)
+def test_the_keys_that_it_brings_have_their_names(words):
+    with pytest.raises(Exception, match="model.dmodel"):
+        composed(f"checkpoint='{words}'", "model.dmodel=3")
 
 
 def test_a_resumed_run_needs_no_more_than_the_path(words, tmp_path):

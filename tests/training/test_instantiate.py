@@ -107,7 +107,7 @@ def test_a_plain_value_error_becomes_a_message_for_the_user():
 
 
 def test_a_parameter_that_the_target_does_not_have_is_named():
-    with pytest.raises(TrainingError, match="there is no key surplus.*training.optimizer.Constant"):
+    with pytest.raises(TrainingError, match="surplus"):
         instantiate({"_target_": "training.optimizer.Constant", "surplus": 1})
 
 

@@ -19,7 +19,7 @@ SHORT = ["train.epochs=null", "train.steps=3"]
 
 def test_loggers_are_a_list_and_each_further_one_has_a_section_of_its_own():
     cfg = compose(["logger=[wandb,tensorboard,csv]", "logger.mode=online", "loggers.csv.file=x.csv"])
-    assert cfg.logger.mode.name == "online" and set(cfg.loggers) == {"tensorboard", "csv"}
+    assert cfg.logger.mode == "online" and set(cfg.loggers) == {"tensorboard", "csv"}
     assert [section._target_.rpartition(".")[2] for section in sections(cfg)] == [
         "WandbRun", "TensorBoardRun", "CsvLogger",
     ]  # fmt: skip

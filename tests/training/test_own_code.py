@@ -8,7 +8,7 @@ from composed import config, records
 from omegaconf import OmegaConf
 
 from common.errors import TrainingError, UserError
-from conf.composition import _composable
+from conf.composition import _composable, check_received
 from training import train
 from training.evaluate import record_of
 from training.setup import prepare
@@ -128,6 +128,20 @@ def test_what_a_checkpoint_names_of_other_packages_is_built_only_where_the_comma
 def test_a_layer_whose_output_cannot_be_passed_on_is_named_before_anything_starts(mine, tmp_path):
     with pytest.raises(TrainingError, match=r"layer 'attention' \(LSTM\) returned a tuple in a tuple"):
         train(*mine, "model=broken", *QUICK, f"hydra.run.dir={tmp_path}/run")
+
+
+def test_a_rank_builds_nothing_that_only_rank_0_has_named():
+    """Its configuration has come through a store that others may reach."""
+
+    def sent(target):
+        return {"data": {"_target_": "data.digits.Digits"}, "callbacks": [{"_target_": target}]}
+
+    typed = ["data=digits", "callbacks=[{_target_: mine.Diary}]", "train.steps=3"]
+    check_received(sent("training.callbacks.early_stop.EarlyStop"), [])
+    check_received(sent("mine.Diary"), typed)
+    for target in ("os.system", "torch.hub.load", "training.api.train"):
+        with pytest.raises(UserError, match=f"rank 0 sends _target_={target}, which .* this rank does not name"):
+            check_received(sent(target), typed)
 
 
 def test_a_loss_that_the_last_layer_computes_cannot_be_replaced(text):

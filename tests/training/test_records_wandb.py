@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import UserError
 from training.reporting import WandbRun
 from training.reporting.environment import git_state
 
@@ -152,9 +153,10 @@ def compose():
 def test_a_wrong_mode_is_an_error_with_the_choices(compose):
     from hydra.errors import ConfigCompositionException
 
-    with pytest.raises(ConfigCompositionException) as error:
-        compose("logger.mode=onlien")
-    assert "offline" in str(error.value.__cause__) and "online" in str(error.value.__cause__)
+    from conf.instantiate import check_section
+
+    with pytest.raises(UserError, match="logger.mode: Invalid value 'onlien', expected one of .offline, online"):
+        check_section("logger", compose("logger.mode=onlien"))
     with pytest.raises(ConfigCompositionException):
         compose("logger.projct=mine")
 

@@ -16,12 +16,14 @@ from omegaconf import OmegaConf
 from common.errors import UserError
 from common.files import read_yaml
 from common.machine import usable_cores
+from conf.instantiate import is_ours
 from conf.words import as_typed
 from training.reporting.masking import mask_secrets
 
 PACKAGES = ("torch", "torchvision", "hydra-core", "omegaconf", "wandb", "tiktoken", "safetensors", "numpy")
 # What a checkpoint does not keep.
-_WHERE = ("device", "parallel", "launcher", "logger", "loggers", "callbacks", "allow", "import_from")
+_WHERE = ("device", "parallel", "launcher", "logger", "loggers", "callbacks", "import_from")
+_NAMED = re.compile(r"_target_\W+([\w.]+)")
 
 
 def describe(command: list[str] | None = None) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def describe(command: list[str] | None = None) -> dict[str, Any]:
 
 
 def where_typed(run_dir: Path) -> list[str]:
-    """Returns what the user typed of what a checkpoint does not keep, as Hydra wrote it into the run directory."""
+    """Return what the user typed of what a checkpoint does not keep or may not name, by the run directory."""
     try:
         # Not resolved: a value may refer to a secret of the environment.
         typed = OmegaConf.to_container(read_yaml(run_dir / ".hydra" / "overrides.yaml"), resolve=False)
@@ -61,7 +63,11 @@ def where_typed(run_dir: Path) -> list[str]:
     except UserError:
         return []  # they are but a hint
     own = [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"]
-    return own + [word for word in as_typed(typed) if re.split(r"[.=]", word.lstrip("+~"))[0] in _WHERE]
+    return own + [word for word in as_typed(typed) if _is_where(word) or not all(map(is_ours, _NAMED.findall(word)))]
+
+
+def _is_where(word: str) -> bool:
+    return re.split(r"[.=]", word.lstrip("+~"))[0] in _WHERE
 
 
 def git_state() -> tuple[str | None, bool | None]:
