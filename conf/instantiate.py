@@ -298,7 +298,8 @@ def checked_arguments(name: str, arguments: Mapping[str, Any], path: str = "") -
         if inspect.isclass(target) and known and key not in known:
             from conf.messages import unknown_key  # late: it imports Hydra
 
-            raise TrainingError(f"{unknown_key(f'{path}{key}', list(known))}: what {name} takes")
+            takes = [p.name for p in known.values() if p.default is not p.empty]
+            raise TrainingError(f"{unknown_key(f'{path}{key}', takes)}: what {name} takes")
     return {
         key: _as_annotated(value, known[key], f"{path}{key}") if key in known else value
         for key, value in arguments.items()

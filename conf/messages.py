@@ -17,7 +17,7 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
-from common.errors import message_for_user
+from common.errors import UserError, message_for_user
 from conf import OF_CHECKPOINT
 
 _RUNNING = ("hydra._internal.utils", "hydra._internal.hydra")  # the frames of Hydra's in which a run takes place
@@ -35,6 +35,8 @@ def explain(error: Exception) -> str | None:
     """
     if (message := message_for_user(error)) is not None:
         return message
+    if isinstance(error.__cause__, UserError):  # of a resolver
+        return message_for_user(error.__cause__)
     if isinstance(error, YAMLError):
         return f"a configuration file is no YAML that can be read: {' '.join(str(error).split())}. Correct it"
     modules, file = _where(error)

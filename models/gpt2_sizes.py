@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from common.errors import ModelError
+
 # Parameters -> AdamW's highest rate: table 2.1 of Brown et al. 2020 ("Language Models are Few-Shot Learners"), up to
 # 1.3B at the sizes of GPT-2 next to its own. Below, the rate goes on as it does there, about as 1/sqrt(parameters); for
 # fewer than 5M it stays.
@@ -49,15 +51,16 @@ SIZES = {
 
 
 def with_sizes(size: str, given: Mapping[str, int | None]) -> Size:
-    """The sizes of ``size``, each replaced by the number that is given."""
+    """The sizes of ``size``, each replaced by the number that is given. Raises ModelError for an unknown size."""
+    if size not in SIZES:
+        raise ModelError(f"model.size: Invalid value {size!r}, expected one of [{', '.join(SIZES)}]")
     return replace(SIZES[size], **{key: value for key, value in given.items() if value is not None})
 
 
 def parameters_of(model: Mapping[str, Any]) -> int:
     """The number of parameters of the GPT-2 that a section ``model`` describes."""
-    size = getattr(model["size"], "name", model["size"])
     given = {key: model[key] for key in ("n_layer", "n_head", "n_embd", "block_size")}
-    return with_sizes(size, given).parameters(model["vocab_size"])
+    return with_sizes(model["size"], given).parameters(model["vocab_size"])
 
 
 def published_rate(parameters: int) -> float:
