@@ -151,7 +151,7 @@ def test_a_rank_that_is_out_of_memory_is_named_in_seconds(tmp_path):
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "hungry_model.py").write_text(HUNGRY)
     (tmp_path / "conf" / "model" / "hungry.yaml").write_text("_target_: hungry_model.hungry\n")
-    words = [f"--config-dir={tmp_path}/conf", "allow=[hungry_model]", "model=hungry", "parallel=pipelined"]
+    words = [f"--config-dir={tmp_path}/conf", "model=hungry", "parallel=pipelined"]
     words += ["parallel.chunks=2", "parallel.balance=[1,2]", "parallel.timeout_s=600", f"device={DEVICE}"]
     start = time.monotonic()
     ended = train_command([*words, "logger=none", "train.epochs=null", "train.steps=50"], tmp_path / "run", fresh=True)

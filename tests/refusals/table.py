@@ -63,7 +63,7 @@ WORDS = {
     "logger=[csv,wandb,csv]": [Refusal("logger=[csv,wandb,csv]", "names csv 2 times; name each once")],
     "no key loggers.csv": [Refusal("loggers.csv.file=x", "type logger=[wandb,csv] first")],
     "no key callbacks.early_stop": [Refusal("callbacks.early_stop.patience=3", "type callbacks=[early_stop] first")],
-    "train.steps cannot be taken out": [Refusal("~train.steps", "give it another value")],
+    "train.epochs cannot be taken out": [Refusal("~train.epochs", "give it another value")],
     "optim: torch.optim.SGD needs a learning rate": [Refusal("~optim.lr")],
     "optim=abc stands where": [Refusal(OWN + "experiment=own", file=option("experiment/own", "optim: abc"))],
     "model is chosen already": [Refusal("+model=gpt2", "type model=OPTION, without a +")],
