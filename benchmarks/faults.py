@@ -27,13 +27,9 @@ from benchmarks import table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from faults.damage import DAMAGES, damage  # noqa: E402
-from faults.kills import every_kill, kill, spaced  # noqa: E402
+from faults.plan import Trial, rows  # noqa: E402
 from faults.runs import RANKS  # noqa: E402
-from faults.signals import interrupt, moments  # noqa: E402
-from faults.single_ranks import poison, stall  # noqa: E402
-from faults.soak import soak  # noqa: E402
-from faults.table import Trial, rows  # noqa: E402
+from faults.trials import DAMAGES, damage, every_kill, interrupt, kill, moments, poison, soak, spaced, stall  # noqa: E402
 
 STRATEGIES = ("ddp", "pipelined", "pipe_ddp", "fsdp")
 _AT_ONCE = 12  # kills that one run meets
@@ -81,7 +77,7 @@ def groups(quick: bool) -> Iterator[tuple[str, Callable[[Path], list[Trial]]]]:
             yield f"nan-{strategy}-{rank}", lambda f, s=strategy, r=rank: [poison(s, r, f)]
             yield f"stall-{strategy}-{rank}", lambda f, s=strategy, r=rank: [stall(s, r, f)]
     for strategy, count in _SIGNALS.items() if not quick else [("single", 1)]:
-        times = moments(strategy, count, seed=count)
+        times = moments(count, seed=count)
         yield f"term-{strategy}", lambda f, s=strategy, t=times: interrupt(s, t, f)
     some = {"damages": list(DAMAGES)[:1], "files": ["model-00.safetensors"]} if quick else {}
     yield "damage-single", lambda f: damage("single", f, **some)

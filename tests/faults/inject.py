@@ -7,8 +7,10 @@ import os
 import signal
 import threading
 import time
-from functools import wraps
+from collections.abc import Callable
+from functools import partial, wraps
 from pathlib import Path
+from typing import Any
 
 import psutil
 from faults.plan import EVALUATION, MOMENT, SAVE, Fault, Record
@@ -25,7 +27,7 @@ class Attempt:
         self.step, self.done, self.saving = 0, 0, 0
         self.training = False
 
-    def begin_run(self) -> None:
+    def begin_run(self, *_: Any) -> None:
         """This process, a rank by now, begins a run. (It was forked from one that had imported all this.)"""
         self.rank = int(os.environ.get("RANK", 0))
         self.first = self.record.next_fault()
@@ -37,7 +39,7 @@ class Attempt:
         self.number = self.record.next_fault()
         self.fault = self._faults[self.number] if self.number < len(self._faults) else None
 
-    def begin(self, step: int) -> None:
+    def begin_step(self, _: Any, batch: Any, step: int, *rest: Any) -> None:
         """A training step begins. A fault that is far behind has had no chance."""
         self.record.note(f"begun-{self.first}-{self.rank}", {"first_step": step})
         self.step, self.training = step, True
@@ -45,10 +47,14 @@ class Attempt:
         if self.fault is not None and step > self.fault.step + _LATE and self.fault.struck_by == self.rank:
             self.record.note(f"struck-{self.number}", {"missed": True})
             self.look_up()
+        self.reach(MOMENT)
 
-    def reach(self, point: str, step: int, at: str = "before") -> None:
-        """Strike where the fault is due here."""
-        fault = self.fault
+    def end_step(self, *_: Any) -> None:
+        self.training, self.done = False, self.step
+
+    def reach(self, point: str, step: int | None = None, at: str = "before") -> None:
+        """Strike where the fault is due here, in this training step if no other is given."""
+        fault, step = self.fault, self.step if step is None else step
         if fault is None or (fault.point, fault.step, fault.at) != (point, step, at) or fault.struck_by != self.rank:
             return
         if fault.delay_s:
@@ -76,132 +82,82 @@ class Attempt:
 
 def arm() -> None:
     """Wrap what the points of a step and of a save are."""
-    attempt = Attempt(Record(Path(os.environ["FAULTS"])))
-    _wrap_run(attempt)
-    _wrap_steps(attempt)
-    _wrap_saves(attempt)
-    _wrap_end(attempt)
-
-
-def _wrap_run(attempt: Attempt) -> None:
-    from training import run as module
-
-    run = module.run
-
-    @wraps(run)
-    def begun(*args, **kwargs):
-        attempt.begin_run()
-        return run(*args, **kwargs)
-
-    module.run = begun
-
-
-def _wrap_steps(attempt: Attempt) -> None:
     import torch.distributed as dist
 
     from parallel.sharding import local
     from parallel.stage import Stage
     from parallel.strategy import Strategy
     from training import loop
+    from training import run as running
+    from training.checkpoint import save as saving
     from training.optimizer import Optimizer
 
-    agree, forward = Strategy._agree, Stage.forward
-    all_reduce, update, evaluate = dist.all_reduce, Optimizer.step, loop.evaluate
+    attempt = Attempt(Record(Path(os.environ["FAULTS"])))
+    at, all_reduce = attempt.reach, dist.all_reduce
 
-    def counted(train_step):
-        @wraps(train_step)
-        def run(self, batch, step, *args, **kwargs):
-            attempt.begin(step)
-            attempt.reach(MOMENT, step)
-            try:
-                return train_step(self, batch, step, *args, **kwargs)
-            finally:
-                attempt.training, attempt.done = False, step
+    def watch_backward(out: Any, *_: Any) -> None:
+        if attempt.training and out is not None and out.requires_grad:
+            out.register_hook(lambda gradient: at("backward"))
 
-        return run
-
-    @wraps(forward)
-    def watched(self, *args, **kwargs):
-        if attempt.training:
-            attempt.reach("forward", attempt.step)
-        out = forward(self, *args, **kwargs)
-        if attempt.training and out.requires_grad:
-            out.register_hook(lambda gradient: attempt.reach("backward", attempt.step))
-        return out
-
-    @wraps(agree)
-    def poisoned(self, *args, **kwargs):
+    def poison(strategy: Strategy, *_: Any) -> None:
         fault = attempt.fault
         if fault and fault.kind == "nan" and (fault.rank, fault.step) == (attempt.rank, attempt.step):
             if attempt.strike(fault):
-                local(next(p for p in self.parameters() if p.grad is not None).grad).view(-1)[0] = float("nan")
-        return agree(self, *args, **kwargs)
+                local(next(p for p in strategy.parameters() if p.grad is not None).grad).view(-1)[0] = float("nan")
 
-    @wraps(all_reduce)
-    def announced(*args, **kwargs):
+    def announced(*args: Any, **kwargs: Any) -> Any:
         fault = attempt.fault
         due = fault and (fault.point, fault.step, fault.rank) == ("all-reduce", attempt.step, attempt.rank)
         if attempt.training and due and not kwargs.get("async_op"):
             begun = all_reduce(*args, **kwargs, async_op=True)  # the others may have this rank's part, or half of it
-            attempt.reach("all-reduce", attempt.step)
+            at("all-reduce")
             return begun.wait() and None
         return all_reduce(*args, **kwargs)
 
-    @wraps(update)
-    def stepped(self, *args, **kwargs):
-        attempt.reach("optimizer step", attempt.step)
-        update(self, *args, **kwargs)
-        attempt.reach("optimizer step", attempt.step, "after")
-
-    @wraps(evaluate)
-    def evaluated(*args, **kwargs):
-        attempt.reach(EVALUATION, attempt.step)
-        return evaluate(*args, **kwargs)
-
-    Strategy.train_step, Strategy._agree, Stage.forward = counted(Strategy.train_step), poisoned, watched
-    dist.all_reduce, Optimizer.step, loop.evaluate = announced, stepped, evaluated
-
-
-def _wrap_saves(attempt: Attempt) -> None:
-    from training.checkpoint import save as saving
-
-    save = saving.Checkpointer.save
-
-    @wraps(save)
-    def counted(self, step, *args, **kwargs):
-        self.wait_pending()  # so that what is written from now on is this step's
+    def begin_save(checkpointer: saving.Checkpointer, step: int, *_: Any) -> None:
+        checkpointer.wait_pending()  # so that what is written from now on is this step's
         attempt.saving = step
-        return save(self, step, *args, **kwargs)
 
-    def phase(function, point: str):
-        @wraps(function)
-        def watched(*args, **kwargs):
-            attempt.reach(point, attempt.saving)
-            found = function(*args, **kwargs)
-            attempt.reach(point, attempt.saving, "after")
-            return found
-
-        return watched
-
-    saving.Checkpointer.save = counted
-    for point in SAVE:
-        setattr(saving, point, phase(getattr(saving, point), point))
-
-
-def _wrap_end(attempt: Attempt) -> None:
-    """A run that comes to its end leaves the checksum of each rank's weights."""
-    from parallel.sharding import local
-    from parallel.strategy import Strategy
-
-    close = Strategy.close
-
-    @wraps(close)
-    def closed(self):
+    def leave_weights(strategy: Strategy) -> None:
+        """A run that comes to its end leaves the checksum of each rank's weights."""
         digest = hashlib.sha256()
-        for _, parameter in self.named_parameters():
+        for _, parameter in strategy.named_parameters():
             digest.update(local(parameter.detach()).numpy().tobytes())
-        told = {"weights": digest.hexdigest(), "stage": self.mesh.position, "replica": self.mesh.replica}
+        told = {"weights": digest.hexdigest(), "stage": strategy.mesh.position, "replica": strategy.mesh.replica}
         attempt.record.note(f"end-{attempt.first}-{attempt.rank}", told)
-        close(self)
 
-    Strategy.close = closed
+    _around(running, "run", attempt.begin_run)
+    _around(Strategy, "train_step", attempt.begin_step, attempt.end_step)
+    _around(Stage, "forward", lambda *_: attempt.training and at("forward"), watch_backward)
+    _around(Strategy, "_agree", poison)
+    _around(Strategy, "close", leave_weights)
+    _around(Optimizer, "step", lambda *_: at("optimizer step"), lambda *_: at("optimizer step", at="after"))
+    _around(loop, "evaluate", lambda *_: at(EVALUATION))
+    _around(saving.Checkpointer, "save", begin_save)
+    for point in SAVE:
+        _around(
+            saving, point, partial(_reach_save, attempt, point, "before"), partial(_reach_save, attempt, point, "after")
+        )
+    dist.all_reduce = announced
+
+
+def _reach_save(attempt: Attempt, point: str, at: str, *_: Any) -> None:
+    attempt.reach(point, attempt.saving, at)
+
+
+def _around(owner: Any, name: str, before: Callable, after: Callable | None = None) -> None:
+    """Have ``before(*args)`` precede a function, and ``after(result, *args)`` follow it, however it ends."""
+    real = getattr(owner, name)
+
+    @wraps(real)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        before(*args)
+        result = None
+        try:
+            result = real(*args, **kwargs)
+            return result
+        finally:
+            if after is not None:
+                after(result, *args)
+
+    setattr(owner, name, watched)

@@ -1,9 +1,10 @@
-"""Faults as data: what strikes which rank, where, and what is known of it afterwards."""
+"""Faults as data: what strikes which rank, where, what is known of it afterwards, and how the run has ended."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -82,3 +83,38 @@ class Record:
     def read(self, name: str) -> dict | None:
         path = self.folder / f"{name}.json"
         return json.loads(path.read_text()) if path.exists() else None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One fault that struck. steps_lost: None where the fault ends the run, as it should, or loses nothing to speak of;
+    equal: None where there is nothing to compare."""
+
+    fault: str
+    strategy: str
+    survived: bool
+    steps_lost: int | None = None
+    equal: bool | None = None
+    problem: str = ""
+
+
+def rows(trials: Iterable[Trial]) -> list[dict]:
+    """fault, strategy, tried, survived, steps lost (at most), bits equal, problem (the first)."""
+    groups: dict[tuple[str, str], list[Trial]] = {}
+    for trial in trials:
+        groups.setdefault((trial.fault, trial.strategy), []).append(trial)
+    return [_row(fault, strategy, group) for (fault, strategy), group in groups.items()]
+
+
+def _row(fault: str, strategy: str, trials: list[Trial]) -> dict:
+    lost = [t.steps_lost for t in trials if t.steps_lost is not None]
+    compared = [t.equal for t in trials if t.equal is not None]
+    return {
+        "fault": fault,
+        "strategy": strategy,
+        "tried": len(trials),
+        "survived": sum(t.survived for t in trials),
+        "steps lost": " to ".join(map(str, sorted({min(lost), max(lost)}))) if lost else "",
+        "bits equal": f"{sum(compared)} of {len(compared)}" if compared else "",
+        "problem": next((t.problem for t in trials if t.problem), ""),
+    }

@@ -1,8 +1,10 @@
-"""train.py on a tiny GPT-2 with dropout, by its command line, under a plan of faults."""
+"""train.py on a tiny GPT-2 with dropout, by its command line, under a plan of faults; and what it has become."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import multiprocessing
 import sys
 import time
@@ -38,6 +40,23 @@ class Ended:
     left: list[str]
     at: float
 
+    def struck(self, number: int = 0) -> dict | None:
+        """What is known of a fault that has struck; None where it had no chance."""
+        told = self.record.read(f"struck-{number}")
+        return None if told is None or "missed" in told else told
+
+    def wrong(self, code: int | None = None, within_s: float | None = None) -> list[str]:
+        """Whatever the run has become: processes left behind, checkpoints that are corrupt, another exit code, an end
+        later than ``within_s`` seconds after its fault."""
+        found = [f"left behind: {command}" for command in self.left] + corrupt(self.run.folder)
+        if code is not None and self.run.code != code:
+            found.append(f"exit code {self.run.code}: {self.run.stderr.strip().splitlines()[-1:]}")
+        if within_s is not None and self.struck() is None:
+            found.append("the fault never struck")
+        elif within_s is not None and self.at - self.struck()["time"] > within_s:
+            found.append(f"it took {self.at - self.struck()['time']:.1f} s")
+        return found
+
 
 def launch(
     strategy: str, steps: int, folder: Path, faults: Sequence[Fault] = (), *more: str, timeout_s: float = 300.0
@@ -60,3 +79,49 @@ def launch(
         return Ended(run, record, left, at)
     finally:
         started.kill()
+
+
+def differences(disturbed: Ended, undisturbed: Ended) -> list[str]:
+    """In sentences; empty where the final checkpoints and the losses are equal bit for bit and all files are whole."""
+    assert undisturbed.run.code == 0, undisturbed.run.console
+    found = disturbed.wrong(code=0)
+    if disturbed.run.code != 0:
+        return found
+    if not final_tensors(disturbed.run.folder):
+        found.append("there is no final checkpoint")
+    ours, theirs = (final_tensors(ended.run.folder) for ended in (disturbed, undisturbed))
+    names = sorted(ours.keys() | theirs.keys())
+    found += [f"final {name} is another" for name in names if ours.get(name) != theirs.get(name)]
+    steps = [line["step"] for line in disturbed.run.steps]
+    if steps != list(range(1, len(undisturbed.run.steps) + 1)):
+        found.append(f"metrics.jsonl has steps {steps}")
+    for name in ("losses", "val_losses"):
+        if getattr(disturbed.run, name) != getattr(undisturbed.run, name):
+            found.append(f"{name} differ")
+    return found
+
+
+def corrupt(run_dir: Path) -> list[str]:
+    """What is wrong with the checkpoints of a run directory: damaged ones, half ones under a final name."""
+    found = []
+    for folder in sorted((run_dir / "checkpoints").glob("step-*")):
+        try:
+            files = json.loads((folder / "manifest.json").read_text())["files"]
+            bad = [name for name, entry in files.items() if _sha256(folder / name) != entry["sha256"]]
+            found += [f"{folder / name} is damaged" for name in bad]
+        except (OSError, ValueError, KeyError) as error:
+            found.append(f"{folder}: {error!r}")
+    latest = run_dir / "checkpoints" / "latest"
+    if latest.is_symlink() and not (latest / "manifest.json").exists():
+        found.append("checkpoints/latest leads nowhere")
+    return found
+
+
+def final_tensors(run_dir: Path) -> dict[str, str]:
+    """The checksum of each file of the newest checkpoint: weights and the optimizer's state."""
+    folder = run_dir / "checkpoints" / "latest"
+    return {path.name: _sha256(path) for path in folder.glob("*.safetensors")}
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -7,12 +7,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # ``faults``
 
-from faults.damage import damage  # noqa: E402
-from faults.kills import every_kill, kill, spaced  # noqa: E402
 from faults.plan import SAVE, STEP, Fault  # noqa: E402
-from faults.signals import interrupt, moments  # noqa: E402
-from faults.single_ranks import poison, stall  # noqa: E402
-from faults.soak import soak  # noqa: E402
+from faults.trials import damage, every_kill, interrupt, kill, moments, poison, soak, spaced, stall  # noqa: E402
 
 
 def wrong(trials):
@@ -38,7 +34,7 @@ def test_a_run_whose_ranks_share_the_weights_and_are_killed_in_a_save_ends_with_
 
 
 def test_a_run_that_is_told_to_stop_saves_and_goes_on_to_the_same_bits(tmp_path):
-    assert not wrong(interrupt("single", moments("single", 1, seed=1), tmp_path))
+    assert not wrong(interrupt("single", moments(1, seed=1), tmp_path))
 
 
 @pytest.mark.slow
