@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import psutil
-from commandline import Started
 from faults.plan import EVALUATION, MOMENT, SAVE, STEP, WRITERS, Fault, Trial
-from faults.runs import RANKS, SAVE_EVERY, Ended, corrupt, differences, launch
+from faults.runs import RANKS, SAVE_EVERY, Ended, Started, corrupt, differences, launch
 
 from parallel.strategies import strategy_info
 
