@@ -27,9 +27,8 @@ from training.setup import prepare
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # ``faults``
 
-from faults.compare import final_tensors  # noqa: E402
-from faults.runs import RECIPE  # noqa: E402
-from faults.signals import interrupt, moments  # noqa: E402
+from faults.runs import RECIPE, final_tensors  # noqa: E402
+from faults.trials import interrupt, moments  # noqa: E402
 
 DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cuda")
 pytestmark = [
@@ -120,7 +119,7 @@ def test_a_resumed_run_gives_the_same_bits(tmp_path, strategy):
 
 @pytest.mark.parametrize("strategy", ["single"])
 def test_checkpoints_of_runs_that_are_told_to_stop_are_those_of_an_undisturbed_one(tmp_path, strategy):
-    trials = interrupt(strategy, moments(strategy, SIGNALS, seed=1), tmp_path, *EXACT, *LARGER)
+    trials = interrupt(strategy, moments(SIGNALS, seed=1), tmp_path, *EXACT, *LARGER)
     assert len(trials) == SIGNALS
     assert not [trial for trial in trials if not trial.survived or not trial.equal or trial.problem]
 

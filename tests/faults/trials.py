@@ -78,12 +78,16 @@ def moments(count: int, seed: int) -> list[Fault]:
     return faults
 
 
-def interrupt(strategy: str, faults: list[Fault], folder: Path) -> list[Trial]:
-    """A run that is told to stop, resumed, told to stop, … to its end, against one that is left alone."""
+def interrupt(strategy: str, faults: list[Fault], folder: Path, *more: str) -> list[Trial]:
+    """A run that is told to stop, resumed, told to stop, … to its end, against one that is left alone.
+
+    ``more``: further words of the command line.
+    """
     steps = faults[-1].step + _PER_SIGNAL  # the last one is to arrive before the end, too
-    undisturbed = launch(strategy, steps, folder / "undisturbed")
-    stopped = [launch(strategy, steps, folder / "disturbed", [fault], "train.resume=auto") for fault in faults]
-    last = launch(strategy, steps, folder / "disturbed", [], "train.resume=auto")
+    undisturbed = launch(strategy, steps, folder / "undisturbed", [], *more)
+    more = ("train.resume=auto", *more)
+    stopped = [launch(strategy, steps, folder / "disturbed", [fault], *more) for fault in faults]
+    last = launch(strategy, steps, folder / "disturbed", [], *more)
     different, trials = differences(last, undisturbed), []
     for fault, ended in zip(faults, stopped, strict=True):
         name = "SIGTERM in an evaluation" if fault.point == EVALUATION else "SIGTERM at a random moment"
