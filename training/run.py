@@ -39,7 +39,7 @@ from training.identity import changes, check_ranks, follows_total
 from training.loop import Loop
 from training.optimizer import Optimizer
 from training.reporting import SUMMARY, mask_secrets
-from training.reporting.console import final_words, numbers, why_idle
+from training.reporting.console import describe_results, numbers, what_to_type, why_idle
 from training.reporting.environment import where_typed
 from training.reporting.loggers import Loggers, sections
 from training.reporting.recorder import Recorder
@@ -301,13 +301,12 @@ def _report(
     if setup.cfg.train.trace and why_no_timeline(setup.plan) is None:
         intervals = [rank.intervals for rank in ranks]
         write_timeline(run_dir, setup.plan, setup.cfg.model.name, intervals, outcome.steps)
-    nameable = outcome.checkpoint is not None and setup.cfg.model._target_ != GIVEN
-    link = hydra_word(str(outcome.checkpoint.parents[1])) if nameable else None
-    epochs = setup.cfg.train.epochs is not None
-    typed, idle = where_typed(run_dir), _idle(setup, world, ranks)
-    rate = _rate_at_end(setup, outcome.steps)
-    said = final_words(summary, run_dir, typed, link, setup.extents, epochs, idle, given_objects() is not None, rate)
-    headline, *rest = said.split("\n")
+    headline, *rest = describe_results(summary, run_dir, setup.extents, _idle(setup, world, ranks)).split("\n")
+    if outcome.checkpoint is not None and setup.cfg.model._target_ != GIVEN:
+        link = hydra_word(str(outcome.checkpoint.parents[1]))
+        length = [f"train.steps={2 * outcome.steps}", *["train.epochs=null"] * (setup.cfg.train.epochs is not None)]
+        length += _rate_at_end(setup, outcome.steps)
+        rest.append(what_to_type(link, length, where_typed(run_dir), python=given_objects() is not None))
     print("\n".join([styled(headline, "bold", sys.stdout), *rest]), flush=True)
 
 

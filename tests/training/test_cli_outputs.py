@@ -9,7 +9,6 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -199,26 +198,6 @@ def test_a_run_leaves_nothing_else(gpt2, toy):
     assert not [name for name in os.listdir(gpt2.folder / "checkpoints") if "tmp" in name]
 
 
-def test_the_console_shows_the_configuration_the_plan_and_the_result(gpt2):
-    config, plan, result = re.split(r"(?m)^(?=gpt2: )|^(?=trained )", gpt2.stdout)
-    choices, *changes = config.strip().splitlines()
-    assert choices == (
-        "model=gpt2 data=text optim=sgd scheduler=constant parallel=pipe_ddp launcher=local logger=wandb"
-    )
-    changed = " ".join(changes).split()
-    assert {"model.size=tiny", "train.steps=5", "train.precision=fp32", "data.seq_len=32"} <= set(changed)
-    assert "parallel.chunks=4" not in changed and "optim.lr=0.05" not in changed, "they are the defaults"
-    assert f"{TINY_PARAMETERS:,} parameters   pipe_ddp: 4 processes on" in plan
-    assert "global batch 16 x 32 tokens = 2 replicas x 4 micro-batches of 2" in plan
-    for stage, ranks, span in ((0, "0,2", "embedding … h.2 (4 layers)"), (1, "1,3", "h.3 … head (4 layers)")):
-        count = f"{gpt2.summary['stages'][stage]['parameters']:,}"
-        assert re.search(rf"stage {stage} on ranks {ranks} +{count}  {re.escape(span)}", plan)
-    assert f"loss {gpt2.summary['first_loss']:.3f} -> {gpt2.summary['final_loss']:.3f}" in result
-    assert re.search(rf"best validation loss {gpt2.summary['best_val_loss']:.3f} \(1 of \d+ batches\)", result)
-    assert re.search(r"no sample of its text yet: its loss of \d", result), "it would be random words"
-    assert f"files: {gpt2.folder}" in result
-
-
 def form(line):
     """A pattern for lines like this one, in which numbers and paths differ; ``…`` stands for anything."""
     kinds = {r"outputs/\S+": r"\S+", r"\d(?:[\d,.]*\d)?": r"[\d,.]+", " +": " +", "…": ".*"}
@@ -271,21 +250,3 @@ def test_the_printed_command_goes_on_with_the_training(toy, tmp_path):
 @pytest.mark.slow
 def test_the_printed_commands_work_for_a_pipeline_too(gpt2, tmp_path):
     assert execute(printed(gpt2, "go on:") + " train.steps=7 logger=none", tmp_path).summary["steps"] == 7
-
-
-@pytest.mark.parametrize("name", ["plain", "a space", "lr=0.1", "one, two", "(brackets)", "it's"])
-def test_printed_paths_come_through_the_shell_and_hydra_as_they_are(toy, name):
-    """``lr=0.1`` is how sweeps name their directories."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    from conf.words import hydra_word
-    from training.reporting.console import final_words
-
-    link = f"/runs/{name}/checkpoints/latest"
-    words = final_words(toy.summary, Path("/runs") / name, ["model.hidden=20"], hydra_word(link))
-    for word, key in (("evaluate:", "checkpoint"), ("go on:", "train.resume")):
-        (line,) = [line for line in words.splitlines() if line.startswith(word)]
-        overrides = OverridesParser.create().parse_overrides(shlex.split(line.partition(":")[2])[2:])
-        found = {override.key_or_group: override.value() for override in overrides}
-        assert found[key] == link
-        assert found["model.hidden"] == 20

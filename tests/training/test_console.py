@@ -1,22 +1,28 @@
-"""What stands on the console: the configuration's differences, one format of numbers, hints, colour, and pipes."""
+"""What stands on the console: a run's page, one format of numbers, hints, colour, the progress bar, and pipes."""
 
 import fcntl
 import io
 import os
 import pty
+import re
+import shlex
 import struct
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 
 import pytest
 from commandline import ROOT, environment
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import train
 from common.machine import styled
-from training.reporting.console import describe_configuration, final_words, number, numbers, why_idle
-from training.reporting.progress import Progress
+from conf.words import hydra_word
+from training.reporting.console import describe_configuration, describe_results, number, numbers, what_to_type, why_idle
+from training.reporting.progress import Progress, duration
+from training.reporting.summary import Outcome, peak_memory_bytes
 
 SUMMARY = {
     "steps": 20,
@@ -31,10 +37,7 @@ SUMMARY = {
     "bubble_fraction": 0.24,
     "ideal_bubble_fraction": 0.2,
 }
-
-
-def words(changes=None, link=None, **options) -> str:
-    return final_words({**SUMMARY, **(changes or {})}, Path("/runs/a"), [], link, **options)
+SPEED = "1,234 tokens/s   peak memory 2.00 GiB over all ranks"
 
 
 @pytest.fixture
@@ -54,6 +57,27 @@ def terminal():
         stream.close()
 
 
+def blanked(page: str) -> str:
+    """A page without what differs from machine to machine: numbers, paths, where lines break, why a bubble is large."""
+    page = re.sub(r"(?<=[ =])/[^\s,]+", "PATH", page)
+    page = re.sub(r"\d(?:[\d,.]*\d)?", "#", page)
+    page = re.sub(r"(?<=ideal #%); [^)]*", "", page)
+    head, blank, rest = page.partition("\n\n")
+    return re.sub(r" {2,}", "  ", " ".join(head.split()) + blank + rest)
+
+
+def test_a_run_prints_this_page(cli):
+    run = cli("parallel=pipe_ddp", "parallel.chunks=4")  # as test_cli_matrix has it: the run is shared
+    # A slow machine also shows the steps in between.
+    shown = [line for line in run.stderr.splitlines() if not re.match(r"step +[234]/5", line)]
+    page = blanked("\n".join([run.stdout.rstrip(), "-" * 20, *shown])) + "\n"
+    assert page == (Path(__file__).parent / "pages" / "pipe_ddp.txt").read_text()
+    for key in ("first_loss", "final_loss", "best_val_loss", "test_loss"):
+        assert f"{run.summary[key]:.3f}" in run.stdout
+    for stage in run.summary["stages"]:
+        assert f" {stage['parameters']:,}  {stage['layers'][0]} … {stage['layers'][-1]} (4 layers)" in run.stdout
+
+
 def test_numbers_have_one_format_everywhere():
     assert number("loss", 10.98765) == "10.988" and number("val_loss", 0.0123456) == "0.01235"
     assert number("test_accuracy", 0.97) == "97.00%"
@@ -63,32 +87,49 @@ def test_numbers_have_one_format_everywhere():
     )
 
 
-def test_the_last_words_say_how_much_of_a_split_a_result_is_about():
-    said = words(extents={"test": "2 of 73 batches"})
-    assert "best validation loss 0.01235\n" in said and "test loss 6.000 (2 of 73 batches)" in said
-    assert "trained 20 steps: loss 10.988 -> 5.988" in said
+UNEVEN = "one stage takes 2.5 times as long as another: parallel.balance=time evens them out"
 
 
-def test_the_last_words_say_how_many_steps_did_not_count():
-    assert "trained 20 steps, 19 of them skipped: loss 10.988 -> 5.988" in words({"skipped_steps": 19})
+@pytest.mark.parametrize(
+    "changes, options, line",
+    [
+        ({}, {}, "trained 20 steps: loss 10.988 -> 5.988"),
+        ({"skipped_steps": 19}, {}, "trained 20 steps, 19 of them skipped: loss 10.988 -> 5.988"),
+        ({}, {"extents": {"test": "2 of 73 batches"}}, "best validation loss 0.01235"),
+        ({}, {"extents": {"test": "2 of 73 batches"}}, "test loss 6.000 (2 of 73 batches)"),
+        ({}, {"idle": UNEVEN}, SPEED + "   bubble 24.0% (ideal 20.0%)"),
+        ({"bubble_fraction": 0.45}, {}, SPEED + "   bubble 45.0% (ideal 20.0%)"),
+        ({"bubble_fraction": 0.45}, {"idle": UNEVEN}, SPEED + f"   bubble 45.0% (ideal 20.0%; {UNEVEN})"),
+        ({"bubble_fraction": None}, {"idle": UNEVEN}, SPEED),
+        ({}, {}, "files: /runs/a"),
+    ],
+)
+def test_results_have_a_line_each(changes, options, line):
+    assert line in describe_results({**SUMMARY, **changes}, Path("/runs/a"), **options).splitlines()
 
 
-def test_a_bubble_far_above_the_ideal_says_why_where_that_is_known():
-    uneven = why_idle([1.0, 2.5], uniform=True, processes=2, cores=2)
-    assert uneven == "one stage takes 2.5 times as long as another: parallel.balance=time evens them out"
-    assert f"bubble 45.0% (ideal 20.0%; {uneven})" in words({"bubble_fraction": 0.45}, idle=uneven)
-    assert uneven not in words(idle=uneven) and uneven not in words({"bubble_fraction": None}, idle=uneven)
-    assert "bubble 45.0% (ideal 20.0%)" in words({"bubble_fraction": 0.45})
+def test_a_bubble_far_above_the_ideal_has_a_reason_where_that_is_known():
+    assert why_idle([1.0, 2.5], uniform=True, processes=2, cores=2) == UNEVEN
     assert why_idle([1.0, 2.5], uniform=False, processes=2, cores=2) == "", "it is the user's own balance"
     assert why_idle([1.0, 1.1], uniform=True, processes=2, cores=None) == ""
-    crowded = why_idle([1.0, 2.5], uniform=True, processes=4, cores=2)
-    assert crowded == "4 processes take turns on 2 cores"
+    assert why_idle([1.0, 2.5], uniform=True, processes=4, cores=2) == "4 processes take turns on 2 cores"
 
 
 def test_what_to_type_next_is_python_for_a_python_program():
-    shown = final_words(SUMMARY, Path("/runs/a"), ["parallel=ddp"], "/runs/a", python=True)
-    assert 'evaluate: training.train("mode=eval", "checkpoint=/runs/a", "parallel=ddp")' in shown
-    assert "python train.py" not in shown and "python train.py mode=eval" in words(link="/runs/a")
+    evaluate, go_on = what_to_type("/runs/a", ["train.steps=40"], ["parallel=ddp"], python=True).splitlines()
+    assert evaluate == 'evaluate: training.train("mode=eval", "checkpoint=/runs/a", "parallel=ddp")'
+    assert go_on == 'go on:    training.train("train.resume=/runs/a", "train.steps=40", "parallel=ddp")'
+
+
+@pytest.mark.parametrize("name", ["plain", "a space", "lr=0.1", "one, two", "(brackets)", "it's"])
+def test_printed_paths_come_through_the_shell_and_hydra_as_they_are(name):
+    """``lr=0.1`` is how sweeps name their directories."""
+    link = f"/runs/{name}/checkpoints/latest"
+    lines = what_to_type(hydra_word(link), [], ["model.hidden=20"]).splitlines()
+    for line, key in zip(lines, ("checkpoint", "train.resume"), strict=True):
+        overrides = OverridesParser.create().parse_overrides(shlex.split(line.partition(":")[2])[2:])
+        found = {override.key_or_group: override.value() for override in overrides}
+        assert (found[key], found["model.hidden"]) == (link, 20)
 
 
 def test_a_long_list_of_differences_is_wrapped_between_words():
@@ -140,3 +181,142 @@ def test_a_reader_that_leaves_early_is_no_error(arguments):
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment(), timeout=200)
     os.close(writer)
     assert done.stderr == ""
+
+
+# -- the progress bar, memory and step times ----------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def record(step):
+    return {"step": step, "loss": 8.1234, "samples_per_s": 2.5, "tokens_per_s": 612.3}
+
+
+def run(stream, steps, seconds=1.0, **options):
+    clock = Clock()
+    progress = Progress(steps, stream=stream, clock=clock, **options)
+    for step in range(options.get("first_step", 1), steps + 1):
+        clock.now += seconds
+        progress.update(record(step))
+    progress.close()
+    return stream.getvalue()
+
+
+def test_a_file_gets_the_first_and_last_step_and_otherwise_a_line_every_five_seconds():
+    lines = run(io.StringIO(), 40).splitlines()
+    assert [int(line.split()[1].split("/")[0]) for line in lines] == [1, 6, 11, 16, 21, 26, 31, 36, 40]
+    assert lines[0] == "step    1/40  loss 8.123  612 tokens/s"
+    assert lines[2] == "step   11/40  loss 8.123  612 tokens/s  29 s left"
+    assert lines[-1] == "step   40/40  loss 8.123  612 tokens/s"
+
+
+def test_without_tokens_samples_are_counted():
+    stream = io.StringIO()
+    Progress(1, stream=stream).update({"step": 1, "loss": 8.1234, "samples_per_s": 2.5})
+    assert "2.50 samples/s" in stream.getvalue()
+
+
+def test_time_left_forgets_a_slow_first_step():
+    clock = Clock()
+    progress = Progress(100, stream=io.StringIO(), clock=clock)
+    clock.now += 300
+    progress.update(record(1))
+    assert progress.seconds_left() is None
+    for step in range(2, 11):
+        clock.now += 2
+        progress.update(record(step))
+    assert progress.seconds_left() == pytest.approx(90 * 2)
+
+
+def test_time_left_follows_a_change_of_pace():
+    clock = Clock()
+    progress = Progress(1000, stream=io.StringIO(), clock=clock)
+    for step in range(1, 201):
+        clock.now += 1 if step <= 100 else 3
+        progress.update(record(step))
+    assert progress.seconds_left() == pytest.approx(800 * 3)
+
+
+def test_a_terminal_gets_one_bar_with_step_loss_rate_and_time_left():
+    stream = Terminal()
+    progress = Progress(4, stream=stream)
+    for step in range(1, 5):
+        time.sleep(0.11)  # tqdm draws ten times a second at most
+        progress.update(record(step))
+    progress.close()
+    shown = stream.getvalue()
+    assert "step 4/4" in shown and "loss 8.123" in shown and "612 tokens/s" in shown and "s left" in shown
+    assert shown.count("\n") == 1
+
+
+def test_a_resumed_run_starts_its_bar_where_it_left_off():
+    shown = run(Terminal(), 50, first_step=41)
+    assert "step 40/50" in shown and "step 50/50" in shown and "step 0/50" not in shown
+
+
+def test_a_message_gets_a_line_of_its_own_above_the_bar():
+    stream = Terminal()
+    progress = Progress(10, stream=stream)
+    progress.update(record(1))
+    progress.say("checkpoint saved")
+    progress.update(record(2))
+    progress.close()
+    assert "\rcheckpoint saved\n" in stream.getvalue() or "\ncheckpoint saved\n" in stream.getvalue()
+    plain = io.StringIO()
+    Progress(10, stream=plain).say("checkpoint saved")
+    assert plain.getvalue() == "checkpoint saved\n"
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_a_stream_that_cannot_be_written_does_not_end_training(kind):
+    class Full(kind):
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+    progress = Progress(2, stream=Full())
+    progress.update(record(1))
+    progress.say("still here")
+    progress.close()
+
+
+@pytest.mark.parametrize("seconds, text", [
+    (0, "0 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (80, "1 min 20 s"), (7500, "2 h 5 min"),
+    (273600, "3 d 4 h")])
+def test_durations_are_told_in_two_units(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_peak_memory_grows_with_what_was_allocated_and_does_not_fall_again():
+    # In a process of its own: this one may have had a higher peak already.
+    script = ("from training.reporting.summary import peak_memory_bytes as peak\nbefore = peak('cpu')\n"
+              "x = bytearray(b'x') * 200_000_000\nfull = peak('cpu')\ndel x\n"
+              "assert peak('cpu') > 0.99 * full\nprint(full - before)")
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, text=True,
+                          capture_output=True, check=True)
+    assert 190e6 < int(done.stdout) < 260e6
+
+
+def test_memory_of_an_unknown_device_is_an_error():
+    with pytest.raises(ValueError, match="cpu, cuda and mps"):
+        peak_memory_bytes("tpu:0")
+
+
+def test_the_median_leaves_out_the_warm_up():
+    assert Outcome().step_time_s is None
+    seconds = Outcome().seconds
+    seconds.extend((9.0, 5.0, 1.0))
+    assert Outcome(seconds=seconds).step_time_s == 5.0, "too few steps to leave any out"
+    seconds.append(2.0)
+    assert Outcome(seconds=seconds).step_time_s == 1.5
+    hundred = [7.0 if step < 10 else 1.0 if step < 55 else 2.0 for step in range(100)]
+    assert Outcome(seconds=hundred).step_time_s == 1.5, "a tenth of 100 steps is warm-up"

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill, indent
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # both import torch
     from parallel.memory import MemoryEstimate
@@ -25,7 +25,7 @@ _FAR_ABOVE, _TIMES_ABOVE, _UNEQUAL = 0.1, 1.5, 1.2
 
 
 def number(name: str, value: float) -> str:
-    """Returns a result as the console shows it everywhere: losses with 3 decimals, or 4 digits where they are below 1.
+    """Return a result as the console shows it everywhere: losses with 3 decimals, or 4 digits where they are below 1.
 
     Args:
         name: What it is, such as "loss", "val_accuracy" or "test_perplexity".
@@ -40,7 +40,7 @@ def number(name: str, value: float) -> str:
 
 
 def numbers(record: Mapping[str, float], extent: str | None = None) -> str:
-    """Returns an evaluation's results in one line.
+    """Return an evaluation's results in one line.
 
     Args:
         record: The results by name.
@@ -51,7 +51,7 @@ def numbers(record: Mapping[str, float], extent: str | None = None) -> str:
 
 
 def describe_configuration(choices: Mapping[str, str], changes: Sequence[str]) -> str:
-    """Returns what a run was given: the option of each group, and what differs from their defaults.
+    """Return what a run was given: the option of each group, and what differs from their defaults.
 
     Args:
         choices: {group: option}.
@@ -63,12 +63,12 @@ def describe_configuration(choices: Mapping[str, str], changes: Sequence[str]) -
 
 
 def describe_sample(text: str) -> str:
-    """Returns a text that the trained model has written, set off from the results."""
+    """Return a text that the trained model has written, set off from the results."""
     return "a sample of its text:\n" + indent(text.strip(), "  ")
 
 
 def describe_data(description: str, unigram_entropy: float | None, extents: Mapping[str, str]) -> str:
-    """Returns what the data are, how low a loss has to be, and what limited evaluations cover.
+    """Return what the data are, how low a loss has to be, and what limited evaluations cover.
 
     Args:
         description: One line about the data.
@@ -91,7 +91,7 @@ def describe_plan(
     tokens_per_sample: int | None,
     shares: tuple[list[float], str] | None = None,
 ) -> str:
-    """Returns the layout in words: processes, stages with their layers and parameters, and how a batch is split.
+    """Return the layout in words: processes, stages with their layers and parameters, and how a batch is split.
 
     Args:
         plan: The layout.
@@ -134,7 +134,7 @@ def describe_plan(
 
 
 def describe_memory(estimates: list[MemoryEstimate]) -> str:
-    """Returns a table of what each rank will hold, in MiB."""
+    """Return a table of what each rank will hold, in MiB."""
     columns = ["weights", "gradients", "optimizer", "gathered", "activations", "process", "total"]
     if not any(estimate.gathered for estimate in estimates):  # nothing is shared
         columns.remove("gathered")
@@ -163,29 +163,16 @@ def _span(layers: tuple[str, ...]) -> str:
     return layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]} ({len(layers)} layers)"
 
 
-def final_words(
-    summary: dict,
-    run_dir: Path,
-    overrides: Sequence[str],
-    link: str | None,
-    extents: Mapping[str, str] | None = None,
-    epochs: bool = True,
-    idle: str = "",
-    python: bool = False,
-    rate: Sequence[str] = (),
+def describe_results(
+    summary: Mapping[str, Any], run_dir: Path, extents: Mapping[str, str] | None = None, idle: str = ""
 ) -> str:
-    """Returns the best metric, where the files are, and what to type next.
+    """Return a run's results, its speed, and where its files are.
 
     Args:
         summary: The content of summary.json.
         run_dir: The run's directory.
-        overrides: What the user typed that a checkpoint does not bring: where to run, and options such as --config-dir.
-        link: The path of the checkpoint, quoted for Hydra; None where there is no checkpoint.
         extents: How much of the split "val" or "test" was evaluated, where that was not all of it.
-        epochs: Whether the length of the run was set in epochs.
         idle: Why stages idled more than the schedule has them, see ``why_idle``.
-        python: Whether a Python program runs this: what to type is then Python.
-        rate: What keeps the learning rate as it is where a longer run would begin its schedule anew.
     """
     lines = []
     if summary["first_loss"] is not None:
@@ -196,22 +183,30 @@ def final_words(
         if summary.get(key) is not None:
             extent = (extents or {}).get("val" if "val" in key else "test") if key.endswith("loss") else None
             lines.append(f"{words} {number(key, summary[key])}" + (f" ({extent})" if extent else ""))
-    lines += [*_speed(summary, idle), f"files: {run_dir}"]
-    if link is not None:
-        length = [f"train.steps={2 * summary['steps']}", *["train.epochs=null"] * epochs]
-        further = [f"train.resume={link}", *length, *rate]
-        evaluate = ["mode=eval", f"checkpoint={link}", *(o for o in overrides if not o.startswith("callbacks"))]
-        lines.append(f"evaluate: {_command(evaluate, python)}")
-        lines.append(f"go on:    {_command([*further, *overrides], python)}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_speed(summary, idle), f"files: {run_dir}"])
 
 
-def _command(words: Sequence[str], python: bool) -> str:
-    return f"training.train({', '.join(map(json.dumps, words))})" if python else f"python train.py {shlex.join(words)}"
+def what_to_type(link: str, length: Sequence[str], typed: Sequence[str], python: bool = False) -> str:
+    """Return the commands that evaluate a checkpoint, and that go on with its training.
+
+    Args:
+        link: The checkpoint's path, quoted for Hydra.
+        length: How long to train, and what keeps the learning rate where a longer run would begin its schedule anew.
+        typed: What the user typed that a checkpoint does not bring: where to run, and options such as --config-dir.
+        python: Whether a Python program runs this: what to type is then Python.
+    """
+
+    def command(*words: str) -> str:
+        given = f"training.train({', '.join(map(json.dumps, words))})"
+        return given if python else f"python train.py {shlex.join(words)}"
+
+    where = [word for word in typed if not word.startswith("callbacks")]
+    evaluate = command("mode=eval", f"checkpoint={link}", *where)
+    return f"evaluate: {evaluate}\ngo on:    {command(f'train.resume={link}', *length, *typed)}"
 
 
 def why_idle(busy: Sequence[float], uniform: bool, processes: int, cores: int | None) -> str:
-    """Returns why the ranks of a pipeline idle more than its schedule has them, and what to do; empty if unknown.
+    """Return why the ranks of a pipeline idle more than its schedule has them, and what to do; empty if unknown.
 
     Args:
         busy: The seconds for which each rank computed.
@@ -227,8 +222,8 @@ def why_idle(busy: Sequence[float], uniform: bool, processes: int, cores: int | 
     return ""
 
 
-def _speed(summary: dict, idle: str) -> list[str]:
-    """Returns the speed, the memory and the bubble, and why that is larger than the ideal."""
+def _speed(summary: Mapping[str, Any], idle: str) -> list[str]:
+    """Return the speed, the memory and the bubble, and why that is larger than the ideal."""
     name = "tokens_per_s" if summary["tokens_per_s"] is not None else "samples_per_s"
     if summary[name] is None:
         return []

@@ -23,10 +23,10 @@ class Logger(Protocol):
     """
 
     def log(self, record: dict, step: int) -> None:
-        """Takes a line of metrics.jsonl."""
+        """Take a line of metrics.jsonl."""
 
     def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
-        """Takes the summary, which is None for a run that failed, and closes the run."""
+        """Take the summary, which is None for a run that failed, and close the run."""
 
 
 class NoLogger:

@@ -129,7 +129,7 @@ def _append(file: io.FileIO, line: bytes) -> None:
 
 
 def write_json(path: str | os.PathLike, content: Any) -> bool:
-    """Replaces a JSON file by a new one, with secrets masked.
+    """Replace a JSON file by a new one, with secrets masked.
 
     Args:
         path: The file, which holds either its old content or the whole new one at every moment.
@@ -143,7 +143,7 @@ def write_json(path: str | os.PathLike, content: Any) -> bool:
 
 
 def write_or_warn(path: str | os.PathLike, data: bytes | str) -> bool:
-    """Replaces a file as a whole; returns False, after a warning, where the disk is full or the folder not writable."""
+    """Replace a file as a whole; return False, after a warning, where the disk is full or the folder not writable."""
     try:
         write_atomically(Path(path), data)
         return True
@@ -153,7 +153,7 @@ def write_or_warn(path: str | os.PathLike, data: bytes | str) -> bool:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in the file ``path``, or {} if it cannot be read."""
+    """Return the JSON object in the file ``path``, or {} if it cannot be read."""
     try:
         content = parse_json(path.read_bytes())
     except (OSError, ValueError):
@@ -162,7 +162,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Returns the records of a ``metrics.jsonl``.
+    """Return the records of a ``metrics.jsonl``.
 
     A missing file has none. A line that a killed run has left half written ends the list.
     """
@@ -179,7 +179,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def after_warmup(seconds: Sequence[float]) -> Sequence[float]:
-    """Leaves out the steps in which a run warms up (compilation, allocator, caches).
+    """Leave out the steps in which a run warms up (compilation, allocator, caches).
 
     Args:
         seconds: The duration of each step, in order.
@@ -193,7 +193,7 @@ def after_warmup(seconds: Sequence[float]) -> Sequence[float]:
 
 
 def jsonable(value: Any) -> Any:
-    """Returns a copy of a value made of what JSON knows; NaN and infinity become None."""
+    """Return a copy of a value made of what JSON knows; NaN and infinity become None."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
@@ -216,7 +216,7 @@ def _is_up_to(line: bytes, step: int) -> bool:
 
 
 def _parse(line: bytes) -> dict | None:
-    """Returns the JSON object of a line, or None where it holds none."""
+    """Return the JSON object of a line, or None where it holds none."""
     try:
         record = parse_json(line)
     except ValueError:

@@ -26,7 +26,7 @@ class MlflowRun:
         tracking_uri: str | None = None,
         experiment: str = "one-word-parallel",
     ) -> None:
-        """Starts the run.
+        """Start the run.
 
         Args:
             run_dir: The run directory.
@@ -56,13 +56,13 @@ class MlflowRun:
             self._client.log_param(self._id, key, str(value)[:_LONGEST_VALUE])
 
     def log(self, record: dict, step: int) -> None:
-        """Adds the numbers of a record."""
+        """Add the numbers of a record."""
         for name, value in grouped(record).items():
             if value is not None:
                 self._client.log_metric(self._id, name, float(value), step=step)
 
     def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
-        """Adds the summary and marks the run as finished or failed."""
+        """Add the summary and mark the run as finished or failed."""
         for name, value in (summary or {}).items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 self._client.log_metric(self._id, f"summary/{name}", float(value))

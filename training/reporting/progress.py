@@ -29,7 +29,7 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Opens the bar where ``stream`` is a terminal.
+        """Open the bar where ``stream`` is a terminal.
 
         Args:
             total_steps: The number of the last step.
@@ -45,7 +45,7 @@ class Progress:
         self._bar = self._open_bar() if self._is_terminal() else None
 
     def update(self, record: Mapping[str, Any], note: str = "") -> None:
-        """Shows a step that has just finished.
+        """Show a step that has just finished.
 
         Off a terminal only the first and the last step, and otherwise one per ``SECONDS_BETWEEN_LINES``, is shown:
         what must not be missed goes to ``say``.
@@ -73,7 +73,7 @@ class Progress:
             self._quietly(self._print, f"step {step:>{width}}/{self._total}  {text}")
 
     def seconds_left(self) -> float | None:
-        """Returns the seconds until the last step at the pace of the last ``STEPS_IN_AVERAGE`` steps.
+        """Return the seconds until the last step at the pace of the last ``STEPS_IN_AVERAGE`` steps.
 
         None before the second step: the time up to the end of the first is not counted, since compiling and warming
         up happen once.
@@ -86,11 +86,11 @@ class Progress:
         return (now - started) / (last - first) * max(0, self._total - last)
 
     def say(self, text: str) -> None:
-        """Prints ``text`` on a line of its own, above the bar where there is one."""
+        """Print ``text`` on a line of its own, above the bar where there is one."""
         self._quietly(self._print, text)
 
     def close(self) -> None:
-        """Leaves the bar as it is and moves to a new line. A second call does nothing."""
+        """Leave the bar as it is and move to a new line. A second call does nothing."""
         if self._bar is not None:
             self._quietly(self._bar.refresh)
             self._quietly(self._bar.close)
@@ -100,7 +100,7 @@ class Progress:
         return terminal_width(self._stream) > 0
 
     def _open_bar(self):
-        """Returns the bar, or None on a terminal that cannot be written to."""
+        """Return the bar, or None on a terminal that cannot be written to."""
         from tqdm import tqdm
 
         # miniters=1: with steps of uneven length the bar would otherwise stand still for a while.
@@ -140,7 +140,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Returns seconds in words, in two units: ``45 s``, ``1 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
+    """Return seconds in words, in two units: ``45 s``, ``1 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
     rest = max(0, round(seconds))
     for size, name, smaller, smaller_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if rest >= size:

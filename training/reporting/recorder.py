@@ -26,7 +26,7 @@ class Recorder:
         first_step: int = 1,
         resumed: bool = False,
     ) -> None:
-        """Describes the environment and opens the files.
+        """Describe the environment and open the files.
 
         Args:
             run_dir: The run's directory.
@@ -48,36 +48,36 @@ class Recorder:
         self._progress = Progress(total_steps, first_step)
 
     def lacks_evaluation(self, step: int) -> bool:
-        """Returns whether ``step`` is on record with its training but without an evaluation. False on other ranks."""
+        """Return whether ``step`` is on record with its training but without an evaluation. False on other ranks."""
         if self._logger is None:
             return False
         records = [record for record in read_records(self._run_dir / METRICS) if record.get("step") == step]
         return bool(records) and not any("val_loss" in record for record in records)
 
     def step(self, record: dict[str, Any], note: str = "") -> None:
-        """Writes the record of an optimizer step and shows it, with a remark, on the progress bar."""
+        """Write the record of an optimizer step and show it, with a remark, on the progress bar."""
         self.record(record)
         if self._logger is not None:
             self._progress.update(record, note)
 
     def record(self, record: dict[str, Any]) -> None:
-        """Writes a record, which has a "step", to metrics.jsonl and to the loggers."""
+        """Write a record, which has a "step", to metrics.jsonl and to the loggers."""
         if self._logger is not None:
             self._metrics.write(record)
             self._logger.log(record, record["step"])
 
     def histogram(self, *args: Any) -> None:
-        """Shows a histogram in the loggers; see ``Loggers.histogram``."""
+        """Show a histogram in the loggers; see ``Loggers.histogram``."""
         if self._logger is not None:
             self._logger.histogram(*args)
 
     def say(self, text: str) -> None:
-        """Prints a sentence above the progress bar."""
+        """Print a sentence above the progress bar."""
         if self._logger is not None:
             self._progress.say(text)
 
     def close(self, summary: dict | None) -> None:
-        """Writes summary.json and closes everything.
+        """Write summary.json and close everything.
 
         Args:
             summary: The content of summary.json; None for a run that failed, which gets no such file.

@@ -27,7 +27,7 @@ from training.reporting.directory_lock import EARLIER_ATTEMPT_S, LOCK, hold, rel
 
 @contextmanager
 def removed_if_unused(folder: Path, subfolder: str | None) -> Iterator[None]:
-    """Removes what Hydra wrote into a run directory if the block fails and has left nothing else there.
+    """Remove what Hydra wrote into a run directory if the block fails and has left nothing else there.
 
     The directory itself then goes with its lock.
     """
@@ -62,7 +62,7 @@ class RunDirectoryGuard(Callback):
 
     @_refusing
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Locks the directory, and refuses one that holds another run or cannot be written."""
+        """Lock the directory, and refuse one that holds another run or cannot be written."""
         folder = Path(config.hydra.run.dir)
         _take(folder, "hydra.run.dir", depth=2)
         # Only now: a run that began at the same moment would have been overlooked before.
@@ -74,7 +74,7 @@ class RunDirectoryGuard(Callback):
 
     @_refusing
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Locks the directory, and refuses a sweep under torchrun."""
+        """Lock the directory, and refuse a sweep under torchrun."""
         world = World.detect()
         if world is not None and world.size > 1 and world.origin in ("torchrun", "environment"):
             raise TrainingError(
@@ -84,7 +84,7 @@ class RunDirectoryGuard(Callback):
 
     @_refusing
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Masks secrets in the files that Hydra has written."""
+        """Mask secrets in the files that Hydra has written."""
         content = OmegaConf.to_container(config, resolve=False)
         if config.hydra.mode is RunMode.RUN and mask_secrets(content) == content:
             return  # reading the files would take longer than all else here
@@ -94,12 +94,12 @@ class RunDirectoryGuard(Callback):
 
 
 def started_again() -> bool:
-    """Returns whether this is a rank that torchrun or a queue has started before: its directory is its own."""
+    """Return whether this is a rank that torchrun or a queue has started before: its directory is its own."""
     return World.detect() is not None and restarts() > 0
 
 
 def mask_files(paths: list[Path]) -> None:
-    """Masks secrets in YAML files; files without secrets, and those that do not exist, are left alone."""
+    """Mask secrets in YAML files; files without secrets, and those that do not exist, are left alone."""
     for path in filter(Path.exists, paths):
         try:
             content = OmegaConf.to_container(read_yaml(path), resolve=False)

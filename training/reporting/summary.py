@@ -78,7 +78,7 @@ StateOf = Callable[[nn.Parameter], dict[str, Any]]
 
 
 def gather_results(strategy: Strategy, outcome: Outcome, state_of: StateOf = lambda parameter: {}) -> list[RankResult]:
-    """Returns the results of all ranks, in the order of ranks. All ranks call it together."""
+    """Return the results of all ranks, in the order of ranks. All ranks call it together."""
     if strategy.mesh.size > 1:
         dist.barrier()
     recording = Recording.of(strategy.timeline)
@@ -89,7 +89,7 @@ def gather_results(strategy: Strategy, outcome: Outcome, state_of: StateOf = lam
 
 
 def state_bytes(strategy: Strategy, state_of: StateOf) -> dict[str, int]:
-    """Returns the bytes of memory that this rank's weights, gradients and optimizer state take between steps.
+    """Return the bytes of memory that this rank's weights, gradients and optimizer state take between steps.
 
     Args:
         strategy: The model.
@@ -115,7 +115,7 @@ def summarise(
     sample: Batch,
     tokens_per_sample: int | None,
 ) -> dict[str, Any]:
-    """Returns the content of summary.json.
+    """Return the content of summary.json.
 
     Args:
         strategy: What was trained, and how.
@@ -172,7 +172,7 @@ def _activations(plan: Plan, chain: Chain, sample: Batch) -> list[int | None]:
 
 
 def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
-    """Returns the peak memory of this process in bytes.
+    """Return the peak memory of this process in bytes.
 
     Args:
         device: On a CPU this is the peak of the resident set, on a CUDA device that of torch's allocator. Metal keeps

@@ -16,7 +16,7 @@ class TensorBoardRun:
     requires = "tensorboard"
 
     def __init__(self, run_dir: str | Path, run_config: dict, run_name: str, folder: str = "tensorboard") -> None:
-        """Takes the run; files are made at the first record.
+        """Take the run; files are made at the first record.
 
         Args:
             run_dir: The run directory.
@@ -27,13 +27,13 @@ class TensorBoardRun:
         self._folder, self._config, self._writer = Path(run_dir) / folder, mask_secrets(run_config), None
 
     def log(self, record: dict, step: int) -> None:
-        """Adds the numbers of a record."""
+        """Add the numbers of a record."""
         for name, value in grouped(record).items():
             if value is not None:
                 self._open(step).add_scalar(name, float(value), step)
 
     def histogram(self, name: str, counts: Sequence[float], edges: Sequence[float], step: int) -> None:
-        """Adds a histogram, see ``Loggers.histogram``. Elements count as the middle of their bin."""
+        """Add a histogram, see ``Loggers.histogram``. Elements count as the middle of their bin."""
         middles = [(low + high) / 2 for low, high in zip(edges, edges[1:], strict=False)]
         total = sum(count * x for count, x in zip(counts, middles, strict=True))
         squares = sum(count * x * x for count, x in zip(counts, middles, strict=True))
@@ -42,7 +42,7 @@ class TensorBoardRun:
         )
 
     def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
-        """Adds the summary and closes the files."""
+        """Add the summary and close the files."""
         if self._writer is not None:
             if summary is not None:
                 self._writer.add_text("summary", _as_code(mask_secrets(summary)), summary["steps"])

@@ -65,7 +65,7 @@ class Transfer:
 
 
 def transfers(step: Sequence[Interval]) -> list[Transfer]:
-    """Returns the receives of one step.
+    """Return the receives of one step.
 
     Args:
         step: The intervals of all ranks of one pipeline.
@@ -82,7 +82,7 @@ def transfers(step: Sequence[Interval]) -> list[Transfer]:
 
 
 def draw(ranks: Mapping[int, Sequence[Interval]], title: str, subtitle: str) -> Figure:
-    """Draws one row per rank: blocks numbered by micro-batch, and below them a thin strip of what the rank receives.
+    """Draw one row per rank: blocks numbered by micro-batch, and below them a thin strip of what the rank receives.
 
     Args:
         ranks: The intervals of one step by rank, in the order of the stages, in seconds on one clock.
@@ -104,7 +104,7 @@ def draw(ranks: Mapping[int, Sequence[Interval]], title: str, subtitle: str) -> 
 
 
 def diagram(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -> list[Patch]:
-    """Draws the rows of ``draw`` on axes.
+    """Draw the rows of ``draw`` on axes.
 
     Args:
         axes: Where to draw.
@@ -158,7 +158,7 @@ def _number(axes: Axes, x: float, y: float, text: str, ground: Colour, size: flo
 
 
 def _font_sizes(step: Sequence[Interval], points_a_second: float) -> Callable[[str, float], float | None]:
-    """Returns a function from a block's kind and duration in seconds to the font size of its number.
+    """Return a function from a block's kind and duration in seconds to the font size of its number.
 
     Each kind has one size, which fits its median block; a block that is too short for it gets None.
     """
@@ -191,7 +191,7 @@ def _label(rank: int, stages: list[int]) -> str:
 
 
 def _stages_at(loop: int, stages: list[list[int]]) -> str:
-    """Returns which stages share a shade, such as " (stages 2-3)", where ranks have several."""
+    """Return which stages share a shade, such as " (stages 2-3)", where ranks have several."""
     if all(len(own) == 1 for own in stages):
         return ""
     alike = sorted(own[loop] for own in stages if loop < len(own))

@@ -19,7 +19,7 @@ _PROFILER_WARM_UP_STEPS = 3
 
 
 def why_no_timeline(plan: Plan) -> str | None:
-    """Returns why a run cannot be drawn, for its user; None where it can."""
+    """Return why a run cannot be drawn, for its user; None where it can."""
     if not plan.pipelined:
         return (
             f"train.trace=true draws pipelines, parallel={plan.strategy} is none: no {PICTURE} will be written; "
@@ -29,7 +29,7 @@ def why_no_timeline(plan: Plan) -> str | None:
 
 
 def write_timeline(run_dir: Path, plan: Plan, model: str, ranks: Sequence[Steps], last_step: int) -> None:
-    """Writes timeline.png and timeline.json into the run's directory.
+    """Write timeline.png and timeline.json into the run's directory.
 
     The picture shows the steady step of median duration on replica 0; the Chrome trace (to be opened in
     https://ui.perfetto.dev) holds up to five steady steps around it on all replicas.
@@ -79,7 +79,7 @@ def write_timeline(run_dir: Path, plan: Plan, model: str, ranks: Sequence[Steps]
 
 
 def step_of_median_duration(ranks: Sequence[Steps], steps: Sequence[int]) -> int:
-    """Returns which of ``steps``, indices from the end, has the median span of work over all ranks."""
+    """Return which of ``steps``, indices from the end, has the median span of work over all ranks."""
     spans = {}
     for index in steps:
         first, last = work_span([i for rank in ranks for i in rank[index]])
@@ -89,7 +89,7 @@ def step_of_median_duration(ranks: Sequence[Steps], steps: Sequence[int]) -> int
 
 
 def _events(replica: int, ranks: dict[int, dict[int, Sequence[Interval]]]) -> list[dict]:
-    """Returns one replica's events: a process, with a thread for each rank's work and some for what it receives.
+    """Return one replica's events: a process, with a thread for each rank's work and some for what it receives.
 
     Args:
         replica: The replica's index.
@@ -133,7 +133,7 @@ def _name(what: str, pid: int, tid: int, name: str) -> dict:
 
 @contextmanager
 def profiler(steps: int, run_dir: Path, rank: int) -> Iterator[Callable[[], None]]:
-    """Records some steps with torch.profiler into ``run_dir/profile/rank_0000.json``, a Chrome trace.
+    """Record some steps with torch.profiler into ``run_dir/profile/rank_0000.json``, a Chrome trace.
 
     Args:
         steps: How many steps are recorded, after three of warm-up; 0 for none.
