@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum, auto
 from pathlib import Path
 
 from common.errors import LaunchError, format_exception, message_for_user
-from launchers.heartbeat import Heartbeat
 
 _LOG_LINES = 20
-_STACK_LINES = 12
 
 # What gloo and NCCL say when the other end has gone, or does not answer any more.
 _PEER_MESSAGES = (
@@ -26,6 +25,7 @@ _PEER_MESSAGES = (
     "timed out waiting",
     "timeout waiting for key",
     "wait timeout",
+    "application timeout caused pair closure",
     "remote process exited",
     "communicator was aborted",
 )
@@ -91,28 +91,29 @@ def log_path(log_dir: str | os.PathLike, rank: int) -> Path:
     return Path(log_dir) / f"rank_{rank:04d}.log"
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether the process was stopped, as by SIGSTOP or a debugger; False where the system does not say (no /proc)."""
-    try:
-        # The name before it, in parentheses, may hold anything.
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except (OSError, IndexError):
-        return False
-
-
 def is_peer_error(error: BaseException) -> bool:
-    """Whether `error` reports no more than that another process was lost."""
+    """Return whether ``error`` reports no more than that another process was lost, or does not answer."""
     from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
-    # The first error of the chain is the cause: a clean-up that fails on a closed connection hides a real one.
-    while earlier := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
-        error = earlier
+    error = _first(error)
     if isinstance(error, BrokenPipeError):
         return False  # of a pipe of this process's own: torch reports a lost peer in its own classes
     if isinstance(error, (ConnectionError, DistBackendError, DistNetworkError, DistStoreError)):
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(message in text for message in _PEER_MESSAGES)
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Return whether a peer error says that this process has waited in vain, not that a connection was closed."""
+    return re.search("timed? ?out", str(_first(error)), re.IGNORECASE) is not None
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return the first error of the chain, the cause: a clean-up that fails on a closed connection hides a real one."""
+    while earlier := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
+        error = earlier
+    return error
 
 
 def write_report(path: str | os.PathLike, error: BaseException) -> dict:
@@ -175,49 +176,28 @@ def root_cause(deaths: list[Death], log_dir: str | os.PathLike) -> WorkerFailed:
     return WorkerFailed(death.rank, "exit", text + _log_tail(death.rank, log_dir))
 
 
-def stalled(
-    ranks: Mapping[int, Heartbeat], pids: Mapping[int, int], stacks: Mapping[int, list[str]], timeout_s: float | None
-) -> WorkerFailed:
-    """The error to show where the other ranks have given up waiting for some.
-
-    Args:
-        ranks: The last heartbeats of those ranks.
-        pids: Their process ids, by rank.
-        stacks: Where each of them stands, a line for each frame and the innermost first.
-        timeout_s: How long the others waited, in seconds, where that is known.
-
-    Returns:
-        An error that names them, their last steps and what they were doing.
-    """
-    waited = "" if timeout_s is None else f" (parallel.timeout_s={timeout_s:g})"
-    lines = []
-    for rank, at in sorted(ranks.items()):
-        where = f"since step {at.step}" if at.step else "before step 1"
-        text = f"rank {rank} has not moved {where} for {at.silent_s:.0f} s{waited}: {at.doing}"
-        if is_stopped(pids[rank]):
-            text += f"; process {pids[rank]} was stopped, as by SIGSTOP"
-        lines.append(text)
-    text = "\n".join(lines) + ". The other ranks have given up waiting for it"
-    for rank, stack in sorted(stacks.items()):
-        if stack:
-            text += "\n" + "\n".join([f"rank {rank} stands here (most recent call first):", *stack[:_STACK_LINES]])
-    return WorkerFailed(min(ranks), "stall", text)
-
-
 def _write(path: str | os.PathLike, report: dict) -> None:
     partial = Path(f"{path}.partial")
     partial.write_text(json.dumps(report))
     partial.replace(path)
 
 
-def _severity(death: Death) -> tuple[int, float]:
-    if death.aborted:
-        return 2, death.rank
-    if death.exitcode < 0:
-        return 0, death.rank
+class _Severity(IntEnum):
+    """Of two deaths, the one whose severity comes first is the cause of the other."""
+
+    KILLED = auto()
+    RAISED = auto()
+    LEFT_SILENTLY = auto()
+    LOST_A_PEER = auto()
+
+
+def _severity(death: Death) -> tuple[_Severity, float]:
+    """Return what to sort deaths by: the kind, then the time of the report, or the rank where there is none."""
+    if death.exitcode < 0 and not death.aborted:
+        return _Severity.KILLED, death.rank
     if death.report is None:
-        return 2, death.rank
-    return (3 if death.lost_a_peer else 1), death.report["timestamp"]
+        return _Severity.LEFT_SILENTLY, death.rank
+    return _Severity.LOST_A_PEER if death.lost_a_peer else _Severity.RAISED, death.report["timestamp"]
 
 
 def _signal_text(death: Death) -> str:

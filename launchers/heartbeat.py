@@ -1,97 +1,214 @@
-"""The last heartbeat of each rank, and the request to stop: a page that the launching process and its workers share."""
+"""What each rank is doing: a thread puts its note into the ranks' store, and who has waited in vain reads them all."""
 
 from __future__ import annotations
 
-import mmap
+import json
 import os
-import struct
+import sys
+import threading
 import time
-from dataclasses import dataclass
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-_STOP = struct.Struct("=q")
-_ROW = struct.Struct("=qd48s")
-# What a rank is doing once its work is done.
-FINISHED = "finished"
+from common.errors import LaunchError
+from launchers.failure import is_peer_error, is_timeout
+from launchers.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+# Beats are this far apart, and further where ranks wait long for each other: a store that is a file grows with each.
+_EVERY_S, _BEATS_PER_TIMEOUT = 1.0, 60
+_POLL_S = 0.1
+# After a rank has given up, those that waited for it in turn fail at once. Some began to wait later.
+_GIVE_UP_S, _GIVE_UP_LATE_S = 4.0, 15.0
+# Within this time a connection that a rank has closed because it gave up is told from one that a dead rank has left.
+_TOLD_S = 1.0
+_STACK_FRAMES = 12
+# How a rank has left, or is about to.
+_DONE, _GAVE_UP, _LOST_A_PEER = "done", "gave up", "lost a peer"
 
 
 @dataclass(frozen=True)
-class Heartbeat:
+class Note:
     """What a rank said last.
 
     Attributes:
         step: The last step that is done.
-        since: The time at which it was said, on the monotonic clock, in seconds.
-        doing: What the rank began then.
+        doing: What it began then.
+        since: When, in seconds since the epoch.
+        pid: Its process.
+        left: How it has left; empty while it runs.
+        stack: Where its main thread stands, a line for each frame and the innermost first, if it stays long.
     """
 
     step: int
-    since: float
     doing: str
+    since: float
+    pid: int = 0
+    left: str = ""
+    stack: tuple[str, ...] = ()
 
     @property
     def silent_s(self) -> float:
         """Seconds since then."""
-        return time.monotonic() - self.since
+        return max(0.0, time.time() - self.since)
 
 
-class Board:
-    """The page, in a file that all processes map: a write is a copy in memory."""
-
-    def __init__(self, path: str | os.PathLike, ranks: int | None = None) -> None:
-        """Opens the page.
-
-        Args:
-            path: The file.
-            ranks: The number of ranks, given by the process that creates the file.
-        """
-        if ranks is not None:
-            Path(path).write_bytes(bytes(_STOP.size + ranks * _ROW.size))
-        with open(path, "r+b") as file:
-            self._page = mmap.mmap(file.fileno(), 0)
-
-    def ask_to_stop(self) -> None:
-        """Tells all ranks to end at the next point where a run can."""
-        _STOP.pack_into(self._page, 0, 1)
-
-    def stop_wanted(self) -> bool:
-        """Whether the ranks were told to end."""
-        return _STOP.unpack_from(self._page)[0] != 0
-
-    def write(self, rank: int, heartbeat: Heartbeat) -> None:
-        """Replaces the rank's heartbeat; its text is cut off after 48 bytes."""
-        _ROW.pack_into(self._page, self._offset(rank), heartbeat.step, heartbeat.since, heartbeat.doing.encode()[:48])
-
-    def read(self, rank: int) -> Heartbeat:
-        """The rank's last heartbeat; of step 0 and time 0 where there was none."""
-        step, since, doing = _ROW.unpack_from(self._page, self._offset(rank))
-        return Heartbeat(step, since, doing.rstrip(b"\0").decode(errors="ignore"))
-
-    @staticmethod
-    def _offset(rank: int) -> int:
-        return _STOP.size + rank * _ROW.size
-
-
-_mine = Heartbeat(0, time.monotonic(), "starting")
-_board: tuple[Board, int] | None = None
-
-
-def publish(board: Board, rank: int) -> None:
-    """From now on this process's heartbeats are `rank`'s on `board`."""
-    global _board
-    _board = board, rank
-    note(0, "starting")
+_mine = Note(0, "starting", time.time())
 
 
 def note(step: int, doing: str) -> None:
-    """Notes that this process has done `step` and begins with `doing`, such as "reading data"."""
+    """Note that this process has done ``step`` and begins with ``doing``, such as "reading data"."""
     global _mine
-    _mine = Heartbeat(step, time.monotonic(), doing)
-    if _board is not None:
-        board, rank = _board
-        board.write(rank, _mine)
+    _mine = Note(step, doing, time.time())
 
 
-def here() -> Heartbeat:
-    """This process's last heartbeat."""
+def here() -> Note:
+    """Return this process's last note."""
     return _mine
+
+
+@contextmanager
+def watched(world: World, store: Store, timeout_s: float, names: list[str], neighbours: set[int]) -> Iterator[None]:
+    """Let the other ranks know what this one is doing while the block runs.
+
+    Args:
+        world: This rank's world.
+        store: The store that the ranks share.
+        timeout_s: How long ranks wait for each other, in seconds.
+        names: What to call each rank, by rank.
+        neighbours: The ranks on this machine.
+
+    Raises:
+        LaunchError: The block has failed because other ranks were lost, and the reason is that some stand still.
+    """
+    note(0, "starting")
+    beats = _Beats(world.rank, store, timeout_s)
+    try:
+        yield
+    except Exception as error:  # not a request to stop, which all ranks follow together
+        if is_peer_error(error) and (reason := beats.explain(is_timeout(error), names, neighbours)) is not None:
+            raise LaunchError(reason) from None
+        raise
+    finally:
+        beats.close()
+
+
+def read_notes(store: Store, ranks: Iterable[int]) -> dict[int, Note]:
+    """Return the last note of each rank that has left one in the store."""
+    return {rank: Note(*json.loads(store.get(_key(rank)))) for rank in ranks if store.check([_key(rank)])}
+
+
+def describe_stall(notes: dict[int, Note], names: list[str], neighbours: set[int], timeout_s: float) -> str:
+    """Say of the ranks for which all others have given up waiting where they stand."""
+    lines, stacks = [], []
+    for rank, at in sorted(notes.items()):
+        since = f"since step {at.step}" if at.step else "before step 1"
+        waited = f"for {at.silent_s:.0f} s (parallel.timeout_s={timeout_s:g})"
+        stopped = rank in neighbours and _is_stopped(at.pid)
+        by_whom = f"; process {at.pid} was stopped, as by SIGSTOP" if stopped else ""
+        lines.append(f"{names[rank]} has not moved {since} {waited}: {at.doing}{by_whom}")
+        if at.stack and not stopped:
+            stacks += [f"rank {rank} stands here (most recent call first):", *at.stack]
+    return "\n".join(["\n".join(lines) + ". The other ranks have given up waiting for it", *stacks])
+
+
+class _Beats:
+    """This rank's notes in the store, by a thread of their own, and the others' for a rank that gives up."""
+
+    def __init__(self, rank: int, store: Store, timeout_s: float) -> None:
+        self._rank, self._store, self._timeout_s = rank, store, timeout_s
+        self._left, self._ended, self._one_at_a_time = "", threading.Event(), threading.Lock()
+        self._others: dict[int, Note] = {}
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Say that this rank leaves. Does not wait for a store that does not answer."""
+        self._left = self._left or _DONE
+        self._ended.set()
+        self._thread.join(_TOLD_S)
+
+    def explain(self, waited: bool, names: list[str], neighbours: set[int]) -> str | None:
+        """Name the ranks that stand still, in words.
+
+        Args:
+            waited: Whether this rank itself has waited in vain; else it has lost a connection.
+            names: What to call each rank, by rank.
+            neighbours: The ranks on this machine.
+
+        Returns:
+            The words; None where no rank has waited in vain, or all have, or a rank was lost in another way.
+        """
+        self._left = _GAVE_UP if waited else _LOST_A_PEER
+        found: list[dict[int, Note]] = []
+        asking = threading.Thread(target=lambda: found.append(self._find_silent(len(names))), daemon=True)
+        asking.start()
+        asking.join(_GIVE_UP_LATE_S + _GIVE_UP_S)
+        if found:
+            return describe_stall(found[0], names, neighbours, self._timeout_s) if found[0] else None
+        if not waited:
+            return None
+        step = here().step
+        since = f"since step {step}" if step else "before step 1"
+        return (
+            f"{names[0]} has not moved {since} (parallel.timeout_s={self._timeout_s:g}): the store where the ranks "
+            f"meet, on its machine, does not answer {names[self._rank]}. It is stopped, or the network to it or its "
+            "machine is down"
+        )
+
+    def _find_silent(self, ranks: int) -> dict[int, Note]:
+        """Return the notes of the ranks that neither leave nor complain, once all others have had time to."""
+        mine, begin, notes = here(), time.monotonic(), {}
+        while True:
+            self._put()
+            with suppress(Exception):  # what was read last counts
+                notes = read_notes(self._store, range(ranks))
+            silent = {rank: at for rank, at in notes.items() if not at.left and rank != self._rank}
+            asked_s = time.monotonic() - begin
+            given_up = any(at.left == _GAVE_UP for at in notes.values())
+            if not silent or asked_s > _TOLD_S and not given_up:
+                return {}
+            if asked_s > (_GIVE_UP_S if len(silent) == 1 else _GIVE_UP_LATE_S):
+                # All ranks end a step together, so one whose last note is older stands where this one waits for it.
+                return {rank: at if at.step >= mine.step else replace(mine, pid=at.pid) for rank, at in silent.items()}
+            time.sleep(_POLL_S)
+
+    def _beat(self) -> None:
+        every_s = max(_EVERY_S, self._timeout_s / _BEATS_PER_TIMEOUT)
+        self._put()
+        ended = False
+        while not ended:
+            ended = self._ended.wait(every_s)
+            self._put()
+
+    def _put(self) -> None:
+        # A store may be on a full disk, or gone with the process that hosts it.
+        with self._one_at_a_time, suppress(Exception):
+            at = here()
+            stack = _main_stack() if at.silent_s > self._timeout_s / 2 else ()
+            beat = [at.step, at.doing, at.since, os.getpid(), self._left, stack]
+            self._store.set(_key(self._rank), json.dumps(beat))
+
+
+def _key(rank: int) -> str:
+    return f"beat-{rank}"
+
+
+def _main_stack() -> list[str]:
+    frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])[-_STACK_FRAMES:]
+    return [f'  File "{frame.filename}", line {frame.lineno} in {frame.name}' for frame in reversed(frames)]
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether the process was stopped, as by SIGSTOP or a debugger; False where the system does not say (no /proc)."""
+    try:
+        # The name before it, in parentheses, may hold anything.
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except (OSError, IndexError):
+        return False

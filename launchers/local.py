@@ -19,10 +19,11 @@ from multiprocessing.connection import wait
 
 from common.errors import LaunchError
 from common.machine import changed_environment
-from launchers.failure import Death, WorkerFailed, is_stopped, log_path, read_report, root_cause, stalled
-from launchers.heartbeat import FINISHED, Board
+from launchers.failure import Death, WorkerFailed, log_path, read_report, root_cause
+from launchers.heartbeat import Note, describe_stall, read_notes
+from launchers.meeting import local_store
 from launchers.stopping import SIGNALS, Stopped, StopSignals
-from launchers.worker import PEER_DELAY_S, STACK_SIGNAL, Job, work
+from launchers.worker import Job, work
 
 _POLL_S = 0.1
 _PRELOAD = ("torch", "torch.distributed")
@@ -33,11 +34,8 @@ _SERVER_GONE = 255  # the exit code that multiprocessing gives a process of whic
 _LONGEST_TMPDIR = 70  # the path of a socket has at most 107 characters, and the fork server's is in a folder there
 # All ranks of a run that was told to stop leave within moments of each other.
 _LEAVE_S = 10.0
-# When one rank has given up waiting, so do the others: those for whom it waited too see it leave, PEER_DELAY_S later.
-# The rest began to wait at other moments of the step.
-_GIVE_UP_S = PEER_DELAY_S + 1.5
+# NCCL's watchdogs end the ranks that have waited in vain, each in its own time.
 _GIVE_UP_LATE_S = 15.0
-_STACK_S = 2.0
 
 
 def start_fork_server(preload: Sequence[str] = ()) -> None:
@@ -132,7 +130,6 @@ class _Workers:
 
     def __init__(self, job: Job, stop: StopSignals, timeout_s: float | None) -> None:
         self._job, self._stop, self._timeout_s = job, stop, timeout_s
-        self._board = Board(job.board_path, job.processes)
         process = multiprocessing.get_context("forkserver").Process
         self._processes = [process(target=work, args=(job, rank)) for rank in range(job.processes)]
         self._given_up = False
@@ -155,7 +152,7 @@ class _Workers:
                 return None, False
             self._poll()
             if self._stop.wanted:
-                self._board.ask_to_stop()
+                self._job.stop_path.touch()
         deaths = [self._death(rank) for rank in early]
         stopped = next((death.stopped for death in deaths if death.stopped is not None), None)
         if stopped is not None:
@@ -163,8 +160,8 @@ class _Workers:
             raise Stopped(stopped)
         # Judged before the others are ended, so that their deaths are not taken for causes.
         stall = None
-        if all(death.lost_a_peer or death.aborted for death in deaths):
-            stall = self._stall(aborted=any(death.aborted for death in deaths))
+        if all(death.aborted for death in deaths):
+            stall = self._stall()
             deaths = [self._death(rank) for rank in self._ended_early()]
         may_restart = not self._stop.wanted and not any(death.repeats for death in deaths)
         return stall or root_cause(deaths, self._job.log_dir), may_restart
@@ -217,53 +214,29 @@ class _Workers:
                 if process.pid is None and not self._given_up:
                     process.start()
 
-    def _stall(self, aborted: bool) -> WorkerFailed | None:
-        """Names the ranks for which all others have given up waiting: they alone neither moved nor complained.
+    def _stall(self) -> WorkerFailed | None:
+        """Name the ranks for which NCCL's watchdog has ended others: those that have not moved for as long as it waits.
 
-        Where some have ``aborted``, because NCCL's watchdog has ended them or for a reason of their own, only ranks
-        that have not moved for as long as others wait.
+        None where there are none: a rank has ended for a reason of its own.
         """
-        patience_s = 0.0
-        if aborted:
-            if self._timeout_s is None:
-                return None
-            patience_s = 0.9 * self._timeout_s
-
-        def silent() -> list[int]:
-            return [
-                rank
-                for rank in range(self._job.processes)
-                if rank not in self.exitcodes
-                and read_report(self._job.report_path(rank)) is None
-                and self._board.read(rank).silent_s >= patience_s
-            ]
-
-        self._wait_while(silent, _GIVE_UP_S)
-        self._wait_while(lambda: len(silent()) > 1, _GIVE_UP_LATE_S)
-        pids = {rank: self._processes[rank].pid for rank in silent()}
-        pids = {rank: pid for rank, pid in pids.items() if is_stopped(pid)} or pids
-        if not pids:
+        if self._timeout_s is None:
             return None
-        stacks = {rank: self._stack_of(rank, pid) for rank, pid in pids.items()}
-        return stalled({rank: self._board.read(rank) for rank in pids}, pids, stacks, self._timeout_s)
+        silent: dict[int, Note] = {}
 
-    def _stack_of(self, rank: int, pid: int) -> list[str]:
-        """Where a worker stands, a line for each frame and the innermost first; empty where it does not say."""
-        path, texts = self._job.stack_path(rank), [""]
-        if is_stopped(pid) or not path.exists():
-            return []
-        with suppress(ProcessLookupError):
-            os.kill(pid, STACK_SIGNAL)
+        def several() -> bool:
+            nonlocal silent
+            running = [rank for rank in range(self._job.processes) if rank not in self.exitcodes]
+            notes = read_notes(local_store(self._job.store_path), running).items()
+            silent = {rank: at for rank, at in notes if at.silent_s > 0.9 * self._timeout_s and not at.left}
+            return len(silent) > 1
 
-        def grows() -> bool:
-            texts.append(path.read_text(errors="replace"))
-            return not texts[-1] or texts[-1] != texts[-2]
-
-        self._wait_while(grows, _STACK_S)
-        return texts[-1].splitlines()[1:]  # without the thread's name
+        self._wait_while(several, _GIVE_UP_LATE_S)
+        ranks = range(self._job.processes)
+        text = describe_stall(silent, [f"rank {rank}" for rank in ranks], set(ranks), self._timeout_s)
+        return WorkerFailed(min(silent), "stall", text) if silent else None
 
     def _ended_early(self) -> list[int]:
-        return [rank for rank in self.exitcodes if self._board.read(rank).doing != FINISHED]
+        return [rank for rank in self.exitcodes if not self._job.finished_path(rank).exists()]
 
     def _death(self, rank: int) -> Death:
         return Death(rank, self.exitcodes[rank], read_report(self._job.report_path(rank)))

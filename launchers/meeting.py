@@ -60,13 +60,11 @@ def connect(world: World, timeout_s: float) -> Store | None:
     from torch.distributed import PrefixStore
 
     deadline = time.monotonic() + timeout_s
-    prefix = f"launchers/attempt-{restarts()}/connection-{next(_connections)}"
+    number = next(_connections)
     if world.origin == "local":
         use_loopback()
         where = os.environ[STORE_FILE]
-        if where not in _opened:
-            _opened[where] = _open_file(where, world, timeout_s)
-        store = PrefixStore(prefix, _opened[where])
+        store = local_store(where, world.size, timeout_s, number)
         _gather(store, world, where, timeout_s, deadline)
         return store
     host, port = master_address()
@@ -76,9 +74,19 @@ def connect(world: World, timeout_s: float) -> Store | None:
     if where not in _opened:
         _opened[where] = _open(world, host, port, timeout_s)
     # A restarted attempt must not see the keys of the failed one (torch's env:// rendezvous does the same).
-    store = PrefixStore(prefix, _opened[where])
+    store = PrefixStore(f"launchers/attempt-{restarts()}/connection-{number}", _opened[where])
     _gather(store, world, where, timeout_s, deadline)
     return _private_store(store, world, timeout_s) if world.local_size == world.size else store
+
+
+def local_store(path: str | os.PathLike, ranks: int = -1, timeout_s: float = 300.0, connection: int = 0) -> Store:
+    """Return the store that workers of ``run_workers`` meet in, also for the process that has started them."""
+    from torch.distributed import PrefixStore
+
+    where = str(path)
+    if where not in _opened:
+        _opened[where] = _open_file(where, ranks, timeout_s)
+    return PrefixStore(f"connection-{connection}", _opened[where])
 
 
 def _private_store(store: Store, world: World, timeout_s: float) -> Store:
@@ -96,7 +104,7 @@ def _private_store(store: Store, world: World, timeout_s: float) -> Store:
                 "must be there for all of them (the same TMPDIR, not in containers of their own) and this user's "
                 "alone. Where ranks do not share their files, set LOCAL_WORLD_SIZE to the number of those that do"
             )
-    return _open_file(os.path.join(folder, "store"), world, timeout_s)
+    return _open_file(os.path.join(folder, "store"), world.size, timeout_s)
 
 
 def _is_private(folder: str) -> bool:
@@ -108,10 +116,10 @@ def _is_private(folder: str) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
-def _open_file(path: str, world: World, timeout_s: float) -> Store:
+def _open_file(path: str, ranks: int, timeout_s: float) -> Store:
     from torch.distributed import FileStore
 
-    store = FileStore(path, world.size)
+    store = FileStore(path, ranks)
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.console import unfailing_output
-from launchers import heartbeat, stopping
+from launchers import stopping
 from launchers.failure import log_path, write_report, write_stop
 from launchers.meeting import use_loopback
 from launchers.world import LOCAL_ROLE, STORE_FILE, World
@@ -25,8 +24,6 @@ from launchers.world import LOCAL_ROLE, STORE_FILE, World
 # A rank that only lost its connection leaves last, so that the rank that broke it is seen to fail first.
 PEER_DELAY_S = 2.5
 _LEAVE_S = 10.0
-# As other runtimes have it: Ctrl-\\. The signals of launchers.stopping have a meaning of their own.
-STACK_SIGNAL = signal.SIGQUIT
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Job:
         payload: Pickle of (entry, args): each worker calls `entry(world, *args)`. It travels through a nameless socket
             pair, which no other process can reach.
         processes: Number of workers.
-        folder: A private folder of this start, with the workers' store, heartbeats and error reports.
+        folder: A private folder of this start, with the workers' store and error reports.
         log_dir: Where ranks other than 0 write what they print.
         restarts: How often the workers of this run were started before.
         stoppable: Whether entry asks launchers.stopping between its steps.
@@ -53,17 +50,22 @@ class Job:
     environment: Mapping[str, str]
 
     @property
-    def board_path(self) -> Path:
-        """The file of launchers.heartbeat's board."""
-        return Path(self.folder) / "board"
+    def store_path(self) -> Path:
+        """The file in which the workers meet."""
+        return Path(self.folder) / "store"
+
+    @property
+    def stop_path(self) -> Path:
+        """Exists once the workers are told to stop."""
+        return Path(self.folder) / "stop"
+
+    def finished_path(self, rank: int) -> Path:
+        """Exists once a rank's work is done: a file without content, for which a full disk has room."""
+        return Path(self.folder) / f"finished_{rank}"
 
     def report_path(self, rank: int) -> Path:
         """Where a rank that fails, or was told to stop, says so."""
         return Path(self.folder) / f"report_{rank}.json"
-
-    def stack_path(self, rank: int) -> Path:
-        """Where a rank writes its stack when it gets STACK_SIGNAL."""
-        return Path(self.folder) / f"stack_{rank}"
 
     def environment_of(self, rank: int) -> dict[str, str]:
         """Return a worker's environment variables: the launching process's and its place, by torchrun's names."""
@@ -74,7 +76,7 @@ class Job:
             "WORLD_SIZE": str(self.processes),
             "LOCAL_WORLD_SIZE": str(self.processes),
             "ROLE_NAME": LOCAL_ROLE,
-            STORE_FILE: str(Path(self.folder) / "store"),
+            STORE_FILE: str(self.store_path),
             "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": self.environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
@@ -96,16 +98,12 @@ def _work(job: Job, rank: int) -> None:
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     threading.Thread(target=_leave_with_launcher, name="leave-with-launcher", daemon=True).start()
-    stack = open(job.stack_path(rank), "w")
-    faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
     os.environ.clear()  # what the fork server has was this process's at its start
     os.environ.update(job.environment_of(rank))
     world = World.detect()
-    board = heartbeat.Board(job.board_path)
-    heartbeat.publish(board, rank)
     if job.stoppable:
         stopping.install_handlers()
-        stopping.also(board.stop_wanted)
+        stopping.also(job.stop_path.exists)
     # A terminal's Ctrl-C is the launching process's to handle. All were blocked since before the server was started.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *stopping.SIGNALS})
@@ -124,7 +122,7 @@ def _work(job: Job, rank: int) -> None:
         _leave(stopping.EXIT_CODE)
     except BaseException as error:
         _fail(error, world, report)
-    heartbeat.note(heartbeat.here().step, heartbeat.FINISHED)
+    job.finished_path(rank).touch()
     threading.Thread(target=_leave_late, name="leave-late", daemon=True).start()
 
 

@@ -8,7 +8,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,7 +16,7 @@ from common.machine import changed_environment, styled
 from conf import COMMAND
 from conf.instantiate import add_to_path, environment, to_config, to_dict
 from conf.words import hydra_word
-from launchers import Interrupted, LaunchError, WorkerFailed, World, run_workers, start_fork_server, stopping
+from launchers import Interrupted, WorkerFailed, World, run_workers, start_fork_server, stopping
 from launchers.meeting import check_interfaces
 from launchers.stopping import Stopped
 from training.checks import check_need, check_process, check_sections, check_values
@@ -265,20 +264,13 @@ def _work(world: World, tree: dict, run_dir: str, given: bytes | None) -> None:
     run(cfg, folder, world)
 
 
-def _leave(error: LaunchError, console: int = 2) -> None:
-    """End this process at once, from any thread: the main thread waits for a rank that will not come."""
-    with suppress(OSError):  # the console may be gone
-        os.write(console, f"error: {error}\n".encode())
-    os._exit(1)
-
-
 def _lead(setup, run_dir: Path, world: World) -> None:
     """Rank 0 under torchrun or srun: tell the other ranks what to run and where."""
     from launchers.peer_check import describe_places, rendezvous
     from training.run import run
 
     cfg = setup.cfg
-    with rendezvous(world, cfg.parallel.timeout_s, _leave) as (store, places):
+    with rendezvous(world, cfg.parallel.timeout_s) as (store, places):
         if store is not None:
             print(describe_places(places), flush=True)
             store.set(_KEY, json.dumps({"cfg": to_dict(cfg), "run_dir": str(run_dir)}))
@@ -304,7 +296,7 @@ def follow(world: World, arguments: Sequence[str] = ()) -> None:
     from training.run import run
 
     console, timeout_s = os.dup(2), _typed_timeout(arguments)
-    with rendezvous(world, timeout_s, partial(_leave, console=console)) as (store, _):
+    with rendezvous(world, timeout_s) as (store, _):
         store.wait([_KEY], timedelta(seconds=timeout_s))
         job = json.loads(store.get(_KEY))
         check_received(job["cfg"], arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,8 @@ from common.machine import styled, usable_cores
 from conf import COMMAND
 from conf.instantiate import add_to_path, build, environment, to_dict
 from conf.words import hydra_word
-from launchers import World, connect
+from launchers import World
+from launchers.peer_check import rendezvous
 from launchers.stopping import Stopped
 from models.given import GIVEN, given_objects
 from parallel.devices import keep_freed_memory, share_cores
@@ -186,34 +187,34 @@ def _process_group(world: World, setup: Setup, store: dist.Store | None) -> Iter
         yield
         return
     timeout_s = setup.cfg.parallel.timeout_s
-    store = store if store is not None else connect(world, timeout_s)
-    backend, kwargs = choose_backend(setup.plan.device_type, world.rank, world.size, world.local_rank, store)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=timeout_s),
-        **kwargs,
-    )
-    stopped = None
-    try:
-        try:
-            yield
-        except Stopped as error:
-            stopped = error
-        # All ranks leave together: to its neighbours, a rank that leaves early looks like one that died.
-        dist.barrier()
-    except BaseException as error:
-        if is_out_of_memory(error) and not hasattr(error, "__notes__"):  # in a step, its place is noted already
-            add_note(error, f"rank {world.rank}")
-        # NCCL would first wait for what it was given, and for the peers in it: an error would be told after timeout_s.
-        if backend != NCCL:
-            dist.destroy_process_group()
-        raise
-    dist.destroy_process_group()
-    if stopped is not None:
-        raise stopped
+    with ExitStack() as stack:
+        if store is None:
+            store, _ = stack.enter_context(rendezvous(world, timeout_s))
+        backend, kwargs = choose_backend(setup.plan.device_type, world.rank, world.size, world.local_rank, store)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=timeout_s),
+            **kwargs,
+        )
+
+        def destroy(_, error: BaseException | None, trace: Any) -> None:
+            # NCCL would first wait for what it was given, and its peers: an error would be told after timeout_s.
+            if backend != NCCL or error is None or isinstance(error, Stopped):
+                dist.destroy_process_group()
+
+        def leave_together(_, error: BaseException | None, trace: Any) -> None:
+            # To its neighbours, a rank that leaves early looks like one that died.
+            if error is None or isinstance(error, Stopped):
+                dist.barrier()
+            elif is_out_of_memory(error) and not hasattr(error, "__notes__"):  # in a step, its place is noted already
+                add_note(error, f"rank {world.rank}")
+
+        stack.push(destroy)
+        stack.push(leave_together)
+        yield
 
 
 def _weight_bytes(plan: Plan, rank: int) -> int:

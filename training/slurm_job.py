@@ -10,7 +10,6 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.console import unfailing_output
-from common.errors import LaunchError, UserError
+from common.errors import UserError
 from conf.instantiate import add_to_path, environment, to_config, to_dict
 from launchers import World
 from launchers.slurm.follow import wait
@@ -115,7 +114,7 @@ def run_as_job(setup: Any, run_dir: Path) -> None:
         raise job.error
 
 
-def run_in_task(cfg: Any, run_dir: Path, world: World, give_up: Callable[[LaunchError], None]) -> None:
+def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
     """Run one rank's part of the job (see launchers.slurm.task.work)."""
     from launchers.failure import is_peer_error
     from launchers.peer_check import describe_places, rendezvous
@@ -127,7 +126,7 @@ def run_in_task(cfg: Any, run_dir: Path, world: World, give_up: Callable[[Launch
     if restarts() > 0:
         after_restart(cfg, run_dir)
     try:
-        with rendezvous(world, cfg.parallel.timeout_s, give_up) as (store, places):
+        with rendezvous(world, cfg.parallel.timeout_s) as (store, places):
             add_to_path(cfg.import_from or ())
             setup = _prepare_alike(cfg, world, store)
             if world.rank == 0:

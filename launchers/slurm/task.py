@@ -9,7 +9,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -44,13 +43,11 @@ def read_reports(folder: Path, job: str, ranks: int) -> dict[int, dict | None]:
     return {rank: read_report(_report_path(folder, job, rank)) for rank in range(ranks)}
 
 
-def work(
-    entry: Callable[[World, Callable[[LaunchError], None]], None], folder: Path, log_dir: Path, max_requeues: int
-) -> None:
-    """Run ``entry(world, give_up)`` as one task of a job, and leave a report on how it has ended.
+def work(entry: Callable[[World], None], folder: Path, log_dir: Path, max_requeues: int) -> None:
+    """Run ``entry(world)`` as one task of a job, and leave a report on how it has ended.
 
-    An exception ends the process with code 1, without any clean-up that could wait for a peer. ``give_up(error)`` does
-    the same from any thread. Stopped puts the job into the queue again.
+    An exception ends the process with code 1, without any clean-up that could wait for a peer. Stopped
+    puts the job into the queue again.
 
     Args:
         entry: What the task does.
@@ -70,7 +67,7 @@ def work(
         redirect_output(log)
     try:
         with requeued(world, max_requeues):
-            entry(world, partial(_leave, report))
+            entry(world)
     except BaseException as error:
         _leave(report, error)
     report.write_text("{}")

@@ -146,16 +146,18 @@ def by_hand():
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    by_hand()
-
-
-def abort(world, rank, after_s):
+def abort(world, rank, after_s, timeout_s):
     """`rank` ends as NCCL's watchdog ends a rank that has waited `after_s` seconds; the other does not move."""
     from launchers import heartbeat
+    from launchers.peer_check import rendezvous
 
-    heartbeat.note(3, "in step 4")
-    time.sleep(after_s)
-    if world.rank == rank:
-        os.abort()
-    time.sleep(60)
+    with rendezvous(world, timeout_s):
+        heartbeat.note(3, "in step 4")
+        time.sleep(after_s)
+        if world.rank == rank:
+            os.abort()
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    by_hand()

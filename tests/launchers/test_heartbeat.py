@@ -1,29 +1,116 @@
-"""The page on which workers note how far they have come, and the launching process asks them to stop."""
+"""Ranks note in their store what they are doing, and one that has waited in vain reads who stands still."""
 
-from launchers.failure import stalled
-from launchers.heartbeat import Board, Heartbeat
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 
-def test_what_one_process_writes_another_reads(tmp_path):
-    parent, worker = Board(tmp_path / "board", ranks=3), Board(tmp_path / "board")
-    assert not worker.stop_wanted()
-    parent.ask_to_stop()
-    assert worker.stop_wanted()
-    worker.write(2, Heartbeat(7, 12.5, "reading data"))
-    assert parent.read(2) == Heartbeat(7, 12.5, "reading data")
-    assert parent.read(1) == Heartbeat(0, 0.0, "")
+from launchers import LaunchError, World, heartbeat, peer_check
+from launchers.failure import is_peer_error
+from launchers.heartbeat import Note, describe_stall, note, read_notes, watched
+from launchers.peer_check import find_peers
+from launchers.world import LOOPBACK
 
-
-def test_a_long_text_stays_in_its_row(tmp_path):
-    board = Board(tmp_path / "board", ranks=2)
-    board.write(1, Heartbeat(1, 1.0, "second"))
-    board.write(0, Heartbeat(1, 1.0, "x" * 500))
-    assert board.read(0).doing == "x" * 48
-    assert board.read(1).doing == "second"
+NAMES, HERE = ["rank 0", "rank 1"], {0, 1}
+TIMED_OUT = RuntimeError("[unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete")
+CLOSED = RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1")
 
 
-def test_a_stalled_rank_is_named_with_its_last_step():
-    at = Heartbeat(7, 0.0, "in step 8")
-    text = str(stalled({2: at}, {2: 0}, {}, timeout_s=30.0))
-    assert text.startswith("rank 2 has not moved since step 7 for ")
-    assert "(parallel.timeout_s=30): in step 8" in text
+@pytest.fixture
+def store(monkeypatch):
+    from torch.distributed import HashStore
+
+    for name, seconds in {"_EVERY_S": 0.1, "_TOLD_S": 1.0, "_GIVE_UP_S": 1.5, "_GIVE_UP_LATE_S": 3.0}.items():
+        monkeypatch.setattr(heartbeat, name, seconds)
+    return HashStore()
+
+
+def run(store, rank, error=None, wait_s=0.0, step=7, doing="reading data", timeout_s=6.0):
+    """One rank, which raises ``error`` after ``wait_s``; a test has several in threads, with one note between them."""
+    with watched(World(rank, 2, rank, 2, "local"), store, timeout_s, NAMES, HERE):
+        note(step, doing)
+        time.sleep(wait_s)
+        if error is not None:
+            raise error
+
+
+def outcomes(store, *ranks):
+    """What each rank raised."""
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(run, store, rank, **how) for rank, how in enumerate(ranks)]
+        return [one.exception(timeout=60) for one in runs]
+
+
+def test_a_rank_that_stands_still_is_named_with_its_step_and_what_it_was_doing(store):
+    waited, _ = outcomes(store, dict(error=TIMED_OUT, wait_s=0.5), dict(wait_s=5.0))
+    assert isinstance(waited, LaunchError)
+    assert not is_peer_error(waited), "it names the cause"
+    assert str(waited).startswith("rank 1 has not moved since step 7 for ")
+    assert "(parallel.timeout_s=6): reading data" in str(waited)
+
+
+def test_it_shows_where_its_main_thread_stands_once_it_has_stood_for_long(store):
+    waited, _ = outcomes(store, dict(error=TIMED_OUT, wait_s=0.5, timeout_s=0.5), dict(wait_s=5.0, timeout_s=0.5))
+    assert "rank 1 stands here (most recent call first):\n  File " in str(waited)
+    assert "in test_it_shows_where" in str(waited)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param([dict(error=TIMED_OUT), dict(error=TIMED_OUT)], id="all have given up"),
+        pytest.param([dict(error=CLOSED), dict(wait_s=4.0)], id="a rank has died, and nobody has waited in vain"),
+        pytest.param([dict(error=TIMED_OUT), dict()], id="the other is done"),
+        pytest.param([dict(error=ValueError("its own")), dict(wait_s=1.0)], id="an error of its own"),
+    ],
+)
+def test_nobody_is_named_where_nobody_stands_still(store, ranks):
+    assert outcomes(store, *ranks)[0] is ranks[0]["error"]
+
+
+def test_a_connection_closed_by_a_rank_that_gave_up_is_no_cause_either(store):
+    names, heres = ["rank 0", "rank 1", "rank 2"], {0, 1, 2}
+    with (
+        watched(World(2, 3, 2, 3, "local"), store, 6.0, names, heres),
+        ThreadPoolExecutor(2) as pool,
+    ):
+
+        def fail(rank, error):
+            with watched(World(rank, 3, rank, 3, "local"), store, 6.0, names, heres):
+                raise error
+
+        for one in [pool.submit(fail, 0, TIMED_OUT), pool.submit(fail, 1, CLOSED)]:
+            with pytest.raises(LaunchError, match="^rank 2 has not moved before step 1"):
+                one.result(timeout=60)
+
+
+def test_a_store_that_does_not_answer_names_rank_0_in_time(store, monkeypatch):
+    monkeypatch.setattr(heartbeat, "read_notes", lambda *_: time.sleep(600))
+    with pytest.raises(LaunchError, match="rank 0 has not moved since step 7 .* does not answer rank 1"):
+        run(store, 1, error=TIMED_OUT)
+
+
+def test_the_last_note_of_a_rank_is_in_the_store(store):
+    run(store, 1, step=3, doing="evaluating")
+    at = read_notes(store, range(2))
+    assert list(at) == [1] and at[1].left
+    assert (at[1].step, at[1].doing, at[1].pid) == (3, "evaluating", os.getpid())
+
+
+def test_before_the_first_step_and_on_other_machines_a_stall_is_described_too():
+    text = describe_stall({1: Note(0, "starting", time.time() - 31)}, ["rank 0 (a, 1.2.3.4)", "rank 1 (b)"], {0}, 30.0)
+    assert text == (
+        "rank 1 (b) has not moved before step 1 for 31 s (parallel.timeout_s=30): starting. "
+        "The other ranks have given up waiting for it"
+    )
+
+
+def test_ranks_that_share_a_machine_without_a_local_rank_are_refused(store, monkeypatch):
+    monkeypatch.setattr(peer_check, "own_address", lambda: LOOPBACK)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    meet = lambda rank: find_peers(World(rank, 2, 0, 1, "environment"), store, 60)  # noqa: E731
+    with ThreadPoolExecutor(2) as pool:
+        for answer in [pool.submit(meet, rank) for rank in range(2)]:
+            with pytest.raises(LaunchError, match="ranks 0, 1 are all on .* and LOCAL_RANK is not set"):
+                answer.result(timeout=30)

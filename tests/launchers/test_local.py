@@ -87,7 +87,7 @@ def test_a_lost_connection_is_not_taken_for_the_cause(tmp_path):
 
 def test_a_rank_that_stands_still_is_named_where_the_others_are_aborted_for_having_waited(tmp_path):
     with pytest.raises(WorkerFailed, match="rank 0 has not moved since step 3 for") as failed:
-        run_workers(launched.abort, (1, 2.0), 2, tmp_path, timeout_s=2.0)
+        run_workers(launched.abort, (1, 2.5, 2.0), 2, tmp_path, timeout_s=2.0)
     assert (failed.value.rank, failed.value.kind) == (0, "stall")
     first = failed.value.text.partition("rank 0 stands here (most recent call first):\n")[2].splitlines()[0]
     assert re.search(r"launched.py\", line \d+ in abort", first), "its stack"
@@ -95,7 +95,7 @@ def test_a_rank_that_stands_still_is_named_where_the_others_are_aborted_for_havi
 
 def test_a_rank_that_aborts_of_its_own_is_named(tmp_path):
     with pytest.raises(WorkerFailed, match=r"rank 1 was killed by signal 6 \(SIGABRT\)") as failed:
-        run_workers(launched.abort, (1, 0.0), 2, tmp_path, timeout_s=300.0)
+        run_workers(launched.abort, (1, 0.0, 300.0), 2, tmp_path, timeout_s=300.0)
     assert (failed.value.rank, failed.value.kind) == (1, "signal")
 
 

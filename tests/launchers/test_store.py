@@ -33,9 +33,7 @@ def test_two_ranks_started_by_hand_meet_and_listen_on_loopback_only(port):
     for rank in (1, 0):
         env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"}
         command = [sys.executable, str(Path(launched.__file__))]
-        processes.append(
-            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
+        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     outputs = [process.communicate(timeout=60) for process in processes]
     assert [errors for _, errors in outputs] == ["", ""]
     one, zero = (json.loads(text.splitlines()[-1]) for text, _ in outputs)
