@@ -37,7 +37,7 @@ OPTIONS = {
 
 
 def main(chosen: Namespace) -> None:
-    """Measures, and writes results/ddp.csv and .png."""
+    """Measure, and writes results/ddp.csv and .png."""
     batch, rounds = (2, 2) if chosen.quick else (chosen.batch, chosen.rounds)
     common = [*TRANSFORMER, "logger=none", f"train.precision={chosen.precision}", f"device={ranks.device_type()}"]
     common += ["model.d_model=32", "data.seq_len=16"] if chosen.quick else []
@@ -52,7 +52,7 @@ def main(chosen: Namespace) -> None:
 
 
 def layouts(batch: int) -> dict[str, list[str]]:
-    """Returns the overrides of each run by its name; ``batch`` is that of one replica."""
+    """Return the overrides of each run by its name; ``batch`` is that of one replica."""
     ddp = ["parallel=ddp", "parallel.dp=2", f"train.global_batch_size={2 * batch}"]
     runs = {name: ["parallel=single", f"train.global_batch_size={batch}"] for name in (ONE, APART)}
     runs |= {f"2 replicas, {mb} MiB": [*ddp, f"parallel.bucket_mb={mb}"] for mb in BUCKETS}
@@ -61,7 +61,7 @@ def layouts(batch: int) -> dict[str, list[str]]:
 
 
 def measure(rank: int, common: list[str], batch: int, rounds: int) -> tuple[dict[str, list[float]], float, float]:
-    """Measures one rank's part.
+    """Measure one rank's part.
 
     Returns:
         Seconds of each run's steps; seconds of one all-reduce of the gradients; their size in MB.
@@ -89,7 +89,7 @@ def measure(rank: int, common: list[str], batch: int, rounds: int) -> tuple[dict
 
 
 def tabulate(seconds: dict[str, list[float]], batch: int) -> list[dict]:
-    """Returns the rows of the table; ratios are medians over rounds, in which all runs met the same noise."""
+    """Return the rows of the table; ratios are medians over rounds, in which all runs met the same noise."""
     rows = []
     for name, values in seconds.items():
         spread = Spread.of(values)
@@ -108,7 +108,7 @@ def tabulate(seconds: dict[str, list[float]], batch: int) -> list[dict]:
 
 
 def title(rows: list[dict]) -> str:
-    """Returns what the table shows, in one line."""
+    """Return what the table shows, in one line."""
     gains = [float(row["times one replica"]) for row in rows if row["all-reduce"]]
     exposed = max(float(row["all-reduce"].rstrip("%")) for row in rows if row["all-reduce"])
     return (

@@ -39,7 +39,7 @@ OPTIONS = table.QUICK
 
 
 def main(chosen: Namespace) -> None:
-    """Measures, and writes results/exporting.csv."""
+    """Measure, and writes results/exporting.csv."""
     sizes = QUICK if chosen.quick else SIZES
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -49,7 +49,7 @@ def main(chosen: Namespace) -> None:
 
 
 def measure(name: str, sizes: list[str], folder: Path) -> list[dict]:
-    """Trains a model, exports it in each format and returns a row for each."""
+    """Train a model, exports it in each format and returns a row for each."""
     line = [f"model={name}", *sizes, *TRAINING]
     _run(line, folder / name)
     line += ["mode=export", f"checkpoint='{folder / name}'"]
@@ -78,7 +78,7 @@ def measure(name: str, sizes: list[str], folder: Path) -> list[dict]:
 
 
 def runner(path: Path, model: ServedModel) -> Callable[..., Tensor]:
-    """Returns what computes the outputs of a file."""
+    """Return what computes the outputs of a file."""
     if path.suffix == ".pt2":
         return torch.export.load(path).module()
     return session_of(path, model)
@@ -86,7 +86,7 @@ def runner(path: Path, model: ServedModel) -> Callable[..., Tensor]:
 
 @torch.no_grad()
 def compare(model: ServedModel, run: Callable[..., Tensor]) -> dict[str, str]:
-    """Returns the differences in batches of 1 and 5."""
+    """Return the differences in batches of 1 and 5."""
     row, same = {}, True
     for batch in (1, 5):
         inputs = model.example(batch)

@@ -44,7 +44,7 @@ OPTIONS = {
 
 
 def main(chosen: Namespace) -> None:
-    """Runs all faults and writes results/faults.csv; exits with code 1 if a run ended in another way than it should."""
+    """Run all faults and writes results/faults.csv; exits with code 1 if a run ended in another way than it should."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the current run too
     work = chosen.work or Path(tempfile.mkdtemp(prefix="faults-"))
     work.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def main(chosen: Namespace) -> None:
 
 
 def groups(quick: bool) -> Iterator[tuple[str, Callable[[Path], list[Trial]]]]:
-    """Yields groups of faults of a few minutes each: the name, and a function that runs it in a folder of its own."""
+    """Yield groups of faults of a few minutes each: the name, and a function that runs it in a folder of its own."""
     for strategy in STRATEGIES[:1] if quick else STRATEGIES:
         ranks = range(1 if quick else RANKS[strategy])
         faults = every_kill(strategy)[:2] if quick else every_kill(strategy)

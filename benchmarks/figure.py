@@ -15,7 +15,7 @@ _MANY = 7  # more names than this do not fit beside each other
 
 
 def canvas(columns: int = 1, rows: int = 1, width: float = 6.0) -> tuple[Figure, list[Axes]]:
-    """Returns a figure of columns x rows axes without frames, each ``width`` inches wide."""
+    """Return a figure of columns x rows axes without frames, each ``width`` inches wide."""
     figure = Figure(figsize=(width * columns, 4.2 * rows), layout="constrained", dpi=150)
     axes = [figure.add_subplot(rows, columns, i + 1) for i in range(rows * columns)]
     for ax in axes:
@@ -24,7 +24,7 @@ def canvas(columns: int = 1, rows: int = 1, width: float = 6.0) -> tuple[Figure,
 
 
 def bars(axes: Axes, spreads: Mapping[str, Spread], unit: str, ours: Sequence[str] = ()) -> None:
-    """Draws the median of each spread as a bar, with whiskers from fastest to slowest; ``ours`` are coloured."""
+    """Draw the median of each spread as a bar, with whiskers from fastest to slowest; ``ours`` are coloured."""
     medians = [spread.median for spread in spreads.values()]
     below = [spread.median - spread.fastest for spread in spreads.values()]
     above = [spread.slowest - spread.median for spread in spreads.values()]
@@ -40,7 +40,7 @@ def bars(axes: Axes, spreads: Mapping[str, Spread], unit: str, ours: Sequence[st
 
 
 def save_bars(path: Path, rows: Sequence[Mapping], ours: Sequence[str], width: float, title: str) -> None:
-    """Writes a PNG of one bar per row to ``path``; ``width`` is in inches, ``title`` says what the bars show."""
+    """Write a PNG of one bar per row to ``path``; ``width`` is in inches, ``title`` says what the bars show."""
     figure, (axes,) = canvas(width=width)
     bars(axes, {row["run"]: Spread.read(row) for row in rows}, "seconds a step", ours)
     axes.set_title(title)
@@ -57,7 +57,7 @@ _CONTENDERS = {
 
 
 def speed(path: Path, rows: Sequence[Mapping]) -> Path:
-    """Writes a PNG of how many times as fast ``pipelined`` is as each contender; returns ``path``."""
+    """Write a PNG of how many times as fast ``pipelined`` is as each contender; returns ``path``."""
     factors = {(row["model"], row["run"]): float(row["pipelined is faster by"].rstrip("x")) for row in rows}
     models = list(dict.fromkeys(row["model"] for row in rows))
     groups = {
@@ -86,7 +86,7 @@ def speed(path: Path, rows: Sequence[Mapping]) -> Path:
 
 
 def chunks(path: Path, swept: Sequence[Mapping]) -> Path:
-    """Writes a PNG of the seconds per step over the number of chunks, one panel per model; returns ``path``."""
+    """Write a PNG of the seconds per step over the number of chunks, one panel per model; returns ``path``."""
     models = list(dict.fromkeys(row["model"] for row in swept))
     figure, axes = canvas(columns=len(models), width=4.5)
     best = []

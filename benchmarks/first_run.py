@@ -30,7 +30,7 @@ OPTIONS = table.QUICK
 
 
 def main(chosen: Namespace) -> None:
-    """Measures, and writes results/first_run.csv, first_run.json and first_run.png."""
+    """Measure, and writes results/first_run.csv, first_run.json and first_run.png."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         start = time.time()
@@ -61,7 +61,7 @@ def main(chosen: Namespace) -> None:
 
 
 def run(*arguments: str) -> list[tuple[float, str]]:
-    """Returns the lines that a Python command prints, and when; raises SystemExit if it fails."""
+    """Return the lines that a Python command prints, and when; raises SystemExit if it fails."""
     command = [sys.executable, "-u", *arguments]
     lines = []
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -74,7 +74,7 @@ def run(*arguments: str) -> list[tuple[float, str]]:
 
 
 def draw(path: Path, losses: list[float], learned: dict[str, float]) -> Path:
-    """Writes a picture of the loss by step, smoothed too, and of what it can be compared with; returns ``path``."""
+    """Write a picture of the loss by step, smoothed too, and of what it can be compared with; returns ``path``."""
     canvas, (axes,) = figure.canvas(width=7.0)
     axes.plot(range(1, len(losses) + 1), losses, "o", color=figure.GREY, markersize=4, label="loss of each step")
     smooth = [statistics.mean(losses[end - SMOOTHED : end]) for end in range(SMOOTHED, len(losses) + 1)]

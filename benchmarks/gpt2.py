@@ -87,7 +87,7 @@ OPTIONS = {
 
 
 def main(chosen: Namespace) -> None:
-    """Measures, and writes results/gpt2.csv and .png."""
+    """Measure, and writes results/gpt2.csv and .png."""
     from benchmarks import figure  # here, because matplotlib need not be there for what benchmarks.gpu takes from here
 
     gpu = torch.cuda.is_available()
@@ -117,7 +117,7 @@ def main(chosen: Namespace) -> None:
 
 
 def rows_to_measure(batch: int, gpu: bool, compiler: bool) -> dict[str, Levers]:
-    """Returns what each row of the table measures, by its name."""
+    """Return what each row of the table measures, by its name."""
     best = Levers(microbatch=batch, compiled=gpu and compiler)
     rows = {
         "a tutorial's loop, fp32": Levers(batch, "fp32", fused=False, vocabulary=PLAIN, tutorial=True),
@@ -134,7 +134,7 @@ def rows_to_measure(batch: int, gpu: bool, compiler: bool) -> dict[str, Levers]:
 
 
 def has_compiler() -> bool:
-    """Returns whether torch.compile works; prints why not."""
+    """Return whether torch.compile works; prints why not."""
     try:
         check_compiler()
     except PlanError as error:
@@ -144,7 +144,7 @@ def has_compiler() -> bool:
 
 
 def measure(job: Job, levers: Levers) -> list[float]:
-    """Returns the seconds of each measured step."""
+    """Return the seconds of each measured step."""
     keep_freed_memory()
     trainer = Trainer(
         configured(
@@ -180,7 +180,7 @@ class _NotFused:
 
 
 def measured_peak(device: str, width: int, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Returns the FLOP/s of the fastest of ten products of matrices of shape [width, width]."""
+    """Return the FLOP/s of the fastest of ten products of matrices of shape [width, width]."""
     a, b = (torch.randn(width, width, device=device, dtype=dtype) for _ in range(2))
 
     def product(number: int) -> None:
@@ -191,7 +191,7 @@ def measured_peak(device: str, width: int, dtype: torch.dtype = torch.bfloat16) 
 
 
 def datasheet_peak() -> float | None:
-    """Returns the dense bf16 FLOP/s of this GPU by its datasheet; None if it is not known."""
+    """Return the dense bf16 FLOP/s of this GPU by its datasheet; None if it is not known."""
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
@@ -199,7 +199,7 @@ def datasheet_peak() -> float | None:
 
 
 def flop_per_token(size: Size, tokens: int, vocabulary: int) -> float:
-    """Returns 6 N + 12 L H Q T for sequences of ``tokens``; N counts the tied head once and no positions."""
+    """Return 6 N + 12 L H Q T for sequences of ``tokens``; N counts the tied head once and no positions."""
     width = size.n_embd
     block = 12 * width**2 + 13 * width  # four matrices with their biases, two norms
     parameters = size.n_layer * block + 2 * width + vocabulary * width
@@ -207,7 +207,7 @@ def flop_per_token(size: Size, tokens: int, vocabulary: int) -> float:
 
 
 def tabulate(seconds: dict[str, list[float]], ways: dict[str, Levers], job: Job, peak: float) -> list[dict]:
-    """Returns the rows of the table; the FLOP of a token are those of the row's vocabulary."""
+    """Return the rows of the table; the FLOP of a token are those of the row's vocabulary."""
     reference = statistics.median(seconds[ALL])
     rows = []
     for name, values in seconds.items():
@@ -227,7 +227,7 @@ def tabulate(seconds: dict[str, list[float]], ways: dict[str, Levers], job: Job,
 
 
 def title(rows: list[dict]) -> str:
-    """Returns what the table shows, in one line."""
+    """Return what the table shows, in one line."""
     tutorial, _, *others = ((row["run"], float(row["time against all levers"].rstrip("x"))) for row in rows)
     (dearest, most), *rest = sorted(others, key=lambda other: other[1], reverse=True)
     return (

@@ -46,7 +46,7 @@ OPTIONS = {
 
 
 def main(chosen: Namespace) -> None:
-    """Measures, and writes results/jsonl.csv."""
+    """Measure, and writes results/jsonl.csv."""
     if chosen.quick:
         chosen.rows, chosen.reads = [10**3, 10**4], 10**3
 
@@ -67,14 +67,14 @@ def main(chosen: Namespace) -> None:
 
 
 def check_space(folder: Path, rows: int) -> None:
-    """Raises SystemExit if the files would fill the disk."""
+    """Raise SystemExit if the files would fill the disk."""
     needed, free = rows * BYTES_A_ROW * 1.2, shutil.disk_usage(folder).free
     if free < needed:
         raise SystemExit(f"{folder}: {free / 2**30:.1f} GiB are free, {needed / 2**30:.1f} are needed; set TMPDIR")
 
 
 def generate(path: Path, rows: int) -> Path:
-    """Writes a file of ``rows`` rows, each with a number, a source and a text of 8 to 44 common words."""
+    """Write a file of ``rows`` rows, each with a number, a source and a text of 8 to 44 common words."""
     random = np.random.default_rng(rows)
     with open(path, "w") as file:
         for first in range(0, rows, ROWS_AT_ONCE):
@@ -89,7 +89,7 @@ def generate(path: Path, rows: int) -> Path:
 
 
 def build(path: Path, cache: Path) -> dict[str, float]:
-    """Builds the index of the file."""
+    """Build the index of the file."""
     use_one_core()
     start = clocks()
     rows = Rows([path], cache)
@@ -98,7 +98,7 @@ def build(path: Path, cache: Path) -> dict[str, float]:
 
 
 def read(path: Path, cache: Path, reads: int, seed: int) -> dict[str, float]:
-    """Reads rows at random places through the existing index."""
+    """Read rows at random places through the existing index."""
     use_one_core()
     before = own_memory()
     rows = Rows([path], cache)
@@ -112,17 +112,17 @@ def read(path: Path, cache: Path, reads: int, seed: int) -> dict[str, float]:
 
 
 def clocks() -> np.ndarray:
-    """Returns the time and the processor time of this process in seconds, [2]."""
+    """Return the time and the processor time of this process in seconds, [2]."""
     return np.array([time.perf_counter(), time.process_time()])
 
 
 def use_one_core() -> None:
-    """Keeps this process on one core."""
+    """Keep this process on one core."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
 
 def own_memory() -> float:
-    """Returns the MiB that only this process uses and the system cannot reclaim."""
+    """Return the MiB that only this process uses and the system cannot reclaim."""
     kib = {}
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
         name, value = line.split(":")
@@ -131,7 +131,7 @@ def own_memory() -> float:
 
 
 def row_of(rows: int, size: int, measured: list[dict[str, float]]) -> dict:
-    """Returns one row of the table."""
+    """Return one row of the table."""
 
     def spread(name: str, digits: int = 0) -> str:
         values = [one[name] for one in measured]

@@ -66,7 +66,7 @@ OPTIONS = {
 
 
 def main(chosen: Namespace) -> None:
-    """Measures, and writes results/overhead_loop.csv and overhead_start.csv."""
+    """Measure, and writes results/overhead_loop.csv and overhead_start.csv."""
     if chosen.quick:
         chosen.rounds, chosen.repeats = 2, 1
 
@@ -79,7 +79,7 @@ def main(chosen: Namespace) -> None:
 
 
 def loop_and_bare(size: Sequence[str], rounds: int) -> dict[str, list[float]]:
-    """Returns the seconds of each step of BARE and of LOOP."""
+    """Return the seconds of each step of BARE and of LOOP."""
     keep_freed_memory()
     setup = configured(
         [
@@ -92,7 +92,7 @@ def loop_and_bare(size: Sequence[str], rounds: int) -> dict[str, list[float]]:
 
 
 def bare_step(setup: Setup) -> Callable[[int], None]:
-    """Returns a step of forward, backward and update, and nothing around them."""
+    """Return a step of forward, backward and update, and nothing around them."""
     trainer = Trainer(setup)
     (stage,) = trainer.strategy.stages
     *body, (_, head) = stage.layers.items()
@@ -114,7 +114,7 @@ def bare_step(setup: Setup) -> Callable[[int], None]:
 
 
 def whole_loop(setup: Setup, folder: Path) -> Callable[[int], None]:
-    """Returns a step that is one of ``training.loop.Loop``, which writes its records into ``folder``."""
+    """Return a step that is one of ``training.loop.Loop``, which writes its records into ``folder``."""
     trainer = Trainer(setup)
     recorder = Recorder(folder, Loggers([], build=None), setup.total_steps)
     checkpoints = Checkpointer(folder / "checkpoints", trainer.strategy, trainer.optimizer)
@@ -128,7 +128,7 @@ def whole_loop(setup: Setup, folder: Path) -> Callable[[int], None]:
 
 
 def starts(repeats: int) -> list[dict]:
-    """Returns a row per command: median and largest of its seconds, and the medians of the parts of a run."""
+    """Return a row per command: median and largest of its seconds, and the medians of the parts of a run."""
     seconds: dict[str, list[list[float]]] = {name: [] for name in (*ANSWERS, *RUNS)}
     for turn in range(repeats + 1):
         for name in seconds:
@@ -146,7 +146,7 @@ def starts(repeats: int) -> list[dict]:
 
 
 def until_answer(arguments: list[str]) -> list[float]:
-    """Returns the seconds of a command that trains nothing, in a list of one."""
+    """Return the seconds of a command that trains nothing, in a list of one."""
     start = time.time()
     with tempfile.TemporaryDirectory() as folder:
         run_dir = [f"hydra.run.dir={folder}/run"] if arguments[0] == "train.py" else []
@@ -155,7 +155,7 @@ def until_answer(arguments: list[str]) -> list[float]:
 
 
 def until_first_step(overrides: list[str]) -> list[float]:
-    """Returns the seconds of each of PARTS, of a run of one step."""
+    """Return the seconds of each of PARTS, of a run of one step."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         command = [sys.executable, "train.py", *overrides, "train.steps=1", "train.eval_every=null"]

@@ -69,7 +69,7 @@ OPTIONS: dict[str, dict] = {}
 
 
 def main(chosen: Namespace) -> None:
-    """Runs everything and writes results/parity.csv."""
+    """Run everything and writes results/parity.csv."""
     rows = []
     recipes = {model: RECIPES.get(model, []) for model in models()}
     for model, recipe in recipes.items():
@@ -89,12 +89,12 @@ def main(chosen: Namespace) -> None:
 
 
 def models() -> list[str]:
-    """Returns the names of all models: those with a recipe, then the others of conf/model."""
+    """Return the names of all models: those with a recipe, then the others of conf/model."""
     return list(dict.fromkeys([*RECIPES, *sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml"))]))
 
 
 def layouts() -> list[list[str]]:
-    """Returns one layout for each strategy of conf/parallel that has replicas, stages or both.
+    """Return one layout for each strategy of conf/parallel that has replicas, stages or both.
 
     A strategy has those for which its YAML file sets ``dp`` or ``pp``; it is a pipeline if the file sets ``chunks``,
     and has groups of replicas if it sets ``shard``.
@@ -110,14 +110,14 @@ def layouts() -> list[list[str]]:
 
 
 def train(overrides: list[str]) -> list[dict]:
-    """Returns the metrics.jsonl of one run of the command line; raises SystemExit if it fails."""
+    """Return the metrics.jsonl of one run of the command line; raises SystemExit if it fails."""
     with run(overrides) as folder:
         return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @contextmanager
 def run(overrides: list[str]) -> Iterator[Path]:
-    """Runs the command line, and gives the run's directory, which is deleted afterwards.
+    """Run the command line, and gives the run's directory, which is deleted afterwards.
 
     Raises:
         SystemExit: If the run fails.
@@ -131,7 +131,7 @@ def run(overrides: list[str]) -> Iterator[Path]:
 
 
 def compare(result: list[dict], reference: list[dict]) -> dict:
-    """Returns the first and last loss, and the largest relative differences from ``reference`` over all steps."""
+    """Return the first and last loss, and the largest relative differences from ``reference`` over all steps."""
     losses = [record["loss"] for record in result if "loss" in record]
 
     def difference(key: str) -> str:

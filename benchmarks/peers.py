@@ -36,7 +36,7 @@ class Peer:
         device_type: str = "cpu",
         checkpoint: str = DEFAULT_CHECKPOINT,
     ) -> None:
-        """Builds the pipeline.
+        """Build the pipeline.
 
         Args:
             name: One of ``NAMES``.
@@ -57,7 +57,7 @@ class Peer:
         self._first, self._last = (torch.device(device) for device in (devices[0], devices[-1]))
 
     def step(self, number: int) -> float:
-        """Runs forward, backward and update; returns the mean loss."""
+        """Run forward, backward and update; returns the mean loss."""
         batch = self._batch(number)
         output = self._pipe(batch.inputs.to(self._first))
         sums = self._loss(output, batch.targets.to(self._last), None)
@@ -69,12 +69,12 @@ class Peer:
         return (sums.loss / sums.count).item()
 
     def close(self) -> None:
-        """Ends the library's threads. At the interpreter's exit, fairscale's ``__del__`` would wait for ever."""
+        """End the library's threads. At the interpreter's exit, fairscale's ``__del__`` would wait for ever."""
         self._pipe = self._optimizer = None
 
 
 def as_sequential(chain: Chain, seed: int) -> nn.Sequential:
-    """Returns the chain's layers with their initial weights, in the memory format that this project runs them in."""
+    """Return the chain's layers with their initial weights, in the memory format that this project runs them in."""
     layers = chain.build(chain.names, seed, torch.device("cpu"))
     if chain.channels_last:
         layers.to(memory_format=torch.channels_last)

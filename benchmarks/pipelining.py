@@ -105,7 +105,7 @@ class Way:
         return ", ".join(parts + [self.precision] * (self.precision != "fp32"))
 
     def columns(self) -> dict[str, object]:
-        """Returns how it ran, as columns of a table."""
+        """Return how it ran, as columns of a table."""
         split = "+".join(map(str, self.balance)) if self.kind != "single" else ""
         schedule = self.schedule if self.kind == "pipelined" and self.chunks > 1 else ""
         return {"run": self.name, "schedule": schedule, "chunks": self.chunks, "split": split}
@@ -119,7 +119,7 @@ OPTIONS = {
 
 
 def main(chosen: Namespace) -> None:
-    """Measures, and writes results/pipelining.csv and pipelining_sweep.csv with a figure each."""
+    """Measure, and writes results/pipelining.csv and pipelining_sweep.csv with a figure each."""
     rows, swept = [], []
     for model in chosen.models:
         case = (QUICK if chosen.quick else CASES)[model]
@@ -160,7 +160,7 @@ class Contest:
         self._first_loss: float | None = None
 
     def finals(self, rounds: int) -> list[dict[Way, list[float]]]:
-        """Returns the seconds of the best way of each kind, in groups; ``pipelined`` is in each."""
+        """Return the seconds of the best way of each kind, in groups; ``pipelined`` is in each."""
         ways = [Way("pipelined", chunks, schedule) for chunks in self.case.chunks for schedule in SCHEDULES]
         splits = ranks.run(layers_per_stage, self.case, ways)
         ways = [replace(way, balance=split) for way, split in zip(ways, splits, strict=True)]
@@ -197,7 +197,7 @@ class Contest:
         return min(ways, key=lambda way: self.swept[way])
 
     def in_turns(self, ways: list[Way], rounds: int) -> dict[Way, list[float]]:
-        """Returns the seconds of every way's steps.
+        """Return the seconds of every way's steps.
 
         Raises:
             RuntimeError: If one starts from another loss than the others.
@@ -221,7 +221,7 @@ class Contest:
 
 
 def layers_per_stage(rank: int, case: Case, ways: list[Way]) -> list[tuple[int, ...]]:
-    """Returns the number of layers of each stage for each of the ways, so that stages take the same time.
+    """Return the number of layers of each stage for each of the ways, so that stages take the same time.
 
     The layers are measured on rank 0's core, with a micro-batch of medium size, while the other core is idle.
     """
@@ -274,12 +274,12 @@ def _overrides(case: Case, way: Way) -> list[str]:
 
 
 def sweep_rows(swept: dict[Way, list[float]]) -> list[dict]:
-    """Returns the rows of the sweep's table: every way and its median."""
+    """Return the rows of the sweep's table: every way and its median."""
     return [{**way.columns(), "seconds a step": f"{statistics.median(times):.4f}"} for way, times in swept.items()]
 
 
 def final_rows(groups: list[dict[Way, list[float]]], batch: int) -> list[dict]:
-    """Returns the rows of the table: seconds, throughput, and how many times as fast ``pipelined`` is.
+    """Return the rows of the table: seconds, throughput, and how many times as fast ``pipelined`` is.
 
     Ratios are paired by the rounds of the group. ``pipelined`` itself has one row, that of the first group.
     """

@@ -23,7 +23,7 @@ class PlainLoop:
     """
 
     def __init__(self, trainer: Trainer, loss: Loss, optimizer: torch.optim.Optimizer, compiled: bool = False) -> None:
-        """Takes what is trained.
+        """Take what is trained.
 
         Args:
             trainer: What this is compared with.
@@ -35,7 +35,7 @@ class PlainLoop:
         self._loss = torch.compile(loss) if compiled else loss
 
     def step(self, number: int) -> float:
-        """Runs a step to its end; returns the mean loss of its last micro-batch."""
+        """Run a step to its end; returns the mean loss of its last micro-batch."""
         cfg, plan, device = self._trainer.setup.cfg.train, self._trainer.setup.plan, self._trainer.strategy.device
         batch = self._trainer.batch(number).to(device, non_blocking=True)
         self._optimizer.zero_grad()
@@ -52,16 +52,16 @@ class PlainLoop:
 
 
 def adamw(model: nn.Module, fused: bool = True) -> torch.optim.AdamW:
-    """Returns AdamW with the settings that nanoGPT trains GPT-2 with."""
+    """Return AdamW with the settings that nanoGPT trains GPT-2 with."""
     return torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=fused or None)
 
 
 def token_loss(model: nn.Module) -> Loss:
-    """Returns torch's cross entropy of ``model``'s logits."""
+    """Return torch's cross entropy of ``model``'s logits."""
     return lambda inputs, targets: F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
 def same_model(trainer: Trainer) -> nn.Module:
-    """Returns the trainer's model with the same initial weights, as a plain module on the same device."""
+    """Return the trainer's model with the same initial weights, as a plain module on the same device."""
     chain = trainer.setup.chain
     return chain.build(chain.names, trainer.setup.cfg.seed, trainer.strategy.device)

@@ -42,7 +42,7 @@ OPTIONS: dict[str, dict] = {}
 
 
 def main(chosen: Namespace) -> None:
-    """Trains under each strategy and draws."""
+    """Train under each strategy and draws."""
     with run(_TRACED) as folder:
         ranks = step(folder / "timeline.json")
         summary = json.loads((folder / "summary.json").read_text())
@@ -60,7 +60,7 @@ def main(chosen: Namespace) -> None:
 
 
 def step(path: Path) -> dict[int, list[Interval]]:
-    """Returns the intervals of one step of a timeline.json by rank, in seconds."""
+    """Return the intervals of one step of a timeline.json by rank, in seconds."""
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
     number = sorted({event["args"]["step"] for event in events})[0]
     ranks: dict[int, list[Interval]] = {}
@@ -77,7 +77,7 @@ def step(path: Path) -> dict[int, list[Interval]]:
 def draw(
     path: Path, ranks: dict[int, list[Interval]], bubbles: tuple[float, float], curves: dict[str, list[float]]
 ) -> Path:
-    """Writes the picture to ``path`` and returns it."""
+    """Write the picture to ``path`` and returns it."""
     canvas, _ = figure.canvas(columns=2, width=6.5)
     canvas.clear()
     grid = GridSpec(2, 2, figure=canvas, height_ratios=(1, 1.2))

@@ -36,7 +36,7 @@ OPTIONS = {
 
 
 def main(chosen: Namespace) -> None:
-    """Measures, and writes results/published_figures.csv and .png."""
+    """Measure, and writes results/published_figures.csv and .png."""
     gpus = ranks.device_type() == "cuda"
     repeats = 1 if chosen.quick else chosen.repeats or (10 if gpus else 4)
     batch, image, splits = (24, 64, (4, 12)) if chosen.quick else (120, 128, SPLITS)
@@ -48,7 +48,7 @@ def main(chosen: Namespace) -> None:
 
 
 def measure(rank: int, batch: int, image: int, splits: tuple[int, ...], repeats: int) -> dict[str, list[float]]:
-    """Returns the seconds of each batch by the name of the run: SINGLE, NAIVE, and the split sizes."""
+    """Return the seconds of each batch by the name of the run: SINGLE, NAIVE, and the split sizes."""
     layout = ["parallel=pipelined", "parallel.pp=2", "parallel.balance=[11,11]"]
     runs = {SINGLE: ["parallel=single"], NAIVE: [*layout, "parallel.chunks=1"]}
     runs |= {str(split): [*layout, f"parallel.chunks={batch // split}"] for split in splits}
@@ -67,7 +67,7 @@ def measure(rank: int, batch: int, image: int, splits: tuple[int, ...], repeats:
 
 
 def tabulate(seconds: dict[str, list[float]], batch: int) -> list[dict]:
-    """Returns one row per run; ``against single`` is the gain in throughput over one device."""
+    """Return one row per run; ``against single`` is the gain in throughput over one device."""
     single = Spread.of(seconds[SINGLE]).median
     rows = []
     for name, values in seconds.items():
@@ -88,7 +88,7 @@ def tabulate(seconds: dict[str, list[float]], batch: int) -> list[dict]:
 
 
 def draw(rows: list[dict], path: Path, where: str) -> Path:
-    """Writes the curve over the split size, beside one device and model parallel, to ``path`` and returns it."""
+    """Write the curve over the split size, beside one device and model parallel, to ``path`` and returns it."""
     by_split = {int(row["split size"]): row for row in rows if row["split size"]}
     single, naive = (next(float(row["mean"]) for row in rows if row["run"] == run) for run in (SINGLE, NAIVE))
     drawing, (ax,) = figure.canvas(width=8.0)

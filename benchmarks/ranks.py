@@ -27,17 +27,17 @@ _HEAPS = "MALLOC_ARENA_MAX"
 
 
 def device_type() -> str:
-    """Returns "cuda" if each rank gets a GPU, else "cpu"."""
+    """Return "cuda" if each rank gets a GPU, else "cpu"."""
     return "cuda" if torch.cuda.device_count() >= RANKS else "cpu"
 
 
 def cores() -> list[int]:
-    """Returns the cores that the ranks use, in order."""
+    """Return the cores that the ranks use, in order."""
     return list(_ALL_CORES)[:RANKS]
 
 
 def run(function: Callable, *args: Any) -> Any:
-    """Calls ``function(rank, *args)`` in ``RANKS`` processes at the same time; returns rank 0's result."""
+    """Call ``function(rank, *args)`` in ``RANKS`` processes at the same time; returns rank 0's result."""
     with closing(Workers(_Call, function, args, size=RANKS)) as workers:
         return workers.step(0)
 
@@ -58,7 +58,7 @@ class Workers:
         keep_memory: bool = True,
         device: str | None = None,
     ) -> None:
-        """Starts the processes and waits until all have called ``build``.
+        """Start the processes and waits until all have called ``build``.
 
         Args:
             build: A function or class at the top level of a module; returns an object with ``step(number)``.
@@ -85,7 +85,7 @@ class Workers:
         self._wait()
 
     def step(self, number: int) -> Any:
-        """Calls ``step(number)`` in all processes at once; returns rank 0's result.
+        """Call ``step(number)`` in all processes at once; returns rank 0's result.
 
         Raises:
             RuntimeError: If a process has died or does not answer.

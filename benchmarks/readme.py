@@ -24,13 +24,13 @@ OPTIONS: dict[str, dict] = {}
 
 
 def main(chosen: Namespace) -> None:
-    """Updates README.md and the pages in docs/."""
+    """Update README.md and the pages in docs/."""
     for page in PAGES:
         page.write_text(updated(page.read_text()))
 
 
 def updated(text: str) -> str:
-    """Returns ``text`` with the tables as in the CSV files.
+    """Return ``text`` with the tables as in the CSV files.
 
     Raises:
         KeyError: If the text has a table that is not in ``TABLES``.
@@ -39,7 +39,7 @@ def updated(text: str) -> str:
 
 
 def parity() -> list[dict]:
-    """Returns one row per model: its training in one process, and the largest differences under each strategy."""
+    """Return one row per model: its training in one process, and the largest differences under each strategy."""
     runs: dict[str, dict[str, list[dict]]] = {}
     for row in table.read("parity"):
         runs.setdefault(row["model"], {}).setdefault(_strategy(row), []).append(row)
@@ -53,7 +53,7 @@ def parity() -> list[dict]:
 
 
 def schedules() -> list[dict]:
-    """Returns one row per layout of GPT-2."""
+    """Return one row per layout of GPT-2."""
     rows = [row for row in table.read("parity") if row["model"] == "gpt2" and _strategy(row) != "single"]
     strategies = list(dict.fromkeys(map(_strategy, rows)))
     return [
@@ -66,7 +66,7 @@ def schedules() -> list[dict]:
 
 
 def pipelining() -> list[dict]:
-    """Returns one row per model and run, without the fastest and slowest."""
+    """Return one row per model and run, without the fastest and slowest."""
     return [
         {
             "model": row["model"],
@@ -82,7 +82,7 @@ def pipelining() -> list[dict]:
 
 
 def speed() -> list[dict]:
-    """Returns one row per model: how many times as fast ``pipelined`` is as the others."""
+    """Return one row per model: how many times as fast ``pipelined`` is as the others."""
     rows = table.read("pipelining")
     peers = ("torchgpipe", "torchgpipe, tuned", "fairscale", "fairscale, tuned")
     others = ("single", "single, 2 threads", "naive", *peers)
@@ -92,7 +92,7 @@ def speed() -> list[dict]:
 
 
 def some_columns(name: str, *columns: str, **titles: str) -> list[dict]:
-    """Returns the rows of a table with only some of its columns; ``titles`` are columns by their new title."""
+    """Return the rows of a table with only some of its columns; ``titles`` are columns by their new title."""
     shown = {column: column for column in columns} | titles
     return [{title: row[column] for title, column in shown.items()} for row in table.read(name)]
 

@@ -35,7 +35,7 @@ OPTIONS = {
 
 
 def main(chosen: Namespace) -> None:
-    """Measures, and writes results/sampling.csv."""
+    """Measure, and writes results/sampling.csv."""
     size, tokens = ("tiny", 8) if chosen.quick else ("124M", chosen.tokens)
     rows = []
     for batch in (1, 4):
@@ -58,7 +58,7 @@ def main(chosen: Namespace) -> None:
 
 
 def contenders(size: str, batch: int, count: int, drawn: dict[str, Tokens]) -> dict[str, Callable[[int], None]]:
-    """Returns the runs by name. Each leaves its tokens in ``drawn``."""
+    """Return the runs by name. Each leaves its tokens in ``drawn``."""
     load_torchvision()  # or transformers fails where torchvision does not fit a CPU torch
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -15,7 +15,7 @@ QUICK = {"--quick --dry-run": {"action": "store_true", "help": "tiny sizes, to c
 
 
 def write(name: str, rows: list[dict], quick: bool = False, **about) -> Path:
-    """Prints the rows as Markdown and writes them to results/NAME.csv.
+    """Print the rows as Markdown and writes them to results/NAME.csv.
 
     results/NAME.json gets the date, the hardware, the versions and ``about``.
 
@@ -36,12 +36,12 @@ def write(name: str, rows: list[dict], quick: bool = False, **about) -> Path:
 
 
 def folder_of(quick: bool) -> Path:
-    """Returns where tables are written: the results, or a temporary directory for those of a trial run."""
+    """Return where tables are written: the results, or a temporary directory for those of a trial run."""
     return Path(tempfile.gettempdir()) / "benchmarks-quick" if quick else RESULTS
 
 
 def save(path: Path, rows: list[dict], **about) -> None:
-    """Writes the rows to ``path``, and date, hardware, versions and ``about`` to the JSON file beside it."""
+    """Write the rows to ``path``, and date, hardware, versions and ``about`` to the JSON file beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0].keys())
@@ -53,18 +53,18 @@ def save(path: Path, rows: list[dict], **about) -> None:
 
 
 def read(name: str) -> list[dict[str, str]]:
-    """Returns the rows of results/NAME.csv."""
+    """Return the rows of results/NAME.csv."""
     with open(RESULTS / f"{name}.csv", newline="") as file:
         return list(csv.DictReader(file))
 
 
 def facts(name: str) -> dict:
-    """Returns the contents of results/NAME.json."""
+    """Return the contents of results/NAME.json."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def markdown(rows: list[dict]) -> str:
-    """Returns the rows as a Markdown table."""
+    """Return the rows as a Markdown table."""
     columns = list(rows[0])
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(str(row[c]) for c in columns) + " |" for row in rows]

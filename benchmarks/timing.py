@@ -28,7 +28,7 @@ class Spread:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Spread:
-        """Returns the spread of ``seconds``.
+        """Return the spread of ``seconds``.
 
         Raises:
             ValueError: If there are none.
@@ -39,11 +39,11 @@ class Spread:
 
     @classmethod
     def read(cls, row: Mapping[str, str]) -> Spread:
-        """Returns the spread that ``columns`` has written into a row."""
+        """Return the spread that ``columns`` has written into a row."""
         return cls(*(float(row[key]) for key in ("seconds a step (median)", "fastest", "slowest")))
 
     def columns(self) -> dict[str, str]:
-        """Returns the spread as columns of a table."""
+        """Return the spread as columns of a table."""
         digits = 3 if self.median >= 0.1 else 5
         return {
             "seconds a step (median)": f"{self.median:.{digits}f}",
@@ -58,7 +58,7 @@ def take_turns(
     warm_up: int = 1,
     barrier: Callable[[], object] = lambda: None,
 ) -> dict[Key, list[float]]:
-    """Measures the step of each contender once in every round.
+    """Measure the step of each contender once in every round.
 
     Args:
         contenders: The step by name. It gets the round's number, from 1.
@@ -82,11 +82,11 @@ def take_turns(
 
 
 def paired(seconds: Mapping[Key, Sequence[float]], one: Key, other: Key) -> float:
-    """Returns how many times as long ``other`` takes as ``one``: the median of the ratios within each round."""
+    """Return how many times as long ``other`` takes as ``one``: the median of the ratios within each round."""
     return statistics.median(b / a for a, b in zip(seconds[one], seconds[other], strict=True))
 
 
 def in_new_process(function: Callable, *args: Any) -> Any:
-    """Returns what ``function(*args)`` returns in a new process."""
+    """Return what ``function(*args)`` returns in a new process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, args)

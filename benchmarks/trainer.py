@@ -28,7 +28,7 @@ KEPT_BATCHES = 2  # read once and used in turn: reading is not what is measured
 
 
 def configured(overrides: Sequence[str]) -> Setup:
-    """Returns what ``python train.py OVERRIDES`` would prepare."""
+    """Return what ``python train.py OVERRIDES`` would prepare."""
     register()
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(Path(__file__).parents[1] / "conf"), version_base="1.3"):
@@ -39,7 +39,7 @@ class Trainer:
     """One rank of a layout."""
 
     def __init__(self, setup: Setup, rank: int = 0, local_rank: int | None = None) -> None:
-        """Builds the strategy and the optimizer and reads the batches.
+        """Build the strategy and the optimizer and reads the batches.
 
         Args:
             setup: What is trained.
@@ -60,15 +60,15 @@ class Trainer:
 
     @classmethod
     def build(cls, rank: int, overrides: Sequence[str]) -> Trainer:
-        """Returns a trainer for the command line ``overrides``."""
+        """Return a trainer for the command line ``overrides``."""
         return cls(configured(overrides), rank)
 
     def batch(self, number: int) -> Batch:
-        """Returns this replica's batch of step ``number``."""
+        """Return this replica's batch of step ``number``."""
         return self._batches[(number - 1) % KEPT_BATCHES]
 
     def step(self, number: int) -> float:
-        """Runs forward, backward, the exchange between ranks and the update to their end; returns the loss."""
+        """Run forward, backward, the exchange between ranks and the update to their end; returns the loss."""
         result = self.strategy.train_step(self.batch(number), number)
         if (limit := self.setup.cfg.train.grad_clip) is not None:
             self.strategy.clip_grad_norm_(limit, result.grad_norm)
@@ -77,5 +77,5 @@ class Trainer:
         return result.loss
 
     def close(self) -> None:
-        """Closes the strategy."""
+        """Close the strategy."""
         self.strategy.close()

@@ -37,7 +37,7 @@ class Breakdown:
 
     @classmethod
     def read(cls, path: Path, window: str) -> Breakdown:
-        """Reads a trace.
+        """Read a trace.
 
         Args:
             path: Of the file that ``export_chrome_trace`` wrote.
@@ -72,7 +72,7 @@ class Breakdown:
 
 
 def category(names: Sequence[str]) -> str:
-    """Returns the category of what is called ``names[0]`` within ``names[1:]``, from the innermost outwards."""
+    """Return the category of what is called ``names[0]`` within ``names[1:]``, from the innermost outwards."""
     own, everything = " ".join(names[:1]), "\n".join(names)
     if _COPY.search(own):
         return "copies"
@@ -97,7 +97,7 @@ class _Operator:
 
 
 def _operators(events: list[dict]) -> Iterator[_Operator]:
-    """Yields the host's operators, each with its own name and those of the ones around it, of the same thread."""
+    """Yield the host's operators, each with its own name and those of the ones around it, of the same thread."""
     by_thread: dict[tuple, list[dict]] = {}
     for event in events:
         if event.get("cat") in ("cpu_op", "user_annotation"):
@@ -118,7 +118,7 @@ def _operators(events: list[dict]) -> Iterator[_Operator]:
 
 
 def _covered(intervals: list[tuple[float, float]], end: float) -> float:
-    """Returns the length of the union of ``intervals``, as far as it lies before ``end``."""
+    """Return the length of the union of ``intervals``, as far as it lies before ``end``."""
     covered, reached = 0.0, float("-inf")
     for first, last in sorted(intervals):
         last = min(last, end)

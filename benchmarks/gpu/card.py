@@ -18,7 +18,7 @@ _PACKAGES = ("triton", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "hydra-core")
 
 
 def facts(toy: bool) -> Iterator[dict]:
-    """Yields one row per fact."""
+    """Yield one row per fact."""
     machine = describe()
     found = {"python": machine["python"], "torch": torch.__version__, "cuda": torch.version.cuda}
     if not toy:
@@ -39,7 +39,7 @@ def facts(toy: bool) -> Iterator[dict]:
 
 
 def peaks(toy: bool) -> Iterator[dict]:
-    """Yields one row per measurement: the best of twenty."""
+    """Yield one row per measurement: the best of twenty."""
     device = torch.device("cpu" if toy else "cuda")
     size = 2**16 if toy else 2**30
     here = torch.ones(size, dtype=torch.uint8, device=device)

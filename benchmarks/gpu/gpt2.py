@@ -28,19 +28,19 @@ _TOY_MODEL = ("model.size=tiny", "model.n_layer=1", f"model.vocab_size={_TOY_VOC
 
 
 def eager(toy: bool) -> Iterator[dict]:
-    """Yields the rows without torch.compile."""
+    """Yield the rows without torch.compile."""
     yield from _rows(toy, TOY if toy else EAGER, compiled=False)
 
 
 def compiled(toy: bool) -> Iterator[dict]:
-    """Yields the rows with torch.compile; none where it does not work here, which is printed."""
+    """Yield the rows with torch.compile; none where it does not work here, which is printed."""
     if has_compiler():
         yield from _rows(toy, TOY[1:] if toy else COMPILED, compiled=True)
 
 
 @contextmanager
 def random_tokens(toy: bool, sequences: int) -> Iterator[list[str]]:
-    """Yields the overrides that train on tokens of no text, enough for the batches of a ``Trainer``."""
+    """Yield the overrides that train on tokens of no text, enough for the batches of a ``Trainer``."""
     tokens, vocabulary = (_TOY_TOKENS, _TOY_VOCABULARY) if toy else (_TOKENS, _VOCABULARY)
     with tempfile.TemporaryDirectory() as folder:
         drawn = np.random.default_rng(1).integers(vocabulary, size=3 * sequences * (tokens + 1), dtype=np.uint16)
@@ -54,7 +54,7 @@ def random_tokens(toy: bool, sequences: int) -> Iterator[list[str]]:
 
 
 def tokens_of(toy: bool) -> int:
-    """Returns the tokens of a sequence."""
+    """Return the tokens of a sequence."""
     return _TOY_TOKENS if toy else _TOKENS
 
 
@@ -84,7 +84,7 @@ def _rows(toy: bool, cases: Sequence[tuple[int, int]], compiled: bool) -> Iterat
 
 
 def _measured(toy: bool, microbatch: int, chunks: int, compiled: bool) -> dict[str, list[float]]:
-    """Returns the seconds of each step of both, which take turns on one device."""
+    """Return the seconds of each step of both, which take turns on one device."""
     free_memory()
     with random_tokens(toy, microbatch * chunks) as overrides:
         trainer = Trainer(configured([*overrides, f"parallel.chunks={chunks}", f"train.compile={compiled}"]))
@@ -95,7 +95,7 @@ def _measured(toy: bool, microbatch: int, chunks: int, compiled: bool) -> dict[s
 
 
 def free_memory() -> None:
-    """Gives back what the last case held, and forgets what was compiled for it."""
+    """Give back what the last case held, and forgets what was compiled for it."""
     gc.collect()
     torch.compiler.reset()
     torch.cuda.empty_cache()

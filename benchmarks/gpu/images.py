@@ -21,7 +21,7 @@ STEPS, WARM_UP = 10, 5  # cuDNN tries its algorithms in the first
 
 
 def rows(toy: bool) -> Iterator[dict]:
-    """Yields the rows of each run and batch."""
+    """Yield the rows of each run and batch."""
     batch, pixels = (4, 32) if toy else (256, 224)
     modern = ["model.loss=cross_entropy", "train.precision=bf16"]
     for compiled in (False, True):
@@ -35,7 +35,7 @@ def rows(toy: bool) -> Iterator[dict]:
 def _both(
     toy: bool, name: str, batch: int, pixels: int, overrides: list[str], criterion: Loss, compiled: bool
 ) -> Iterator[dict]:
-    """Yields this project's row and, where it is installed, torchvision's; both took turns on one device."""
+    """Yield this project's row and, where it is installed, torchvision's; both took turns on one device."""
     free_memory()
     trainer = Trainer(
         configured(

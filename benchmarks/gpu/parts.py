@@ -49,7 +49,7 @@ OPTIONS = {
 
 
 def main(chosen: Namespace) -> int:
-    """Measures the parts that the command line names; returns the exit code."""
+    """Measure the parts that the command line names; returns the exit code."""
     if unknown := [part for part in chosen.parts if part not in PARTS]:
         raise SystemExit(f"error: {unknown[0]} is not one of the parts: {', '.join(PARTS)}")
     if not chosen.quick and not torch.cuda.is_available():
@@ -69,7 +69,7 @@ def main(chosen: Namespace) -> int:
 
 
 def measure(part: str, toy: bool, folder: Path) -> None:
-    """Prints and writes the rows of a part, each as soon as it is there."""
+    """Print and writes the rows of a part, each as soon as it is there."""
     keep_freed_memory()
     path, rows = folder / f"gpu_{part}.csv", []
     about = {"part": part, "cuda": torch.version.cuda, "dry run, whose numbers mean nothing": toy}
@@ -81,7 +81,7 @@ def measure(part: str, toy: bool, folder: Path) -> None:
 
 
 def _in_own_process(part: str, folder: Path) -> bool:
-    """Returns whether the part was measured to its end."""
+    """Return whether the part was measured to its end."""
     command = [sys.executable, "-m", "benchmarks", "gpu", part, "--output", str(folder)]
     try:
         return subprocess.run(command, timeout=LIMIT_S).returncode == 0

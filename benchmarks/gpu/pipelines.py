@@ -17,7 +17,7 @@ STEPS, WARM_UP = 8, 2
 
 
 def rows(toy: bool) -> Iterator[dict]:
-    """Yields one row per number of stages; stages are dealt to the GPUs in turn, where there are several."""
+    """Yield one row per number of stages; stages are dealt to the GPUs in turn, where there are several."""
     sequences, chunks = (8, 4) if toy else (64, 8)
     reference = None
     with random_tokens(toy, sequences) as overrides:

@@ -22,7 +22,7 @@ MICROBATCH, CHUNKS = 32, 4
 
 
 def rows(toy: bool) -> Iterator[dict]:
-    """Yields this project's row and the plain loop's, eager and compiled."""
+    """Yield this project's row and the plain loop's, eager and compiled."""
     microbatch, chunks = (2, 2) if toy else (MICROBATCH, CHUNKS)
     compiles = not toy and has_compiler()
     for compiled in (False, True) if compiles else (False,):

@@ -27,9 +27,7 @@ _FAR_ABOVE, _TIMES_ABOVE, _UNEQUAL = 0.1, 1.5, 1.2
 def number(name: str, value: float) -> str:
     """Return a result as the console shows it everywhere: losses with 3 decimals, or 4 digits where they are below 1.
 
-    Args:
-        name: What it is, such as "loss", "val_accuracy" or "test_perplexity".
-        value: The number.
+    The name says what it is: "loss", "val_accuracy", "test_perplexity".
     """
     if name.endswith("accuracy"):
         return f"{value:.2%}"
@@ -40,23 +38,13 @@ def number(name: str, value: float) -> str:
 
 
 def numbers(record: Mapping[str, float], extent: str | None = None) -> str:
-    """Return an evaluation's results in one line.
-
-    Args:
-        record: The results by name.
-        extent: How much of the split was evaluated, such as "2 of 73 batches"; None for all of it.
-    """
+    """Return an evaluation's results in one line, with how much of the split it covers where that is not all of it."""
     results = [f"{name} {number(name, value)}" for name, value in record.items()]
     return "  ".join([*results, f"({extent})"] if extent else results)
 
 
 def describe_configuration(choices: Mapping[str, str], changes: Sequence[str]) -> str:
-    """Return what a run was given: the option of each group, and what differs from their defaults.
-
-    Args:
-        choices: {group: option}.
-        changes: As typed: "train.steps=100".
-    """
+    """Return what a run was given: the option of each group, and what differs from their defaults, as typed."""
     lines = [" ".join(f"{group}={option}" for group, option in choices.items()), " ".join(changes)]
     options = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": "  "}
     return "\n".join(fill(line, _WIDTH, **options) for line in lines if line)
@@ -68,13 +56,7 @@ def describe_sample(text: str) -> str:
 
 
 def describe_data(description: str, unigram_entropy: float | None, extents: Mapping[str, str]) -> str:
-    """Return what the data are, how low a loss has to be, and what limited evaluations cover.
-
-    Args:
-        description: One line about the data.
-        unigram_entropy: In nats; None for data that are not text.
-        extents: How much of each split is evaluated, where that is not all of it.
-    """
+    """Return what the data are, how low the loss of a text has to be (in nats), and what limited evaluations cover."""
     lines = [description]
     if unigram_entropy is not None:
         lines.append(f"unigram entropy {unigram_entropy:.3f} nats: the loss that counting its tokens reaches")
@@ -96,7 +78,7 @@ def describe_plan(
     Args:
         plan: The layout.
         model: The model's name.
-        data: A description of the data.
+        data: See ``describe_data``.
         tokens_per_sample: None for data that are not text.
         shares: Each stage's measured fraction of the cost, and of which cost, such as "of the time". Without it the
             fractions of the parameters that the stages hold are shown, a copy of a tied one included.

@@ -29,14 +29,7 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the bar where ``stream`` is a terminal.
-
-        Args:
-            total_steps: The number of the last step.
-            first_step: The number of the first step of this process.
-            stream: Where to write; standard error if None.
-            clock: Returns the time in seconds.
-        """
+        """Open the bar where ``stream``, standard error if None, is a terminal. ``clock`` returns seconds."""
         self._total, self._first = total_steps, first_step
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
@@ -45,14 +38,10 @@ class Progress:
         self._bar = self._open_bar() if self._is_terminal() else None
 
     def update(self, record: Mapping[str, Any], note: str = "") -> None:
-        """Show a step that has just finished.
+        """Show a step, by its record and with a remark at the end of the line.
 
         Off a terminal only the first and the last step, and otherwise one per ``SECONDS_BETWEEN_LINES``, is shown:
         what must not be missed goes to ``say``.
-
-        Args:
-            record: The step's line of metrics.jsonl.
-            note: A remark for the end of the line.
         """
         now, step = self._clock(), record["step"]
         self._recent.append((now, step))

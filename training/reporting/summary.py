@@ -32,10 +32,7 @@ class Outcome:
 
     Attributes:
         steps: The number of the last step.
-        first_loss: The loss of the first step.
-        final_loss: The loss of the last step.
-        best_val_loss: The lowest validation loss.
-        best_step: The step after which it was measured.
+        best_step: The step after which ``best_val_loss`` was measured.
         skipped: The number of steps whose update was left out.
         checkpoint: The newest checkpoint.
         seconds: The duration of each step of this process.
@@ -58,14 +55,7 @@ class Outcome:
 
 
 class RankResult(NamedTuple):
-    """What a rank tells the others at the end.
-
-    Attributes:
-        peak_memory: In bytes.
-        state_bytes: See ``state_bytes``.
-        step_time_s: See ``Outcome``.
-        intervals: Those of its newest steps, on one clock for all ranks.
-    """
+    """What a rank tells the others at the end; the intervals of its newest steps are on one clock for all ranks."""
 
     peak_memory: int
     state_bytes: dict[str, int]
@@ -89,12 +79,7 @@ def gather_results(strategy: Strategy, outcome: Outcome, state_of: StateOf = lam
 
 
 def state_bytes(strategy: Strategy, state_of: StateOf) -> dict[str, int]:
-    """Return the bytes of memory that this rank's weights, gradients and optimizer state take between steps.
-
-    Args:
-        strategy: The model.
-        state_of: What its optimizer keeps for a parameter.
-    """
+    """Return the bytes of memory that this rank's weights, gradients and optimizer state take between steps."""
     parameters = list(strategy.parameters())
     tensors = {
         "weights": parameters,
@@ -121,7 +106,7 @@ def summarise(
         strategy: What was trained, and how.
         outcome: The loop's result.
         test: The results on the test split; empty without one.
-        ranks: The results of all ranks.
+        ranks: See ``gather_results``.
         model: The model's name.
         sample: One micro-batch, for its shapes.
         tokens_per_sample: None for data that are not text.
@@ -172,14 +157,9 @@ def _activations(plan: Plan, chain: Chain, sample: Batch) -> list[int | None]:
 
 
 def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
-    """Return the peak memory of this process in bytes.
+    """Return the peak memory of this process in bytes: of the resident set on a CPU, of torch's allocator on CUDA.
 
-    Args:
-        device: On a CPU this is the peak of the resident set, on a CUDA device that of torch's allocator. Metal keeps
-            no peak: on ``mps`` it is what is allocated now.
-
-    Raises:
-        ValueError: The device is of another kind.
+    Metal keeps no peak: on ``mps`` it is what is allocated now.
     """
     kind = str(device).partition(":")[0]
     if kind == "cuda":

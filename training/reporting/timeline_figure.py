@@ -65,11 +65,7 @@ class Transfer:
 
 
 def transfers(step: Sequence[Interval]) -> list[Transfer]:
-    """Return the receives of one step.
-
-    Args:
-        step: The intervals of all ranks of one pipeline.
-    """
+    """Return the receives of one step, given as the intervals of all ranks of one pipeline."""
     done = {(_HANDS_ON.get(i.kind), i.stage, i.microbatch): i.end for i in step}
     received = []
     for kind, stage, microbatch, posted, used in step:
@@ -88,9 +84,6 @@ def draw(ranks: Mapping[int, Sequence[Interval]], title: str, subtitle: str) -> 
         ranks: The intervals of one step by rank, in the order of the stages, in seconds on one clock.
         title: The figure's title.
         subtitle: The line below it.
-
-    Returns:
-        The figure.
     """
     height = 1.55 + len(ranks) * (0.8 if len(ranks) <= 8 else 0.5)
     figure = Figure(figsize=(_WIDTH, height), layout="constrained", dpi=_DPI)
@@ -104,16 +97,7 @@ def draw(ranks: Mapping[int, Sequence[Interval]], title: str, subtitle: str) -> 
 
 
 def diagram(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -> list[Patch]:
-    """Draw the rows of ``draw`` on axes.
-
-    Args:
-        axes: Where to draw.
-        ranks: As for ``draw``.
-        width: Of the axes, in inches, which decides whether a number fits into its block.
-
-    Returns:
-        The legend's handles.
-    """
+    """Draw the rows of ``draw`` on axes so many inches wide, and return the legend's handles."""
     everything = [i for step in ranks.values() for i in step]
     first, last = work_span(everything)
     span = 1e3 * (last - first)

@@ -89,12 +89,7 @@ def step_of_median_duration(ranks: Sequence[Steps], steps: Sequence[int]) -> int
 
 
 def _events(replica: int, ranks: dict[int, dict[int, Sequence[Interval]]]) -> list[dict]:
-    """Return one replica's events: a process, with a thread for each rank's work and some for what it receives.
-
-    Args:
-        replica: The replica's index.
-        ranks: The intervals by step number, by rank.
-    """
+    """Return one replica's events: a process, with a thread for each rank's work and some for what it receives."""
     events = [_name("process", replica, 0, f"replica {replica}")]
     for position, (rank, steps) in enumerate(ranks.items()):
         stages = sorted({i.stage for step in steps.values() for i in step})
