@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 ALONE = ("export", "sample")  # modes that need one process whatever the strategy is
 _KEY = "job"
 _LONGEST_TIMEOUT_S = 1e7
-# What every worker imports.
-_PRELOAD = ("training.app", "training.run", "parallel.pipeline")
+# What workers import, torch.distributed.pipelining and the compiler among it: once, not in each of them.
+_PRELOAD = ("training.app", "training.run", "parallel.pipe_stage")
 _AGAIN = "start it again with the same command"
 
 
