@@ -42,8 +42,8 @@ class Pipeline(Strategy):
         borders = stage_borders(plan, chain, sample)
         kind = stage_class(plan.schedule)
         self._pipe_stages = [
-            kind(self, stage, planned.index, borders[planned.index], borders[planned.index + 1])
-            for stage, planned in zip(self.stages, plan.stages_of(mesh.position), strict=True)
+            kind(self, stage, index, borders[index], borders[index + 1])
+            for stage, index in zip(self.stages, self.indices, strict=True)
         ]
         self._schedule = schedule_class(plan.schedule)(
             self._pipe_stages if SCHEDULES[plan.schedule].looped else self._pipe_stages[0],

@@ -121,14 +121,6 @@ class LossScale:
         elif self.good_steps == self.interval:
             self.scale, self.good_steps = self.scale * 2, 0
 
-    def state_dict(self) -> dict[str, float]:
-        """Return what a checkpoint keeps."""
-        return {"scale": self.scale, "good_steps": self.good_steps}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from what ``state_dict`` returned."""
-        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
-
 
 class Strategy(ABC):
     """A rank's part in training a chain as a plan lays it out. Every rank of the mesh constructs one.
@@ -136,6 +128,7 @@ class Strategy(ABC):
     Attributes:
         chain: The whole model.
         stages: The stages that this rank runs, in order.
+        indices: Their places among all stages.
         device: Where batches are placed: the first stage's device.
         devices: All devices that this rank computes on, each once.
         timeline: When this rank worked, in a pipeline's newest steps.
@@ -173,6 +166,8 @@ class Strategy(ABC):
         # kept gets its gradient last, when its layer's may have been reduced.
         keep_casts = self.sharding is None or plan.pipelined
         self._autocast = autocast(plan.precision, self.device.type, keep_casts)
+        own = plan.stages_of(mesh.position)
+        self.indices = [stage.index for stage in own]
         self.stages = [
             Stage(
                 chain,
@@ -183,7 +178,7 @@ class Strategy(ABC):
                 recompute=options.recompute,
                 shard=self.sharding.shard if self.sharding is not None else None,
             )
-            for i, stage in enumerate(plan.stages_of(mesh.position))
+            for i, stage in enumerate(own)
         ]
         if options.compile:
             traces = trace(chain, sample, plan.precision, plan.device_type)

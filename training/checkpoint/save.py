@@ -246,7 +246,7 @@ class Checkpointer:
                 "stages": [list(stage.layers) for stage in plan.stages],
             },
             "tied": dict(strategy.chain.tied),
-            "loss_scale": strategy.loss_scale.state_dict(),
+            "loss_scale": {"scale": strategy.loss_scale.scale, "good_steps": strategy.loss_scale.good_steps},
             "progress": progress,
             "config": self._config,
         }
@@ -388,7 +388,7 @@ def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
     if strategy.mesh.copy != 0:
         return {}
     tied, files = strategy.chain.tied, {}
-    for plan, stage in zip(strategy.plan.stages_of(strategy.mesh.position), strategy.stages, strict=True):
+    for index, stage in zip(strategy.indices, strategy.stages, strict=True):
         weights = {name: tensor for name, tensor in stage.layers.state_dict().items() if name not in tied}
         states = {
             f"{name}/{key}": value
@@ -400,7 +400,7 @@ def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
         for kind, tensors in (("model", weights), ("optimizer", states)):
             if tensors:
                 rows = {name: rows_of(tensor) for name, tensor in tensors.items()}
-                files[f"{kind}-{plan.index:02d}.safetensors"] = rows
+                files[f"{kind}-{index:02d}.safetensors"] = rows
     return files
 
 
