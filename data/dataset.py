@@ -49,6 +49,13 @@ class Source(ABC):
         return
 
 
+def check_at_least(least: int, **options: int) -> None:
+    """Raise DataError, which names the key, where an option of a data set is below ``least``."""
+    for name, value in options.items():
+        if value < least:
+            raise DataError(f"data.{name}={value}: it must be at least {least}")
+
+
 def to_tensor(name: str, given: Any) -> Tensor:
     """Return a tensor or an array as a tensor on the CPU, with the same memory where that can be.
 
@@ -151,8 +158,7 @@ class DataSet(ABC):
 
     def __init__(self, num_workers: int = 0):
         """Raises DataError if ``num_workers`` is negative."""
-        if num_workers < 0:
-            raise DataError(f"data.num_workers={num_workers}: processes that read ahead must be 0 or more")
+        check_at_least(0, num_workers=num_workers)
         self.num_workers = num_workers
 
     @abstractmethod

@@ -15,7 +15,7 @@ from common.errors import DataError
 from common.files import expand_home
 from common.machine import check_memory
 from data.cache import cached_folder, fetch
-from data.dataset import DataSet, Source
+from data.dataset import DataSet, Source, check_at_least
 from data.shuffle import permute
 
 if TYPE_CHECKING:
@@ -63,9 +63,7 @@ class ImageData(DataSet):
             DataError: A number is out of range.
         """
         super().__init__(num_workers)
-        for name, value in {"image_size": image_size, "channels": channels, "num_classes": num_classes}.items():
-            if value < 1:
-                raise DataError(f"data.{name}={value}: it must be at least 1")
+        check_at_least(1, image_size=image_size, channels=channels, num_classes=num_classes)
         way_out = "choose a smaller data.image_size"
         check_memory(8 * channels * image_size**2, f"one image of data.image_size={image_size}", way_out)
         self.image_shape = (channels, image_size, image_size)

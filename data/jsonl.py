@@ -18,7 +18,7 @@ from common.files import expand_home
 from common.machine import usable_cores
 from data.buckets import VariableLength, bucket_widths
 from data.cache import cached_folder
-from data.dataset import DataSet, Source
+from data.dataset import DataSet, Source, check_at_least
 from data.documents import find_files
 from data.rows import Rows
 from data.vocabulary import END_OF_TEXT, ExtraTokens, GPT2Vocabulary
@@ -77,8 +77,7 @@ class Jsonl(DataSet):
         super().__init__(num_workers)
         if not root:
             raise DataError("data=jsonl needs to know which rows: data.root=FILE_OR_FOLDER")
-        if seq_len < 1:
-            raise DataError(f"data.seq_len={seq_len}: a sample needs at least 1 token")
+        check_at_least(1, seq_len=seq_len)
         self.fields = [field] if isinstance(field, str) else field
         if not _are_names(self.fields):
             raise DataError(f"data.field={field}: give a name or a list of names, as data.field=[question,answer]")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from common.errors import DataError
-from data.dataset import DataSet
+from data.dataset import DataSet, check_at_least
 from data.documents import Document
 from data.token_windows import ColumnWindows, TokenWindows, cached_tokens, count_tokens, unigram_entropy
 from data.vocabulary import ExtraTokens, GPT2Vocabulary
@@ -62,8 +62,7 @@ class LanguageData(DataSet):
             DataError: A number is out of range, or an option belongs to the other vocabulary.
         """
         super().__init__(num_workers)
-        if seq_len < 1:
-            raise DataError(f"data.seq_len={seq_len}: a sample needs at least 1 token")
+        check_at_least(1, seq_len=seq_len)
         if batchify and columns is None:
             raise DataError("data.batchify=true needs data.columns, which is the global batch size")
         self.seq_len = seq_len

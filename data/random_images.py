@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from common.errors import DataError
-from data.dataset import Source
+from data.dataset import Source, check_at_least
 from data.images import ImageData
 
 if TYPE_CHECKING:
@@ -48,10 +47,8 @@ class RandomImages(ImageData):
             DataError: An argument is out of range.
         """
         super().__init__(image_size, channels, num_classes, **options)
-        if samples < 1:
-            raise DataError(f"data.samples={samples}: it must be at least 1")
-        if seed < 0:
-            raise DataError(f"data.seed={seed}: it may not be negative")
+        check_at_least(1, samples=samples)
+        check_at_least(0, seed=seed)
         self.samples, self.seed = samples, seed
 
     def title(self) -> str:

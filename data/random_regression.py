@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from common.errors import DataError
 from common.machine import check_memory
-from data.dataset import DataSet, InMemory
+from data.dataset import DataSet, InMemory, check_at_least
 
 
 class RandomRegression(DataSet):
@@ -41,12 +40,8 @@ class RandomRegression(DataSet):
             DataError: A number is out of range.
         """
         super().__init__(num_workers)
-        sizes = {"samples": samples, "in_features": in_features, "out_features": out_features}
-        for name, value in sizes.items():
-            if value < 1:
-                raise DataError(f"data.{name}={value}: it must be at least 1")
-        if noise < 0 or seed < 0:
-            raise DataError(f"data.noise={noise}, data.seed={seed}: neither may be negative")
+        check_at_least(1, samples=samples, in_features=in_features, out_features=out_features)
+        check_at_least(0, noise=noise, seed=seed)
         self.samples, self.in_features, self.out_features = samples, in_features, out_features
         self.noise, self.seed = noise, seed
         self._prepared = False

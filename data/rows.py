@@ -162,18 +162,25 @@ class Rows:
             raise DataError(f"{self.files[0]}{more}: {self.starts[-1]} bytes and no row; give a file of JSON lines")
 
     def _row_starts(self, number: int) -> Iterator[np.ndarray]:
-        """Yields where rows start in a file, as int64 arrays, one for each block that is read."""
+        """Yield where rows start in a file, as int64 arrays, one for each block that is read.
+
+        A row starts where a line starts that is not blank.
+        """
         position, line_starts = 0, True
         with self._open(number) as descriptor:
             while block := os.pread(descriptor, _BLOCK_BYTES, position):
                 content = np.frombuffer(block, dtype=np.uint8)
                 starts = np.flatnonzero(content == _NEWLINE) + 1
-                if line_starts:
+                if line_starts:  # the block before ended with a line, or this is the first
                     starts = np.concatenate([[0], starts])
+                # A line that begins behind this block's last byte belongs to the next block, if there is one.
                 line_starts = starts.size > 0 and starts[-1] == len(block)
                 starts = starts[: len(starts) - line_starts]
+                # Windows' editors write a byte-order mark, which is no part of the JSON of the first row.
                 if position == 0 and block.startswith(_BYTE_ORDER_MARK) and len(block) > len(_BYTE_ORDER_MARK):
                     starts[0] = len(_BYTE_ORDER_MARK)
+                # Blank lines are no rows. What a line begins with decides in nearly every case: only those that begin
+                # with white space are read one by one, to their end, which may lie in a later block.
                 first = content[starts]
                 rows = first != _NEWLINE
                 for i in np.flatnonzero(rows & (first <= _SPACE)):

@@ -13,7 +13,7 @@ import numpy as np
 
 from common.errors import DataError
 from data.cache import cached_folder
-from data.dataset import Source
+from data.dataset import Source, check_at_least
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -211,8 +211,7 @@ class ColumnWindows(TokenWindows):
         Raises:
             DataError: A column has fewer than seq_len + 1 tokens, or ``columns`` is not positive.
         """
-        if columns < 1:
-            raise DataError(f"data.columns={columns}: a text is cut into at least 1 column")
+        check_at_least(1, columns=columns)
         super().__init__(tokens, seq_len)
         self.columns = columns
         if self.column_length <= seq_len:

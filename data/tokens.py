@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -13,20 +14,15 @@ import numpy as np
 from common.errors import DataError
 from common.files import expand_home
 from data.cache import cached_folder
-from data.dataset import DataSet, Source
+from data.dataset import DataSet, Source, check_at_least
 from data.token_windows import Concatenated, TokenFile, TokenWindows
 from data.vocabulary import GPT2_VOCAB_SIZE, ExtraTokens, GPT2Vocabulary
 
 FORMATS = ("auto", "llmc", "nanogpt")
 MAGIC, VERSION = 20240520, 1
 _HEADER_BYTES = 256 * 4
-_DTYPE, _ITEM_BYTES = "<u2", 2
+_DTYPE = np.dtype("<u2")
 _BLOCK_TOKENS = 1 << 20
-_OTHER_FILES = {
-    20240801: "holds llm.c's 32-bit tokens of Llama 3, and only its 16-bit ones (GPT-2's) are read. Write it "
-    "again with --model_desc=gpt-2",
-    20240522: "is one of llm.c's multiple-choice evaluations, not tokens to train on. Move it elsewhere",
-}
 _SPLITS = {"train": "train", "val": "valid", "valid": "valid", "validation": "valid", "test": "test"}
 
 
@@ -65,10 +61,7 @@ class Tokens(DataSet):
         super().__init__(num_workers)
         if not root:
             raise DataError("data=tokens needs to know which: data.root=FILE_OR_FOLDER of .bin files")
-        if seq_len < 1:
-            raise DataError(f"data.seq_len={seq_len}: a sample needs at least 1 token")
-        if vocab_size < 1:
-            raise DataError(f"data.vocab_size={vocab_size}: a vocabulary has at least 1 token")
+        check_at_least(1, seq_len=seq_len, vocab_size=vocab_size)
         if format not in FORMATS:
             raise DataError(f"data.format={format} is not one of {', '.join(FORMATS)}")
         self.root = expand_home(root).absolute()
@@ -92,7 +85,7 @@ class Tokens(DataSet):
             return
         files = [read_header(path, self.format) for path in self._paths()]
         self._check(files)
-        splits = _split_file(files[0]) if self.root.is_file() else _split_folder(files)
+        splits = _cut(files[0]) if self.root.is_file() else _by_name(files)
         sources = {split: self._source(part) for split, part in splits.items()}
         if sources["train"] is None:
             tokens = ", ".join(f"{file.path.name}: {file.count:,}" for file in splits["train"][:5])
@@ -138,7 +131,7 @@ class Tokens(DataSet):
 
 
 def read_header(path: Path, format: str = "auto") -> TokenFile:
-    """Returns where the tokens of a shard are, by its size and header.
+    """Return where the tokens of a shard are, by its size and header.
 
     Args:
         path: The file.
@@ -149,48 +142,33 @@ def read_header(path: Path, format: str = "auto") -> TokenFile:
     Raises:
         DataError: The file is of another format, truncated, empty, or has bytes after its tokens.
     """
-    size, header = _first_bytes(path)
-    if size == 0:
+    try:
+        with open(path, "rb") as file:
+            size, header = path.stat().st_size, file.read(12)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}. Check the file and data.root=") from error
+    if size < _DTYPE.itemsize:
         raise DataError(f"{path} is empty; a shard holds tokens. Write it again or remove it")
-    magic, version, count = (int(number) for number in np.frombuffer(header.ljust(12, b"\0")[:12], "<i4"))
+    magic, version, count = struct.unpack("<iii", header.ljust(12, b"\0"))
     if format == "nanogpt":
-        return _without_header(path, size, magic)
-    if magic in _OTHER_FILES:
-        raise DataError(f"{path} {_OTHER_FILES[magic]}")
+        if magic == MAGIC:
+            raise DataError(f"{path} has llm.c's header, and data.format=nanogpt is without; leave data.format out")
+        return TokenFile(path, _DTYPE.str, 0, size // _DTYPE.itemsize)
     if magic != MAGIC:
         raise DataError(
-            f"{path} does not start with llm.c's header (the number {MAGIC}, not {magic}). If it is 16-bit tokens "
-            "without a header, as nanoGPT writes them: data.format=nanogpt"
+            f"{path} does not start with llm.c's header of GPT-2's tokens (the number {MAGIC}, not {magic}). If it is "
+            "16-bit tokens without a header, as nanoGPT writes them: data.format=nanogpt"
         )
     if version != VERSION:
         raise DataError(f"{path} has version {version} of llm.c's format; only version {VERSION} is read")
-    expected = _HEADER_BYTES + count * _ITEM_BYTES
+    expected = _HEADER_BYTES + count * _DTYPE.itemsize
     if count < 1 or size != expected:
         problem = "is truncated" if size < expected else "has bytes after its tokens" if count > 0 else "is empty"
         raise DataError(
             f"{path} {problem}: its header says {count:,} tokens, which is a file of {expected:,} bytes, and it has "
             f"{size:,}. Write or download it again"
         )
-    return TokenFile(path, _DTYPE, _HEADER_BYTES, count)
-
-
-def _without_header(path: Path, size: int, magic: int) -> TokenFile:
-    if magic == MAGIC:
-        raise DataError(f"{path} has llm.c's header, and data.format=nanogpt is without; leave data.format out")
-    if size % _ITEM_BYTES:
-        raise DataError(
-            f"{path} has {size:,} bytes, an odd number: it is truncated, or not 16-bit tokens. Write it again"
-        )
-    return TokenFile(path, _DTYPE, 0, size // _ITEM_BYTES)
-
-
-def _first_bytes(path: Path) -> tuple[int, bytes]:
-    """Returns the size of the file, and its first bytes."""
-    try:
-        with open(path, "rb") as file:
-            return path.stat().st_size, file.read(_HEADER_BYTES)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}. Check the file and data.root=") from error
+    return TokenFile(path, _DTYPE.str, _HEADER_BYTES, count)
 
 
 def check_tokens(file: TokenFile, vocab_size: int) -> None:
@@ -214,7 +192,7 @@ def check_tokens(file: TokenFile, vocab_size: int) -> None:
                 )
 
 
-def _split_folder(files: Sequence[TokenFile]) -> dict[str, list[TokenFile]]:
+def _by_name(files: Sequence[TokenFile]) -> dict[str, list[TokenFile]]:
     splits: dict[str, list[TokenFile]] = {"train": [], "valid": [], "test": []}
     for file in files:
         words = re.split(r"[^a-z]+", file.path.stem.lower())
@@ -222,9 +200,10 @@ def _split_folder(files: Sequence[TokenFile]) -> dict[str, list[TokenFile]]:
     return splits
 
 
-def _split_file(file: TokenFile) -> dict[str, list[TokenFile]]:
-    cuts = [0, file.count * 90 // 100, file.count * 95 // 100, file.count]
+def _cut(file: TokenFile) -> dict[str, list[TokenFile]]:
+    first, second = file.count * 90 // 100, file.count * 95 // 100
+    parts = {"train": (0, first), "valid": (first, second), "test": (second, file.count)}
     return {
-        split: [TokenFile(file.path, file.dtype, file.offset + start * _ITEM_BYTES, end - start)]
-        for split, start, end in zip(("train", "valid", "test"), cuts[:-1], cuts[1:], strict=True)
+        split: [TokenFile(file.path, file.dtype, file.offset + start * _DTYPE.itemsize, end - start)]
+        for split, (start, end) in parts.items()
     }

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
 from hydra.utils import get_class
 
 from conf.instantiate import instantiate
@@ -48,9 +47,3 @@ def test_the_columns_of_a_text_follow_the_global_batch(composed):
 
 def test_random_regression_follows_the_seed_of_the_run(composed):
     assert composed("data=random_regression", "seed=7").seed == 7
-
-
-@pytest.mark.parametrize("override", ["data.seq_len=abc", "data.sqlen=3", "data.vocabulary=letters", "data=nope"])
-def test_a_wrong_type_key_or_option_is_an_error_before_anything_starts(composed, override):
-    with pytest.raises(HydraException):
-        composed(override)

@@ -45,11 +45,6 @@ def test_the_splits_have_equal_shares_of_each_class_and_are_the_same_every_time(
         assert torch.bincount(labels).sub(len(source) / 10).abs().max() < 4
 
 
-def test_fewer_classes_than_the_digits_have_is_an_error(prepared):
-    with pytest.raises(DataError, match="of 5 classes are 0 to 4"):
-        prepared(Digits, num_classes=5)
-
-
 def test_without_scikit_learn_the_error_says_what_to_install(prepared, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(DataError, match="pip install scikit-learn"):

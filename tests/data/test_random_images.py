@@ -35,12 +35,6 @@ def test_a_sample_depends_on_seed_split_and_index_alone(drawn):
         assert not torch.equal(other.read(np.arange(20), epoch=0)[0], everything)
 
 
-def test_as_many_samples_as_asked_for_and_a_tenth_to_validate_and_to_test(drawn):
-    data = drawn(samples=50)
-    assert (len(data.train), len(data.valid), len(data.test)) == (50, 5, 5)
-    assert "train 50, valid 5, test 5" in data.description
-
-
 def test_a_sample_of_a_split_that_fits_is_drawn_once(drawn, monkeypatch):
     small, large = drawn().train, drawn(samples=10**9).train
     for source in (small, large):

@@ -1,6 +1,5 @@
 """The regression problem with a known answer."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -36,9 +35,3 @@ def test_the_best_error_is_the_noise_squared(drawn):
     teacher = teacher_of(data)
     error = (data.valid.inputs @ teacher - data.valid.targets).square().mean()
     assert abs(float(error) - 0.25) < 0.02
-
-
-def test_samples_have_the_shapes_asked_for(drawn):
-    data = drawn(samples=20, in_features=3, out_features=2)
-    inputs, targets = data.train.read(np.array([4, 1]), epoch=0)
-    assert inputs.shape == (2, 3) and targets.shape == (2, 2) and inputs.dtype == torch.float32

@@ -202,9 +202,9 @@ def test_the_real_wikitext2_has_its_published_size_and_survives_encoding(prepare
         text = text_of([document])
         assert text.count("\n") == line_count
         assert len(text.split()) + line_count == word_count
-        tokens = tokens_of(document.path)
-        assert gpt2().decode(tokens) == text + "<|endoftext|>"
         source = getattr(data, split)
+        tokens = source.tokens.tolist()
+        assert gpt2().decode(tokens) == text + "<|endoftext|>"
         assert len(source) == (len(tokens) - 1) // 256
         inputs, targets = source.read(np.array([3]), 0)
         assert inputs[0].tolist() == tokens[768:1024] and targets[0].tolist() == tokens[769:1025]

@@ -1,7 +1,6 @@
 """Tokens on disk, and the samples cut from them: one after the other, or from columns read side by side."""
 
 import os
-import pickle
 
 import numpy as np
 import pytest
@@ -43,17 +42,6 @@ def test_a_truncated_token_file_is_built_again(cache):
     with open(build(), "r+b") as file:
         file.truncate(20)
     assert build().stat().st_size == 100
-
-
-@pytest.mark.parametrize(
-    "build, sample",
-    [(lambda file: TokenWindows(file, 100), 3), (lambda file: ColumnWindows(file, 10, 100), 30)],
-)
-def test_a_spawned_process_gets_the_path_and_not_the_tokens(cache, build, sample):
-    files = cached_tokens(cache, "key", lambda _: (50257, {"train": [np.arange(50_000)]}))
-    sent = pickle.dumps(build(files["train"]))
-    assert len(sent) < 1000
-    assert pickle.loads(sent).read(np.array([sample]), 0)[0][0, 0] == 300
 
 
 def test_a_column_is_a_part_of_the_text_and_its_windows_are_samples():

@@ -49,9 +49,9 @@ def option(path: str, text: str) -> Make:
     return file(f"{path}.yaml", f"# @package _global_\n{text}\n".encode())
 
 
-def shard(tokens: np.ndarray, says: int | None = None, magic: int = 20240520, version: int = 1) -> bytes:
+def shard(tokens: np.ndarray, says: int | None = None, version: int = 1) -> bytes:
     """llm.c's format: 256 numbers of 32 bits, of which the third is how many tokens follow, then these in 16 bits."""
-    head = struct.pack("<iii", magic, version, len(tokens) if says is None else says).ljust(1024, b"\0")
+    head = struct.pack("<iii", 20240520, version, len(tokens) if says is None else says).ljust(1024, b"\0")
     return head + np.asarray(tokens).astype("<u2").tobytes()
 
 

@@ -161,13 +161,6 @@ def test_labels_and_tokenizers_are_beside_the_model(export):
     assert sorted(path.name for path in folder.iterdir()) == names
 
 
-def test_cifar10_s_classes_have_names():
-    from data.cifar10 import CIFAR10
-
-    assert CIFAR10(num_classes=3).class_names() == ["airplane", "automobile", "bird"]
-    assert CIFAR10(num_classes=12).class_names()[9:] == ["truck", "10", "11"]
-
-
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
