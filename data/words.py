@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.dataset import check_at_least
+from common.errors import DataError
 from data.documents import Document
 
 UNKNOWN = "<unk>"
@@ -53,9 +53,10 @@ class WordVocabulary:
         Raises:
             DataError: The frequency is below 1, or the size is below 2.
         """
-        check_at_least(1, min_frequency=min_frequency)
-        if max_size is not None:
-            check_at_least(2, max_vocabulary=max_size)  # <unk> and a word
+        if min_frequency < 1:
+            raise DataError(f"data.min_frequency={min_frequency}: it must be at least 1")
+        if max_size is not None and max_size < 2:
+            raise DataError(f"data.max_vocabulary={max_size}: it must be at least 2, {UNKNOWN} and one word")
         self.min_frequency, self.max_size = min_frequency, max_size
         self.key = f"basic_english {min_frequency} {max_size}"
 
