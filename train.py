@@ -10,14 +10,15 @@ if __name__ == "__main__":
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from conf import help_page
-from conf.words import quote_values
+from conf.words import check_dashes, is_override, quote_values
 from launchers import World
 from training.app import clear_errors, execute, follow
-from training.config import complete
+from training.config import completed, saved_config
 from training.reporting.directory_lock import locked_directories
 
 
@@ -37,15 +38,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             elif {"-h", "--help"} & set(arguments):
                 print(help_page(), end="", flush=True)
             else:
-                from conf.composition import compose_and_run
+                from omegaconf import OmegaConf
 
-                compose_and_run(run, complete(quote_values(arguments)))
+                from conf.composition import compose, compose_and_run
+
+                words = quote_values(arguments)
+                check_dashes(words)
+                saved = saved_config(words)
+                if saved is not None and {"--cfg", "-c"} & set(words):  # of which Hydra would show the files' part
+                    print(OmegaConf.to_yaml(compose(list(filter(is_override, words)), words, saved=saved)))
+                    return 0
+                compose_and_run(partial(run, saved=saved), words, saved.words if saved else ())
     except SystemExit as leaving:  # Hydra leaves this way after --cfg
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     return 0
 
 
-def run(cfg: Any, hydra_section: Any) -> float | None:
+def run(cfg: Any, hydra_section: Any, saved: Any = None) -> float | None:
     """Run what Hydra has composed: one run, or one job of a sweep, whose objective is returned."""
     from conf.composition import check_keys, with_schema
     from training.reporting.run_directory import removed_if_unused
@@ -53,6 +62,7 @@ def run(cfg: Any, hydra_section: Any) -> float | None:
     folder, is_job = Path(hydra_section.runtime.output_dir), hydra_section.mode.name == "MULTIRUN"
     # Errors of a run here too: Hydra adds a line of its own to what a task raises. A job's are on record.
     with nullcontext() if is_job else clear_errors(), removed_if_unused(folder, hydra_section.output_subdir):
+        cfg, hydra_section = completed(cfg, hydra_section, saved)
         cfg = check_keys(with_schema(cfg))
         if is_job:
             from training.sweep.sweeper import run_job

@@ -18,8 +18,6 @@ _OWN_KEYS = {
     "model": {"name", "init_from", "loss", "vocabulary", "extra_tokens"},
     "optim": {"decay_vectors", "rates", "update", "others"},
 }
-# The group of a checkpoint's own values, while a command that names the checkpoint runs.
-OF_CHECKPOINT = "of_checkpoint"
 # The key of a plain configuration under which it says how it was composed (conf.composition.composed_by).
 COMMAND = "command"
 

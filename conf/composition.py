@@ -7,7 +7,8 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -15,16 +16,15 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from common.errors import UserError
 from common.machine import check_working_directory
-from conf import CHOSEN, FOLDER, OF_CHECKPOINT, ON_TOP, TRAINED, environment
+from conf import CHOSEN, FOLDER, ON_TOP, TRAINED, environment
 from conf.instantiate import add_to_path, targets, why_foreign
 from conf.messages import unknown_key
 from conf.schema import Root, register
-from conf.words import as_typed, code_folders, config_folder, expand_lists, is_override, options_first, typed_overrides
+from conf.words import code_folders, config_folder, expand_lists, is_override, options_first, typed_overrides
 from launchers.world import launcher_start
 
 _GROUPS = ("model", "data", "optim", "scheduler", "parallel", "launcher", "logger")
@@ -40,12 +40,13 @@ class Refused(BaseException):
         self.error = error
 
 
-def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str]) -> None:
+def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str], brought: Sequence[str] = ()) -> None:
     """Compose the configuration, make the run directory and call ``task``; in a sweep, for each job.
 
     Args:
         task: Called with the configuration and Hydra's own section.
         arguments: The command line without the program's name.
+        brought: Options of groups that were not typed, such as those of a checkpoint.
 
     Raises:
         HydraException: Where the configuration cannot be composed.
@@ -66,7 +67,7 @@ def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str]) 
         return task(_named(cfg, hydra_section.runtime.choices), hydra_section)
 
     argv, full_error = sys.argv, os.environ.get(_FULL_ERROR)
-    words = [*_composable(expand_lists(arguments)), *_directory(arguments, *start)]
+    words = [*brought, *_composable(expand_lists(arguments)), *_directory(arguments, *start)]
     sys.argv = [str(FOLDER.parent / "train.py"), *options_first(words)]
     os.environ[_FULL_ERROR] = "1"  # Hydra raises its errors then; otherwise it prints them in its own form
     GlobalHydra.instance().clear()
@@ -136,38 +137,52 @@ def check_keys(cfg: DictConfig, path: str = "") -> DictConfig:
     return cfg
 
 
-def differences(cfg: DictConfig, choices: Mapping[str, str | None]) -> tuple[dict[str, str], list[str]]:
-    """What a composed configuration has that is not a default. To be called while Hydra runs a task.
+def differences(cfg: DictConfig, hydra: Any) -> tuple[dict[str, str], list[str]]:
+    """What a configuration has besides the defaults of its options: what was typed, and what experiments set.
 
     Args:
-        cfg: The configuration.
-        choices: The option of each group, as Hydra has them at run time.
+        cfg: The configuration, with its references: what was taken from the environment is shown as it was written.
+        hydra: Hydra's own section.
 
     Returns:
-        The option of each group, and "key=value" for each value that is not the one which these options bring. Of what
-        a checkpoint brings, the model's name stands among the options, and what differs among the values. Of a
-        configuration that was composed before (``--config-dir RUN/.hydra --config-name config``), what was typed.
+        The option of each group, and "key=value" for each value.
     """
-    if "model" not in choices:
-        names = {group: cfg[group].name for group in ("model", "parallel", "launcher")}
-        return names, as_typed(typed_overrides(HydraConfig.get()))
+    choices, typed = hydra.runtime.choices, typed_overrides(hydra)
+    if "model" not in choices:  # composed before: --config-dir RUN/.hydra --config-name config
+        return {group: cfg[group].name for group in ("model", "parallel", "launcher")}, typed
     chosen = {group: choices[group] for group in (*_GROUPS, *ON_TOP) if choices.get(group) is not None}
-    loader = GlobalHydra.instance().config_loader()
-    words = [f"{group}={option}" for group, option in chosen.items() if group not in ON_TOP]
-    words.append(f"{OF_CHECKPOINT}={choices.get(OF_CHECKPOINT, 'none')}")
+    chosen["model"] = cfg.model.name
     for start, shown in _LISTED.items():
-        further = {group: option for group, option in choices.items() if group.startswith(start)}
-        words += [f"+{group}={option}" for group, option in further.items()]
-        if further:
-            names = [chosen[shown]] if shown in chosen else []
-            chosen[shown] = f"[{','.join([*names, *further.values()])}]"
-    defaults = dict(_leaves(loader.load_configuration("train", words, RunMode.RUN)))
-    missing = object()
-    changed = {key: value for key, value in _leaves(cfg) if defaults.get(key, missing) != value}
-    if chosen["model"] == OF_CHECKPOINT:
-        chosen["model"] = cfg.model.name
-    chosen = {group: option for group, option in chosen.items() if option != OF_CHECKPOINT}
-    return chosen, [f"{key}={_word(value)}" for key, value in changed.items()]
+        if further := [option for group, option in choices.items() if group.startswith(start)]:
+            chosen[shown] = f"[{','.join([*([chosen[shown]] if shown in chosen else []), *further])}]"
+    tree = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
+    words = {re.split(r"[=@]", word.lstrip("+~"))[0]: word.lstrip("+") for word in typed}
+    keys = {key: word for key, word in words.items() if key not in chosen and not key.startswith("hydra")}
+    for source in hydra.runtime.config_sources if any(key in chosen for key in ON_TOP) else ():
+        for group in ON_TOP:
+            file = Path(source.path, group, f"{chosen.get(group)}.yaml")
+            if source.schema == "file" and file.is_file():
+                set_there = leaves(OmegaConf.to_container(OmegaConf.load(file), resolve=False))
+                keys = {key: "" for key in set_there if key not in keys} | keys
+    return chosen, [_change(tree, key, word) for key, word in keys.items()]
+
+
+def _change(tree: Any, key: str, word: str) -> str:
+    """"key=value" as the configuration has it; as it was typed where that is a mapping or gone."""
+    for name in key.split("."):
+        tree = tree.get(name, word) if isinstance(tree, dict) else word
+    return word if tree is word or isinstance(tree, dict) else f"{key}={_word(tree)}"
+
+
+def leaves(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """The values of a file by dotted key, without its defaults list; an empty mapping is a value."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            found |= leaves(value, f"{path}{name}.")
+        elif f"{path}{name}" != "defaults":
+            found[f"{path}{name}"] = value
+    return found
 
 
 def composed_by(hydra: Any, cfg: Any) -> dict[str, Any]:
@@ -183,26 +198,9 @@ def composed_by(hydra: Any, cfg: Any) -> dict[str, Any]:
     derived = [f"{name}.{key}" for name in TRAINED for key, value in tree[name].items() if "${" in str(value)]
     return {
         "choices": {group: choices.get(group) for group in (*CHOSEN, *ON_TOP)},
-        "typed": [key for key in keys if key != OF_CHECKPOINT],
+        "typed": keys,
         "derived": derived,
     }
-
-
-def _leaves(cfg: DictConfig) -> Iterator[tuple[str, Any]]:
-    """The values by key. References stay as they were written: what follows from a change is not another change."""
-
-    def walk(tree: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-        for name, value in tree.items():
-            key = f"{path}{name}"
-            if isinstance(value, dict) and value:
-                yield from walk(value, f"{key}.")
-            else:
-                yield key, value
-
-    tree = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
-    for name in ("hydra", "import_from"):
-        tree.pop(name, None)
-    return walk(tree, "")
 
 
 def _word(value: Any) -> str:
@@ -211,13 +209,16 @@ def _word(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def compose(overrides: Sequence[str], arguments: Sequence[str] = (), with_hydra: bool = False) -> Any:
+def compose(
+    overrides: Sequence[str], arguments: Sequence[str] = (), with_hydra: bool = False, saved: Any = None
+) -> Any:
     """Compose the configuration of a command line without running anything.
 
     Args:
         overrides: Its words.
         arguments: The whole command line, where it may name the user's own options (``--config-dir``).
         with_hydra: Whether to return Hydra's own section too, which holds the option of each group.
+        saved: What a checkpoint knows (training.checkpoint.configuration.SavedConfig).
 
     Raises:
         HydraException: Where it cannot be composed.
@@ -228,13 +229,17 @@ def compose(overrides: Sequence[str], arguments: Sequence[str] = (), with_hydra:
     folder = config_folder(arguments)
     path = str(folder).replace("\\", "\\\\").replace("'", "\\'")
     search = [] if folder is None else [f"hydra.searchpath=['file://{path}']"]
+    words = [*(saved.words if saved is not None else ()), *expand_lists(overrides)]
     with hydra.initialize_config_dir(str(FOLDER), version_base="1.3"):
-        cfg = hydra.compose("train", [*expand_lists(overrides), *search], return_hydra_config=True)
+        cfg = hydra.compose("train", [*words, *search], return_hydra_config=True)
     choices = cfg.hydra.runtime.choices
     if not with_hydra:
         with open_dict(cfg):
             del cfg.hydra
-    return _named(cfg, choices)
+    cfg = _named(cfg, choices)
+    if saved is not None:
+        saved.lay_under(cfg, choices, expand_lists(overrides))
+    return cfg
 
 
 def check_received(tree: Mapping[str, Any], arguments: Sequence[str]) -> None:

@@ -18,7 +18,6 @@ from omegaconf.errors import (
 from yaml import YAMLError
 
 from common.errors import UserError, message_for_user
-from conf import OF_CHECKPOINT
 
 _RUNNING = ("hydra._internal.utils", "hydra._internal.hydra")  # the frames of Hydra's in which a run takes place
 
@@ -50,8 +49,7 @@ def explain(error: Exception) -> str | None:
         return None
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
-        known = [option for option in error.options if option != OF_CHECKPOINT]
-        return f"there is no '{error.missing_cfg_file}'{_nearest(f'{group}={{}}', name, known)}"
+        return f"there is no '{error.missing_cfg_file}'{_nearest(f'{group}={{}}', name, error.options)}"
     if isinstance(error, OverrideParseException):
         reason = _first_line(error.__cause__ or error).partition(" See ")[0]
         if error.override and "=" not in error.override and not error.override.startswith("~"):

@@ -7,17 +7,14 @@ and meanings, are listed in its YAML, and ``conf.instantiate`` checks values aga
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from conf import FOLDER, OF_CHECKPOINT
 from models.gpt2_sizes import parameters_of, published_rate
 
 
@@ -235,9 +232,6 @@ class Slurm:
     allow_mixed: bool = False  # warn, instead of refusing, where ranks differ in code, versions or data
 
 
-# The YAML's own target; an indented one is that of a model, whose file sets other sections as well.
-_TARGET = re.compile(r"^ *_target_: *([\w.]+)", re.MULTILINE)
-
 
 @cache  # once per process
 def register() -> None:
@@ -248,27 +242,8 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store(group="schema", name="root", node=Root)
     store.store(group="schema", name="parallel", node=Parallel)
-    store.store(group=OF_CHECKPOINT, name="none", node={}, package="_global_")
     for name, node in {"local": Local, "slurm": Slurm}.items():
         store.store(group="schema/launcher", name=name, node=node)
-
-
-def _target_in(file: Path) -> str | None:
-    named = _TARGET.search(file.read_text(encoding="utf-8"))
-    return named[1] if named else None
-
-
-def target_of(group: str, option: str, own: Path | None = None) -> str | None:
-    """The target that an option's file names; empty where it names none, None where there is no file.
-
-    Args:
-        group: The group.
-        option: The option, which may come from anywhere.
-        own: A folder of the user's own options.
-    """
-    files = [folder / group / f"{option}.yaml" for folder in (FOLDER, own) if folder is not None]
-    known = [file for file in files if re.fullmatch(r"[\w.-]+", option) and file.is_file()]
-    return (_target_in(known[0]) or "") if known else None
 
 
 def _by(key: Any, *choices: Any) -> Any:

@@ -14,7 +14,6 @@ from typing import Any
 
 from common.errors import UserError
 from common.files import expand_home
-from conf import OF_CHECKPOINT
 
 _OPTIONAL = ("experiment", "debug")
 _REQUIRED = ("model", "data", "optim", "scheduler", "parallel", "logger", "launcher")
@@ -60,6 +59,21 @@ def is_override(word: str) -> bool:
     return "=" in word and not word.startswith("-")
 
 
+_HYDRA_OPTIONS = (
+    "--help --hydra-help --version --cfg --resolve --package --run --multirun --shell-completion --config-path "
+    "--config-name --config-dir --experimental-rerun --info"
+).split()
+
+
+def check_dashes(arguments: Sequence[str]) -> None:
+    """Raise UserError where a setting is written with dashes."""
+    for argument in arguments:
+        option, equals, _ = argument.partition("=")
+        if option.startswith("--") and not any(known.startswith(option) for known in _HYDRA_OPTIONS):
+            setting = argument[2:] if equals else f"{argument[2:]}=VALUE"
+            raise UserError(f"{argument}: settings are written without dashes: {setting}")
+
+
 def options_first(arguments: Sequence[str]) -> list[str]:
     """The same words in an order that Hydra takes: it refuses options that stand between overrides."""
     options, overrides, before = [], [], ""
@@ -87,7 +101,6 @@ def as_typed(overrides: Sequence[str]) -> list[str]:
     overrides = [f"{word[1:]}=null" if word[1:] in _OPTIONAL and word[0] == "~" else word for word in overrides]
     # In prompts a reference is text, for which OmegaConf wants a backslash.
     overrides = [_refer(word) if re.match(r"\+*sample[.=]", word) else word for word in overrides]
-    overrides = [override for override in overrides if not override.startswith(f"{OF_CHECKPOINT}=")]
     words: list[str] = []
     names: dict[str, list[str]] = {"logger": [], "callbacks": []}
     for override in overrides:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import TrainingError, UserError
 from conf.instantiate import check_role
-from conf.words import quote_values
+from conf.words import check_dashes, quote_values
 from launchers import World
 from models.given import GIVEN, set_given
 from training.app import execute, follow
-from training.config import complete
+from training.config import completed, saved_config
 from training.reporting.directory_lock import locked_directories
 
 if TYPE_CHECKING:
@@ -75,7 +75,9 @@ def load_config(*overrides: str) -> Any:
 
     _check_words(overrides)
     with _clear_errors():
-        return compose(complete(quote_values(overrides)))
+        words = quote_values(overrides)
+        check_dashes(words)
+        return compose(words, saved=saved_config(words))
 
 
 def train(
@@ -128,7 +130,10 @@ def train(
             raise SystemExit  # as on the command line, what follows is rank 0's
         run = _Run(config, objects, world)
         with locked_directories(), _clear_errors():
-            compose_and_run(run, complete(quote_values(overrides)))
+            words = quote_values(overrides)
+            check_dashes(words)
+            saved = saved_config(words)
+            compose_and_run(run, words, saved.words if saved else ())
             if run.error is not None:
                 raise run.error
         return run.result
@@ -185,6 +190,7 @@ class _Run:
 
         run_dir = Path(hydra.runtime.output_dir)
         with removed_if_unused(run_dir, hydra.output_subdir):
+            cfg, hydra = completed(cfg, hydra)
             check_keys(cfg)
             composed = self._config is None and not self._objects
             if not composed:

@@ -102,7 +102,7 @@ def execute(
     from training.setup import describe
 
     if hydra is not None and cfg.mode in ("train", "eval"):
-        print(to_text(composed, hydra.runtime.choices), end="\n\n", flush=True)
+        print(to_text(composed, hydra), end="\n\n", flush=True)
     print(describe(setup), flush=True)
     entropy, start = setup.data.unigram_entropy, _way_to_run(setup, run_dir, world, isolated)
     del setup  # workers build their own

@@ -1,46 +1,74 @@
-"""The configuration of a command, with what a checkpoint knows, and what a checkpoint keeps of it."""
+"""The configuration of a command, completed by what a checkpoint knows, and what a checkpoint keeps of it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from common.errors import TrainingError
 from conf import COMMAND, TRAINED
 from conf.instantiate import to_dict
 
-_HYDRA_OPTIONS = (
-    "--help --hydra-help --version --cfg --resolve --package --run --multirun --shell-completion --config-path "
-    "--config-name --config-dir --experimental-rerun --info"
-).split()
+if TYPE_CHECKING:
+    from training.checkpoint.configuration import SavedConfig
+
+_current: SavedConfig | None = None  # of the command that this process works on
 
 
-def complete(arguments: Sequence[str]) -> list[str]:
-    """Command-line arguments with the configuration of the checkpoint that they name, if they name one.
+def saved_config(arguments: Sequence[str]) -> SavedConfig | None:
+    """See ``training.checkpoint.configuration.saved_config``, which is imported only where a checkpoint is named."""
+    global _current
+    _current = None
+    if any(re.match(r"\+*(checkpoint|train\.resume)=", argument) for argument in arguments):
+        from training.checkpoint import configuration
 
-    Raises:
-        UserError: A setting is written with dashes. See also ``training.checkpoint.configuration.with_checkpoint``.
+        _current = configuration.saved_config(arguments)
+    return _current
+
+
+def without_options_of_checkpoint(words: Sequence[str]) -> list[str]:
+    """The words of a job that were typed, without those that a checkpoint has brought."""
+    return [word for word in words if _current is None or word not in _current.words]
+
+
+def completed(cfg: Any, hydra: Any, saved: SavedConfig | None = None) -> tuple[Any, Any]:
+    """Complete what Hydra has composed by what the checkpoint knows that the command names.
+
+    Args:
+        cfg: The configuration.
+        hydra: Hydra's own section.
+        saved: What the checkpoint knows; None for that of the last command.
+
+    Returns:
+        The configuration, and Hydra's own section with what was typed only. The files that Hydra has written agree.
     """
-    for argument in arguments:
-        option, equals, _ = argument.partition("=")
-        if option.startswith("--") and not any(known.startswith(option) for known in _HYDRA_OPTIONS):
-            setting = argument[2:] if equals else f"{argument[2:]}=VALUE"
-            raise TrainingError(f"{argument}: settings are written without dashes: {setting}")
-    if not any(re.match(r"\+*(checkpoint|train\.resume)=", argument) for argument in arguments):
-        return list(arguments)
-    from training.checkpoint.configuration import with_checkpoint  # only now: it imports torch
+    from omegaconf import OmegaConf, flag_override
 
-    return with_checkpoint(arguments)
+    saved = saved or _current
+    if saved is None:
+        return cfg, hydra
+    hydra = hydra.copy()
+    with flag_override(hydra, ["struct", "readonly"], False):
+        hydra.overrides.task = [word for word in hydra.overrides.task if word not in saved.words]
+    saved.lay_under(cfg, hydra.runtime.choices, OmegaConf.to_container(hydra.overrides, resolve=False)["task"])
+    if hydra.output_subdir is not None:
+        from training.reporting.run_directory import mask_files
+
+        folder = Path(hydra.runtime.output_dir) / hydra.output_subdir
+        OmegaConf.save(cfg, folder / "config.yaml")
+        OmegaConf.save(hydra.overrides.task, folder / "overrides.yaml")
+        mask_files([folder / "config.yaml", folder / "overrides.yaml"])
+    return cfg, hydra
 
 
-def to_text(cfg: Any, choices: Mapping[str, str | None]) -> str:
+def to_text(cfg: Any, hydra: Any) -> str:
     """What a run says of its configuration: what differs from the defaults; with print_config=true, all of it.
 
     Args:
         cfg: The configuration as it was composed. Its references are not resolved: what was taken from the environment
             is shown as it was written.
-        choices: The option of each group, as Hydra has them.
+        hydra: Hydra's own section.
     """
     from omegaconf import OmegaConf
 
@@ -50,7 +78,7 @@ def to_text(cfg: Any, choices: Mapping[str, str | None]) -> str:
 
     if cfg.print_config:
         return OmegaConf.to_yaml(OmegaConf.create(mask_secrets(to_dict(cfg)))).rstrip()
-    chosen, changes = differences(cfg, choices)
+    chosen, changes = differences(cfg, hydra)
     return describe_configuration(chosen, mask_secrets(changes))
 
 

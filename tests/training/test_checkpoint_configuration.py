@@ -5,13 +5,15 @@ import shlex
 
 import pytest
 from commandline import train
-from composed import config, run, steps
+from composed import QUIET, config, run, steps
 
 from common.errors import CheckpointError, TrainingError
+from conf.composition import compose
+from conf.instantiate import to_config, to_dict
 from conf.words import quote_values
 from train import main
-from training.checkpoint.configuration import with_checkpoint
-from training.config import complete, kept
+from training.config import kept, saved_config
+from training.run import run as training
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,8 @@ def words(text, tmp_path_factory):
 
 def composed(*typed: str) -> dict:
     """What train.py composes of a command line."""
-    return config(*complete(quote_values(typed)))
+    words = [*QUIET, *quote_values(typed)]
+    return to_config(to_dict(compose(words, saved=saved_config(words))))
 
 
 def test_a_checkpoint_brings_the_model_the_data_and_how_they_were_trained(words):
@@ -66,7 +69,7 @@ def test_the_keys_that_it_brings_have_their_names(words):
 def test_a_resumed_run_needs_no_more_than_the_path(words, tmp_path):
     cfg = composed(f"train.resume='{words}'", "train.steps=3")
     assert (cfg.model.name, cfg.train.steps, cfg.train.resume) == ("transformer", 3, str(words))
-    run(tmp_path, *complete([f"train.resume='{words}'", "train.steps=3"]))
+    training(cfg, tmp_path)
     assert [line["step"] for line in steps(tmp_path)] == [3]
 
 
@@ -79,15 +82,15 @@ def test_a_path_may_begin_with_the_home_folder(words, tmp_path, monkeypatch):
 
 def test_auto_takes_it_from_the_run_directory(words, tmp_path):
     here = [f"hydra.run.dir='{words}'", "train.resume=auto"]
-    assert with_checkpoint(here)[:2] == ["model=transformer", "data=text"]
+    assert saved_config(here).words[:2] == ["model=transformer", "data=text"]
     nothing_yet = [f"hydra.run.dir='{tmp_path}'", "train.resume=auto", "model=gpt2"]
-    assert with_checkpoint(nothing_yet) == nothing_yet
+    assert saved_config(nothing_yet) is None
 
 
 @pytest.mark.parametrize("typed", [["model=toy"], ["-m", "model=transformer,toy"]])
 def test_another_model_is_a_contradiction_that_names_both(words, typed):
     with pytest.raises(TrainingError, match="a run holds model=transformer, and model=.*toy was typed; leave model="):
-        complete(["mode=eval", f"checkpoint='{words}'", *typed])
+        saved_config(["mode=eval", f"checkpoint='{words}'", *typed])
 
 
 @pytest.mark.parametrize("mode", ["eval", "sample", "export"])
@@ -102,9 +105,9 @@ def test_sizes_that_do_not_fit_are_named_beside_those_of_the_checkpoint(words, t
 def test_a_sweep_over_checkpoints_needs_them_to_agree(words, tmp_path):
     run(tmp_path / "toy", "train.epochs=null", "train.steps=1")
     same = f"checkpoint='{words}','{words}/checkpoints/latest'"
-    assert with_checkpoint(["-m", same, "mode=eval"])[:2] == ["model=transformer", "data=text"]
+    assert saved_config(["-m", same, "mode=eval"]).words[:2] == ["model=transformer", "data=text"]
     with pytest.raises(TrainingError, match="have different configurations; name one of them at a time"):
-        with_checkpoint(["-m", f"checkpoint='{words}','{tmp_path}/toy'", "mode=eval"])
+        saved_config(["-m", f"checkpoint='{words}','{tmp_path}/toy'", "mode=eval"])
 
 
 def test_a_checkpoint_keeps_no_secret(words, monkeypatch):

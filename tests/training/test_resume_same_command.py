@@ -13,9 +13,8 @@ from conf.composition import compose, composed_by
 from conf.instantiate import to_config, to_dict
 from conf.words import quote_values
 from train import main
-from training.checkpoint.configuration import with_checkpoint
 from training.checkpoint.files import with_checksum
-from training.config import complete, kept
+from training.config import kept, saved_config
 
 LAYOUT = {"parallel": "single", "dp": 1, "pp": 1, "chunks": 1, "precision": "fp32", "stages": [["net1"]]}
 
@@ -51,8 +50,9 @@ class Pretended:
 
     def resumed(self, *words):
         """The sections of a command line that resumes it."""
-        arguments = complete(quote_values([*words, f"train.resume='{self.folder}'"]))
-        tree = to_dict(compose([word for word in arguments if not word.startswith("--")], arguments))
+        arguments = quote_values([*words, f"train.resume='{self.folder}'"])
+        overrides = [word for word in arguments if not word.startswith("--")]
+        tree = to_dict(compose(overrides, arguments, saved=saved_config(arguments)))
         tree["train"].pop("resume")
         return json.loads(json.dumps({name: tree[name] for name in ("seed", "recipe", *TRAINED)}))
 
@@ -180,9 +180,8 @@ def test_a_checkpoint_chooses_among_options_and_does_nothing_else(a_run, monkeyp
     sections = {key: value for key, value in trained.items() if key != "recipe"}
     for option in ("../../x", "${oc.env:HOME}", "adamw", ["a", "b"], "sgd hydra.run.dir=x", None):
         a_run.holds({**sections, "choices": {**dict.fromkeys(CHOSEN, option), "experiment": option, "debug": option}})
-        words = with_checkpoint([f"train.resume='{a_run.folder}'"])
-        assert set(words[:4]) <= {f"{g}={o}" for g in CHOSEN for o in ("of_checkpoint", *options(g))}
-        assert words[4:] == ["of_checkpoint=values", f"train.resume='{a_run.folder}'"]
+        words = saved_config([f"train.resume='{a_run.folder}'"]).words
+        assert set(words) <= {f"{group}={name}" for group in CHOSEN for name in options(group)}
         assert not differing(trained, a_run.resumed())
 
 

@@ -1,94 +1,216 @@
 """The configuration that a checkpoint keeps: a command that names the checkpoint need not repeat it.
 
-It says what is trained, not where (see ``training.config.kept``): the option of each group, and every value.
-``with_checkpoint`` has Hydra compose the same options again, so that a model's file acts as it did, and puts the values
-on top of what the files say. What is typed comes last and wins.
+It says what is trained, not where (see ``training.config.kept``): the option of each group, and every value. The
+options stand behind what is typed when Hydra composes (``SavedConfig.words``), so that a model's file acts as it did;
+then the values are laid under what was typed (``SavedConfig.lay_under``).
 
 The values of a group count where that group has the option that they were trained with; another option, typed or
-brought by an experiment, starts from its own defaults. They stand on top of an experiment that the run had, and below
-one that it had not. A value that the files derive from others (``${train.global_batch_size}``) is left to them, as long
-as that gives what the checkpoint has.
+brought by an experiment, starts from its own defaults. They win over an experiment that the run had, and not over one
+that it had not. A value that the files derive from others (``${train.global_batch_size}``) is left to them, as long as
+that gives what the checkpoint has.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import CheckpointError, TrainingError
-from conf import CHOSEN, OF_CHECKPOINT, ON_TOP, TRAINED, options
-from conf.composition import compose
+from conf import CHOSEN, FOLDER, ON_TOP, TRAINED, options
+from conf.composition import leaves
 from conf.instantiate import PACKAGES, targets, why_foreign
-from conf.schema import target_of
-from conf.words import config_folder, literal
+from conf.words import config_folder, is_override, literal
 from models.chain import Chain
 from training.checkpoint.files import MANIFEST, Checkpoint
 from training.checkpoint.load import Tensors
 
 _SHOWN = 4
-_VALUES = "values"  # the option of OF_CHECKPOINT while a checkpoint is named
-_SECTIONS = re.compile(rf"\+(?=({'|'.join(TRAINED)})\.)")
+# The YAML's own target; an indented one is that of a model, whose file sets other sections as well.
+_TARGET = re.compile(r"^ *_target_: *([\w.]+)", re.MULTILINE)
 
 
-def with_checkpoint(arguments: Sequence[str]) -> list[str]:
-    """Adds the configuration of the checkpoint that a command line names to the command line.
+def saved_config(arguments: Sequence[str]) -> SavedConfig | None:
+    """Return the configuration of the checkpoint that a command line names; None where it names none.
 
     Args:
-        arguments: What was typed, without the program's name.
-
-    Returns:
-        The arguments, with the options of the groups and ``of_checkpoint=values`` where ``checkpoint=``,
-        ``train.resume=`` or, by ``train.resume=auto``, the run directory has a checkpoint that keeps its configuration.
+        arguments: What was typed, without the program's name: ``checkpoint=``, ``train.resume=`` or, with
+            ``train.resume=auto``, the run directory.
 
     Raises:
         CheckpointError: There is no whole checkpoint where one is named.
         TrainingError: Another model was typed, or several checkpoints with different configurations.
     """
     try:
-        typed = {o.key_or_group: o for o in OverridesParser.create().parse_overrides(_overrides(arguments))}
+        typed = _typed(filter(is_override, arguments))
     except HydraException:
-        return list(arguments)  # Hydra says it better
+        return None  # Hydra says it better
     paths = _checkpoints(typed)
     configs = [_config_of(Path(path)) for path in paths]
     if not configs or configs[0] is None or _has_primary(arguments):
-        return list(arguments)
+        return None
     if any(config != configs[0] for config in configs):
         raise TrainingError(f"{', '.join(paths)} have different configurations; name one of them at a time")
-    config = configs[0]
-    model, wanted = config["model"].get("name"), _values(typed.get("model"))
+    model, wanted = configs[0]["model"].get("name"), _values(typed.get("model"))
     if any(word != model for word in wanted):
         raise TrainingError(
             f"{paths[0]} holds model={model}, and model={','.join(wanted)} was typed; leave model= out, or name a "
             "checkpoint of that model"
         )
-    store = ConfigStore.instance()
-    places = store.repo.get(OF_CHECKPOINT, {})
-    for name in [name for name, entry in places.items() if isinstance(entry, dict)]:
-        del places[name]  # of a command before
-    store.store(group=OF_CHECKPOINT, name=_VALUES, node={}, package="_global_")
-    chosen = {group: _option(group, config, typed, arguments) for group in CHOSEN}
-    before = config.get("choices", {})
-    again = [key for key in ON_TOP if key in typed and _choice(typed[key]) == before.get(key) is not None]
-    others = [key for key in ON_TOP if key in typed and key not in again]
-    base = compose([*_words(chosen), *_typed_as(again, arguments)], arguments)
-    _check_targets(paths[0], config, arguments)
-    _store(_known(config, base, typed), _top(config), chosen, _place(again, others))
-    untyped = {group: option for group, option in chosen.items() if group not in typed or group == "model"}
-    if others and not typed.keys() >= set(CHOSEN):
-        changed = _changed_by(_typed_as(others, arguments), untyped["model"], arguments)
-        untyped = {group: option for group, option in untyped.items() if group not in changed}
-    rest = [_repeatable(word, config, typed) for word in arguments if not (wanted and _key(word) == "model")]
-    return [*_words(untyped), f"{OF_CHECKPOINT}={_VALUES}", *filter(None, rest)]
+    return SavedConfig(paths[0], configs[0], typed, config_folder(arguments))
+
+
+class SavedConfig:
+    """The configuration of a checkpoint that a command names.
+
+    Attributes:
+        words: The options of groups that were not typed, as words of a command line.
+    """
+
+    def __init__(
+        self, path: str, config: Mapping[str, Any], typed: Mapping[str, Override], own: Path | None = None
+    ) -> None:
+        """Find out which options the checkpoint was trained with.
+
+        Args:
+            path: The checkpoint, for messages.
+            config: What it keeps.
+            typed: The overrides of the command line, by key.
+            own: The folder of the user's own options.
+        """
+        self._path, self._config = path, config
+        self._folders = [folder for folder in (FOLDER, own) if folder is not None]
+        self._options = {group: self._option(group, _values(typed.get(group))) for group in CHOSEN}
+        known = {group: option for group, option in self._options.items() if option is not None and group not in typed}
+        changed = set()
+        for key in ON_TOP:
+            for option in _values(typed.get(key)):
+                if option != self._before(key):
+                    changed |= self._groups_of(key, option) - {"model"}
+        self.words = [f"{group}={option}" for group, option in known.items() if group not in changed]
+        # Without a file, the section itself is the option, unless another one is wanted.
+        self._whole = {group for group in CHOSEN if self._options[group] is None and group not in {*typed, *changed}}
+
+    def lay_under(self, cfg: DictConfig, choices: Mapping[str, str | None], overrides: Sequence[str]) -> None:
+        """Put the values into a composed configuration, under what was typed.
+
+        Args:
+            cfg: The configuration, with its references.
+            choices: The option of each group, by which it was composed.
+            overrides: What was typed for this job.
+
+        Raises:
+            TrainingError: A value names code that is neither this project's nor torch's, nor named by the command.
+        """
+        typed = _typed(overrides)
+        raw = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
+        same = [group for group in CHOSEN if group in self._whole or choices.get(group) == self._options[group]]
+        sections, top = [*same, "train"], [key for key in ("seed", "recipe") if key in self._config]
+        others = [(key, choices[key]) for key in ON_TOP if choices.get(key) not in (None, self._before(key))]
+        winning = {*typed, *(leaf for key, option in others for leaf in self._leaves_of(key, option))}
+        known = targets(raw)
+        with flag_override(cfg, ["struct", "readonly"], False):
+            derived = self._derived(cfg, raw, sections, top)
+            for key in top:
+                if key not in winning:
+                    cfg[key] = literal(self._config[key])
+            for section in self._whole:
+                for key in [key for key in cfg[section] if key not in self._config[section]]:
+                    cfg[section].pop(key)
+            for section in sections:
+                for key, value in self._config[section].items():
+                    path = f"{section}.{key}"
+                    if path in winning or path in derived:
+                        continue
+                    if path == "train.eval_batches" and raw["mode"] == "eval":
+                        value = None  # the whole split, as in conf/model
+                    below = {leaf: OmegaConf.select(cfg, leaf) for leaf in winning if leaf.startswith(f"{path}.")}
+                    cfg[section][key] = literal(value)
+                    _lay_again(cfg, below, typed)
+        for section in sections:
+            for target in targets(OmegaConf.to_container(cfg[section], resolve=False, enum_to_str=True)):
+                if target not in known and (why := why_foreign(target)) is not None:
+                    raise TrainingError(
+                        f"{self._path} names {section}._target_={target}, which is not allowed, as {why}: a checkpoint "
+                        f"may name public classes of {', '.join(PACKAGES)}. If you trust it, type "
+                        f"{section}._target_={target}"
+                    )
+
+    def _derived(
+        self, cfg: DictConfig, raw: Mapping[str, Any], sections: Sequence[str], top: Sequence[str]
+    ) -> set[str]:
+        """The keys that the files derive from others, where that gives what the checkpoint has."""
+        whole = copy.deepcopy(cfg)
+        whole.mode = "train"
+        for key in top:
+            whole[key] = literal(self._config[key])
+        references = []
+        for section in sections:
+            for key, value in self._config[section].items():
+                if "${" in json.dumps(raw[section].get(key), default=str):
+                    references.append((section, key))
+                else:
+                    whole[section][key] = literal(value)
+        return {f"{s}.{key}" for s, key in references if _resolved(whole[s], key) == self._config[s][key]}
+
+    def _before(self, key: str) -> Any:
+        return self._config.get("choices", {}).get(key)
+
+    def _option(self, group: str, typed: Sequence[str]) -> str | None:
+        """The option of a group that the checkpoint was trained with; None where its file is not there.
+
+        An older checkpoint does not say it: it is one whose target is the section's.
+        """
+        target = self._config[group].get("_target_")
+        said = self._config["model"].get("name") if group == "model" else self._before(group)
+        if isinstance(said, str) and self._target(group, said) in (target, ""):
+            return said
+        names = (*typed, *options(group)) if said is None else ()
+        return next((name for name in names if self._target(group, name) == target), None)
+
+    def _file(self, group: str, option: str) -> Path | None:
+        files = [folder / group / f"{option}.yaml" for folder in self._folders if re.fullmatch(r"[\w.-]+", option)]
+        return next((file for file in files if file.is_file()), None)
+
+    def _target(self, group: str, option: str) -> str | None:
+        """The target that an option's file names; empty where it names none, None where there is no file."""
+        file = self._file(group, option)
+        named = None if file is None else _TARGET.search(file.read_text(encoding="utf-8"))
+        return named[1] if named else None if file is None else ""
+
+    def _groups_of(self, key: str, option: str) -> set[str]:
+        """The groups whose option an experiment brings."""
+        file = self._file(key, option)
+        entries = OmegaConf.to_container(OmegaConf.load(file), resolve=False).get("defaults", []) if file else []
+        return {str(one).split("/")[-1] for entry in entries if isinstance(entry, dict) for one in entry} & set(CHOSEN)
+
+    def _leaves_of(self, key: str, option: str) -> list[str]:
+        """The keys that an experiment sets."""
+        file = self._file(key, option)
+        return [] if file is None else list(leaves(OmegaConf.to_container(OmegaConf.load(file), resolve=False)))
+
+
+def _lay_again(cfg: DictConfig, below: Mapping[str, Any], typed: Mapping[str, Override]) -> None:
+    """Put back what was typed of a mapping that the checkpoint's has replaced."""
+    for leaf, value in below.items():
+        if leaf in typed and typed[leaf].is_delete():
+            parent, _, name = leaf.rpartition(".")
+            OmegaConf.select(cfg, parent).pop(name, None)
+        else:
+            OmegaConf.update(cfg, leaf, value, force_add=True)
+
+
+def _typed(overrides: Any) -> dict[str, Override]:
+    return {one.key_or_group: one for one in OverridesParser.create().parse_overrides(list(overrides))}
 
 
 def _config_of(path: Path) -> dict[str, Any] | None:
@@ -109,24 +231,6 @@ def _is_config(config: Any) -> bool:
         and all(isinstance(config[name], dict) and "defaults" not in config[name] for name in TRAINED)
         and isinstance(config["model"].get("name"), str)
     )
-
-
-def _check_targets(path: str, config: Mapping[str, Any], arguments: Sequence[str]) -> None:
-    """Raises TrainingError where a checkpoint names code that is not this project's, torch's or in the user's files."""
-    own = config_folder(arguments)
-    files = [] if own is None else [file.read_text() for group in CHOSEN for file in (own / group).glob("*.yaml")]
-    for section in CHOSEN:
-        for target in targets(config[section]):
-            if any(str(target) in text for text in (*arguments, *files)) or (why := why_foreign(target)) is None:
-                continue
-            raise TrainingError(
-                f"{path} names {section}._target_={target}, which is not allowed, as {why}: a checkpoint may name "
-                f"public classes of {', '.join(PACKAGES)}. If you trust it, type {section}._target_={target}"
-            )
-
-
-def _overrides(arguments: Sequence[str]) -> list[str]:
-    return [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
 
 
 def _has_primary(arguments: Sequence[str]) -> bool:
@@ -151,126 +255,6 @@ def _values(override: Override | None) -> list[str]:
     values = override.sweep_iterator() if override.is_sweep_override() else [override.value()]
     texts = [value.text if isinstance(value, QuotedString) else value for value in values]
     return [text for text in texts if isinstance(text, str)]
-
-
-def _choice(override: Override) -> Any:
-    """Returns the option, or the list of options, that an override chooses; None for several jobs' options."""
-    value = None if override.is_sweep_override() else override.value()
-    return value.text if isinstance(value, QuotedString) else value
-
-
-def _key(word: str) -> str:
-    return word.partition("=")[0].lstrip("+")
-
-
-def _words(chosen: Mapping[str, str]) -> list[str]:
-    return [f"{group}={option}" for group, option in chosen.items()]
-
-
-def _typed_as(keys: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    return [word for word in arguments if _key(word) in keys]
-
-
-def _option(group: str, config: Mapping[str, Any], typed: Mapping[str, Override], arguments: Sequence[str]) -> str:
-    """Returns the option of a group that a checkpoint was trained with.
-
-    Where its file is not there, the checkpoint's section itself becomes the option ``of_checkpoint``. An older
-    checkpoint does not say the option: it is one whose target is the section's.
-    """
-    target = config[group].get("_target_")
-    own = config_folder(arguments)
-    said = config["model"].get("name") if group == "model" else config.get("choices", {}).get(group)
-    if isinstance(said, str) and target_of(group, said, own) in (target, ""):
-        return said
-    if said is None:
-        for name in (*_values(typed.get(group)), *options(group)):
-            if target_of(group, name, own) == target:
-                return name
-    store, node = ConfigStore.instance(), literal(config[group])
-    if group == "model":  # whose options set other sections as well
-        store.store(group=group, name=OF_CHECKPOINT, node={group: node}, package="_global_")
-    else:
-        store.store(group=group, name=OF_CHECKPOINT, node=node)
-    return OF_CHECKPOINT
-
-
-def _place(again: Sequence[str], others: Sequence[str]) -> str:
-    """Returns where the values stand among what is typed on top of the groups: what the run had is below them."""
-    if "experiment" in others:
-        return "below_experiment"
-    return "on_top" if "debug" in again else "below_debug"
-
-
-def _changed_by(words: Sequence[str], model: str, arguments: Sequence[str]) -> set[str]:
-    """Returns the groups whose option an experiment brings, or one of those of a sweep."""
-    without = compose([f"model={model}"], arguments, with_hydra=True).hydra.runtime.choices
-    changed = set()
-    for override in OverridesParser.create().parse_overrides(list(words)):
-        for value in _values(override):
-            choices = compose([f"model={model}", f"{override.key_or_group}={value}"], arguments, with_hydra=True)
-            choices = choices.hydra.runtime.choices
-            changed |= {group for group in CHOSEN if choices[group] != without[group]}
-    return changed
-
-
-def _repeatable(word: str, config: Mapping[str, Any], typed: Mapping[str, Override]) -> str:
-    """Returns a word as it can be typed where what it adds or takes away is added or gone; empty for nothing left."""
-    if word.startswith("~"):
-        *parents, name = word[1:].partition("=")[0].split(".")
-        node: Any = config
-        for parent in parents:
-            node = node.get(parent) if isinstance(node, dict) else None
-        gone = len(parents) > 1 and isinstance(node, dict) and name not in node
-        return "" if gone and ".".join(parents[:2]) not in typed else word
-    return _SECTIONS.sub("++", word, count=1) if not word.startswith("++") else word
-
-
-def _top(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values that are in no section. What a model's recipe gives stays, whatever else is typed."""
-    return {name: literal(config[name]) for name in ("seed", "recipe") if name in config}
-
-
-def _store(known: Mapping[str, dict[str, Any]], top: Mapping[str, Any], chosen: Mapping[str, str], place: str) -> None:
-    """Makes the values the option ``values`` in their place, those of each group for its option only."""
-    store = ConfigStore.instance()
-    limit = known["train"].get("eval_batches")
-    if isinstance(limit, int):  # mode=eval covers the whole split, as in conf/model
-        known["train"]["eval_batches"] = f"${{by:${{mode}},eval,null,{limit}}}"
-    for group, option in chosen.items():
-        # A mapping is replaced, not merged with that of the files.
-        cleared = {key: None for key, value in known[group].items() if isinstance(value, dict)}
-        for part, node in (("cleared", cleared), ("set", known[group])):
-            where = f"{OF_CHECKPOINT}/{part}/{group}"
-            store.store(group=where, name=option, node={group: node}, package="_global_")
-    defaults: list[Any] = [
-        {f"optional /{OF_CHECKPOINT}/{part}/{group}@_global_": f"${{{group}}}"}
-        for group in chosen
-        for part in ("cleared", "set")
-    ]
-    node = {"defaults": [*defaults, "_self_"], **top, "train": known["train"]}
-    store.store(group=f"{OF_CHECKPOINT}/{place}", name=_VALUES, node=node, package="_global_")
-
-
-def _known(config: Mapping[str, Any], base: Any, typed: Mapping[str, Override]) -> dict[str, dict[str, Any]]:
-    """Returns the sections' values, without those that the files derive from others and that come out the same.
-
-    Nor those that are typed: of a mapping, what is typed is then added to what the files say, as it was before.
-    """
-    files = OmegaConf.to_container(base, resolve=False, enum_to_str=True)
-    filled: dict[str, Any] = {**files, **_top(config)}
-    derived: list[tuple[str, str]] = []
-    for section in TRAINED:
-        known = {key: literal(value) for key, value in config[section].items()}
-        named = [key for key in known if "${" in json.dumps(files[section].get(key), default=str)]
-        derived += [(section, key) for key in named]
-        filled[section] = {**files[section], **{key: known[key] for key in known if key not in named}}
-    values = OmegaConf.create(filled)
-    given = {f"{section}.{key}" for section, key in derived if _resolved(values[section], key) == config[section][key]}
-    given |= typed.keys()
-    return {
-        section: {key: literal(value) for key, value in config[section].items() if f"{section}.{key}" not in given}
-        for section in TRAINED
-    }
 
 
 def _resolved(section: Any, key: str) -> Any:

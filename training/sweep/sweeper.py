@@ -33,6 +33,7 @@ from launchers.stopping import Stopped
 from training.app import execute
 from training.autotune import choose_chunks, recall
 from training.checkpoint.resume import after_restart
+from training.config import completed, without_options_of_checkpoint
 from training.reporting import mask_secrets
 from training.reporting.directory_lock import hold, release
 from training.reporting.job_record import (
@@ -126,7 +127,7 @@ def compose_all(compose: Callable[[list[str]], Any], jobs: Iterable[list[str]], 
     """
     entries, first_error = [], None
     for num, overrides in enumerate(jobs):
-        job = Job(num, tuple(mask_secrets(as_typed(overrides))))
+        job = Job(num, tuple(mask_secrets(as_typed(without_options_of_checkpoint(overrides)))))
         try:
             cfg = compose(overrides)
             with open_dict(cfg):
@@ -307,7 +308,7 @@ def launch_array(hydra_context: Any, config: Any, jobs: Sequence[Sequence[str]],
 
 def _check(cfg: Any) -> Ready | None:
     """Record a composed job and check it without running it: the checked run, None where it cannot run."""
-    hydra = HydraConfig.get()
+    cfg, hydra = completed(cfg, HydraConfig.get())
     folder = Path(hydra.runtime.output_dir)
     _begin(cfg, hydra, folder, WAITING)
     try:
