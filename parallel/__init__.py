@@ -1,1 +1,16 @@
-"""Where a model is computed: mesh, partition, one class per way of running. Knows nothing of files or logging."""
+"""Where a model is computed: plan, mesh, stages, one class for each way of running, schedules.
+
+What this room uses of torch that is private or undocumented, and may change. Tried with torch 2.11, 2.13 and 2.15:
+
+    pipe_stage.py, zero_bubble/   the methods of torch.distributed.pipelining's stage that PipeStage overrides; schedules'
+                                  _Action, _PipelineScheduleRuntime with its _prepare_schedule_with_comms, _num_stages
+                                  and _n_microbatches
+    host_group.py                 a subclass of ProcessGroup: _get_backend, _allgather_base and _reduce_scatter_base;
+                                  ProcessGroupGloo's; the options in distributed_c10d
+    shape_inference.py            torch._subclasses.fake_tensor, torch.utils._python_dispatch, Operator._schema,
+                                  UntypedStorage._cdata
+    stage.py, gradients.py        aten._unsafe_view, Tensor._is_view; torch._dynamo.config.recompile_limit
+    gradients.py, batchnorm.py    torch._foreach_*; aten.native_batch_norm_backward
+    precision.py                  torch.cpu._is_avx512_bf16_supported and _is_amx_tile_supported
+    devices.py                    where torch keeps torch._dynamo.config
+"""

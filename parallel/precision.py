@@ -38,7 +38,7 @@ def _fast_bf16(device_type: str) -> bool:
     if device_type == "cuda":
         return torch.cuda.get_device_capability()[0] >= 8  # Ampere; older cards emulate it
     if device_type == "cpu":
-        # Private; torch 2.11, 2.13 and 2.15 have them. Without them fp32 is used, which is always right.
+        # Without these fp32 is used, which is always right.
         probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
         return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
     return False
