@@ -36,7 +36,8 @@ def pytest_collection_modifyitems(items):
     """Has pytest-xdist keep together the tests of a file, and those that share runs; the largest group comes first."""
     for item in items:
         groups = [group for name, group in _SHARED.items() if name in item.fixturenames]
-        item.add_marker(pytest.mark.xdist_group(groups[0] if groups else item.path.stem))
+        cell = getattr(item, "callspec", None) and item.callspec.params.get("cell")  # of parity: one group a model
+        item.add_marker(pytest.mark.xdist_group(groups[0] if groups else cell.recipe.model if cell else item.path.stem))
     items.sort(key=lambda item: item.get_closest_marker("xdist_group").args != ("runs",))
 
 
@@ -46,5 +47,32 @@ def ranks():
     from ranks import Ranks
 
     pool = Ranks()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def pretended():
+    """Skips a test where no GPU can be pretended."""
+    import pretend_cuda
+
+    if problem := pretend_cuda.why_not():
+        pytest.skip(f"pretend CUDA: {problem}")
+
+
+@pytest.fixture(scope="session")
+def environment(pretended):
+    """Environment variables with which a process has two GPUs."""
+    import pretend_cuda
+
+    return pretend_cuda.environment(devices=2)
+
+
+@pytest.fixture(scope="session")
+def gpus(environment):
+    """``gpus.run(world, function, *args)`` on ranks with two GPUs and a backend like NCCL."""
+    from ranks import Ranks
+
+    pool = Ranks(4, environment, "pretend_nccl")
     yield pool
     pool.close()

@@ -1,4 +1,4 @@
-"""Every model under every strategy and schedule on pretend GPUs: the training of one GPU, and that of the CPU."""
+"""Every schedule and half precision on pretended GPUs; strategies are cells of tests/parallel/cells.py."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 from cases import Layout, Recipe
+from cells import PUBLISHED, RECIPES
 from comparing import assert_same_training
 
 from parallel.schedules import NAMES, SCHEDULES
@@ -14,16 +15,9 @@ from parallel.strategies import STRATEGIES
 TOLERANCE = 1e-5  # relative, in float32
 
 RECIPES = {
-    "toy": Recipe("toy", global_batch=8, lr=0.02),
-    "resnet50": Recipe("resnet50", global_batch=4, lr=1e-3, momentum=0.0, precision="fp64"),
-    "transformer": Recipe("transformer", global_batch=8, lr=0.2, clip=0.5, dropout=0.2),
-    "gpt2": Recipe("gpt2", global_batch=8, lr=0.2, clip=0.25),
-    "classifier": Recipe("classifier", global_batch=8, lr=0.02),
-    "convnet": Recipe("convnet", global_batch=8, lr=0.02),
+    model: dataclasses.replace(RECIPES[model], global_batch=4 if model == "resnet50" else 8, steps=3, eval_every=3)
+    for model in PUBLISHED
 }
-RECIPES = {name: dataclasses.replace(recipe, steps=3, eval_every=3) for name, recipe in RECIPES.items()}
-# The pretended GPUs are slow: the others are left to `pytest -m slow`.
-MODELS = [pytest.param(name, marks=[] if name == "gpt2" else pytest.mark.slow) for name in RECIPES]
 SINGLE = Layout("single", chunks=4)
 LAYOUTS = [
     Layout("model_parallel", pp=2, chunks=4),
@@ -35,26 +29,6 @@ LAYOUTS = [
 
 def on_gpu(recipe: Recipe, **changes) -> Recipe:
     return dataclasses.replace(recipe, device="cuda", **changes)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_every_model_trains_on_a_gpu_as_on_the_cpu(trained, ranks, model):
-    from cases import train
-
-    recipe = dataclasses.replace(RECIPES[model], dropout=0.0)  # in attention a GPU draws other numbers
-    (reference,) = ranks.run(1, train, SINGLE, recipe)
-    assert_same_training(trained(SINGLE, on_gpu(recipe)), reference, TOLERANCE)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-@pytest.mark.parametrize("model", MODELS)
-def test_every_model_trains_under_every_strategy_as_on_one_gpu(trained, model, layout):
-    recipe = on_gpu(RECIPES[model])
-    (reference,) = trained(SINGLE, recipe)
-    run = trained(layout, recipe)
-    assert_same_training(run, reference, 1e-10 if recipe.precision == "fp64" else TOLERANCE)
-    for rank, result in enumerate(run):
-        assert sum(result.waits[-1].values()) == 1, f"rank {rank} waited for its GPU: {result.waits}"
 
 
 @pytest.mark.parametrize(

@@ -20,25 +20,6 @@ def tiny() -> Chain:
     return gpt2(size="tiny", n_layer=2, vocab_size=64)
 
 
-@pytest.mark.parametrize("chain", [toy(), tiny()], ids=["toy", "gpt2"])
-def test_any_cut_gives_the_weights_of_the_whole(chain):
-    whole = chain.build(chain.names, 7, CPU).state_dict()
-    for cut in range(1, len(chain.names)):
-        parts = [chain.build(names, 7, CPU).state_dict() for names in (chain.names[:cut], chain.names[cut:])]
-        assert parts[0].keys() | parts[1].keys() == whole.keys()
-        assert not parts[0].keys() & parts[1].keys()
-        for name, tensor in {**parts[0], **parts[1]}.items():
-            assert torch.equal(tensor, whole[name]), name
-
-
-@pytest.mark.parametrize("chain", [toy(), tiny()], ids=["toy", "gpt2"])
-def test_a_cut_computes_what_the_whole_computes(chain):
-    x = torch.randn(3, 10) if chain.names[0] == "net1" else torch.randint(0, 64, (3, 10))
-    whole = chain.build(chain.names, 7, CPU)(x)
-    first, second = (chain.build(names, 7, CPU) for names in (chain.names[:2], chain.names[2:]))
-    assert torch.equal(second(first(x)), whole)
-
-
 def test_another_seed_gives_other_weights_and_layers_of_one_kind_differ():
     weights = [tiny().build(["h.0", "h.1"], seed, CPU).state_dict() for seed in (1, 2)]
     name = "attn.c_attn.weight"

@@ -20,21 +20,6 @@ def build(seed: int = 5, **numbers):
     return chain.build(chain.names, seed, CPU).eval()
 
 
-@pytest.mark.parametrize(
-    "size, parameters",
-    [("124M", 124_439_808), ("350M", 354_823_168), ("774M", 774_030_080), ("1558M", 1_557_611_200)],
-)
-def test_each_size_has_the_published_number_of_parameters(size, parameters):
-    layers = gpt2(size=size, vocab_size=50257).skeleton()
-    assert all(p.device.type == "meta" for p in layers.parameters())
-    assert sum(p.numel() for p in layers.parameters()) == parameters
-
-
-def test_padding_the_vocabulary_adds_rows_to_the_one_tied_weight():
-    layers = gpt2(size="124M").skeleton()
-    assert sum(p.numel() for p in layers.parameters()) == 124_439_808 + (50304 - 50257) * 768
-
-
 def test_a_number_that_is_given_replaces_the_size_s_own():
     chain = gpt2(**SMALL, vocab_size=100)
     assert chain.names == ["embedding", "h.0", "h.1", "h.2", "head"]
@@ -119,17 +104,6 @@ def load(layers, theirs) -> None:
     for name, tensor in layers.named_parameters():
         converted = kind.convert(name, theirs[kind.their_name(name)])
         tensor.copy_(pad(converted, len(tensor)) if name == "embedding.wte.weight" else converted)
-
-
-@torch.no_grad()
-def test_our_logits_are_hugging_face_s_with_its_weights(theirs):
-    ours = build(**SMALL, vocab_size=97)
-    load(ours, theirs.state_dict())
-    tokens = tokens_below(97)
-    wanted = theirs(tokens).logits
-    assert wanted.std() > 0.1
-    assert (ours(tokens) - wanted).norm() / wanted.norm() < 1e-5
-    assert (ours(tokens) - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
 @torch.no_grad()

@@ -63,20 +63,6 @@ def test_a_later_word_never_changes_an_earlier_logit():
     assert moved[:, 12:].all()
 
 
-def test_the_published_size_has_the_published_number_of_trainable_parameters():
-    chain = transformer(d_model=4096, d_hid=4096, n_head=16, n_layer=8, vocab_size=28_782)
-    layers = chain.skeleton()
-    assert all(p.device.type == "meta" for p in layers.parameters())
-    assert sum(p.numel() for p in layers.parameters() if p.requires_grad) == 1_041_444_974
-
-
-def test_layers_and_limits_are_what_the_numbers_say():
-    chain = transformer(**SMALL)
-    assert chain.names == ["encoder", "layers.0", "layers.1", "decoder"]
-    assert chain.limits == {"positions": 32, "vocabulary": WORDS}
-    assert chain.skeleton()(tokens().to("meta")).shape == (3, 20, WORDS)
-
-
 def test_the_encoder_scales_the_embedding_and_adds_sines_and_cosines():
     encoder = build(names=["encoder"])["encoder"].eval()
     added = encoder(tokens()) - math.sqrt(24) * encoder.embedding(tokens())

@@ -46,16 +46,6 @@ def test_recomputed_forwards_are_not_counted(trained):
         assert plain and all(torch.equal(plain[name], recomputed[name]) for name in plain)
 
 
-@pytest.mark.parametrize("layout", [Layout("ddp", dp=2, chunks=2), Layout("pipe_ddp", dp=2, pp=2, chunks=2)], ids=str)
-@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
-def test_synchronised_replicas_train_as_one_with_micro_batches_twice_as_large(trained, layout, recompute):
-    # Global batch 32: replica 0 works on samples 0-7 while replica 1 works on 16-23, so one process needs the
-    # samples in that order.
-    recipe = dataclasses.replace(CONVNET, sync_batchnorm=True, recompute=recompute)
-    (reference,) = trained(Layout("single", chunks=2), dataclasses.replace(CONVNET, interleaved=True))
-    assert_same_training(trained(layout, recipe), reference, 1e-5)
-
-
 def test_without_it_they_do_not(trained):
     (reference,) = trained(Layout("single", chunks=2), dataclasses.replace(CONVNET, interleaved=True))
     with pytest.raises(AssertionError, match="farther than"):

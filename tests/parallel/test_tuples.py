@@ -1,4 +1,4 @@
-"""Models whose layers pass tuples of tensors on train under every strategy as in one process."""
+"""Models whose layers pass tuples of tensors on: recomputed, in bf16, and what their borders are."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Layout, Recipe
-from comparing import assert_same_training, weights_of
+from cases import Layout
+from cells import RECIPES
+from comparing import weights_of
 from torch import nn
 from tuple_models import TUPLE_MODELS, translator, translator_batch, unet, unet_batch
 
@@ -16,49 +17,7 @@ from models.losses import SquaredError, Sums
 from parallel.shape_inference import trace
 from parallel.stage import Stage
 
-RECIPES = {
-    "unet": Recipe("unet", global_batch=16, lr=0.05, steps=5, clip=0.5, eval_every=5, precision="fp64"),
-    "translator": Recipe("translator", global_batch=16, lr=0.05, steps=5, clip=0.5, eval_every=5),
-    "mixture": Recipe("mixture", global_batch=16, lr=0.2, steps=5, clip=0.25, eval_every=5),
-}
-LAYOUTS = [
-    Layout("model_parallel", pp=3, chunks=4),
-    Layout("ddp", dp=2, chunks=2),
-    *(
-        Layout("pipelined", pp=2, chunks=4, schedule=schedule)
-        for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "planned")
-    ),
-    Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule="1f1b"),
-    Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule="interleaved_1f1b"),
-]
-SPLIT = ("interleaved_zero_bubble", "planned")
 PIPELINED = Layout("pipelined", pp=2, chunks=4, schedule="1f1b")
-
-
-def assert_it_trains_as_in_one_process(trained, layout: Layout, recipe: Recipe) -> None:
-    # BatchNorm, and the balance of experts, are taken over the micro-batch.
-    (reference,) = trained(Layout("single") if recipe.model == "translator" else layout.same_cut, recipe)
-    assert reference.losses[-1] < 0.98 * reference.losses[0], "nothing was learned: the comparison would say little"
-    assert_same_training(trained(layout, recipe), reference, 1e-10 if recipe.precision == "fp64" else 1e-5)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("model", TUPLE_MODELS)
-def test_a_model_with_tuples_trains_as_in_one_process(trained, model, layout):
-    assert_it_trains_as_in_one_process(trained, layout, RECIPES[model])
-
-
-@pytest.mark.parametrize("schedule", SPLIT)
-def test_a_weight_that_reaches_a_border_past_all_inputs_gets_its_gradient_in_a_split_backward(trained, schedule):
-    """The second of four stages embeds the target's tokens, and passes them on beside what the encoder gave."""
-    layout = Layout("pipelined", pp=2, chunks=4, schedule=schedule, balance=(1, 2, 1, 2))
-    assert_it_trains_as_in_one_process(trained, layout, RECIPES["translator"])
-
-
-@pytest.mark.parametrize("balance", [(1, 5), (5, 1)], ids=str)
-@pytest.mark.parametrize("model", ["unet", "translator"])
-def test_wherever_it_is_cut(trained, model, balance):
-    assert_it_trains_as_in_one_process(trained, replace(PIPELINED, balance=balance), RECIPES[model])
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])

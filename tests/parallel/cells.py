@@ -1,0 +1,212 @@
+"""The table of parity: what is trained, under which layout, on which device, and how near it comes to one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import pytest
+from cases import Layout, Recipe
+
+from parallel.schedules import NAMES, SCHEDULES
+from parallel.strategies import STRATEGIES, StrategyInfo
+
+RECIPES = {
+    "toy": Recipe("toy", global_batch=24, lr=0.02, steps=8, eval_every=5),
+    # Tied embeddings, dropout, clipping, an evaluation in between.
+    "gpt2": Recipe("gpt2", global_batch=16, lr=0.4, steps=4, clip=0.25, eval_every=2),
+    "transformer": Recipe("transformer", global_batch=16, lr=0.2, clip=0.5, steps=4, eval_every=2, dropout=0.2),
+    # Chaotic in float32 (another number of threads moves its loss by percents): float64, and a small rate.
+    "resnet50": Recipe("resnet50", global_batch=8, lr=1e-3, momentum=0.0, steps=2, eval_every=2, precision="fp64"),
+    "classifier": Recipe("classifier", global_batch=16, lr=0.02, steps=4, eval_every=2),
+    "convnet": Recipe("convnet", global_batch=32, lr=0.02, steps=4, eval_every=2),
+    # In-place layers, layers of torch with statistics, frozen, shared, unused and empty parameters.
+    "sequential": Recipe("sequential", global_batch=16, lr=0.1, steps=3, eval_every=2),
+    # A parameter that one replica uses and another does not.
+    "sequential sometimes": Recipe("sequential sometimes", global_batch=4, lr=0.1, steps=8),
+    # Layers that pass tuples of tensors on.
+    "unet": Recipe("unet", global_batch=16, lr=0.05, steps=5, clip=0.5, eval_every=5, precision="fp64"),
+    "translator": Recipe("translator", global_batch=16, lr=0.05, steps=5, clip=0.5, eval_every=5),
+    "mixture": Recipe("mixture", global_batch=16, lr=0.2, steps=5, clip=0.25, eval_every=5),
+}
+# All 16 blocks of ResNet-50, where the others have 5 of them.
+RECIPES["whole resnet50"] = replace(RECIPES["resnet50"], model="whole resnet50")
+PUBLISHED = ("toy", "resnet50", "transformer", "gpt2", "classifier", "convnet")
+# BatchNorm, and the balance of experts, are taken over the micro-batch: one process with the same ones is compared.
+BY_MICROBATCH = ("resnet50", "whole resnet50", "convnet", "sequential", "unet", "mixture")
+SPLIT = tuple(name for name in NAMES if SCHEDULES[name].splits_backward)
+FLAT = ("gpipe", "1f1b")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A training that is to be another one's.
+
+    reference  the layout that it is compared with; wanted  what is trained there
+    device     "cpu", or "cuda" for GPUs that are pretended
+    rounded    it must also be farther than this from the reference, or nothing was rounded
+    """
+
+    recipe: Recipe
+    layout: Layout
+    tolerance: float
+    reference: Layout
+    wanted: Recipe
+    device: str = "cpu"
+    rounded: float | None = None
+    marks: tuple = ()
+
+    def __str__(self) -> str:
+        changed = [f"{key}={value}" for key, value in vars(self.recipe).items()
+                   if value != getattr(RECIPES[self.recipe.model], key)]  # fmt: skip
+        return " ".join([self.recipe.model, str(self.layout), *changed, *["on a GPU"] * (self.device == "cuda")])
+
+    @property
+    def param(self):
+        return pytest.param(self, id=str(self), marks=self.marks)
+
+
+def cell(model: str, layout: Layout, tolerance: float | None = None, slow: bool = False, **changes) -> Cell:
+    """A cell with what follows from its model; ``changes`` are those of a Cell, or of the recipe of both trainings."""
+    own = {key: changes.pop(key) for key in ("reference", "wanted", "device", "rounded") if key in changes}
+    planned = {"steps": 5} if layout.schedule == "planned" and RECIPES[model].steps < 5 else {}  # anew after 4 steps
+    recipe = replace(RECIPES[model], **planned, **changes)
+    exact = 1e-10 if recipe.precision == "fp64" else 1e-5
+    reference = layout.same_cut if model in BY_MICROBATCH else Layout("single")
+    marks = (pytest.mark.slow,) if slow else ()
+    return Cell(recipe, layout, tolerance or exact, **{"reference": reference, "wanted": recipe, **own}, marks=marks)
+
+
+def small_layout(name: str, info: StrategyInfo) -> Layout:
+    """Two replicas and two stages, where the strategy has them; four micro-batches in all."""
+    hybrid = info.shards == "node"  # two groups of two
+    dp, pp = (1 + info.replicas) * (1 + hybrid), 1 + info.stages
+    shard = 2 if hybrid else None
+    return Layout(name, dp=dp, pp=pp, chunks=4 // dp, schedule="gpipe" if info.replicas else "1f1b", shard=shard)
+
+
+def published() -> Iterable[Cell]:
+    """Every model under every strategy, whatever the registry has."""
+    layouts = [small_layout(name, info) for name, info in STRATEGIES.items() if not info.gpu_only and name != "single"]
+    for model in (*PUBLISHED, "whole resnet50"):
+        yield from (cell(model, layout, slow=model.startswith("whole")) for layout in layouts)
+
+
+def layouts() -> Iterable[Cell]:
+    """The toy and GPT-2 under every schedule, order of ranks, partition and number of replicas."""
+    yield from (cell(model, Layout("single", chunks=8)) for model in ("toy", "gpt2"))
+    yield cell("toy", Layout("model_parallel", pp=3, chunks=4))
+    yield cell("toy", Layout("ddp", dp=4))
+    for pp in (2, 3):
+        yield from (cell("toy", Layout("pipelined", pp=pp, chunks=4, schedule=s)) for s in FLAT)
+        yield from (cell("toy", Layout("pipe_ddp", dp=2, pp=pp, chunks=3, schedule=s)) for s in FLAT)
+    yield cell("toy", Layout("pipe_ddp", dp=2, pp=2, chunks=3, order="pp_dp"))
+    yield cell("toy", Layout("pipelined", pp=2))
+    yield cell("toy", Layout("pipelined", pp=2, chunks=4, balance=(1, 2)))
+    # Five rows for three ranks.
+    yield from (cell("toy", Layout(name, dp=3, pp=pp, chunks=2)) for name, pp in (("fsdp", 1), ("pipe_fsdp", 2)))
+    yield cell("gpt2", Layout("model_parallel", pp=4, chunks=4))
+    yield cell("gpt2", Layout("ddp", dp=4, chunks=2))
+    for pp in (2, 4):  # four stages are dear: under one schedule here, under the others with `pytest -m slow`
+        for s in (*FLAT, "interleaved_1f1b"):
+            yield cell("gpt2", Layout("pipelined", pp=pp, chunks=8, schedule=s), slow=pp == 4 and s != "1f1b")
+            yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=pp, chunks=4, schedule=s), slow=pp == 4 and s != "1f1b")
+    yield from (cell("gpt2", Layout("pipelined", pp=2, chunks=8, schedule=s)) for s in ("looped_bfs", *SPLIT))
+    yield from (cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule=s)) for s in ("looped_bfs", *SPLIT))
+    yield cell("gpt2", Layout("pipe_ddp", dp=4, pp=2, chunks=2, schedule="1f1b"))
+    yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule="1f1b", order="pp_dp"))
+    yield cell("gpt2", Layout("pipelined", pp=2, chunks=4, schedule="1f1b", balance="size"))
+    yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=4), precision="fp64", slow=True)
+    # Images in channels_last cross the first two borders, what a pooling flattened the third.
+    for s in (name for name in NAMES if SCHEDULES[name].looped):
+        yield cell("resnet50", Layout("pipelined", pp=2, chunks=4, schedule=s, balance=(5, 2, 3, 1)))
+
+
+def shared() -> Iterable[Cell]:
+    """Parameters, gradients and optimizer state that replicas share."""
+    yield cell("gpt2", Layout("fsdp", dp=4, chunks=2))
+    yield cell("gpt2", Layout("fsdp", dp=2, chunks=4, reshard=False))
+    yield cell("gpt2", Layout("hsdp", dp=4, chunks=2, shard=2, reshard=False))
+    for s in ("interleaved_1f1b", *SPLIT):
+        yield cell("gpt2", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule=s))
+    yield cell("gpt2", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="1f1b", reshard=True, order="pp_dp"))
+    for layout in (
+        Layout("fsdp", dp=2, chunks=4),
+        Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="interleaved_1f1b"),
+    ):
+        yield cell("gpt2", layout, recompute=True, wanted=RECIPES["gpt2"], slow=layout.name == "fsdp")
+
+
+def sent() -> Iterable[Cell]:
+    """What replicas send each other: rounded, in groups first, in small buckets."""
+    for layout in (Layout("ddp", dp=2, chunks=2), Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule="1f1b")):
+        for hook, tolerance in (("bf16", 2e-2), ("fp16", 2e-3)):
+            yield cell("gpt2", replace(layout, comm_hook=hook), tolerance, rounded=1e-6)
+    grouped = {"comm_hook": "hierarchical"}
+    yield cell("gpt2", Layout("ddp", dp=4, shard=2, **grouped))
+    yield cell("gpt2", Layout("ddp", dp=2, chunks=2, **grouped))  # one node: there is nothing between nodes
+    yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule="planned", **grouped))
+    for group in (2, 1):  # with one replica in a group, all that is sent is sent between groups
+        yield cell("gpt2", Layout("ddp", dp=4, shard=group, comm_hook="hierarchical_bf16"), 2e-2, rounded=1e-6)
+    for hook, tolerance in (("none", 1e-5), ("bf16", 2e-2)):
+        layout = Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule="interleaved_zero_bubble", comm_hook=hook)
+        yield cell("gpt2", layout, tolerance, bucket_mb=0.05, wanted=RECIPES["gpt2"])
+
+
+def unusual() -> Iterable[Cell]:
+    """An ordinary nn.Sequential, models that pass tuples on, and BatchNorm over all replicas."""
+    for layout in (
+        Layout("model_parallel", pp=2, chunks=4),
+        Layout("ddp", dp=2, chunks=2),
+        Layout("fsdp", dp=2, chunks=2),
+        Layout("fsdp", dp=2, chunks=2, reshard=False),
+        Layout("pipelined", pp=2, chunks=4),
+        *(Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule=s) for s in ("1f1b", "interleaved_zero_bubble")),
+        Layout("pipe_fsdp", dp=2, pp=2, chunks=2),
+    ):
+        yield cell("sequential", layout)
+    yield cell("sequential", Layout("single", chunks=4), recompute=True, wanted=RECIPES["sequential"])
+    for name in ("ddp", "fsdp"):
+        wanted = replace(RECIPES["sequential sometimes"], fused=True)
+        yield cell("sequential sometimes", Layout(name, dp=2), reference=Layout("single", chunks=2), wanted=wanted)
+    for model in ("unet", "translator", "mixture"):
+        yield cell(model, Layout("model_parallel", pp=3, chunks=4))
+        yield cell(model, Layout("ddp", dp=2, chunks=2))
+        yield from (cell(model, Layout("pipelined", pp=2, chunks=4, schedule=s)) for s in NAMES)
+        for s in ("1f1b", "interleaved_1f1b"):
+            yield cell(model, Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule=s))
+    for model in ("unet", "translator"):
+        for balance in ((1, 5), (5, 1)):
+            yield cell(model, Layout("pipelined", pp=2, chunks=4, schedule="1f1b", balance=balance))
+    # The second of four stages embeds the target's tokens, and passes them on beside what the encoder gave: a weight
+    # that reaches a border past all inputs.
+    for s in SPLIT:
+        yield cell("translator", Layout("pipelined", pp=2, chunks=4, schedule=s, balance=(1, 2, 1, 2)))
+    # Global batch 32: replica 0 works on samples 0-7 while replica 1 works on 16-23, so one process needs the samples
+    # in that order.
+    interleaved = {"reference": Layout("single", chunks=2), "wanted": replace(RECIPES["convnet"], interleaved=True)}
+    for layout in (Layout("ddp", dp=2, chunks=2), Layout("pipe_ddp", dp=2, pp=2, chunks=2)):
+        for recompute in (False, True):
+            yield cell("convnet", layout, sync_batchnorm=True, recompute=recompute, **interleaved)
+
+
+def pretended() -> Iterable[Cell]:
+    """Every model under every way of running on pretended GPUs. They are slow: most are left to `pytest -m slow`."""
+    one = Layout("single", chunks=4)
+    layouts = (
+        Layout("model_parallel", pp=2, chunks=4),
+        Layout("ddp", dp=2, chunks=2),
+        Layout("pipelined", pp=2, chunks=4, schedule="1f1b"),
+        Layout("pipe_ddp", dp=2, pp=2, chunks=2),
+    )
+    for model in PUBLISHED:
+        batch = 4 if model == "resnet50" else 8
+        recipe = replace(RECIPES[model], global_batch=batch, steps=3, eval_every=3, device="cuda")
+        rest = {"device": "cuda", "reference": one, "slow": model != "gpt2", "global_batch": batch, "steps": 3}
+        rest["eval_every"] = 3
+        yield from (cell(model, layout, wanted=recipe, **rest) for layout in layouts)
+        # In attention a GPU draws other numbers.
+        yield cell(model, one, 1e-5, dropout=0.0, wanted=replace(recipe, dropout=0.0, device="cpu"), **rest)
+
+
+CELLS = [*published(), *layouts(), *shared(), *sent(), *unusual(), *pretended()]
