@@ -2,9 +2,9 @@
 
 What this room uses of torch that is private or undocumented, and may change. Tried with torch 2.11, 2.13 and 2.15:
 
-    pipe_stage.py, zero_bubble/   the methods of torch.distributed.pipelining's stage that PipeStage overrides; schedules'
-                                  _Action, _PipelineScheduleRuntime with its _prepare_schedule_with_comms, _num_stages
-                                  and _n_microbatches
+    pipe_stage.py, zero_bubble/   the methods of torch's pipeline stage that PipeStage overrides; schedules._Action,
+                                  _PipelineScheduleRuntime with its _prepare_schedule_with_comms, _num_stages and
+                                  _n_microbatches
     host_group.py                 a subclass of ProcessGroup: _get_backend, _allgather_base and _reduce_scatter_base;
                                   ProcessGroupGloo's; the options in distributed_c10d
     shape_inference.py            torch._subclasses.fake_tensor, torch.utils._python_dispatch, Operator._schema,

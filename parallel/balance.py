@@ -30,7 +30,7 @@ Cost = Callable[[Sequence[int]], float]  # of a step, given how many layers each
 
 
 def seconds_per_layer(plan: Plan, chain: Chain, sample: Batch, seed: int, threads: int | None) -> list[float]:
-    """Measure forward plus backward of each layer on one micro-batch.
+    """Measure the seconds of forward plus backward of each layer on one micro-batch; the last one's include the loss.
 
     The fastest of some rounds counts. A round goes through the whole chain, so that a machine that is slow for a while
     is slow for all layers alike. One layer is built at a time, as a stage of its own, on the run's device with the
@@ -42,9 +42,6 @@ def seconds_per_layer(plan: Plan, chain: Chain, sample: Batch, seed: int, thread
         sample: One micro-batch.
         seed: For weights and dropout.
         threads: Of each rank; None for an equal part of the cores.
-
-    Returns:
-        Seconds for each layer. The last one's include the loss.
     """
     device = local_device(plan.device_type, 0)
     sample = sample.to(device)
@@ -86,17 +83,7 @@ def _round(plan: Plan, chain: Chain, sample: Batch, seed: int, device: torch.dev
 
 
 def bytes_per_layer(plan: Plan, chain: Chain, sample: Batch, tensors_per_parameter: int) -> list[float]:
-    """Estimate the memory of each layer: parameters, optimizer state, and activations of the micro-batches in flight.
-
-    Args:
-        plan: The layout of the run.
-        chain: The model.
-        sample: One micro-batch, for its shapes.
-        tensors_per_parameter: The weight, its gradient and the optimizer's state.
-
-    Returns:
-        Bytes for each layer.
-    """
+    """Estimate the bytes of each layer: parameters, optimizer state, activations of the micro-batches in flight."""
     held = 1
     if plan.pipelined:
         held = in_flight(plan.schedule, plan.pp, plan.chunks, plan.stages_per_rank, 0)
@@ -112,7 +99,10 @@ def bytes_per_layer(plan: Plan, chain: Chain, sample: Batch, tensors_per_paramet
 def equal_stages(
     costs: Sequence[float], stages: int, ranks: int | None = None, chunks: int = 1, schedule: str | None = None
 ) -> list[int]:
-    """Find the partition with which a step costs least.
+    """Find the number of layers of each stage with which a step costs least.
+
+    It is the uniform partition where that is nearly as good as the best. Where there are too many to try, it is the
+    best that is reached by moving layers between two stages.
 
     Args:
         costs: Of each layer.
@@ -120,10 +110,6 @@ def equal_stages(
         ranks: How many ranks; stage i runs on rank i % ``ranks``. None for one stage per rank.
         chunks: The number of micro-batches.
         schedule: The schedule's name. For "planned", the simulated makespan counts.
-
-    Returns:
-        The number of layers of each stage: the uniform partition where it is nearly as good as the best. Where there
-        are too many to try, the best that is reached by moving layers between two stages.
     """
     ranks = ranks or stages
 
@@ -177,15 +163,7 @@ def _moves(counts: Sequence[int]) -> Iterator[list[int]]:
 
 
 def stage_costs(costs: Sequence[float], counts: Sequence[int]) -> list[float]:
-    """Add up the costs of each stage's layers.
-
-    Args:
-        costs: Of each layer.
-        counts: The number of layers of each stage.
-
-    Returns:
-        The cost of each stage.
-    """
+    """Add up the costs of each stage's layers."""
     starts = [sum(counts[:i]) for i in range(len(counts))]
     return [sum(costs[s : s + n]) for s, n in zip(starts, counts, strict=True)]
 

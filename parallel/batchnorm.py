@@ -48,11 +48,7 @@ class RunningStatistics:
         return cls(norms, microbatches, replicas) if norms else None
 
     def update(self, usable: bool) -> None:
-        """Update the running statistics at the end of a step.
-
-        Args:
-            usable: Whether the step updates the weights, the same on every rank. Otherwise nothing is changed.
-        """
+        """Update the running statistics at the end of a step; nothing changes where it does not update the weights."""
         seen = [norm.seen for norm in self._norms]
         means = torch._foreach_div(seen, self._microbatches)
         torch._foreach_zero_([*seen, *(norm.moments for norm in self._norms)])  # what is not finite is gone with them

@@ -23,14 +23,7 @@ from parallel.precision import resolve_precision
 
 
 def resolve_device_type(wanted: str, processes: int | None = None) -> str:
-    """Replace ``auto`` by the best available device.
-
-    Args:
-        wanted: auto, cpu, cuda or mps.
-        processes: How many there will be, where that is known. mps is for one process only.
-
-    Returns:
-        cuda, mps or cpu.
+    """Replace ``auto`` by the best available device; mps is for one process only.
 
     Raises:
         PlanError: If the machine has no such device.
@@ -97,15 +90,7 @@ def synchronize(device: torch.device) -> None:
 def gpus_in_common(store: dist.Store, rank: int, size: int, device: torch.device) -> list[list[int]]:
     """Find out which ranks have the same GPU. All ranks call this together, before anything else uses ``store``.
 
-    Args:
-        store: Through which they tell each other.
-        rank: This rank.
-        size: The number of ranks.
-        device: This rank's GPU.
-
-    Returns:
-        For each GPU that several ranks have, those ranks. Slices of GPUs (MIG), between which NCCL does not send, count
-        as one.
+    Slices of GPUs (MIG), between which NCCL does not send, count as one.
     """
     # Every GPU of the world has a number of its own, whatever index a process sees it under.
     gpu = torch.cuda.get_device_properties(device)
@@ -117,14 +102,11 @@ def gpus_in_common(store: dist.Store, rank: int, size: int, device: torch.device
 
 
 def share_cores(processes: int, wanted: int | None) -> int:
-    """Set the number of this process's threads.
+    """Set the number of this process's threads, and return it.
 
     Args:
         processes: How many processes share this machine's cores.
         wanted: How many threads, or None for an equal part of the cores.
-
-    Returns:
-        The number of threads.
     """
     threads = max(1, usable_cores() // processes) if wanted is None else wanted
     torch.set_num_threads(threads)

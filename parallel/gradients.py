@@ -45,16 +45,7 @@ class Gradients:
     def __init__(
         self, plan: Plan, chain: Chain, stages: Sequence[Stage], mesh: Mesh, device: torch.device, timeout_s: float
     ) -> None:
-        """Refer to the stages' gradients. Every rank of the mesh constructs this.
-
-        Args:
-            plan: Says which stages hold which layers.
-            chain: Says which parameters are tied.
-            stages: Of this rank.
-            mesh: The grid of ranks.
-            device: Where norms are computed.
-            timeout_s: The longest that a rank waits for another.
-        """
+        """Refer to the stages' gradients. Every rank of the mesh constructs this."""
         self._stages, self._tied, self._device = stages, chain.tied, device
         self._sharded = mesh.shards > 1
         self._in_buckets = mesh.dp_group is not None and not self._sharded
@@ -117,9 +108,6 @@ class Gradients:
 
         Args:
             of: Gives for each parameter a tensor to add in the place of its gradient, shared out as it is; or None.
-
-        Returns:
-            A scalar in ``sum_dtype``.
         """
         tensors = self._local(
             tensor
@@ -146,9 +134,6 @@ def _norms(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     A sum in float32 depends on how the elements are divided among ranks: for 40 million of them, from the third digit
     on. In float64 a CPU can add only what it has copied to float64, in four times the time. There, the rows of a large
     gradient are summed in float32: they are short, and their errors cancel.
-
-    Returns:
-        Tensors of any number of norms each, in ``dtype``.
     """
 
     def is_cut(gradient: Tensor) -> bool:
@@ -192,16 +177,13 @@ def _copies(
 
 
 def replicate(stage: nn.Module, mesh: Mesh, bucket_mb: float, comm_hook: str) -> nn.Module:
-    """Wrap a stage in DistributedDataParallel.
+    """Wrap a stage in DistributedDataParallel, unless there is one replica, or nothing to average.
 
     Args:
         stage: The module.
         mesh: The grid of ranks, connected.
         bucket_mb: Gradients are sent in buckets of about this many MiB, during the backward.
         comm_hook: How they are sent; see ``averaging``.
-
-    Returns:
-        The wrapped stage; ``stage`` itself where there is one replica, or nothing to average.
     """
     if mesh.dp_group is None or not any(p.requires_grad for p in stage.parameters()):
         return stage
@@ -251,10 +233,8 @@ def _average_bucket(average: Average, bucket):  # DDP refuses an annotation in q
 def averaging(mesh: Mesh, comm_hook: str) -> Average:
     """Return the function that averages over the replicas of a mesh.
 
-    Args:
-        mesh: The grid of ranks, connected, with more than one replica.
-        comm_hook: none: in the gradients' own dtype. bf16, fp16: in that dtype. hierarchical: within each group of
-            replicas first, then between groups; hierarchical_bf16: likewise, in bf16 between groups.
+    bf16 and fp16 send gradients in that dtype. hierarchical averages within each group of replicas first, then between
+    groups; hierarchical_bf16 likewise, in bf16 between groups.
     """
     dtype = _COMPRESSED.get(comm_hook)
     if comm_hook in HIERARCHICAL and mesh.inner_group is not None:

@@ -24,17 +24,9 @@ BACKEND, NCCL = "host", "nccl"
 def choose_backend(
     device_type: str, rank: int, size: int, local_rank: int, store: dist.Store
 ) -> tuple[str, dict[str, Any]]:
-    """Decide how ranks exchange tensors. All ranks call this together; rank 0 says where they share GPUs.
+    """Return the backend with which ranks exchange tensors, and more arguments of ``init_process_group`` for it.
 
-    Args:
-        device_type: cpu, cuda or mps.
-        rank: This rank.
-        size: The number of ranks.
-        local_rank: This rank's number on its machine.
-        store: Through which the ranks tell each other.
-
-    Returns:
-        The backend's name, and further arguments of ``init_process_group`` for it.
+    All ranks call this together; rank 0 says where they share GPUs.
     """
     if device_type != "cuda":
         return "gloo", {}

@@ -80,15 +80,7 @@ def check_gpus(plan: Plan, tensors: int, memory: Callable[[int], int]) -> None:
 
 
 def tensors_per_parameter(optim, unknown: int = 2) -> int:
-    """Count tensors of a parameter's size: the weight, its gradient, and the optimizer's state.
-
-    Args:
-        optim: The configuration section: its target, and momentum for SGD.
-        unknown: What to count as the state of an optimizer that is not torch's.
-
-    Returns:
-        Their number.
-    """
+    """Count tensors of a parameter's size: the weight, its gradient, its state (``unknown`` if not torch's)."""
     module, _, kind = optim["_target_"].rpartition(".")
     if module.split(".")[:2] != ["torch", "optim"]:
         return 2 + unknown
@@ -96,18 +88,10 @@ def tensors_per_parameter(optim, unknown: int = 2) -> int:
 
 
 def stage_activations(plan: Plan, chain: Chain, sample: Batch) -> list[int]:
-    """Estimate what each stage holds between forwards and backwards.
+    """Estimate the bytes that each stage holds between forwards and backwards.
 
     That is what autograd keeps for the micro-batches that the schedule has in flight, and the weights cast to the
     compute dtype.
-
-    Args:
-        plan: The layout of the run.
-        chain: The model.
-        sample: One micro-batch, for its shapes.
-
-    Returns:
-        Bytes, for each stage of the plan.
     """
     traced = {t.name: t for t in trace(chain, sample, plan.precision, plan.device_type)}
     sizes = []
@@ -122,17 +106,7 @@ def stage_activations(plan: Plan, chain: Chain, sample: Batch) -> list[int]:
 
 
 def estimate_memory(plan: Plan, chain: Chain, sample: Batch, optim) -> list[MemoryEstimate]:
-    """Estimate the memory of each rank.
-
-    Args:
-        plan: The layout of the run.
-        chain: The model.
-        sample: One micro-batch, for its shapes.
-        optim: The configuration section: its target, and momentum for SGD.
-
-    Returns:
-        One estimate per rank.
-    """
+    """Estimate the memory of each rank."""
     held = stage_activations(plan, chain, sample)
     states = tensors_per_parameter(optim) - 2
     layers = [sum(p.numel() for p in layer.parameters()) for _, layer in chain.skeleton().items()]

@@ -112,14 +112,7 @@ class Mesh:
         return [self.rank_at(replica, position) for replica in range(self.dp)]
 
     def connect(self, timeout_s: float) -> Mesh:
-        """Make the process groups. Every rank calls this.
-
-        Args:
-            timeout_s: The longest that a rank waits for another.
-
-        Returns:
-            This mesh. With more than one rank it needs an initialised default process group.
-        """
+        """Make the process groups, and return this mesh. Every rank calls this."""
         self.pp_group = self.new_group([self.pipeline(r) for r in range(self.dp)], timeout_s)
         columns = [self.replicas(position) for position in range(self.pp)]
         self.dp_group = self.new_group(columns, timeout_s)
@@ -169,15 +162,7 @@ class Mesh:
         return received
 
     def new_group(self, lines: Sequence[Sequence[int]], timeout_s: float) -> dist.ProcessGroup | None:
-        """Make one process group for each line of ranks. All ranks call this.
-
-        Args:
-            lines: The ranks of each group. One of a single rank is left out.
-            timeout_s: The longest that a rank waits for another.
-
-        Returns:
-            The group that this rank is in, if any.
-        """
+        """Make a group for each line of several ranks; return that of this rank, if any. All ranks call this."""
         own = None
         for ranks in lines:
             if len(ranks) < 2:

@@ -32,16 +32,7 @@ class PipeStage(PipelineStage):
         received: Sequence[TensorSpec],
         sent: Sequence[TensorSpec],
     ) -> None:
-        """Wrap one stage of a pipeline.
-
-        Args:
-            strategy: The pipeline. In its timeline forwards, backwards and receives are recorded; waiting is in the
-                receives only.
-            stage: The stage.
-            index: The stage's place in the pipeline, from 0.
-            received: One micro-batch's incoming tensors; of stage 0, the batch's inputs.
-            sent: The outgoing tensors; of the last stage, the loss.
-        """
+        """Wrap one stage of a pipeline."""
         plan, mesh = strategy.plan, strategy.mesh
         stages, ranks = len(plan.stages), mesh.pipeline(mesh.replica)
         # Tensors that need no gradient, by their places among those that arrive and those that leave.

@@ -303,16 +303,7 @@ def _devices(parallel, info: StrategyInfo, hardware: Hardware) -> tuple[str, ...
 
 
 def check_groups(parallel, info: StrategyInfo, mesh: Mesh, nodes: int) -> tuple[int, bool]:
-    """Choose the size of the groups.
-
-    Args:
-        parallel: The configuration section.
-        info: What its strategy is.
-        mesh: The grid of ranks.
-        nodes: The number of machines, with equally many ranks each.
-
-    Returns:
-        How many replicas form a group, and whether shared parameters are whole one layer at a time.
+    """Choose how many replicas form a group, and whether shared parameters are whole one layer at a time.
 
     Raises:
         PlanError: With the numbers and a way out.
@@ -411,16 +402,6 @@ def partition_layers(
 ) -> list[list[str]]:
     """Cut the layers into stages.
 
-    Args:
-        names: The layers, in order.
-        stages: How many stages.
-        balance: "uniform" for equally many layers, "size" for equal sums of ``costs``, or the number of layers of each
-            stage. For "time" the layers are cut as for "uniform" until they are measured (``parallel.balance``).
-        costs: One number per layer (its parameters), used by "size".
-
-    Returns:
-        The names of each stage's layers.
-
     Raises:
         PlanError: If that is impossible.
     """
@@ -451,16 +432,9 @@ def even_split(layers: int, stages: int) -> list[int]:
 
 
 def block_partition(costs: Sequence[float], parts: int) -> list[int]:
-    """Cut costs into contiguous non-empty blocks so that the largest sum is smallest.
+    """Return the lengths of contiguous non-empty blocks of ``costs`` whose largest sum is smallest.
 
     Exact, by dynamic programming in O(parts x n^2).
-
-    Args:
-        costs: One number for each of n layers.
-        parts: How many blocks.
-
-    Returns:
-        The length of each block.
     """
     n = len(costs)
     total = [0.0]

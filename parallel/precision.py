@@ -16,13 +16,6 @@ CPU_PRECISION = "CPU_PRECISION"  # an environment variable: what auto is on a CP
 def resolve_precision(wanted: str, device_type: str) -> str:
     """Replace ``auto`` by bf16 where the device computes it in hardware, else by fp32.
 
-    Args:
-        wanted: auto, fp64, fp32, bf16 or fp16.
-        device_type: cpu, cuda or mps.
-
-    Returns:
-        The name of a number format; one that is named already is kept.
-
     Raises:
         PlanError: The environment variable ``CPU_PRECISION`` is set to something else than fp32 and bf16.
     """
@@ -53,13 +46,7 @@ def parameter_dtype(precision: str) -> torch.dtype:
 
 
 def autocast(precision: str, device_type: str, keep_casts: bool = True):
-    """Return the context for one whole step.
-
-    Args:
-        precision: fp64, fp32, bf16 or fp16.
-        device_type: cpu, cuda or mps.
-        keep_casts: Whether each weight is cast once and not once per micro-batch.
-    """
+    """Return the context for one whole step."""
     if precision not in _COMPUTE:
         return nullcontext()
     return torch.autocast(device_type, dtype=_COMPUTE[precision], cache_enabled=keep_casts)
@@ -70,8 +57,5 @@ def outside_autocast(device_type: str):
 
     Each gradient is then computed in the dtype of its forward. Autocast would compute those of a layer in bf16 that
     keeps itself in float32. What is recomputed in a backward enters the forward's autocast by itself.
-
-    Args:
-        device_type: cpu, cuda or mps.
     """
     return torch.autocast(device_type, enabled=False)

@@ -84,9 +84,6 @@ def stages_per_rank(schedule: str, wanted: int | None) -> int:
         schedule: The schedule's name.
         wanted: How many, or None for what the schedule needs.
 
-    Returns:
-        Their number.
-
     Raises:
         PlanError: If the schedule cannot run so many.
     """
@@ -106,9 +103,6 @@ def stages_per_rank(schedule: str, wanted: int | None) -> int:
 def check_schedule(schedule: str) -> None:
     """Check that a schedule can be used.
 
-    Args:
-        schedule: The schedule's name.
-
     Raises:
         PlanError: If it is refused, with the reason.
     """
@@ -118,11 +112,6 @@ def check_schedule(schedule: str) -> None:
 
 def check_chunks(schedule: str, chunks: int, ranks: int) -> None:
     """Check that a schedule can run so many micro-batches on so many ranks.
-
-    Args:
-        schedule: The schedule's name.
-        chunks: The number of micro-batches.
-        ranks: The number of ranks of the pipeline.
 
     Raises:
         PlanError: If it cannot, with the nearest numbers that work.
@@ -150,34 +139,13 @@ def _equal_rounds(chunks: int, ranks: int) -> bool:
 
 
 def ideal_bubble(schedule: str, ranks: int, chunks: int, per_rank: int) -> float:
-    """Compute the fraction of the ranks' time that is idle in a perfectly balanced run.
-
-    Args:
-        schedule: The schedule's name.
-        ranks: The number of ranks of the pipeline.
-        chunks: The number of micro-batches.
-        per_rank: Stages per rank.
-
-    Returns:
-        A number from 0 to 1.
-    """
+    """Compute the fraction (0 to 1) of the ranks' time that is idle in a perfectly balanced run."""
     work = per_rank * chunks * (3 if SCHEDULES[schedule].splits_backward else 1)
     return (ranks - 1) / (work + ranks - 1)
 
 
 def in_flight(schedule: str, ranks: int, chunks: int, per_rank: int, rank: int) -> int:
-    """Compute how many micro-batches' activations a stage holds at most, on average over the rank's stages.
-
-    Args:
-        schedule: The schedule's name.
-        ranks: The number of ranks of the pipeline.
-        chunks: The number of micro-batches.
-        per_rank: Stages per rank.
-        rank: The position of the rank in the pipeline.
-
-    Returns:
-        Their number.
-    """
+    """Compute how many micro-batches' activations a stage holds at most, on average over the rank's stages."""
     if schedule in ("gpipe", "looped_bfs"):
         return chunks
     if schedule == "1f1b":
@@ -194,15 +162,7 @@ def in_flight(schedule: str, ranks: int, chunks: int, per_rank: int, rank: int) 
 def max_in_flight(ranks: int, chunks: int, per_rank: int, rank: int, spare: int) -> int:
     """Compute how many activations, one for each stage and micro-batch, a planned order lets a rank hold.
 
-    Args:
-        ranks: The number of ranks of the pipeline.
-        chunks: The number of micro-batches.
-        per_rank: Stages per rank.
-        rank: The position of the rank in the pipeline.
-        spare: How many more than interleaved 1F1B holds.
-
-    Returns:
-        Their number.
+    They are ``spare`` more than interleaved 1F1B holds.
     """
     return min(chunks * per_rank, _warm_up(ranks, per_rank, rank) + spare)
 

@@ -78,16 +78,7 @@ class LayerTrace:
 
 
 def trace(chain: Chain, sample: Batch, precision: str, device_type: str) -> list[LayerTrace]:
-    """Run one micro-batch through the chain on fake tensors.
-
-    Args:
-        chain: The model.
-        sample: One micro-batch of real tensors, used for their shapes and dtypes only.
-        precision: fp64, fp32, bf16 or fp16.
-        device_type: cpu, cuda or mps.
-
-    Returns:
-        One trace per layer, in order.
+    """Run one micro-batch through the chain on fake tensors; return one trace per layer.
 
     Raises:
         PlanError: If a layer reads numbers out of its tensors.
@@ -157,14 +148,7 @@ def drawing_by_microbatch(chain: Chain, sample: Batch) -> list[str]:
 
     Those are layers that draw by themselves (``F.dropout``, ``nn.MultiheadAttention``, ``torch.rand``), and those in
     which dropout by sample does not find the samples: its input's first dimension is not that of the batch, which
-    shows in its shape for twice as many samples.
-
-    Args:
-        chain: The model.
-        sample: One micro-batch, used for its shapes and dtypes only.
-
-    Returns:
-        The names of the layers. A layer that cannot be computed on the meta device ends the search.
+    shows in its shape for twice as many samples. A layer that cannot be computed on the meta device ends the search.
     """
     once = sample.to("meta")
     batches = [once, once.map(lambda tensor: torch.cat((tensor, tensor)))]
@@ -198,16 +182,7 @@ def drawing_by_microbatch(chain: Chain, sample: Batch) -> list[str]:
 
 
 def stage_borders(plan: Plan, chain: Chain, sample: Batch) -> list[tuple[TensorSpec, ...]]:
-    """Infer what crosses the borders between stages, for one micro-batch.
-
-    Args:
-        plan: Says which layers make up a stage.
-        chain: The model.
-        sample: One micro-batch.
-
-    Returns:
-        What stages 0, 1, ... receive, and last the loss.
-    """
+    """Infer what stages 0, 1, ... receive of one micro-batch, and last the loss."""
     outputs = {t.name: t.outputs for t in trace(chain, sample, plan.precision, plan.device_type)}
     received = tuple(map(TensorSpec.of, sample.input_tensors))
     return [received, *(outputs[stage.layers[-1]] for stage in plan.stages)]

@@ -30,12 +30,9 @@ class Sharding:
     def __init__(self, mesh: Mesh, device_type: str, reshard: bool) -> None:
         """Describe the ranks that share.
 
-        Args:
-            mesh: The grid of ranks, connected.
-            device_type: cpu or cuda.
-            reshard: Whether the layers of a step are whole one at a time, in the forward and again in the backward, and
-                gradients are reduced after every micro-batch. Otherwise they are whole from the first forward to the
-                last backward, and gradients are reduced once.
+        With ``reshard`` the layers of a step are whole one at a time, in the forward and again in the backward, and
+        gradients are reduced after every micro-batch. Without it they are whole from the first forward to the last
+        backward, and gradients are reduced once.
         """
         from torch.distributed import fsdp  # imports DTensor: a second
         from torch.distributed.device_mesh import DeviceMesh
@@ -66,12 +63,7 @@ class Sharding:
             self._fsdp.register_fsdp_forward_method(module, "loss")
 
     def before_backward(self, stages: Iterable[Stage], last: bool) -> None:
-        """Say how the next micro-batch's gradients are reduced, and whether its backward frees whole parameters.
-
-        Args:
-            stages: Of this rank.
-            last: Whether it is the step's last micro-batch.
-        """
+        """Say how the next micro-batch's gradients are reduced, and whether its backward frees whole parameters."""
         for stage in self._sharded(stages):
             # With nothing to reduce, each backward ends as the last one does: torch would prefetch by the order of all
             # micro-batches' forwards, and gather a layer that is done with.

@@ -60,12 +60,6 @@ STRATEGIES = {
 def strategy_info(name: str) -> StrategyInfo:
     """Look a strategy up.
 
-    Args:
-        name: The value of ``parallel.name``.
-
-    Returns:
-        What the strategy is.
-
     Raises:
         PlanError: If there is no such strategy.
     """
@@ -81,14 +75,7 @@ def strategy_class(name: str) -> type:
 
 
 def names_where(**properties: bool) -> list[str]:
-    """List the strategies with some properties.
-
-    Args:
-        **properties: Attributes of ``StrategyInfo`` and their values.
-
-    Returns:
-        Names, in the order of the registry.
-    """
+    """List the strategies with some properties."""
     return [
         name
         for name, info in STRATEGIES.items()
@@ -97,15 +84,7 @@ def names_where(**properties: bool) -> list[str]:
 
 
 def suggest(*, replicas: bool, stages: bool) -> str:
-    """Name a strategy for an error message.
-
-    Args:
-        replicas: Whether it must have replicas.
-        stages: Whether it must have stages; it then runs them on ranks of their own.
-
-    Returns:
-        The first strategy of the registry that has these properties and runs on any device.
-    """
+    """Name a strategy for an error message."""
     return names_where(
         replicas=replicas, stages=stages, stage_per_rank=stages, several_devices=False, gpu_only=False
     )[0]

@@ -57,11 +57,7 @@ class Timeline:
     """
 
     def __init__(self, device_type: str = "cpu") -> None:
-        """Record on a device.
-
-        Args:
-            device_type: Of the device that works: cpu, cuda or mps.
-        """
+        """Record on a device."""
         self.steps: deque[list[Interval]] = deque(maxlen=KEPT_STEPS)
         self._on_gpu = device_type == "cuda"
         self._current: list[Interval] | None = None
@@ -107,27 +103,12 @@ class Timeline:
         self.steps.append([i._replace(start=seconds(i.start), end=seconds(i.end)) for i in intervals])
 
     def post(self, kind: str, stage: int, microbatch: int) -> None:
-        """Note that a receive is posted now, which ``begin`` will use.
-
-        Args:
-            kind: A kind of receive.
-            stage: The stage that receives.
-            microbatch: The micro-batch of the replica.
-        """
+        """Note that a receive is posted now, which ``begin`` will use."""
         if self._current is not None:
             self._posted[kind, stage, microbatch] = self.now()
 
     def begin(self, receive: str, stage: int, microbatch: int) -> Moment:
-        """Note that work starts now which uses what was received.
-
-        Args:
-            receive: The kind of receive. Where none was posted, nothing is noted.
-            stage: The stage that works.
-            microbatch: The micro-batch of the replica.
-
-        Returns:
-            The moment.
-        """
+        """Note that work starts now which uses what was received, if a receive was posted; return the moment."""
         start = self.now()
         posted = self._posted.pop((receive, stage, microbatch), None)
         if posted is not None and self._current is not None:
@@ -135,14 +116,7 @@ class Timeline:
         return start
 
     def note(self, kind: str, stage: int, microbatch: int, start: Moment) -> None:
-        """Note that work ends now.
-
-        Args:
-            kind: A kind of work in ``WORK``.
-            stage: The stage that worked.
-            microbatch: The micro-batch of the replica.
-            start: When it started, as ``begin`` or ``now`` returned it.
-        """
+        """Note that work ends now."""
         if self._current is not None:
             self._current.append(Interval(kind, stage, microbatch, start, self.now()))
 
@@ -177,12 +151,6 @@ def on_one_clock(recordings: Sequence[Recording]) -> list[list[list[Interval]]]:
 
     The ranks of a host share its clock. Another host's times are shifted so that the marks coincide, which is exact to
     about the time that a message takes.
-
-    Args:
-        recordings: Of all ranks.
-
-    Returns:
-        For each rank, its intervals, step by step.
     """
     marks: dict[str, float] = {}
     for recording in recordings:  # the first to leave the barrier was delayed least
@@ -203,14 +171,7 @@ def now() -> float:
 
 
 def steady_steps(ranks: Sequence[Steps]) -> range:
-    """List the steps that all ranks have recorded, without the warm-up.
-
-    Args:
-        ranks: For each rank, its steps.
-
-    Returns:
-        Indices from the end (-1 is the newest). The first two steps are left out, if there are more.
-    """
+    """List the steps that all ranks have recorded, without the warm-up, as indices from the end (-1 is the newest)."""
     count = min(len(steps) for steps in ranks)
     return range((WARM_UP_STEPS if count > WARM_UP_STEPS else 0) - count, 0)
 
@@ -223,9 +184,6 @@ def work_span(intervals: Sequence[Interval]) -> tuple[float, float]:
 
 def bubble_fraction(ranks: Sequence[Steps]) -> float | None:
     """Compute 1 - busy time / (ranks x span from the first forward to the last backward), over the steady steps.
-
-    Args:
-        ranks: For each rank of one pipeline, its steps' intervals (``list(timeline.steps)``).
 
     Returns:
         A number from 0 to 1, or None where no step was recorded on every rank.

@@ -95,9 +95,6 @@ def best_order(seconds: Sequence[StageSeconds], ranks: int, chunks: int) -> Orde
         seconds: What one micro-batch takes in each stage. Stage i runs on rank i % ``ranks``.
         ranks: Of the pipeline.
         chunks: How many micro-batches.
-
-    Returns:
-        For each rank, its work in order.
     """
     best, shortest = None, math.inf
     for spare in dict.fromkeys((0, ranks // 2, ranks)):
@@ -111,16 +108,7 @@ def best_order(seconds: Sequence[StageSeconds], ranks: int, chunks: int) -> Orde
 
 
 def expected_makespan(costs: Sequence[float], ranks: int, chunks: int) -> float:
-    """Estimate, in a short time, the makespan of the best order.
-
-    Args:
-        costs: What the forward and backward of one micro-batch take in each stage.
-        ranks: Of the pipeline.
-        chunks: How many micro-batches.
-
-    Returns:
-        The makespan, in the unit of ``costs``.
-    """
+    """Estimate, in a short time, the makespan of the best order, in the unit of ``costs``."""
     scale = UNMEASURED.forward + UNMEASURED.backward
     seconds = [StageSeconds(*(cost / scale * part for part in UNMEASURED)) for cost in costs]
     limits = _limits(len(costs), ranks, chunks, spare=ranks)
@@ -131,16 +119,10 @@ def expected_makespan(costs: Sequence[float], ranks: int, chunks: int) -> float:
 
 
 def stage_seconds(steps: Steps) -> dict[int, StageSeconds]:
-    """Read off how long each of this rank's stages takes.
+    """Read off how long each of this rank's stages takes, by the stage's index.
 
     It is the least of the steps after the warm-up, since disturbances only add. Of a backward that was only seen
     whole, or only split, the other is estimated.
-
-    Args:
-        steps: The rank's recorded steps, oldest first.
-
-    Returns:
-        The times of each stage, by its index.
     """
     least: dict[tuple[str, int], float] = {}
     for step in steps[WARM_UP_STEPS:]:

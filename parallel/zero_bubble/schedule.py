@@ -111,11 +111,7 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
         return super().step(*args, **kwargs)
 
     def plan(self, seconds: Sequence[StageSeconds]) -> None:
-        """Plan the order anew. All ranks of the pipeline call it, between steps.
-
-        Args:
-            seconds: What one micro-batch takes in each stage of the pipeline.
-        """
+        """Plan the order anew. All ranks of the pipeline call it, between steps."""
         orders = best_order(seconds, self.pp_group_size, self._n_microbatches)
         self.pipeline_order = {
             rank: [schedules._Action(action.stage, _ACTIONS[action.kind], action.microbatch) for action in actions]

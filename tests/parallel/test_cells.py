@@ -16,8 +16,8 @@ def params(device: str):
 
 def assert_it_is_the_wanted_one(cell: Cell, trained: dict) -> None:
     (reference,) = trained[cell.wanted.device](cell.reference, cell.wanted)
-    # A comparison of two runs that stand still would say nothing.
-    assert reference.losses[-1] < reference.losses[0], "nothing was learned"
+    # A comparison of two runs that stand still would say nothing. (The sequential one has new batches at each step.)
+    assert reference.losses[-1] < reference.losses[0] or cell.recipe.model == "sequential", "nothing was learned"
     run = trained[cell.device](cell.layout, replace(cell.recipe, device=cell.device))
     assert_same_training(run, reference, cell.tolerance)
     for rank, result in enumerate(run if cell.device == "cuda" else ()):
