@@ -25,11 +25,7 @@ class KeyValueCache:
     """
 
     def __init__(self, capacity: int) -> None:
-        """Make an empty cache; layers add their share with their first forward.
-
-        Args:
-            capacity: Positions that each row has room for.
-        """
+        """Make an empty cache of ``capacity`` positions a row; layers add their share with their first forward."""
         self.capacity = capacity
         self._positions: Tensor | None = None  # [b], of the new tokens; None in the first forward
         self._visible: Tensor | None = None  # [b, 1, 1, slots]: up to the row's own position

@@ -27,9 +27,6 @@ def normalise(x: Tensor, weight: Tensor, bias: Tensor, eps: float, moments: Tens
         bias: [c].
         eps: Added to the variance.
         moments: [2, c], finite; gets the mean and the unbiased variance of x.
-
-    Returns:
-        The normalised x.
     """
     # With momentum 1 torch leaves the micro-batch's own statistics in what it takes for the running ones (0 times the
     # old ones are added, so those must be finite): what its kernel computes anyway, without one of our own.

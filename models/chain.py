@@ -79,12 +79,7 @@ class LayerSpec:
 
 
 def reset_parameters(name: str, module: nn.Module) -> None:
-    """Initialise a module that holds parameters or buffers itself, as torch does by default.
-
-    Args:
-        name: The module's full name.
-        module: The module. One without ``reset_parameters()`` keeps what its constructor gave it.
-    """
+    """Initialise a module as torch does; one without ``reset_parameters()`` keeps what its constructor gave it."""
     if hasattr(module, "reset_parameters"):
         module.reset_parameters()
 
@@ -181,13 +176,7 @@ class Chain:
         return replace(self, loss=loss)
 
     def skeleton(self, names: Sequence[str] | None = None) -> Layers:
-        """Build layers on the meta device: shapes and no memory.
-
-        Args:
-            names: Which ones; all of them by default.
-
-        Returns:
-            The layers.
+        """Build layers, all of them by default, on the meta device: shapes and no memory.
 
         Raises:
             ValueError: If there is no such layer.

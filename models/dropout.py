@@ -109,15 +109,7 @@ _OURS = {nn.Dropout: Dropout, nn.Dropout1d: Dropout1d, nn.Dropout2d: Dropout2d, 
 
 
 def by_sample(name: str, layer: nn.Module) -> nn.Module:
-    """Make the dropout of a layer dropout by sample, and tell each module its name.
-
-    Args:
-        name: The layer's name.
-        layer: Changed in place: a module that torch's forward drops out in gets a class of this file.
-
-    Returns:
-        The layer.
-    """
+    """Make the dropout of a layer dropout by sample, in place, and tell each module its name."""
     for full_name, module in layer.named_modules(prefix=name):
         ours = next((ours for theirs, ours in _OURS.items() if type(module).forward is theirs.forward), None)
         if ours is not None:

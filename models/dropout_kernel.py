@@ -36,9 +36,6 @@ def drop_out(x: Tensor, seed: int, first: int, count: int, p: float) -> Tensor:
         first: The first sample's index in the global batch.
         count: How many samples.
         p: The probability of being dropped out.
-
-    Returns:
-        A tensor of the same shape, in the memory order of ``x``.
     """
     dense = x.contiguous()
     y = torch.empty_like(dense)

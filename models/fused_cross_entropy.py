@@ -155,9 +155,6 @@ def fused_cross_entropy(x: Tensor, weight: Tensor, cast: Tensor, targets: Tensor
         cast: [v, c], the same numbers in the compute dtype, without gradient (cast once per step by the caller).
         targets: [n], int64 classes below v, or ``IGNORED``.
         bias: [v], a parameter of the weight's dtype, or None.
-
-    Returns:
-        A scalar in float32 (float64 for float64).
     """
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias) if t is not None)
     loss, gradient, rows = _FusedCrossEntropy.apply(x, cast, targets, bias, needs_grad)

@@ -58,9 +58,6 @@ def generate(
         device: Where the model is.
         cached: Whether keys and values are kept from token to token, of a model that can (``Chain.continues``), until
             the longest text outgrows ``positions``: from then on every token changes the position of all others.
-
-    Returns:
-        The drawn token ids of each prompt.
     """
     texts = [list(prompt) for prompt in prompts]
     longest = max(map(len, texts)) + count

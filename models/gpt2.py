@@ -99,11 +99,6 @@ def initialise(name: str, module: nn.Module, *, n_layer: int) -> None:
 
     Normal(0, 0.02) for weights and embeddings, 0.01 for positions as OpenAI's code has it, zero biases; the two
     projections onto the residual stream are scaled by 1/sqrt(2 n_layer), so that its variance does not grow with depth.
-
-    Args:
-        name: The module's full name.
-        module: A module that holds parameters itself.
-        n_layer: Number of layers of the model.
     """
     if isinstance(module, nn.LayerNorm):
         module.reset_parameters()

@@ -37,14 +37,11 @@ class HuggingFaceGPT2:
     config: Mapping[str, Any]
 
     def export(self, state: Mapping[str, Tensor], vocab_size: int | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Convert a state dict of this project.
+        """Return Hugging Face's state dict, without the tied head, and the content of config.json.
 
         Args:
             state: The whole model's tensors by name.
             vocab_size: Number of words; further rows of the embedding are padding and left out. None: all rows.
-
-        Returns:
-            The tensors by Hugging Face's names, without the tied head, and the content of config.json.
         """
         rows = len(state[EMBEDDING])
         words = rows if vocab_size is None else min(rows, vocab_size)
@@ -99,14 +96,9 @@ def pad(rows: Tensor, vocab_size: int) -> Tensor:
 
 
 def to_huggingface(state: Mapping[str, Tensor], vocab_size: int = 50257) -> dict[str, Tensor]:
-    """Convert this project's GPT-2 state into the state of ``transformers.GPT2LMHeadModel``.
+    """Convert this project's GPT-2 state into that of ``transformers.GPT2LMHeadModel``, without rows of padding.
 
-    Args:
-        state: Tensors by this project's names.
-        vocab_size: Rows of the embedding beyond it are padding and left out.
-
-    Returns:
-        Tensors by Hugging Face's names. The tied head appears under both of its names, sharing memory.
+    The tied head appears under both of its names, sharing memory.
     """
     kind = HuggingFaceGPT2
     converted = {kind.their_name(n): kind.convert(n, t) for n, t in state.items() if n != "head.lm_head.weight"}

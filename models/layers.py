@@ -67,11 +67,7 @@ class Layers(nn.Module):
         return output
 
     def tie(self, tied: Mapping[str, str]) -> None:
-        """Make alias and original one Parameter where both are among these layers.
-
-        Args:
-            tied: {alias: canonical} names.
-        """
+        """Make {alias: original} one Parameter where both are among these layers."""
         own = dict(self.named_parameters(remove_duplicate=False))
         for alias, original in tied.items():
             if alias in own and original in own:

@@ -102,9 +102,7 @@ _of_seed: dict[int, Samples] = {}  # by the seed of the host's generator, which 
 def computing(samples: Samples, seed: int | None = None) -> Iterator[None]:
     """Say which samples a layer computes inside the block.
 
-    Args:
-        samples: The samples.
-        seed: What the host's generator was seeded with for it. Until ``forget`` it is known by that in the backward.
+    With the seed that the host's generator got for it they are known in the backward too, until ``forget``.
     """
     before, _forward.samples = getattr(_forward, "samples", None), samples
     if seed is not None:

@@ -113,10 +113,6 @@ def initialise(name: str, module: nn.Module) -> None:
 
     Uniform in +-0.1 for embedding and projection, the latter's bias 0, as published; those of
     ``nn.TransformerEncoderLayer`` for the layers.
-
-    Args:
-        name: The module's full name.
-        module: A module that holds parameters itself.
     """
     if isinstance(module, nn.Embedding) or name == "decoder.projection":
         module.weight.uniform_(-INITIAL_RANGE, INITIAL_RANGE)
