@@ -22,9 +22,8 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from benchmarks import table
-from benchmarks.plain import PlainLoop, adamw, token_loss
 from benchmarks.timing import Spread, in_new_process, take_turns
-from benchmarks.trainer import Trainer, configured
+from benchmarks.trainer import PlainLoop, Trainer, adamw, configured, same_model, token_loss
 from common.errors import PlanError
 from models.gpt2 import SIZES, Size
 from parallel.devices import check_compiler, keep_freed_memory, synchronize
@@ -32,8 +31,8 @@ from parallel.devices import check_compiler, keep_freed_memory, synchronize
 # FLOP/s, dense bf16.
 DATASHEET = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "4090": 165e12}
 PADDED, PLAIN = 50304, 50257
-WARM_UP = 2
-ALL = "all levers"
+WARM_UP = 3
+ALL, PLAIN_LOOP = "all levers", "plain loop"
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,7 @@ class Job:
         tokens: Tokens per sequence.
         steps: The number of measured steps per process.
         device: "cpu" or "cuda".
+        words: More of the command line.
     """
 
     size: str
@@ -74,6 +74,7 @@ class Job:
     tokens: int
     steps: int
     device: str
+    words: tuple[str, ...] = ("train.grad_clip=null",)
 
 
 OPTIONS = {
@@ -102,7 +103,7 @@ def main(chosen: Namespace) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(1 if chosen.quick else chosen.rounds):
         for name, levers in ways.items():
-            seconds[name] += in_new_process(measure, job, levers)
+            seconds[name] += in_new_process(measure, job, levers)[ALL]
             print(f"{name}: {statistics.median(seconds[name]):.3f} s", file=sys.stderr, flush=True)
     measured = in_new_process(measured_peak, job.device, 512 if chosen.quick else 8192 if gpu else 2048)
     peak = datasheet_peak() or measured
@@ -143,27 +144,30 @@ def has_compiler() -> bool:
     return True
 
 
-def measure(job: Job, levers: Levers) -> list[float]:
-    """Return the seconds of each measured step."""
+def measure(job: Job, levers: Levers, beside_plain: bool = False) -> dict[str, list[float]]:
+    """Return the seconds of each measured step, and of those of a plain loop in turns with them if it is wanted."""
     keep_freed_memory()
     trainer = Trainer(
         configured(
             [
                 "model=gpt2", f"model.size={job.size}", f"model.vocab_size={levers.vocabulary}", "parallel=single",
                 f"parallel.chunks={job.batch // levers.microbatch}", f"train.global_batch_size={job.batch}",
-                f"data.seq_len={job.tokens}", f"train.precision={levers.precision}", "train.grad_clip=null",
-                f"train.compile={levers.compiled}", f"device={job.device}", "logger=none",
+                f"data.seq_len={job.tokens}", f"train.precision={levers.precision}", f"train.compile={levers.compiled}",
+                f"device={job.device}", "logger=none", *job.words,
                 *([f"model.block_size={job.tokens}"] if job.tokens > SIZES[job.size].block_size else []),
             ]
         )
     )  # fmt: skip
-    step = trainer.step
+    steps = {ALL: trainer.step}
     if levers.tutorial:
         (stage,) = trainer.strategy.stages
-        step = PlainLoop(trainer, token_loss(stage.layers), adamw(stage.layers, fused=False)).step
+        steps[ALL] = PlainLoop(trainer, token_loss(stage.layers), adamw(stage.layers, fused=False)).step
     elif not levers.fused:
         trainer.optimizer = _NotFused(trainer)
-    return take_turns({ALL: step}, job.steps, WARM_UP)[ALL]
+    if beside_plain:
+        model = same_model(trainer)
+        steps[PLAIN_LOOP] = PlainLoop(trainer, token_loss(model), adamw(model), levers.compiled).step
+    return take_turns(steps, job.steps, min(job.steps, WARM_UP))
 
 
 class _NotFused:
@@ -206,24 +210,25 @@ def flop_per_token(size: Size, tokens: int, vocabulary: int) -> float:
     return 6 * parameters + 12 * size.n_layer * width * tokens
 
 
+def rates(spread: Spread, job: Job, size: Size, vocabulary: int, peak: float) -> dict[str, str]:
+    """Return tokens/s and MFU as columns of a table."""
+    rate = job.batch * job.tokens / spread.median
+    work = flop_per_token(size, job.tokens, vocabulary)
+    return {"tokens/s": f"{rate:,.0f}", "MFU": f"{rate * work / peak:.1%}"}
+
+
 def tabulate(seconds: dict[str, list[float]], ways: dict[str, Levers], job: Job, peak: float) -> list[dict]:
     """Return the rows of the table; the FLOP of a token are those of the row's vocabulary."""
-    reference = statistics.median(seconds[ALL])
-    rows = []
-    for name, values in seconds.items():
-        spread = Spread.of(values)
-        rate = job.batch * job.tokens / spread.median
-        work = flop_per_token(SIZES[job.size], job.tokens, ways[name].vocabulary)
-        rows.append(
-            {
-                "run": name,
-                **spread.columns(),
-                "tokens/s": f"{rate:,.0f}",
-                "MFU": f"{rate * work / peak:.1%}",
-                "time against all levers": f"{spread.median / reference:.2f}x",
-            }
-        )
-    return rows
+    spreads = {name: Spread.of(values) for name, values in seconds.items()}
+    return [
+        {
+            "run": name,
+            **spread.columns(),
+            **rates(spread, job, SIZES[job.size], ways[name].vocabulary, peak),
+            "time against all levers": f"{spread.median / spreads[ALL].median:.2f}x",
+        }
+        for name, spread in spreads.items()
+    ]
 
 
 def title(rows: list[dict]) -> str:

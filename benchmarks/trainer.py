@@ -1,18 +1,22 @@
-"""This project's training step for a benchmark: configured as on the command line, without loop and records."""
+"""A training step for a benchmark, without loop and records: this project's, and the one that one writes by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+import torch.nn.functional as F
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from torch import Tensor, nn
 
 from conf.instantiate import to_config, to_dict
 from conf.schema import register
 from data.batch import Batch
 from data.loader import TrainBatches
 from parallel.devices import synchronize
+from parallel.precision import autocast
 from parallel.strategy import build_strategy
 from training.optimizer import Optimizer
 from training.run import set_arithmetic, strategy_options
@@ -25,6 +29,8 @@ TRANSFORMER = (
     "data.seq_len=128", "train.grad_clip=null", "optim=sgd", "scheduler=constant",
 )  # fmt: skip
 KEPT_BATCHES = 2  # read once and used in turn: reading is not what is measured
+# (inputs, targets) of a micro-batch -> their mean loss
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def configured(overrides: Sequence[str]) -> Setup:
@@ -79,3 +85,47 @@ class Trainer:
     def close(self) -> None:
         """Close the strategy."""
         self.strategy.close()
+
+
+class PlainLoop:
+    """nanoGPT's loop on the batches and the device of a ``Trainer``: accumulation, autocast, clipping, update.
+
+    The batch, its micro-batches, the precision and the clipping are those of the trainer's configuration.
+    """
+
+    def __init__(self, trainer: Trainer, loss: Loss, optimizer: torch.optim.Optimizer, compiled: bool = False) -> None:
+        """Takes what is trained; ``compiled``: model and loss are compiled together."""
+        self._trainer, self._optimizer = trainer, optimizer
+        self._loss = torch.compile(loss) if compiled else loss
+
+    def step(self, number: int) -> float:
+        """Run a step to its end and return the mean loss of its last micro-batch."""
+        cfg, plan, device = self._trainer.setup.cfg.train, self._trainer.setup.plan, self._trainer.strategy.device
+        batch = self._trainer.batch(number).to(device, non_blocking=True)
+        self._optimizer.zero_grad()
+        for part in batch.chunks(plan.chunks):
+            with autocast(plan.precision, plan.device_type):
+                loss = self._loss(part.inputs, part.targets)
+            (loss / plan.chunks).backward()
+        if cfg.grad_clip is not None:
+            torch.nn.utils.clip_grad_norm_(self._optimizer.param_groups[0]["params"], cfg.grad_clip)
+        self._optimizer.step()
+        mean = loss.item()
+        synchronize(device)
+        return mean
+
+
+def adamw(model: nn.Module, fused: bool = True) -> torch.optim.AdamW:
+    """Return AdamW with the settings that nanoGPT trains GPT-2 with."""
+    return torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=fused or None)
+
+
+def token_loss(model: nn.Module) -> Loss:
+    """Return torch's cross entropy of ``model``'s logits."""
+    return lambda inputs, targets: F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def same_model(trainer: Trainer) -> nn.Module:
+    """Return the trainer's model with the same initial weights, as a plain module on the same device."""
+    chain = trainer.setup.chain
+    return chain.build(chain.names, trainer.setup.cfg.seed, trainer.strategy.device)

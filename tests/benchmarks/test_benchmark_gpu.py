@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpt2
+from benchmarks import gpt2, gpu
 from benchmarks.__main__ import run as benchmark
-from benchmarks.gpu import parts as gpu
-from benchmarks.gpu.breakdown import CATEGORIES, Breakdown, category
-from benchmarks.plain import PlainLoop, adamw, same_model, token_loss
-from benchmarks.trainer import Trainer, configured
+from benchmarks.breakdown import CATEGORIES, Breakdown, category
+from benchmarks.trainer import PlainLoop, Trainer, adamw, configured, same_model, token_loss
 
 ROOT = Path(__file__).parents[2]
 # Of requirements.txt, what a machine with torch, Hydra and safetensors need not have.
@@ -155,7 +153,7 @@ def test_a_dry_run_goes_through_every_part_where_only_hydra_was_carried_along(tm
 
 @pytest.mark.slow
 def test_resnet50_stands_beside_torchvision_s(tmp_path):
-    gpu.measure("resnet50", True, tmp_path)
+    gpu.measure_part("resnet50", True, tmp_path)
     rows = rows_of(tmp_path, "resnet50")
     assert [row["run"] for row in rows] == ["this project", "torchvision, plain loop"] * 2
     assert [row["images"].startswith("published") for row in rows] == [False, False, True, True]

@@ -1,0 +1,383 @@
+"""One NVIDIA GPU, measured in parts of less than ten minutes that each leave their rows as they are measured.
+
+    python -m benchmarks gpu [PART …] [--dry-run] [--output FOLDER]
+
+card            what the GPU is, and the versions
+peaks           measured bandwidth of copies, and the fastest products of matrices
+gpt2            tokens/s and MFU of GPT-2 124M at 1,024 tokens, by micro-batch size, beside nanoGPT's loop
+gpt2_compiled   the same with torch.compile, and the 524,288 tokens a step of experiment=gpt2_524k
+profile         where a step of GPT-2 goes: matmul, attention, cross entropy, elementwise, …, idle
+resnet50        images/s at 224 pixels, and the published 3 x 120 images of 128 pixels, beside torchvision's model
+pipelines       GPT-2 in two and four pipeline ranks on one GPU
+
+Without a PART all run one after the other, each in a process of its own that is ended after ten minutes. A part writes
+gpu_PART.csv after every row, and date, card and versions into the JSON file beside it. Nothing is downloaded: tokens
+and images are random. --dry-run goes through every part on the CPU at toy size, in a minute or two.
+"""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
+
+from benchmarks import table
+from benchmarks.breakdown import CATEGORIES, Breakdown
+from benchmarks.gpt2 import (
+    ALL,
+    PADDED,
+    PLAIN_LOOP,
+    Job,
+    Levers,
+    datasheet_peak,
+    has_compiler,
+    measure,
+    measured_peak,
+    rates,
+)
+from benchmarks.ranks import Workers
+from benchmarks.timing import Spread, paired, take_turns
+from benchmarks.trainer import Loss, PlainLoop, Trainer, adamw, configured, same_model, token_loss
+from common.torchvision_loader import load_torchvision
+from models.gpt2 import SIZES, resolve_size
+from parallel.devices import keep_freed_memory, synchronize
+from training.reporting import describe
+
+LIMIT_S = 600
+OURS, TORCHVISION = "this project", "torchvision, plain loop"
+# (sequences in a micro-batch, micro-batches a step): 131,072 tokens a step. Compiling takes a minute for each size.
+EAGER = ((4, 32), (8, 16), (16, 8), (32, 4), (64, 2))
+COMPILED = ((16, 8), (32, 4), (32, 16))  # and 524,288 tokens a step
+WINDOW = "profiled steps"
+CLASSES = 1000
+
+
+def card(toy: bool) -> Iterator[dict]:
+    """Yield one row per fact about the GPU and the versions."""
+    machine = describe()
+    found = {"python": machine["python"], "torch": torch.__version__, "cuda": torch.version.cuda}
+    if not toy:
+        gpu = torch.cuda.get_device_properties(0)
+        found |= {
+            "GPU": gpu.name,
+            "GPUs": torch.cuda.device_count(),
+            "compute capability": f"{gpu.major}.{gpu.minor}",
+            "multiprocessors": gpu.multi_processor_count,
+            "memory, GiB": f"{gpu.total_memory / 2**30:.1f}",
+            "cudnn": torch.backends.cudnn.version(),
+            **_from_driver("driver_version", "power.limit", "clocks.max.sm", "clocks.max.memory"),
+        }
+    found |= _versions("triton", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "hydra-core")
+    found |= {"CPU": machine["cpu"]["model"], "cores": machine["cpu"]["cores"]}
+    yield from ({"what": what, "value": value} for what, value in found.items())
+
+
+def peaks(toy: bool) -> Iterator[dict]:
+    """Yield one row per measurement: the best of twenty copies, or of ten products."""
+    device = torch.device(_device(toy))
+    size, width = (2**16, 64) if toy else (2**30, 8192)
+    here = torch.ones(size, dtype=torch.uint8, device=device)
+    there, host = torch.empty_like(here), torch.ones(size // 4, dtype=torch.uint8)
+    host, part = host if toy else host.pin_memory(), here[: size // 4]
+    for name, source, target, moved in (
+        ("within the device's memory", here, there, 2 * size),  # each byte is read once and written once
+        ("to the device, pinned memory", host, part, len(host)),
+        ("from the device, pinned memory", part, host, len(host)),
+    ):
+
+        def copy(number: int, source: Tensor = source, target: Tensor = target) -> None:
+            target.copy_(source)
+            synchronize(device)
+
+        seconds = min(take_turns({"": copy}, 20, warm_up=3)[""])
+        yield _peak(f"copy {name}", moved / seconds / 1e9, "GB/s")
+    datasheet = None if toy else datasheet_peak()
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        reached = measured_peak(device.type, width, dtype)
+        share = f"{reached / datasheet:.1%}" if datasheet and dtype.itemsize == 2 else ""
+        yield _peak(f"product of {width} x {width} matrices, {str(dtype)[6:]}", reached / 1e12, "TFLOP/s", share)
+    if not toy:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        reached = measured_peak("cuda", width, torch.float32)
+        yield _peak(f"product of {width} x {width} matrices, tf32", reached / 1e12, "TFLOP/s")
+
+
+def gpt2(toy: bool) -> Iterator[dict]:
+    """Yield the rows of GPT-2 without torch.compile."""
+    yield from _ladder(toy, ((1, 2), (2, 1)) if toy else EAGER, compiled=False)
+
+
+def gpt2_compiled(toy: bool) -> Iterator[dict]:
+    """Yield the rows with torch.compile; none where it does not work here, which is printed."""
+    if has_compiler():
+        yield from _ladder(toy, ((2, 1),) if toy else COMPILED, compiled=True)
+
+
+def _ladder(toy: bool, cases: Sequence[tuple[int, int]], compiled: bool) -> Iterator[dict]:
+    peak = (None if toy else datasheet_peak()) or measured_peak(_device(toy), 64 if toy else 8192)
+    size = resolve_size("tiny", n_layer=1) if toy else SIZES["124M"]
+    for microbatch, chunks in cases:
+        _free_memory()
+        levers = Levers(microbatch, vocabulary=512 if toy else PADDED, compiled=compiled)
+        try:
+            with _random_tokens(toy, microbatch * chunks) as job:
+                seconds = measure(job, levers, beside_plain=True)
+        except torch.OutOfMemoryError:
+            print(f"micro-batch {microbatch}: out of memory", flush=True)
+            continue
+        about = {"micro-batch": microbatch, "micro-batches": chunks, "compiled": compiled}
+        for name, values in seconds.items():
+            spread = Spread.of(values)
+            faster = f"{paired(seconds, name, PLAIN_LOOP):.2f}x"
+            yield {
+                "run": OURS if name == ALL else name,
+                **about,
+                **spread.columns(),
+                **rates(spread, job, size, levers.vocabulary, peak),
+                "as fast as the plain loop": faster,
+            }
+
+
+@contextmanager
+def _random_tokens(toy: bool, sequences: int) -> Iterator[Job]:
+    """Yield what is trained on tokens of no text, enough for the batches of a ``Trainer``."""
+    size, tokens, vocabulary, steps = ("tiny", 16, 512, 1) if toy else ("124M", 1024, PADDED, 10)
+    with tempfile.TemporaryDirectory() as folder:
+        drawn = np.random.default_rng(1).integers(vocabulary, size=3 * sequences * (tokens + 1), dtype=np.uint16)
+        drawn.tofile(Path(folder) / "train.bin")
+        words = (
+            "data=tokens", f"data.root={folder}", "data.format=nanogpt", f"data.cache_dir={folder}/cache",
+            f"data.vocab_size={vocabulary}", "train.eval_every=null", *["model.n_layer=1"] * toy,
+        )  # fmt: skip
+        yield Job(size, sequences, tokens, steps, _device(toy), words)
+
+
+def _words(job: Job, chunks: int, toy: bool) -> list[str]:
+    return [
+        "model=gpt2", f"model.size={job.size}", f"model.vocab_size={512 if toy else PADDED}", *job.words,
+        f"data.seq_len={job.tokens}", f"train.global_batch_size={job.batch}", f"parallel.chunks={chunks}",
+        "train.precision=bf16", f"device={job.device}", "logger=none",
+    ]  # fmt: skip
+
+
+def where_it_goes(toy: bool) -> Iterator[dict]:
+    """Yield where a step of GPT-2 goes in this project and in the plain loop, eager and compiled."""
+    microbatch, chunks, steps, warm_up = (2, 2, 1, 1) if toy else (32, 4, 3, 4)
+    for compiled in (False, True) if not toy and has_compiler() else (False,):
+        _free_memory()
+        with _random_tokens(toy, microbatch * chunks) as job:
+            trainer = Trainer(configured([*_words(job, chunks, toy), f"train.compile={compiled}"]))
+        model = same_model(trainer)
+        plain = PlainLoop(trainer, token_loss(model), adamw(model), compiled)
+        for name, step in ((OURS, trainer.step), (PLAIN_LOOP, plain.step)):
+            found = _profiled(step, steps, warm_up, trainer.strategy.device)
+            yield {
+                "run": name,
+                "micro-batch": microbatch,
+                "compiled": compiled,
+                "seconds a step": f"{found.total / steps:.4f}",
+                "tokens/s, profiled": f"{job.batch * job.tokens * steps / found.total:,.0f}",
+                **{category: f"{found.seconds[category] / found.total:.1%}" for category in CATEGORIES},
+                "idle": f"{found.idle / found.total:.1%}",
+            }
+
+
+def _profiled(step: Callable[[int], object], steps: int, warm_up: int, device: torch.device) -> Breakdown:
+    for number in range(1, warm_up + 1):
+        step(number)
+    synchronize(device)
+    activities = list(supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA})
+    with profile(activities=activities) as recorded, record_function(WINDOW):
+        for number in range(1, steps + 1):
+            step(number)
+        synchronize(device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(path))
+        return Breakdown.read(path, WINDOW)
+
+
+def resnet50(toy: bool) -> Iterator[dict]:
+    """Yield the rows of each batch: this project's and, where it is installed, torchvision's, in turns."""
+    batch, pixels, small, published = (4, 32, 4, 40) if toy else (256, 224, 120, 128)
+    modern = ["model.loss=cross_entropy", "train.precision=bf16"]
+    for compiled in (False, True) if not toy and has_compiler() else (False,):
+        yield from _images(toy, f"{pixels} pixels", batch, pixels, modern, F.cross_entropy, compiled)
+    name = f"published: {small} images of {published} pixels, fp32"
+    yield from _images(toy, name, small, published, ["train.precision=fp32"], _squared_error, compiled=False)
+
+
+def _images(
+    toy: bool, name: str, batch: int, pixels: int, words: list[str], criterion: Loss, compiled: bool
+) -> Iterator[dict]:
+    _free_memory()
+    trainer = Trainer(
+        configured(
+            [
+                "model=resnet50", f"data.image_size={pixels}", f"train.global_batch_size={batch}",
+                f"data.samples={2 * batch}", "train.eval_every=null", "train.tf32=true", f"train.compile={compiled}",
+                f"train.cudnn_benchmark={not toy}", f"device={_device(toy)}", "logger=none", *words,
+            ]
+        )
+    )  # fmt: skip
+    steps: dict[str, Callable[[int], object]] = {OURS: trainer.step}
+    try:
+        steps[TORCHVISION] = _torchvision(trainer, criterion, compiled).step
+    except ImportError as error:
+        print(f"no row of torchvision's plain loop: {error}", flush=True)
+    # cuDNN tries its algorithms in the first steps.
+    seconds = take_turns(steps, 1 if toy else 10, 1 if toy else 5)
+    for run, values in seconds.items():
+        spread = Spread.of(values)
+        yield {
+            "run": run,
+            "images": name,
+            "batch": batch,
+            "compiled": compiled,
+            **spread.columns(),
+            "images/s": f"{batch / spread.median:,.1f}",
+            "seconds for 3 batches": f"{3 * spread.median:.3f}",
+            "as fast as torchvision's": f"{paired(seconds, run, TORCHVISION):.2f}x" if TORCHVISION in seconds else "",
+        }
+
+
+def _torchvision(trainer: Trainer, criterion: Loss, compiled: bool) -> PlainLoop:
+    load_torchvision()
+    from torchvision.models import resnet50
+
+    model = resnet50(num_classes=CLASSES).to(trainer.strategy.device, memory_format=torch.channels_last)
+
+    def loss(images: Tensor, classes: Tensor) -> Tensor:
+        return criterion(model(images.contiguous(memory_format=torch.channels_last)), classes)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=trainer.optimizer.base_lr, fused=True)
+    return PlainLoop(trainer, loss, optimizer, compiled)
+
+
+def _squared_error(output: Tensor, classes: Tensor) -> Tensor:
+    return F.mse_loss(output, F.one_hot(classes, CLASSES).to(output.dtype))
+
+
+def pipelines(toy: bool) -> Iterator[dict]:
+    """Yield a row for one, two and four stages; they are dealt to the GPUs in turn, where there are several."""
+    sequences, chunks, reference = (8, 4, None) if toy else (64, 8, None)
+    with _random_tokens(toy, sequences) as job:
+        words = [word.replace("n_layer=1", "n_layer=2") for word in _words(job, chunks, toy)]
+        for stages in (1, 2, 4):
+            layout = ["parallel=single"] if stages == 1 else ["parallel=pipelined", f"parallel.pp={stages}"]
+            with closing(Workers(Trainer.build, [*words, *layout], size=stages, device=job.device)) as workers:
+                spread = Spread.of(take_turns({"": workers.step}, 1 if toy else 8, 1 if toy else 2)[""])
+            reference = reference or spread.median
+            yield {
+                "run": " ".join([*layout, f"parallel.chunks={chunks}"]),
+                "processes": stages,
+                "GPUs": min(stages, torch.cuda.device_count()),
+                **spread.columns(),
+                "tokens/s": f"{sequences * job.tokens / spread.median:,.0f}",
+                "as fast as one process": f"{reference / spread.median:.2f}x",
+            }
+
+
+def _device(toy: bool) -> str:
+    return "cpu" if toy else "cuda"
+
+
+def _free_memory() -> None:
+    """Give back what the last case held, and forget what was compiled for it."""
+    gc.collect()
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
+
+
+def _peak(what: str, value: float, unit: str, share: str = "") -> dict:
+    return {"what": what, "value": f"{value:.4g}", "unit": unit, "of the datasheet": share}
+
+
+def _from_driver(*facts: str) -> dict[str, str]:
+    command = ["nvidia-smi", f"--query-gpu={','.join(facts)}", "--format=csv,noheader", "--id=0"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(facts, answer.strip().split(", "), strict=False))
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    found = {}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+# Each yields the rows of its table; True: at toy size, on the CPU.
+PARTS: Mapping[str, Callable[[bool], Iterable[dict]]] = {
+    "card": card,
+    "peaks": peaks,
+    "gpt2": gpt2,
+    "gpt2_compiled": gpt2_compiled,
+    "profile": where_it_goes,
+    "resnet50": resnet50,
+    "pipelines": pipelines,
+}
+OPTIONS = {
+    **table.QUICK,
+    "parts": dict(nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default"),
+    "--output": dict(type=Path, help="folder for the tables; benchmarks/results by default"),
+}
+
+
+def main(chosen: Namespace) -> int:
+    """Measure the parts that the command line names; return the exit code."""
+    if unknown := [part for part in chosen.parts if part not in PARTS]:
+        raise SystemExit(f"error: {unknown[0]} is not one of the parts: {', '.join(PARTS)}")
+    if not chosen.quick and not torch.cuda.is_available():
+        raise SystemExit(
+            "error: this machine has no GPU that torch can use; --dry-run goes through every part on the CPU"
+        )
+    folder = chosen.output or table.folder_of(chosen.quick)
+    parts = chosen.parts or list(PARTS)
+    if chosen.quick or len(parts) == 1:
+        for part in parts:
+            measure_part(part, chosen.quick, folder)
+        return 0
+    failed = [part for part in parts if not _in_own_process(part, folder)]
+    if failed:
+        print(f"error: parts that failed: {', '.join(failed)}; their rows so far are in {folder}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def measure_part(part: str, toy: bool, folder: Path) -> None:
+    """Print and write the rows of a part, each as soon as it is there."""
+    keep_freed_memory()
+    path, rows = folder / f"gpu_{part}.csv", []
+    about = {"part": part, "cuda": torch.version.cuda, "dry run, whose numbers mean nothing": toy}
+    for row in PARTS[part](toy):
+        rows.append(row)
+        table.save(path, rows, **about)
+        print(f"{part}: {', '.join(f'{key} {value}' for key, value in row.items() if value != '')}", flush=True)
+    print(f"\n{table.markdown(rows)}\nwritten to {path}\n", flush=True)
+
+
+def _in_own_process(part: str, folder: Path) -> bool:
+    """Return whether the part was measured to its end."""
+    command = [sys.executable, "-m", "benchmarks", "gpu", part, "--output", str(folder)]
+    try:
+        return subprocess.run(command, timeout=LIMIT_S).returncode == 0
+    except subprocess.TimeoutExpired:
+        print(f"error: {part} took longer than {LIMIT_S} s and was ended", file=sys.stderr)
+        return False
