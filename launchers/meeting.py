@@ -1,7 +1,7 @@
 """Where the ranks of a run meet: a torch.distributed store.
 
-On one machine it is a file in a folder that no other user can enter. Over several machines it is a TCP store, which
-asks nobody who they are (SECURITY.md).
+On one machine it is a file in a folder that no other user can enter. Over several machines it is a TCP store without
+authentication (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
-import queue
 import shutil
 import socket
 import stat
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -36,20 +36,19 @@ _connections = itertools.count()
 
 
 def connect(world: World, timeout_s: float) -> Store | None:
-    """Waits until all ranks of `world` have called this.
+    """Wait until all ranks have called this, each of them equally often; return the store that they share.
 
-    Every rank must call it equally often. Those that run_workers has started meet in a file of its private folder.
-    Others meet at MASTER_ADDR, where the launching process (torchrun) hosts a store, or else rank 0, on a socket that
-    listens on MASTER_ADDR alone (torch's own would listen on all interfaces). Where all of them are on one machine,
-    they go on from there to a file in a private folder of rank 0's. Where MASTER_ADDR is a loopback address,
-    `use_loopback` is called too.
+    Those that ``run_workers`` has started meet in a file of its private folder. Others meet at MASTER_ADDR, where
+    torchrun hosts a store, or else rank 0, on a socket that listens on MASTER_ADDR alone (torch's own would listen on
+    all interfaces). Where all of them are on one machine, they go on from there to a file in a private folder of rank
+    0's. Where MASTER_ADDR is a loopback address, ``use_loopback`` is called too.
 
     Args:
         world: This rank's place.
         timeout_s: How long to wait for the others, in seconds; also the store's own time-out for later calls.
 
     Returns:
-        The store that the ranks share; None where there is one rank only.
+        The store; None where there is one rank only.
 
     Raises:
         LaunchError: A rank does not come in time (it is named), two processes have the same rank, rank 0 cannot
@@ -59,19 +58,16 @@ def connect(world: World, timeout_s: float) -> Store | None:
         return None
     from torch.distributed import PrefixStore
 
-    deadline = time.monotonic() + timeout_s
-    number = next(_connections)
+    deadline, number = time.monotonic() + timeout_s, next(_connections)
     if world.origin == "local":
         use_loopback()
-        where = os.environ[STORE_FILE]
-        store = local_store(where, world.size, timeout_s, number)
+        store = local_store(where := os.environ[STORE_FILE], world.size, timeout_s, number)
         _gather(store, world, where, timeout_s, deadline)
         return store
     host, port = master_address()
     if is_loopback(host):
         use_loopback()
-    where = f"{host}:{port}"
-    if where not in _opened:
+    if (where := f"{host}:{port}") not in _opened:
         _opened[where] = _open(world, host, port, timeout_s)
     # A restarted attempt must not see the keys of the failed one (torch's env:// rendezvous does the same).
     store = PrefixStore(f"launchers/attempt-{restarts()}/connection-{number}", _opened[where])
@@ -90,7 +86,7 @@ def local_store(path: str | os.PathLike, ranks: int = -1, timeout_s: float = 300
 
 
 def _private_store(store: Store, world: World, timeout_s: float) -> Store:
-    """From a store that others can reach to a file that they cannot. Only its name goes through the first one."""
+    """Go on from a store that others can reach to a file that they cannot; only its name goes through the first one."""
     if world.rank == 0:
         folder = tempfile.mkdtemp(prefix="launchers-")  # only this user can enter it
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -108,7 +104,7 @@ def _private_store(store: Store, world: World, timeout_s: float) -> Store:
 
 
 def _is_private(folder: str) -> bool:
-    """Whether it is a folder of this user's that nobody else can enter."""
+    """Return whether it is a folder of this user's that nobody else can enter."""
     try:
         status = os.lstat(folder)
     except (OSError, ValueError):
@@ -128,39 +124,27 @@ def _open(world: World, host: str, port: int, timeout_s: float) -> Store:
     from torch.distributed import TCPStore
 
     timeout = timedelta(seconds=timeout_s)
-    launcher_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if world.rank == 0 and not launcher_hosts:
+    if world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         listener = _listen_as_rank_0(world, host, port)
-        address = listener.getsockname()[0]
-        return TCPStore(
-            address,
-            port,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        address, descriptor = listener.getsockname()[0], listener.detach()
+        return TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
     address = _wait_for_listener(world, host, port, timeout_s)
-    outcome: queue.Queue = queue.Queue()
+    joined: list[Store] = []
 
     def join() -> None:
-        try:
-            outcome.put(TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False))
-        except Exception as error:
-            outcome.put(error)
+        with suppress(Exception):
+            joined.append(TCPStore(address, port, None, False, timeout, wait_for_workers=False))
 
     # In a thread: where a server accepts and says nothing, torch 2.13's client waits for ever, whatever its timeout.
-    threading.Thread(target=join, name="join-store", daemon=True).start()
-    try:
-        store = outcome.get(timeout=min(timeout_s, _ANSWER_S))
-    except queue.Empty:
-        store = None
-    if store is None or isinstance(store, Exception):
+    joining = threading.Thread(target=join, name="join-store", daemon=True)
+    joining.start()
+    joining.join(min(timeout_s, _ANSWER_S))
+    if not joined:
         raise LaunchError(
             f"rank {world.rank} reached {host}:{port}, but no store of rank 0 answers there: does another program hold "
             "MASTER_PORT? Choose a port that nothing uses"
-        ) from store
-    return store
+        )
+    return joined[0]
 
 
 def _listen_as_rank_0(world: World, host: str, port: int) -> socket.socket:
@@ -210,7 +194,7 @@ def _wait_for_listener(world: World, host: str, port: int, timeout_s: float) -> 
 
 
 def _gather(store: Store, world: World, where: str, timeout_s: float, deadline: float) -> None:
-    """Returns when all ranks are here. Polls: a store's own wait() logs C++ frames when it times out."""
+    """Return when all ranks are here. Polls: a store's own wait() logs C++ frames when it times out."""
     if store.add(f"rank-{world.rank}", 1) > 1:
         raise LaunchError(
             f"two processes at {where} say that they are RANK={world.rank} of WORLD_SIZE={world.size}: "
@@ -233,13 +217,9 @@ def _gather(store: Store, world: World, where: str, timeout_s: float, deadline: 
 
 
 def use_loopback() -> None:
-    """Makes gloo and NCCL use the loopback interface, unless the user named another.
+    """Let gloo and NCCL use the loopback interface, unless the user named another; before any process group exists.
 
-    Call it before any process group exists. Without it both pick the interface of the machine's host name and listen
-    to the network.
-
-    Raises:
-        LaunchError: This machine has no loopback interface of a usual name.
+    Without it both pick the interface of the machine's host name and listen to the network.
     """
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if not os.environ.get(name):
@@ -247,11 +227,7 @@ def use_loopback() -> None:
 
 
 def check_interfaces() -> None:
-    """Checks that gloo will find the interface that it is told to use, and an address on it.
-
-    Raises:
-        LaunchError: GLOO_SOCKET_IFNAME names none of this machine's, or the loopback interface is down.
-    """
+    """Raise LaunchError where gloo will not find the interface that it is told to use, or no address on it."""
     names = [name for _, name in socket.if_nameindex()]
     wanted = os.environ.get("GLOO_SOCKET_IFNAME")
     if unknown := [name for name in (wanted or "").split(",") if name and name not in names]:
@@ -275,19 +251,9 @@ def _is_up(address: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on the address of `host` only.
+    """Return a socket that listens on the address of ``host`` only; port 0 stands for any free one.
 
     IPv4 is preferred: a client that asks for "localhost" tries both families, while a socket listens on one.
-
-    Args:
-        host: A name or address of this machine.
-        port: The port; 0 for any free one.
-
-    Returns:
-        The listening socket.
-
-    Raises:
-        OSError: The address is not this machine's, or the port is taken.
     """
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, kind, protocol, _, address = min(addresses, key=lambda entry: entry[0] != socket.AF_INET)

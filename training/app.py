@@ -252,6 +252,7 @@ def _restarts(cfg: Any) -> int:
 def _work(world: World, tree: dict, run_dir: str, given: bytes | None) -> None:
     """What each local worker runs. After a restart it resumes from the newest checkpoint."""
     from launchers.world import restarts
+    from parallel.devices import import_compiler_late
     from training.checkpoint.resume import after_restart
     from training.reporting import SUMMARY
     from training.run import run
@@ -259,6 +260,8 @@ def _work(world: World, tree: dict, run_dir: str, given: bytes | None) -> None:
 
     unpack_given(given)
     cfg, folder = to_config(tree), Path(run_dir)
+    if not cfg.train.compile:
+        import_compiler_late()
     if restarts() > 0:
         after_restart(cfg, folder)
         (folder / SUMMARY).unlink(missing_ok=True)  # not all ranks had left after it was written
