@@ -37,7 +37,7 @@ class WorkerFailed(LaunchError):
     Attributes:
         rank: The global rank that failed first.
         kind: "exception" (it raised), "message" (it raised a UserError), "signal" (it was killed), "exit" (it left
-            without raising) or "stall" (the others waited for it in vain).
+            without raising) or "stall" (others have waited for it in vain).
         text: That rank's traceback or message; otherwise what happened and the last lines of its log.
     """
 
@@ -87,7 +87,7 @@ class Death:
 
 
 def log_path(log_dir: str | os.PathLike, rank: int) -> Path:
-    """The file for what a rank other than 0 prints."""
+    """Return the file for what a rank other than 0 prints."""
     return Path(log_dir) / f"rank_{rank:04d}.log"
 
 
@@ -117,19 +117,11 @@ def _first(error: BaseException) -> BaseException:
 
 
 def write_report(path: str | os.PathLike, error: BaseException) -> dict:
-    """Writes `error` to a file as JSON, whole or not at all.
+    """Write ``error`` to a file as JSON, whole or not at all, and return what was written.
 
-    Args:
-        path: The file.
-        error: What the worker raised.
-
-    Returns:
-        What was written. "message" is the traceback without the launcher's own frame, "peer" whether it is an
-        `is_peer_error`, "timestamp" the time in seconds since the epoch, "repeats" the error's attribute of that name
-        (it would come again after a restart), and "for_user" the message of a UserError, which needs no traceback.
-
-    Raises:
-        OSError: The file cannot be written.
+    "message" is the traceback without the launcher's own frame, "peer" whether it is an ``is_peer_error``, "timestamp"
+    the time in seconds since the epoch, "repeats" the error's attribute of that name (it would come again after a
+    restart), and "for_user" the message of a UserError, which needs no traceback.
     """
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     text = format_exception(error, frames)
@@ -141,12 +133,12 @@ def write_report(path: str | os.PathLike, error: BaseException) -> dict:
 
 
 def write_stop(path: str | os.PathLike, stopped: BaseException) -> None:
-    """Writes to `path` as JSON that the work ended early because it was told to."""
+    """Write to ``path`` as JSON that the work ended early because it was told to."""
     _write(path, {"message": str(stopped), "stopped": True, "timestamp": time.time()})
 
 
 def read_report(path: str | os.PathLike) -> dict | None:
-    """What `write_report` or `write_stop` wrote to `path`; None where there is no whole report."""
+    """Return what `write_report` or `write_stop` wrote to `path`; None where there is no whole report."""
     try:
         return json.loads(Path(path).read_text())
     except (OSError, ValueError):
@@ -154,17 +146,10 @@ def read_report(path: str | os.PathLike) -> dict | None:
 
 
 def root_cause(deaths: list[Death], log_dir: str | os.PathLike) -> WorkerFailed:
-    """The error to show for workers that ended too early.
+    """Return the error of the worker that failed first, of one or more that the launcher has not ended itself.
 
     A kill comes before a worker's own error, this before a silent exit or an abort, and a lost connection last: it is
     what the others see of each of them. Of two equals, the earlier.
-
-    Args:
-        deaths: One or more workers, none of them ended by the launcher itself.
-        log_dir: Where their logs are.
-
-    Returns:
-        The error of the one that failed first.
     """
     death = min(deaths, key=_severity)
     if death.exitcode < 0:

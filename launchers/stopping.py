@@ -11,8 +11,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # sysexits.h: EX_TEMPFAIL. The run has ended early and can go on: "queue me again".
@@ -57,24 +58,24 @@ class Stopped(KeyboardInterrupt):
         self.steps = steps
 
 
+@dataclass
 class _State:
     """What has come so far; each signal is a number and the monotonic time at which it came."""
 
-    def __init__(self) -> None:
-        self.listening = False
-        self.first: tuple[int, float] | None = None
-        self.second: int | None = None
-        self.same_request_s = _SAME_REQUEST_S
-        self.held = 0
-        self.at_once = False
-        self.others: list[Callable[[], bool]] = []
+    listening: bool = False
+    first: tuple[int, float] | None = None
+    second: int | None = None
+    same_request_s: float = _SAME_REQUEST_S
+    waiting: int = 0  # how many StopSignals are entered, which only note a second signal
+    at_once: bool = False
+    others: list[Callable[[], bool]] = field(default_factory=list)
 
 
 _state = _State()
 
 
 def install_handlers() -> None:
-    """Notes the SIGNALS from now on; a second one ends this process at once, with exit code 128 + its number.
+    """Note the SIGNALS from now on; a second one ends this process at once, with exit code 128 + its number.
 
     A thread takes note of them, so that neither a long kernel nor a wait for another rank delays that. Call it in the
     main thread. A signal that was ignored stays ignored.
@@ -96,42 +97,42 @@ def install_handlers() -> None:
 
 
 def wanted() -> bool:
-    """Whether this process was told to stop. Ask between steps, and agree on the answer among ranks."""
+    """Return whether this process was told to stop. Ask between steps, and agree on the answer among ranks."""
     # A batch script may have blocked a signal from before the first instruction on (see launchers.slurm.task).
     pending = any(signum in SIGNALS for signum in signal.sigpending())
     return _state.first is not None or pending or any(asked() for asked in _state.others)
 
 
 def noted() -> int | None:
-    """The signal that came first; None where none was delivered."""
+    """Return the signal that came first; None where none was delivered."""
     return _state.first[0] if _state.first else None
 
 
 def second_signal() -> int | None:
-    """The second signal, where one came while a StopSignals was entered."""
+    """Return the second signal, where one came while a StopSignals was entered."""
     return _state.second
 
 
 def stop_without_parent() -> None:
-    """Has `wanted` say so once the process that has started this one is gone: nobody else would tell it."""
+    """Let `wanted` say so once the process that has started this one is gone: nobody else would tell it."""
     parent = os.getppid()
     also(lambda: os.getppid() != parent)
 
 
 def also(asked: Callable[[], bool]) -> None:
-    """Has `wanted` call `asked` too."""
+    """Let `wanted` call `asked` too."""
     _state.others.append(asked)
 
 
 def at_once() -> None:
-    """Has the first signal, too, end this process at once from now on: there is nothing to save."""
+    """Let the first signal, too, end this process at once from now on: there is nothing to save."""
     _state.at_once = True
     if _state.first is not None:
         _leave_at_once(_state.first[0])
 
 
 def expect_echo() -> None:
-    """For ranks whose launcher passes signals on: one that is sent to all of them arrives twice, a moment apart."""
+    """Take a signal that soon follows for the same request: a launcher passes on what all processes have got."""
     _state.same_request_s = _ECHO_S
 
 
@@ -157,7 +158,8 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         own = [signal.SIGINT]
         if _state.listening:
-            self._undo.enter_context(_held())
+            _state.waiting += 1
+            self._undo.callback(_stop_waiting)
         else:
             own += [signal.SIGTERM, signal.SIGHUP]
         if threading.current_thread() is threading.main_thread():
@@ -178,7 +180,7 @@ class StopSignals:
         return self._stoppable and wanted()
 
     def check(self) -> None:
-        """Raises Interrupted when a signal has come since this was entered."""
+        """Raise Interrupted when a signal has come since this was entered."""
         signum = self._noted or second_signal() or (None if self._stoppable else noted())
         if signum is not None:
             raise Interrupted(signum)
@@ -187,17 +189,12 @@ class StopSignals:
         self._noted = self._noted or signum
 
 
-@contextmanager
-def _held() -> Iterator[None]:
-    _state.held += 1
-    try:
-        yield
-    finally:
-        _state.held -= 1
+def _stop_waiting() -> None:
+    _state.waiting -= 1
 
 
 def _leave_it_to_the_thread(signum, frame) -> None:
-    """Python writes the signal's number to the wake-up pipe before it gets here."""
+    """Do nothing: Python has written the signal's number to the wake-up pipe."""
 
 
 def _listen(incoming: int) -> None:
@@ -215,7 +212,7 @@ def _take(signum: int) -> None:
         _state.first = (signum, now)
     elif signum != signal.SIGHUP and now - _state.first[1] >= _state.same_request_s:  # a lost terminal asks no one
         _state.second = signum
-        if not _state.held:
+        if not _state.waiting:
             _leave_at_once(signum)
 
 

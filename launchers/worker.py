@@ -127,7 +127,7 @@ def _work(job: Job, rank: int) -> None:
 
 
 def redirect_output(path: str | os.PathLike) -> None:
-    """Sends file descriptors 1 and 2 to `path`: native code and child processes do not know sys.stdout."""
+    """Send file descriptors 1 and 2 to `path`: native code and child processes do not know sys.stdout."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -160,7 +160,7 @@ def _exit_code(leaving: SystemExit) -> int:
 
 
 def _leave(code: int) -> None:
-    """Ends the process now: a normal exit destroys process groups, which can wait for peers that are gone."""
+    """End the process now: a normal exit destroys process groups, which can wait for peers that are gone."""
     for child in multiprocessing.active_children():
         child.terminate()
     for stream in (sys.stdout, sys.stderr):
@@ -170,7 +170,7 @@ def _leave(code: int) -> None:
 
 
 def _leave_late() -> None:
-    """Bounds the interpreter's shutdown after finished work: a thread left behind must not hold it up."""
+    """Bound the interpreter's shutdown after finished work: a thread left behind must not hold it up."""
     time.sleep(_LEAVE_S)
     print(f"a thread or process was still running {_LEAVE_S:g} s after the work was done", file=sys.stderr)
     _leave(0)

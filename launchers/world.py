@@ -50,12 +50,12 @@ class World:
 
     @classmethod
     def alone(cls) -> World:
-        """The world of a single process."""
+        """Return the world of a single process."""
         return cls(0, 1, 0, 1, "alone")
 
     @classmethod
     def detect(cls, environ: Mapping[str, str] = os.environ) -> World | None:
-        """The world that RANK and WORLD_SIZE, or a SLURM step of several tasks, describe.
+        """Return the world that RANK and WORLD_SIZE, or a SLURM step of several tasks, describe.
 
         The names are torchrun's. MASTER_ADDR and MASTER_PORT must be set where there is more than one rank that
         run_workers has not started. LOCAL_RANK and LOCAL_WORLD_SIZE may be left out together: where MASTER_ADDR is a
@@ -91,12 +91,12 @@ class World:
 
 
 def has_local_rank(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether LOCAL_RANK or LOCAL_WORLD_SIZE says which of a machine's ranks this is."""
+    """Return whether LOCAL_RANK or LOCAL_WORLD_SIZE says which of a machine's ranks this is."""
     return bool(environ.get("LOCAL_RANK") or environ.get("LOCAL_WORLD_SIZE"))
 
 
 def master_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Host and port at which the ranks meet, from MASTER_ADDR and MASTER_PORT.
+    """Return host and port at which the ranks meet, from MASTER_ADDR and MASTER_PORT.
 
     Raises:
         LaunchError: One of them is missing or is no address.
@@ -115,14 +115,14 @@ def master_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
 
 
 def restarts(environ: Mapping[str, str] = os.environ) -> int:
-    """How often the ranks were started before: by run_workers or torchrun, else by a queue that ran their job again."""
+    """Return how often the ranks were started before, by run_workers or torchrun, or their job by a queue."""
     return int(environ.get("TORCHELASTIC_RESTART_COUNT") or environ.get("SLURM_RESTART_COUNT") or 0)
 
 
 def launcher_start(environ: Mapping[str, str] = os.environ) -> tuple[float, str] | None:
-    """When torchrun was started, in seconds since the epoch, and six digits that name it: the same at each restart.
+    """Return when torchrun was started, in seconds since the epoch, and six digits that name it.
 
-    The time is that of the last ten minutes' beginning: what the system says of a process's start drifts with its
+    Both are the same at each restart. The time is that of the last ten minutes' beginning: what the system says of a process's start drifts with its
     clock. None for a process that torchrun has not started.
     """
     if _origin(environ) != "torchrun":
@@ -162,7 +162,7 @@ def _origin(environ: Mapping[str, str]) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is this machine by definition: localhost or a loopback address. Asks no name server."""
+    """Return whether `host` is this machine by definition: localhost or a loopback address. Asks no name server."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
