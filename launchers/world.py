@@ -122,8 +122,8 @@ def restarts(environ: Mapping[str, str] = os.environ) -> int:
 def launcher_start(environ: Mapping[str, str] = os.environ) -> tuple[float, str] | None:
     """Return when torchrun was started, in seconds since the epoch, and six digits that name it.
 
-    Both are the same at each restart. The time is that of the last ten minutes' beginning: what the system says of a process's start drifts with its
-    clock. None for a process that torchrun has not started.
+    Both are the same at each restart. The time is that of the last ten minutes' beginning: what the system says of a
+    process's start drifts with its clock. None for a process that torchrun has not started.
     """
     if _origin(environ) != "torchrun":
         return None
