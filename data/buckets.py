@@ -19,7 +19,7 @@ _SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)
 
 
 def bucket_widths(longest: int) -> tuple[int, ...]:
-    """Returns the widths that batches are padded to: ``longest``, and 1, 2, 3, 4 and 6 eighths of it.
+    """Return the widths that batches are padded to: ``longest``, and 1, 2, 3, 4 and 6 eighths of it.
 
     The eighths are rounded up to multiples of 8.
     """
@@ -38,11 +38,11 @@ class VariableLength(Source):
 
     @abstractmethod
     def lengths(self, indices: np.ndarray) -> np.ndarray:
-        """Returns how many positions each sample fills, at most widths[-1]: integers of the shape of ``indices``."""
+        """Return how many positions each sample fills, at most widths[-1]: integers of the shape of ``indices``."""
 
     @abstractmethod
     def read(self, indices: np.ndarray, epoch: int, width: int | None = None) -> tuple[Tensor, Tensor]:
-        """Returns samples as Source.read does, padded to [b, width].
+        """Return samples as Source.read does, padded to [b, width].
 
         Args:
             indices: int64 [b].
@@ -65,7 +65,7 @@ class Buckets:
         self._latest: tuple[tuple[int, int], np.ndarray] | None = None
 
     def batch(self, epoch: int, step: int) -> tuple[np.ndarray, int]:
-        """Returns the indices int64 [global_batch_size] and the width of a step, counted from 0 within the epoch."""
+        """Return the indices int64 [global_batch_size] and the width of a step, counted from 0 within the epoch."""
         window, number = divmod(step, WINDOW)
         # The next step mostly needs another batch of the same window.
         latest = self._latest
@@ -76,7 +76,7 @@ class Buckets:
         return indices, next(width for width in self.source.widths if width >= longest)
 
     def _batches(self, epoch: int, window: int) -> np.ndarray:
-        """Returns the batches of a window in their order, int64 [batches, global_batch_size]."""
+        """Return the batches of a window in their order, int64 [batches, global_batch_size]."""
         count = min(WINDOW, self.steps_per_epoch - window * WINDOW)
         first = window * WINDOW * self.global_batch_size
         positions = np.arange(first, first + count * self.global_batch_size, dtype=np.int64)

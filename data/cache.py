@@ -38,7 +38,7 @@ def cached_folder(
     intact: Callable[[Path], bool] = Path.is_dir,
     timeout_s: float = 900.0,
 ) -> Path:
-    """Returns the folder ``cache_dir/name``, built first where it does not exist.
+    """Return the folder ``cache_dir/name``, built first where it does not exist.
 
     One process builds under a file lock and the others wait. The folder appears by one rename after its files are on
     the disk. If the disk is full or not writable, the folder is built in the system's temporary folder instead, after a
@@ -81,7 +81,7 @@ def cached_folder(
 
 
 def default_cache_dir() -> Path:
-    """Returns ``$XDG_CACHE_HOME/one-word-parallel``, by default ``~/.cache/one-word-parallel``.
+    """Return ``$XDG_CACHE_HOME/one-word-parallel``, by default ``~/.cache/one-word-parallel``.
 
     Raises:
         DataError: This user has no home folder.
@@ -97,7 +97,7 @@ def default_cache_dir() -> Path:
 
 @contextmanager
 def file_lock(path: Path, waiting_for: str, timeout_s: float) -> Iterator[None]:
-    """Holds an exclusive lock on a file, which the system releases when its holder ends, however that is.
+    """Hold an exclusive lock on a file, which the system releases when its holder ends, however that is.
 
     Args:
         path: The file. It stays after the lock is released.

@@ -52,7 +52,7 @@ class CIFAR10(PublishedImages):
         seed: int = 1337,
         **options: Any,
     ):
-        """Checks the arguments; prepare() reads the data.
+        """Check the arguments; prepare() reads the data.
 
         Args:
             root: The folder cifar-10-batches-py, or the one that holds it; null: download it.
@@ -61,9 +61,6 @@ class CIFAR10(PublishedImages):
             channels: 3, or 1 for grey.
             seed: Of the augmentation; the run's seed.
             **options: The others of data.images.ImageData.
-
-        Raises:
-            DataError: An argument is out of range.
         """
         super().__init__(root, image_size=image_size, channels=channels, **options)
         self.augment, self.seed = augment, seed

@@ -31,7 +31,7 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
-        """Returns samples as (inputs [b, ...], targets [b, ...]); a tuple of inputs where a model has several.
+        """Return samples as (inputs [b, ...], targets [b, ...]); a tuple of inputs where a model has several.
 
         A pure function: augmentation, where there is any, depends on (seed, epoch, index) alone.
 
@@ -41,7 +41,7 @@ class Source(ABC):
         """
 
     def check_batch(self, global_batch_size: int) -> None:
-        """Checks that training can take the samples in batches of this size, as it can unless this is overridden.
+        """Check that training can take the samples in batches of this size, as it can unless this is overridden.
 
         Raises:
             DataError: It cannot.
@@ -102,7 +102,7 @@ class InMemory(Source):
     """
 
     def __init__(self, inputs: Tensor | tuple[Tensor, ...], targets: Tensor):
-        """Raises DataError if inputs and targets are no tensors or differ in length."""
+        """Raise DataError if inputs and targets are no tensors or differ in length."""
         several = tuple(to_tensor("inputs", one) for one in (inputs if isinstance(inputs, tuple) else (inputs,)))
         self.targets = to_tensor("targets", targets)
         for tensor in several:
@@ -157,13 +157,13 @@ class DataSet(ABC):
     description: str
 
     def __init__(self, num_workers: int = 0):
-        """Raises DataError if ``num_workers`` is negative."""
+        """Raise DataError if ``num_workers`` is negative."""
         check_at_least(0, num_workers=num_workers)
         self.num_workers = num_workers
 
     @abstractmethod
     def prepare(self) -> None:
-        """Checks the data and builds caches. Called by the launching process, then by every worker.
+        """Check the data and build caches. Called by the launching process, then by every worker.
 
         Cheap once the cache is built; does nothing the second time.
 

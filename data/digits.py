@@ -22,15 +22,11 @@ class Digits(ImageData):
     mean, std = (4.884,), (6.017,)  # of all pixels, which run from 0 to 16
 
     def title(self) -> str:
-        """Returns the name of the data set."""
+        """Return the name of the data set."""
         return "scikit-learn's handwritten digits"
 
     def splits(self) -> dict[str, Source]:
-        """Returns the three splits.
-
-        Raises:
-            DataError: scikit-learn is not installed.
-        """
+        """Return the three splits."""
         table = np.loadtxt(_file(), delimiter=",", dtype=np.uint8)
         images, labels = table[:, :-1].reshape(-1, 1, 8, 8), table[:, -1].astype(np.int64)
         stored = Labelled(images, labels, self.num_classes, self.title())
@@ -42,7 +38,7 @@ class Digits(ImageData):
 
 
 def _file() -> Path:
-    """Returns scikit-learn's file. Importing the package would cost every process a second and 100 MB."""
+    """Return scikit-learn's file. Importing the package would cost every process a second and 100 MB."""
     package = importlib.util.find_spec("sklearn")
     places = (package and package.submodule_search_locations) or ()
     for place in places:

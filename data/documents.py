@@ -42,7 +42,7 @@ class Document:
         return self.end - self.start
 
     def blocks(self) -> Iterator[bytes]:
-        """Yields the bytes, 1 MiB at a time.
+        """Yield the bytes, 1 MiB at a time.
 
         Raises:
             DataError: The file cannot be read.
@@ -59,7 +59,7 @@ class Document:
             raise DataError(f"cannot read {self.path}: {reason}. Check the file and data.root=") from error
 
     def text(self) -> Iterator[str]:
-        """Yields the text, about 1 MiB at a time, with its line ends as they are.
+        """Yield the text, about 1 MiB at a time, with its line ends as they are.
 
         Raises:
             UnicodeDecodeError: It is not UTF-8.
@@ -70,7 +70,7 @@ class Document:
         yield decoder.decode(b"", final=True)
 
     def pieces(self) -> Iterator[str]:
-        """Yields the text in pieces of about 64 Ki characters that can be encoded one by one."""
+        """Yield the text in pieces of about 64 Ki characters that can be encoded one by one."""
         held = ""
         for text in self.text():
             held += text
@@ -91,12 +91,12 @@ class Document:
 
 
 def whole_file(path: Path) -> Document:
-    """Returns a whole file as one document."""
+    """Return a whole file as one document."""
     return Document(path, 0, path.stat().st_size)
 
 
 def find_files(root: Path, skip_folders: Collection[str] = (), suffix: str = "") -> list[Path]:
-    """Returns the files under a folder that are not empty, sorted by name: in one order on every machine.
+    """Return the files under a folder that are not empty, sorted by name: in one order on every machine.
 
     Args:
         root: The folder. Hidden files and folders (.git) in it are left out.
@@ -112,7 +112,7 @@ def find_files(root: Path, skip_folders: Collection[str] = (), suffix: str = "")
 
 
 def text_problem(document: Document) -> str | None:
-    """Returns why a document is not text (a byte 0, or not UTF-8), in words; None if it is."""
+    """Return why a document is not text (a byte 0, or not UTF-8), in words; None if it is."""
     position = document.start
     decoder = codecs.getincrementaldecoder("utf-8")()
     for block in chain(document.blocks(), [b""]):
@@ -127,7 +127,7 @@ def text_problem(document: Document) -> str | None:
 
 
 def split_documents(documents: Sequence[Document]) -> dict[str, list[Document]]:
-    """Returns about 90 % of the text as "train" and 5 % each as "valid" and "test", always the same.
+    """Return about 90 % of the text as "train" and 5 % each as "valid" and "test", always the same.
 
     From 20 documents on, of every 20 the 10th goes to valid and the 20th to test. With fewer, each document is cut at
     90 % and 95 % of its length instead.
@@ -142,7 +142,7 @@ def split_documents(documents: Sequence[Document]) -> dict[str, list[Document]]:
 
 
 def only_text(documents: Sequence[Document]) -> tuple[list[Document], list[str]]:
-    """Returns the documents that are UTF-8 text, and for each of the others its path and what is wrong with it."""
+    """Return the documents that are UTF-8 text, and for each of the others its path and what is wrong with it."""
     good, bad = [], []
     for document in documents:
         problem = text_problem(document)
@@ -154,7 +154,7 @@ def only_text(documents: Sequence[Document]) -> tuple[list[Document], list[str]]
 
 
 def split_by_position(document: Document, shares: Iterable[float]) -> list[Document]:
-    """Cuts a document at the line ends next to some shares of its length.
+    """Cut a document at the line ends next to some shares of its length.
 
     Args:
         document: The document.
@@ -181,7 +181,7 @@ def _next_line(document: Document, position: int) -> int:
 
 
 def encode(documents: Iterable[Document], encoding: tiktoken.Encoding, end: int) -> Iterator[np.ndarray]:
-    """Yields the documents' tokens in order, as int64 arrays.
+    """Yield the documents' tokens in order, as int64 arrays.
 
     Args:
         documents: The documents.
@@ -197,7 +197,7 @@ def encode(documents: Iterable[Document], encoding: tiktoken.Encoding, end: int)
 
 
 def encode_texts(texts: Sequence[str], encoding: tiktoken.Encoding, end: int, threads: int = 1) -> list[list[int]]:
-    """Returns each text's tokens.
+    """Return each text's tokens.
 
     Args:
         texts: The texts.
@@ -217,7 +217,7 @@ def encode_texts(texts: Sequence[str], encoding: tiktoken.Encoding, end: int, th
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[str | None]]:
-    """Yields pieces of text, and None after each document's last, in lists of about 4 Mi characters."""
+    """Yield pieces of text, and None after each document's last, in lists of about 4 Mi characters."""
     batch: list[str | None] = []
     size = 0
     for document in documents:

@@ -50,7 +50,7 @@ class ImageData(DataSet):
         cache_dir: str | None = None,
         num_workers: int = 0,
     ):
-        """Checks the arguments; prepare() reads the data.
+        """Check the arguments; prepare() reads the data.
 
         Args:
             image_size: Pixels a side.
@@ -58,9 +58,6 @@ class ImageData(DataSet):
             num_classes: Labels are from 0 to below it.
             cache_dir: Where downloads are kept; null: the user's cache folder.
             num_workers: Processes that read ahead; 0: one thread.
-
-        Raises:
-            DataError: A number is out of range.
         """
         super().__init__(num_workers)
         check_at_least(1, image_size=image_size, channels=channels, num_classes=num_classes)
@@ -72,12 +69,12 @@ class ImageData(DataSet):
         self._prepared = False
 
     def class_names(self) -> list[str]:
-        """Returns the classes' names: their numbers, where they have none."""
+        """Return the classes' names: their numbers, where they have none."""
         return [str(number) for number in range(self.num_classes)]
 
     @abstractmethod
     def splits(self) -> Mapping[str, Source]:
-        """Returns the sources "train", "valid" and "test", of which the last two may be empty.
+        """Return the sources "train", "valid" and "test", of which the last two may be empty.
 
         Raises:
             DataError: The data is wrong or missing.
@@ -85,10 +82,10 @@ class ImageData(DataSet):
 
     @abstractmethod
     def title(self) -> str:
-        """Returns what the images are, in a few words, for the description."""
+        """Return what the images are, in a few words, for the description."""
 
     def prepare(self) -> None:
-        """Reads the splits. See DataSet."""
+        """Read the splits. See DataSet."""
         if self._prepared:
             return
         splits = self.splits()
@@ -115,14 +112,11 @@ class PublishedImages(ImageData):
     way_out: str
 
     def __init__(self, root: str | None = None, **options: Any):
-        """Checks the arguments; prepare() reads the data.
+        """Check the arguments; prepare() reads the data.
 
         Args:
             root: The folder of the published files, or one that holds it; null: download them.
             **options: Those of ImageData.
-
-        Raises:
-            DataError: An argument is out of range.
         """
         super().__init__(**options)
         self.root = None if not root else expand_home(root).absolute()
@@ -221,7 +215,7 @@ class Labelled:
 
 
 def hold_out(labels: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Holds out some samples, with the same share of each class to within one sample.
+    """Hold out some samples, with the same share of each class to within one sample.
 
     The choice depends on the labels alone, not on the run's seed: otherwise a checkpoint might be tested on what
     another run had trained it on.
@@ -252,7 +246,7 @@ class Images(Source):
         shape: tuple[int, int, int],
         augment: Augment | None = None,
     ):
-        """Checks that the images can be given in the shape asked for.
+        """Check that the images can be given in the shape asked for.
 
         Args:
             stored: The images.
@@ -279,7 +273,7 @@ class Images(Source):
         return len(self._rows)
 
     def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
-        """Returns images fp32 [b, *shape] and classes int64 [b]."""
+        """Return images fp32 [b, *shape] and classes int64 [b]."""
         import torch
 
         rows = self._rows[indices]
@@ -291,7 +285,7 @@ class Images(Source):
 
 
 def recolour(images: Tensor, channels: int) -> Tensor:
-    """Converts images [b, 1 or 3, h, w] to [b, channels, h, w], where ``channels`` is 1 or 3."""
+    """Convert images [b, 1 or 3, h, w] to [b, channels, h, w], where ``channels`` is 1 or 3."""
     if images.shape[1] == channels:
         return images
     if channels == 3:
@@ -301,7 +295,7 @@ def recolour(images: Tensor, channels: int) -> Tensor:
 
 
 def resize(images: Tensor, size: int) -> Tensor:
-    """Interpolates images [b, c, h, w] to [b, c, size, size], bilinearly."""
+    """Interpolate images [b, c, h, w] to [b, c, size, size], bilinearly."""
     import torch.nn.functional as F
 
     height, width = images.shape[2:]
@@ -311,7 +305,7 @@ def resize(images: Tensor, size: int) -> Tensor:
 
 
 def crop_and_flip(images: np.ndarray, indices: np.ndarray, epoch: int, seed: int, padding: int = 4) -> np.ndarray:
-    """Pads each image, crops it at random to its size, and mirrors it half of the time: CIFAR-10's augmentation.
+    """Pad each image, crop it at random to its size, and mirror it half of the time: CIFAR-10's augmentation.
 
     What happens to an image depends on (seed, epoch, its index) alone.
 

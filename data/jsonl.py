@@ -60,7 +60,7 @@ class Jsonl(DataSet):
         num_workers: int = 0,
         extra_tokens: ExtraTokens = None,
     ):
-        """Checks the arguments; prepare() reads the data.
+        """Check the arguments; prepare() reads the data.
 
         Args:
             root: The file or the folder of *.jsonl files; it must be given.
@@ -91,11 +91,7 @@ class Jsonl(DataSet):
         self._prepared = False
 
     def prepare(self) -> None:
-        """Builds the index, checks rows and counts tokens, unless the cache says that it was done before.
-
-        Raises:
-            DataError: There are no rows, or a row is without its text. It names the file and the line.
-        """
+        """Build the index, check rows and count tokens, unless the cache says that it was done before."""
         if self._prepared:
             return
         files = split_files(self.root)
@@ -146,7 +142,7 @@ class Jsonl(DataSet):
 
 
 def split_files(root: Path) -> dict[str, list[Path]]:
-    """Returns the files of "train" and, where their paths say so, of "valid" and "test".
+    """Return the files of "train" and, where their paths say so, of "valid" and "test".
 
     Args:
         root: A file or a folder.
@@ -202,7 +198,7 @@ class RowSelection:
         return whole * len(self.kept) + sum(place < rest for place in self.kept)
 
     def row(self, indices: np.ndarray) -> np.ndarray:
-        """Returns which rows some samples are: int64 of the shape of ``indices``, which are in [0, len)."""
+        """Return which rows some samples are: int64 of the shape of ``indices``, which are in [0, len)."""
         period, place = np.divmod(np.asarray(indices, dtype=np.int64), len(self.kept))
         return period * PERIOD + np.asarray(self.kept)[place]
 
@@ -220,7 +216,7 @@ class TokenRows(Source):
         return len(self.selection)
 
     def read(self, indices: np.ndarray, epoch: int, width: int | None = None) -> tuple[Tensor, Tensor]:
-        """Returns inputs and targets, both int64 [b, width].
+        """Return inputs and targets, both int64 [b, width].
 
         Args:
             indices: int64 [b].
@@ -261,7 +257,7 @@ class BucketedRows(TokenRows, VariableLength):
         self._map()
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the positions filled: the tokens of a row less the last, which is only a target."""
+        """Return the positions filled: the tokens of a row less the last, which is only a target."""
         return np.minimum(self.counts[self.selection.row(indices)].astype(np.int64) - 1, self.seq_len)
 
     def _map(self) -> None:
@@ -278,7 +274,7 @@ class BucketedRows(TokenRows, VariableLength):
 def cached_counts(
     rows: Rows, fields: Sequence[str], vocabulary: GPT2Vocabulary, cache_dir: str | os.PathLike | None
 ) -> Path:
-    """Returns a file of how many tokens each row has (uint32), uncut, the closing <|endoftext|> included."""
+    """Return a file of how many tokens each row has (uint32), uncut, the closing <|endoftext|> included."""
     threads = min(4, usable_cores())
 
     def build(folder: Path) -> None:
@@ -297,5 +293,5 @@ def cached_counts(
 
 
 def key_of(rows: Rows, words: Sequence[str]) -> str:
-    """Returns a hash that names in the cache what was made of rows, and the words that it depends on besides."""
+    """Return a hash that names in the cache what was made of rows, and the words that it depends on besides."""
     return hashlib.sha256(json.dumps([rows.key, *words]).encode()).hexdigest()[:16]

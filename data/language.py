@@ -45,7 +45,7 @@ class LanguageData(DataSet):
         columns: int | None = None,
         extra_tokens: ExtraTokens = None,
     ):
-        """Checks the arguments; prepare() reads the data.
+        """Check the arguments; prepare() reads the data.
 
         Args:
             seq_len: Tokens per sample.
@@ -103,7 +103,7 @@ class LanguageData(DataSet):
 
     @abstractmethod
     def documents(self) -> Mapping[str, Sequence[Document]]:
-        """Returns the documents of "train", "valid" and "test".
+        """Return the documents of "train", "valid" and "test".
 
         Raises:
             DataError: There is no text.
@@ -111,10 +111,10 @@ class LanguageData(DataSet):
 
     @abstractmethod
     def title(self) -> str:
-        """Returns what the text is, in a few words, for the description."""
+        """Return what the text is, in a few words, for the description."""
 
     def prepare(self) -> None:
-        """Encodes the text, unless the cache has its tokens, under a hash of the text itself."""
+        """Encode the text, unless the cache has its tokens, under a hash of the text itself."""
         if self._prepared:
             return
         documents = self.documents()
@@ -156,7 +156,7 @@ class LanguageData(DataSet):
 
 
 def _fingerprint(documents: Mapping[str, Sequence[Document]], vocabulary: str) -> str:
-    """Returns a hash of what the tokens depend on: text, its documents and splits, vocabulary, format."""
+    """Return a hash of what the tokens depend on: text, its documents and splits, vocabulary, format."""
     whole = hashlib.sha256(f"{_CACHE_FORMAT} {vocabulary}".encode())
     for split in sorted(documents):
         whole.update(f" {split} {len(documents[split])}".encode())

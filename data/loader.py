@@ -34,7 +34,7 @@ class TrainBatches(Dataset):
     """
 
     def __init__(self, source: Source, global_batch_size: int, seed: int, dp_rank: int = 0, dp_size: int = 1):
-        """Checks the numbers against the source.
+        """Check the numbers against the source.
 
         Args:
             source: The samples.
@@ -64,7 +64,7 @@ class TrainBatches(Dataset):
         self.buckets = Buckets(source, global_batch_size, seed) if isinstance(source, VariableLength) else None
 
     def __getitem__(self, step: int) -> Batch:
-        """Returns this replica's slice, global_batch_size / dp_size samples, of a step's batch. Steps count from 1."""
+        """Return this replica's slice, global_batch_size / dp_size samples, of a step's batch. Steps count from 1."""
         if step < 1:
             raise ValueError(f"step {step}: training steps count from 1")
         epoch, step_of_epoch = divmod(step - 1, self.steps_per_epoch)
@@ -86,7 +86,7 @@ def train_loader(
     pin_memory: bool = False,
     timeout_s: float = 300.0,
 ) -> Iterator[tuple[int, Batch]]:
-    """Yields (step, batch) for each step, read before it is needed.
+    """Yield (step, batch) for each step, read before it is needed.
 
     A thread reads, or takes what processes read. Thread and processes end with the iterator (exhausted, closed or
     deleted).
@@ -127,7 +127,7 @@ class EvalBatches:
         dp_size: int = 1,
         limit: int | None = None,
     ):
-        """Checks the numbers against the source.
+        """Check the numbers against the source.
 
         Args:
             source: The samples.
@@ -181,7 +181,7 @@ def _check_replicas(global_batch_size: int, dp_rank: int, dp_size: int) -> None:
 
 
 def _slice(global_batch_size: int, dp_rank: int, dp_size: int) -> np.ndarray:
-    """Returns a replica's positions in the global batch."""
+    """Return a replica's positions in the global batch."""
     size = global_batch_size // dp_size
     return np.arange(dp_rank * size, (dp_rank + 1) * size, dtype=np.int64)
 
@@ -193,7 +193,7 @@ def read_ahead(
     what: str = "evaluation batch",
     first: int = 1,
 ) -> Iterator[Batch]:
-    """Yields batches that a thread has read before they are needed.
+    """Yield batches that a thread has read before they are needed.
 
     An error while reading is raised here. The thread ends with the iterator (exhausted, closed or deleted).
 

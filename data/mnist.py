@@ -40,7 +40,7 @@ class MNIST(PublishedImages):
 
 
 def read_idx(path: Path, dimensions: int) -> np.ndarray:
-    """Reads an idx file, packed by gzip if its name ends in .gz.
+    """Read an idx file, packed by gzip if its name ends in .gz.
 
     Args:
         path: The file.

@@ -33,7 +33,7 @@ class RandomImages(ImageData):
         seed: int = 1337,
         **options: Any,
     ):
-        """Checks the arguments.
+        """Check the arguments.
 
         Args:
             samples: To train on; a tenth as many each to validate and to test, at least one.
@@ -42,9 +42,6 @@ class RandomImages(ImageData):
             num_classes: Labels are from 0 to below it.
             seed: Of images and classes; the run's seed.
             **options: The others of data.images.ImageData.
-
-        Raises:
-            DataError: An argument is out of range.
         """
         super().__init__(image_size, channels, num_classes, **options)
         check_at_least(1, samples=samples)
@@ -52,11 +49,11 @@ class RandomImages(ImageData):
         self.samples, self.seed = samples, seed
 
     def title(self) -> str:
-        """Returns the name of the data set."""
+        """Return the name of the data set."""
         return "random images"
 
     def splits(self) -> dict[str, Source]:
-        """Returns the three splits, each with random numbers of its own."""
+        """Return the three splits, each with random numbers of its own."""
         few = max(1, self.samples // 10)
         sizes = {"train": self.samples, "valid": few, "test": few}
         return {

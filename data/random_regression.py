@@ -25,7 +25,7 @@ class RandomRegression(DataSet):
         num_workers: int = 0,
         cache_dir: str | None = None,
     ):
-        """Checks the arguments.
+        """Check the arguments.
 
         Args:
             samples: To train on; a tenth as many each to validate and to test, at least one.
@@ -35,9 +35,6 @@ class RandomRegression(DataSet):
             seed: Of the teacher and the samples; the run's seed.
             num_workers: Processes that read ahead; 0: one thread.
             cache_dir: Not used: nothing is written.
-
-        Raises:
-            DataError: A number is out of range.
         """
         super().__init__(num_workers)
         check_at_least(1, samples=samples, in_features=in_features, out_features=out_features)
@@ -47,11 +44,7 @@ class RandomRegression(DataSet):
         self._prepared = False
 
     def prepare(self) -> None:
-        """Makes the three splits, in milliseconds; nothing is written to the disk.
-
-        Raises:
-            UserError: They do not fit into memory.
-        """
+        """Make the three splits, in milliseconds; nothing is written to the disk."""
         if self._prepared:
             return
         numbers = 1.2 * self.samples * (self.in_features + self.out_features) + self.in_features * self.out_features

@@ -41,7 +41,7 @@ class Rows:
     """
 
     def __init__(self, files: Sequence[Path], cache_dir: str | os.PathLike | None = None):
-        """Builds the index, unless the cache has it.
+        """Build the index, unless the cache has it.
 
         Args:
             files: Absolute paths.
@@ -66,7 +66,7 @@ class Rows:
         return len(self.offsets) - 1
 
     def lines(self, indices: np.ndarray) -> list[bytes]:
-        """Returns the bytes of rows, each with its line end.
+        """Return the bytes of rows, each with its line end.
 
         Args:
             indices: Integers [b].
@@ -89,7 +89,7 @@ class Rows:
         return lines
 
     def texts(self, indices: np.ndarray, fields: Sequence[str]) -> list[str]:
-        """Returns the strings that rows hold in some fields, joined by newlines.
+        """Return the strings that rows hold in some fields, joined by newlines.
 
         Args:
             indices: Integers [b].
@@ -111,7 +111,7 @@ class Rows:
         return texts
 
     def texts_in_order(self, fields: Sequence[str], about_bytes: int = 1 << 22) -> Iterator[list[str]]:
-        """Yields the texts of all rows, in lists of about so many bytes. Raises as texts() does."""
+        """Yield the texts of all rows, in lists of about so many bytes. Raises as texts() does."""
         start = 0
         while start < len(self):
             stop = int(np.searchsorted(self.offsets, self.offsets[start] + about_bytes))
@@ -120,7 +120,7 @@ class Rows:
             start = stop
 
     def place(self, index: int) -> tuple[int, Path]:
-        """Returns a row's line number, from 1 on, and its file, which is read up to the row."""
+        """Return a row's line number, from 1 on, and its file, which is read up to the row."""
         start = self.offsets[index]
         number = int(self._file_of(start))
         left, line = int(start - self.starts[number]), 1
@@ -131,7 +131,7 @@ class Rows:
         return line, self.files[number]
 
     def patience_s(self, slowest_bytes_per_s: float = _SLOWEST_BYTES_PER_S) -> float:
-        """Returns how many seconds to wait for another process that reads all rows."""
+        """Return how many seconds to wait for another process that reads all rows."""
         return 900.0 + float(self.starts[-1]) / slowest_bytes_per_s
 
     def _file_of(self, positions: np.ndarray) -> np.ndarray:
@@ -234,7 +234,7 @@ def _blank(descriptor: int, position: int) -> bool:
 
 
 def _problem(line: bytes, fields: Sequence[str]) -> str:
-    """Returns what is wrong with a row, in words."""
+    """Return what is wrong with a row, in words."""
     try:
         row = json.loads(line.decode())
     except UnicodeDecodeError as error:

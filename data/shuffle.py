@@ -10,7 +10,7 @@ _ROUNDS = 8
 
 
 def permute(indices: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:
-    """Returns where indices go in the permutation of range(n) that a key names.
+    """Return where indices go in the permutation of range(n) that a key names.
 
     Only integers are computed, so the result is the same on every machine; memory is that of the indices, whatever n
     is. A Feistel network permutes the smallest 4**h >= n numbers; a result outside range(n) is permuted again until it
@@ -44,13 +44,13 @@ def permute(indices: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:
 
 
 def _round_keys(key: tuple[int, ...]) -> np.ndarray:
-    """Returns one 64-bit key per round, from a hash of the key's decimal digits (any size and sign of integer)."""
+    """Return one 64-bit key per round, from a hash of the key's decimal digits (any size and sign of integer)."""
     digest = hashlib.blake2b(",".join(map(str, key)).encode(), digest_size=8 * _ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 def _feistel(values: np.ndarray, half_bits: int, round_keys: np.ndarray) -> np.ndarray:
-    """Permutes range(4**half_bits): a round xors a hash of one half onto the other, invertibly."""
+    """Permute range(4**half_bits): a round xors a hash of one half onto the other, invertibly."""
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for round_key in round_keys:

@@ -23,15 +23,11 @@ class Stdlib(LanguageData):
     name = "stdlib"
 
     def title(self) -> str:
-        """Returns the name of the data set, with the version of Python."""
+        """Return the name of the data set, with the version of Python."""
         return f"the standard library of Python {platform.python_version()}"
 
     def documents(self) -> dict[str, list[Document]]:
-        """Returns the source files by split.
-
-        Raises:
-            DataError: The library does not exist as files (frozen or zipped interpreters).
-        """
+        """Return the source files by split."""
         root = Path(sysconfig.get_path("stdlib"))
         files = find_files(root, skip_folders=_NOT_LIBRARY, suffix=".py") if root.is_dir() else []
         documents, _ = only_text([whole_file(path) for path in files])

@@ -27,7 +27,7 @@ class TensorData(DataSet):
         vocab_size: int | None = None,
         seed: int = 0,
     ) -> None:
-        """Divides the samples.
+        """Divide the samples.
 
         Args:
             inputs: [n, ...], or tokens [n, t] where ``vocab_size`` is given; a tuple of such tensors or arrays where a
@@ -75,7 +75,7 @@ class TensorData(DataSet):
         self.fingerprint = hashlib.sha256(b"".join(_bytes(tensor) for tensor in (*several, targets))).hexdigest()[:16]
 
     def prepare(self) -> None:
-        """Does nothing: the samples are there."""
+        """Do nothing: the samples are there."""
 
 
 def _check_tokens(several: Sequence[Tensor], vocab_size: int, name: str = "inputs") -> None:

@@ -24,7 +24,7 @@ class Text(LanguageData):
     name = "text"
 
     def __init__(self, root: str | None = None, **options: Any):
-        """Checks the arguments; prepare() reads the data.
+        """Check the arguments; prepare() reads the data.
 
         Args:
             root: The file or folder of text; it must be given.
@@ -39,15 +39,11 @@ class Text(LanguageData):
         self.root = expand_home(root).absolute()
 
     def title(self) -> str:
-        """Returns what the text is."""
+        """Return what the text is."""
         return f"text of {self.root}"
 
     def documents(self) -> dict[str, list[Document]]:
-        """Returns the files by split.
-
-        Raises:
-            DataError: ``root`` does not exist, or it holds no text.
-        """
+        """Return the files by split."""
         folder = self.root.is_dir()
         if not folder and not (self.root.exists() and self.root.stat().st_size):
             problem = "is empty" if self.root.exists() else "does not exist"
@@ -65,7 +61,7 @@ class Text(LanguageData):
 
 
 def _first(bad: Sequence[str], shown: int = 5) -> str:
-    """Returns the first few of a list, as the tail of a sentence."""
+    """Return the first few of a list, as the tail of a sentence."""
     if not bad:
         return ""
     more = f"; and {len(bad) - shown} more" if len(bad) > shown else ""

@@ -23,7 +23,7 @@ _MOST_COUNTED = 1 << 24
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Returns the smaller of uint16 and uint32 that holds every token of the vocabulary."""
+    """Return the smaller of uint16 and uint32 that holds every token of the vocabulary."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
@@ -32,7 +32,7 @@ def cached_tokens(
     name: str,
     encode: Callable[[Path], tuple[int, Mapping[str, Iterable[np.ndarray]]]],
 ) -> dict[str, Path]:
-    """Returns the token file of each split, written by the first process that asks for it (see data.cache).
+    """Return the token file of each split, written by the first process that asks for it (see data.cache).
 
     The files are raw integers in this machine's byte order; their suffix (.uint16, .uint32) is their dtype.
 
@@ -85,16 +85,16 @@ class TokenFile:
 
     @classmethod
     def whole(cls, path: str | os.PathLike) -> TokenFile:
-        """Returns all tokens of a file that cached_tokens wrote."""
+        """Return all tokens of a file that cached_tokens wrote."""
         path = Path(path)
         return cls(path, path.suffix[1:], 0, count_tokens(path))
 
     def map(self) -> np.ndarray:
-        """Returns the tokens memory-mapped: read from the disk when they are used."""
+        """Return the tokens memory-mapped: read from the disk when they are used."""
         return np.memmap(self.path, self.dtype, "r", self.offset, (self.count,))
 
     def check_length(self) -> None:
-        """Raises DataError if the file was cut short: reading the lost part of a map would end this process."""
+        """Raise DataError if the file was cut short: reading the lost part of a map would end this process."""
         try:
             size = os.stat(self.path).st_size
         except FileNotFoundError:
@@ -108,12 +108,12 @@ class TokenFile:
 
 
 def count_tokens(path: Path) -> int:
-    """Returns the number of tokens in a file that cached_tokens wrote."""
+    """Return the number of tokens in a file that cached_tokens wrote."""
     return path.stat().st_size // np.dtype(path.suffix[1:]).itemsize
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:
-    """Returns the entropy of single tokens, in nats: the loss of a model that knows how often each occurs and no more.
+    """Return the entropy of single tokens, in nats: the loss of a model that knows how often each occurs and no more.
 
     Args:
         tokens: One-dimensional. Of more than 2^24 only that many are counted.
@@ -131,7 +131,7 @@ class TokenWindows(Source):
     """
 
     def __init__(self, tokens: str | os.PathLike | TokenFile | np.ndarray, seq_len: int):
-        """Maps the tokens where they are in a file.
+        """Map the tokens where they are in a file.
 
         Args:
             tokens: A file whose suffix is its dtype (train.uint16), a TokenFile, or a one-dimensional array.
@@ -163,11 +163,11 @@ class TokenWindows(Source):
         return (len(self.tokens) - 1) // self.seq_len
 
     def starts(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the position of each sample's first token, int64 [b]."""
+        """Return the position of each sample's first token, int64 [b]."""
         return indices * self.seq_len
 
     def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
-        """Returns inputs and targets, both int64 [b, seq_len]."""
+        """Return inputs and targets, both int64 [b, seq_len]."""
         import torch
 
         if self.file is not None:
@@ -201,7 +201,7 @@ class ColumnWindows(TokenWindows):
     ordered = True
 
     def __init__(self, tokens: str | os.PathLike | TokenFile | np.ndarray, columns: int, seq_len: int):
-        """Maps the tokens where they are in a file.
+        """Map the tokens where they are in a file.
 
         Args:
             tokens: See TokenWindows.
@@ -235,7 +235,7 @@ class ColumnWindows(TokenWindows):
         return column * self.column_length + window * self.seq_len
 
     def check_batch(self, global_batch_size: int) -> None:
-        """Raises DataError unless the global batch has one sample of each column."""
+        """Raise DataError unless the global batch has one sample of each column."""
         if global_batch_size != self.columns:
             raise DataError(
                 f"data.batchify=true reads data.columns={self.columns} columns side by side, and "

@@ -44,7 +44,7 @@ class Tokens(DataSet):
         num_workers: int = 0,
         extra_tokens: ExtraTokens = None,
     ):
-        """Checks the arguments; prepare() reads the data.
+        """Check the arguments; prepare() reads the data.
 
         Args:
             root: The .bin file or the folder of such files; it must be given.
@@ -75,12 +75,7 @@ class Tokens(DataSet):
         self._prepared = False
 
     def prepare(self) -> None:
-        """Maps the files. The first time every token is checked, about 1 GB a second.
-
-        Raises:
-            DataError: A file is damaged, of another format or holds a token outside the vocabulary, or there is no
-                sample to train on.
-        """
+        """Map the files. The first time every token is checked, about 1 GB a second."""
         if self._prepared:
             return
         files = [read_header(path, self.format) for path in self._paths()]
@@ -113,7 +108,7 @@ class Tokens(DataSet):
         return paths
 
     def _check(self, files: Sequence[TokenFile]) -> None:
-        """Checks a set of files once: an empty folder in the cache says that they have passed."""
+        """Check a set of files once: an empty folder in the cache says that they have passed."""
         key = hashlib.sha256(str(self.vocab_size).encode())
         for file in files:
             status = file.path.stat()
@@ -172,7 +167,7 @@ def read_header(path: Path, format: str = "auto") -> TokenFile:
 
 
 def check_tokens(file: TokenFile, vocab_size: int) -> None:
-    """Checks that every token is below ``vocab_size``.
+    """Check that every token is below ``vocab_size``.
 
     Raises:
         DataError: One is not. It names the first.

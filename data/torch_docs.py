@@ -28,17 +28,13 @@ class TorchDocs(LanguageData):
     name = "torch_docs"
 
     def title(self) -> str:
-        """Returns the name of the data set, with the version of torch."""
+        """Return the name of the data set, with the version of torch."""
         import torch
 
         return f"the documentation of torch {torch.__version__}"
 
     def documents(self) -> dict[str, list[Document]]:
-        """Returns parts of about 1 kB by split.
-
-        Raises:
-            DataError: torch comes without documentation.
-        """
+        """Return parts of about 1 kB by split."""
         import torch
 
         def write(folder: Path) -> None:
@@ -62,7 +58,7 @@ def _paragraphs() -> Iterator[str]:
 
 
 def _documentation() -> Iterator[str]:
-    """Yields the documentation of each public name of torch, as it is read in a terminal."""
+    """Yield the documentation of each public name of torch, as it is read in a terminal."""
     import torch
 
     for name in sorted(dir(torch)):
@@ -74,7 +70,7 @@ def _documentation() -> Iterator[str]:
 
 
 def _parts(path: Path) -> list[Document]:
-    """Cuts the file between its lines."""
+    """Cut the file between its lines."""
     parts, start, end = [], 0, 0
     for line in path.read_bytes().splitlines(keepends=True):
         end += len(line)

