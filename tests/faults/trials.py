@@ -47,6 +47,8 @@ def kill(strategy: str, faults: list[Fault], folder: Path) -> list[Trial]:
     restarts = f"launcher.max_restarts={len(faults)}"
     disturbed = launch(strategy, steps, folder / "disturbed", faults, restarts, timeout_s=60.0 + 40.0 * len(faults))
     wrong, finished, trials = differences(disturbed, undisturbed), disturbed.run.code == 0, []
+    for words in (f"rank {faults[0].rank} was killed by signal 9", f"restart 1 of {len(faults)} (launcher.max_rest"):
+        wrong += [] if words in disturbed.run.stderr else [f"'{words}' was not said"]
     for number, fault in enumerate(faults):
         name, struck = f"kill -9: {fault.point}", disturbed.struck(number)
         again = disturbed.record.read(f"begun-{number + 1}-{fault.rank}")

@@ -123,6 +123,7 @@ VALUES = {
     "train.eval_every": [Refusal("train.eval_every=-1", "train.eval_every=-1", "at least 0")],
     "train.eval_batches": [Refusal("train.eval_batches=-1", "at least")],
     "train.keep_checkpoints": [Refusal("train.keep_checkpoints=-1", "at least")],
+    "launcher.max_restarts": [Refusal("launcher.max_restarts=-1", "at least 0")],
     "data.num_workers": [Refusal("data.num_workers=-1", "at least 0")],
     "seed": [Refusal("seed=-1", "at least 0")],
     "train.precision": [

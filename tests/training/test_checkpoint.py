@@ -68,45 +68,8 @@ def toy(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def damaged(toy, tmp_path):
-    """A copy of its checkpoint, to be damaged."""
-    return shutil.copytree(toy / "checkpoints" / "step-00000004", tmp_path / "step-00000004")
-
-
 def resume(folder, path, *more, optim="optim.momentum=0.9"):
     run(folder, "train.epochs=null", "train.steps=8", optim, f"train.resume='{path}'", *more)
-
-
-@pytest.mark.parametrize("name", ["model-00.safetensors", "optimizer-00.safetensors"])
-def test_a_missing_file_is_named(damaged, tmp_path, name):
-    (damaged / name).unlink()
-    with pytest.raises(CheckpointError, match=f"{name} is missing.*damaged"):
-        resume(tmp_path / "run", damaged)
-
-
-def test_a_file_cut_short_is_named_with_its_sizes(damaged, tmp_path):
-    path = damaged / "model-00.safetensors"
-    whole = path.stat().st_size
-    os.truncate(path, whole - 10)
-    with pytest.raises(CheckpointError, match=f"model-00.safetensors has {whole - 10} bytes.* {whole}"):
-        resume(tmp_path / "run", damaged)
-
-
-def test_a_flipped_bit_is_noticed(damaged, tmp_path):
-    path = damaged / "model-00.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 0x40
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="model-00.safetensors.*damaged"):
-        resume(tmp_path / "run", damaged)
-
-
-@pytest.mark.parametrize("text", ["", "{", '{"step": 4}', "[]"])
-def test_a_manifest_that_is_none_is_named(damaged, tmp_path, text):
-    (damaged / "manifest.json").write_text(text)
-    with pytest.raises(CheckpointError, match="manifest.json"):
-        resume(tmp_path / "run", damaged)
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_the_name_of_what_does_not_fit(toy, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -175,31 +176,21 @@ def test_what_is_no_json_is_an_error_that_shows_how_to_write_it(recipe):
 # -- files that do not fit ---------------------------------------------------------------------------------------------
 
 
-def test_other_sizes_are_named(recipe, published):
-    with pytest.raises(TrainingError, match=r"has 4 heads, the model 8; set model.n_head=4"):
-        prepare(config(*recipe, "model.n_head=8", f"model.init_from='{published}'"))
-    with pytest.raises(TrainingError, match=r"wte.weight has \(50257, 32\), the model \(50304, 64\).* and \d+ more"):
-        prepare(config(*recipe, "model.n_embd=64", f"model.init_from='{published}'"))
-    with pytest.raises(TrainingError, match=r"transformer.h.1.\S+ is not the model's"):
-        prepare(config(*recipe, "model.n_layer=1", f"model.init_from='{published}'"))
-    with pytest.raises(TrainingError, match=r"h.2.ln_1.weight is missing"):
-        prepare(config(*recipe, "model.n_layer=3", f"model.init_from='{published}'"))
-
-
-def test_more_words_than_the_model_has_are_named(recipe, altered):
-    folder = altered(lambda state: state.update({"transformer.wte.weight": torch.zeros(50305, 32)}))
-    with pytest.raises(TrainingError, match=r"wte.weight has \(50305, 32\), the model \(50304, 32\)"):
-        prepare(config(*recipe, f"model.init_from='{folder}'"))
-
-
-def test_weights_of_another_kind_and_a_pipe_are_named(recipe, altered):
-    folder = altered(lambda state: state.update({"transformer.ln_f.weight": torch.zeros(32, dtype=torch.int64)}))
-    with pytest.raises(TrainingError, match=r"ln_f.weight does not hold floating-point numbers"):
-        prepare(config(*recipe, f"model.init_from='{folder}'"))
-    (folder / "model.safetensors").unlink()
-    os.mkfifo(folder / "model.safetensors")
-    with pytest.raises(TrainingError, match=r"model.safetensors is not a regular file"):
-        prepare(config(*recipe, f"model.init_from='{folder}'"))
+@pytest.mark.parametrize(
+    "words, changed, says",
+    [
+        ("model.n_head=8", {}, r"has 4 heads, the model 8; set model.n_head=4"),
+        ("model.n_embd=64", {}, r"wte.weight has \(50257, 32\), the model \(50304, 64\).* and \d+ more"),
+        ("model.n_layer=1", {}, r"transformer.h.1.\S+ is not the model's"),
+        ("model.n_layer=3", {}, r"h.2.ln_1.weight is missing"),
+        ("seed=1", {"wte": torch.zeros(50305, 32)}, r"wte.weight has \(50305, 32\), the model \(50304, 32\)"),
+        ("seed=1", {"ln_f": torch.zeros(32).long()}, r"ln_f.weight does not hold floating-point numbers"),
+    ],
+)
+def test_weights_that_do_not_fit_the_model_are_named(recipe, altered, words, changed, says):
+    folder = altered(lambda state: state.update({f"transformer.{name}.weight": t for name, t in changed.items()}))
+    with pytest.raises(TrainingError, match=says):
+        prepare(config(*recipe, words, f"model.init_from='{folder}'"))
 
 
 def test_a_weight_that_is_not_finite_is_named(recipe, altered, tmp_path):
@@ -216,24 +207,26 @@ def test_the_published_file_has_no_prefix(recipe, published, tmp_path):
     assert torch.equal(saved(tmp_path / "run", 1)["h.0.ln_1.weight"], bare["h.0.ln_1.weight"])
 
 
-def test_a_pickle_is_refused_with_the_way_out(recipe, tmp_path):
-    (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
-    for path in (tmp_path, tmp_path / "pytorch_model.bin"):
-        with pytest.raises(TrainingError, match="pytorch_model.bin is a pickle.*convert.*save_file.*weights_only=True"):
+@pytest.mark.parametrize(
+    "name, make, says",
+    [
+        ("nowhere", lambda path: None, "nowhere does not exist"),
+        ("folder", os.mkdir, "holds no model.safetensors"),
+        ("pipe.safetensors", os.mkfifo, "pipe.safetensors is not a regular file"),
+        ("model.bin", Path.touch, "model.bin is a pickle.*convert.*save_file.*weights_only=True"),
+    ],
+)
+def test_what_is_no_weights_is_named(recipe, tmp_path, name, make, says):
+    make(tmp_path / name)
+    with pytest.raises(TrainingError, match=says):
+        prepare(config(*recipe, f"model.init_from='{tmp_path / name}'"))
+
+
+def test_a_checkpoint_or_a_folder_with_a_pickle_is_refused_with_the_way_out(recipe, reference, tmp_path):
+    (tmp_path / "pytorch_model.bin").touch()
+    for path, says in ((tmp_path, "is a pickle"), (reference / "checkpoints" / "latest", "is a checkpoint: export it")):
+        with pytest.raises(TrainingError, match=says):
             prepare(config(*recipe, f"model.init_from='{path}'"))
-
-
-def test_what_is_no_weights_is_named(recipe, reference, tmp_path):
-    def problem(path):
-        with pytest.raises(TrainingError) as error:
-            prepare(config(*recipe, f"model.init_from='{path}'"))
-        return str(error.value)
-
-    assert "nowhere does not exist" in problem(tmp_path / "nowhere")
-    assert "holds no model.safetensors" in problem(tmp_path)
-    assert "is a checkpoint: export it first" in problem(reference / "checkpoints" / "latest")
-    (tmp_path / "broken.safetensors").write_bytes(b"{" * 100)
-    assert "broken.safetensors cannot be read as safetensors" in problem(tmp_path / "broken.safetensors")
 
 
 def test_any_other_model_starts_from_its_own_export(tmp_path):

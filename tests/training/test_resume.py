@@ -1,4 +1,4 @@
-"""A damaged checkpoint is found, named, and the newest whole one taken in its place."""
+"""Resuming what is damaged: it is named, and the newest whole checkpoint is taken in its place."""
 
 import json
 import os
@@ -6,11 +6,13 @@ import shutil
 
 import pytest
 import torch
-from composed import losses, records, run
+from commandline import train
+from composed import losses, records, run, steps
 from safetensors.torch import load_file, save_file
 
 from common.errors import CheckpointError, TrainingError
 from training.checkpoint.files import sha256, why_not_finite, with_checksum
+from training.loop import Loop
 from training.optimizer import Optimizer
 
 RECIPE = ["train.epochs=null", "train.steps=6", "optim.momentum=0.9", "train.checkpoint_every=2"]
@@ -255,3 +257,34 @@ def test_what_is_no_regular_file_is_not_read(copy, capsys, name, make):
     make(path)
     run(copy, *RECIPE, "train.resume=auto")
     assert f"going on from {step(copy, 4)}" in capsys.readouterr().out
+
+
+LONG = ["train.epochs=null", "train.steps=12", "train.checkpoint_every=3", "train.eval_every=4"]
+
+
+def test_a_run_directory_that_is_deleted_is_begun_anew_and_said(tmp_path, monkeypatch, caplog):
+    record_step = Loop._record
+
+    def delete(self, step, *args, **kwargs):
+        if step == 8:
+            self.checkpoints.wait_pending()
+            shutil.rmtree(tmp_path / "run")
+        record_step(self, step, *args, **kwargs)
+
+    monkeypatch.setattr(Loop, "_record", delete)
+    run(tmp_path / "run", *LONG)
+    assert "metrics.jsonl was removed while this run writes to it" in caplog.text
+    assert [line["step"] for line in steps(tmp_path / "run")] == [8, 9, 10, 11, 12]
+    assert (tmp_path / "run" / "summary.json").exists()
+    assert (tmp_path / "run" / "checkpoints" / "latest").resolve().name == "step-00000012"
+    monkeypatch.undo()
+    run(tmp_path / "run", *LONG, "train.resume=auto", "train.steps=14")
+    assert [line["step"] for line in steps(tmp_path / "run")] == list(range(8, 15))
+
+
+def test_an_error_that_would_come_again_is_not_tried_again(tmp_path):
+    recipe = ["logger=none", "device=cpu", "launcher.max_restarts=3", "optim.lr=1e30", "train.max_skipped=2"]
+    ended = train(recipe, tmp_path / "run")
+    assert ended.code == 1
+    assert "train.max_skipped=2" in ended.stderr
+    assert "restart 1" not in ended.stderr
