@@ -104,8 +104,11 @@ def to_dict(cfg: Any) -> dict:
     if not OmegaConf.is_config(cfg):
         cfg = to_config(cfg)
     tree = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True, throw_on_missing=True)
-    taken = from_environment.used(cfg)
-    return {**tree, from_environment.KEY: taken} if taken["shown"] else tree
+    if from_environment.KEY in tree:
+        return tree
+    references = OmegaConf.to_container(cfg, resolve=False)
+    taken = from_environment.taken(references) if "${oc.env:" in str(references) else {}
+    return {**tree, from_environment.KEY: taken} if taken else tree
 
 
 def to_config(tree: dict) -> Any:
@@ -116,8 +119,7 @@ def to_config(tree: dict) -> Any:
     from omegaconf import OmegaConf
 
     if from_environment.KEY in tree:
-        from_environment.note(tree[from_environment.KEY]["values"])
-        from_environment.hide_on_console()
+        from_environment.note(tree[from_environment.KEY])
     return OmegaConf.create(literal(tree))
 
 

@@ -61,7 +61,9 @@ def clear_errors() -> Iterator[None]:
 
 
 def _fail(message: str, code: int = 1) -> None:
-    print(f"{styled('error:', 'red', sys.stderr)} {printable(message)}", file=sys.stderr)
+    from conf.environment import hide
+
+    print(f"{styled('error:', 'red', sys.stderr)} {printable(hide(message))}", file=sys.stderr)
     raise SystemExit(code)
 
 
