@@ -17,42 +17,15 @@ from commandline import ROOT, train
 PIPE_DDP = ["parallel=pipe_ddp", "parallel.chunks=4"]  # as test_cli_matrix has it: the run is shared
 TINY_PARAMETERS = 50304 * 64 + 256 * 64 + 6 * (12 * 64 * 64 + 13 * 64) + 2 * 64
 
-STEP = {
-    "step": int,
-    "loss": float,
-    "lr": float,
-    "grad_norm": float,
-    "step_time_s": float,
-    "samples_per_s": float,
-    "tokens_per_s": float,
-    "skipped": bool,
-}
+NUMBERS = ("loss", "lr", "grad_norm", "step_time_s", "samples_per_s", "tokens_per_s")
+STEP = {"step": int, **dict.fromkeys(NUMBERS, float), "skipped": bool}
 SUMMARY = {
-    "model": str,
-    "parallel": str,
-    "world_size": int,
-    "dp": int,
-    "shards": int,
-    "pp": int,
-    "chunks": int,
-    "schedule": str,
-    "precision": str,
-    "parameters": int,
-    "steps": int,
-    "first_loss": float,
-    "final_loss": float,
-    "best_val_loss": float,
-    "test_loss": float,
-    "step_time_s": float,
-    "samples_per_s": float,
-    "tokens_per_s": float,
-    "peak_memory_bytes": list,
-    "weights_bytes": list,
-    "gradients_bytes": list,
-    "optimizer_bytes": list,
-    "bubble_fraction": float,
-    "ideal_bubble_fraction": float,
-    "stages": list,
+    **dict.fromkeys(("model", "parallel", "schedule", "precision"), str),
+    **dict.fromkeys(("world_size", "dp", "shards", "pp", "chunks", "parameters", "steps"), int),
+    **dict.fromkeys(("first_loss", "final_loss", "best_val_loss", "test_loss"), float),
+    **dict.fromkeys(("step_time_s", "samples_per_s", "tokens_per_s"), float),
+    **dict.fromkeys(("bubble_fraction", "ideal_bubble_fraction"), float),
+    **dict.fromkeys(("peak_memory_bytes", "weights_bytes", "gradients_bytes", "optimizer_bytes", "stages"), list),
 }
 
 
@@ -85,9 +58,7 @@ def test_metrics_hold_one_record_per_evaluation_with_exactly_these_fields(gpt2):
 
 
 def test_metrics_of_numbers_have_no_tokens(toy):
-    assert [types(line) for line in toy.steps] == [
-        {k: t for k, t in STEP.items() if k != "tokens_per_s"}
-    ] * 312
+    assert [types(line) for line in toy.steps] == [{k: t for k, t in STEP.items() if k != "tokens_per_s"}] * 312
     assert types(toy.metrics[-1]) == {"step": int, "val_loss": float}
 
 
@@ -124,20 +95,15 @@ def test_the_summary_says_which_layers_each_stage_has(gpt2):
 def test_the_summary_of_one_process_has_null_where_there_is_no_pipeline(toy):
     summary = toy.summary
     assert set(SUMMARY) <= set(summary)
-    assert [
-        summary[key] for key in ("schedule", "bubble_fraction", "ideal_bubble_fraction", "tokens_per_s")
-    ] == [None] * 4
+    nothing = ("schedule", "bubble_fraction", "ideal_bubble_fraction", "tokens_per_s")
+    assert [summary[key] for key in nothing] == [None] * 4
     assert (summary["world_size"], summary["parameters"], summary["steps"]) == (1, 165, 312)
     assert len(summary["peak_memory_bytes"]) == len(summary["stages"]) == 1
 
 
 def test_the_composed_configuration_is_kept(gpt2):
     cfg = yaml.safe_load((gpt2.folder / ".hydra" / "config.yaml").read_text())
-    assert (cfg["model"]["size"], cfg["parallel"]["name"], cfg["parallel"]["chunks"]) == (
-        "tiny",
-        "pipe_ddp",
-        4,
-    )
+    assert (cfg["model"]["size"], cfg["parallel"]["name"], cfg["parallel"]["chunks"]) == ("tiny", "pipe_ddp", 4)
     assert (cfg["seed"], cfg["train"]["steps"], cfg["data"]["seq_len"]) == (1337, 5, 32)
 
 

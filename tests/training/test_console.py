@@ -22,7 +22,7 @@ from common.machine import styled
 from conf.words import hydra_word
 from training.reporting.console import describe_configuration, describe_results, number, numbers, what_to_type, why_idle
 from training.reporting.progress import Progress, duration
-from training.reporting.summary import Outcome, peak_memory_bytes
+from training.reporting.summary import Outcome
 
 SUMMARY = {
     "steps": 20,
@@ -304,11 +304,6 @@ def test_peak_memory_grows_with_what_was_allocated_and_does_not_fall_again():
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, text=True,
                           capture_output=True, check=True)
     assert 190e6 < int(done.stdout) < 260e6
-
-
-def test_memory_of_an_unknown_device_is_an_error():
-    with pytest.raises(ValueError, match="cpu, cuda and mps"):
-        peak_memory_bytes("tpu:0")
 
 
 def test_the_median_leaves_out_the_warm_up():
