@@ -64,7 +64,7 @@ def test_a_cable_that_is_cut_in_the_middle_ends_the_run_soon_after_the_timeout_a
         codes, seconds = end(agents, 90)
     said = [path.read_text() for path in outputs]
     assert codes == [1, 1], said
-    assert max(seconds) < 30 + 25
+    assert max(seconds) < 30 + 60  # 19 until all others have complained, and torchrun ends its ranks in its own time
     for rank in (2, 3):
         assert re.search(rf"rank {rank} \([^)]*10.213.77.2\) has not moved since step \d+ ", said[0])
     assert re.search(r"rank 0 \([^)]*10.213.77.1\) has not moved .* does not answer rank [23] ", said[1])

@@ -61,10 +61,12 @@ def test_a_rank_that_is_stopped_is_named_and_the_run_ends(start, layout, rank):
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_so_it_is_among_ranks_that_torchrun_has_started(start, rank):
-    run = start("parallel=ddp", prefix=["-m", "torch.distributed.run", "--nproc-per-node", "2"])
+    # Here rank 1 waits for rank 0's preparations, too.
+    patient = f"parallel.timeout_s={5 * TIMEOUT_S}"
+    run = start("parallel=ddp", patient, prefix=["-m", "torch.distributed.run", "--nproc-per-node", "2"])
     ranks = run.launched()
     os.kill(ranks[rank].pid, signal.SIGSTOP)
-    ended = run.wait(END_S + 60)  # torchrun gives the stopped rank 30 s
+    ended = run.wait(5 * TIMEOUT_S + END_S + 60)  # torchrun gives the stopped rank 30 s
     assert ended.code != 0
     assert f"error: rank {rank} (" in ended.stderr and "has not moved since step " in ended.stderr
     wait_until(lambda: not any(process.is_running() for process in ranks), 10, f"the end of {ranks}")
