@@ -27,7 +27,7 @@ def available_memory() -> float:
     """
     available = [float("inf")]
     try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        fields = dict([line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines()])
         available.append(int(fields["MemAvailable"].split()[0]) * 1024)
     except (OSError, KeyError, ValueError):
         pass

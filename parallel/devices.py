@@ -169,12 +169,11 @@ _COMPILER = "torch._dynamo"
 class _LateCompiler(ModuleType):
     """Stands in for ``torch._dynamo`` until it is asked for anything else."""
 
+    graph_break = "".format  # takes anything and does nothing: there is no graph
+
     def disable(self, function: Callable | None = None, *args: Any, **kwargs: Any) -> Callable:
         """Leave a function as it is; without one, return a decorator that does."""
         return (lambda decorated: decorated) if function is None else function
-
-    def graph_break(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: there is no graph."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__path__":  # which importing its parts asks for

@@ -89,14 +89,16 @@ class Loop:
         self._begin(first_step - 1, unevaluated)
         run_dir = self.checkpoints.folder.parent
         clock = time.perf_counter()
-        with profiler(config.profile, run_dir, strategy.mesh.rank) as advance, self._anomaly_detection():
+        profiled = profiler(config.profile, run_dir, strategy.mesh.rank) if config.profile else nullcontext()
+        with profiled as advance, self._anomaly_detection():
             for step, batch in self._batches(first_step):
                 heartbeat.note(step - 1, f"in step {step}")
                 result = strategy.train_step(batch, step, stopping.wanted(), self.skipping.loss_limit)
                 lr = self.optimizer.base_lr * self.schedule.factor(step, total, self.setup.per_epoch)
                 skipped = self._update(step, batch, result, lr)
                 self._record(step, result, lr, skipped, seconds=time.perf_counter() - clock)
-                advance()
+                if advance is not None:
+                    advance()
                 if result.stop and step < total:
                     self.stop(step)
                 evaluated = is_due(config.eval_every, step, self._is_last(step)) and self._evaluate(step)
@@ -206,7 +208,8 @@ class Loop:
             record["tokens_per_s"] = result.terms / seconds
         record["skipped"] = bool(skipped)
         self.recorder.step(record, note=skipped)
-        self.callbacks.on_step(record)
+        if self.callbacks.all:
+            self.callbacks.on_step(record)
 
     def _evaluate(self, step: int) -> bool:
         """Evaluate on the validation split; return whether there is one. Told to stop meanwhile, the run stops."""

@@ -77,7 +77,12 @@ class TrainingRun:
 
 
 class Callbacks:
-    """All callbacks of a run, in their order. Each is called where it has the method."""
+    """All callbacks of a run, in their order. Each is called where it has the method.
+
+    Attributes:
+        run: What they see.
+        all: The callbacks, by name.
+    """
 
     def __init__(self, section: Any, run: TrainingRun) -> None:
         """Build them.
@@ -90,7 +95,7 @@ class Callbacks:
             TrainingError: See ``build``.
         """
         self.run = run
-        self._all = build(section)
+        self.all = build(section)
 
     def on_step(self, record: Mapping[str, Any]) -> None:
         """See ``Callback``."""
@@ -111,16 +116,16 @@ class Callbacks:
 
     def state_dict(self) -> dict[str, Any]:
         """The states of those that can continue from one, by name."""
-        states = {name: one.state_dict() for name, one in self._all.items() if hasattr(one, "load_state_dict")}
+        states = {name: one.state_dict() for name, one in self.all.items() if hasattr(one, "load_state_dict")}
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Continue from such states; a callback that was not there before starts anew."""
-        for name in states.keys() & self._all.keys():
-            self._all[name].load_state_dict(states[name])
+        for name in states.keys() & self.all.keys():
+            self.all[name].load_state_dict(states[name])
 
     def _call(self, method: str, argument: Any) -> None:
-        for one in self._all.values():
+        for one in self.all.values():
             if hasattr(one, method):
                 getattr(one, method)(self.run, deepcopy(argument))  # one may change what it is given
 

@@ -45,6 +45,8 @@ class Progress:
         """
         now, step = self._clock(), record["step"]
         self._recent.append((now, step))
+        if self._bar is None and not self._is_due(step, now):
+            return
         rate = "tokens_per_s" if "tokens_per_s" in record else "samples_per_s"
         left = self.seconds_left()
         parts = [
@@ -56,7 +58,7 @@ class Progress:
         text = "  ".join(part for part in parts if part)
         if self._bar is not None:
             self._quietly(self._move_bar, step, text)
-        elif self._is_due(step, now):
+        else:
             self._last_line = now
             width = max(4, len(str(self._total)))
             self._quietly(self._print, f"step {step:>{width}}/{self._total}  {text}")

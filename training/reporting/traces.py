@@ -131,16 +131,13 @@ def profiler(steps: int, run_dir: Path, rank: int) -> Iterator[Callable[[], None
     """Record some steps with torch.profiler into ``run_dir/profile/rank_0000.json``, a Chrome trace.
 
     Args:
-        steps: How many steps are recorded, after three of warm-up; 0 for none.
+        steps: How many steps are recorded, after three of warm-up.
         run_dir: The run's directory.
         rank: This process's rank.
 
     Yields:
         A function to call after each step.
     """
-    if steps == 0:
-        yield lambda: None
-        return
     from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
     target = run_dir / "profile" / f"rank_{rank:04d}.json"
