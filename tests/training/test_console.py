@@ -21,7 +21,7 @@ import train
 from common.machine import styled
 from conf.words import hydra_word
 from training.reporting.console import describe_configuration, describe_results, number, numbers, what_to_type, why_idle
-from training.reporting.progress import Progress, duration
+from training.reporting.recorder import Progress, duration
 from training.reporting.summary import Outcome
 
 SUMMARY = {

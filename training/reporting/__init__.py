@@ -7,7 +7,7 @@ from training.reporting.environment import describe
 from training.reporting.loggers import CsvLogger, NoLogger
 from training.reporting.masking import mask_secrets
 from training.reporting.metrics import METRICS, SUMMARY, MetricsFile, jsonable, write_json
-from training.reporting.progress import Progress
+from training.reporting.recorder import Progress
 from training.reporting.wandb_run import WandbRun
 
 __all__ = [

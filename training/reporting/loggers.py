@@ -67,7 +67,11 @@ class CsvLogger(NoLogger):
 
 
 class Loggers:
-    """Several loggers as one. One that raises is warned about and left out from then on; the run goes on."""
+    """Several loggers as one. One that raises is warned about and left out from then on; the run goes on.
+
+    Attributes:
+        all: Those that take something.
+    """
 
     def __init__(self, sections: Sequence[Any], build: Callable[[Any], Logger]) -> None:
         """Build the loggers.
@@ -79,10 +83,12 @@ class Loggers:
         Raises:
             UserError: A section is wrong.
         """
-        self._loggers: list[Logger] = []
+        self.all: list[Logger] = []
         for section in sections:
             try:
-                self._loggers.append(build(section))
+                logger = build(section)
+                if type(logger) is not NoLogger:
+                    self.all.append(logger)
             except UserError:
                 raise
             except Exception as error:
@@ -108,12 +114,12 @@ class Loggers:
         self._call("finish", summary, exit_code)
 
     def _call(self, method: str, *arguments: Any) -> None:
-        for logger in list(self._loggers):
+        for logger in list(self.all):
             try:
                 if hasattr(logger, method):
                     getattr(logger, method)(*deepcopy(arguments))  # one may change what it is given
             except Exception as error:
-                self._loggers.remove(logger)
+                self.all.remove(logger)
                 _warn(type(logger).__name__, error)
 
 

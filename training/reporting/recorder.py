@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from common.machine import terminal_width
+from training.reporting.console import number
 from training.reporting.environment import describe
 from training.reporting.loggers import Loggers
 from training.reporting.metrics import METRICS, SUMMARY, MetricsFile, read_records, write_json
-from training.reporting.progress import Progress
+
+SECONDS_BETWEEN_LINES = 5.0
+STEPS_IN_AVERAGE = 30
 
 
 class Recorder:
@@ -64,7 +73,8 @@ class Recorder:
         """Write a record, which has a "step", to metrics.jsonl and to the loggers."""
         if self._logger is not None:
             self._metrics.write(record)
-            self._logger.log(record, record["step"])
+            if self._logger.all:
+                self._logger.log(record, record["step"])
 
     def histogram(self, *args: Any) -> None:
         """Show a histogram in the loggers; see ``Loggers.histogram``."""
@@ -89,3 +99,127 @@ class Recorder:
             write_json(self._run_dir / SUMMARY, summary)
         self._metrics.close()
         self._logger.finish(summary, exit_code=0 if summary is not None else 1)
+
+
+class Progress:
+    """The one line that a user watches: a bar on a terminal, plain lines everywhere else.
+
+    Shows step, loss, throughput and time left.
+    A stream that fails (closed, or a file on a full disk) is ignored.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        first_step: int = 1,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Open the bar where ``stream``, standard error if None, is a terminal. ``clock`` returns seconds."""
+        self._total, self._first = total_steps, first_step
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock
+        self._last_line: float | None = None
+        self._recent: deque[tuple[float, int]] = deque(maxlen=STEPS_IN_AVERAGE + 1)
+        self._bar = self._open_bar() if self._is_terminal() else None
+
+    def update(self, record: Mapping[str, Any], note: str = "") -> None:
+        """Show a step, by its record and with a remark at the end of the line.
+
+        Off a terminal only the first and the last step, and otherwise one per ``SECONDS_BETWEEN_LINES``, is shown:
+        what must not be missed goes to ``say``.
+        """
+        now, step = self._clock(), record["step"]
+        self._recent.append((now, step))
+        if self._bar is None and not self._is_due(step, now):
+            return
+        rate = "tokens_per_s" if "tokens_per_s" in record else "samples_per_s"
+        left = self.seconds_left()
+        parts = [
+            f"loss {number('loss', record['loss'])}",
+            f"{number(rate, record[rate])} {rate.replace('_per_', '/')}",
+            f"{duration(left)} left" if left is not None and step < self._total else "",
+            note,
+        ]
+        text = "  ".join(part for part in parts if part)
+        if self._bar is not None:
+            self._quietly(self._move_bar, step, text)
+        else:
+            self._last_line = now
+            width = max(4, len(str(self._total)))
+            self._quietly(self._print, f"step {step:>{width}}/{self._total}  {text}")
+
+    def seconds_left(self) -> float | None:
+        """Return the seconds until the last step at the pace of the last ``STEPS_IN_AVERAGE`` steps.
+
+        None before the second step: the time up to the end of the first is not counted, since compiling and warming
+        up happen once.
+        """
+        if len(self._recent) < 2:
+            return None
+        (started, first), (now, last) = self._recent[0], self._recent[-1]
+        if last <= first:
+            return None
+        return (now - started) / (last - first) * max(0, self._total - last)
+
+    def say(self, text: str) -> None:
+        """Print ``text`` on a line of its own, above the bar where there is one."""
+        self._quietly(self._print, text)
+
+    def close(self) -> None:
+        """Leave the bar as it is and move to a new line. A second call does nothing."""
+        if self._bar is not None:
+            self._quietly(self._bar.refresh)
+            self._quietly(self._bar.close)
+            self._bar = None
+
+    def _is_terminal(self) -> bool:
+        return terminal_width(self._stream) > 0
+
+    def _open_bar(self):
+        """Return the bar, or None on a terminal that cannot be written to."""
+        from tqdm import tqdm
+
+        # miniters=1: with steps of uneven length the bar would otherwise stand still for a while.
+        try:
+            return tqdm(
+                total=self._total,
+                initial=self._first - 1,
+                file=self._stream,
+                dynamic_ncols=True,
+                miniters=1,
+                leave=True,
+                colour=None if os.environ.get("NO_COLOR") else "green",
+                bar_format="step {n_fmt}/{total_fmt} |{bar:20}| {desc}",
+            )
+        except (OSError, ValueError):
+            return None
+
+    def _move_bar(self, step: int, text: str) -> None:
+        self._bar.set_description_str(text, refresh=False)
+        self._bar.update(step - self._bar.n)
+
+    def _is_due(self, step: int, now: float) -> bool:
+        return self._last_line is None or step >= self._total or now - self._last_line >= SECONDS_BETWEEN_LINES
+
+    def _print(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    @staticmethod
+    def _quietly(action, *arguments) -> None:
+        try:
+            action(*arguments)
+        except (OSError, ValueError):
+            pass  # there is no other place to report it
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in words, in two units: ``45 s``, ``1 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
+    rest = max(0, round(seconds))
+    for size, name, smaller, smaller_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if rest >= size:
+            return f"{rest // size} {name} {rest % size // smaller} {smaller_name}"
+    return f"{rest} s"
