@@ -76,8 +76,8 @@ def losses(house):
     lstm = ["model=lstm", "model.width=16", "scheduler=inverse_sqrt", "scheduler.warmup_steps=2", *text]
     table = ["data=csv_regression", f"data.root={here}/table.csv", "model.in_features=3", "model.out_features=1"]
     places = {
-        "lstm": (lstm, ["single", "ddp", "pipelined", "pipe_ddp"]),
-        "csv": (table, ["single", "checked_ddp", "pipe_ddp"]),
+        "lstm": (lstm, ["single", "ddp", "pipe_ddp"]),
+        "csv": (table, ["single", "checked_ddp", "pipelined"]),
         "skip": (["model=skip", "optim=rmsprop"], ["single", "pipe_ddp"]),
         "translator": (["model=translator", "optim=sgd", "optim.lr=0.5"], ["single in pieces", "pipe_ddp"]),
         "moe": (["model=moe", "model.width=16", "optim=sgd", *text], ["single in pieces", "pipe_ddp"]),

@@ -131,8 +131,13 @@ def test_no_secret_is_in_what_a_sweep_or_a_failed_run_leaves(tmp_path):
     assert not [s for s in secrets if s in sweep.console]
 
 
-@pytest.mark.parametrize("name", TAKEN)
-@pytest.mark.parametrize("key", ["train.steps", "train.precision", "data.root", "optim._target_", "checkpoint"])
+@pytest.mark.parametrize(
+    "key, name",
+    [
+        *(("train.precision", name) for name in TAKEN),
+        *((key, "DB_PASS") for key in ("train.steps", "data.root", "optim._target_", "checkpoint")),
+    ],
+)
 def test_an_error_shows_where_a_value_came_from_and_not_the_value(name, key, tmp_path, monkeypatch, capsys):
     from train import main
 
