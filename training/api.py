@@ -224,7 +224,7 @@ def with_given(cfg: Any, objects: dict[str, Any]) -> Any:
 
 @contextmanager
 def _clear_errors() -> Iterator[None]:
-    """Lets a program see each mistake of its own as a UserError."""
+    """Let a program see each mistake of its own as a UserError."""
     from conf.messages import explain
 
     try:

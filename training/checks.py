@@ -147,7 +147,7 @@ def check_need(setup: Any) -> None:
 
 
 def certain_tensors(cfg: Any) -> int:
-    """How many tensors of a parameter's size a run holds at least."""
+    """Return how many tensors of a parameter's size a run holds at least."""
     from conf.instantiate import to_dict
     from parallel.memory import tensors_per_parameter
 

@@ -16,7 +16,7 @@ _ASK_EVERY_S = 1.0
 
 
 def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str, float]:
-    """Evaluates the model on a split. All ranks call it together.
+    """Evaluate the model on a split. All ranks call it together.
 
     Args:
         strategy: The model.
@@ -46,7 +46,7 @@ def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str,
 
 
 def not_finite(record: Mapping[str, float], batch: int) -> str | None:
-    """Returns a warning about an evaluation's results that are not finite; None where all are.
+    """Return a warning about an evaluation's results that are not finite; None where all are.
 
     Args:
         record: The results by name, see ``record_of``.
@@ -62,7 +62,7 @@ def not_finite(record: Mapping[str, float], batch: int) -> str | None:
 
 
 class _StopVote:
-    """Has the ranks ask each other about once a second whether to stop.
+    """Lets the ranks ask each other about once a second whether to stop.
 
     They ask after the first batch, and agree each time on the number of batches until the next time.
     """
@@ -72,7 +72,7 @@ class _StopVote:
         self._next, self._begin = 1, time.perf_counter()
 
     def stops(self, done: int) -> bool:
-        """Returns whether to stop after ``done`` batches; all ranks call it with the same number."""
+        """Return whether to stop after ``done`` batches; all ranks call it with the same number."""
         if done < self._next:
             return False
         seconds = time.perf_counter() - self._begin
@@ -82,7 +82,7 @@ class _StopVote:
 
 
 def extents(data: DataSet, global_batch_size: int, limit: int | None) -> dict[str, str]:
-    """Returns how much of the splits "val" and "test" an evaluation covers, such as "2 of 73 batches".
+    """Return how much of the splits "val" and "test" an evaluation covers, such as "2 of 73 batches".
 
     A split that it covers whole, and one that the data set does not have, is left out.
     """
@@ -92,7 +92,7 @@ def extents(data: DataSet, global_batch_size: int, limit: int | None) -> dict[st
 
 
 def record_of(result: dict[str, float], prefix: str, language: bool) -> dict[str, float]:
-    """Returns an evaluation's result under its names in metrics.jsonl, such as val_loss and val_accuracy.
+    """Return an evaluation's result under its names in metrics.jsonl, such as val_loss and val_accuracy.
 
     Args:
         result: What ``evaluate`` has returned.

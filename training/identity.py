@@ -42,7 +42,7 @@ _NOT_CONTENT = {"data.root", "data.cache_dir", "data.num_workers"}
 
 
 def check_ranks(mesh: Mesh, setup: Any) -> str | None:
-    """Compares code, versions and data of all ranks. All ranks call it together.
+    """Compare code, versions and data of all ranks. All ranks call it together.
 
     Args:
         mesh: The ranks, connected.
@@ -75,7 +75,7 @@ def check_ranks(mesh: Mesh, setup: Any) -> str | None:
 
 
 def describe_rank(data: DataSet) -> dict[str, str | None]:
-    """Returns what all ranks must have in common, in words and digests, by what it is; None for what is not known."""
+    """Return what all ranks must have in common, in words and digests, by what it is; None for what is not known."""
     commit, _ = git_state()  # what was changed since then is in the files' digest
     return {
         "commit": commit and commit[:_DIGITS],
@@ -103,7 +103,7 @@ def _project_digest() -> str:
 
 
 def data_digest(data: DataSet) -> str:
-    """Returns a digest of the data: of the text, or of the number of samples in each split and some of them."""
+    """Return a digest of the data: of the text, or of the number of samples in each split and some of them."""
     digest = hashlib.sha256(f"{data.vocab_size} {data.seq_len} {data.fingerprint}".encode())
     for source in (data.train, data.valid, data.test):
         digest.update(f"|{0 if source is None else len(source)}".encode())
@@ -123,7 +123,7 @@ def _some_samples(source: Source | None) -> list[Tensor]:
 
 
 def _content(tensor: Tensor) -> bytes:
-    """Returns what a tensor holds; of floating-point numbers, whose last bits differ by processor, the first digits."""
+    """Return what a tensor holds; of floating-point numbers, whose last bits differ by processor, the first digits."""
     if not tensor.is_floating_point():
         return tensor.numpy().tobytes()
     numbers = tensor.double()
@@ -134,7 +134,7 @@ def _content(tensor: Tensor) -> bytes:
 
 
 def recipe(setup: Any, schedule: Any) -> dict[str, Any]:
-    """Returns what a resumed run should have in common with the one before, by the names that users type.
+    """Return what a resumed run should have in common with the one before, by the names that users type.
 
     Args:
         setup: What the run was built from.
@@ -153,13 +153,13 @@ def recipe(setup: Any, schedule: Any) -> dict[str, Any]:
 
 
 def follows_total(schedule: Any, total: int, per_epoch: int) -> bool:
-    """Returns whether a schedule's rates depend on how long the whole run is."""
+    """Return whether a schedule's rates depend on how long the whole run is."""
     steps = np.unique(np.linspace(1, total, _SAMPLES).astype(int)).tolist()
     return any(schedule.factor(step, total, per_epoch) != schedule.factor(step, 2 * total, per_epoch) for step in steps)
 
 
 def changes(before: Any, now: dict[str, Any], command: Mapping[str, Any] | None = None) -> str | None:
-    """Compares two recipes.
+    """Compare two recipes.
 
     Args:
         before: The recipe of the checkpoint, or whatever it has in its place.
@@ -205,7 +205,7 @@ def _section(name: str) -> str:
 
 
 def _untyped(names: Sequence[str], before: Mapping[str, Any], command: Mapping[str, Any]) -> list[str]:
-    """Returns which settings neither were typed nor follow from what was.
+    """Return which settings neither were typed nor follow from what was.
 
     An option that was typed as it was before brings nothing new.
     """

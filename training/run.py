@@ -57,7 +57,7 @@ def run(
     store: dist.Store | None = None,
     setup: Setup | None = None,
 ) -> dict[str, Any]:
-    """Trains, or evaluates a checkpoint, as the configuration says.
+    """Train, or evaluate a checkpoint, as the configuration says.
 
     Args:
         cfg: The composed configuration, with ``mode`` "train" or "eval".
@@ -118,7 +118,7 @@ def run(
 
 
 def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict[str, Any]:
-    """Evaluates a checkpoint on the validation and the test split (``mode=eval``).
+    """Evaluate a checkpoint on the validation and the test split (``mode=eval``).
 
     Args:
         setup: The configuration and what was built from it.
@@ -148,7 +148,7 @@ def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict
 
 
 def strategy_options(cfg: Any) -> Options:
-    """Returns the strategy's options of a configuration."""
+    """Return the strategy's options of a configuration."""
     return Options(
         seed=cfg.seed,
         timeout_s=cfg.parallel.timeout_s,
@@ -165,7 +165,7 @@ def strategy_options(cfg: Any) -> Options:
 
 @contextmanager
 def _strategy(setup: Setup, world: World, store: dist.Store | None) -> Iterator[Strategy]:
-    """Connects the ranks and builds this rank's part of the model."""
+    """Connect the ranks and build this rank's part of the model."""
     if setup.plan.device_type == "cpu":
         keep_freed_memory(_weight_bytes(setup.plan, world.rank))
     with _process_group(world, setup, store):
@@ -218,13 +218,13 @@ def _process_group(world: World, setup: Setup, store: dist.Store | None) -> Iter
 
 
 def _weight_bytes(plan: Plan, rank: int) -> int:
-    """Returns the bytes of the weights that ``rank`` holds."""
+    """Return the bytes of the weights that ``rank`` holds."""
     stages = plan.stages_of(plan.mesh(rank).position)
     return sum(stage.parameters for stage in stages) * parameter_dtype(plan.precision).itemsize
 
 
 def set_arithmetic(train: Any) -> None:
-    """Sets how the device may compute: bit for bit the same, in TF32, with the fastest algorithms of cuDNN."""
+    """Set how the device may compute: bit for bit the same, in TF32, with the fastest algorithms of cuDNN."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = train.tf32
     torch.backends.cudnn.benchmark = train.cudnn_benchmark
     if train.deterministic:
@@ -233,7 +233,7 @@ def set_arithmetic(train: Any) -> None:
 
 
 def _check_steps_left(setup: Setup, strategy: Strategy, run_dir: Path, done: int) -> None:
-    """Raises TrainingError where a resumed run has no step left to train.
+    """Raise TrainingError where a resumed run has no step left to train.
 
     One that was stopped in the evaluation after its last step is completed by ``train.resume=auto``.
     """
@@ -269,7 +269,7 @@ def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) 
 
 
 def _test(setup: Setup, strategy: Strategy, loop: Loop) -> dict[str, float]:
-    """Returns the results on the test split; empty without one."""
+    """Return the results on the test split; empty without one."""
     if setup.data.test is None or setup.cfg.train.eval_every is None:
         return {}
     try:
@@ -282,7 +282,7 @@ def _test(setup: Setup, strategy: Strategy, loop: Loop) -> dict[str, float]:
 
 
 def _evaluate_split(setup: Setup, strategy: Strategy, split: str) -> dict[str, float]:
-    """Returns the results on the split "val" or "test" by their names in metrics.jsonl and summary.json."""
+    """Return the results on the split "val" or "test" by their names in metrics.jsonl and summary.json."""
     source = setup.data.valid if split == "val" else setup.data.test
     result = evaluate(strategy, source, setup.cfg.train.eval_batches)
     return record_of(result, split, language=setup.tokens_per_sample is not None)
@@ -298,7 +298,7 @@ def _summary(
 def _report(
     setup: Setup, world: World, run_dir: Path, outcome: Outcome, summary: dict, ranks: list[RankResult]
 ) -> None:
-    """Writes the timeline, if it was asked for, and prints the results."""
+    """Write the timeline, if it was asked for, and print the results."""
     if setup.cfg.train.trace and why_no_timeline(setup.plan) is None:
         intervals = [rank.intervals for rank in ranks]
         write_timeline(run_dir, setup.plan, setup.cfg.model.name, intervals, outcome.steps)
@@ -312,7 +312,7 @@ def _report(
 
 
 def _rate_at_end(setup: Setup, step: int) -> list[str]:
-    """Returns what to type to go on at the rate of ``step``; empty where a longer run has that rate by itself."""
+    """Return what to type to go on at the rate of ``step``; empty where a longer run has that rate by itself."""
     schedule, optim = build("scheduler", setup.cfg.scheduler), setup.cfg.optim
     if not follows_total(schedule, setup.total_steps, setup.per_epoch):
         return []
@@ -322,7 +322,7 @@ def _rate_at_end(setup: Setup, step: int) -> list[str]:
 
 
 def _idle(setup: Setup, world: World, ranks: list[RankResult]) -> str:
-    """Returns why the stages idle more than the schedule has them, see ``why_idle``."""
+    """Return why the stages idle more than the schedule has them, see ``why_idle``."""
     plan = setup.plan
     if not plan.pipelined:
         return ""
