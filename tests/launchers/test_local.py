@@ -1,7 +1,10 @@
 """Workers on this machine: that they meet, how they fail, and that none is left."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
 
@@ -162,3 +165,19 @@ def test_what_cannot_reach_a_worker_is_refused_before_anything_starts(tmp_path):
         run_workers(launched.killed, (open(__file__),), 2, tmp_path)
     with pytest.raises(LaunchError, match="cannot start 0 processes"):
         run_workers(launched.killed, (), 0, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["a script without a guard", "standard input"])
+def test_workers_do_not_run_the_script_and_do_without_a_module_that_cannot_be_preloaded(kind, tmp_path):
+    (tmp_path / "broken.py").write_text("raise RuntimeError('it cannot be imported')")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import launched; from launchers import local; print('once'); local._PRELOAD = ('missing', 'broken')\n"
+        f"local.run_workers(launched.meet, ({str(tmp_path)!r},), 2, {str(tmp_path / 'logs')!r})"
+    )
+    command = [sys.executable, str(script) if kind == "a script without a guard" else "-"]
+    here = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])}
+    done = subprocess.run(command, input=script.read_text(), env=here, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines().count("once") == 1
+    assert [json.loads((tmp_path / f"{rank}.json").read_text())["sum"] for rank in range(2)] == [21, 21]
