@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import local_cluster
@@ -31,38 +32,31 @@ def daemons(folder):
 
 # The fixture skips a test where there can be no cluster.
 @pytest.mark.slurm
-def test_a_cluster_runs_jobs_on_loopback_only_and_leaves_nothing_behind(cluster, tmp_path):
-    with LocalCluster(tmp_path / "c", nodes=2) as another:
-        env = {**os.environ, **another.environment}
-        done = subprocess.run(
-            ["srun", "-N2", "-n2", "printenv", "SLURMD_NODENAME"], env=env, capture_output=True, text=True, timeout=60
+def test_a_cluster_runs_jobs_on_loopback_only_and_nothing_is_left_of_it(cluster, tmp_path):
+    folder, command = tmp_path / "c", [sys.executable, "-m", "tests.launchers.local_cluster"]
+    run = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    try:
+        started = run([*command, "start", folder])
+        assert started.stdout == f"2 nodes are idle. Use them with:\nexport SLURM_CONF={folder}/slurm.conf\n", (
+            started.stderr
         )
-        assert sorted(done.stdout.split()) == ["n1", "n2"]
-        running = daemons(tmp_path / "c")
-        connections = [c for process in running for c in process.net_connections("inet") if c.status == "LISTEN"]
+        again = run([*command, "start", folder])
+        refusal = f"error: {folder} is not empty: stop the cluster there, or choose another folder\n"
+        assert (again.returncode, again.stderr) == (1, refusal)
+        env = {**os.environ, "SLURM_CONF": f"{folder}/slurm.conf"}
+        assert sorted(run(["srun", "-N2", "-n2", "printenv", "SLURMD_NODENAME"], env=env).stdout.split()) == [
+            "n1",
+            "n2",
+        ]
+        connections = [
+            c for process in daemons(folder) for c in process.net_connections("inet") if c.status == "LISTEN"
+        ]
         assert len(connections) >= 3
         assert {c.laddr.ip for c in connections} == {"127.0.0.1"}
-        endless = ["sbatch", "--output=/dev/null", "--wrap", "sleep 600"]
-        subprocess.run(endless, env=env, check=True, capture_output=True)
-    assert not [process for process in daemons(tmp_path / "c") if process.is_running()]
-
-
-@pytest.mark.slurm
-def test_the_command_line_starts_and_stops_one(cluster, tmp_path):
-    command = [sys.executable, "-m", "tests.launchers.local_cluster"]
-    folder = tmp_path / "c"
-    try:
-        start = [*command, "start", folder]
-        done = subprocess.run([*start, "--nodes=3"], cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout == f"3 nodes are idle. Use them with:\nexport SLURM_CONF={folder}/slurm.conf\n"
-        again = subprocess.run(start, cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert (again.returncode, again.stderr) == (
-            1, f"error: {folder} is not empty: stop the cluster there, or choose another folder\n",
-        )  # fmt: skip
+        run(["sbatch", "--output=/dev/null", "--wrap", "sleep 600"], env=env, check=True)
     finally:
-        subprocess.run([*command, "stop", folder], cwd=ROOT, timeout=60)
-    assert daemons(folder) == []
+        run([*command, "stop", folder])
+    assert not [process for process in daemons(folder) if process.is_running()]
     assert not folder.exists()
 
 

@@ -226,13 +226,10 @@ def test_a_job_that_was_queued_again_and_has_trained_no_step_is_not_queued_again
     assert commands == [["scontrol", "requeue", "7"]] * queued
 
 
-def test_a_requeue_that_is_stopped_with_the_job_it_stops_has_not_failed(answer):
+def test_a_requeue_that_is_refused_says_why_and_one_that_is_stopped_with_its_job_has_not_failed(answer):
     for code in (0, -signal.SIGTERM):
         answer(code)
         task.requeue("7")
-
-
-def test_a_requeue_that_is_refused_says_why(answer):
     answer(1, stderr="Invalid job id specified")
     with pytest.raises(LaunchError, match="scontrol requeue 7: Invalid job id"):
         task.requeue("7")
