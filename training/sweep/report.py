@@ -89,7 +89,7 @@ def results(table: Table) -> Iterator[str]:
     for row in table.best:
         whose = f" of {row.model}" if len(table.best) > 1 else ""
         worst = max(table.rivals(row), key=lambda rival: sign * table.scores[rival])
-        yield f"{_by_speed(table, row, worst, whose) if table.by_speed else _by_score(table, row, worst, whose)}"
+        yield (_by_speed if table.by_speed else _by_score)(table, row, worst, whose)
         yield f"The same again{whose}: {_command_of(row)}"
     yield from _loss_differences(table)
 
@@ -129,21 +129,15 @@ def _command_of(row: Row) -> str:
 
 def _loss_differences(table: Table) -> Iterator[str]:
     """What the column of loss differences holds, and its largest."""
-    from training.reporting.objective import is_of_speed
-
     compared = {row: difference for row in table.rows if (difference := table.loss_difference(row)) is not None}
     if not compared:
         return
     references = {table.references[row].label for row in compared}
-    learned = ", ".join(key for key in table.keys if not is_of_speed(key))
-    name = references.pop() if len(references) == 1 else f"the reference of the same {learned}"
+    name = references.pop() if len(references) == 1 else "the reference that trains the same"
     largest = max(compared, key=compared.get)
-    text = f"Loss difference: relative to the training loss of {name}, the largest of all steps"
-    if compared[largest] == 0:
-        text += "; 0 for all jobs"
-    elif compared[largest] < float("inf"):
-        text += f"; {compared[largest]:.1g} at most ({largest.label})"
-    yield f"{text}."
+    end = {0: "; 0 for all jobs", float("inf"): ""}.get(compared[largest])
+    end = f"; {compared[largest]:.1g} at most ({largest.label})" if end is None else end
+    yield f"Loss difference: relative to the training loss of {name}, the largest of all steps{end}."
 
 
 def page(table: Table, command: str) -> str:
