@@ -46,25 +46,21 @@ class Objective:
         return {LOSS: "best validation loss", TRAINING_LOSS: "training loss of the last step"}.get(self.name, self.name)
 
     def of(self, folder: Path) -> float | None:
-        """Returns the number of the run in ``folder``; None where it has none."""
+        """Return the number of the run in ``folder``; None where it has none."""
         summary = read_object(folder / SUMMARY)
         value = summary.get("best_val_loss" if self.name == LOSS else self.name)
         if isinstance(value, list):  # one number per rank
             value = sum(value)
         if value is None and self.name.startswith("val_"):
-            values = [record.get(self.name) for record in read_records(folder / METRICS)]
-            value = self.best(filter(_is_number, values))
+            values = filter(_is_number, (record.get(self.name) for record in read_records(folder / METRICS)))
+            value = (max if self.larger_is_better else min)(values, default=None)
         return float(value) if _is_number(value) else None
-
-    def best(self, values: Any) -> Any:
-        """Returns the best of some numbers; None where there are none."""
-        return (max if self.larger_is_better else min)(values, default=None)
 
 
 def objective(
     name: str | None, keys: Sequence[str], folders: Sequence[Path], direction: str | None = None
 ) -> Objective:
-    """Chooses what to compare jobs by.
+    """Choose what to compare jobs by.
 
     Args:
         name: ``sweep.objective``; None: the time per step where only settings of speed vary, else the validation loss,
@@ -83,16 +79,12 @@ def objective(
 
 
 def is_of_speed(key: str) -> bool:
-    """Whether an override of ``key`` changes how fast a model is trained, and not what is learned."""
+    """Return whether an override of ``key`` changes how fast a model is trained, and not what is learned."""
     return any(key == name or key.startswith(f"{name}.") for name in _SPEED)
 
 
 def value_for_sweeper(cfg: Any, folder: Path) -> float | None:
-    """Returns what a finished job tells a sweeper that chooses the next ones; None where it has not trained.
-
-    Args:
-        cfg: The job's configuration.
-        folder: Its directory.
+    """Return what a finished job tells a sweeper that chooses the next ones; None where it has not trained.
 
     Raises:
         TrainingError: ``sweep.objective`` is none of the run's numbers.
@@ -108,12 +100,7 @@ def value_for_sweeper(cfg: Any, folder: Path) -> float | None:
 
 
 def check_objective(name: str | None, metrics: Sequence[str], language: bool) -> None:
-    """Checks ``sweep.objective`` before a run.
-
-    Args:
-        name: Its value.
-        metrics: The names of the loss's metrics.
-        language: Whether there is a perplexity.
+    """Check ``sweep.objective`` before a run, whose loss has ``metrics`` and, of ``language``, a perplexity.
 
     Raises:
         TrainingError: No run has such a number.
