@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import shutil
 import stat
@@ -14,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-
-_MOST_ALIASED = 100_000  # values that the aliases of a YAML file may stand for
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
@@ -122,55 +119,16 @@ def read_regular(path: str | os.PathLike, limit: int = 1 << 26) -> bytes:
 
 
 def read_yaml(path: Path) -> Any:
-    """Returns the OmegaConf configuration in a YAML file.
-
-    Raises:
-        UserError: The file cannot be read, or is no YAML; see ``check_yaml``.
-    """
+    """Return the OmegaConf configuration in a YAML file. Raises UserError where it cannot be read, or is no YAML."""
     import yaml
     from omegaconf import OmegaConf
 
-    content = check_yaml(path)
     try:
-        return OmegaConf.create(content.decode())
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-
-
-def check_yaml(path: Path) -> bytes:
-    """Checks what a YAML file stands for, before anything builds it. Its syntax is left to who reads it.
-
-    Returns:
-        The file's content.
-
-    Raises:
-        UserError: The file cannot be read, is no regular file, or has aliases, a few lines of which can stand for
-            gigabytes.
-    """
-    import yaml
-
-    counts: dict[int, float] = {}  # values that a node stands for, by the node's id
-
-    def count(node: Any) -> float:
-        if id(node) not in counts:
-            counts[id(node)] = math.inf  # until it is known; a node that has itself in it stays so
-            parts = node.value if isinstance(node.value, list) else []
-            inner = [one for part in parts for one in (part if isinstance(part, tuple) else (part,))]
-            counts[id(node)] = 1 + sum(map(count, inner))
-        return counts[id(node)]
-
-    try:
-        content = read_regular(path)
+        return OmegaConf.create(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    try:
-        root = yaml.compose(content, yaml.SafeLoader)
-        total = 0 if root is None else count(root)
-    except (ValueError, RecursionError, yaml.YAMLError):
-        return content  # who reads it says what is wrong
-    if total > len(counts) + _MOST_ALIASED:
-        raise UserError(f"{path}: its aliases (*name) stand for over {_MOST_ALIASED:,} values: use fewer")
-    return content
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
 
 
 def flush_path(path: Path) -> None:

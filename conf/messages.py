@@ -19,8 +19,6 @@ from yaml import YAMLError
 
 from common.errors import UserError, message_for_user
 
-_RUNNING = ("hydra._internal.utils", "hydra._internal.hydra")  # the frames of Hydra's in which a run takes place
-
 
 def explain(error: Exception) -> str | None:
     """The message for the user about an error that the user can act on.
@@ -38,13 +36,6 @@ def explain(error: Exception) -> str | None:
         return message_for_user(error.__cause__)
     if isinstance(error, YAMLError):
         return f"a configuration file is no YAML that can be read: {' '.join(str(error).split())}. Correct it"
-    modules, file = _where(error)
-    if isinstance(error, RecursionError) and file is not None:
-        if any(module.startswith("yaml.") for module in modules):
-            return f"the configuration file {file} is nested too deeply to be read: make it flatter"
-        return f"the configuration file {file} includes itself through its defaults list: take that entry out"
-    if isinstance(error, (RuntimeError, ImportError)) and modules[-1:] == ["hydra.core.plugins"]:
-        return f"hydra.launcher or hydra.sweeper: {error}. Leave them as they are"
     if not isinstance(error, (HydraException, OmegaConfBaseException)):
         return None
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
@@ -77,17 +68,6 @@ def explain(error: Exception) -> str | None:
     if isinstance(cause, ValidationError):
         return f"{place}{cause.full_key}: {_first_line(cause)}"
     return " ".join(str(error if cause is None else cause).split())
-
-
-def _where(error: BaseException) -> tuple[list[str], str | None]:
-    """The modules through which an error came, outermost first, and the file that Hydra was reading then, if any."""
-    modules, file, trace = [], None, error.__traceback__
-    while trace is not None:
-        frame, trace = trace.tb_frame, trace.tb_next
-        modules.append(str(frame.f_globals.get("__name__")))
-        if modules[-1].startswith("hydra._internal.") and modules[-1] not in _RUNNING:
-            file = frame.f_locals.get("config_path") or frame.f_locals.get("path") or file
-    return modules, None if file is None else f"{file}.yaml"
 
 
 def unknown_key(key: str, known: Sequence[str]) -> str:
