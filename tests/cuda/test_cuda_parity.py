@@ -84,7 +84,6 @@ def test_data_parallel_trains_in_the_precision_that_was_asked_for(trained):
 
 @pytest.mark.parametrize("comm_hook, tolerance", [("none", 1e-5), ("bf16", 1e-4)])
 def test_synchronised_batchnorm_and_rounded_gradients_train_as_on_the_cpu(trained, ranks, comm_hook, tolerance):
-    """On a GPU BatchNorm across replicas calls other operators, whose kernels are for CUDA alone."""
     from cases import train
 
     recipe = dataclasses.replace(RECIPES["classifier"], sync_batchnorm=True)
