@@ -221,11 +221,8 @@ def sha256(path: Path) -> str:
 def why_not_finite(name: str, tensor: Tensor) -> str | None:
     """Return what is wrong with a weight of a run that has diverged; None for a sound one.
 
-    It is a NaN or an infinity. But -inf alone is an attention mask, and an optimizer may overflow and go on.
-
-    Args:
-        name: The tensor's name; one of the optimizer's has a slash.
-        tensor: The tensor.
+    It is a NaN or an infinity. But -inf alone is an attention mask, and an optimizer's tensors, which have a slash in
+    their names, may overflow.
     """
     if "/" in name or not tensor.is_floating_point() or tensor.numel() == 0:
         return None

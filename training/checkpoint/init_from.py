@@ -32,11 +32,6 @@ _BLOCK = 4096  # rows summed at a time: a float64 copy of a whole embedding woul
 def start(model: Any, chain: Chain, strategy: Strategy) -> None:
     """Load the weights that a new run starts from, if ``model.init_from`` or ``model.extra_tokens`` is set.
 
-    Args:
-        model: The section ``model`` of the configuration.
-        chain: The model.
-        strategy: This rank's share of it.
-
     Raises:
         TrainingError: The weights do not fit; see ``check_start``.
     """
@@ -55,10 +50,6 @@ def start(model: Any, chain: Chain, strategy: Strategy) -> None:
 
 def check_start(model: Any, chain: Chain) -> None:
     """Check that ``model.init_from``, if it is set, holds this model, by names and shapes: no tensor is read.
-
-    Args:
-        model: The section ``model`` of the configuration.
-        chain: The model.
 
     Raises:
         TrainingError: Tensors are missing, of another size, or not the model's; the message names them.
@@ -93,10 +84,6 @@ class Weights(Mapping[str, Tensor]):
 
     def __init__(self, model: Any, chain: Chain) -> None:
         """Read the names of the tensors.
-
-        Args:
-            model: The section ``model`` of the configuration.
-            chain: The model.
 
         Raises:
             TrainingError: There is no such file, or it holds another model.
@@ -241,10 +228,6 @@ def vocabulary_with(vocab_size: int, extra_tokens: Any) -> int:
     """Return the size of the model's vocabulary with ``model.extra_tokens``, whose ids begin at 50,257.
 
     They take padding where there is some; a vocabulary that was padded to a multiple of 128 stays one.
-
-    Args:
-        vocab_size: The model's vocabulary without them.
-        extra_tokens: The section's value (see ``data.vocabulary.parse_extra_tokens``).
 
     Raises:
         TrainingError: The model lacks some of GPT-2's own tokens.

@@ -73,14 +73,7 @@ def load(path: Path, strategy: Strategy, optimizer: Optimizer | None = None, ver
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read a whole model's parameters and buffers, a tied parameter under its canonical name.
-
-    Args:
-        path: See ``Checkpoint.find``.
-
-    Raises:
-        CheckpointError: There is none, or it is damaged.
-    """
+    """Read a checkpoint's parameters and buffers, whole; a tied parameter is there once, by its canonical name."""
     tensors = Tensors(Checkpoint.find(path, verify=True))
     return {name: tensors[name][...] for name in tensors if "/" not in name}
 

@@ -156,12 +156,7 @@ class Checkpointer:
         return None if counted == self._newest else self.save(counted, progress(), wait=True)
 
     def save(self, step: int, progress: dict | None = None, wait: bool = False) -> Path:
-        """Start to write a checkpoint, once the save before is done; one that is written gets the new progress.
-
-        Args:
-            step: The step whose weights these are.
-            progress: See ``after_step``.
-            wait: Whether to wait until it is on the disk.
+        """Start to write the checkpoint of a step; one that is written already gets the new progress.
 
         Raises:
             CheckpointError: With ``wait``, on every rank: it could not be written. Older ones are untouched.
@@ -191,14 +186,7 @@ class Checkpointer:
         return final
 
     def wait_pending(self, warn: bool = True) -> str | None:
-        """Wait until the pending save is done on every rank.
-
-        Args:
-            warn: Whether to warn if it has failed.
-
-        Returns:
-            Why it has failed, the same on every rank; None if it has not.
-        """
+        """Wait until the pending save is done on every rank; return why it has failed, None if it has not."""
         save, self._pending = self._pending, None
         if save is None:
             return None
@@ -295,17 +283,7 @@ class _Save(threading.Thread):
         publish: Callable[[dict], None] | None,
         background: bool,
     ) -> None:
-        """Take what this rank has to do.
-
-        Args:
-            step: The step.
-            draft: The folder to write to.
-            files: What to write.
-            first: Whether this rank is the first of the writers of its files.
-            gather: Gives what each rank has given to it.
-            publish: Given a description of all files, publishes the draft; None on ranks other than 0.
-            background: Whether training goes on meanwhile.
-        """
+        """Take what this rank writes; ``publish`` is given a description of all files, and is None but on rank 0."""
         super().__init__(name=f"checkpoint-{step}", daemon=True)
         self.step, self.draft = step, draft
         self.error: str | None = None
@@ -367,13 +345,7 @@ class _Save(threading.Thread):
 
 
 def is_due(every: int | None, step: int, last: bool) -> bool:
-    """Return whether something is due after a step.
-
-    Args:
-        every: N for every N steps and after the last one, 0 for after the last one only, None for never.
-        step: The step's number.
-        last: Whether it is the last one.
-    """
+    """Return whether something is due after a step: every N steps and after the last one, 0 for that only."""
     return every is not None and (last or (every > 0 and step % every == 0))
 
 
@@ -408,16 +380,11 @@ def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
 def copy_tensors(files: Files, writers: int, buffers: dict[str, Tensor]) -> Files | None:
     """Copy the tensors, so that training may change the originals.
 
-    On a GPU the copy stays on the device where it fits, which takes milliseconds; elsewhere it goes to main memory.
-
-    Args:
-        files: What is to be saved.
-        writers: How many processes of this machine may be copying as much at the same time.
-        buffers: Main memory for the copies by the tensors' names, which every save uses again: memory that is new to
-            a process costs far more time than the copy itself.
+    On a GPU the copy stays on the device where it fits, which takes milliseconds; elsewhere it goes to main memory:
+    into ``buffers``, by the tensors' names, for memory that is new to a process costs far more time than the copy.
 
     Returns:
-        The copies, or None where memory does not suffice for them.
+        The copies, or None where memory does not suffice for as many as ``writers`` processes make at the same time.
     """
     tensors = {name: rows.tensor for part in files.values() for name, rows in part.items()}
     on_device = _devices_with_space(tensors.values(), writers)
@@ -448,11 +415,8 @@ def _devices_with_space(tensors: Iterable[Tensor], writers: int) -> set[torch.de
 def _spare_memory(device: torch.device, sharing: int) -> int:
     """Return the bytes of a GPU that no step of this process has needed so far.
 
-    What torch's allocator keeps beyond what is allocated now is no spare memory: the next step needs it.
-
-    Args:
-        device: The GPU.
-        sharing: How many processes may take memory that is still free.
+    What torch's allocator keeps beyond what is allocated now is no spare memory: the next step needs it. What is free
+    on the device is shared by ``sharing`` processes.
     """
     unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] // sharing + unused
@@ -461,20 +425,14 @@ def _spare_memory(device: torch.device, sharing: int) -> int:
 def write_file(path: Path, tensors: dict[str, Rows], first: bool) -> str:
     """Write a safetensors file, or this rank's rows of it, to their place, and flush it.
 
-    Where each tensor lies follows from the names, dtypes and shapes alone, so that every rank knows it.
-
-    Args:
-        path: The file, which is created if need be.
-        tensors: All tensors of the file by name, with this rank's rows of each.
-        first: Whether this is the first of the writers, which also writes the header and what is not shared.
+    Where each tensor lies follows from the names, dtypes and shapes alone, so that every rank knows it. The first of
+    the writers also writes the header and what is not shared.
 
     Returns:
         The layout's digest, equal on all writers.
 
     Raises:
         CheckpointError: Weights are not finite: nothing could go on from them.
-        OSError: The disk is full or not writable.
-        TypeError: safetensors has no such dtype.
     """
     for name, rows in tensors.items():
         if (problem := why_not_finite(name, rows.tensor)) is not None:
