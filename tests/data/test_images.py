@@ -22,21 +22,6 @@ def source(images: Labelled, shape=None, augment=None, mean=127.5, std=64.0) -> 
     return Images(images, np.arange(len(images.labels)), [mean] * channels, [std] * channels, shape, augment)
 
 
-@pytest.mark.parametrize("label", [-1, 10, 255])
-def test_a_label_out_of_range_is_named_with_its_sample(label):
-    images = stored()
-    labels = images.labels.copy()
-    labels[13] = label
-    with pytest.raises(DataError, match=rf"made up: the label of sample 13 is {label}, .* 10 classes are 0 to 9"):
-        Labelled(images.images, labels, 10, "made up")
-
-
-@pytest.mark.parametrize(("images", "labels"), [(20, 19), (0, 0)])
-def test_images_and_labels_that_do_not_pair_up_are_an_error_with_both_numbers(images, labels):
-    with pytest.raises(DataError, match=f"{images} images and {labels} labels"):
-        Labelled(np.zeros((images, 1, 8, 8), np.uint8), np.zeros(labels, np.int64), 10, "made up")
-
-
 def test_holding_out_takes_the_same_share_of_each_class_and_every_sample_once():
     labels = np.repeat([0, 1, 2], [100, 500, 400])
     rest, held_out = hold_out(labels, 100)

@@ -124,20 +124,6 @@ def test_files_that_are_not_text_are_left_out_and_named(tmp_path, caplog):
         assert part in caplog.text
 
 
-def test_a_text_that_cannot_be_trained_on_is_an_error_that_says_why(tmp_path, prepared):
-    (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(DataError, match="holds no text.*not UTF-8 near byte 0"):
-        prepared(Text, tmp_path / "binary")
-    (tmp_path / "short").write_text("Hello, I'm a language model,\n")
-    with pytest.raises(DataError, match=r"has \d+ tokens.*seq_len=256 needs 257"):
-        prepared(Text, tmp_path / "short")
-    for kind in (Text, WikiText2):
-        with pytest.raises(DataError, match=f"data.root={tmp_path}/nowhere"):
-            prepared(kind, tmp_path / "nowhere")
-    with pytest.raises(DataError, match="data.root=FILE_OR_FOLDER"):
-        Text()
-
-
 def test_a_split_smaller_than_a_sample_is_none_and_the_description_says_so(tmp_path, prepared):
     (tmp_path / "text").write_text("word\n" * 100)
     data = prepared(Text, tmp_path / "text", seq_len=64)

@@ -61,9 +61,9 @@ def rows(*lines: str, count: int = 40) -> bytes:
     return "\n".join([*lines, *more]).encode()
 
 
-def idx(shape: tuple[int, ...], content: bytes, kind: int = 8) -> bytes:
+def idx(shape: tuple[int, ...], content: bytes) -> bytes:
     """MNIST's format."""
-    return bytes((0, 0, kind, len(shape))) + struct.pack(f">{len(shape)}I", *shape) + content
+    return bytes((0, 0, 8, len(shape))) + struct.pack(f">{len(shape)}I", *shape) + content
 
 
 def mnist(images: bytes = idx((20, 4, 4), bytes(320)), labels: bytes = idx((20,), bytes(range(10)) * 2)) -> Make:
