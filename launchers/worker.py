@@ -98,7 +98,8 @@ def _work(job: Job, rank: int) -> None:
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     threading.Thread(target=_leave_with_launcher, name="leave-with-launcher", daemon=True).start()
-    multiprocessing.set_start_method(None, force=True)  # of the data's readers, say: a forked process has another default
+    # A worker has the platform's default again, not the fork server's: the data are read in processes, too.
+    multiprocessing.set_start_method(None, force=True)
     os.environ.clear()  # what the fork server has was this process's at its start
     os.environ.update(job.environment_of(rank))
     world = World.detect()
