@@ -120,7 +120,7 @@ def to_config(tree: dict) -> Any:
 
     if from_environment.KEY in tree:
         from_environment.note(tree[from_environment.KEY])
-    return OmegaConf.create(literal(tree))
+    return OmegaConf.create(literal(tree) if "${" in str(tree) else tree)
 
 
 def environment(cfg: Any) -> dict[str, str]:

@@ -48,7 +48,13 @@ def mask_secrets(value: Any, name: str = "") -> Any:
     """
     if isinstance(value, dict):
         value = shown(value) if KEY in value else value
-        return {key: mask_secrets(item, str(key)) for key, item in value.items()}
+        # A number or null is nobody's secret, unless its name says so.
+        return {
+            key: mask_secrets(item, str(key))
+            if isinstance(item, (dict, list, tuple, str)) or _SECRET_NAME.search(str(key).replace("-", "_"))
+            else item
+            for key, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
         before = [None, *value]
         return [
@@ -85,5 +91,5 @@ def _mask_text(text: str) -> str:
 
 def _secrets_of_environment() -> list[str]:
     """Values that a shell may have put on the command line: ``"$WANDB_API_KEY"``."""
-    named = (value for name, value in os.environ.items() if _SECRET_NAME.search(name))
+    named = [value for name, value in os.environ.items() if _SECRET_NAME.search(name)]
     return [value for value in named if len(value) >= _SHORTEST_SECRET and not os.path.exists(value)]
