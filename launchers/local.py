@@ -23,7 +23,7 @@ from launchers.failure import Death, WorkerFailed, log_path, read_report, root_c
 from launchers.heartbeat import Note, describe_stall, read_notes
 from launchers.meeting import local_store
 from launchers.stopping import SIGNALS, Stopped, StopSignals
-from launchers.worker import Job, work
+from launchers.worker import Console, Job, work
 
 _POLL_S = 0.1
 _PRELOAD = ("torch", "torch.distributed")
@@ -131,7 +131,7 @@ class _Workers:
     def __init__(self, job: Job, stop: StopSignals, timeout_s: float | None) -> None:
         self._job, self._stop, self._timeout_s = job, stop, timeout_s
         process = multiprocessing.get_context("forkserver").Process
-        self._processes = [process(target=work, args=(job, rank)) for rank in range(job.processes)]
+        self._processes = [process(target=work, args=(job, rank, Console())) for rank in range(job.processes)]
         self._given_up = False
         self.exitcodes: dict[int, int] = {}
 

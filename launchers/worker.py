@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 
 from common.console import unfailing_output
@@ -82,8 +83,20 @@ class Job:
         }
 
 
-def work(job: Job, rank: int) -> None:
-    """Run the job as `rank`, in a process that was forked for it.
+class Console:
+    """The launching process's standard output and error: the fork server has those of its own start."""
+
+    def __reduce__(self) -> tuple:
+        return _take_console, (DupFd(1), DupFd(2))
+
+
+def _take_console(*passed) -> None:
+    for descriptor, source in enumerate(passed, start=1):
+        os.dup2(source.detach(), descriptor)
+
+
+def work(job: Job, rank: int, _console: None = None) -> None:
+    """Run the job as `rank`, in a process that was forked for it. Its console was taken over as it was unpickled.
 
     An exception is written to the job's report, and the process exits with code 1 without any clean-up that could wait
     for a peer; with launchers.stopping.EXIT_CODE after a Stopped.
