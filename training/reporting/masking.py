@@ -82,7 +82,7 @@ def _mask_text(text: str) -> str:
         return match["name"] + match["sign"] + MASK if secret else match[0]
 
     text = hide(text)
-    for value in _secrets_of_environment():
+    for value in _secrets_of_environment() if len(text) >= _SHORTEST_SECRET else ():
         text = text.replace(value, MASK)
     text = _URL_PASSWORD.sub(rf"\1{MASK}@", text)
     text = _ASSIGNMENT.sub(mask_assignment, text)
@@ -91,5 +91,8 @@ def _mask_text(text: str) -> str:
 
 def _secrets_of_environment() -> list[str]:
     """Values that a shell may have put on the command line: ``"$WANDB_API_KEY"``."""
-    named = [value for name, value in os.environ.items() if _SECRET_NAME.search(name)]
-    return [value for value in named if len(value) >= _SHORTEST_SECRET and not os.path.exists(value)]
+    return [
+        value
+        for name, value in os.environ.items()
+        if len(value) >= _SHORTEST_SECRET and _SECRET_NAME.search(name) and not os.path.exists(value)
+    ]
