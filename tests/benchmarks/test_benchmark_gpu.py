@@ -116,14 +116,14 @@ def test_the_plain_loop_trains_as_this_project_does():
 
 
 def test_gpt2_and_its_profile_in_a_dry_run(tmp_path):
-    gpu.measure("gpt2", True, tmp_path)
+    gpu.measure_part("gpt2", True, tmp_path)
     rows = rows_of(tmp_path, "gpt2")
     assert [(row["run"], row["micro-batch"]) for row in rows] == [
         (run, size) for size in ("1", "2") for run in ("this project", "plain loop")
     ]
     check_rates(rows, "tokens/s")
     assert all(row["as fast as the plain loop"] == "1.00x" for row in rows[1::2])
-    gpu.measure("profile", True, tmp_path)
+    gpu.measure_part("profile", True, tmp_path)
     check_shares(rows_of(tmp_path, "profile"))
 
 

@@ -41,7 +41,7 @@ def listening(process):
 
 
 def meet(world, folder):
-    """Sums over the ranks; rank 0 looks at the sockets of the whole run while the group is up."""
+    """Sums over the ranks; each looks at its sockets while the group is up."""
     join_group(world)
     seen = {
         "world": vars(world),
@@ -49,8 +49,7 @@ def meet(world, folder):
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "main": getattr(sys.modules["__main__"], "__file__", None),
     }
-    if world.rank == 0:
-        seen["listening"] = listening(psutil.Process().parent())  # the process that forks the ranks, and they
+    seen["listening"] = listening(psutil.Process())
     all_reduce(0)
     print(f"python output of rank {world.rank}")
     os.write(2, f"native output of rank {world.rank}\n".encode())
