@@ -16,5 +16,7 @@
     tensors.py      data that are in memory already
     cache.py                                                 folders that are built once; downloads with a time limit
 
+What the options of a data set mean is said where they have their defaults: conf/data/NAME.yaml.
+
 The package knows nothing of replicas but (dp_rank, dp_size), and imports nothing of this project but common.
 """

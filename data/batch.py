@@ -35,27 +35,12 @@ class Batch:
         return len(self.targets)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """Apply ``change`` to every tensor.
-
-        Args:
-            change: Gives the new tensor for an old one.
-
-        Returns:
-            The batch of the new tensors.
-        """
+        """Return the batch whose tensors are what ``change`` gives for these."""
         inputs = tuple(map(change, self.inputs)) if isinstance(self.inputs, tuple) else change(self.inputs)
         return Batch(inputs, change(self.targets), None if self.weights is None else change(self.weights))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """Copy the batch to a device.
-
-        Args:
-            device: Where to.
-            non_blocking: Whether copies overlap with computation, where the memory is pinned.
-
-        Returns:
-            The same batch on ``device``.
-        """
+        """Return the batch on a device; with ``non_blocking`` copies of pinned memory overlap with computation."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def to_arrays(self) -> Batch:
@@ -73,17 +58,7 @@ class Batch:
         return self.map(lambda tensor: tensor.pin_memory())
 
     def chunks(self, n: int) -> list[Batch]:
-        """Cut the batch into micro-batches.
-
-        Args:
-            n: How many.
-
-        Returns:
-            ``n`` contiguous micro-batches of b / n samples each (views, no copies).
-
-        Raises:
-            ValueError: If b is not a multiple of n.
-        """
+        """Return n contiguous micro-batches of b / n samples each (views, no copies)."""
         if n < 1 or len(self) % n:
             raise ValueError(f"a batch of {len(self)} samples cannot be cut into {n} equal micro-batches")
         size = len(self) // n

@@ -42,13 +42,7 @@ class VariableLength(Source):
 
     @abstractmethod
     def read(self, indices: np.ndarray, epoch: int, width: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return samples as Source.read does, padded to [b, width].
-
-        Args:
-            indices: int64 [b].
-            epoch: The epoch.
-            width: Not below the samples' lengths; None for the last of ``widths``.
-        """
+        """Return samples as Source.read does, padded to [b, width]; None for the last of ``widths``."""
 
 
 class Buckets:

@@ -81,11 +81,7 @@ def cached_folder(
 
 
 def default_cache_dir() -> Path:
-    """Return ``$XDG_CACHE_HOME/one-word-parallel``, by default ``~/.cache/one-word-parallel``.
-
-    Raises:
-        DataError: This user has no home folder.
-    """
+    """Return ``$XDG_CACHE_HOME/one-word-parallel``, by default ``~/.cache/one-word-parallel``."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / _PROJECT
     except RuntimeError:
@@ -99,14 +95,7 @@ def default_cache_dir() -> Path:
 def file_lock(path: Path, waiting_for: str, timeout_s: float) -> Iterator[None]:
     """Hold an exclusive lock on a file, which the system releases when its holder ends, however that is.
 
-    Args:
-        path: The file. It stays after the lock is released.
-        waiting_for: What another holder does, for messages.
-        timeout_s: Seconds to wait for another holder.
-
-    Raises:
-        DataError: Another process holds the lock for longer than that.
-        OSError: The file cannot be written.
+    Raise DataError where another process, doing ``waiting_for``, holds it for longer than ``timeout_s`` seconds.
     """
     lock = FileLock(path)
     try:
@@ -148,19 +137,12 @@ def _is_private(folder: Path) -> bool:
 
 
 def fetch(what: str, work: Callable[[], Any], way_out: str, timeout_s: float | None = None) -> Any:
-    """Return the result of a function that downloads.
+    """Return what ``work`` downloads; a full disk's OSError passes through.
 
     It runs in a daemon thread, because one that hangs in a name look-up or a socket cannot be ended, only left behind.
 
-    Args:
-        what: The name of the data, for the message.
-        work: The function.
-        way_out: What the user can do where it fails; it ends the message.
-        timeout_s: Seconds that it may take; None: 14 minutes.
-
     Raises:
-        DataError: It fails or takes longer.
-        OSError: The disk is full.
+        DataError: It fails or takes longer than ``timeout_s`` (None: 14 minutes). The message ends with ``way_out``.
     """
     timeout_s = timeout_s or _DOWNLOAD_S
     outcome: queue.Queue = queue.Queue()

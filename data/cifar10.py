@@ -52,16 +52,6 @@ class CIFAR10(PublishedImages):
         seed: int = 1337,
         **options: Any,
     ):
-        """Check the arguments; prepare() reads the data.
-
-        Args:
-            root: The folder cifar-10-batches-py, or the one that holds it; null: download it.
-            augment: Train on random crops with a margin of 4 pixels and mirror images, new ones in each epoch.
-            image_size: Pixels a side.
-            channels: 3, or 1 for grey.
-            seed: Of the augmentation; the run's seed.
-            **options: The others of data.images.ImageData.
-        """
         super().__init__(root, image_size=image_size, channels=channels, **options)
         self.augment, self.seed = augment, seed
 

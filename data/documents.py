@@ -42,11 +42,7 @@ class Document:
         return self.end - self.start
 
     def blocks(self) -> Iterator[bytes]:
-        """Yield the bytes, 1 MiB at a time.
-
-        Raises:
-            DataError: The file cannot be read.
-        """
+        """Yield the bytes, 1 MiB at a time."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self.start)
@@ -59,11 +55,7 @@ class Document:
             raise DataError(f"cannot read {self.path}: {reason}. Check the file and data.root=") from error
 
     def text(self) -> Iterator[str]:
-        """Yield the text, about 1 MiB at a time, with its line ends as they are.
-
-        Raises:
-            UnicodeDecodeError: It is not UTF-8.
-        """
+        """Yield the text, about 1 MiB at a time, with its line ends as they are."""
         decoder = codecs.getincrementaldecoder("utf-8")()
         for block in self.blocks():
             yield decoder.decode(block)
@@ -96,13 +88,7 @@ def whole_file(path: Path) -> Document:
 
 
 def find_files(root: Path, skip_folders: Collection[str] = (), suffix: str = "") -> list[Path]:
-    """Return the files under a folder that are not empty, sorted by name: in one order on every machine.
-
-    Args:
-        root: The folder. Hidden files and folders (.git) in it are left out.
-        skip_folders: Names of folders to leave out.
-        suffix: How the files' names end.
-    """
+    """Return the files under a folder, hidden and empty ones left out, in one order on every machine."""
     files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in skip_folders and not name.startswith(".")]
@@ -154,14 +140,9 @@ def only_text(documents: Sequence[Document]) -> tuple[list[Document], list[str]]
 
 
 def split_by_position(document: Document, shares: Iterable[float]) -> list[Document]:
-    """Cut a document at the line ends next to some shares of its length.
+    """Cut a document at the line ends next to some shares of its length, such as (0.9, 0.05, 0.05).
 
-    Args:
-        document: The document.
-        shares: Of the length, with a sum of 1: (0.9, 0.05, 0.05) gives three parts.
-
-    Returns:
-        The parts, which cover the document without overlap. Some are empty if it has few lines.
+    The parts cover the document without overlap; some are empty if it has few lines.
     """
     cuts, total = [document.start], 0.0
     for share in list(shares)[:-1]:
@@ -181,12 +162,9 @@ def _next_line(document: Document, position: int) -> int:
 
 
 def encode(documents: Iterable[Document], encoding: tiktoken.Encoding, end: int) -> Iterator[np.ndarray]:
-    """Yield the documents' tokens in order, as int64 arrays.
+    """Yield the documents' tokens in order, ``end`` after each document, as int64 arrays.
 
-    Args:
-        documents: The documents.
-        encoding: Encodes their text. It releases Python's lock, so up to four threads encode.
-        end: The token that follows each document.
+    Tiktoken releases Python's lock, so up to four threads encode.
     """
     threads = min(4, usable_cores())
     for batch in _batches(documents):
@@ -199,11 +177,8 @@ def encode(documents: Iterable[Document], encoding: tiktoken.Encoding, end: int)
 def encode_texts(texts: Sequence[str], encoding: tiktoken.Encoding, end: int, threads: int = 1) -> list[list[int]]:
     """Return each text's tokens.
 
-    Args:
-        texts: The texts.
-        encoding: Encodes them. Its special tokens are recognised in the text, except ``end``.
-        end: The token that ends a document. Text that looks like it is encoded as the characters that it is made of.
-        threads: How many threads encode.
+    Special tokens are recognised in the text, except ``end``, which ends a document: text that looks like it is encoded
+    as the characters that it is made of.
     """
     special = encoding.special_tokens_set - {encoding.decode([end])}
     if not special:

@@ -112,12 +112,6 @@ class PublishedImages(ImageData):
     way_out: str
 
     def __init__(self, root: str | None = None, **options: Any):
-        """Check the arguments; prepare() reads the data.
-
-        Args:
-            root: The folder of the published files, or one that holds it; null: download them.
-            **options: Those of ImageData.
-        """
         super().__init__(**options)
         self.root = None if not root else expand_home(root).absolute()
 
@@ -127,18 +121,10 @@ class PublishedImages(ImageData):
 
     @abstractmethod
     def read(self, root: Path, split: str) -> Labelled:
-        """Read the published images of "train" or "test".
-
-        Raises:
-            DataError: A file is missing, damaged or of another format, or a label is out of range.
-        """
+        """Return the published images of "train" or "test" in a folder; raise DataError where they are wrong."""
 
     def splits(self) -> dict[str, Source]:
-        """Return the three splits.
-
-        Raises:
-            DataError: See ``read``; or the download fails.
-        """
+        """Return the three splits."""
         root = self.root
         if root is None:
             root = cached_folder(self.cache_dir, type(self).__name__.lower(), self._download)
@@ -215,17 +201,10 @@ class Labelled:
 
 
 def hold_out(labels: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Hold out some samples, with the same share of each class to within one sample.
+    """Return the indices of some samples less ``count``, and of those held out, both sorted.
 
-    The choice depends on the labels alone, not on the run's seed: otherwise a checkpoint might be tested on what
-    another run had trained it on.
-
-    Args:
-        labels: Of all samples, [n].
-        count: How many to hold out.
-
-    Returns:
-        The indices of the other samples and of those held out, both sorted.
+    Each class has the same share in both to within one sample. The choice depends on the labels [n] alone, not on the
+    run's seed: otherwise a checkpoint might be tested on what another run had trained it on.
     """
     shuffled = permute(np.arange(len(labels)), len(labels), key=(0,))
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
@@ -305,16 +284,10 @@ def resize(images: Tensor, size: int) -> Tensor:
 
 
 def crop_and_flip(images: np.ndarray, indices: np.ndarray, epoch: int, seed: int, padding: int = 4) -> np.ndarray:
-    """Pad each image, crop it at random to its size, and mirror it half of the time: CIFAR-10's augmentation.
+    """Pad images, crop each at random to its size, and mirror it half of the time: CIFAR-10's augmentation.
 
-    What happens to an image depends on (seed, epoch, its index) alone.
-
-    Args:
-        images: uint8 [b, c, h, w].
-        indices: Of the images, int64 [b].
-        epoch: The epoch.
-        seed: The run's seed.
-        padding: Black pixels on each side.
+    Images are uint8 [b, c, h, w], ``indices`` int64 [b]; the padding, black pixels on each side, is part of what is
+    cropped. What happens to an image depends on (seed, epoch, its index) alone.
     """
     height, width = images.shape[2:]
     padded = np.pad(images, ((0, 0), (0, 0), (padding, padding), (padding, padding)))

@@ -60,20 +60,6 @@ class Jsonl(DataSet):
         num_workers: int = 0,
         extra_tokens: ExtraTokens = None,
     ):
-        """Check the arguments; prepare() reads the data.
-
-        Args:
-            root: The file or the folder of *.jsonl files; it must be given.
-            field: The name of the text in a row, or a list of names whose texts are joined by newlines.
-            seq_len: Tokens per row; longer rows are cut, shorter ones padded.
-            bucket_by_length: Training batches of similar length, padded to few widths; the first run counts all tokens.
-            cache_dir: Where index and counts are kept; null: the user's cache folder.
-            num_workers: Processes that read ahead; 0: one thread.
-            extra_tokens: Tokens behind GPT-2's own; the model's.
-
-        Raises:
-            DataError: ``root`` is not given, ``field`` is not a name or a list of names, or a number is out of range.
-        """
         super().__init__(num_workers)
         if not root:
             raise DataError("data=jsonl needs to know which rows: data.root=FILE_OR_FOLDER")
@@ -142,14 +128,7 @@ class Jsonl(DataSet):
 
 
 def split_files(root: Path) -> dict[str, list[Path]]:
-    """Return the files of "train" and, where their paths say so, of "valid" and "test".
-
-    Args:
-        root: A file or a folder.
-
-    Raises:
-        DataError: It does not exist, is empty, or holds nothing to train on.
-    """
+    """Return the files of "train" and, where their paths say so, of "valid" and "test"."""
     if not root.exists():
         raise DataError(f"data.root={root} does not exist; give a file of JSON lines or a folder of *.jsonl files")
     if not root.is_dir():
@@ -216,16 +195,7 @@ class TokenRows(Source):
         return len(self.selection)
 
     def read(self, indices: np.ndarray, epoch: int, width: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, both int64 [b, width].
-
-        Args:
-            indices: int64 [b].
-            epoch: Makes no difference.
-            width: Positions per sample; None for seq_len.
-
-        Raises:
-            DataError: A row is without its text. It names the file and the line.
-        """
+        """Return inputs and targets, both int64 [b, width]; ``width`` is seq_len where it is None."""
         import torch
 
         texts = self.rows.texts(self.selection.row(indices), self.fields)
@@ -250,7 +220,6 @@ class BucketedRows(TokenRows, VariableLength):
         seq_len: int,
         counts: Path,
     ):
-        """The arguments are those of TokenRows, and ``counts``, the file of cached_counts."""
         super().__init__(rows, selection, fields, vocabulary, seq_len)
         self.widths = bucket_widths(seq_len)
         self.path = counts

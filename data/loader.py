@@ -34,14 +34,7 @@ class TrainBatches(Dataset):
     """
 
     def __init__(self, source: Source, global_batch_size: int, seed: int, dp_rank: int = 0, dp_size: int = 1):
-        """Check the numbers against the source.
-
-        Args:
-            source: The samples.
-            global_batch_size: Samples per step over all replicas.
-            seed: The run's seed.
-            dp_rank: This replica.
-            dp_size: The number of replicas.
+        """Take this replica's part; ``global_batch_size`` counts the samples of all.
 
         Raises:
             DataError: The source has fewer samples than a global batch or requires another batch size, or the replicas
@@ -86,22 +79,14 @@ def train_loader(
     pin_memory: bool = False,
     timeout_s: float = 300.0,
 ) -> Iterator[tuple[int, Batch]]:
-    """Yield (step, batch) for each step, read before it is needed.
+    """Yield (step, batch) from the first to the last step, read before it is needed.
 
-    A thread reads, or takes what processes read. Thread and processes end with the iterator (exhausted, closed or
-    deleted).
-
-    Args:
-        batches: The batches by step.
-        first_step: The first step.
-        last_step: The last step, included.
-        num_workers: Processes that read; 0 for none, enough where reading is cheap (tokens).
-        pin_memory: Whether batches are in page-locked memory (only with an accelerator).
-        timeout_s: The longest that a batch may take, in seconds.
+    A thread reads, or takes what ``num_workers`` processes read. Thread and processes end with the iterator (exhausted,
+    closed or deleted).
 
     Raises:
-        DataError: A batch takes longer, or the processes cannot be started or die. An error while reading is raised as
-            it is.
+        DataError: A batch takes longer than ``timeout_s``, or the processes cannot be started or die. An error while
+            reading is raised as it is.
     """
     steps = range(first_step, last_step + 1)
     read = read_in_processes(batches, steps, num_workers) if num_workers else (batches[step] for step in steps)
@@ -127,14 +112,7 @@ class EvalBatches:
         dp_size: int = 1,
         limit: int | None = None,
     ):
-        """Check the numbers against the source.
-
-        Args:
-            source: The samples.
-            global_batch_size: Samples per batch over all replicas.
-            dp_rank: This replica.
-            dp_size: The number of replicas.
-            limit: Batches at most; None for all.
+        """Take this replica's part of at most ``limit`` batches (None: all).
 
         Raises:
             DataError: The replicas cannot share a batch equally, the source is empty, or the limit is below 1.
@@ -193,19 +171,12 @@ def read_ahead(
     what: str = "evaluation batch",
     first: int = 1,
 ) -> Iterator[Batch]:
-    """Yield batches that a thread has read before they are needed.
+    """Yield batches that a thread has read before they are needed, page-locked where asked for.
 
     An error while reading is raised here. The thread ends with the iterator (exhausted, closed or deleted).
 
-    Args:
-        batches: Iterated over in the thread.
-        pin_memory: Whether they are in page-locked memory (only with an accelerator).
-        timeout_s: The longest that a batch may take, in seconds.
-        what: What error messages call a batch.
-        first: The number of the first one there.
-
     Raises:
-        DataError: A batch takes longer.
+        DataError: One takes longer than ``timeout_s``; it names ``what`` it is, counted from ``first``.
     """
     ready: queue.Queue = queue.Queue(maxsize=AHEAD)
     stop = threading.Event()

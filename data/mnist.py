@@ -40,18 +40,7 @@ class MNIST(PublishedImages):
 
 
 def read_idx(path: Path, dimensions: int) -> np.ndarray:
-    """Read an idx file, packed by gzip if its name ends in .gz.
-
-    Args:
-        path: The file.
-        dimensions: How many the array in it has.
-
-    Returns:
-        The array, uint8.
-
-    Raises:
-        DataError: The file cannot be read, is truncated, or is not such a file.
-    """
+    """Return the uint8 array of an idx file, packed by gzip if its name ends in .gz."""
     length = 4 * (1 + dimensions)
     magic = bytes((0, 0, 8, dimensions))  # 8 stands for unsigned bytes
     try:

@@ -33,16 +33,6 @@ class RandomImages(ImageData):
         seed: int = 1337,
         **options: Any,
     ):
-        """Check the arguments.
-
-        Args:
-            samples: To train on; a tenth as many each to validate and to test, at least one.
-            image_size: Pixels a side.
-            channels: 1 for grey, 3 for colours.
-            num_classes: Labels are from 0 to below it.
-            seed: Of images and classes; the run's seed.
-            **options: The others of data.images.ImageData.
-        """
         super().__init__(image_size, channels, num_classes, **options)
         check_at_least(1, samples=samples)
         check_at_least(0, seed=seed)

@@ -25,17 +25,6 @@ class RandomRegression(DataSet):
         num_workers: int = 0,
         cache_dir: str | None = None,
     ):
-        """Check the arguments.
-
-        Args:
-            samples: To train on; a tenth as many each to validate and to test, at least one.
-            in_features: Numbers in x.
-            out_features: Numbers in y.
-            noise: The standard deviation of the noise.
-            seed: Of the teacher and the samples; the run's seed.
-            num_workers: Processes that read ahead; 0: one thread.
-            cache_dir: Not used: nothing is written.
-        """
         super().__init__(num_workers)
         check_at_least(1, samples=samples, in_features=in_features, out_features=out_features)
         check_at_least(0, noise=noise, seed=seed)

@@ -41,15 +41,7 @@ class Rows:
     """
 
     def __init__(self, files: Sequence[Path], cache_dir: str | os.PathLike | None = None):
-        """Build the index, unless the cache has it.
-
-        Args:
-            files: Absolute paths.
-            cache_dir: Where the index is kept; None for the user's cache folder.
-
-        Raises:
-            DataError: A file cannot be read, all lines are blank, or the cache cannot be written.
-        """
+        """Index files by absolute paths; raise DataError where one cannot be read or all lines are blank."""
         self.files = list(files)
         self._stamps = []
         for path in self.files:
@@ -66,14 +58,7 @@ class Rows:
         return len(self.offsets) - 1
 
     def lines(self, indices: np.ndarray) -> list[bytes]:
-        """Return the bytes of rows, each with its line end.
-
-        Args:
-            indices: Integers [b].
-
-        Raises:
-            DataError: A file cannot be read, or it has changed since it was indexed.
-        """
+        """Return the bytes of rows, int [b], each with its line end; raise DataError for a file that has changed."""
         starts, ends = self.offsets[indices], self.offsets[np.asarray(indices) + 1]
         if (starts < 0).any() or (starts >= ends).any() or (ends > self.starts[-1]).any():
             raise DataError(f"{self.path} is damaged: no rows can be where it says. Remove {self.path.parent}")
@@ -89,11 +74,7 @@ class Rows:
         return lines
 
     def texts(self, indices: np.ndarray, fields: Sequence[str]) -> list[str]:
-        """Return the strings that rows hold in some fields, joined by newlines.
-
-        Args:
-            indices: Integers [b].
-            fields: The names of the fields.
+        """Return the strings of some fields of rows, int [b], joined by newlines.
 
         Raises:
             DataError: A row is not a JSON object with these strings. It names the file, the line and the reason.

@@ -24,15 +24,6 @@ class Text(LanguageData):
     name = "text"
 
     def __init__(self, root: str | None = None, **options: Any):
-        """Check the arguments; prepare() reads the data.
-
-        Args:
-            root: The file or folder of text; it must be given.
-            **options: Those of data.language.LanguageData.
-
-        Raises:
-            DataError: ``root`` is not given, or another argument is out of range.
-        """
         super().__init__(**options)
         if not root:
             raise DataError("data=text needs to know which text: data.root=FILE_OR_FOLDER")

@@ -41,9 +41,6 @@ def cached_tokens(
         name: Names the content: it carries a hash of the text, the vocabulary and the format of the cache.
         encode: Gives the size of the vocabulary, and each split's tokens as arrays, which are written as they come. It
             may write files of its own into the folder that it is given.
-
-    Raises:
-        DataError: The cache cannot be written, or another process takes too long to build it.
     """
 
     def build(folder: Path) -> None:
@@ -113,10 +110,9 @@ def count_tokens(path: Path) -> int:
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:
-    """Return the entropy of single tokens, in nats: the loss of a model that knows how often each occurs and no more.
+    """Return the entropy of tokens [n], in nats: the loss of a model that knows how often each occurs and no more.
 
-    Args:
-        tokens: One-dimensional. Of more than 2^24 only that many are counted.
+    Of more than 2^24 only that many are counted.
     """
     counts = np.bincount(tokens[:_MOST_COUNTED])
     shares = counts[counts > 0] / counts.sum()
@@ -131,11 +127,7 @@ class TokenWindows(Source):
     """
 
     def __init__(self, tokens: str | os.PathLike | TokenFile | np.ndarray, seq_len: int):
-        """Map the tokens where they are in a file.
-
-        Args:
-            tokens: A file whose suffix is its dtype (train.uint16), a TokenFile, or a one-dimensional array.
-            seq_len: Tokens per sample.
+        """Map the tokens of a file (a path's suffix is their dtype: train.uint16), or take an array [n].
 
         Raises:
             DataError: There are fewer than seq_len + 1 tokens.
@@ -201,12 +193,7 @@ class ColumnWindows(TokenWindows):
     ordered = True
 
     def __init__(self, tokens: str | os.PathLike | TokenFile | np.ndarray, columns: int, seq_len: int):
-        """Map the tokens where they are in a file.
-
-        Args:
-            tokens: See TokenWindows.
-            columns: The number of columns, which is the global batch size.
-            seq_len: Tokens per sample.
+        """Take tokens as TokenWindows does; ``columns`` is the global batch size.
 
         Raises:
             DataError: A column has fewer than seq_len + 1 tokens, or ``columns`` is not positive.

@@ -44,20 +44,6 @@ class Tokens(DataSet):
         num_workers: int = 0,
         extra_tokens: ExtraTokens = None,
     ):
-        """Check the arguments; prepare() reads the data.
-
-        Args:
-            root: The .bin file or the folder of such files; it must be given.
-            seq_len: Tokens per sample.
-            format: llmc: with a header; nanogpt: without; auto: llmc, by its header.
-            vocab_size: Every token is below it; 50257: GPT-2's and the extra tokens.
-            cache_dir: Where it is noted that files have been checked; null: the user's cache folder.
-            num_workers: Processes that read ahead; 0: one thread.
-            extra_tokens: Tokens behind GPT-2's own; the model's.
-
-        Raises:
-            DataError: ``root`` is not given, or a number is out of range.
-        """
         super().__init__(num_workers)
         if not root:
             raise DataError("data=tokens needs to know which: data.root=FILE_OR_FOLDER of .bin files")
@@ -128,14 +114,9 @@ class Tokens(DataSet):
 def read_header(path: Path, format: str = "auto") -> TokenFile:
     """Return where the tokens of a shard are, by its size and header.
 
-    Args:
-        path: The file.
-        format: llmc: a header of 256 little-endian int32 (20240520, 1, number of tokens, zeros), then the tokens as
-            uint16 (llm.c, dev/data/data_common.py). nanogpt: nothing but uint16 tokens. auto: llmc, and the error says
-            what else it may be, because any file looks like tokens without a header.
-
-    Raises:
-        DataError: The file is of another format, truncated, empty, or has bytes after its tokens.
+    llmc: a header of 256 little-endian int32 (20240520, 1, number of tokens, zeros), then the tokens as uint16 (llm.c,
+    dev/data/data_common.py). nanogpt: nothing but uint16 tokens. auto: llmc, and the error says what else it may be,
+    because any file looks like tokens without a header.
     """
     try:
         with open(path, "rb") as file:
@@ -167,11 +148,7 @@ def read_header(path: Path, format: str = "auto") -> TokenFile:
 
 
 def check_tokens(file: TokenFile, vocab_size: int) -> None:
-    """Check that every token is below ``vocab_size``.
-
-    Raises:
-        DataError: One is not. It names the first.
-    """
+    """Raise DataError, which names the first, where a token is not below ``vocab_size``."""
     if vocab_size > np.iinfo(file.dtype).max:
         return
     with open(file.path, "rb") as opened:  # not mapped: mapped pages count as this process's memory

