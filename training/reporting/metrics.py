@@ -10,6 +10,7 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -154,11 +155,9 @@ def write_or_warn(path: str | os.PathLike, data: bytes | str) -> bool:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file ``path``, or {} if it cannot be read."""
-    try:
-        content = parse_json(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    with suppress(OSError):
+        return _parse(path.read_bytes()) or {}
+    return {}
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -166,16 +165,9 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
     A missing file has none. A line that a killed run has left half written ends the list.
     """
-    records = []
-    try:
-        for line in path.read_bytes().splitlines():
-            record = _parse(line)
-            if record is None:
-                break
-            records.append(record)
-    except OSError:
-        pass
-    return records
+    with suppress(OSError):
+        return list(takewhile(lambda record: record is not None, map(_parse, path.read_bytes().splitlines())))
+    return []
 
 
 def after_warmup(seconds: Sequence[float]) -> Sequence[float]:
@@ -215,10 +207,9 @@ def _is_up_to(line: bytes, step: int) -> bool:
     return isinstance(number, int) and number <= step
 
 
-def _parse(line: bytes) -> dict | None:
-    """Return the JSON object of a line, or None where it holds none."""
-    try:
-        record = parse_json(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
+def _parse(text: bytes) -> dict | None:
+    """Return the JSON object that a text is, or None where it is none."""
+    with suppress(ValueError):
+        found = parse_json(text)
+        return found if isinstance(found, dict) else None
+    return None

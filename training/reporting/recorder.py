@@ -73,8 +73,7 @@ class Recorder:
         """Write a record, which has a "step", to metrics.jsonl and to the loggers."""
         if self._logger is not None:
             self._metrics.write(record)
-            if self._logger.all:
-                self._logger.log(record, record["step"])
+            self._logger.log(record, record["step"])
 
     def histogram(self, *args: Any) -> None:
         """Show a histogram in the loggers; see ``Loggers.histogram``."""
@@ -121,7 +120,7 @@ class Progress:
         self._clock = clock
         self._last_line: float | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=STEPS_IN_AVERAGE + 1)
-        self._bar = self._open_bar() if self._is_terminal() else None
+        self._bar = self._open_bar() if terminal_width(self._stream) > 0 else None
 
     def update(self, record: Mapping[str, Any], note: str = "") -> None:
         """Show a step, by its record and with a remark at the end of the line.
@@ -131,7 +130,8 @@ class Progress:
         """
         now, step = self._clock(), record["step"]
         self._recent.append((now, step))
-        if self._bar is None and not self._is_due(step, now):
+        due = self._last_line is None or step >= self._total or now - self._last_line >= SECONDS_BETWEEN_LINES
+        if self._bar is None and not due:
             return
         rate = "tokens_per_s" if "tokens_per_s" in record else "samples_per_s"
         left = self.seconds_left()
@@ -173,9 +173,6 @@ class Progress:
             self._quietly(self._bar.close)
             self._bar = None
 
-    def _is_terminal(self) -> bool:
-        return terminal_width(self._stream) > 0
-
     def _open_bar(self):
         """Return the bar, or None on a terminal that cannot be written to."""
         from tqdm import tqdm
@@ -199,9 +196,6 @@ class Progress:
         self._bar.set_description_str(text, refresh=False)
         self._bar.update(step - self._bar.n)
 
-    def _is_due(self, step: int, now: float) -> bool:
-        return self._last_line is None or step >= self._total or now - self._last_line >= SECONDS_BETWEEN_LINES
-
     def _print(self, text: str) -> None:
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
@@ -210,10 +204,8 @@ class Progress:
 
     @staticmethod
     def _quietly(action, *arguments) -> None:
-        try:
+        with suppress(OSError, ValueError):  # there is no other place to report it
             action(*arguments)
-        except (OSError, ValueError):
-            pass  # there is no other place to report it
 
 
 def duration(seconds: float) -> str:
