@@ -11,17 +11,15 @@ from __future__ import annotations
 import json
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from argparse import Namespace
 from pathlib import Path
 
 from benchmarks import figure, table
+from benchmarks.command_line import read_metrics, run
 
-ROOT = Path(__file__).parents[1]
-COMMAND = ("train.py", "parallel=pipe_ddp", "model=gpt2")
+COMMAND = ("parallel=pipe_ddp", "model=gpt2")
 TINY = ("model.size=tiny", "train.steps=8", "logger=none")
 SMOOTHED = 3  # steps that a point of the smoothed curve is the mean of
 
@@ -34,9 +32,9 @@ def main(chosen: Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         start = time.time()
-        lines = run(*COMMAND, *(TINY if chosen.quick else ()), f"hydra.run.dir={run_dir}")
-        records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        run("train.py", "mode=eval", f"checkpoint={run_dir}", COMMAND[1], f"hydra.run.dir={folder}/eval")
+        lines = run(*COMMAND, *(TINY if chosen.quick else ()), f"hydra.run.dir={run_dir}", echo=True)
+        records = read_metrics(run_dir)
+        run("mode=eval", f"checkpoint={run_dir}", COMMAND[0], f"hydra.run.dir={folder}/eval", echo=True)
         whole = json.loads(Path(folder, "eval", "summary.json").read_text())
     steps = [record for record in records if "loss" in record]
     losses, seconds = [step["loss"] for step in steps], [step["step_time_s"] for step in steps]
@@ -56,21 +54,8 @@ def main(chosen: Namespace) -> None:
     rows = [{"part": name, "seconds": f"{value:.1f}"} for name, value in parts.items()]
     rates = [step["tokens_per_s"] for step in steps[1:]]
     about = {"losses": losses, **learned, "tokens/s": statistics.median(rates)}
-    path = table.write("first_run", rows, chosen.quick, command=" ".join(COMMAND), **about)
+    path = table.write("first_run", rows, chosen.quick, command=" ".join(("train.py", *COMMAND)), **about)
     print(f"figure: {draw(path.with_suffix('.png'), losses, learned)}")
-
-
-def run(*arguments: str) -> list[tuple[float, str]]:
-    """Return the lines that a Python command prints, and when; raises SystemExit if it fails."""
-    command = [sys.executable, "-u", *arguments]
-    lines = []
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        for line in process.stdout:
-            lines.append((time.time(), line.rstrip()))
-            print(line, end="", file=sys.stderr)
-    if process.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} failed with exit code {process.returncode}")
-    return lines
 
 
 def draw(path: Path, losses: list[float], learned: dict[str, float]) -> Path:

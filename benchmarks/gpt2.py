@@ -147,17 +147,7 @@ def has_compiler() -> bool:
 def measure(job: Job, levers: Levers, beside_plain: bool = False) -> dict[str, list[float]]:
     """Return the seconds of each measured step, and of those of a plain loop in turns with them if it is wanted."""
     keep_freed_memory()
-    trainer = Trainer(
-        configured(
-            [
-                "model=gpt2", f"model.size={job.size}", f"model.vocab_size={levers.vocabulary}", "parallel=single",
-                f"parallel.chunks={job.batch // levers.microbatch}", f"train.global_batch_size={job.batch}",
-                f"data.seq_len={job.tokens}", f"train.precision={levers.precision}", f"train.compile={levers.compiled}",
-                f"device={job.device}", "logger=none", *job.words,
-                *([f"model.block_size={job.tokens}"] if job.tokens > SIZES[job.size].block_size else []),
-            ]
-        )
-    )  # fmt: skip
+    trainer = Trainer(configured([*command_line(job, levers), "parallel=single"]))
     steps = {ALL: trainer.step}
     if levers.tutorial:
         (stage,) = trainer.strategy.stages
@@ -168,6 +158,17 @@ def measure(job: Job, levers: Levers, beside_plain: bool = False) -> dict[str, l
         model = same_model(trainer)
         steps[PLAIN_LOOP] = PlainLoop(trainer, token_loss(model), adamw(model), levers.compiled).step
     return take_turns(steps, job.steps, min(job.steps, WARM_UP))
+
+
+def command_line(job: Job, levers: Levers) -> list[str]:
+    """Return the overrides of train.py, without the layout."""
+    return [
+        "model=gpt2", f"model.size={job.size}", f"model.vocab_size={levers.vocabulary}",
+        f"parallel.chunks={job.batch // levers.microbatch}", f"train.global_batch_size={job.batch}",
+        f"data.seq_len={job.tokens}", f"train.precision={levers.precision}", f"train.compile={levers.compiled}",
+        f"device={job.device}", "logger=none", *job.words,
+        *([f"model.block_size={job.tokens}"] if job.tokens > SIZES[job.size].block_size else []),
+    ]  # fmt: skip
 
 
 class _NotFused:

@@ -41,6 +41,7 @@ from benchmarks.gpt2 import (
     PLAIN_LOOP,
     Job,
     Levers,
+    command_line,
     datasheet_peak,
     has_compiler,
     measure,
@@ -164,21 +165,14 @@ def _random_tokens(toy: bool, sequences: int) -> Iterator[Job]:
         yield Job(size, sequences, tokens, steps, _device(toy), words)
 
 
-def _words(job: Job, chunks: int, toy: bool) -> list[str]:
-    return [
-        "model=gpt2", f"model.size={job.size}", f"model.vocab_size={512 if toy else PADDED}", *job.words,
-        f"data.seq_len={job.tokens}", f"train.global_batch_size={job.batch}", f"parallel.chunks={chunks}",
-        "train.precision=bf16", f"device={job.device}", "logger=none",
-    ]  # fmt: skip
-
-
 def where_it_goes(toy: bool) -> Iterator[dict]:
     """Yield where a step of GPT-2 goes in this project and in the plain loop, eager and compiled."""
     microbatch, chunks, steps, warm_up = (2, 2, 1, 1) if toy else (32, 4, 3, 4)
     for compiled in (False, True) if not toy and has_compiler() else (False,):
         _free_memory()
         with _random_tokens(toy, microbatch * chunks) as job:
-            trainer = Trainer(configured([*_words(job, chunks, toy), f"train.compile={compiled}"]))
+            levers = Levers(microbatch, vocabulary=512 if toy else PADDED, compiled=compiled)
+            trainer = Trainer(configured([*command_line(job, levers), "parallel=single"]))
         model = same_model(trainer)
         plain = PlainLoop(trainer, token_loss(model), adamw(model), compiled)
         for name, step in ((OURS, trainer.step), (PLAIN_LOOP, plain.step)):
@@ -274,7 +268,8 @@ def pipelines(toy: bool) -> Iterator[dict]:
     """Yield a row for one, two and four stages; they are dealt to the GPUs in turn, where there are several."""
     sequences, chunks, reference = (8, 4, None) if toy else (64, 8, None)
     with _random_tokens(toy, sequences) as job:
-        words = [word.replace("n_layer=1", "n_layer=2") for word in _words(job, chunks, toy)]
+        levers = Levers(sequences // chunks, vocabulary=512 if toy else PADDED)
+        words = [word.replace("n_layer=1", "n_layer=2") for word in command_line(job, levers)]
         for stages in (1, 2, 4):
             layout = ["parallel=single"] if stages == 1 else ["parallel=pipelined", f"parallel.pp={stages}"]
             with closing(Workers(Trainer.build, [*words, *layout], size=stages, device=job.device)) as workers:

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import table
+from benchmarks.command_line import ROOT, run
 from benchmarks.timing import Spread, paired, take_turns
 from benchmarks.trainer import Trainer, configured
 from parallel.devices import keep_freed_memory
@@ -35,7 +36,6 @@ from training.reporting.loggers import Loggers
 from training.reporting.recorder import Recorder
 from training.setup import Setup
 
-ROOT = Path(__file__).parents[1]
 BARE, LOOP = "bare step", "loop"
 SIZE = ("model.size=124M", "train.global_batch_size=8", "data.seq_len=256")
 TINY = ("model.size=tiny", "train.global_batch_size=2", "data.seq_len=16")
@@ -156,18 +156,13 @@ def until_answer(arguments: list[str]) -> list[float]:
 
 def until_first_step(overrides: list[str]) -> list[float]:
     """Return the seconds of each of PARTS, of a run of one step."""
+    start = time.time()
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        command = [sys.executable, "train.py", *overrides, "train.steps=1", "train.eval_every=null"]
-        command += ["train.checkpoint_every=null", f"hydra.run.dir={run_dir}"]
-        start = time.time()
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
-            checked = None
-            for line in run.stdout:
-                if checked is None and line.startswith("global batch"):  # printed with the plan, after all checks
-                    checked = time.time()
-        if run.returncode != 0:
-            raise SystemExit(f"{' '.join(command)} failed with exit code {run.returncode}")
+        once = ("train.steps=1", "train.eval_every=null", "train.checkpoint_every=null")
+        lines = run(*overrides, *once, f"hydra.run.dir={run_dir}")
+        # printed with the plan, after all checks
+        checked = next(moment for moment, line in lines if line.startswith("global batch"))
         # Each file is written once (metrics.jsonl has one line), so its time is the event's.
         written = [os.path.getmtime(run_dir / name) for name in (".hydra/config.yaml", "environment.json")]
         moments = [start, written[0], checked, written[1], os.path.getmtime(run_dir / "metrics.jsonl")]

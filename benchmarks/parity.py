@@ -10,20 +10,14 @@ the others. The language models train with dropout and clipping, and GPT-2 under
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
-import tempfile
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from benchmarks import table
+from benchmarks.command_line import ROOT, read_metrics, run_directory
 
-ROOT = Path(__file__).parents[1]
 MICROBATCHES = 4
 NORMALISED = ("resnet50", "convnet")  # by BatchNorm, over the micro-batch
 COMMON = [
@@ -79,7 +73,9 @@ def main(chosen: Namespace) -> None:
         for layout in [["parallel=single"], *layouts(), *MORE_LAYOUTS.get(model, [])]:
             replicas = next((int(word.partition("=")[2]) for word in layout if word.startswith("parallel.dp=")), 1)
             alone = reference is None and model not in NORMALISED
-            result = train([*words, *layout, f"parallel.chunks={1 if alone else MICROBATCHES // replicas}"])
+            chunks = 1 if alone else MICROBATCHES // replicas
+            with run_directory(*words, *layout, f"parallel.chunks={chunks}") as folder:
+                result = read_metrics(folder)
             reference = reference or result
             about = {"model": model, "precision": settings["train.precision"], "run": " ".join(layout)}
             rows.append(about | compare(result, reference))
@@ -107,27 +103,6 @@ def layouts() -> list[list[str]]:
         if words:
             found.append([f"parallel={path.stem}", *words, *["parallel.schedule=1f1b"] * ("chunks" in keys)])
     return sorted(found, key=len)
-
-
-def train(overrides: list[str]) -> list[dict]:
-    """Return the metrics.jsonl of one run of the command line; raises SystemExit if it fails."""
-    with run(overrides) as folder:
-        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-@contextmanager
-def run(overrides: list[str]) -> Iterator[Path]:
-    """Run the command line, and gives the run's directory, which is deleted afterwards.
-
-    Raises:
-        SystemExit: If the run fails.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "train.py", *overrides, f"hydra.run.dir={folder}/run"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-        if done.returncode != 0:
-            raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
-        yield Path(folder, "run")
 
 
 def compare(result: list[dict], reference: list[dict]) -> dict:

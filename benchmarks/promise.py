@@ -17,7 +17,8 @@ import torch
 from matplotlib.gridspec import GridSpec
 
 from benchmarks import figure, table
-from benchmarks.parity import layouts, run
+from benchmarks.command_line import read_metrics, run_directory
+from benchmarks.parity import layouts
 from benchmarks.trainer import TRANSFORMER
 from parallel.timeline import Interval
 from training.reporting.timeline_figure import diagram
@@ -43,7 +44,7 @@ OPTIONS: dict[str, dict] = {}
 
 def main(chosen: Namespace) -> None:
     """Train under each strategy and draws."""
-    with run(_TRACED) as folder:
+    with run_directory(*_TRACED) as folder:
         ranks = step(folder / "timeline.json")
         summary = json.loads((folder / "summary.json").read_text())
     bubbles = summary["bubble_fraction"], summary["ideal_bubble_fraction"]
@@ -52,10 +53,10 @@ def main(chosen: Namespace) -> None:
     for layout in [["parallel=single"], *layouts()]:
         replicas = next((int(word.partition("=")[2]) for word in layout if word.startswith("parallel.dp=")), 1)
         chunks = 1 if layout == ["parallel=single"] else _MICROBATCHES // replicas
-        with run([*_WORDS, *layout, f"parallel.chunks={chunks}"]) as folder:
-            records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-            curves[layout[0].partition("=")[2]] = [record["loss"] for record in records if "loss" in record]
-        print(layout[0], curves[layout[0].partition("=")[2]][-1], file=sys.stderr)
+        with run_directory(*_WORDS, *layout, f"parallel.chunks={chunks}") as folder:
+            losses = [record["loss"] for record in read_metrics(folder) if "loss" in record]
+        print(layout[0], losses[-1], file=sys.stderr)
+        curves[layout[0].partition("=")[2]] = losses
     print(f"figure: {draw(table.RESULTS / 'promise.png', ranks, bubbles, curves)}")
 
 
