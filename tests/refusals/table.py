@@ -105,7 +105,7 @@ VALUES = {
     "unknown_resolver": [Refusal("train.steps='${unknown_resolver:1}'")],
     "data.samples": [
         Refusal("data.samples=many"),
-        Refusal("data.samples=0", "at least 1"),
+        Refusal("data.samples=0", "error: data.samples=0: it must be at least 1"),
         Refusal("data.samples=100000000000", "data.samples=100000000000", "GiB", "free"),
     ],
     "model.hidden": [Refusal("model.hidden=1.5")],
@@ -117,7 +117,8 @@ VALUES = {
         Refusal("train.grad_clip=0", "train.grad_clip=0", "above 0"),
     ],
     "train.clip_value": [Refusal("train.clip_value=-1", "above 0")],
-    "train.spike_factor": [Refusal("train.spike_factor=-1")],
+    "train.spike_factor": [Refusal("train.spike_factor=1", "train.spike_factor=1.0 must be above 1")],
+    "train.spike_rollback=2": [Refusal("train.spike_rollback=2", "needs train.spike_factor")],
     "train.epochs": [Refusal("train.epochs=0", "train.epochs=0", "above 0")],
     "train.global_batch_size": [Refusal("train.global_batch_size=0", "train.global_batch_size=0", "at least 1")],
     "train.eval_every": [Refusal("train.eval_every=-1", "train.eval_every=-1", "at least 0")],
@@ -138,6 +139,8 @@ VALUES = {
     "optim": [
         Refusal("optim.lr=much"),
         Refusal("optim.lr=-1", "-1"),
+        Refusal("optim.nesterov=perhaps", "nesterov", "'perhaps'", "Boolean"),
+        Refusal("optim.weight_decay=null", "weight_decay", "NoneType", "Float"),
         Refusal("optim._target_=torch.optim.RMSprop", "no key optim.dampening", "torch.optim.RMSprop"),
         Refusal("optim._target_=torch.optim.LBFGS", "LBFGS", "closure"),
         Refusal("optim._target_=torch.optim.SparseAdam", "SparseAdam"),
@@ -146,9 +149,28 @@ VALUES = {
         Refusal("optim=muon optim.others=adam", "optim: adam is no section"),
         Refusal("optim=adamw optim.betas=[0.9]", "AdamW cannot take these values"),
         Refusal("optim.fused=true optim.foreach=true", "fused` and `foreach` cannot be"),
+        Refusal("optim=adamw +optim.update=rowwise", "update=rowwise must be elementwise or per_parameter"),
+        Refusal("optim=muon +optim.update=elementwise", "torch.optim.Muon is per_parameter"),
+        Refusal("optim=muon optim.others=null", "2D parameters", "optim.others"),
+    ],
+    "names nothing: write the dotted name of a class": [
+        Refusal("optim._target_=7", "_target_=7 "),
+        Refusal("optim._target_=[os.system]", "_target_=['os.system'] "),
+        Refusal("optim._target_=nothing", "_target_=nothing "),
+        Refusal("optim._target_={_target_:os.system}", "os.system"),
+    ],
+    "_target_=models.nothing.here names nothing": [Refusal("optim._target_=models.nothing.here")],
+    "optim.rates": [
+        Refusal("+optim.rates={net3:2}", "the model has no module 'net3'; it has net1, net2"),
+        Refusal("+optim.rates={net1:-1}", "net1=-1 must be a number of at least 0"),
+        Refusal("+optim.rates={net1:fast}", "net1=fast must be a number"),
+        Refusal("+optim.rates=10", "optim.rates=10 must be factors by module"),
     ],
     "scheduler": [
         Refusal("scheduler=cosine_warmup scheduler.warmup_steps=-1", "scheduler.warmup_steps=-1"),
+        Refusal("scheduler=cosine_warmup scheduler.min_ratio=1.1", "scheduler.min_ratio=1.1"),
+        Refusal("scheduler=cosine_warmup scheduler.min_ratio=-0.1", "scheduler.min_ratio=-0.1"),
+        Refusal("scheduler=step scheduler.every=0", "scheduler.every=0 must be at least 1"),
         Refusal("scheduler._target_=torch.nn.ReLU", "torch.nn.ReLU is not a schedule"),
     ],
     "logger": [
@@ -159,8 +181,11 @@ VALUES = {
     "launcher=null": [
         Refusal(OWN + "experiment=own", "stands where", file=option("experiment/own", "launcher: null")),
     ],
+    "early_stop": [Refusal("callbacks=[early_stop] callbacks.early_stop.patience=0", "patience=0 must be at least 1")],
+    "os.system is neither a class nor a function": [Refusal("callbacks=[{_target_:os.system}]")],
     "callback": [
         Refusal("callbacks=[{_target_:models.losses.SquaredError}]", "is not a callback", "on_step"),
+        Refusal("callbacks=[early_stop] callbacks.early_stop.patienc=7", "did you mean callbacks.early_stop.patience?"),
         Refusal(OWN + "experiment=own", "abc is no section", file=option("experiment/own", "callbacks: abc")),
     ],
 }  # fmt: skip
@@ -208,6 +233,7 @@ LAYOUTS = {
         Refusal(PIPELINED + "parallel.pp=1", "use parallel=single,"),
         Refusal("parallel=pipe_fsdp parallel.pp=1", "use parallel=fsdp,"),
     ],
+    "parallel=data_parallel": [Refusal("parallel=data_parallel", "GPU", "device=cpu", "parallel=ddp")],
     "parallel.dp=0": [Refusal("parallel=ddp parallel.dp=0", "at least 1")],
     "parallel.pp=0": [Refusal(PIPELINED + "parallel.pp=0", "at least 1")],
     "parallel.balance": [

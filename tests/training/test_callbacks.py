@@ -15,7 +15,6 @@ from conf.composition import compose as compose_line
 from conf.instantiate import add_to_path, to_dict
 from conf.words import as_typed, expand_lists
 from training.run import run as run_config
-from training.setup import prepare
 
 SHORT = ["train.epochs=null", "train.steps=8"]
 OWN = """
@@ -143,29 +142,11 @@ def test_options_are_named_in_a_list_and_each_has_a_section_of_its_own():
     cfg = compose_line(["callbacks=[early_stop,gradient_histogram]", "callbacks.early_stop.patience=7"])
     assert set(cfg.callbacks) == {"early_stop", "gradient_histogram"}
     assert cfg.callbacks.early_stop.patience == 7
-    with pytest.raises(Exception, match="patienc"):
-        compose_line(["callbacks=[early_stop]", "callbacks.early_stop.patienc=7"])
 
 
 def test_commands_that_are_printed_name_them_as_they_were_typed():
     typed = ["seed=1", "logger=[wandb,csv]", "callbacks=[early_stop]"]
     assert as_typed(expand_lists(typed)) == typed
-
-
-@pytest.mark.parametrize(
-    "section, message",
-    [
-        (["early_stop"], "no section with a _target_"),
-        ([{"_target_": "torch.nn.ReLU"}], "none of the methods on_step"),
-        ([{"_target_": "training.callbacks.early_stop.EarlyStop", "patience": 0}], "patience=0 must be at least 1"),
-        ([{"_target_": "os.system"}], "neither a class nor a function"),
-    ],
-)
-def test_a_wrong_callback_is_refused_before_the_run(section, message):
-    cfg = config()
-    cfg.callbacks = section
-    with pytest.raises(TrainingError, match=message):
-        prepare(cfg)
 
 
 def test_a_metric_that_no_evaluation_has_is_an_error_that_lists_the_others(tmp_path):

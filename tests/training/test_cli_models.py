@@ -167,14 +167,6 @@ def test_the_environment_that_is_given_reaches_the_workers(convnets):
     assert (convnets["recomputed"].folder / "logs").exists() is False, "one process: no workers"
 
 
-def test_data_parallel_without_gpus_says_so_and_what_to_use(tmp_path):
-    ended = train(["parallel=data_parallel", "device=cpu", "logger=none"], tmp_path / "run")
-    assert ended.code == 1
-    (line,) = ended.stderr.splitlines()
-    assert line.startswith("error: parallel=data_parallel")
-    assert "GPU" in line and "device=cpu" in line and "parallel=ddp" in line
-
-
 # Where real data lies, and what to plan with where it does not.
 EXPERIMENTS = {
     "resnet50_split": (None, None),
