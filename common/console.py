@@ -18,7 +18,7 @@ class Unfailing:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Writes the text; characters that the stream's encoding lacks become question marks."""
+        """Write the text; characters that the stream's encoding lacks become question marks."""
         try:
             try:
                 self._stream.write(text)
@@ -30,7 +30,7 @@ class Unfailing:
         return len(text)
 
     def flush(self) -> None:
-        """Flushes the stream. What a full disk does not take now is tried again at the next flush."""
+        """Flush the stream. What a full disk does not take now is tried again at the next flush."""
         with suppress(*_FAILURES):
             self._stream.flush()
 
@@ -40,7 +40,7 @@ class Unfailing:
 
 @contextmanager
 def unfailing_output() -> Iterator[None]:
-    """Has everything in the block, libraries included, print to stdout and stderr without ever failing."""
+    """Let everything in the block, libraries included, print to stdout and stderr without ever failing."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (Unfailing(open(os.devnull, "w") if stream is None else stream) for stream in before)
     try:
@@ -52,7 +52,7 @@ def unfailing_output() -> Iterator[None]:
 
 
 def open_standard_descriptors() -> None:
-    """Opens those of the descriptors 0, 1 and 2 that are closed, on /dev/null.
+    """Open those of the descriptors 0, 1 and 2 that are closed, on /dev/null.
 
     Otherwise the first file or socket that the process opens gets the number, and is printed to.
     """
@@ -64,7 +64,7 @@ def open_standard_descriptors() -> None:
 
 
 def _drain(stream: Any) -> None:
-    """Empties a stream's buffer, into /dev/null if need be: Python flushes it at its exit and fails if it cannot."""
+    """Empty a stream's buffer, into /dev/null if need be: Python flushes it at its exit and fails if it cannot."""
     if stream is None:
         return
     try:

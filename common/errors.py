@@ -68,7 +68,7 @@ class LaunchError(UserError, RuntimeError):
 
 
 def message_for_user(error: BaseException) -> str | None:
-    """The message about an error that a user can act on, without a traceback; None for one of the program's own.
+    """Return the message about an error that a user can act on, without a traceback; None for any other error.
 
     Besides ``UserError`` these are what the operating system refuses: a file, or memory. (A lost connection is a matter
     of the processes of a run; see ``launchers.failure``.)
@@ -99,7 +99,10 @@ def message_for_user(error: BaseException) -> str | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of main memory or a device's; common/ knows nothing of torch's own class, and not every backend raises it."""
+    """Return whether main memory or a device's did not suffice.
+
+    ``common`` knows nothing of torch's own class, and not every backend raises it.
+    """
     words = ("can't allocate memory", "out of memory", "_ALLOC_FAILED")
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in words)
@@ -112,7 +115,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def format_exception(error: BaseException, trace: TracebackType | None) -> str:
-    """The traceback with the error's notes, which Python prints by itself from 3.11 on."""
+    """Return the traceback with the error's notes, which Python prints by itself from 3.11 on."""
     text = "".join(traceback.format_exception(type(error), error, trace))
     return text if sys.version_info >= (3, 11) else _with_notes(text.rstrip("\n"), error) + "\n"
 
@@ -141,5 +144,5 @@ def exit_is_failure() -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    """A text without what a terminal would take for a command; line ends and tabs stay."""
+    """Return a text without what a terminal would take for a command; line ends and tabs stay."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)

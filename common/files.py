@@ -16,14 +16,10 @@ from common.errors import UserError
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
-    """Writes a file under a temporary name, flushes it to the disk and renames it into place.
+    """Write a file under a temporary name, flush it to the disk and rename it into place.
 
     A reader, or a run after a crash, sees the old file or the new one, never a part of it. The folder is made where
-    it is missing.
-
-    Args:
-        path: The file. One that exists is replaced.
-        data: Its whole content; text is written as UTF-8.
+    it is missing. Text is written as UTF-8.
 
     Raises:
         OSError: The disk is full or not writable. The old file is untouched and the temporary one removed.
@@ -43,15 +39,10 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Gives an empty folder to fill, which is flushed to the disk and takes its name when the block ends.
+    """Give an empty folder to fill, which is flushed to the disk and takes its name when the block ends.
 
-    Only one process at a time may do this for the same name.
-
-    Args:
-        folder: The name, under which no folder, or an empty one, may exist when the block ends.
-
-    Yields:
-        A hidden folder beside it. What a process that was killed left in it is removed first.
+    The folder is a hidden one beside ``folder``, a name under which no folder, or an empty one, may exist then. What a
+    killed process left in it is removed first. Only one process at a time may do this for the same name.
 
     Raises:
         OSError: The disk is full or not writable. After this and after an error in the block nothing is left behind.
@@ -71,11 +62,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def expand_home(path: str | os.PathLike) -> Path:
-    """Returns a path with a ``~`` or ``~user`` at its beginning replaced by that user's folder.
-
-    Raises:
-        UserError: There is no such folder.
-    """
+    """Return a path with its ``~`` or ``~user`` replaced by that user's folder; raise UserError if there is none."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -85,7 +72,7 @@ def expand_home(path: str | os.PathLike) -> Path:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Returns the value of a JSON text.
+    """Return the value of a JSON text.
 
     Raises:
         ValueError: It is not JSON, not UTF-8, or nested so deeply that Python's parser gives up.
@@ -97,13 +84,9 @@ def parse_json(text: bytes | str) -> Any:
 
 
 def read_regular(path: str | os.PathLike, limit: int = 1 << 26) -> bytes:
-    """Returns the content of a regular file.
+    """Return the content of a regular file of at most ``limit`` bytes.
 
-    A pipe, which may never answer, and a device, which may never end, are none.
-
-    Args:
-        path: The file.
-        limit: The largest sensible size, in bytes.
+    A pipe may never answer and a device may never end: they are refused.
 
     Raises:
         OSError: The file cannot be read, is no regular file, or is larger.
@@ -132,11 +115,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def flush_path(path: Path) -> None:
-    """Forces a file's content, or a folder's entries (names, renames), to the disk.
-
-    Raises:
-        OSError: The path does not exist, or the disk does not take it.
-    """
+    """Force a file's content, or a folder's entries (names, renames), to the disk; raise OSError if that fails."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -145,15 +124,12 @@ def flush_path(path: Path) -> None:
 
 
 def explain(error: BaseException, path: Path) -> str:
-    """Returns an error's own words and the free space where ``path`` is or would be."""
+    """Return an error's own words and the free space where ``path`` is or would be."""
     return f"{getattr(error, 'strerror', None) or error}; {free_space(path)}"
 
 
 def free_space(path: Path) -> str:
-    """Returns the free space at ``path``, or at the nearest folder above it that exists.
-
-    For example ``12.3 MiB are free at FOLDER``.
-    """
+    """Return how much is free at ``path``, or at the nearest folder above it: ``12.3 MiB are free at FOLDER``."""
     try:
         folder = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.is_dir())
         return f"{shutil.disk_usage(folder).free / 2**20:,.1f} MiB are free at {folder}"

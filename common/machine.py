@@ -14,14 +14,14 @@ _STYLES = {"bold": "1", "red": "1;31"}
 
 
 def usable_cores() -> int:
-    """Returns the number of cores that this process may run on (its affinity mask where the system has one)."""
+    """Return the number of cores that this process may run on (its affinity mask where the system has one)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def available_memory() -> float:
-    """Returns the bytes that processes can still take, by the kernel and by the limits of the container or service.
+    """Return the bytes that processes can still take, by the kernel and by the limits of the container or service.
 
     Infinite where neither is known.
     """
@@ -44,7 +44,7 @@ def available_memory() -> float:
 
 
 def check_working_directory() -> None:
-    """Checks that the folder in which this process was started still exists. Raises UserError."""
+    """Check that the folder in which this process was started still exists. Raises UserError."""
     try:
         os.getcwd()
     except OSError as error:
@@ -52,15 +52,10 @@ def check_working_directory() -> None:
 
 
 def check_memory(needed: float, what: str, way_out: str) -> None:
-    """Checks that something fits into the memory of this machine.
-
-    Args:
-        needed: In bytes.
-        what: What needs it, such as "data.samples=1000000".
-        way_out: What the user can do.
+    """Check that ``needed`` bytes fit into the memory of this machine.
 
     Raises:
-        UserError: It does not.
+        UserError: They do not. The message says ``what`` needs them, such as "data.samples=1000000", and ``way_out``.
     """
     free = available_memory()
     if needed > free:
@@ -71,7 +66,7 @@ def check_memory(needed: float, what: str, way_out: str) -> None:
 
 
 def _control_groups() -> Iterator[Path]:
-    """Yields the folders of this process's control groups (version 2), from its own to the outermost that is seen."""
+    """Yield the folders of this process's control groups (version 2), from its own to the outermost that is seen."""
     top = Path("/sys/fs/cgroup")
     try:
         own = next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
@@ -84,7 +79,7 @@ def _control_groups() -> Iterator[Path]:
 
 @contextmanager
 def changed_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Sets environment variables of this process for a while; a value of None removes the variable."""
+    """Set environment variables of this process for a while; a value of None removes the variable."""
     before = {name: os.environ.get(name) for name in changes}
     _set(changes)
     try:
@@ -102,7 +97,7 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 
 def terminal_width(stream: TextIO) -> int:
-    """Returns the columns of the terminal that a stream leads to, 80 where it does not say; 0 where it leads elsewhere.
+    """Return the columns of the terminal that a stream leads to, 80 where it does not say; 0 where it leads elsewhere.
 
     A terminal may have no columns either: that of a program that only pretends to be one.
     """
@@ -118,6 +113,6 @@ def terminal_width(stream: TextIO) -> int:
 
 
 def styled(text: str, style: str, stream: TextIO) -> str:
-    """Returns a text in "bold" or "red" where a stream shows that: on a terminal, unless NO_COLOR is set."""
+    """Return a text in "bold" or "red" where a stream shows that: on a terminal, unless NO_COLOR is set."""
     plain = not terminal_width(stream) or os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
     return text if plain else f"\033[{_STYLES[style]}m{text}\033[0m"

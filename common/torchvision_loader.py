@@ -22,7 +22,7 @@ _declared: list = []  # declarations end when their Library is deleted
 
 
 def load_torchvision() -> ModuleType:
-    """Returns torchvision. Nothing is declared where torch and torchvision fit each other."""
+    """Return torchvision. Nothing is declared where torch and torchvision fit each other."""
     try:
         return importlib.import_module("torchvision")
     except RuntimeError as error:

@@ -23,17 +23,17 @@ COMMAND = "command"
 
 
 def options(group: str) -> list[str]:
-    """The names of a group's options, such as ``["classifier", "convnet", ...]`` for ``"model"``, sorted."""
+    """Return the names of a group's options, such as ``["classifier", "convnet", ...]`` for ``"model"``, sorted."""
     return sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
 
 
 def own_keys(group: str) -> set[str]:
-    """The keys of a section that are not arguments of its target."""
+    """Return the keys of a section that are not arguments of its target."""
     return _OWN_KEYS.get(group, set())
 
 
 def help_page() -> str:
-    """The page that ``python train.py --help`` prints: conf/help.txt with the options of each group."""
+    """Return the page that ``python train.py --help`` prints: conf/help.txt with the options of each group."""
     groups = [path.name for path in FOLDER.iterdir() if path.is_dir() and path.name != "hydra"]
     page = Template((FOLDER / "help.txt").read_text(encoding="utf-8"))
     return page.substitute({group: _in_lines(options(group)) for group in groups})

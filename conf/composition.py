@@ -115,13 +115,13 @@ def check_keys(cfg: DictConfig, path: str = "") -> DictConfig:
 
     Args:
         cfg: A composed configuration, or a section of it.
-        path: Where the section is.
+        path: The dotted path of the section.
 
     Returns:
         ``cfg``.
 
     Raises:
-        HydraException: Naming the key, and the nearest that exists.
+        HydraException: The message names the key, and the nearest that exists.
     """
     known = getattr(OmegaConf.get_type(cfg), "__dataclass_fields__", None)
     for name in cfg:
@@ -138,14 +138,10 @@ def check_keys(cfg: DictConfig, path: str = "") -> DictConfig:
 
 
 def differences(cfg: DictConfig, hydra: Any) -> tuple[dict[str, str], list[str]]:
-    """What a configuration has besides the defaults of its options: what was typed, and what experiments set.
+    """Return what a configuration has besides the defaults of its options: what was typed, and what experiments set.
 
-    Args:
-        cfg: The configuration, with its references: what was taken from the environment is shown as it was written.
-        hydra: Hydra's own section.
-
-    Returns:
-        The option of each group, and "key=value" for each value.
+    It is the option of each group, and "key=value" for each value. What was taken from the environment is shown as it
+    was written.
     """
     choices, typed = hydra.runtime.choices, typed_overrides(hydra)
     if "model" not in choices:  # composed before: --config-dir RUN/.hydra --config-name config
@@ -175,7 +171,7 @@ def _change(tree: Any, key: str, word: str) -> str:
 
 
 def leaves(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """The values of a file by dotted key, without its defaults list; an empty mapping is a value."""
+    """Return the values of a file by dotted key, without its defaults list; an empty mapping is a value."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict) and value:
@@ -186,12 +182,7 @@ def leaves(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def composed_by(hydra: Any, cfg: Any) -> dict[str, Any]:
-    """How a configuration was composed: the groups' options, the keys typed, and those derived from other values.
-
-    Args:
-        hydra: Hydra's own section.
-        cfg: The configuration, with its references.
-    """
+    """Return how a configuration was composed: options of groups, keys typed, and keys derived from other values."""
     choices = OmegaConf.to_container(hydra.runtime.choices)
     keys = [re.split(r"[=@]", word.lstrip("+~"))[0] for word in typed_overrides(hydra)]
     tree = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
@@ -266,7 +257,7 @@ def check_received(tree: Mapping[str, Any], arguments: Sequence[str]) -> None:
 
 
 def _composable(arguments: Sequence[str]) -> list[str]:
-    """What Hydra is given for a sweep over options, such as ``-m model=gpt2,transformer data.seq_len=64``.
+    """Return what Hydra is given for a sweep over options, such as ``-m model=gpt2,transformer data.seq_len=64``.
 
     Hydra composes once without what is swept, and would refuse ``data.seq_len`` of the default model's data. As a sweep
     over one value it is left out there too.

@@ -37,7 +37,7 @@ def _resolve(name: Any, *default: Any) -> Any:
 
 
 def taken(tree: Any, path: str = "") -> dict[str, str]:
-    """The values of a tree, with its references, that name a variable, by dotted key."""
+    """Return the values of a tree, with its references, that name a variable, by dotted key."""
     if isinstance(tree, (dict, list)):
         items = tree.items() if isinstance(tree, dict) else enumerate(tree)
         return {key: text for name, item in items for key, text in taken(item, f"{path}.{name}").items()}

@@ -29,11 +29,11 @@ class Role:
     """What a section of the configuration builds, or a Python program hands over.
 
     Attributes:
-        what: In words.
-        way_out: How one is written.
-        kind: "module:Class" of which it is; "" for any class.
-        methods: Of which it has at least ``least``.
-        least: See ``methods``.
+        what: What it is, in words.
+        way_out: How one is written, in words.
+        kind: The class that it must be an instance of, as "module:Class"; "" for any class.
+        methods: Names of methods.
+        least: How many of ``methods`` it must have.
     """
 
     what: str
@@ -43,7 +43,7 @@ class Role:
     least: int = 1
 
     def fits(self, one: Any) -> bool:
-        """Whether an object, or the objects of a class, can play the role."""
+        """Return whether an object, or the objects of a class, can play the role."""
         if self.kind:
             module, _, name = self.kind.partition(":")
             kind = getattr(import_module(module), name)
@@ -92,7 +92,7 @@ def add_to_path(folders: Sequence[str]) -> None:
 
 
 def to_dict(cfg: Any) -> dict:
-    """A dict of dicts, lists, numbers and strings, with interpolations resolved and enum members by name.
+    """Return a dict of dicts, lists, numbers and strings, with interpolations resolved and enum members by name.
 
     What was taken from the environment is listed under ``conf.environment.KEY``, where there is any.
 
@@ -112,7 +112,7 @@ def to_dict(cfg: Any) -> dict:
 
 
 def to_config(tree: dict) -> Any:
-    """The reverse of ``to_dict``, for reading: ``cfg.train.steps`` over plain data.
+    """Give plain data the look of a configuration, for reading: ``cfg.train.steps``. The reverse of ``to_dict``.
 
     From now on this process shows nothing of what the tree says was taken from the environment.
     """
@@ -124,11 +124,7 @@ def to_config(tree: dict) -> Any:
 
 
 def environment(cfg: Any) -> dict[str, str]:
-    """The variables of ``parallel.env``, such as {"NCCL_DEBUG": "INFO"}.
-
-    Raises:
-        PlanError: Where it is no mapping.
-    """
+    """Return the variables of ``parallel.env``, such as {"NCCL_DEBUG": "INFO"}; raise PlanError if it is no mapping."""
     wanted = cfg.parallel.env or {}
     if not hasattr(wanted, "items"):
         raise PlanError(f"parallel.env={wanted} must be a mapping, such as parallel.env={{NCCL_DEBUG: INFO}}")
@@ -136,7 +132,7 @@ def environment(cfg: Any) -> dict[str, str]:
 
 
 def _hidden(module: str) -> str:
-    """The end of an error about a module: where on the path it is, if a package of the same name hides it."""
+    """Return the end of an error about a module: where on the path it is, if a package of the same name hides it."""
     top, *below = module.split(".")
     shown = list(getattr(sys.modules.get(top), "__path__", ()))
     packages = [Path(folder or ".").absolute() / top for folder in sys.path]
@@ -168,16 +164,9 @@ def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def build(role: str, section: Any, *args: Any, **kwargs: Any) -> Any:
-    """Build what a section of the configuration describes, and check that it is what the section is for.
+    """Build what a section of the configuration describes, and check that it can play ``role``, a key of ``ROLES``.
 
-    Args:
-        role: A key of ``ROLES``.
-        section: The section.
-        *args: See ``instantiate``.
-        **kwargs: See ``instantiate``.
-
-    Returns:
-        An object that plays the role.
+    Further arguments are those of ``instantiate``.
 
     Raises:
         TrainingError: See ``target_of``, ``check_role`` and ``instantiate``.
@@ -195,7 +184,7 @@ def _instantiate(node: Any, args: tuple, kwargs: Mapping[str, Any], where: str =
 
 
 def target_of(role: str, section: Any) -> Any:
-    """The class or function that a section names.
+    """Return the class or function that a section names.
 
     Raises:
         TrainingError: What was given is no section with a ``_target_``, or names a class of another kind.
@@ -218,12 +207,7 @@ def check_section(role: str, section: Any) -> None:
 
 
 def check_role(role: str, one: Any, name: str | None = None) -> Any:
-    """Return an object if it can play a role, before it is called.
-
-    Args:
-        role: A key of ``ROLES``.
-        one: Any object.
-        name: What made it.
+    """Return an object, made by ``name``, if it can play a role of ``ROLES``; nothing is called.
 
     Raises:
         TrainingError: It cannot; the message says how the right one is written.
@@ -267,7 +251,7 @@ def _build(node: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None,
 
 
 def parameters(target: Any) -> dict[str, inspect.Parameter]:
-    """What a function or class takes, by name; a class that passes ``**options`` on takes what its base takes too."""
+    """Return what a function or class takes, by name, with what its base takes where it passes ``**options`` on."""
     known: dict[str, inspect.Parameter] = {}
     for one in inspect.getmro(target) if inspect.isclass(target) else (target,):
         function = vars(one).get("__init__") if inspect.isclass(one) else one
@@ -284,15 +268,12 @@ def parameters(target: Any) -> dict[str, inspect.Parameter]:
 
 
 def checked_arguments(name: str, arguments: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """The arguments of a section as its target's annotations want them: 1 is 1.0 where a float is wanted.
+    """Return the arguments of a section as its target's annotations want them: 1 is 1.0 where a float is wanted.
 
-    Args:
-        name: The target.
-        arguments: By name.
-        path: Where they stand in the configuration: "optim.".
+    ``path`` is where they stand in the configuration: "optim.".
 
     Raises:
-        TrainingError: For a value of another type, or a parameter that a class which takes ``**options`` does not have.
+        TrainingError: A value has another type, or a class that takes ``**options`` has no such parameter.
     """
     target = resolve(name)
     known = parameters(target)
@@ -347,7 +328,7 @@ def _sections(node: Any) -> list[dict]:
 
 
 def resolve(target: Any) -> Any:
-    """The class or function that ``target`` ("package.module.name") names.
+    """Return the class or function that ``target`` ("package.module.name") names.
 
     Raises:
         TrainingError: Where there is none, or where it needs a package that is not installed.
@@ -391,5 +372,5 @@ def why_foreign(target: Any) -> str | None:
 
 
 def is_ours(name: str, packages: Sequence[str] = PACKAGES) -> bool:
-    """Whether a dotted name is in one of the packages."""
+    """Return whether a dotted name is in one of the packages."""
     return name.startswith(tuple(f"{package}." for package in packages))

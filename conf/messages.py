@@ -21,14 +21,10 @@ from common.errors import UserError, message_for_user
 
 
 def explain(error: Exception) -> str | None:
-    """The message for the user about an error that the user can act on.
+    """Return the message about an error that the user can act on; None for one of the program's own.
 
-    Args:
-        error: Any exception.
-
-    Returns:
-        What ``message_for_user`` says. One line for an exception of Hydra's or OmegaConf's: the key, what it should be,
-        and the nearest that exists. None for an error of the program's own.
+    It is what ``message_for_user`` says. An exception of Hydra's or OmegaConf's becomes one line: the key, what it
+    should be, and the nearest that exists.
     """
     if (message := message_for_user(error)) is not None:
         return message
@@ -71,7 +67,7 @@ def explain(error: Exception) -> str | None:
 
 
 def unknown_key(key: str, known: Sequence[str]) -> str:
-    """The message about a key, such as "parallel.chnks", whose section has the keys ``known``."""
+    """Return the message about a key, such as "parallel.chnks", whose section has the keys ``known``."""
     section, name = _split(key)
     if not known:
         lists = {"loggers.": f"type logger=[wandb,{name}] first", "callbacks.": f"type callbacks=[{name}] first"}
@@ -80,7 +76,7 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
 
 
 def _nearest(form: str, name: str, known: Sequence[str]) -> str:
-    """The most similar of the names that exist, and all of them."""
+    """Return the most similar of the names that exist, and all of them."""
     close = get_close_matches(name, known)
     close = [one for one in known if one in close and _alike(one, name) == _alike(close[0], name)]
     guess = f"; did you mean {' or '.join(map(form.format, close))}?" if close else ";"

@@ -30,11 +30,7 @@ def literal(node: Any) -> Any:
 
 
 def typed_overrides(hydra: Any) -> list[str]:
-    """Return what the user typed for a job, with its interpolations as they are: a value may be a secret, or missing.
-
-    Args:
-        hydra: Hydra's own section.
-    """
+    """Return what the user typed for a job, with its interpolations as they are: a value may be secret, or missing."""
     from omegaconf import OmegaConf
 
     return as_typed(OmegaConf.to_container(hydra.overrides, resolve=False)["task"])
@@ -55,7 +51,7 @@ def code_folders(arguments: Sequence[str]) -> list[str]:
 
 
 def is_override(word: str) -> bool:
-    """Whether a word of a command line is no option, such as ``-m``."""
+    """Return whether a word of a command line is no option, such as ``-m``."""
     return "=" in word and not word.startswith("-")
 
 
@@ -75,7 +71,7 @@ def check_dashes(arguments: Sequence[str]) -> None:
 
 
 def options_first(arguments: Sequence[str]) -> list[str]:
-    """The same words in an order that Hydra takes: it refuses options that stand between overrides."""
+    """Return the same words in an order that Hydra takes: it refuses options that stand between overrides."""
     options, overrides, before = [], [], ""
     for word in arguments:
         (options if word.startswith("-") or before in _WITH_VALUE else overrides).append(word)
@@ -96,7 +92,7 @@ def expand_lists(arguments: Sequence[str]) -> list[str]:
 
 
 def as_typed(overrides: Sequence[str]) -> list[str]:
-    """The reverse of what is done to a command line: what was typed, of the overrides that Hydra was given."""
+    """Return what was typed, of the overrides that Hydra was given: the reverse of what this module does to words."""
     overrides = [re.sub(r"^([^=]+)=choice\((.*)\)$", r"\1=\2", override) for override in overrides]
     overrides = [f"{word[1:]}=null" if word[1:] in _OPTIONAL and word[0] == "~" else word for word in overrides]
     # In prompts a reference is text, for which OmegaConf wants a backslash.
@@ -182,7 +178,7 @@ def _parsed(override: str) -> Any:
 
 
 def _prompts(value: Any) -> str:
-    """What Hydra has read, as words for Hydra in which a text is never an interpolation."""
+    """Return what Hydra has read, as words for Hydra in which a text is never an interpolation."""
     if isinstance(value, dict):
         return f"{{{','.join(f'{key}:{_prompts(item)}' for key, item in value.items())}}}"
     if isinstance(value, list):
@@ -191,7 +187,7 @@ def _prompts(value: Any) -> str:
 
 
 def _json(value: str) -> Any:
-    """What JSON text means; None where it is something else."""
+    """Return what JSON text means; None where it is something else."""
     try:
         return json.loads(value)
     except ValueError:

@@ -37,7 +37,7 @@ class WorkerFailed(LaunchError):
     Attributes:
         rank: The global rank that failed first.
         kind: "exception" (it raised), "message" (it raised a UserError), "signal" (it was killed), "exit" (it left
-            without raising) or "stall" (others have waited for it in vain).
+            without raising) or "stall" (others waited for it until their time was up).
         text: That rank's traceback or message; otherwise what happened and the last lines of its log.
     """
 

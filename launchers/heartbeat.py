@@ -206,7 +206,7 @@ def _main_stack() -> list[str]:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether the process was stopped, as by SIGSTOP or a debugger; False where the system does not say (no /proc)."""
+    """Return whether the process was stopped, as by SIGSTOP or a debugger; False where that is unknown (no /proc)."""
     try:
         # The name before it, in parentheses, may hold anything.
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")

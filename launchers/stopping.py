@@ -47,10 +47,8 @@ class Interrupted(KeyboardInterrupt):
 class Stopped(KeyboardInterrupt):
     """The run ended early, as it was told to, and can go on from what it has saved.
 
-    A KeyboardInterrupt, so that no `except Exception` on the way up takes a request to stop for a failed run.
-
-    Attributes:
-        steps: How many steps it has trained and saved.
+    A KeyboardInterrupt, so that no `except Exception` on the way up takes a request to stop for a failed run. ``steps``
+    is how many steps it has trained and saved.
     """
 
     def __init__(self, *words: object, steps: int = 0) -> None:

@@ -43,21 +43,11 @@ class KeyValueCache:
         self._visible = (slots <= self._positions[:, None])[:, None, None]
 
     def rows(self, table: Tensor, length: int) -> Tensor:
-        """The rows of a table of positions [positions, c] for ``length`` tokens: [length, c] or [b, 1, c]."""
+        """Return the rows of a table of positions [positions, c] for ``length`` tokens: [length, c] or [b, 1, c]."""
         return table[:length] if self._positions is None else table[self._positions][:, None]
 
     def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Keep a layer's new keys and values and attend to all of them.
-
-        Args:
-            layer: Which layer it is.
-            q: [b, heads, t, width].
-            k: Likewise.
-            v: Likewise.
-
-        Returns:
-            [b, heads, t, width].
-        """
+        """Keep a layer's new keys and values and attend to all of them: all [b, heads, t, width], as is the result."""
         if self._positions is None:
             b, heads, t, width = k.shape
             self._kept[layer] = tuple(new.new_zeros(b, heads, self.capacity, width) for new in (k, v))
@@ -72,16 +62,12 @@ class KeyValueCache:
 
 
 class UsesCache:
-    """A layer that works with a ``KeyValueCache`` while there is one.
-
-    Attributes:
-        cache: Set by ``caching``; None in training and wherever whole texts are computed.
-    """
+    """A layer that works with a ``KeyValueCache`` while ``caching`` has set one; without, it computes whole texts."""
 
     cache: KeyValueCache | None = None
 
     def position_rows(self, table: Tensor, length: int) -> Tensor:
-        """The rows of a table of positions [positions, c] for the next ``length`` tokens: [length, c] or [b, 1, c]."""
+        """Return the rows of a table of positions [positions, c] for the next tokens: [length, c] or [b, 1, c]."""
         return table[:length] if self.cache is None else self.cache.rows(table, length)
 
 
@@ -106,7 +92,7 @@ class CausalAttention(UsesCache, nn.Module):
         self.heads, self.attention = n_head, CausalAttentionDropout(dropout)
 
     def attend(self, projected: Tensor) -> Tensor:
-        """Queries, keys and values side by side, [b, t, 3 c] -> [b, t, c]."""
+        """Attend with queries, keys and values that lie side by side, [b, t, 3 c] -> [b, t, c]."""
         b, t, c = projected.shape[0], projected.shape[1], projected.shape[2] // 3
         q, k, v = (part.view(b, t, self.heads, -1).transpose(1, 2) for part in projected.split(c, dim=2))
         if self.cache is not None:

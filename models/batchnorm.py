@@ -72,12 +72,7 @@ class StepBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @torch.no_grad()
     def update(self, mean: Tensor, variance: Tensor) -> None:
-        """Update the running statistics, once per step.
-
-        Args:
-            mean: [c], averaged over the step's micro-batches.
-            variance: [c], unbiased, likewise.
-        """
+        """Update the running statistics, once per step, with the mean and unbiased variance ([c]) of its samples."""
         self.running_mean.lerp_(mean.to(self.running_mean), self.momentum)
         self.running_var.lerp_(variance.to(self.running_var), self.momentum)
         self.num_batches_tracked += 1

@@ -35,11 +35,7 @@ _MOST_LAYERS = 10_000  # each is a Python object several times over
 
 
 def check_depth(n_layer: int) -> None:
-    """Check a model's number of layers before they are made.
-
-    Raises:
-        ValueError: There are fewer than 1, or more than a chain can be made of.
-    """
+    """Check a model's number of layers before they are made; raise ValueError."""
     if not 1 <= n_layer <= _MOST_LAYERS:
         raise ValueError(f"model.n_layer={n_layer} must be at least 1 and at most {_MOST_LAYERS:,}")
 
@@ -67,11 +63,7 @@ class LayerSpec:
             )
 
     def made(self) -> nn.Module:
-        """Build the layer, with its dropout by sample.
-
-        Raises:
-            ModelError: ``build`` gives no module.
-        """
+        """Build the layer, with its dropout by sample; raise ModelError where ``build`` gives no module."""
         layer = self.build()
         if not isinstance(layer, nn.Module):
             raise ModelError(f"layer {self.name!r}: build() gave a {type(layer).__name__}; it must give an nn.Module")
@@ -162,11 +154,7 @@ class Chain:
         return [layer.name for layer in self.layers]
 
     def with_loss(self, loss: Loss) -> Chain:
-        """Return this chain under another loss.
-
-        Raises:
-            TrainingError: If the last layer owns the loss.
-        """
+        """Return this chain under another loss; raise TrainingError where the last layer owns the loss."""
         last = self.names[-1]
         if hasattr(self.skeleton([last])[last], "loss"):
             raise TrainingError(
@@ -217,7 +205,7 @@ class Chain:
             names: Which layers.
             seed: The run's seed.
             device: Where the weights are to be.
-            dtype: Of floating-point weights.
+            dtype: The dtype of floating-point weights.
             built: Called with each layer and its name before the next one takes memory. The weights of a layer that
                 shares one with another of these are not final then.
 
@@ -259,7 +247,7 @@ class Chain:
         return sorted({name for pair in pairs for name in pair})
 
     def _initial(self, parameter: str, seed: int) -> Tensor:
-        """The initial value of a parameter of any layer; nothing but its module takes memory."""
+        """Return the initial value of a parameter of any layer; nothing but its module takes memory."""
         module_name, _, attribute = parameter.rpartition(".")
         (layer_name,) = [name for name in self.names if is_within(parameter, [name])]
         layers = self.skeleton([layer_name])
@@ -269,7 +257,7 @@ class Chain:
         return getattr(module, attribute)
 
     def _constructed(self, name: str, layer: nn.Module, seed: int) -> dict[str, nn.Module]:
-        """A layer's modules by name, on the CPU, where only its constructor can tell its numbers; else nothing."""
+        """Return a layer's modules by name, on the CPU, if only its constructor can tell its numbers; else nothing."""
         if all(hasattr(module, "reset_parameters") for module in layer.modules() if _own_tensors(module)):
             return {}
         spec = next(spec for spec in self.layers if spec.name == name)

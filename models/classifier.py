@@ -18,17 +18,12 @@ def classifier(in_channels: int = 3, image_size: int = 32, num_classes: int = 10
     """Build a chain of seven layers, images [b, in_channels, image_size, image_size] -> logits [b, num_classes].
 
     conv1 to conv3 are a 3x3 convolution, ReLU and a halving of the image; fc1 to fc4 a linear layer and, but for the
-    last, ReLU. Features on one stage and classifier on the other: ``parallel.balance=[3,4]``; a three-stage split of
-    the published kind, two parts to one: ``parallel.balance=[2,1,4]``.
+    last, ReLU. ``parallel.balance=[3,4]`` puts the features on one stage and the classifier on the other;
+    ``parallel.balance=[2,1,4]`` is a split into three stages of the published kind.
 
     The loss is cross entropy on the logits. The published code put a soft-max under a binary cross entropy, which is
     a mistake: it treats exclusive classes as ten separate yes-no questions, and where the soft-max saturates on a
     wrong class the gradient vanishes instead of being largest.
-
-    Args:
-        in_channels: Channels of the images.
-        image_size: Pixels per side.
-        num_classes: Number of classes.
 
     Raises:
         ValueError: For a number below 1, or an image too small to be halved three times.

@@ -48,10 +48,10 @@ def cross_entropy_rows(logits: Tensor, targets: Tensor, gradient: bool) -> Tenso
     """Compute the cross entropy of each row.
 
     Args:
-        logits: [n, v] in float32, bfloat16 or float16, contiguous. Overwritten by the gradient where it is asked for;
-            that of a row that does not count is of no meaning.
+        logits: [n, v] in float32, bfloat16 or float16, contiguous. Overwritten by the gradient where that is asked for;
+            a row that does not count then holds meaningless numbers.
         targets: [n] int64 classes below v, or ``IGNORED``.
-        gradient: Whether it is asked for.
+        gradient: Whether to compute the gradient.
 
     Returns:
         [n] float32; 0 for rows that do not count.

@@ -3,11 +3,11 @@
 torch draws one mask for a whole tensor, so a batch that is cut otherwise has other masks, and trains otherwise. Here a
 mask is a function of (seed, step, name of the module, which call of it, the sample's index in the global batch): the
 same for every number of micro-batches, replicas and stages, and drawn again in a recomputation. In a chain every
-``nn.Dropout``, ``nn.Dropout1d``, ``2d`` and ``3d`` does it, and outside of one they are torch's own.
+``nn.Dropout``, ``nn.Dropout1d``, ``2d`` and ``3d`` works like this; outside of one they are torch's own.
 
-A sample is a row of the tensor's first dimension, or some rows that follow each other: [b t, c] has t of each.
+A sample is a row of the tensor's first dimension, or several consecutive rows: [b t, c] has t of each.
 
-The random bits of an element are a hash of where it is, that of SplitMix64 (Steele et al. 2014). That takes no
+The random bits of an element are a hash of its position, that of SplitMix64 (Steele et al. 2014). That takes no
 longer than torch's generator takes on a CPU, and gives the same mask on every device.
 """
 
@@ -25,11 +25,11 @@ from models.seeds import ELEMENT, FACTOR_1, FACTOR_2, SAMPLE, default_generator,
 
 
 class BySample:
-    """What the classes below have before torch's own.
+    """Dropout by sample, which the classes below combine with torch's own.
 
     Attributes:
         full_name: The module's name in the whole chain.
-        spread: From which dimension on all elements share what is drawn; None: each has its own.
+        spread: The first dimension along which all elements share what is drawn; None: each has its own.
     """
 
     full_name = ""
@@ -165,7 +165,7 @@ class _InKernel(torch.autograd.Function):
 
 @cache
 def _kernel_works(device: torch.device) -> bool:
-    """Whether Triton can build the kernel here, and it drops out what it should."""
+    """Return whether Triton can build the kernel here, and it drops out what it should."""
     try:
         from models.dropout_kernel import drop_out
 

@@ -28,14 +28,10 @@ def _drop_out(
 
 
 def drop_out(x: Tensor, seed: int, first: int, count: int, p: float) -> Tensor:
-    """Drop elements out, and divide the others by 1 - p.
+    """Drop elements of ``x`` out with probability p, and divide the others by 1 - p.
 
-    Args:
-        x: [count r, ...]: r rows of each sample.
-        seed: Of this call.
-        first: The first sample's index in the global batch.
-        count: How many samples.
-        p: The probability of being dropped out.
+    ``x`` is [count r, ...]: r rows of each of ``count`` samples, of which ``first`` is the first one's index in the
+    global batch. ``seed`` is that of this call.
     """
     dense = x.contiguous()
     y = torch.empty_like(dense)

@@ -30,7 +30,7 @@ _LEAST = -69.0
 
 
 def _by_blocks(logits: Tensor, targets: Tensor, needs_grad: bool, rows: int) -> Tensor:
-    """The summed loss of ``logits`` [n, v], which are replaced by their gradient if it is needed."""
+    """Return the summed loss of ``logits`` [n, v], which are replaced by their gradient if it is needed."""
     total = torch.zeros((), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
     for start in range(0, len(targets), rows):
         block, target = logits[start : start + rows], targets[start : start + rows, None]
@@ -48,7 +48,7 @@ def _by_blocks(logits: Tensor, targets: Tensor, needs_grad: bool, rows: int) -> 
 # One operator for torch.compile, which then need not know which of the two ways it takes.
 @torch.library.custom_op("one_word_parallel::cross_entropy_", mutates_args={"logits"})
 def _on_cuda(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
-    """As ``_by_blocks``, in one kernel where it works on this GPU."""
+    """Compute what ``_by_blocks`` does, in one kernel where it works on this GPU."""
     if not _kernel_works(logits.device, logits.dtype):
         return _by_blocks(logits, targets, needs_grad, OTHER_ROWS)
     from models.cross_entropy_kernel import cross_entropy_rows
@@ -63,7 +63,7 @@ def _(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
 
 @cache
 def _kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether Triton can build the kernel here, for which it needs a C compiler, and the numbers are torch's."""
+    """Return whether Triton can build the kernel here, for which it needs a C compiler, and the numbers are torch's."""
     if dtype == torch.float64:
         return False
     try:
@@ -134,7 +134,7 @@ class _CrossEntropyOfWeight(torch.autograd.Function):
 
 
 def _shrunk(x: Tensor, rows: int) -> tuple[Tensor, Tensor | float]:
-    """``x`` times a power of two, and that power: ``g.t() @ x`` is then no infinity of float16 for any |g| <= 1.
+    """Return ``x`` times a power of two, and that power, such that ``g.t() @ x`` is finite in float16 for any |g| <= 1.
 
     At 64k rows a frequent word's sum passes 65,504, and no loss scale would help: it is applied after the product. The
     power follows from the largest element; float16 loses nothing by it but the lowest bits of numbers below 2e-3.

@@ -25,7 +25,7 @@ class FusedHead(nn.Module):
         self.step_cache: dict[tuple[torch.device, torch.dtype], Tensor] | None = None
 
     def hidden(self, x: Tensor) -> Tensor:
-        """What is projected; a subclass may put a norm here."""
+        """Return what is projected; a subclass may put a norm here."""
         return x
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class FusedHead(nn.Module):
         return Sums(loss, (targets != IGNORED).sum())
 
     def _weight_as(self, dtype: torch.dtype) -> Tensor:
-        """The weight in the compute dtype: cast once per step, and not once per micro-batch."""
+        """Return the weight in the compute dtype: cast once per step, and not once per micro-batch."""
         weight = self.projection.weight.detach()
         if weight.dtype == dtype:
             return weight

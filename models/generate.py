@@ -56,7 +56,7 @@ def generate(
         positions: The model sees at most this many of the newest tokens. None: all.
         vocab_size: Only tokens below it are drawn (the model's vocabulary may be padded).
         device: Where the model is.
-        cached: Whether keys and values are kept from token to token, of a model that can (``Chain.continues``), until
+        cached: Whether keys and values are kept from token to token, for a model that can (``Chain.continues``), until
             the longest text outgrows ``positions``: from then on every token changes the position of all others.
     """
     texts = [list(prompt) for prompt in prompts]
@@ -76,7 +76,7 @@ def generate(
 
 
 def _logits(layers: Layers, texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """The logits [b, vocabulary] behind the last token of each text. Shorter ones are padded behind."""
+    """Return the logits [b, vocabulary] behind the last token of each text. Shorter ones are padded behind."""
     last = [len(text) - 1 for text in texts]
     x = torch.tensor([[*text, *[0] * (max(last) + 1 - len(text))] for text in texts], device=device)
     *body, (_, head) = layers.items()

@@ -24,12 +24,12 @@ def given_objects() -> dict[str, Any] | None:
 
 
 def given(key: str, fingerprint: str = "", vocab_size: int | None = None) -> Any:
-    """Return what was given.
+    """Return the model or the data that was given from Python.
 
     Args:
         key: "model" or "data".
         fingerprint: That of the object which the configuration was made for; "" where it does not matter.
-        vocab_size: Of a language model: the program reads it.
+        vocab_size: Of a language model. It is not used here: the program reads it from the configuration.
 
     Raises:
         UserError: This process was given none, or another.

@@ -90,7 +90,7 @@ class Head(FusedHead):
         return self.lm_head
 
     def hidden(self, x: Tensor) -> Tensor:
-        """The final norm, [b, t, n_embd] -> same."""
+        """Apply the final norm, [b, t, n_embd] -> same."""
         return self.ln_f(x)
 
 
@@ -120,7 +120,7 @@ def resolve_size(
     n_embd: int | None = None,
     block_size: int | None = None,
 ) -> Size:
-    """The sizes of ``size``, each replaced by the number that is given.
+    """Return the sizes of ``size``, each replaced by the number that is given.
 
     Raises:
         ValueError: For an unknown size, a number below 1, or a width that the heads do not divide.

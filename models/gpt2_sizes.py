@@ -21,14 +21,7 @@ _RATES = (
 
 @dataclass(frozen=True)
 class Size:
-    """The sizes of a GPT-2.
-
-    Attributes:
-        n_layer: Number of layers.
-        n_head: Number of attention heads.
-        n_embd: Width.
-        block_size: The longest sequence, in tokens.
-    """
+    """The sizes of a GPT-2; ``n_embd`` is its width and ``block_size`` the longest sequence, in tokens."""
 
     n_layer: int
     n_head: int
@@ -36,7 +29,7 @@ class Size:
     block_size: int = 1024
 
     def parameters(self, vocab_size: int) -> int:
-        """The number of parameters, the tied head counted once."""
+        """Return the number of parameters, the tied head counted once."""
         block = 12 * self.n_embd**2 + 13 * self.n_embd
         return (vocab_size + self.block_size + 2) * self.n_embd + self.n_layer * block
 
@@ -51,14 +44,14 @@ SIZES = {
 
 
 def with_sizes(size: str, given: Mapping[str, int | None]) -> Size:
-    """The sizes of ``size``, each replaced by the number that is given. Raises ModelError for an unknown size."""
+    """Return the sizes of ``size``, each replaced by the number that is given; raise ModelError for an unknown size."""
     if size not in SIZES:
         raise ModelError(f"model.size: Invalid value {size!r}, expected one of [{', '.join(SIZES)}]")
     return replace(SIZES[size], **{key: value for key, value in given.items() if value is not None})
 
 
 def parameters_of(model: Mapping[str, Any]) -> int:
-    """The number of parameters of the GPT-2 that a section ``model`` describes."""
+    """Return the number of parameters of the GPT-2 that a section ``model`` describes."""
     given = {key: model[key] for key in ("n_layer", "n_head", "n_embd", "block_size")}
     return with_sizes(model["size"], given).parameters(model["vocab_size"])
 

@@ -30,8 +30,7 @@ _HEAD = "lm_head.weight"  # tied: transformers takes it from the embedding
 class HuggingFaceGPT2:
     """How transformers' ``GPT2LMHeadModel`` keeps a GPT-2: a value of ``Chain.hugging_face``.
 
-    Attributes:
-        config: The entries of config.json that follow from the model's sizes.
+    ``config`` has the entries of config.json that follow from the model's sizes.
     """
 
     config: Mapping[str, Any]
@@ -39,9 +38,7 @@ class HuggingFaceGPT2:
     def export(self, state: Mapping[str, Tensor], vocab_size: int | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return Hugging Face's state dict, without the tied head, and the content of config.json.
 
-        Args:
-            state: The whole model's tensors by name.
-            vocab_size: Number of words; further rows of the embedding are padding and left out. None: all rows.
+        Rows of the embedding from ``vocab_size`` on are padding and left out; None: all rows are kept.
         """
         rows = len(state[EMBEDDING])
         words = rows if vocab_size is None else min(rows, vocab_size)
@@ -68,27 +65,19 @@ class HuggingFaceGPT2:
 
     @staticmethod
     def convert(name: str, tensor: Tensor) -> Tensor:
-        """The parameter ``name`` as Hugging Face keeps it, or theirs as this project keeps it."""
+        """Return the parameter ``name`` as Hugging Face keeps it, or theirs as this project keeps it."""
         return tensor.t().contiguous() if name.endswith(_TRANSPOSED) else tensor
 
     @staticmethod
     def is_redundant(their_name: str) -> bool:
-        """Whether a tensor of a file holds nothing of its own: the tied head, or an old checkpoint's causal mask."""
+        """Return whether a tensor repeats what is elsewhere: the tied head, or an old checkpoint's causal mask."""
         return their_name == _HEAD or their_name.endswith((".attn.bias", ".attn.masked_bias"))
 
 
 def pad(rows: Tensor, vocab_size: int) -> Tensor:
-    """Pad an embedding with its mean row: a zero row would have logit 0, which is more than most words get.
+    """Pad an embedding [n, n_embd] to [vocab_size, n_embd]; raise ValueError where it has more rows.
 
-    Args:
-        rows: [n, n_embd].
-        vocab_size: Rows of the result.
-
-    Returns:
-        [vocab_size, n_embd].
-
-    Raises:
-        ValueError: Where ``rows`` has more.
+    The new rows are the mean row: a zero row would have logit 0, which is more than most words get.
     """
     if len(rows) > vocab_size:
         raise ValueError(f"the checkpoint has {len(rows)} words, model.vocab_size={vocab_size} is too few")

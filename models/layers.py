@@ -18,7 +18,7 @@ def checked(name: str, layer: nn.Module, output: Tensors) -> tuple[Tensor, ...]:
     """Return a layer's output as a tuple.
 
     Raises:
-        TypeError: If it is neither a tensor nor a flat tuple of tensors.
+        TypeError: It is neither a tensor nor a flat tuple of tensors.
     """
     tensors = as_tuple(output)
     for one in tensors:
@@ -53,14 +53,7 @@ class Layers(nn.Module):
         return [(name, self[name]) for name in self.names]
 
     def forward(self, *tensors: Tensor) -> Tensors:
-        """Compute all layers in order. The loss is not part of it.
-
-        Args:
-            *tensors: The batch's inputs, or what the layer before returned.
-
-        Returns:
-            What the last layer returns.
-        """
+        """Compute all layers in order, from the batch's inputs or what the layer before returned, without the loss."""
         output: Tensors = tensors
         for _, layer in self.items():
             output = layer(*as_tuple(output))

@@ -33,11 +33,7 @@ class Sums(NamedTuple):
     metrics: tuple[Tensor, ...] = ()
 
     def stack(self) -> Tensor:
-        """Return [loss, count, *metrics] as one detached vector, to be added up and sent.
-
-        Returns:
-            [2 + metrics] float64 (float32 on MPS, which has no float64).
-        """
+        """Return [loss, count, *metrics], detached, as one vector of float64 (float32 on MPS, which has no float64)."""
         dtype = torch.float32 if self.loss.device.type == "mps" else torch.float64
         return torch.stack([v.detach().to(dtype) for v in (self.loss, self.count, *self.metrics)])
 
@@ -67,11 +63,7 @@ class Loss(Protocol):
 
 
 def check_loss(loss: Any) -> None:
-    """Check that a loss is one before it is called.
-
-    Raises:
-        ModelError: It is a class, or has no ``metrics`` or cannot be called.
-    """
+    """Check that a loss is one before it is called; raise ModelError."""
     if inspect.isclass(loss) and hasattr(loss, "metrics"):
         raise ModelError(f"the loss is the class {loss.__name__}: give an object, {loss.__name__}()")
     if not callable(loss) or not hasattr(loss, "metrics"):
@@ -92,11 +84,7 @@ def check_loss(loss: Any) -> None:
 
 
 def check_sums(loss: Loss, sums: Any) -> None:
-    """Check what a loss has returned.
-
-    Raises:
-        ModelError: It is not ``Sums`` of scalars, one for each of the loss's metrics.
-    """
+    """Check that a loss has returned ``Sums`` of scalars, one for each of its metrics; raise ModelError."""
     name = getattr(loss, "__name__", type(loss).__name__)
     how = "return models.losses.Sums(loss, count, metrics) of scalar tensors: the sum of the terms, and their number"
     if not isinstance(sums, Sums):
@@ -113,30 +101,14 @@ def check_sums(loss: Loss, sums: Any) -> None:
 
 
 def per_element(weights: Tensor | None, like: Tensor) -> Tensor:
-    """Expand sample weights to a tensor of loss terms.
-
-    Args:
-        weights: [b], or None for all ones.
-        like: [b, ...], the terms.
-
-    Returns:
-        [b, ...], in the dtype of ``like``.
-    """
+    """Expand sample weights, [b] or None for all ones, to the shape [b, ...] and dtype of the loss terms ``like``."""
     if weights is None:
         return torch.ones_like(like)
     return weights.to(like.dtype).view(-1, *[1] * (like.dim() - 1)).expand_as(like)
 
 
 def mask_targets(targets: Tensor, weights: Tensor | None) -> Tensor:
-    """Set the targets of samples without weight (padding) to ``IGNORED``.
-
-    Args:
-        targets: [b, ...] int64 classes.
-        weights: [b], or None for all ones.
-
-    Returns:
-        [b, ...] int64.
-    """
+    """Set the int64 targets [b, ...] of samples without weight (padding) to ``IGNORED``; ``weights`` is [b] or None."""
     if weights is None:
         return targets
     padding = weights.view(-1, *[1] * (targets.dim() - 1)) == 0

@@ -29,7 +29,7 @@ def threshold(p: float) -> int:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from any integers and words; the same on every machine and Python version."""
+    """Return a 63-bit seed from any integers and words; the same on every machine and Python version."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -69,11 +69,11 @@ class Samples:
     """The samples of one forward of a layer.
 
     Attributes:
-        count: How many.
+        count: The number of samples.
         first: The first one's index in the global batch.
-        seed: The run's.
+        seed: The run's seed.
         step: The number of the step.
-        notes: Gets (module, shape of what it was given) of each dropout, and nothing is drawn, where it is a list.
+        notes: Where it is a list, each dropout adds (module, shape of its input) to it, and draws nothing.
     """
 
     count: int
@@ -84,10 +84,10 @@ class Samples:
     _calls: dict[str, dict[int, int]] = field(default_factory=dict)
 
     def seed_of_call(self, module: str) -> int:
-        """The seed of this call of a module that a layer may call more than once.
+        """Return the seed of this call of a module that a layer may call more than once.
 
         A layer that recomputes a part of itself (``torch.utils.checkpoint``) calls it again, with the host's random
-        numbers where they were. So a call is known by the next one of these.
+        numbers where they were. So each call is identified by the next of these numbers.
         """
         position = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         calls = self._calls.setdefault(module, {})
@@ -102,7 +102,7 @@ _of_seed: dict[int, Samples] = {}  # by the seed of the host's generator, which 
 def computing(samples: Samples, seed: int | None = None) -> Iterator[None]:
     """Say which samples a layer computes inside the block.
 
-    With the seed that the host's generator got for it they are known in the backward too, until ``forget``.
+    The backward finds them by the seed that the host's generator was given for them, until ``forget``.
     """
     before, _forward.samples = getattr(_forward, "samples", None), samples
     if seed is not None:

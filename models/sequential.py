@@ -97,7 +97,7 @@ def _as_ours(name: str, norm: nn.Module) -> StepBatchNorm:
 
 
 def _without_weights(layer: nn.Module) -> nn.Module:
-    """A copy of ``layer`` on the current default device, in the default dtype, with memory of chance."""
+    """Return a copy of ``layer`` on the current default device, in the default dtype, with uninitialised memory."""
     empty: dict[int, Any] = {}
     for parameter in layer.parameters():
         empty[id(parameter)] = nn.Parameter(_empty_like(parameter), parameter.requires_grad)

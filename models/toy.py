@@ -13,11 +13,6 @@ def toy(in_features: int = 10, hidden: int = 10, out_features: int = 5) -> Chain
 
     The middle layer holds no parameters: on three stages one has nothing to optimize, and that is legal.
     Source: the ToyModel of PyTorch's DDP tutorial.
-
-    Args:
-        in_features: Numbers per sample.
-        hidden: Width of the middle layer.
-        out_features: Numbers to predict.
     """
     return Chain(
         layers=[

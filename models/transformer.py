@@ -71,7 +71,7 @@ class SelfAttention(CausalAttention):
         self.out_proj = nn.Linear(d_model, d_model)
 
     def reset_parameters(self) -> None:
-        """As ``nn.MultiheadAttention`` sets what it holds itself: query, key and value drawn as one matrix."""
+        """Draw weights as ``nn.MultiheadAttention`` does: query, key and value as one matrix."""
         nn.init.xavier_uniform_(self.in_proj_weight)
         nn.init.zeros_(self.in_proj_bias)
 

@@ -35,13 +35,6 @@ def seconds_per_layer(plan: Plan, chain: Chain, sample: Batch, seed: int, thread
     The fastest of some rounds counts. A round goes through the whole chain, so that a machine that is slow for a while
     is slow for all layers alike. One layer is built at a time, as a stage of its own, on the run's device with the
     threads that a rank will have. No random state outside of the layers is changed.
-
-    Args:
-        plan: The layout of the run.
-        chain: The model.
-        sample: One micro-batch.
-        seed: For weights and dropout.
-        threads: Of each rank; None for an equal part of the cores.
     """
     device = local_device(plan.device_type, 0)
     sample = sample.to(device)
@@ -58,7 +51,7 @@ def seconds_per_layer(plan: Plan, chain: Chain, sample: Batch, seed: int, thread
 
 
 def _round(plan: Plan, chain: Chain, sample: Batch, seed: int, device: torch.device) -> list[float]:
-    """Seconds of each layer, measured once."""
+    """Measure the seconds of each layer once."""
     dtype = parameter_dtype(plan.precision)
     tensors = tuple(x.to(dtype) if x.is_floating_point() else x for x in sample.input_tensors)
     seconds = []
@@ -101,15 +94,9 @@ def equal_stages(
 ) -> list[int]:
     """Find the number of layers of each stage with which a step costs least.
 
-    It is the uniform partition where that is nearly as good as the best. Where there are too many to try, it is the
-    best that is reached by moving layers between two stages.
-
-    Args:
-        costs: Of each layer.
-        stages: How many stages.
-        ranks: How many ranks; stage i runs on rank i % ``ranks``. None for one stage per rank.
-        chunks: The number of micro-batches.
-        schedule: The schedule's name. For "planned", the simulated makespan counts.
+    The uniform partition is taken where it is nearly as good as the best. Where there are too many to try, the best is
+    sought by moving layers between two stages. Stage i runs on rank i % ``ranks``; None: each stage has its own rank.
+    With the schedule "planned" the simulated makespan decides.
     """
     ranks = ranks or stages
 
@@ -133,7 +120,7 @@ def equal_stages(
 
 
 def _cheapest(cost: Cost, layers: int, chunks: int, starts: Sequence[list[int]]) -> list[int]:
-    """The cheapest split of all; where they are too many, the cheapest that moves from ``starts`` lead to."""
+    """Return the cheapest split of all; where they are too many, the cheapest that moves from ``starts`` lead to."""
     stages = len(starts[0])
     if math.comb(layers - 1, stages - 1) * stages * chunks <= _MOST_PIECES:
         return min(_splits(layers, stages), key=cost)
@@ -147,7 +134,7 @@ def _splits(layers: int, stages: int) -> Iterator[list[int]]:
 
 
 def _descend(counts: list[int], cost: Cost) -> list[int]:
-    """The partition reached from ``counts`` by the best move again and again, until none is better."""
+    """Return the partition reached from ``counts`` by the best move again and again, until none is better."""
     while True:
         better = min(_moves(counts), key=cost, default=counts)
         if cost(better) >= cost(counts):

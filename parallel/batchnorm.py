@@ -33,13 +33,10 @@ class RunningStatistics:
         replicas: dist.ProcessGroup | None,
         synchronise: bool = False,
     ) -> RunningStatistics | None:
-        """Collect the BatchNorm layers of a rank; None where there are none.
+        """Collect the BatchNorm layers of a rank's stages; None where there are none.
 
-        Args:
-            stages: Of this rank.
-            microbatches: How many each replica computes in a step.
-            replicas: The ranks that hold the same stages, or None where there is one replica.
-            synchronise: Whether to normalise over the replicas' micro-batches together.
+        ``microbatches`` is how many each replica computes in a step, ``replicas`` the ranks that hold the same stages
+        (None where there is one), and ``synchronise`` whether to normalise over the replicas' micro-batches together.
         """
         norms = [m for stage in stages for m in stage.modules() if isinstance(m, StepBatchNorm)]
         if synchronise and replicas is not None:
@@ -65,7 +62,7 @@ class RunningStatistics:
 def normalise_over_replicas(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, moments: Tensor, *, group: dist.ProcessGroup
 ) -> Tensor:
-    """Normalise over the equally large micro-batches of all ranks of a group, who call this together.
+    """Normalise over the equally large micro-batches of all ranks of ``group``, who call this together.
 
     Statistics are computed in float32 at least. The backward communicates too.
 
@@ -76,9 +73,6 @@ def normalise_over_replicas(
         eps: Added to the variance.
         moments: [2, c]; gets the mean and the unbiased variance of all ranks' micro-batches.
         group: The replicas.
-
-    Returns:
-        The normalised x.
     """
     mean, variance = _moments(x.detach(), group)
     terms = x.numel() // x.shape[1] * dist.get_world_size(group)

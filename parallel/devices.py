@@ -102,12 +102,7 @@ def gpus_in_common(store: dist.Store, rank: int, size: int, device: torch.device
 
 
 def share_cores(processes: int, wanted: int | None) -> int:
-    """Set the number of this process's threads, and return it.
-
-    Args:
-        processes: How many processes share this machine's cores.
-        wanted: How many threads, or None for an equal part of the cores.
-    """
+    """Set the number of this process's threads, and return it: ``wanted``, or an equal part of the machine's cores."""
     threads = max(1, usable_cores() // processes) if wanted is None else wanted
     torch.set_num_threads(threads)
     return threads
@@ -123,7 +118,7 @@ def keep_freed_memory(weights: int = 0) -> None:
     and what the heap keeps of the first copy is the model's size once more. Other C libraries are left as they are.
 
     Args:
-        weights: Of this process, in bytes.
+        weights: The size of this process's weights in bytes.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -55,8 +55,8 @@ class Gradients:
     def clear(self) -> None:
         """Clear the last step's gradients.
 
-        With replicas they are views of buckets and stay so, zeroed: gradients of their own beside the buckets would
-        take the model's size in memory once more. Where replicas share them, there are no buckets.
+        With replicas they are views of buckets and stay so, zeroed: gradients beside the buckets would take the model's
+        size in memory once more. Where replicas share parameters, there are no buckets.
         """
         if self._in_buckets and (present := self._present()):
             torch._foreach_zero_(present)
@@ -101,13 +101,11 @@ class Gradients:
 
     @torch.no_grad()
     def squared_norm(self, of: Callable[[nn.Parameter], Tensor | None] = lambda parameter: parameter.grad) -> Tensor:
-        """Compute this rank's part of the squared norm of the whole model's gradients.
+        """Compute this rank's part of the squared norm of the whole model's gradients, or of what ``of`` gives.
 
-        Replicas have equal gradients, so only the first adds its own, or its ranks their shares. The others add 0, or
-        NaN where theirs are not finite. A tied parameter is added where its canonical name is.
-
-        Args:
-            of: Gives for each parameter a tensor to add in the place of its gradient, shared out as it is; or None.
+        Replicas have equal gradients, so only the first replica adds its own (where it is sharded, each of its ranks
+        adds its share). The other replicas add 0, or NaN where theirs are not finite. A tied parameter is added where
+        its canonical name is.
         """
         tensors = self._local(
             tensor
@@ -156,7 +154,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 def _copies(
     plan: Plan, chain: Chain, stages: Sequence[Stage], mesh: Mesh, timeout_s: float
 ) -> list[tuple[list[nn.Parameter], dist.ProcessGroup | None]]:
-    """For each tied parameter that several stages and this rank hold: its copies here, and the ranks that have some."""
+    """Return the copies that this rank holds of each tied parameter of several stages, and the ranks that hold some."""
     found = []
     for original in sorted(set(chain.tied.values())):
         names = [original, *(alias for alias, target in chain.tied.items() if target == original)]
@@ -179,11 +177,7 @@ def _copies(
 def replicate(stage: nn.Module, mesh: Mesh, bucket_mb: float, comm_hook: str) -> nn.Module:
     """Wrap a stage in DistributedDataParallel, unless there is one replica, or nothing to average.
 
-    Args:
-        stage: The module.
-        mesh: The grid of ranks, connected.
-        bucket_mb: Gradients are sent in buckets of about this many MiB, during the backward.
-        comm_hook: How they are sent; see ``averaging``.
+    Gradients are sent during the backward, in buckets of about ``bucket_mb`` MiB, as ``averaging`` says.
     """
     if mesh.dp_group is None or not any(p.requires_grad for p in stage.parameters()):
         return stage

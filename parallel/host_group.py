@@ -63,7 +63,7 @@ class HostGroup(dist.ProcessGroup):
         self._gloo = gloo
 
     def getBackendName(self) -> str:
-        """The name in torch's registry."""
+        """Return the name in torch's registry."""
         return BACKEND
 
     def _get_backend(self, device: torch.device) -> dist.ProcessGroupGloo:
@@ -146,7 +146,7 @@ class _Work(dist.Work):
         return self._work.is_completed()
 
     def get_future(self) -> torch.futures.Future:
-        """For DistributedDataParallel, which asks for it in the backward."""
+        """Return the future for which DistributedDataParallel asks in the backward."""
         self.wait()
         future: torch.futures.Future = torch.futures.Future()
         future.set_result(self._result)

@@ -31,11 +31,7 @@ class LocalStrategy(Strategy):
         self._backward = outside_autocast(self.device.type)
 
     def wrap(self) -> nn.Module:
-        """Make one module of this rank's stages. A subclass may make another.
-
-        Returns:
-            A module that is called like a ``Stage`` and gives the scaled loss of a micro-batch.
-        """
+        """Return this rank's stages as one module, called like a ``Stage``, that gives a micro-batch's scaled loss."""
         return self.replicate(self.stages[0])
 
     def forward_backward(self, batch: Batch) -> None:
@@ -95,8 +91,7 @@ class _OnSeveralDevices(nn.Module):
 class DataParallel(LocalStrategy):
     """torch's ``nn.DataParallel``, as a baseline for ``ddp``: ``data_parallel``.
 
-    In every forward the model is copied to all devices. Each takes a part of the micro-batch, with BatchNorm of its
-    own, and the summed losses are added up.
+    Every forward copies the model to all devices. Each takes a part of the micro-batch, with BatchNorm of its own.
     """
 
     def wrap(self) -> nn.Module:

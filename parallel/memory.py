@@ -52,7 +52,9 @@ class MemoryEstimate:
 
 
 def check_gpus(plan: Plan, tensors: int, memory: Callable[[int], int]) -> None:
-    """Check that what ranks hold for sure fits into the GPUs that they are dealt to, activations left out.
+    """Check that weights, gradients and optimizer state fit into the GPUs that ranks are dealt to.
+
+    Activations are left out: only what ranks hold for sure is counted.
 
     Args:
         plan: The layout of a run that is started on this machine.
@@ -60,7 +62,7 @@ def check_gpus(plan: Plan, tensors: int, memory: Callable[[int], int]) -> None:
         memory: Gives the bytes of the GPU with an index.
 
     Raises:
-        PlanError: With the numbers, and a way out.
+        PlanError: They do not fit. The message has the numbers and a way out.
     """
     if plan.gpus is None or plan.devices:
         return
@@ -90,8 +92,7 @@ def tensors_per_parameter(optim, unknown: int = 2) -> int:
 def stage_activations(plan: Plan, chain: Chain, sample: Batch) -> list[int]:
     """Estimate the bytes that each stage holds between forwards and backwards.
 
-    That is what autograd keeps for the micro-batches that the schedule has in flight, and the weights cast to the
-    compute dtype.
+    They are what autograd keeps for the micro-batches in flight, and the weights cast to the compute dtype.
     """
     traced = {t.name: t for t in trace(chain, sample, plan.precision, plan.device_type)}
     sizes = []
@@ -125,10 +126,7 @@ def estimate_memory(plan: Plan, chain: Chain, sample: Batch, optim) -> list[Memo
 def _gathered(plan: Plan, whole: int, largest: int) -> int:
     """Estimate the bytes of shared parameters and gradients that are whole during a step.
 
-    Args:
-        plan: The layout of the run.
-        whole: The bytes of all parameters of the rank's stages.
-        largest: The bytes of the largest layer.
+    ``whole`` is the size of all parameters of the rank's stages in bytes, ``largest`` that of the largest layer.
     """
     # A layer at a time: one computes and the next is fetched. Its gradients lie in a buffer to be reduced, too.
     weights = min(whole, 2 * largest) if plan.reshard else whole

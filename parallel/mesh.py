@@ -129,17 +129,10 @@ class Mesh:
         return self
 
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list:
-        """Return every rank's value, by rank. All ranks call this together.
+        """Return every rank's value, by rank. All ranks of ``group`` call this together (None: all ranks).
 
         Values travel as JSON in tensors of bytes, never as pickles: whoever can reach the ranks' connections can end
-        the run, and can execute nothing.
-
-        Args:
-            value: Made of what JSON knows. Tuples come back as lists.
-            group: All ranks; None for the default group.
-
-        Raises:
-            LaunchError: A rank sent something else.
+        the run, and can execute nothing. A value is made of what JSON knows; tuples come back as lists.
         """
         mine = json.dumps(value).encode()
         if self.size == 1:

@@ -148,7 +148,7 @@ def _unwrapped(method: Callable, *args, **kwargs):
 
 
 def _as_sent(x: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """The gradient of input ``x`` as the stage before waits for it, also where ``x`` had no part in the loss."""
+    """Return the gradient of input ``x`` as the stage before waits for it, also where ``x`` had no part in the loss."""
     if gradient is not None:
         return gradient.contiguous()
     return torch.zeros_like(x) if isinstance(x, Tensor) and x.requires_grad else None
@@ -159,6 +159,6 @@ def _without(tensors: Sequence[Tensor], positions: Sequence[int]) -> tuple[Tenso
 
 
 def _example(stage: Stage, spec: TensorSpec, sent: bool) -> Tensor:
-    """A tensor without memory: one of the batch's inputs, or one that is sent between stages."""
+    """Return a tensor without memory: one of the batch's inputs, or one that is sent between stages."""
     example = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
     return stage.as_sent(example).requires_grad_(spec.gradient) if sent else example

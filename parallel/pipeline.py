@@ -89,5 +89,5 @@ class Pipeline(Strategy):
 
 
 def _already_a_loss(output: Tensor, target: Tensor) -> Tensor:
-    """The last stage gives its loss; torch's schedules want a function and a target all the same."""
+    """Return the last stage's output, which is its loss: torch's schedules want a function and a target anyway."""
     return output

@@ -23,13 +23,7 @@ _MOST_THREADS = 1024  # of a process; with very many, OpenMP ends it without a w
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage.
-
-    Attributes:
-        index: The stage's place in the model, from 0.
-        layers: The names of its layers.
-        parameters: The number of trainable parameters, a copy of a tied one included.
-    """
+    """One stage: its place in the model, its layers' names, its number of trainable parameters (tied copies too)."""
 
     index: int
     layers: tuple[str, ...]
@@ -135,7 +129,7 @@ def make_plan(
         precision: auto, fp64, fp32, bf16 or fp16.
         world_size: The number of processes where they are started already (torchrun), else None.
         nodes: The number of machines, with equally many processes each.
-        hardware: Of the machine that will run it; None for this one.
+        hardware: What the machine that will run it has; None for this machine.
 
     Returns:
         The plan.
@@ -194,7 +188,7 @@ def make_plan(
 
 
 def _check_shape(parallel, info: StrategyInfo) -> None:
-    """Numbers of replicas and stages that contradict what the strategy is."""
+    """Refuse numbers of replicas and stages that contradict what the strategy is."""
     for key in ("dp", "pp", "threads"):
         value = getattr(parallel, key)
         if value is not None and value < 1:
@@ -261,7 +255,7 @@ def _check_cut(batch: int, dp: int, chunks: int) -> None:
 
 
 def _trainable(layers: Iterable[nn.Module]) -> int:
-    """The number of trainable parameters, those that layers share counted once."""
+    """Return the number of trainable parameters, those that layers share counted once."""
     return sum(p.numel() for p in {p for layer in layers for p in layer.parameters()} if p.requires_grad)
 
 

@@ -16,8 +16,7 @@ CPU_PRECISION = "CPU_PRECISION"  # an environment variable: what auto is on a CP
 def resolve_precision(wanted: str, device_type: str) -> str:
     """Replace ``auto`` by bf16 where the device computes it in hardware, else by fp32.
 
-    Raises:
-        PlanError: The environment variable ``CPU_PRECISION`` is set to something else than fp32 and bf16.
+    On a CPU the environment variable ``CPU_PRECISION`` decides where it is set.
     """
     if wanted != "auto":
         return wanted
@@ -38,10 +37,7 @@ def _fast_bf16(device_type: str) -> bool:
 
 
 def parameter_dtype(precision: str) -> torch.dtype:
-    """Return the dtype of weights, gradients and optimizer state.
-
-    It is float64 for fp64, else float32: bf16 and fp16 are computed under autocast.
-    """
+    """Return the dtype of weights, gradients and optimizer state: bf16 and fp16 are computed under autocast."""
     return torch.float64 if precision == "fp64" else torch.float32
 
 
@@ -53,9 +49,9 @@ def autocast(precision: str, device_type: str, keep_casts: bool = True):
 
 
 def outside_autocast(device_type: str):
-    """Return the context for a backward within a step's ``autocast``.
+    """Return the context for a backward within a step's ``autocast``, where gradients get the dtype of their forward.
 
-    Each gradient is then computed in the dtype of its forward. Autocast would compute those of a layer in bf16 that
-    keeps itself in float32. What is recomputed in a backward enters the forward's autocast by itself.
+    Autocast would compute those of a layer in bf16 that keeps itself in float32. What is recomputed in a backward
+    enters the forward's autocast by itself.
     """
     return torch.autocast(device_type, enabled=False)

@@ -28,9 +28,9 @@ class Schedule:
     """What a schedule is.
 
     Attributes:
-        class_name: Module and name of the class that runs it.
-        stage_class: Module and name of the class of its stages.
-        makespan: Module and name of the function that estimates how long a step takes, where an order is planned.
+        class_name: The module and name of the class that runs it.
+        stage_class: The module and name of the class of its stages.
+        makespan: The module and name of the function that estimates a step's seconds, where an order is planned.
         looped: Whether a rank runs several stages.
         rounds: Whether chunks are run in rounds of as many as there are ranks.
         splits_backward: Whether gradients of inputs and of weights are computed at different times.
@@ -78,15 +78,7 @@ NAMES = tuple(name for name, schedule in SCHEDULES.items() if not schedule.refus
 
 
 def stages_per_rank(schedule: str, wanted: int | None) -> int:
-    """Return how many stages each rank runs.
-
-    Args:
-        schedule: The schedule's name.
-        wanted: How many, or None for what the schedule needs.
-
-    Raises:
-        PlanError: If the schedule cannot run so many.
-    """
+    """Return how many stages each rank runs: ``wanted``, or what the schedule needs where that is None; or refuse."""
     looped = SCHEDULES[schedule].looped
     if wanted is None:
         return 2 if looped else 1
@@ -101,21 +93,13 @@ def stages_per_rank(schedule: str, wanted: int | None) -> int:
 
 
 def check_schedule(schedule: str) -> None:
-    """Check that a schedule can be used.
-
-    Raises:
-        PlanError: If it is refused, with the reason.
-    """
+    """Refuse a schedule that is unknown or that cannot be used, with the reason."""
     if SCHEDULES[schedule].refused:
         raise PlanError(f"parallel.schedule={schedule} is refused: {SCHEDULES[schedule].refused}")
 
 
 def check_chunks(schedule: str, chunks: int, ranks: int) -> None:
-    """Check that a schedule can run so many micro-batches on so many ranks.
-
-    Raises:
-        PlanError: If it cannot, with the nearest numbers that work.
-    """
+    """Refuse a number of micro-batches that a schedule cannot run on so many ranks, with the nearest that it can."""
     if schedule == "1f1b" and chunks < ranks:
         raise PlanError(
             f"parallel.schedule=1f1b needs at least as many chunks as stages: parallel.chunks={chunks} is below "
@@ -134,7 +118,7 @@ def check_chunks(schedule: str, chunks: int, ranks: int) -> None:
 
 
 def _equal_rounds(chunks: int, ranks: int) -> bool:
-    """Whether torch's interleaved schedules can cut ``chunks`` into their chunks // ranks (at least one) rounds."""
+    """Return whether torch's interleaved schedules can cut ``chunks`` into chunks // ranks rounds (at least one)."""
     return chunks % max(1, chunks // ranks) == 0
 
 
@@ -160,15 +144,12 @@ def in_flight(schedule: str, ranks: int, chunks: int, per_rank: int, rank: int) 
 
 
 def max_in_flight(ranks: int, chunks: int, per_rank: int, rank: int, spare: int) -> int:
-    """Compute how many activations, one for each stage and micro-batch, a planned order lets a rank hold.
-
-    They are ``spare`` more than interleaved 1F1B holds.
-    """
+    """Return how many activations a planned order lets a rank hold: ``spare`` more than interleaved 1F1B holds."""
     return min(chunks * per_rank, _warm_up(ranks, per_rank, rank) + spare)
 
 
 def _warm_up(ranks: int, per_rank: int, rank: int) -> int:
-    """Forwards of interleaved 1F1B on ``rank`` before its first backward."""
+    """Return the number of forwards of interleaved 1F1B on ``rank`` before its first backward."""
     return (per_rank - 1) * ranks + 2 * (ranks - 1 - rank) + 1
 
 

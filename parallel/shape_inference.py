@@ -30,7 +30,7 @@ class TensorSpec:
     """A tensor that passes from one layer to the next.
 
     Attributes:
-        shape: Of one micro-batch.
+        shape: Its shape for one micro-batch.
         dtype: As it is sent.
         gradient: Whether a gradient comes back for it. Token numbers have none, for example.
     """
@@ -81,8 +81,8 @@ def trace(chain: Chain, sample: Batch, precision: str, device_type: str) -> list
     """Run one micro-batch through the chain on fake tensors; return one trace per layer.
 
     Raises:
-        PlanError: If a layer reads numbers out of its tensors.
-        TypeError: If a layer returns something else than a tensor or a flat tuple of tensors.
+        PlanError: A layer reads numbers out of its tensors.
+        TypeError: A layer returns neither a tensor nor a flat tuple of tensors.
     """
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
@@ -200,7 +200,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _loss(chain: Chain, module: nn.Module, tensors: Sequence[Tensor], targets: Tensor) -> Tensor:
-    """The loss of the last layer, whose output never leaves the stage."""
+    """Return the loss of the last layer, whose output never leaves the stage."""
     if hasattr(module, "loss"):
         return module.loss(*tensors, targets, None).loss
     return chain.loss(module(*tensors), targets, None).loss
@@ -209,8 +209,7 @@ def _loss(chain: Chain, module: nn.Module, tensors: Sequence[Tensor], targets: T
 class Accesses(TorchDispatchMode):
     """Notices which of a module's tensors operators read and write, also on the meta device.
 
-    Attributes:
-        data_dependent: Whether there was an operator whose result or shape depends on numbers, such as ``.item()``.
+    ``data_dependent`` says whether a result or a shape depended on numbers, as that of ``.item()`` does.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -223,7 +222,7 @@ class Accesses(TorchDispatchMode):
     def changed(self) -> str | None:
         """Return the name of a tensor that was changed and that a later step, or an evaluation, may read.
 
-        One that is not saved and only written, never read, is none: it holds nothing from step to step.
+        One that is not saved and only written, never read, does not count: it holds nothing from step to step.
         """
         saved, now = self._module.state_dict().keys(), _tensors_of(self._module)
         for name, storage in self._before.items():
@@ -257,7 +256,7 @@ class Accesses(TorchDispatchMode):
 
 
 def _tensors_of(module: nn.Module) -> dict[str, int]:
-    """The storages of a module's parameters and buffers by name, without the statistics of this project's BatchNorm."""
+    """Return the storages of a module's parameters and buffers by name, without this project's BatchNorm statistics."""
     own = {id(b) for norm in module.modules() if isinstance(norm, StepBatchNorm) for b in norm.buffers()}
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     return {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items() if id(tensor) not in own}

@@ -89,7 +89,7 @@ class Rows(NamedTuple):
     Attributes:
         tensor: The part, with the memory of the original.
         start: The first of its rows (positions along the first dimension) in the whole tensor.
-        shape: Of the whole tensor.
+        shape: The shape of the whole tensor.
         shared: Whether other ranks hold other rows.
     """
 
@@ -116,12 +116,9 @@ def rows_of(tensor: Tensor) -> Rows:
 
 @torch.no_grad()
 def fill(tensor: Tensor, given: Tensor, name: str) -> None:
-    """Copy this rank's rows of ``given`` into ``tensor``.
+    """Copy this rank's rows of ``given`` into ``tensor``, which may be shared.
 
-    Args:
-        tensor: Shared or not.
-        given: A tensor of the same shape, or what has its shape and gives rows of it for a slice.
-        name: The tensor's name, for the error.
+    ``given`` is a tensor of the same shape, or what has its shape and gives rows of it for a slice.
 
     Raises:
         ValueError: ``given`` has another shape or another kind of number, or numbers beyond ``tensor``'s format.

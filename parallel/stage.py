@@ -42,14 +42,14 @@ class Stage(nn.Module):
         recompute: bool = False,
         shard: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        """Build the layers with their initial weights.
+        """Build the layers ``names`` with their initial weights.
 
         Args:
             chain: The model.
             names: The names of the layers.
             seed: The run's seed, for weights and dropout.
             device: Where the weights are.
-            dtype: Of floating-point weights.
+            dtype: The dtype of floating-point weights.
             recompute: Whether a layer's activations are recomputed in the backward, and not kept.
             shard: Reduces the parameters of a module, each layer and at last the stage, to this rank's share.
         """
@@ -77,13 +77,7 @@ class Stage(nn.Module):
         self._compiled_whole = False
 
     def begin(self, training: bool, step: int = 0, loss_scale: float = 1.0) -> None:
-        """Start a step. No weight changes until ``end``.
-
-        Args:
-            training: Whether this is a step of training, and not of evaluation.
-            step: The number of the step, from 1. Dropout depends on it.
-            loss_scale: What the loss is multiplied by before the backward.
-        """
+        """Start step number ``step``, from 1, on which dropout depends. No weight changes until ``end``."""
         self.train(training)
         self.step, self.loss_scale = step, loss_scale
         self._set_step_cache({})
@@ -186,7 +180,7 @@ class Stage(nn.Module):
         return x.permute(0, 3, 1, 2) if self._is_image(x) else x
 
     def _in_order(self, x: Tensor) -> Tensor:
-        """``x`` in the memory order in which a stage receives it, so that a layer cannot tell where the cuts are.
+        """Return ``x`` in the memory order in which a stage receives it: a layer cannot tell where the cuts are.
 
         What a layer draws by itself, and the order of its output, follow the order of its input.
         """
@@ -213,9 +207,8 @@ class Stage(nn.Module):
     def compile(self, random: bool) -> None:
         """Compile layers and loss in place, so that names stay.
 
-        Args:
-            random: Whether some layer draws random numbers. It is seeded before, which cannot be compiled, so each
-                layer is then compiled by itself; otherwise all of them together.
+        Seeding, which comes before a layer draws random numbers, cannot be compiled: with ``random`` each layer is
+        compiled by itself, otherwise all of them together.
         """
         self._compiled_whole = not random and not self.recompute
         layers = self.layers.items()
@@ -237,31 +230,23 @@ class Stage(nn.Module):
             last.loss = torch.compile(last.loss)
 
     def take_sums(self) -> Tensor | None:
-        """Add up the sums of all micro-batches since the last call.
-
-        Returns:
-            [2 + metrics] float64, or None where there are none.
-        """
+        """Return the sums of all micro-batches since the last call, [2 + metrics] float64; None if there are none."""
         total = torch.stack([sums.to(self.device) for sums in self.sums]).sum(dim=0) if self.sums else None
         self.sums.clear()
         return total
 
 
 def _dense(x: Tensor) -> Tensor:
-    """``x`` contiguous, in dimensions of size 1 too: torch takes their strides for a hint at channels_last."""
+    """Return ``x`` contiguous, in dimensions of size 1 too: torch takes their strides for a hint at channels_last."""
     x = x.contiguous()
     return x.view(x.shape) if 1 in x.shape else x
 
 
 def place_of(error: BaseException, layers: Sequence[str], first: int) -> str:
-    """Where a step was when ``error`` was raised in it, in words; empty where that was in no micro-batch.
+    """Say where the step was when ``error`` was raised in it; return "" where that was in no micro-batch.
 
-    It is read from the frames of the traceback: a step that succeeds does nothing for it.
-
-    Args:
-        error: The error, as it leaves the step.
-        layers: The layers of this rank, for an error of which no more is known.
-        first: The index in the global batch of this replica's first micro-batch.
+    It is read from the frames of the traceback: a step that succeeds does nothing for it. ``layers`` are those of this
+    rank, for an error of which no more is known; ``first`` is the index in the global batch of its first micro-batch.
     """
     layer, index, backward = f"layers {layers[0]} … {layers[-1]}", None, False
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -278,7 +263,7 @@ def place_of(error: BaseException, layers: Sequence[str], first: int) -> str:
 
 
 def _contexts(layer: nn.Module) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """For the forward and for its recomputation, which BatchNorm must not count again."""
+    """Return the contexts of the forward and of its recomputation, which BatchNorm must not count again."""
     return nullcontext(), _Recomputing(layer)
 
 

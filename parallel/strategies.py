@@ -58,11 +58,7 @@ STRATEGIES = {
 
 
 def strategy_info(name: str) -> StrategyInfo:
-    """Look a strategy up.
-
-    Raises:
-        PlanError: If there is no such strategy.
-    """
+    """Look a strategy up by its name, or refuse it."""
     if name not in STRATEGIES:
         known = ", ".join(STRATEGIES)
         raise PlanError(f"parallel={name} is not registered in parallel/strategies.py, which has {known}")

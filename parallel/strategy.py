@@ -62,7 +62,7 @@ class StepResult:
 
     Attributes:
         loss: The mean over the ``terms`` of the global batch.
-        grad_norm: Of the whole model before clipping, tied parameters counted once.
+        grad_norm: The gradient norm of the whole model before clipping, tied parameters counted once.
         stop: Whether some rank asked to stop.
         terms: How many terms the loss has: tokens that are no padding, for a language model.
         spike: Whether the loss is above the limit that was given.
@@ -151,7 +151,7 @@ class Strategy(ABC):
             plan: The layout of the run.
             chain: The model.
             mesh: The grid of ranks, connected.
-            devices: Of this rank; its stages are placed on them in turn.
+            devices: The devices of this rank; its stages are placed on them in turn.
             options: How stages are run.
             sample: One micro-batch, for its shapes; None only where neither a pipeline nor a compiler needs them.
         """
@@ -278,7 +278,7 @@ class Strategy(ABC):
         return batch.map(placed)
 
     def _agree(self, terms: int, stop: bool, loss_limit: float) -> StepResult:
-        """The step's one small all-reduce: loss, count, metrics, squared norm and the stop flag together.
+        """Agree on the step's numbers by one small all-reduce: loss, count, metrics, squared norm and the stop flag.
 
         A number that is not finite on one rank makes the sum not finite on all, so all take the same decision.
         """

@@ -22,15 +22,7 @@ RECEIVE_ACTIVATION, RECEIVE_GRADIENT = "receive_activation", "receive_gradient"
 
 
 class Interval(NamedTuple):
-    """One piece of work, or one receive.
-
-    Attributes:
-        kind: A kind of work in ``WORK``, or a kind of receive.
-        stage: The stage, from 0.
-        microbatch: The micro-batch of the replica, from 0.
-        start: In seconds, on this host's monotonic clock.
-        end: Likewise.
-    """
+    """One piece of work (``WORK``) or one receive, with its times in seconds on this host's monotonic clock."""
 
     kind: str
     stage: int
@@ -47,13 +39,10 @@ Moment = Any
 
 
 class Timeline:
-    """The intervals of one rank in its newest training steps.
+    """The intervals of one rank in its newest training steps; ``steps`` has the oldest step first.
 
     On a GPU they are those of the kernels, not of the host that submits them: events are recorded among the kernels,
     and read when the host has waited for the step's numbers.
-
-    Attributes:
-        steps: The intervals of each step, oldest step first.
     """
 
     def __init__(self, device_type: str = "cpu") -> None:
@@ -185,8 +174,7 @@ def work_span(intervals: Sequence[Interval]) -> tuple[float, float]:
 def bubble_fraction(ranks: Sequence[Steps]) -> float | None:
     """Compute 1 - busy time / (ranks x span from the first forward to the last backward), over the steady steps.
 
-    Returns:
-        A number from 0 to 1, or None where no step was recorded on every rank.
+    It is None where no step was recorded on every rank.
     """
     busy = span = 0.0
     for index in steady_steps(ranks):

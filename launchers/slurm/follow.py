@@ -201,7 +201,7 @@ def explain(job: Job, state: State) -> LaunchError | None:
 
 
 def _deaths(reports: Mapping[int, dict | None], codes: Mapping[int, int]) -> list[Death]:
-    """The ranks that ended by themselves before their work was done, as far as reports and srun's codes tell."""
+    """Return the ranks that ended by themselves before their work was done, as far as reports and srun's codes tell."""
     unfinished = [rank for rank, report in reports.items() if report != {}]
     first = next(iter(codes), None)
     deaths = []

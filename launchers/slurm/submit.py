@@ -205,7 +205,7 @@ def _check_nodes(flags: Mapping[str, Any]) -> None:
 
 
 def _node_cpus(partition: str | None) -> list[int]:
-    """The CPUs of each node of ``partition`` (None: the default one); of no node where the queue does not say."""
+    """Return the CPUs of each node of ``partition`` (None: the default one); of no node if the queue does not say."""
     partition = partition or os.environ.get("SBATCH_PARTITION")
     try:
         done = ask(["sinfo", "--noheader", "--Node", "--format=%c|%P|%N", *_words({"partition": partition})])
@@ -224,7 +224,7 @@ def _words(flags: Mapping[str, Any]) -> list[str]:
 
 
 def _script(command: Sequence[str], setup: Sequence[str], env: Mapping[str, str], srun: Sequence[str]) -> str:
-    """The template with the shell lines ``setup``, the variables ``env``, and ``command`` in place of train.py's.
+    """Return the template with the shell lines ``setup``, the variables ``env``, and ``command`` for train.py's.
 
     ``srun`` are options of srun.
     """

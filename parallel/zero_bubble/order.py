@@ -21,13 +21,7 @@ from parallel.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 
 class Action(NamedTuple):
-    """One piece of a rank's work.
-
-    Attributes:
-        stage: The stage, from 0.
-        kind: A kind of work in ``parallel.timeline.WORK``.
-        microbatch: The micro-batch of the replica, from 0.
-    """
+    """One piece of a rank's work: a kind of ``parallel.timeline.WORK``, of a stage on a micro-batch of the replica."""
 
     stage: int
     kind: str
@@ -35,14 +29,16 @@ class Action(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """What a rank could do next. The least of several is done.
+    """What a rank could do next. The least of several is done: the fields are compared in their order.
+
+    An earlier micro-batch's backward comes first, so that gradients are always summed in one order.
 
     Attributes:
         start: When it could begin.
         urgency: 0 for a backward, 1 for a forward, 2 for a weight gradient.
-        microbatch: Of a backward: an earlier one comes first, so that gradients are always summed in one order.
-        depth: The deepest stage comes first; the negative stage.
-        rank: Who does it.
+        microbatch: The backward's; 0 for other work.
+        depth: The negative stage: the deepest comes first.
+        rank: The rank that does it.
         action: What is done.
     """
 
@@ -65,14 +61,7 @@ _PATIENCE = (0.0, 0.5)
 
 
 class StageSeconds(NamedTuple):
-    """How long one micro-batch takes in a stage, in seconds.
-
-    Attributes:
-        forward: The forward.
-        backward: A whole backward.
-        inputs: The first part of a split backward, for the gradients of inputs.
-        weights: The second part, for the gradients of weights.
-    """
+    """The seconds of a micro-batch in a stage; ``inputs`` and ``weights`` are the two parts of a split backward."""
 
     forward: float
     backward: float
@@ -87,14 +76,9 @@ UNMEASURED = StageSeconds(1.0, 2.0, 1.0, 1.05)
 
 
 def best_order(seconds: Sequence[StageSeconds], ranks: int, chunks: int) -> Orders:
-    """Find the order with the shortest simulated makespan.
+    """Find the order with the shortest simulated makespan, the same on every rank.
 
-    No rank holds more activations than ``max_in_flight`` allows. The result is the same on every rank.
-
-    Args:
-        seconds: What one micro-batch takes in each stage. Stage i runs on rank i % ``ranks``.
-        ranks: Of the pipeline.
-        chunks: How many micro-batches.
+    No rank holds more activations than ``max_in_flight`` allows. Stage i runs on rank i % ``ranks``.
     """
     best, shortest = None, math.inf
     for spare in dict.fromkeys((0, ranks // 2, ranks)):
@@ -145,12 +129,12 @@ def _seconds(least: dict[tuple[str, int], float], stage: int) -> StageSeconds:
 
 
 def _limits(stages: int, ranks: int, chunks: int, spare: int) -> list[int]:
-    """Of each rank, how many activations it may hold."""
+    """Return how many activations each rank may hold."""
     return [max_in_flight(ranks, chunks, stages // ranks, rank, spare) for rank in range(ranks)]
 
 
 def _split_counts(ranks: int, chunks: int) -> list[int]:
-    """How many split backwards to try, ascending, around the 2 (p - 1) that fill the gaps of equal stages."""
+    """Return how many split backwards to try, ascending, around the 2 (p - 1) that fill the gaps of equal stages."""
     number, numbers = ranks - 1, {0, 1, chunks}
     while 0 < number < chunks:
         numbers.add(number)
@@ -197,7 +181,7 @@ class _ListScheduling:
         self.end = max(self._clock)
 
     def _next(self, rank: int) -> Candidate | None:
-        """What this rank does next, as far as is known now."""
+        """Return what this rank does next, as far as is known now."""
         now, stages = self._clock[rank], range(rank, len(self.seconds), self.ranks)
         possible = []
         for i, stage in enumerate(stages):

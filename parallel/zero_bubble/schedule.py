@@ -127,13 +127,7 @@ class Buckets:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], average: Average, bucket_mb: float) -> None:
-        """Refer to the parameters.
-
-        Args:
-            parameters: Of the stage.
-            average: See ``averaging``.
-            bucket_mb: The size of a bucket in MiB.
-        """
+        """Refer to a stage's parameters, in buckets of about ``bucket_mb`` MiB."""
         self._parameters = [p for p in parameters if p.requires_grad]
         self._average, self._bytes = average, bucket_mb * 2**20
         self._buckets: list[Tensor] = []

@@ -54,7 +54,7 @@ def backward_inputs(
     Args:
         outputs: What the stage returned; those without a graph are ignored.
         gradients: Their gradients; None where ``outputs`` is a scalar loss.
-        inputs: Those among them that are tensors with gradients get theirs now. Their ``grad`` is not touched.
+        inputs: Those that are tensors with gradients get theirs now. Their ``grad`` is not touched.
         weights: Leaf tensors whose gradients ``backward_weights`` accumulates into ``grad``.
 
     Returns:
@@ -120,14 +120,14 @@ def _has_gradient(value: object) -> bool:
 
 
 def _node(tensor: Tensor) -> Node:
-    """The node that makes ``tensor``; for a leaf the one that accumulates its gradient."""
+    """Return the node that makes ``tensor``; for a leaf the one that accumulates its gradient."""
     if tensor.grad_fn is not None:
         return tensor.grad_fn
     return tensor.view_as(tensor).grad_fn.next_functions[0][0]
 
 
 def _gradients_of(node: Node, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor | None, ...]:
-    """The gradients of the outputs that ``node`` makes, by their number."""
+    """Return the gradients of the outputs that ``node`` makes, by their number."""
     gradients = {output.output_nr: gradient for output, gradient in pairs if output.grad_fn is node}
     return tuple(gradients.get(i) for i in range(max(gradients, default=-1) + 1))
 
@@ -140,7 +140,7 @@ def _note(group: _Group, node: Node):
 
 
 def _groups(roots: Sequence[Node], inputs: set[Node], weights: dict[Node, Tensor]) -> list[_Group]:
-    """The weights that can be reached, grouped by the boundary nodes that lead to them."""
+    """Return the weights that can be reached, grouped by the boundary nodes that lead to them."""
     order = _children_first(roots)
     on_path: set[Node] = set()
     reached: dict[Node, frozenset[Node]] = {}  # off the path: the weights below a node

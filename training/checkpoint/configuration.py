@@ -42,9 +42,7 @@ _TARGET = re.compile(r"^ *_target_: *([\w.]+)", re.MULTILINE)
 def saved_config(arguments: Sequence[str]) -> SavedConfig | None:
     """Return the configuration of the checkpoint that a command line names; None where it names none.
 
-    Args:
-        arguments: What was typed, without the program's name: ``checkpoint=``, ``train.resume=`` or, with
-            ``train.resume=auto``, the run directory.
+    It may be named by ``checkpoint=``, ``train.resume=`` or, with ``train.resume=auto``, by the run directory.
 
     Raises:
         CheckpointError: There is no whole checkpoint where one is named.
@@ -148,7 +146,7 @@ class SavedConfig:
     def _derived(
         self, cfg: DictConfig, raw: Mapping[str, Any], sections: Sequence[str], top: Sequence[str]
     ) -> set[str]:
-        """The keys that the files derive from others, where that gives what the checkpoint has."""
+        """Return the keys that the files derive from others, where that gives what the checkpoint has."""
         whole = copy.deepcopy(cfg)
         whole.mode = "train"
         for key in top:
@@ -166,7 +164,7 @@ class SavedConfig:
         return self._config.get("choices", {}).get(key)
 
     def _option(self, group: str, typed: Sequence[str]) -> str | None:
-        """The option of a group that the checkpoint was trained with; None where its file is not there.
+        """Return the option of a group that the checkpoint was trained with; None where its file is not there.
 
         An older checkpoint does not say it: it is one whose target is the section's.
         """
@@ -182,19 +180,19 @@ class SavedConfig:
         return next((file for file in files if file.is_file()), None)
 
     def _target(self, group: str, option: str) -> str | None:
-        """The target that an option's file names; empty where it names none, None where there is no file."""
+        """Return the target that an option's file names; empty where it names none, None where there is no file."""
         file = self._file(group, option)
         named = None if file is None else _TARGET.search(file.read_text(encoding="utf-8"))
         return named[1] if named else None if file is None else ""
 
     def _groups_of(self, key: str, option: str) -> set[str]:
-        """The groups whose option an experiment brings."""
+        """Return the groups whose option an experiment brings."""
         file = self._file(key, option)
         entries = OmegaConf.to_container(OmegaConf.load(file), resolve=False).get("defaults", []) if file else []
         return {str(one).split("/")[-1] for entry in entries if isinstance(entry, dict) for one in entry} & set(CHOSEN)
 
     def _leaves_of(self, key: str, option: str) -> list[str]:
-        """The keys that an experiment sets."""
+        """Return the keys that an experiment sets."""
         file = self._file(key, option)
         return [] if file is None else list(leaves(OmegaConf.to_container(OmegaConf.load(file), resolve=False)))
 
@@ -221,7 +219,7 @@ def _config_of(path: Path) -> dict[str, Any] | None:
 
 
 def _is_config(config: Any) -> bool:
-    """Returns whether it is what a run keeps of its configuration: what is trained, not where, nor what else."""
+    """Return whether it is what a run keeps of its configuration: what is trained, not where, nor what else."""
     if config is None:
         return True
     return (
@@ -234,12 +232,12 @@ def _is_config(config: Any) -> bool:
 
 
 def _has_primary(arguments: Sequence[str]) -> bool:
-    """Returns whether the command names a composed configuration of its own, which is complete."""
+    """Return whether the command names a composed configuration of its own, which is complete."""
     return any(argument.partition("=")[0] in ("--config-name", "-cn") for argument in arguments)
 
 
 def _checkpoints(typed: Mapping[str, Override]) -> list[str]:
-    """Returns the checkpoints that the overrides name."""
+    """Return the checkpoints that the overrides name."""
     named = _values(typed.get("checkpoint")) or _values(typed.get("train.resume"))
     if named == ["auto"]:
         folders = _values(typed.get("hydra.run.dir"))
@@ -249,7 +247,7 @@ def _checkpoints(typed: Mapping[str, Override]) -> list[str]:
 
 
 def _values(override: Override | None) -> list[str]:
-    """Returns the text of an override's value, or of each value of a sweep; empty for none, null and other kinds."""
+    """Return the text of an override's value, or of each value of a sweep; empty for none, null and other kinds."""
     if override is None:
         return []
     values = override.sweep_iterator() if override.is_sweep_override() else [override.value()]
@@ -266,7 +264,7 @@ def _resolved(section: Any, key: str) -> Any:
 
 
 def checkpoint_of(cfg: Any) -> Path:
-    """Returns what ``checkpoint`` names: a checkpoint, or a run directory, whose newest one is meant.
+    """Return what ``checkpoint`` names: a checkpoint, or a run directory, whose newest one is meant.
 
     Raises:
         TrainingError: Nothing is named. Whether it exists and is complete is checked by those who read it.
@@ -280,12 +278,7 @@ def checkpoint_of(cfg: Any) -> Path:
 
 
 def check_fits(path: Path, chain: Chain, cfg: Any) -> None:
-    """Checks that a checkpoint holds this model, by names and shapes: no tensor is read.
-
-    Args:
-        path: See ``Checkpoint.find``.
-        chain: The model.
-        cfg: The configuration that it was built from.
+    """Check that a checkpoint holds the model ``chain``, built from ``cfg``, by names and shapes: no tensor is read.
 
     Raises:
         CheckpointError: It does not. The message names the tensor, and the keys that differ from the checkpoint's.
@@ -307,7 +300,7 @@ def check_fits(path: Path, chain: Chain, cfg: Any) -> None:
 
 
 def _differences(config: Mapping[str, Any] | None, cfg: Any) -> str:
-    """Returns the end of a message: which keys of model and data are not those of the checkpoint."""
+    """Return the end of a message: which keys of model and data are not those of the checkpoint."""
     differing = [
         f"{section}.{key}={value} in the checkpoint and {cfg[section].get(key)} in this command"
         for section in ("model", "data")

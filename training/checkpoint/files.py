@@ -119,10 +119,8 @@ class Checkpoint:
     ) -> Checkpoint | None:
         """Return the newest checkpoint in a ``checkpoints`` folder that is not damaged; None where there is none.
 
-        Args:
-            folder: The folder.
-            verify: Whether every file is read and compared with its checksum; else their sizes suffice.
-            warn: Takes a line about each newer checkpoint that is damaged.
+        ``verify`` says whether files are compared with their checksums or by their sizes only. ``warn`` takes a line
+        about each newer checkpoint that is damaged.
         """
         return _newest_of(step_folders(folder), verify, warn)
 

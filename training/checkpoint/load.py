@@ -15,11 +15,7 @@ from training.checkpoint.files import Checkpoint
 
 
 class Optimizer(Protocol):
-    """What a checkpoint needs to know of an optimizer.
-
-    Attributes:
-        kind: The optimizer's class, by its full name.
-    """
+    """What a checkpoint needs to know of an optimizer; ``kind`` is the full name of its class."""
 
     kind: str
 
@@ -98,8 +94,8 @@ class StoredTensor:
     """A tensor in a file: its shape, and its rows, which are read when they are asked for.
 
     Attributes:
-        shape: Of the whole tensor.
-        dtype: Of what is read: the file's, until another is set.
+        shape: The shape of the whole tensor.
+        dtype: The dtype of what is read: the file's, until another is set.
     """
 
     def __init__(self, path: Path, name: str) -> None:

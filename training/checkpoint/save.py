@@ -74,12 +74,7 @@ Files = dict[str, dict[str, Rows]]  # this rank's rows of each tensor, by its na
 
 
 class Checkpointer:
-    """The checkpoints of one run directory, and what of a run is saved when. All ranks call each method together.
-
-    Attributes:
-        folder: The ``checkpoints`` folder.
-        warn: Takes a sentence about a save in the background that has failed.
-    """
+    """The checkpoints of one run directory, and what of a run is saved when. All ranks call each method together."""
 
     def __init__(
         self,
@@ -103,7 +98,7 @@ class Checkpointer:
             keep: How many of the newest checkpoints are kept.
             timeout_s: The longest wait for another rank, in seconds, beyond what its files may take.
             config: The run's configuration, which each checkpoint keeps.
-            warn: See the attribute.
+            warn: Takes a sentence about a save in the background that has failed.
         """
         self.folder, self.strategy, self.optimizer, self.warn = Path(folder), strategy, optimizer, warn
         self._every, self._keep, self._timeout_s, self._config = every, keep, timeout_s, config
@@ -126,7 +121,7 @@ class Checkpointer:
 
         Args:
             step: The number of the step.
-            counted: The last step whose update counted. Its checkpoint it is: the steps skipped since are done again.
+            counted: The last step whose update counted. It names the checkpoint; steps skipped since are done again.
             progress: Gives what the training loop keeps of itself, as plain values. If its "best_step" is ``counted``,
                 the link ``best`` will lead to this checkpoint.
             last: Whether the run ends with this step.
@@ -267,10 +262,8 @@ class Checkpointer:
 class _Save(threading.Thread):
     """One checkpoint on its way to the disk. The threads of all ranks go through the phases together.
 
-    Attributes:
-        error: Why it has failed, the same on every rank where none is lost.
-        lost: Whether a rank no longer answers.
-        reported: Whether the user knows of the error.
+    ``error`` is why it has failed, the same on every rank where none is lost; ``lost`` says whether a rank no longer
+    answers, and ``reported`` whether the user knows of the error.
     """
 
     def __init__(
@@ -353,7 +346,7 @@ def is_due(every: int | None, step: int, last: bool) -> bool:
 
 
 def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
-    """Return what this rank saves: its rows of its stages' tensors, if it has part in the first copy of the model.
+    """Return what this rank saves: its rows of its stages' tensors, if it belongs to the first copy of the model.
 
     A tied parameter is saved only by the stage that owns its canonical name.
     """
