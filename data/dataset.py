@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,6 +56,18 @@ def check_at_least(least: int, **options: int) -> None:
     for name, value in options.items():
         if value < least:
             raise DataError(f"data.{name}={value}: it must be at least {least}")
+
+
+def once(prepare: Callable[[DataSet], None]) -> Callable[[DataSet], None]:
+    """Let ``prepare`` do nothing once it has succeeded."""
+
+    @wraps(prepare)
+    def prepare_once(self: DataSet) -> None:
+        if not self._prepared:
+            prepare(self)
+            self._prepared = True
+
+    return prepare_once
 
 
 def to_tensor(name: str, given: Any) -> Tensor:
@@ -151,6 +165,7 @@ class DataSet(ABC):
     changing_shapes: bool = False
     num_workers: int = 0
     fingerprint: str = ""
+    _prepared = False
     train: Source
     valid: Source | None
     test: Source | None

@@ -15,7 +15,7 @@ from common.errors import DataError
 from common.files import expand_home
 from common.machine import check_memory
 from data.cache import cached_folder, fetch
-from data.dataset import DataSet, Source, check_at_least
+from data.dataset import DataSet, Source, check_at_least, once
 from data.shuffle import permute
 
 if TYPE_CHECKING:
@@ -66,7 +66,6 @@ class ImageData(DataSet):
         self.image_shape = (channels, image_size, image_size)
         self.num_classes = num_classes
         self.cache_dir = cache_dir
-        self._prepared = False
 
     def class_names(self) -> list[str]:
         """Return the classes' names: their numbers, where they have none."""
@@ -84,17 +83,15 @@ class ImageData(DataSet):
     def title(self) -> str:
         """Return what the images are, in a few words, for the description."""
 
+    @once
     def prepare(self) -> None:
         """Read the splits. See DataSet."""
-        if self._prepared:
-            return
         splits = self.splits()
         self.train = splits["train"]
         self.valid, self.test = (splits[name] if len(splits[name]) else None for name in ("valid", "test"))
         sizes = ", ".join(f"{name} {len(source):,}" for name, source in splits.items())
         shape = "x".join(map(str, self.image_shape))
         self.description = f"{self.title()}, {shape}, {self.num_classes:,} classes: {sizes} images"
-        self._prepared = True
 
 
 class PublishedImages(ImageData):

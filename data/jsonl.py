@@ -18,7 +18,7 @@ from common.files import expand_home
 from common.machine import usable_cores
 from data.buckets import VariableLength, bucket_widths
 from data.cache import cached_folder
-from data.dataset import DataSet, Source, check_at_least
+from data.dataset import DataSet, Source, check_at_least, once
 from data.documents import find_files
 from data.rows import Rows
 from data.vocabulary import END_OF_TEXT, ExtraTokens, GPT2Vocabulary
@@ -74,12 +74,10 @@ class Jsonl(DataSet):
         self.seq_len = seq_len
         self.changing_shapes = bucket_by_length
         self.cache_dir = cache_dir
-        self._prepared = False
 
+    @once
     def prepare(self) -> None:
         """Build the index, check rows and count tokens, unless the cache says that it was done before."""
-        if self._prepared:
-            return
         files = split_files(self.root)
         rows = {split: Rows(paths, self.cache_dir) for split, paths in files.items()}
         for part in rows.values():
@@ -96,7 +94,6 @@ class Jsonl(DataSet):
             self.train = TokenRows(rows["train"], train, self.fields, self.vocabulary, self.seq_len)
         self.valid, self.test = self._held_out("valid", rows, taken), self._held_out("test", rows, taken)
         self.description = self._describe()
-        self._prepared = True
 
     def _held_out(self, split: str, rows: dict[str, Rows], taken: dict[str, int]) -> TokenRows | None:
         if split in rows:

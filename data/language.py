@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from common.errors import DataError
-from data.dataset import DataSet, check_at_least
+from data.dataset import DataSet, check_at_least, once
 from data.documents import Document
 from data.token_windows import ColumnWindows, TokenWindows, cached_tokens, count_tokens, unigram_entropy
 from data.vocabulary import ExtraTokens, GPT2Vocabulary
@@ -69,7 +69,6 @@ class LanguageData(DataSet):
         self.cache_dir = cache_dir
         self.columns = columns if batchify else None
         self.vocabulary = self._choose(vocabulary, min_frequency, max_vocabulary, extra_tokens)
-        self._prepared = False
 
     def _choose(
         self, name: str, min_frequency: int | None, max_size: int | None, extra_tokens: ExtraTokens
@@ -113,10 +112,9 @@ class LanguageData(DataSet):
     def title(self) -> str:
         """Return what the text is, in a few words, for the description."""
 
+    @once
     def prepare(self) -> None:
         """Encode the text, unless the cache has its tokens, under a hash of the text itself."""
-        if self._prepared:
-            return
         documents = self.documents()
         self.fingerprint = _fingerprint(documents, self.vocabulary.key)
         files = cached_tokens(
@@ -131,7 +129,6 @@ class LanguageData(DataSet):
             for split in ("valid", "test")
         )
         self.description = self._describe(documents, files)
-        self._prepared = True
 
     def _train(self, path: Path) -> TokenWindows:
         tokens = count_tokens(path)

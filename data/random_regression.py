@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from common.machine import check_memory
-from data.dataset import DataSet, InMemory, check_at_least
+from data.dataset import DataSet, InMemory, check_at_least, once
 
 
 class RandomRegression(DataSet):
@@ -30,12 +30,10 @@ class RandomRegression(DataSet):
         check_at_least(0, noise=noise, seed=seed)
         self.samples, self.in_features, self.out_features = samples, in_features, out_features
         self.noise, self.seed = noise, seed
-        self._prepared = False
 
+    @once
     def prepare(self) -> None:
         """Make the three splits, in milliseconds; nothing is written to the disk."""
-        if self._prepared:
-            return
         numbers = 1.2 * self.samples * (self.in_features + self.out_features) + self.in_features * self.out_features
         sizes = f"data.samples={self.samples} of data.in_features={self.in_features} and {self.out_features} targets"
         check_memory(12 * numbers, sizes, "choose smaller numbers")  # drawn as fp64, kept as fp32
@@ -49,7 +47,6 @@ class RandomRegression(DataSet):
             f"random regression from {self.in_features} to {self.out_features} numbers, noise {self.noise}: "
             f"train {self.samples:,} samples, valid {few:,}, test {few:,}"
         )
-        self._prepared = True
 
     def _draw(self, teacher: np.ndarray, stream: int, samples: int) -> InMemory:
         import torch

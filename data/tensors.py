@@ -42,14 +42,11 @@ class TensorData(DataSet):
             DataError: The tensors or the fractions do not fit together.
         """
         super().__init__()
-        several = tuple(to_tensor("inputs", one) for one in (inputs if isinstance(inputs, tuple) else (inputs,)))
-        targets = to_tensor("targets", targets)
-        targets = targets if targets.is_floating_point() else targets.long()
-        if not several:
+        if isinstance(inputs, tuple) and not inputs:
             raise DataError("inputs is an empty tuple: give a tensor, or one for each input of the model")
-        for tensor in several:
-            if len(tensor) != len(targets):
-                raise DataError(f"{len(tensor)} inputs and {len(targets)} targets: each input needs one target")
+        targets = to_tensor("targets", targets)
+        whole = InMemory(inputs, targets if targets.is_floating_point() else targets.long())
+        several, targets = whole.inputs if isinstance(inputs, tuple) else (whole.inputs,), whole.targets
         numbers = all(isinstance(fraction, (int, float)) for fraction in (valid, test))
         if not numbers or min(valid, test) < 0 or valid + test >= 1:
             raise DataError(f"valid={valid} and test={test} must be 0 or more, and less than 1 together")
@@ -62,9 +59,7 @@ class TensorData(DataSet):
                 _check_tokens((targets.where(targets != _IGNORED, 0),), vocab_size, "targets")
 
         def part(rows: Tensor) -> InMemory | None:
-            chosen = tuple(tensor[rows] for tensor in several)
-            whole = chosen if isinstance(inputs, tuple) else chosen[0]
-            return InMemory(whole, targets[rows]) if len(rows) else None
+            return InMemory(*whole.read(rows.numpy(), epoch=0)) if len(rows) else None
 
         self.valid, self.test, self.train = map(part, order.split([*sizes, samples - sum(sizes)]))
         if self.train is None:

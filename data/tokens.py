@@ -14,7 +14,7 @@ import numpy as np
 from common.errors import DataError
 from common.files import expand_home
 from data.cache import cached_folder
-from data.dataset import DataSet, Source, check_at_least
+from data.dataset import DataSet, Source, check_at_least, once
 from data.token_windows import Concatenated, TokenFile, TokenWindows
 from data.vocabulary import GPT2_VOCAB_SIZE, ExtraTokens, GPT2Vocabulary
 
@@ -58,12 +58,10 @@ class Tokens(DataSet):
         self.seq_len, self.vocab_size = seq_len, vocab_size
         self.format = format
         self.cache_dir = cache_dir
-        self._prepared = False
 
+    @once
     def prepare(self) -> None:
         """Map the files. The first time every token is checked, about 1 GB a second."""
-        if self._prepared:
-            return
         files = [read_header(path, self.format) for path in self._paths()]
         self._check(files)
         splits = _cut(files[0]) if self.root.is_file() else _by_name(files)
@@ -81,7 +79,6 @@ class Tokens(DataSet):
             for split, part in splits.items()
         )
         self.description = f"token shards of {self.root} ({len(files):,}): {', '.join(parts)}"
-        self._prepared = True
 
     def _paths(self) -> list[Path]:
         if self.root.is_file():
