@@ -48,7 +48,7 @@ def main(chosen: Namespace) -> None:
     print(f"{exchange}\n")
     about = {"batch": batch, "rounds": rounds, "precision": chosen.precision, "exchange": exchange}
     path = table.write("ddp", rows, chosen.quick, **about)
-    figure.save_bars(path.with_suffix(".png"), rows, [row["run"] for row in rows[2:]], width=10.0, title=title(rows))
+    figure.bars(path.with_suffix(".png"), rows, [row["run"] for row in rows[2:]], width=10.0, title=title(rows))
 
 
 def layouts(batch: int) -> dict[str, list[str]]:

@@ -16,12 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from hydra import compose, initialize_config_dir
 from torch import Tensor
 
 from benchmarks import table
-from conf import FOLDER, options
-from conf.instantiate import to_config, to_dict
+from benchmarks.trainer import composed
+from conf import options
 from training.export.program import session_of
 from training.export.served import ServedModel, serve
 from training.modes import restore
@@ -53,8 +52,7 @@ def measure(name: str, sizes: list[str], folder: Path) -> list[dict]:
     line = [f"model={name}", *sizes, *TRAINING]
     _run(line, folder / name)
     line += ["mode=export", f"checkpoint='{folder / name}'"]
-    with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        restored = restore(to_config(to_dict(compose("train", line))), "cpu")
+    restored = restore(composed(line), "cpu")
     model = serve(name, restored.data, restored.strategy)
     rows = []
     for form, file in FORMATS.items():

@@ -55,20 +55,18 @@ def main(chosen: Namespace) -> None:
     rates = [step["tokens_per_s"] for step in steps[1:]]
     about = {"losses": losses, **learned, "tokens/s": statistics.median(rates)}
     path = table.write("first_run", rows, chosen.quick, command=" ".join(("train.py", *COMMAND)), **about)
-    print(f"figure: {draw(path.with_suffix('.png'), losses, learned)}")
+    draw(path.with_suffix(".png"), losses, learned)
 
 
-def draw(path: Path, losses: list[float], learned: dict[str, float]) -> Path:
-    """Write a picture of the loss by step, smoothed too, and of what it can be compared with; returns ``path``."""
-    canvas, (axes,) = figure.canvas(width=7.0)
-    axes.plot(range(1, len(losses) + 1), losses, "o", color=figure.GREY, markersize=4, label="loss of each step")
-    smooth = [statistics.mean(losses[end - SMOOTHED : end]) for end in range(SMOOTHED, len(losses) + 1)]
-    centres = [end - (SMOOTHED - 1) / 2 for end in range(SMOOTHED, len(losses) + 1)]
-    axes.plot(centres, smooth, color=figure.BLUE, linewidth=2, label=f"mean of {SMOOTHED} steps")
-    for (name, value), style in zip(learned.items(), ("--", "-.", ":"), strict=True):
-        axes.axhline(value, color="black", linestyle=style, linewidth=1, label=f"{name} {value:.3f}")
-    axes.set(xlabel="step", ylabel="nats per token")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend(frameon=False)
-    canvas.savefig(path)
-    return path
+def draw(path: Path, losses: list[float], learned: dict[str, float]) -> None:
+    """Draw the loss by step, smoothed too, and what it can be compared with."""
+    with figure.drawing(path, width=7.0) as (axes,):
+        axes.plot(range(1, len(losses) + 1), losses, "o", color=figure.GREY, markersize=4, label="loss of each step")
+        smooth = [statistics.mean(losses[end - SMOOTHED : end]) for end in range(SMOOTHED, len(losses) + 1)]
+        centres = [end - (SMOOTHED - 1) / 2 for end in range(SMOOTHED, len(losses) + 1)]
+        axes.plot(centres, smooth, color=figure.BLUE, linewidth=2, label=f"mean of {SMOOTHED} steps")
+        for (name, value), style in zip(learned.items(), ("--", "-.", ":"), strict=True):
+            axes.axhline(value, color="black", linestyle=style, linewidth=1, label=f"{name} {value:.3f}")
+        axes.set(xlabel="step", ylabel="nats per token")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.legend(frameon=False)

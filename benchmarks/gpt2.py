@@ -114,7 +114,7 @@ def main(chosen: Namespace) -> None:
     print(f"{work}; {peaks}\n")
     path = table.write("gpt2", rows, chosen.quick, **asdict(job), work=work, peak=peaks)
     shown = [row for row in rows if row["MFU"]]
-    figure.save_bars(path.with_suffix(".png"), shown, [ALL], width=12.0, title=title(shown))
+    figure.bars(path.with_suffix(".png"), shown, [ALL], width=12.0, title=title(shown))
 
 
 def rows_to_measure(batch: int, gpu: bool, compiler: bool) -> dict[str, Levers]:

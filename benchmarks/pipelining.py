@@ -134,9 +134,9 @@ def main(chosen: Namespace) -> None:
         measured = {**table.facts("pipelining")["measured"], **measured}
     about = {"device": ranks.device_type(), "cores": ranks.cores(), "measured": measured}
     path = table.write("pipelining_sweep", swept, chosen.quick, **about)
-    print(f"figure: {figure.chunks(path.with_suffix('.png'), swept)}")
+    figure.chunks(path.with_suffix(".png"), swept)
     path = table.write("pipelining", rows, chosen.quick, **about)
-    print(f"figure: {figure.speed(path.with_suffix('.png'), rows)}")
+    figure.speed(path.with_suffix(".png"), rows)
 
 
 def _with_other_models(rows: list[dict], name: str) -> list[dict]:

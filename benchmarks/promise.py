@@ -57,7 +57,7 @@ def main(chosen: Namespace) -> None:
             losses = [record["loss"] for record in read_metrics(folder) if "loss" in record]
         print(layout[0], losses[-1], file=sys.stderr)
         curves[layout[0].partition("=")[2]] = losses
-    print(f"figure: {draw(table.RESULTS / 'promise.png', ranks, bubbles, curves)}")
+    draw(table.RESULTS / "promise.png", ranks, bubbles, curves)
 
 
 def step(path: Path) -> dict[int, list[Interval]]:
@@ -77,38 +77,37 @@ def step(path: Path) -> dict[int, list[Interval]]:
 
 def draw(
     path: Path, ranks: dict[int, list[Interval]], bubbles: tuple[float, float], curves: dict[str, list[float]]
-) -> Path:
-    """Write the picture to ``path`` and returns it."""
-    canvas, _ = figure.canvas(columns=2, width=6.5)
-    canvas.clear()
-    grid = GridSpec(2, 2, figure=canvas, height_ratios=(1, 1.2))
-    left, above = canvas.add_subplot(grid[:, 0]), canvas.add_subplot(grid[0, 1])
-    below = canvas.add_subplot(grid[1, 1], sharex=above)
-    for axes in (above, below):
-        axes.spines[["top", "right"]].set_visible(False)
-    handles = diagram(left, ranks, width=5.5)
-    left.set_title(
-        f"one step of parallel=pipelined, measured: {bubbles[0]:.0%} of it idle (ideal: {bubbles[1]:.0%})",
-        fontsize="medium",
-    )
-    left.legend(handles=handles[:3], loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, frameon=False)
+) -> None:
+    """Draw the picture into the file ``path``."""
+    with figure.drawing(path, columns=2, width=6.5) as (place, _):
+        canvas = place.figure
+        canvas.clear()
+        grid = GridSpec(2, 2, figure=canvas, height_ratios=(1, 1.2))
+        left, above = canvas.add_subplot(grid[:, 0]), canvas.add_subplot(grid[0, 1])
+        below = canvas.add_subplot(grid[1, 1], sharex=above)
+        for axes in (above, below):
+            axes.spines[["top", "right"]].set_visible(False)
+        handles = diagram(left, ranks, width=5.5)
+        left.set_title(
+            f"one step of parallel=pipelined, measured: {bubbles[0]:.0%} of it idle (ideal: {bubbles[1]:.0%})",
+            fontsize="medium",
+        )
+        left.legend(handles=handles[:3], loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, frameon=False)
 
-    reference = curves["single"]
-    steps = range(1, len(reference) + 1)
-    above.plot(steps, reference, color="black", linewidth=1.5)
-    above.set_title("the loss of parallel=single", fontsize="medium")
-    above.set_ylabel("training loss")
-    above.tick_params(labelbottom=False)
-    others = {name: losses for name, losses in curves.items() if name != "single"}
-    for (name, losses), marker in zip(others.items(), "os^vD*PX", strict=False):
-        apart = [abs(a - b) / abs(b) or _EQUAL for a, b in zip(losses, reference, strict=True)]
-        below.plot(steps, apart, marker, label=name, markersize=4, alpha=0.7)
-    below.axhline(torch.finfo(torch.float32).eps, color="black", linestyle="--", linewidth=1)
-    below.text(len(reference), torch.finfo(torch.float32).eps, "float32's epsilon", ha="right", va="bottom")
-    below.set_yscale("log")
-    below.set_ylim(_EQUAL / 2, 1e-2)
-    below.set_title("every other strategy: |difference from single| / loss", fontsize="medium")
-    below.set(xlabel="step")
-    below.legend(frameon=False, ncols=4, fontsize="small", loc="upper center")
-    canvas.savefig(path)
-    return path
+        reference = curves["single"]
+        steps = range(1, len(reference) + 1)
+        above.plot(steps, reference, color="black", linewidth=1.5)
+        above.set_title("the loss of parallel=single", fontsize="medium")
+        above.set_ylabel("training loss")
+        above.tick_params(labelbottom=False)
+        others = {name: losses for name, losses in curves.items() if name != "single"}
+        for (name, losses), marker in zip(others.items(), "os^vD*PX", strict=False):
+            apart = [abs(a - b) / abs(b) or _EQUAL for a, b in zip(losses, reference, strict=True)]
+            below.plot(steps, apart, marker, label=name, markersize=4, alpha=0.7)
+        below.axhline(torch.finfo(torch.float32).eps, color="black", linestyle="--", linewidth=1)
+        below.text(len(reference), torch.finfo(torch.float32).eps, "float32's epsilon", ha="right", va="bottom")
+        below.set_yscale("log")
+        below.set_ylim(_EQUAL / 2, 1e-2)
+        below.set_title("every other strategy: |difference from single| / loss", fontsize="medium")
+        below.set(xlabel="step")
+        below.legend(frameon=False, ncols=4, fontsize="small", loc="upper center")

@@ -44,7 +44,7 @@ def main(chosen: Namespace) -> None:
     where = "two GPUs" if gpus else "two cores, one thread a process"
     rows = tabulate(seconds, batch)
     path = table.write("published_figures", rows, chosen.quick, batch=batch, repeats=repeats, where=where)
-    print(f"figure: {draw(rows, path.with_suffix('.png'), where)}")
+    draw(path.with_suffix(".png"), rows, where)
 
 
 def measure(rank: int, batch: int, image: int, splits: tuple[int, ...], repeats: int) -> dict[str, list[float]]:
@@ -87,21 +87,19 @@ def tabulate(seconds: dict[str, list[float]], batch: int) -> list[dict]:
     return rows
 
 
-def draw(rows: list[dict], path: Path, where: str) -> Path:
-    """Write the curve over the split size, beside one device and model parallel, to ``path`` and returns it."""
+def draw(path: Path, rows: list[dict], where: str) -> None:
+    """Draw the curve over the split size, beside one device and model parallel."""
     by_split = {int(row["split size"]): row for row in rows if row["split size"]}
     single, naive = (next(float(row["mean"]) for row in rows if row["run"] == run) for run in (SINGLE, NAIVE))
-    drawing, (ax,) = figure.canvas(width=8.0)
     sizes = sorted(by_split)
     means, deviations = ([float(by_split[n][key]) for n in sizes] for key in ("mean", "standard deviation"))
-    ax.errorbar(sizes, means, deviations, fmt="o-", color=figure.BLUE, capsize=4, label=PIPELINED)
-    ax.axhline(single, color="black", linestyle="--", linewidth=1, label=f"{SINGLE} {single:.1f} s")
-    ax.axhline(naive, color="black", linestyle=":", linewidth=1, label=f"{NAIVE} {naive:.1f} s")
-    ax.set_ylim(bottom=0)
-    ax.set_xlabel("split size: images in a micro-batch")
-    ax.set_ylabel("seconds a batch: mean and standard deviation")
     faster = [size for size in sizes if float(by_split[size]["mean"]) < min(single, naive)]
-    ax.set_title(f"ResNet-50, {where}: pipelining is faster from {min(faster, default=math.inf)} images on")
-    ax.legend(frameon=False)
-    drawing.savefig(path)
-    return path
+    with figure.drawing(path, width=8.0) as (axes,):
+        axes.errorbar(sizes, means, deviations, fmt="o-", color=figure.BLUE, capsize=4, label=PIPELINED)
+        axes.axhline(single, color="black", linestyle="--", linewidth=1, label=f"{SINGLE} {single:.1f} s")
+        axes.axhline(naive, color="black", linestyle=":", linewidth=1, label=f"{NAIVE} {naive:.1f} s")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("split size: images in a micro-batch")
+        axes.set_ylabel("seconds a batch: mean and standard deviation")
+        axes.set_title(f"ResNet-50, {where}: pipelining is faster from {min(faster, default=math.inf)} images on")
+        axes.legend(frameon=False)

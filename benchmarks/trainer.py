@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from torch import Tensor, nn
 
+from conf import FOLDER
 from conf.instantiate import to_config, to_dict
 from conf.schema import register
 from data.batch import Batch
@@ -35,10 +36,15 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 def configured(overrides: Sequence[str]) -> Setup:
     """Return what ``python train.py OVERRIDES`` would prepare."""
+    return prepare(composed(overrides))
+
+
+def composed(overrides: Sequence[str]) -> Any:
+    """Return the configuration of ``python train.py OVERRIDES``."""
     register()
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(Path(__file__).parents[1] / "conf"), version_base="1.3"):
-        return prepare(to_config(to_dict(compose("train", list(overrides)))))
+    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        return to_config(to_dict(compose("train", list(overrides))))
 
 
 class Trainer:
