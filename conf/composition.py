@@ -33,7 +33,7 @@ _FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
 class Refused(BaseException):
-    """Carries an error out of a callback of Hydra, which would make a warning of an ``Exception`` and go on."""
+    """Carries an error out of a callback of Hydra, which would turn an ``Exception`` into a warning and go on."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -164,7 +164,7 @@ def differences(cfg: DictConfig, hydra: Any) -> tuple[dict[str, str], list[str]]
 
 
 def _change(tree: Any, key: str, word: str) -> str:
-    """"key=value" as the configuration has it; as it was typed where that is a mapping or gone."""
+    """Return "key=value" as the configuration has it; as it was typed where that is a mapping or gone."""
     for name in key.split("."):
         tree = tree.get(name, word) if isinstance(tree, dict) else word
     return word if tree is word or isinstance(tree, dict) else f"{key}={_word(tree)}"

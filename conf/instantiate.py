@@ -87,7 +87,7 @@ ROLES = {
 
 
 def add_to_path(folders: Sequence[str]) -> None:
-    """Have Python look for modules in the working directory and in these folders too, after all others."""
+    """Let Python look for modules in the working directory and in these folders too, after all others."""
     sys.path.extend(folder for folder in (os.getcwd(), *folders) if folder not in sys.path)
 
 
@@ -322,7 +322,7 @@ def _as_number_or_text(value: Any, kind: type, key: str) -> Any:
 
 
 def _sections(node: Any) -> list[dict]:
-    """All dicts of a tree, its own root included."""
+    """Return all dicts of a tree, its own root included."""
     inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
     return ([node] if isinstance(node, dict) else []) + [section for item in inner for section in _sections(item)]
 
@@ -350,7 +350,7 @@ def resolve(target: Any) -> Any:
 
 
 def targets(node: Any) -> list[Any]:
-    """All targets that a tree names, at any depth."""
+    """Return all targets that a tree names, at any depth."""
     return [section["_target_"] for section in _sections(node) if "_target_" in section]
 
 

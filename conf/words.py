@@ -135,12 +135,12 @@ def _expand(argument: str) -> list[str]:
 
 
 def hydra_word(text: str) -> str:
-    """``text`` as the value of a command-line override: quoted, unless it is a plain word or path."""
+    """Return ``text`` as the value of a command-line override: quoted, unless it is a plain word or path."""
     return text if re.fullmatch(r"[\w./:%@+-]+", text) else quoted(text)
 
 
 def quoted(text: str) -> str:
-    """``text`` in the quotes of Hydra's grammar, in which a backslash escapes a quote and those before a quote."""
+    """Return ``text`` quoted for Hydra's grammar, in which a backslash escapes a quote and those before a quote."""
     escaped = re.sub(r"(?<!\\)(\\*)('|\Z)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
     return f"'{escaped}'"
 

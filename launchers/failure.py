@@ -105,7 +105,7 @@ def is_peer_error(error: BaseException) -> bool:
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Return whether a peer error says that this process has waited in vain, not that a connection was closed."""
+    """Return whether a peer error says that the time for an answer was up, not that a connection was closed."""
     return re.search("timed? ?out", str(_first(error)), re.IGNORECASE) is not None
 
 
@@ -168,7 +168,7 @@ def _write(path: str | os.PathLike, report: dict) -> None:
 
 
 class _Severity(IntEnum):
-    """Of two deaths, the one whose severity comes first is the cause of the other."""
+    """Kinds of deaths: of two, the one that comes first here is the cause of the other."""
 
     KILLED = auto()
     RAISED = auto()

@@ -163,7 +163,7 @@ class _Beats:
         )
 
     def _find_silent(self, ranks: int) -> dict[int, Note]:
-        """Return the notes of the ranks that neither leave nor complain, once all others have had time to."""
+        """Return the notes of the ranks that neither leave nor give up, once all others have had time to."""
         mine, begin, notes = here(), time.monotonic(), {}
         while True:
             self._put()

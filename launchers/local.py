@@ -34,7 +34,7 @@ _SERVER_GONE = 255  # the exit code that multiprocessing gives a process of whic
 _LONGEST_TMPDIR = 70  # the path of a socket has at most 107 characters, and the fork server's is in a folder there
 # All ranks of a run that was told to stop leave within moments of each other.
 _LEAVE_S = 10.0
-# NCCL's watchdogs end the ranks that have waited in vain, each in its own time.
+# NCCL's watchdogs end the ranks whose time to wait is up, each in its own time.
 _GIVE_UP_LATE_S = 15.0
 
 
@@ -171,7 +171,7 @@ class _Workers:
         self._given_up = True
         started = [process for process in self._processes if process.pid is not None]
         for process in started:
-            # Also where the worker has gone: what it had started may still run. macOS refuses a group of the dead.
+            # Even if the worker is gone, what it has started may still run. macOS refuses a group of the dead.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()  # it may not lead its group yet
@@ -181,7 +181,7 @@ class _Workers:
             process.join(max(0.0, deadline - time.monotonic()))
 
     def _start(self) -> None:
-        """Fork them. The fork server answers once it has imported its modules; signals are heeded meanwhile."""
+        """Fork the workers. The fork server answers once it has imported its modules; signals are handled meanwhile."""
         problems: list[Exception] = []
 
         def start() -> None:
@@ -271,7 +271,7 @@ def _pack(entry: Callable, args: tuple) -> bytes:
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Hide the script, or the notebook: a process that multiprocessing starts would run it, to import it."""
+    """Hide the script, or the notebook: every process that multiprocessing starts would import it, and so run it."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:

@@ -104,7 +104,7 @@ def _private_store(store: Store, world: World, timeout_s: float) -> Store:
 
 
 def _is_private(folder: str) -> bool:
-    """Return whether it is a folder of this user's that nobody else can enter."""
+    """Return whether it is a folder of this user that nobody else can enter."""
     try:
         status = os.lstat(folder)
     except (OSError, ValueError):
@@ -135,7 +135,7 @@ def _open(world: World, host: str, port: int, timeout_s: float) -> Store:
         with suppress(Exception):
             joined.append(TCPStore(address, port, None, False, timeout, wait_for_workers=False))
 
-    # In a thread: where a server accepts and says nothing, torch 2.13's client waits for ever, whatever its timeout.
+    # A thread, as torch 2.13's client waits for ever, whatever its timeout, for a server that accepts and is silent.
     joining = threading.Thread(target=join, name="join-store", daemon=True)
     joining.start()
     joining.join(min(timeout_s, _ANSWER_S))
@@ -176,7 +176,7 @@ def _listen_as_rank_0(world: World, host: str, port: int) -> socket.socket:
 
 
 def _wait_for_listener(world: World, host: str, port: int, timeout_s: float) -> str:
-    # Asked in Python first: torch's client logs pages of C++ frames while nobody answers.
+    # Python asks first: torch's client logs pages of C++ frames while nobody answers.
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -194,7 +194,7 @@ def _wait_for_listener(world: World, host: str, port: int, timeout_s: float) -> 
 
 
 def _gather(store: Store, world: World, where: str, timeout_s: float, deadline: float) -> None:
-    """Return when all ranks are here. Polls: a store's own wait() logs C++ frames when it times out."""
+    """Return when all ranks are here. It polls: a store's own wait() logs C++ frames when it times out."""
     if store.add(f"rank-{world.rank}", 1) > 1:
         raise LaunchError(
             f"two processes at {where} say that they are RANK={world.rank} of WORLD_SIZE={world.size}: "

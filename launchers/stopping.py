@@ -112,25 +112,25 @@ def second_signal() -> int | None:
 
 
 def stop_without_parent() -> None:
-    """Let `wanted` say so once the process that has started this one is gone: nobody else would tell it."""
+    """Let `wanted` return true once the parent process is gone: nobody else would tell this one to stop."""
     parent = os.getppid()
     also(lambda: os.getppid() != parent)
 
 
 def also(asked: Callable[[], bool]) -> None:
-    """Let `wanted` call `asked` too."""
+    """Let `wanted` ask the function `asked` too."""
     _state.others.append(asked)
 
 
 def at_once() -> None:
-    """Let the first signal, too, end this process at once from now on: there is nothing to save."""
+    """Let even the first signal end this process from now on: there is nothing to save."""
     _state.at_once = True
     if _state.first is not None:
         _leave_at_once(_state.first[0])
 
 
 def expect_echo() -> None:
-    """Take a signal that soon follows for the same request: a launcher passes on what all processes have got."""
+    """Take a signal that soon follows for the same request: a launcher passes on what its whole group has received."""
     _state.same_request_s = _ECHO_S
 
 

@@ -147,7 +147,7 @@ def redirect_output(path: str | os.PathLike) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    # By line, so that the file tells how far a killed process came.
+    # Written by line, so that the file tells how far a killed process came.
     sys.stdout.reconfigure(line_buffering=True)
     sys.stderr.reconfigure(line_buffering=True)
 

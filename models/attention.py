@@ -73,7 +73,7 @@ class UsesCache:
 
 @contextmanager
 def caching(layers: nn.Module, cache: KeyValueCache) -> Iterator[None]:
-    """Have all layers that can use ``cache`` for a while."""
+    """Let all layers that can use ``cache`` do so inside the block."""
     users = [module for module in layers.modules() if isinstance(module, UsesCache)]
     for module in users:
         module.cache = cache

@@ -147,7 +147,7 @@ def _shrunk(x: Tensor, rows: int) -> tuple[Tensor, Tensor | float]:
 
 
 def fused_cross_entropy(x: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Cross entropy of ``x @ weight.T + bias`` against ``targets``, summed over those that are not ``IGNORED``.
+    """Compute the cross entropy of ``x @ weight.T + bias`` against ``targets``, summed where they are not ``IGNORED``.
 
     Args:
         x: [n, c], hidden states in the compute dtype.

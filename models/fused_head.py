@@ -33,7 +33,7 @@ class FusedHead(nn.Module):
         return self.projection(self.hidden(x))
 
     def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
-        """Hidden states [b, t, c] against next tokens [b, t], in the autocast's dtype where there is one."""
+        """Compute the loss of hidden states [b, t, c] against next tokens [b, t], in the dtype of an autocast."""
         targets = mask_targets(targets, weights).flatten()
         hidden = self.hidden(x).flatten(0, 1)
         kind = x.device.type

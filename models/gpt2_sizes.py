@@ -57,7 +57,7 @@ def parameters_of(model: Mapping[str, Any]) -> int:
 
 
 def published_rate(parameters: int) -> float:
-    """AdamW's published learning rate for a GPT-2 of so many parameters, to two digits; a power law between sizes."""
+    """Return AdamW's published rate for a GPT-2 of so many parameters, to two digits; a power law between sizes."""
     at = min(max(parameters, _RATES[0][0]), _RATES[-1][0])
     (x0, y0), (x1, y1) = next((low, high) for low, high in pairwise(_RATES) if at <= high[0])
     rate = y0 * (y1 / y0) ** (math.log(at / x0) / math.log(x1 / x0))

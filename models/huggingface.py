@@ -60,7 +60,7 @@ class HuggingFaceGPT2:
 
     @staticmethod
     def their_name(name: str) -> str:
-        """Hugging Face's name of the parameter ``name``."""
+        """Return Hugging Face's name of the parameter ``name``."""
         return _RENAMED.get(name, f"{PREFIX}{name}")
 
     @staticmethod

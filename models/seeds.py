@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-# Of a dropout mask (``models.dropout``), as int64: how far apart samples and elements are before they are hashed (the
-# latter as in SplitMix64), and the factors of the hash.
+# Constants of a dropout mask (``models.dropout``), as int64: how far apart samples and elements are before they are
+# hashed (the latter as in SplitMix64), and the factors of the hash.
 SAMPLE, ELEMENT, FACTOR_1, FACTOR_2 = (
     n - 2**64 for n in (0xD1342543DE82EF95, 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )

@@ -15,7 +15,7 @@ from models.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, StepBatchNor
 from models.chain import Chain, LayerSpec
 from models.losses import Loss
 
-# Torch's running statistics move with every micro-batch of every replica, each in its own way.
+# torch's running statistics move with every micro-batch of every replica, each in its own way.
 _OURS = {nn.BatchNorm1d: BatchNorm1d, nn.BatchNorm2d: BatchNorm2d, nn.BatchNorm3d: BatchNorm3d}
 
 

@@ -128,7 +128,7 @@ def _cheapest(cost: Cost, layers: int, chunks: int, starts: Sequence[list[int]])
 
 
 def _splits(layers: int, stages: int) -> Iterator[list[int]]:
-    """Every partition of the layers, at least one per stage."""
+    """Yield every partition of the layers with at least one per stage."""
     for cuts in combinations(range(1, layers), stages - 1):
         yield [end - start for start, end in pairwise((0, *cuts, layers))]
 
@@ -143,7 +143,7 @@ def _descend(counts: list[int], cost: Cost) -> list[int]:
 
 
 def _moves(counts: Sequence[int]) -> Iterator[list[int]]:
-    """Every split in which one stage has some layers fewer and another as many more."""
+    """Yield every split in which one stage has some layers fewer and another as many more."""
     for giver, taker in permutations(range(len(counts)), 2):
         for moved in range(1, counts[giver]):
             yield [n - moved * (i == giver) + moved * (i == taker) for i, n in enumerate(counts)]

@@ -81,7 +81,7 @@ def normalise_over_replicas(
 
 
 def _moments(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """[c] mean and [c] biased variance of all ranks' ``x``, from the ranks' own: sums of squares would cancel."""
+    """Return mean [c] and biased variance [c] of all ranks' ``x`` from the ranks' own: sums of squares would cancel."""
     wide, dims = x.to(torch.promote_types(x.dtype, torch.float32)), [d for d in range(x.dim()) if d != 1]
     variance, mean = torch.var_mean(wide, dim=dims, correction=0)
     own = torch.stack((mean, variance))
@@ -104,7 +104,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight, mean, variance = ctx.saved_tensors
-        # Of this rank's x, which DDP averages for the parameters; x moved the mean and variance of all ranks too.
+        # These count this rank's x only. DDP averages the parameters'; x also moved the mean and variance of all ranks.
         dx, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
             dy, x, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
         )

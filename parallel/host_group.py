@@ -130,7 +130,7 @@ class _Work(dist.Work):
     def __init__(self, work: dist.Work, tensors: Sequence[Tensor], hosts: Sequence[Tensor], result) -> None:
         super().__init__()
         self._work, self._result = work, result
-        # Also holds what is sent until it is gone.
+        # This also keeps what is sent alive until it is gone.
         self._tensors, self._hosts = list(tensors), list(hosts)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:

@@ -132,7 +132,7 @@ class Stage(nn.Module):
         targets: Tensor | None,
         weights: Tensor | None,
     ) -> Tensors | Sums:
-        """All layers and, where there are targets, the loss. ``where`` is None where nothing is random."""
+        """Compute all layers and, where there are targets, the loss. ``where`` is None where nothing is random."""
         layers = [(name, self.layers.get_submodule(name)) for name in self.layers.names]
         last_name, last = layers[-1]
         owns_loss = targets is not None and hasattr(last, "loss")
@@ -199,7 +199,7 @@ class Stage(nn.Module):
         first, count = where
         # What the layer draws by itself depends on the micro-batch, its dropout on the sample.
         seed = derive_seed(self.seed, self.step, first, name)
-        # Of the inputs' device: ``data_parallel`` runs copies of the stage on others.
+        # The inputs' device counts: ``data_parallel`` runs copies of the stage on others.
         seed_generators(tensors[0].device, seed)
         with computing(Samples(count, first, self.seed, self.step), seed):
             return layer(*tensors)

@@ -152,7 +152,7 @@ def _scancel(ids: Sequence[str]) -> None:
 
 
 def _cancel(jobs: Sequence[Job]) -> str:
-    """Have the queue end those of ``jobs`` that have not ended, and wait for it: what has become of them, in words."""
+    """Cancel those of ``jobs`` that have not ended, and wait for it; return what has become of them, in words."""
     ids = [job.id for job in jobs if not job.done]
     names = f"job{'s' * (len(ids) > 1)} {', '.join(ids)}"
     try:
@@ -168,7 +168,7 @@ def _cancel(jobs: Sequence[Job]) -> str:
 
 
 def _show(path: Path, stream: TextIO) -> Iterator[None]:
-    """Each time that it is resumed: print what was written to ``path`` meanwhile, without SLURM's own lines."""
+    """Print, each time that it is resumed, what was written to ``path`` meanwhile, without SLURM's own lines."""
     offset, rest = 0, b""
     while True:
         with suppress(OSError), open(path, "rb") as file:
@@ -236,7 +236,7 @@ def exit_codes(text: str) -> dict[int, int]:
 
 
 def _ended(text: str) -> Iterator[tuple[int, str]]:
-    """Each rank that srun's messages about the last attempt name, in their order, with srun's words."""
+    """Yield each rank that srun's messages about the last attempt name, in their order, with srun's words."""
     for ranks, words in _TASKS.findall(text.rpartition(_ATTEMPT_ENDS)[2]):
         for piece in ranks.split(","):
             low, _, high = piece.partition("-")

@@ -111,7 +111,7 @@ def requeue(job: str) -> None:
     SLURM holds it back for the lifetime of a credential, two minutes by default.
     """
     done = ask(["scontrol", "requeue", job])
-    # Below 0: asked by the job itself, scontrol is one of the processes that are stopped, maybe before it returns.
+    # Below 0 where the job itself asks: scontrol is one of the processes that are stopped, maybe before it returns.
     if done.returncode > 0:
         raise LaunchError(f"scontrol requeue {job}: {done.stderr.strip()}")
 
@@ -124,7 +124,7 @@ def _leave(report: Path, error: BaseException) -> NoReturn:
     traceback.print_exception(error)
     try:
         if write_report(report, error)["peer"]:
-            # So that the rank that broke the connection is seen to fail first.
+            # The rank that broke the connection is to be seen to fail first.
             time.sleep(PEER_DELAY_S)
     finally:
         sys.stdout.flush()

@@ -203,7 +203,7 @@ class _ListScheduling:
         return min(possible, default=None)
 
     def _forward_ready(self, stage: int, chunk: int) -> float:
-        """When its input has arrived; infinity where that is not known yet."""
+        """Return when the forward's input has arrived; infinity where that is not known yet."""
         if stage == 0:
             return 0.0
         before = self._forward_ended[stage - 1]

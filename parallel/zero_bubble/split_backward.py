@@ -166,7 +166,7 @@ def _groups(roots: Sequence[Node], inputs: set[Node], weights: dict[Node, Tensor
 
 
 def _children_first(roots: Sequence[Node]) -> list[Node]:
-    """All nodes below ``roots``, each after those that its edges lead to."""
+    """Return all nodes below ``roots``, each after those that its edges lead to."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack = [(root, False) for root in roots]

@@ -219,7 +219,7 @@ def _config_of(path: Path) -> dict[str, Any] | None:
 
 
 def _is_config(config: Any) -> bool:
-    """Return whether it is what a run keeps of its configuration: what is trained, not where, nor what else."""
+    """Return whether this is a configuration as checkpoints keep it: what is trained, not where, and nothing else."""
     if config is None:
         return True
     return (

@@ -242,7 +242,7 @@ def publish(draft: Path, final: Path) -> None:
 
 
 def update_link(folder: Path, name: str, target: str) -> None:
-    """Have the relative link ``name`` lead to ``target``, in one step."""
+    """Make the relative link ``name`` lead to ``target``, in one step."""
     link = folder / f".{name}.tmp"
     link.unlink(missing_ok=True)
     link.symlink_to(target)

@@ -396,7 +396,7 @@ def copy_tensors(files: Files, writers: int, buffers: dict[str, Tensor]) -> File
 
 
 def _devices_with_space(tensors: Iterable[Tensor], writers: int) -> set[torch.device]:
-    """Return the GPUs that have space for another copy of the tensors on them while training continues."""
+    """Return the GPUs that have space for another copy of their tensors while training continues."""
     needed: dict[torch.device, int] = {}
     for tensor in tensors:
         if tensor.device.type == "cuda":
@@ -504,6 +504,6 @@ def commit(draft: Path, final: Path, manifest: dict, keep: int, files: dict[str,
 
 
 def lower_priority() -> None:
-    """Have the calling thread use the processor when training does not, where threads have their own priorities."""
+    """Let the calling thread use the processor only when training does not, where threads have priorities."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
