@@ -109,16 +109,13 @@ def share_cores(processes: int, wanted: int | None) -> int:
 
 
 def keep_freed_memory(weights: int = 0) -> None:
-    """Have the C allocator keep what a CPU run frees, for the next micro-batch.
+    """Let the C allocator keep what a CPU run frees, for the next micro-batch; ``weights`` are its own, in bytes.
 
     glibc hands every large tensor back to the kernel when it is freed and has its pages zeroed again for the next:
     a third of the time of a GPT-2 step. Not in torch's huge pages (THP_MEM_ALLOC_ENABLE): steps are as fast without,
     and its aligned blocks leave gaps that glibc fills with fresh memory for another five steps. With more than 1 GiB
     of weights tensors from 32 MiB on are still handed back, a sixth slower: gradients move once into DDP's buckets,
     and what the heap keeps of the first copy is the model's size once more. Other C libraries are left as they are.
-
-    Args:
-        weights: The size of this process's weights in bytes.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

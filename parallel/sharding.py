@@ -84,13 +84,10 @@ class Sharding:
 
 
 class Rows(NamedTuple):
-    """The part of a tensor that this rank holds.
+    """The part ``tensor`` of a tensor that this rank holds, with the memory of the original.
 
-    Attributes:
-        tensor: The part, with the memory of the original.
-        start: The first of its rows (positions along the first dimension) in the whole tensor.
-        shape: The shape of the whole tensor.
-        shared: Whether other ranks hold other rows.
+    ``start`` is the first of its rows (positions along the first dimension) in the whole tensor, which has the shape
+    ``shape``; ``shared`` says whether other ranks hold other rows.
     """
 
     tensor: Tensor

@@ -333,12 +333,7 @@ class Strategy(ABC):
         return self.norm(lambda parameter: parameter.grad)
 
     def clip_grad_norm_(self, max_norm: float, norm: float) -> None:
-        """Scale gradients so that their norm is at most ``max_norm``, as ``nn.utils.clip_grad_norm_`` does.
-
-        Args:
-            max_norm: The limit.
-            norm: The norm now.
-        """
+        """Scale gradients of norm ``norm`` down to at most ``max_norm``, as ``nn.utils.clip_grad_norm_`` does."""
         self.gradients.multiply(min(1.0, max_norm / (norm + 1e-6)))
 
     def clip_grad_value_(self, limit: float) -> None:
@@ -427,7 +422,7 @@ class Strategy(ABC):
 def build_strategy(
     plan: Plan, chain: Chain, mesh: Mesh, options: Options, sample: Batch | None, local_rank: int = 0
 ) -> Strategy:
-    """Build this rank's strategy, with its stages on their devices.
+    """Build this rank's strategy, of the class that the registry names, with its stages on their devices.
 
     Args:
         plan: The layout of the run.
@@ -436,9 +431,6 @@ def build_strategy(
         options: How stages are run.
         sample: One micro-batch, used for its shapes and dtypes only. None for a strategy without pipeline.
         local_rank: This rank's number on its machine, which says which device it takes.
-
-    Returns:
-        A strategy of the class that the registry names.
     """
     if plan.devices:
         devices = [torch.device(d) for d in plan.devices]

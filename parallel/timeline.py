@@ -111,12 +111,9 @@ class Timeline:
 
 
 class Recording(NamedTuple):
-    """What a rank has recorded, to be sent to others.
+    """What a rank has recorded, to be sent to others: the name of its host, and its intervals step by step.
 
-    Attributes:
-        host: The name of the rank's host.
-        mark: A time on the rank's clock that is the same moment on all ranks to within a message (after a barrier).
-        steps: The rank's intervals, step by step.
+    ``mark`` is a time on the rank's clock that is the same moment on all ranks to within a message (after a barrier).
     """
 
     host: str

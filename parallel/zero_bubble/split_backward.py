@@ -32,11 +32,9 @@ class _Group:
 
 @dataclass
 class DeferredWeights:
-    """What ``backward_weights`` needs.
+    """What ``backward_weights`` needs: the weights, by the boundary nodes that lead to them.
 
-    Attributes:
-        roots: The nodes that make the outputs. They keep the graph alive, also where torch detaches the outputs.
-        groups: The weights, by the boundary nodes that lead to them.
+    ``roots`` make the outputs. They keep the graph alive, also where torch detaches the outputs.
     """
 
     roots: list[Node]
