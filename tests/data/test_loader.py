@@ -20,49 +20,8 @@ def numbered(n: int) -> InMemory:
     return InMemory(torch.arange(n), torch.arange(n) * 10)
 
 
-class Broken(Source):
-    """Cannot read the samples of its third batch."""
-
-    reads = 0
-
-    def __len__(self):
-        return 100
-
-    def read(self, indices, epoch):
-        self.reads += 1
-        if self.reads == 3:
-            raise DataError("sample 42 is damaged")
-        return torch.zeros(len(indices)), torch.zeros(len(indices))
-
-
-class Large(Source):
-    """Gives batches of 80 MB."""
-
-    def __len__(self):
-        return 100
-
-    def read(self, indices, epoch):
-        return torch.full((len(indices), 5_000_000), float(indices[0])), torch.zeros(len(indices))
-
-
-class Killed(Source):
-    """Its reading process dies in the third batch, as the kernel ends one when memory runs out."""
-
-    parent = os.getpid()
-    reads = 0
-
-    def __len__(self):
-        return 100
-
-    def read(self, indices, epoch):
-        self.reads += 1
-        if self.reads == 3 and os.getpid() != self.parent:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return torch.zeros(len(indices)), torch.zeros(len(indices))
-
-
-class Slow(Source):
-    """Takes its time, counts, and says which process it is read in."""
+class Made(Source):
+    """Counts its batches, each of which says which process has read it."""
 
     reads = 0
 
@@ -71,8 +30,35 @@ class Slow(Source):
 
     def read(self, indices, epoch):
         self.reads += 1
-        time.sleep(0.05)
         return torch.full((len(indices),), os.getpid()), torch.zeros(len(indices))
+
+
+class Broken(Made):
+    """Cannot read the samples of its third batch."""
+
+    def read(self, indices, epoch):
+        if self.reads == 2:
+            raise DataError("sample 42 is damaged")
+        return super().read(indices, epoch)
+
+
+class Killed(Made):
+    """Its reading process dies in the third batch, as the kernel ends one when memory runs out."""
+
+    parent = os.getpid()
+
+    def read(self, indices, epoch):
+        if self.reads == 2 and os.getpid() != self.parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().read(indices, epoch)
+
+
+class Slow(Made):
+    """Takes its time."""
+
+    def read(self, indices, epoch):
+        time.sleep(0.05)
+        return super().read(indices, epoch)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -212,7 +198,8 @@ def test_a_limit_beyond_the_split_is_none(limit):
 def test_batches_need_no_shared_memory():
     """A batch through /dev/shm is a file there; Docker's holds 64 MB, and what does not fit is lost."""
     before = psutil.disk_usage("/dev/shm").used
-    loader = train_loader(TrainBatches(Large(), 4, seed=1), 1, 3, num_workers=1)
+    source = InMemory(torch.arange(12.0)[:, None].expand(12, 5_000_000), torch.arange(12))  # 80 MB a batch
+    loader = train_loader(TrainBatches(source, 4, seed=1), 1, 3, num_workers=1)
     most = 0
     for _, batch in loader:
         assert batch.inputs.shape == (4, 5_000_000)
