@@ -1,19 +1,15 @@
 """`python train.py model=…`: each of the six models under ranks of its own, what a run of it says, and its options."""
 
-import re
-
 import pytest
-from commandline import ROOT, Started, train
-from composed import compose, config, losses, run, saved
+from commandline import ROOT, train
+from composed import QUIET, compose, config, losses, records, run, run_on_rank
 
+from conf.instantiate import to_dict
 from training.app import execute
 from training.reporting.console import number
 
 REAL = ROOT.parent / "shared" / "data"
 SHORT = ["logger=none", "device=cpu", "train.epochs=null"]
-CONVNET = ["model=convnet", "optim=sgd", *SHORT, "train.precision=fp64"]
-CONVNET += ["train.steps=3", "train.global_batch_size=32", "train.eval_batches=2"]
-TALK = "parallel.env={TORCH_CPP_LOG_LEVEL: INFO, TORCH_DISTRIBUTED_DEBUG: INFO}"
 
 # What is typed, and the names of the layers at both ends of each stage.
 RUNS = {
@@ -105,66 +101,16 @@ def test_gradients_sent_in_bf16_are_not_quite_what_they_were(trained, tmp_path):
     assert compressed[1:] == pytest.approx(exact[1:], rel=1e-2)
 
 
-@pytest.fixture(scope="module")
-def convnets(tmp_path_factory):
-    """The same three steps of a network with BatchNorm: twice alike, bit for bit, and once recomputing activations."""
-    options = {
-        "first": ["train.deterministic=true"],
-        "second": ["train.deterministic=true"],
-        "recomputed": ["train.activation_checkpointing=true", "parallel.chunks=2", "parallel=model_parallel"],
-        "kept": ["parallel.chunks=2"],
-        "together": ["parallel=ddp", "parallel.dp=2", "parallel.sync_batchnorm=true", TALK],
-    }
-    runs = {}
-    for both in (("first", "second"), ("recomputed", "kept"), ("together",)):
-        started = {
-            name: Started(
-                [*CONVNET, *options[name]],
-                tmp_path_factory.mktemp("convnet") / "run",
-                fresh=TALK in options[name],  # torch reads that when it is imported
-            )
-            for name in both
-        }
-        try:
-            runs |= {name: one.wait() for name, one in started.items()}
-        finally:
-            for one in started.values():
-                one.kill()
-    assert [run.code for run in runs.values()] == [0] * 5, [run.console for run in runs.values()]
-    return runs
-
-
-@pytest.mark.slow
-def test_deterministic_gives_the_same_bits_twice(convnets):
-    first, second = (convnets[name] for name in ("first", "second"))
-    assert first.losses == second.losses and first.val_losses == second.val_losses
-    weights = [saved(run.folder, 3) for run in (first, second)]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(tensor.equal(weights[1][name]) for name, tensor in weights[0].items())
-
-
-@pytest.mark.slow
-def test_recomputed_activations_change_nothing(convnets):
-    """BatchNorm's statistics among it, which the second forward must not count again: see the validation loss."""
-    recomputed, kept = convnets["recomputed"], convnets["kept"]
-    assert recomputed.losses == pytest.approx(kept.losses, rel=1e-9)
-    assert recomputed.val_losses == pytest.approx(kept.val_losses, rel=1e-9)
-    assert recomputed.summary["test_accuracy"] == kept.summary["test_accuracy"]
-
-
-@pytest.mark.slow
-def test_synchronised_batchnorm_on_two_replicas_is_batchnorm_of_one(convnets):
-    together, alone = convnets["together"], convnets["first"]
-    assert together.losses == pytest.approx(alone.losses, rel=1e-9)
-    assert together.val_losses == pytest.approx(alone.val_losses, rel=1e-9)
-    assert convnets["kept"].losses != pytest.approx(alone.losses, rel=1e-4), "micro-batches of half the size"
-
-
-@pytest.mark.slow
-def test_the_environment_that_is_given_reaches_the_workers(convnets):
-    said = (convnets["together"].folder / "logs" / "rank_0001.log").read_text()
-    assert re.search(r"\[rank ?1\]", said, re.IGNORECASE), said
-    assert (convnets["recomputed"].folder / "logs").exists() is False, "one process: no workers"
+def test_synchronised_batchnorm_that_is_typed_is_batchnorm_of_one(ranks, tmp_path):
+    convnet = ["model=convnet", "train.epochs=null", "train.steps=3", "train.precision=fp64", "train.eval_batches=2"]
+    convnet.append("train.global_batch_size=32")
+    (tmp_path / "two").mkdir()
+    tree = to_dict(compose(*QUIET, *convnet, "parallel=ddp", "parallel.dp=2", "parallel.sync_batchnorm=true"))
+    ranks.run(2, run_on_rank, tree, str(tmp_path / "two"), str(tmp_path / "meeting"))
+    run(tmp_path / "one", *convnet)
+    one, two = (records(tmp_path / name) for name in ("one", "two"))
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-9)
+    assert two[-1]["val_loss"] == pytest.approx(one[-1]["val_loss"], rel=1e-9)
 
 
 # Where real data lies, and what to plan with where it does not.

@@ -4,8 +4,6 @@ import errno
 import json
 import math
 import os
-import traceback
-from pathlib import Path
 
 import pytest
 import torch
@@ -45,21 +43,6 @@ def distance(folder, step):
     return moves.norm().item(), moves.abs().max().item()
 
 
-def test_the_run_calls_the_loop_and_the_loop_the_strategy(tmp_path, monkeypatch):
-    """The README's "follow one step": no function of training/ stands in between."""
-    forward, callers = torch.nn.Linear.forward, set()
-
-    def watched(self, *args):
-        frames = [(Path(f.filename), f.name) for f in traceback.extract_stack()[:-1]]
-        if any(name == "train_step" for _, name in frames):
-            callers.add(tuple(f"{path.stem}.{name}" for path, name in frames if path.parent.name == "training")[-2:])
-        return forward(self, *args)
-
-    monkeypatch.setattr(torch.nn.Linear, "forward", watched)
-    run(tmp_path, *SHORT)
-    assert callers == {("run.run", "loop.run")}
-
-
 def test_a_step_that_is_not_finite_is_skipped_and_the_schedule_goes_on(tmp_path, poison):
     recipe = [*SHORT, *EVERY_STEP, "optim.momentum=0.9"]
     recipe += ["scheduler=step", "scheduler.unit=step", "scheduler.gamma=0.5"]
@@ -93,11 +76,6 @@ def test_such_steps_that_are_not_in_a_row_do_not_add_up(tmp_path, poison):
     summary = run(tmp_path, *SHORT, "train.max_skipped=2")
     assert summary["steps"] == 6
     assert [line["skipped"] for line in steps(tmp_path)] == [True, True, False, True, True, False]
-
-
-def test_a_learning_rate_far_too_high_ends_the_run_instead_of_training_noise(tmp_path):
-    with pytest.raises(TrainingError, match="not finite for 3 steps in a row"):
-        run(tmp_path, "train.epochs=null", "train.steps=50", "optim.lr=1e30", "train.max_skipped=2")
 
 
 def test_the_summary_of_a_run_whose_first_step_was_skipped_is_json(tmp_path, poison):
@@ -135,14 +113,7 @@ def test_clipping_by_value_bounds_every_number(tmp_path):
 def test_clipping_by_value_comes_before_clipping_by_norm(tmp_path):
     run(tmp_path, *SHORT, *EVERY_STEP, "train.clip_value=0.001", "train.grad_clip=0.005", "optim.lr=1.0")
     assert distance(tmp_path, 2)[0] == pytest.approx(0.005, rel=1e-3)
-    run(
-        tmp_path / "loose",
-        *SHORT,
-        *EVERY_STEP,
-        "train.clip_value=0.001",
-        "train.grad_clip=1.0",
-        "optim.lr=1.0",
-    )
+    run(tmp_path / "loose", *SHORT, *EVERY_STEP, "train.clip_value=0.001", "train.grad_clip=1.0", "optim.lr=1.0")
     assert distance(tmp_path / "loose", 2)[1] == pytest.approx(0.001, rel=1e-3)
 
 
@@ -176,19 +147,9 @@ def test_an_evaluation_of_few_batches_sees_fewer_samples(tmp_path):
     assert many == every
 
 
-@pytest.mark.parametrize(
-    "recipe, expected",
-    [
-        (["train.epochs=null", "train.steps=4"], 4),
-        (["train.epochs=1"], 5),
-        (["train.epochs=1", "train.steps=3"], 3),
-        (["train.epochs=1", "train.steps=9"], 5),
-        (["train.epochs=0.5"], 3),
-    ],
-)
-def test_a_run_takes_the_steps_that_its_recipe_says(tmp_path, recipe, expected):
-    summary = run(tmp_path, "data.samples=330", *recipe)
-    assert summary["steps"] == len(steps(tmp_path)) == expected
+def test_a_run_takes_the_steps_that_its_recipe_says(tmp_path):
+    summary = run(tmp_path, "data.samples=330", "train.epochs=0.5", "train.steps=9")
+    assert summary["steps"] == len(steps(tmp_path)) == 3
 
 
 def test_overfit_learns_one_batch_of_a_language_by_heart(tmp_path, text):
@@ -201,12 +162,7 @@ def test_overfit_learns_one_batch_of_a_language_by_heart(tmp_path, text):
 
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others(tmp_path, text, deterministic_again):
     recipe = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.dropout=0.1", *text]
-    recipe += [
-        "train.global_batch_size=4",
-        "train.steps=4",
-        "train.deterministic=true",
-        "train.eval_batches=2",
-    ]
+    recipe += ["train.global_batch_size=4", "train.steps=4", "train.deterministic=true", "train.eval_batches=2"]
     for name, seed in (("one", 1), ("again", 1), ("other", 2)):
         run(tmp_path / name, *recipe, f"seed={seed}")
     one, again, other = (saved(tmp_path / name, 4) for name in ("one", "again", "other"))

@@ -16,7 +16,6 @@ from data.loader import TrainBatches
 RECIPE = ["train.epochs=null", "train.steps=4", "train.global_batch_size=16", "optim=adamw", "train.checkpoint_every=1",
           "train.keep_checkpoints=9", "train.eval_every=null", "train.precision=fp32"]  # fmt: skip
 LAYOUTS = {
-    "single": (1, []),
     "ddp": (2, ["parallel.dp=2"]),
     "pipelined": (2, ["parallel.pp=2", "parallel.chunks=2"]),
     "pipe_ddp": (4, ["parallel.dp=2", "parallel.pp=2", "parallel.chunks=2"]),
@@ -35,7 +34,6 @@ def spoilt(ranks, tmp_path, layout, rank, what):
 @pytest.mark.parametrize(
     "layout, rank, what",
     [
-        ("single", 0, "loss"),
         ("ddp", 1, "loss"),
         ("ddp", 1, "gradient"),
         ("pipelined", 1, "loss"),
