@@ -9,7 +9,9 @@ import shutil
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 from common.files import explain
 from training.reporting import MetricsFile, write_json
@@ -49,15 +51,18 @@ def test_every_write_can_be_read_at_once_as_one_json_object_per_line(path):
     assert records(path)[2] == {"step": 3, "loss": 1 / 3}
 
 
-def test_numbers_that_json_cannot_hold_become_null_and_keep_their_key(path):
-    MetricsFile(path).write({"loss": float("nan"), "grad_norm": float("inf"), "more": [float("-inf")]})
-    assert records(path) == [{"loss": None, "grad_norm": None, "more": [None]}]
-
-
-def test_tensors_and_numpy_numbers_are_written_as_numbers(path):
-    np, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
-    MetricsFile(path).write({"loss": torch.tensor(0.5), "lr": np.float32(0.25), "steps": np.int64(3)})
-    assert records(path) == [{"loss": 0.5, "lr": 0.25, "steps": 3}]
+@pytest.mark.parametrize(
+    "record, written",
+    [
+        ({"loss": float("nan"), "grad_norm": float("inf"), "more": [float("-inf")]},
+         {"loss": None, "grad_norm": None, "more": [None]}),
+        ({"loss": torch.tensor(0.5), "lr": np.float32(0.25), "steps": np.int64(3)},
+         {"loss": 0.5, "lr": 0.25, "steps": 3}),
+    ],
+)  # fmt: skip
+def test_tensors_are_written_as_numbers_and_what_json_cannot_hold_as_null(path, record, written):
+    MetricsFile(path).write(record)
+    assert records(path) == [written]
 
 
 def test_a_full_disk_is_warned_about_once_and_made_good_when_there_is_space_again(path, disk, caplog):
@@ -124,6 +129,8 @@ def test_a_really_full_disk_is_survived(small_disk, caplog):
 
 def test_resuming_at_a_step_drops_the_records_behind_it(path):
     file = MetricsFile(path)
+    file.truncate_after(3)
+    assert not path.exists(), "nothing has been recorded yet"
     for step in range(1, 6):
         file.write({"step": step, "loss": 0.5})
         if step == 3:
@@ -132,11 +139,6 @@ def test_resuming_at_a_step_drops_the_records_behind_it(path):
     file.write({"step": 4, "loss": 0.25})
     assert [record["step"] for record in records(path)] == [1, 2, 3, 3, 4]
     assert os.listdir(path.parent) == ["metrics.jsonl"]
-
-
-def test_resuming_without_an_earlier_file_is_fine(path):
-    MetricsFile(path).truncate_after(3)
-    assert not path.exists()
 
 
 def test_a_json_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch, caplog):
