@@ -111,17 +111,10 @@ def with_schema(cfg: DictConfig) -> DictConfig:
 
 
 def check_keys(cfg: DictConfig, path: str = "") -> DictConfig:
-    """Check that a configuration has no key that its schemas do not know: ``+parallel.chnks=4`` adds one.
-
-    Args:
-        cfg: A composed configuration, or a section of it.
-        path: The dotted path of the section.
-
-    Returns:
-        ``cfg``.
+    """Return the section ``cfg`` at ``path`` if its schemas know all of its keys: ``+parallel.chnks=4`` adds one.
 
     Raises:
-        HydraException: The message names the key, and the nearest that exists.
+        HydraException: They do not. The message names the key, and the nearest that exists.
     """
     known = getattr(OmegaConf.get_type(cfg), "__dataclass_fields__", None)
     for name in cfg:

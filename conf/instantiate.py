@@ -146,15 +146,7 @@ def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the ``_target_`` of a configuration section with the section's other keys as keyword arguments.
 
     Sections inside it that name a target are built first. Targets at any depth are checked before any of them is
-    called (see ``resolve``); ``args`` and ``kwargs`` are passed as they are.
-
-    Args:
-        node: The section: plain data or an OmegaConf node.
-        *args: Further positional arguments.
-        **kwargs: Further keyword arguments.
-
-    Returns:
-        What the target returns.
+    called (see ``resolve``); ``args`` and ``kwargs``, further arguments of the target, are passed as they are.
 
     Raises:
         TrainingError: For a target that is not allowed or does not exist, a parameter that it does not have, and a
@@ -355,9 +347,9 @@ def targets(node: Any) -> list[Any]:
 
 
 def why_foreign(target: Any) -> str | None:
-    """Why a target is not to be built where others have named it; None for one of this project's or of torch's layers.
+    """Return why a target is not built where others have named it; None for this project's and torch's layers.
 
-    It is a public class of ``PACKAGES``, or a public function of ``FUNCTIONS_OF``, that is defined there and not
+    Built is only a public class of ``PACKAGES`` or a public function of ``FUNCTIONS_OF`` that is defined there and not
     imported from elsewhere.
     """
     if not is_ours(str(target)):
