@@ -152,8 +152,6 @@ def measure(job: Job, levers: Levers, beside_plain: bool = False) -> dict[str, l
     if levers.tutorial:
         (stage,) = trainer.strategy.stages
         steps[ALL] = PlainLoop(trainer, token_loss(stage.layers), adamw(stage.layers, fused=False)).step
-    elif not levers.fused:
-        trainer.optimizer = _NotFused(trainer)
     if beside_plain:
         model = same_model(trainer)
         steps[PLAIN_LOOP] = PlainLoop(trainer, token_loss(model), adamw(model), levers.compiled).step
@@ -167,21 +165,9 @@ def command_line(job: Job, levers: Levers) -> list[str]:
         f"parallel.chunks={job.batch // levers.microbatch}", f"train.global_batch_size={job.batch}",
         f"data.seq_len={job.tokens}", f"train.precision={levers.precision}", f"train.compile={levers.compiled}",
         f"device={job.device}", "logger=none", *job.words,
+        *([] if levers.fused else ["optim.fused=false"]),
         *([f"model.block_size={job.tokens}"] if job.tokens > SIZES[job.size].block_size else []),
     ]  # fmt: skip
-
-
-class _NotFused:
-    """torch's AdamW with one kernel per operation, in place of ``training.optimizer.Optimizer``."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.base_lr = trainer.optimizer.base_lr
-        self._torch = torch.optim.AdamW(
-            trainer.strategy.parameters(), lr=self.base_lr, betas=(0.9, 0.95), weight_decay=0.1, fused=False
-        )
-
-    def step(self, lr: float) -> None:
-        self._torch.step()
 
 
 def measured_peak(device: str, width: int, dtype: torch.dtype = torch.bfloat16) -> float:

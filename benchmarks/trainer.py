@@ -88,10 +88,6 @@ class Trainer:
         synchronize(self.strategy.device)
         return result.loss
 
-    def close(self) -> None:
-        """Close the strategy."""
-        self.strategy.close()
-
 
 class PlainLoop:
     """nanoGPT's loop on the batches and the device of a ``Trainer``: accumulation, autocast, clipping, update.
