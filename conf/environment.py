@@ -22,17 +22,17 @@ _HARMLESS = re.compile(r"-?\d{1,6}|true|false|null|none|", re.IGNORECASE)
 _SHORT = 4  # characters; a shorter value is hidden where it is a word of its own
 _REFERENCE = re.compile(r"\$\{oc\.env:([^,}]+)")
 
-_names: set[str] = set()  # of the variables that a configuration of this process has named
+named: set[str] = set()  # of the variables that a configuration of this process has named
 
 
 def register() -> None:
     """Put the resolver in the place of OmegaConf's own, and forget what an earlier run has named."""
-    _names.clear()
+    named.clear()
     OmegaConf.register_new_resolver("oc.env", _resolve, replace=True)
 
 
 def _resolve(name: Any, *default: Any) -> Any:
-    _names.add(str(name))
+    named.add(str(name))
     return oc.env(name, *default)
 
 
@@ -46,7 +46,7 @@ def taken(tree: Any, path: str = "") -> dict[str, str]:
 
 def note(references: Mapping[str, str]) -> None:
     """Have what variables hold hidden in every text from now on: those that ``taken`` has found."""
-    _names.update(name for text in references.values() for name in _REFERENCE.findall(text))
+    named.update(name for text in references.values() for name in _REFERENCE.findall(text))
 
 
 def shown(tree: dict) -> dict:
@@ -66,7 +66,7 @@ def shown(tree: dict) -> dict:
 
 def hide(text: str) -> str:
     """Replace what variables hold by their references; small numbers, words of YAML and existing files stay."""
-    for name in _names:
+    for name in named:
         value = os.environ.get(name, "")
         if _HARMLESS.fullmatch(value) or os.path.exists(value):
             continue

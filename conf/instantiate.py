@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -225,7 +226,10 @@ def _build(node: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None,
     if not isinstance(node, dict):
         return node
     path = f"{where}." if where else ""
-    built = {key: _build(value, where=f"{path}{key}") for key, value in node.items() if key != "_target_"}
+    built = {key: value for key, value in node.items() if key != "_target_"}
+    for key, value in built.items():
+        if isinstance(value, (dict, list)):
+            built[key] = _build(value, where=f"{path}{key}")
     if "_target_" not in node:
         return built | dict(kwargs or {})
     target = resolve(node["_target_"])
@@ -242,6 +246,7 @@ def _build(node: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None,
         raise TrainingError(str(error)) from error
 
 
+@cache
 def parameters(target: Any) -> dict[str, inspect.Parameter]:
     """Return what a function or class takes, by name, with what its base takes where it passes ``**options`` on."""
     known: dict[str, inspect.Parameter] = {}
@@ -254,7 +259,7 @@ def parameters(target: Any) -> dict[str, inspect.Parameter]:
             hints = get_type_hints(function)
             own = [p.replace(annotation=hints.get(p.name, Any)) for p in own]
         known = {p.name: p for p in own if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)} | known
-        if all(p.kind is not p.VAR_KEYWORD for p in own):
+        if inspect.Parameter.VAR_KEYWORD not in [p.kind for p in own]:
             break
     return known
 
@@ -296,7 +301,7 @@ def _as_annotated(value: Any, parameter: inspect.Parameter, key: str) -> Any:
             raise TrainingError(f"{key}: Invalid value {value!r}, expected one of [{words}]")
     elif get_origin(kind) in (list, tuple, Sequence) and not isinstance(value, (list, tuple)):
         raise TrainingError(f"{key} is a list: write {key}=[…]")
-    elif kind in (int, float, bool, str):
+    elif kind in (int, float, bool, str) and type(value) is not kind:
         return _as_number_or_text(value, kind, key)
     return value
 
@@ -315,8 +320,11 @@ def _as_number_or_text(value: Any, kind: type, key: str) -> Any:
 
 def _sections(node: Any) -> list[dict]:
     """Return all dicts of a tree, its own root included."""
-    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    return ([node] if isinstance(node, dict) else []) + [section for item in inner for section in _sections(item)]
+    sections = [node] if isinstance(node, dict) else []
+    for item in node.values() if isinstance(node, dict) else node:
+        if isinstance(item, (dict, list)):
+            sections += _sections(item)
+    return sections
 
 
 def resolve(target: Any) -> Any:

@@ -95,8 +95,7 @@ def kept(cfg: Any) -> dict[str, Any]:
     return {**_public(tree, mask_secrets(tree)), **more}
 
 
-def _public(value: Any, masked: Any) -> Any:
+def _public(value: dict, masked: dict) -> dict:
     """``value`` without the keys whose values were masked."""
-    if not isinstance(value, dict):
-        return value
-    return {k: _public(v, masked[k]) for k, v in value.items() if isinstance(v, dict) or v == masked[k]}
+    nested = {key: _public(item, masked[key]) for key, item in value.items() if isinstance(item, dict)}
+    return {key: nested.get(key, item) for key, item in value.items() if key in nested or item == masked[key]}

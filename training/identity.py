@@ -222,8 +222,9 @@ def _untyped(names: Sequence[str], before: Mapping[str, Any], command: Mapping[s
     return [name for name in others if not is_one(name, follow)]
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    parts = (_flat(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in tree.items())
-    return {name: value for part in parts for name, value in part.items()}
+def _flat(tree: dict, prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return flat

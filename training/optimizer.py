@@ -325,7 +325,8 @@ def _placed_as(parameter: torch.nn.Parameter, key: str, value: Tensor, group: Ma
 
 def _arguments(config: Mapping) -> dict[str, Any]:
     """The section ``optim`` as its target takes it."""
-    return {key: value for key, value in config.items() if key not in own_keys("optim")}
+    own = own_keys("optim")
+    return {key: value for key, value in config.items() if key not in own}
 
 
 def check_optimizer(config: Mapping[str, Any]) -> None:

@@ -10,13 +10,12 @@ import os
 import re
 from typing import Any
 
-from conf.environment import KEY, hide, shown
+from conf.environment import KEY, hide, named, shown
 
 MASK = "***"
 
-_SECRET_NAME = re.compile(
-    r"(api_?key|access_?key|private_?key|secret(_?key)?|(?<!tik)token|password|passwd|credentials?)$", re.IGNORECASE
-)
+_NAMES = r"(api[_-]?key|access[_-]?key|private[_-]?key|secret([_-]?key)?|(?<!tik)token|password|passwd|credentials?)"
+_SECRET_NAME = re.compile(f"{_NAMES}$", re.IGNORECASE)
 # Keys as issuers write them: Hugging Face, OpenAI, GitHub, AWS, wandb (40 hex digits, or wandb_v1_…).
 _SECRET_VALUE = re.compile(
     r"\b(hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|AKIA[0-9A-Z]{16}|wandb_v\d_\w{16,}"
@@ -46,34 +45,41 @@ def mask_secrets(value: Any, name: str = "") -> Any:
     Returns:
         A copy of ``value``. Tuples become lists.
     """
+    # What a leaf or its name holds where there is something to mask.
+    suspects = [_NAMES, _URL_PASSWORD.pattern, _SECRET_VALUE.pattern, *map(re.escape, _secrets_of_environment())]
+    return _masked(value, name, re.compile("|".join(suspects), re.IGNORECASE))
+
+
+def _masked(value: Any, name: str, suspect: re.Pattern) -> Any:
     if isinstance(value, dict):
         value = shown(value) if KEY in value else value
-        # A number or null is nobody's secret, unless its name says so.
-        return {
-            key: mask_secrets(item, str(key))
-            if isinstance(item, (dict, list, tuple, str)) or _SECRET_NAME.search(str(key).replace("-", "_"))
-            else item
-            for key, item in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        before = [None, *value]
-        return [
-            mask_secrets(item, option if _is_option(option) and not _is_option(item) else name)
-            for option, item in zip(before, value, strict=False)
+        names = [str(key) for key in value]
+    elif isinstance(value, (list, tuple)):
+        words = [item if isinstance(item, str) else "" for item in value]
+        names = [
+            option if option.startswith("--") and not word.startswith("--") else name
+            for option, word in zip(["", *words], words, strict=False)
         ]
-    if name == "git_commit":  # forty hexadecimal digits, as a key of wandb has
+    elif name == "git_commit":  # forty hexadecimal digits, as a key of wandb has
         return value
-    if _is_secret(name, str(value)) and not str(value).startswith("${oc.env:"):
+    elif _is_secret(name, str(value)) and not str(value).startswith("${oc.env:"):
         return MASK
-    return _mask_text(value) if isinstance(value, str) else value
-
-
-def _is_option(word: Any) -> bool:
-    return isinstance(word, str) and word.startswith("--")
+    else:
+        return _mask_text(value) if isinstance(value, str) else value
+    items = value.values() if isinstance(value, dict) else value
+    masked = [
+        _masked(item, key, suspect)
+        if isinstance(item, (dict, list, tuple))
+        or suspect.search(key)  # a number or null is nobody's secret, unless its name says so
+        or (isinstance(item, str) and (named or suspect.search(item)))
+        else item
+        for key, item in zip(names, items, strict=True)
+    ]
+    return dict(zip(value, masked, strict=True)) if isinstance(value, dict) else masked
 
 
 def _is_secret(name: str, value: str) -> bool:
-    return bool(_SECRET_NAME.search(name.replace("-", "_"))) and not _HARMLESS.fullmatch(value)
+    return bool(_SECRET_NAME.search(name)) and not _HARMLESS.fullmatch(value)
 
 
 def _mask_text(text: str) -> str:

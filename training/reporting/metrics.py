@@ -21,6 +21,7 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 
 _LONGEST_LINE = 1 << 16  # bytes
+_PLAIN = (type(None), bool, int, str)  # written as they are
 
 log = logging.getLogger("training")
 
@@ -193,9 +194,9 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): jsonable(item) for key, item in value.items()}
+        return {str(key): item if type(item) in _PLAIN else jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [jsonable(item) for item in value]
+        return [item if type(item) in _PLAIN else jsonable(item) for item in value]
     if hasattr(value, "tolist"):  # tensors, numpy arrays and numpy numbers
         return jsonable(value.tolist())
     return str(value)
