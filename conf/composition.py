@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import sys
 import time
@@ -24,7 +23,7 @@ from conf import CHOSEN, FOLDER, ON_TOP, TRAINED, environment
 from conf.instantiate import add_to_path, targets, why_foreign
 from conf.messages import unknown_key
 from conf.schema import Root, register
-from conf.words import code_folders, config_folder, expand_lists, is_override, options_first, typed_overrides
+from conf.words import code_folders, config_folder, expand_lists, is_override, key_of, options_first, typed_overrides
 from launchers.world import launcher_start
 
 _GROUPS = ("model", "data", "optim", "scheduler", "parallel", "launcher", "logger")
@@ -145,7 +144,7 @@ def differences(cfg: DictConfig, hydra: Any) -> tuple[dict[str, str], list[str]]
         if further := [option for group, option in choices.items() if group.startswith(start)]:
             chosen[shown] = f"[{','.join([*([chosen[shown]] if shown in chosen else []), *further])}]"
     tree = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
-    words = {re.split(r"[=@]", word.lstrip("+~"))[0]: word.lstrip("+") for word in typed}
+    words = {key_of(word): word.lstrip("+") for word in typed}
     keys = {key: word for key, word in words.items() if key not in chosen and not key.startswith("hydra")}
     for source in hydra.runtime.config_sources if any(key in chosen for key in ON_TOP) else ():
         for group in ON_TOP:
@@ -177,12 +176,11 @@ def leaves(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 def composed_by(hydra: Any, cfg: Any) -> dict[str, Any]:
     """Return how a configuration was composed: options of groups, keys typed, and keys derived from other values."""
     choices = OmegaConf.to_container(hydra.runtime.choices)
-    keys = [re.split(r"[=@]", word.lstrip("+~"))[0] for word in typed_overrides(hydra)]
     tree = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
     derived = [f"{name}.{key}" for name in TRAINED for key, value in tree[name].items() if "${" in str(value)]
     return {
         "choices": {group: choices.get(group) for group in (*CHOSEN, *ON_TOP)},
-        "typed": keys,
+        "typed": [key_of(word) for word in typed_overrides(hydra)],
         "derived": derived,
     }
 

@@ -55,6 +55,11 @@ def is_override(word: str) -> bool:
     return "=" in word and not word.startswith("-")
 
 
+def key_of(word: str) -> str:
+    """Return the key of an override, or the group of an option: of ``+a.b=1`` and of ``logger@loggers.csv=csv``."""
+    return re.split(r"[=@]", word.lstrip("+~"))[0]
+
+
 _HYDRA_OPTIONS = (
     "--help --hydra-help --version --cfg --resolve --package --run --multirun --shell-completion --config-path "
     "--config-name --config-dir --experimental-rerun --info"

@@ -22,6 +22,7 @@ from data.dataset import DataSet, Source
 from parallel.mesh import Mesh
 from training.reporting import mask_secrets
 from training.reporting.environment import git_state
+from training.reporting.metrics import flat
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("common", "conf", "data", "launchers", "models", "parallel", "training", "hydra_plugins")
@@ -149,7 +150,7 @@ def recipe(setup: Any, schedule: Any) -> dict[str, Any]:
     size, _ = setup.by_microbatch
     if size is not None:
         tree[_MICROBATCH] = size
-    return {**_flat(mask_secrets(tree)), _SAMPLES_KEY: data_digest(setup.data)}
+    return {**flat(mask_secrets(tree)), _SAMPLES_KEY: data_digest(setup.data)}
 
 
 def follows_total(schedule: Any, total: int, per_epoch: int) -> bool:
@@ -220,11 +221,3 @@ def _untyped(names: Sequence[str], before: Mapping[str, Any], command: Mapping[s
     others = [name for name in names if not any(is_one(n, typed) for n in (_LENGTH if name == _TOTAL else (name,)))]
     follow = [] if len(others) == len(names) else [_TOTAL, _SAMPLES_KEY, *command["derived"]]
     return [name for name in others if not is_one(name, follow)]
-
-
-def _flat(tree: dict, prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return flat

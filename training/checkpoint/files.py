@@ -101,10 +101,7 @@ class Checkpoint:
         """
         folder = _named_by(expand_home(path))
         try:
-            checkpoint = cls(folder)
-            if verify:
-                checkpoint.verify()
-            return checkpoint
+            return _opened(folder, verify)
         except CheckpointError as error:
             neighbours = [other for other in step_folders(folder.resolve().parent) if other != folder.resolve()]
             if not neighbours:
@@ -151,15 +148,19 @@ class Checkpoint:
                 raise CheckpointError(f"{path} cannot be used: {problem}")
 
 
+def _opened(folder: Path, verify: bool) -> Checkpoint:
+    checkpoint = Checkpoint(folder)
+    if verify:
+        checkpoint.verify()
+    return checkpoint
+
+
 def _newest_of(
     folders: list[Path], verify: bool, warn: Callable[[str], None] = lambda line: None
 ) -> Checkpoint | None:
     for folder in reversed(folders):
         try:
-            checkpoint = Checkpoint(folder)
-            if verify:
-                checkpoint.verify()
-            return checkpoint
+            return _opened(folder, verify)
         except CheckpointError as error:
             warn(f"damaged checkpoint {folder.name}: {error}")
     return None

@@ -202,6 +202,15 @@ def jsonable(value: Any) -> Any:
     return str(value)
 
 
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested dicts by dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        found |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return found
+
+
 def _is_up_to(line: bytes, step: int) -> bool:
     record = _parse(line)
     number = None if record is None else record.get("step", 0)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from training.reporting.loggers import grouped
 from training.reporting.masking import mask_secrets
+from training.reporting.metrics import flat
 
 ID_FILE = "mlflow_id.txt"
 _LONGEST_VALUE = 500  # characters of a parameter that every server takes
@@ -52,7 +52,7 @@ class MlflowRun:
         number = found.experiment_id if found is not None else self._client.create_experiment(experiment)
         self._id = self._client.create_run(number, run_name=run_name).info.run_id
         known.write_text(self._id + "\n")
-        for key, value in _flat(mask_secrets(run_config)).items():
+        for key, value in flat(mask_secrets(run_config)).items():
             self._client.log_param(self._id, key, str(value)[:_LONGEST_VALUE])
 
     def log(self, record: dict, step: int) -> None:
@@ -67,11 +67,3 @@ class MlflowRun:
             if isinstance(value, int | float) and not isinstance(value, bool):
                 self._client.log_metric(self._id, f"summary/{name}", float(value))
         self._client.set_terminated(self._id, "FINISHED" if exit_code == 0 else "FAILED")
-
-
-def _flat(tree: dict, prefix: str = "") -> dict[str, Any]:
-    """The values of nested dicts by dotted names."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
