@@ -1,6 +1,6 @@
 """Train any model under any parallel strategy: python train.py parallel=pipe_ddp model=gpt2 (--help lists the rest)."""
 
-from common.console import open_standard_descriptors, unfailing_output
+from common.machine import open_standard_descriptors, unfailing_output
 from launchers import stopping
 
 if __name__ == "__main__":
@@ -14,11 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from conf import help_page
-from conf.words import check_dashes, is_override, quote_values
+from conf import check_dashes, help_page, is_override, quote_values
 from launchers import World
-from training.app import clear_errors, execute, follow
-from training.config import completed, saved_config
+from training.app import clear_errors, completed, execute, follow, saved_config
 from training.reporting.directory_lock import locked_directories
 
 

@@ -51,7 +51,7 @@ from benchmarks.gpt2 import (
 from benchmarks.ranks import Workers
 from benchmarks.timing import Spread, paired, take_turns
 from benchmarks.trainer import Loss, PlainLoop, Trainer, adamw, configured, same_model, token_loss
-from common.torchvision_loader import load_torchvision
+from data.images import load_torchvision
 from models.gpt2 import SIZES, resolve_size
 from parallel.devices import keep_freed_memory, synchronize
 from training.reporting import describe

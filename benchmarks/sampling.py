@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import table
 from benchmarks.timing import take_turns
-from common.torchvision_loader import load_torchvision
+from data.images import load_torchvision
 from models.generate import Draws, generate
 from models.gpt2 import gpt2
 from models.huggingface import to_huggingface

@@ -19,11 +19,23 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from common.errors import UserError
 from common.machine import check_working_directory
-from conf import CHOSEN, FOLDER, ON_TOP, TRAINED, environment
+from conf import (
+    CHOSEN,
+    FOLDER,
+    ON_TOP,
+    TRAINED,
+    code_folders,
+    config_folder,
+    expand_lists,
+    is_override,
+    key_of,
+    masking,
+    options_first,
+    typed_overrides,
+)
 from conf.instantiate import add_to_path, targets, why_foreign
 from conf.messages import unknown_key
 from conf.schema import Root, register
-from conf.words import code_folders, config_folder, expand_lists, is_override, key_of, options_first, typed_overrides
 from launchers.world import launcher_start
 
 _GROUPS = ("model", "data", "optim", "scheduler", "parallel", "launcher", "logger")
@@ -91,7 +103,7 @@ def _named(cfg: DictConfig, choices: Mapping[str, str | None]) -> DictConfig:
 
 def _register_resolvers(began: float, run_id: str) -> None:
     register()
-    environment.register()
+    masking.register()
     OmegaConf.register_new_resolver("run_id", lambda: run_id, replace=True)
     OmegaConf.register_new_resolver("began", lambda form: time.strftime(form, time.localtime(began)), replace=True)
 
@@ -206,7 +218,7 @@ def compose(
         HydraException: Where it cannot be composed.
     """
     register()
-    environment.register()
+    masking.register()
     GlobalHydra.instance().clear()
     folder = config_folder(arguments)
     path = str(folder).replace("\\", "\\\\").replace("'", "\\'")

@@ -16,8 +16,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from common.errors import PlanError, TrainingError, UserError
-from conf import environment as from_environment
-from conf.words import literal
+from conf import literal, masking
 
 # What may be built of a section that comes from others (a checkpoint, a peer): public classes of these packages ...
 PACKAGES = ("models", "data", "parallel", "training", "torch.nn", "torch.optim")
@@ -95,7 +94,7 @@ def add_to_path(folders: Sequence[str]) -> None:
 def to_dict(cfg: Any) -> dict:
     """Return a dict of dicts, lists, numbers and strings, with interpolations resolved and enum members by name.
 
-    What was taken from the environment is listed under ``conf.environment.KEY``, where there is any.
+    What was taken from the environment is listed under ``conf.masking.KEY``, where there is any.
 
     Raises:
         omegaconf.errors.OmegaConfBaseException: For a value that is missing or that cannot be resolved.
@@ -105,11 +104,11 @@ def to_dict(cfg: Any) -> dict:
     if not OmegaConf.is_config(cfg):
         cfg = to_config(cfg)
     tree = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True, throw_on_missing=True)
-    if from_environment.KEY in tree:
+    if masking.KEY in tree:
         return tree
     references = OmegaConf.to_container(cfg, resolve=False)
-    taken = from_environment.taken(references) if "${oc.env:" in str(references) else {}
-    return {**tree, from_environment.KEY: taken} if taken else tree
+    taken = masking.taken(references) if "${oc.env:" in str(references) else {}
+    return {**tree, masking.KEY: taken} if taken else tree
 
 
 def to_config(tree: dict) -> Any:
@@ -119,8 +118,8 @@ def to_config(tree: dict) -> Any:
     """
     from omegaconf import OmegaConf
 
-    if from_environment.KEY in tree:
-        from_environment.note(tree[from_environment.KEY])
+    if masking.KEY in tree:
+        masking.note(tree[masking.KEY])
     return OmegaConf.create(literal(tree) if "${" in str(tree) else tree)
 
 

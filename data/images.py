@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import socket
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +25,14 @@ from data.shuffle import permute
 if TYPE_CHECKING:
     from torch import Tensor
 
+log = logging.getLogger("training")
+
+# The operators of torchvision's compiled extension that its Python code registers against.
+_SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+_declared: list = []  # declarations end when their Library is deleted
 # (images uint8 [b, c, h, w], indices int64 [b], epoch) -> images of the same shape
 Augment = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 
@@ -150,14 +162,44 @@ class PublishedImages(ImageData):
 
 
 def _torchvision(name: str, way_out: str) -> Any:
-    from common.torchvision_loader import load_torchvision
-
     try:
         load_torchvision()
         from torchvision import datasets
     except ImportError as error:
         raise DataError(f"torchvision, which downloads {name}, cannot be imported ({error}). {way_out}") from error
     return getattr(datasets, name)
+
+
+def load_torchvision() -> ModuleType:
+    """Return torchvision, also where its compiled extension does not fit the installed torch.
+
+    The wheel on the package index is built against CUDA torch. With a CPU torch the extension cannot load, and
+    ``import torchvision`` fails in ``operator torchvision::nms does not exist`` although models, datasets and
+    transforms are pure Python. Declaring the two operators makes the import work.
+    """
+    try:
+        return importlib.import_module("torchvision")
+    except RuntimeError as error:
+        if "torchvision::nms" not in str(error):
+            raise
+    import torch
+
+    for name in [n for n in sys.modules if n == "torchvision" or n.startswith("torchvision.")]:
+        del sys.modules[name]  # the half-imported package
+    library = torch.library.Library("torchvision", "DEF")
+    for schema in _SCHEMAS:
+        library.define(schema)
+    _declared.append(library)
+    torchvision = importlib.import_module("torchvision")
+    log.warning(
+        "torchvision %s does not fit torch %s: its compiled operators cannot be loaded, and it is used without them. "
+        "Install both from one index, such as: pip install --force-reinstall torch torchvision --index-url "
+        "https://download.pytorch.org/whl/%s",
+        torchvision.__version__.partition("+")[0],
+        torch.__version__,
+        f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu",
+    )
+    return torchvision
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 
-from common.console import unfailing_output
+from common.machine import unfailing_output
 from launchers import stopping
 from launchers.failure import log_path, write_report, write_stop
 from launchers.meeting import use_loopback

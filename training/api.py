@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import TrainingError, UserError
+from conf import check_dashes, quote_values
 from conf.instantiate import check_role
-from conf.words import check_dashes, quote_values
 from launchers import World
 from models.given import GIVEN, set_given
-from training.app import execute, follow
-from training.config import completed, saved_config
+from training.app import completed, execute, follow, saved_config
 from training.reporting.directory_lock import locked_directories
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,18 +13,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from omegaconf import OmegaConf, flag_override
+
 from common.errors import exit_is_failure, printable
 from common.machine import changed_environment, styled
-from conf import COMMAND
+from conf import COMMAND, hydra_word
 from conf.instantiate import add_to_path, environment, to_config, to_dict
-from conf.words import hydra_word
+from conf.masking import hide, mask_secrets
 from launchers import Interrupted, WorkerFailed, World, run_workers, start_fork_server, stopping
 from launchers.meeting import check_interfaces
 from launchers.stopping import Stopped
 from training.checks import check_need, check_process, check_sections, check_values
-from training.config import to_text
 
 if TYPE_CHECKING:
+    from training.checkpoint.configuration import SavedConfig
     from training.setup import Setup
 
 ALONE = ("export", "sample")  # modes that need one process whatever the strategy is
@@ -61,8 +64,6 @@ def clear_errors() -> Iterator[None]:
 
 
 def _fail(message: str, code: int = 1) -> None:
-    from conf.environment import hide
-
     print(f"{styled('error:', 'red', sys.stderr)} {printable(hide(message))}", file=sys.stderr)
     raise SystemExit(code)
 
@@ -118,6 +119,72 @@ def execute(
         from training.modes import closing_sample
 
         print(closing_sample(cfg, run_dir, entropy), end="", flush=True)
+
+
+# -- what a checkpoint adds to a command, and what is said of it -----------------------------------------------------
+
+_current: SavedConfig | None = None  # of the command that this process works on
+
+
+def saved_config(arguments: Sequence[str]) -> SavedConfig | None:
+    """See ``training.checkpoint.configuration.saved_config``, which is imported only where a checkpoint is named."""
+    global _current
+    _current = None
+    if any(re.match(r"\+*(checkpoint|train\.resume)=", argument) for argument in arguments):
+        from training.checkpoint import configuration
+
+        _current = configuration.saved_config(arguments)
+    return _current
+
+
+def without_options_of_checkpoint(words: Sequence[str]) -> list[str]:
+    """The words of a job that were typed, without those that a checkpoint has brought."""
+    return [word for word in words if _current is None or word not in _current.words]
+
+
+def completed(cfg: Any, hydra: Any, saved: SavedConfig | None = None) -> tuple[Any, Any]:
+    """Complete what Hydra has composed by what the checkpoint knows that the command names.
+
+    Args:
+        cfg: The configuration.
+        hydra: Hydra's own section.
+        saved: What the checkpoint knows; None for that of the last command.
+
+    Returns:
+        The configuration, and Hydra's own section with what was typed only. The files that Hydra has written agree.
+    """
+    saved = saved or _current
+    if saved is None:
+        return cfg, hydra
+    hydra = hydra.copy()
+    with flag_override(hydra, ["struct", "readonly"], False):
+        hydra.overrides.task = [word for word in hydra.overrides.task if word not in saved.words]
+    saved.lay_under(cfg, hydra.runtime.choices, OmegaConf.to_container(hydra.overrides, resolve=False)["task"])
+    if hydra.output_subdir is not None:
+        from training.reporting.run_directory import mask_files
+
+        folder = Path(hydra.runtime.output_dir) / hydra.output_subdir
+        OmegaConf.save(cfg, folder / "config.yaml")
+        OmegaConf.save(hydra.overrides.task, folder / "overrides.yaml")
+        mask_files([folder / "config.yaml", folder / "overrides.yaml"])
+    return cfg, hydra
+
+
+def to_text(cfg: Any, hydra: Any) -> str:
+    """What a run says of its configuration: what differs from the defaults; with print_config=true, all of it.
+
+    Args:
+        cfg: The configuration as it was composed. Its references are not resolved: what was taken from the environment
+            is shown as it was written.
+        hydra: Hydra's own section.
+    """
+    from conf.composition import differences
+    from training.reporting.console import describe_configuration
+
+    if cfg.print_config:
+        return OmegaConf.to_yaml(OmegaConf.create(mask_secrets(to_dict(cfg)))).rstrip()
+    chosen, changes = differences(cfg, hydra)
+    return describe_configuration(chosen, mask_secrets(changes))
 
 
 # -- before the run --------------------------------------------------------------------------------------------------

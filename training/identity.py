@@ -21,8 +21,8 @@ from data.batch import Batch
 from data.dataset import DataSet, Source
 from parallel.mesh import Mesh
 from training.reporting import mask_secrets
-from training.reporting.environment import git_state
 from training.reporting.metrics import flat
+from training.reporting.recorder import git_state
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("common", "conf", "data", "launchers", "models", "parallel", "training", "hydra_plugins")

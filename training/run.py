@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,12 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
-from common.errors import TrainingError, add_note, exit_is_failure, is_out_of_memory
+from common.errors import TrainingError, UserError, add_note, exit_is_failure, is_out_of_memory
+from common.files import read_yaml
 from common.machine import styled, usable_cores
-from conf import COMMAND
-from conf.instantiate import add_to_path, build, environment, to_dict
-from conf.words import hydra_word
+from conf import COMMAND, TRAINED, as_typed, hydra_word
+from conf.instantiate import add_to_path, build, environment, is_ours, to_dict
 from launchers import World
 from launchers.peer_check import rendezvous
 from launchers.stopping import Stopped
@@ -34,19 +36,22 @@ from training.checkpoint.init_from import start
 from training.checkpoint.load import load
 from training.checkpoint.resume import resume
 from training.checkpoint.save import Checkpointer
-from training.config import kept
 from training.evaluate import evaluate, not_finite, record_of
 from training.identity import changes, check_ranks, follows_total
 from training.loop import Loop
 from training.optimizer import Optimizer
-from training.reporting import SUMMARY, mask_secrets
+from training.reporting import SUMMARY, jsonable, mask_secrets
 from training.reporting.console import describe_results, numbers, what_to_type, why_idle
-from training.reporting.environment import where_typed
 from training.reporting.loggers import Loggers, sections
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
 from training.reporting.traces import why_no_timeline, write_timeline
 from training.setup import Setup, build_setup
+
+# What a checkpoint does not keep.
+_WHERE = ("device", "parallel", "launcher", "logger", "loggers", "callbacks", "import_from")
+_NAMED = re.compile(r"_target_\W+([\w.]+)")
+
 
 
 @exit_is_failure()
@@ -307,7 +312,7 @@ def _report(
         link = hydra_word(str(outcome.checkpoint.parents[1]))
         length = [f"train.steps={2 * outcome.steps}", *["train.epochs=null"] * (setup.cfg.train.epochs is not None)]
         length += _rate_at_end(setup, outcome.steps)
-        rest.append(what_to_type(link, length, where_typed(run_dir), python=given_objects() is not None))
+        rest.append(what_to_type(link, length, _where_typed(run_dir), python=given_objects() is not None))
     print("\n".join([styled(headline, "bold", sys.stdout), *rest]), flush=True)
 
 
@@ -330,3 +335,36 @@ def _idle(setup: Setup, world: World, ranks: list[RankResult]) -> str:
     busy = [sum(i.end - i.start for step in own for i in step if i.kind in WORK) for own in steps]
     cores = usable_cores() if plan.device_type == "cpu" else None
     return why_idle(busy, setup.cfg.parallel.balance == "uniform", world.local_size, cores)
+
+
+def kept(cfg: Any) -> dict[str, Any]:
+    """What a checkpoint keeps of a configuration: plain data, without secrets and without where to resume."""
+    whole = to_dict(cfg)
+    tree = jsonable({name: whole[name] for name in ("seed", *TRAINED)})
+    tree["train"].pop("resume")
+    more = {"choices": whole[COMMAND]["choices"]} if COMMAND in whole else {}
+    if whole.get("recipe") is not None:
+        more["recipe"] = whole["recipe"]
+    return {**_public(tree, mask_secrets(tree)), **more}
+
+
+def _public(value: dict, masked: dict) -> dict:
+    """``value`` without the keys whose values were masked."""
+    nested = {key: _public(item, masked[key]) for key, item in value.items() if isinstance(item, dict)}
+    return {key: nested.get(key, item) for key, item in value.items() if key in nested or item == masked[key]}
+
+
+def _where_typed(run_dir: Path) -> list[str]:
+    """Return what the user typed of what a checkpoint does not keep or may not name, by the run directory."""
+    try:
+        # Not resolved: a value may refer to a secret of the environment.
+        typed = OmegaConf.to_container(read_yaml(run_dir / ".hydra" / "overrides.yaml"), resolve=False)
+        sources = read_yaml(run_dir / ".hydra" / "hydra.yaml").hydra.runtime.config_sources
+    except UserError:
+        return []  # they are but a hint
+    own = [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"]
+    return own + [word for word in as_typed(typed) if _is_where(word) or not all(map(is_ours, _NAMED.findall(word)))]
+
+
+def _is_where(word: str) -> bool:
+    return re.split(r"[.=]", word.lstrip("+~"))[0] in _WHERE

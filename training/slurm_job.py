@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.console import unfailing_output
 from common.errors import UserError
+from common.machine import unfailing_output
 from conf.instantiate import add_to_path, environment, to_config, to_dict
 from launchers import World
 from launchers.slurm.follow import wait

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from common.console import Unfailing, unfailing_output
+from common.machine import Unfailing, unfailing_output
 
 
 class Broken(io.StringIO):
@@ -52,7 +52,7 @@ def test_without_a_stream_printing_does_nothing(monkeypatch):
 
 def test_a_closed_descriptor_is_not_given_to_the_next_file():
     code = (
-        "import os; from common.console import open_standard_descriptors; open_standard_descriptors(); "
+        "import os; from common.machine import open_standard_descriptors; open_standard_descriptors(); "
         "print(os.open('/dev/null', os.O_RDONLY), file=open(os.dup(2), 'w'))"
     )
     command = ["sh", "-c", '"$0" -c "$1" <&- >&-', sys.executable, code]

@@ -75,7 +75,7 @@ def test_without_torchvision_the_error_says_so(fails, monkeypatch):
     def missing():
         raise ImportError("No module named 'torchvision'")
 
-    monkeypatch.setattr("common.torchvision_loader.load_torchvision", missing)
+    monkeypatch.setattr("data.images.load_torchvision", missing)
     fails(MNIST, "torchvision, which downloads MNIST, cannot be imported")
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from common.torchvision_loader import load_torchvision
+from data.images import load_torchvision
 from models.gpt2 import gpt2
 from models.huggingface import HuggingFaceGPT2, pad, to_huggingface
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.torchvision_loader import load_torchvision
+from data.images import load_torchvision
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ def test_one_that_does_not_fit_is_said_once_with_what_to_install(torchvision, tm
         "    raise RuntimeError('operator torchvision::nms does not exist')\n"
         "__version__ = '0.1.2'\n"
     )
-    twice = "from common.torchvision_loader import load_torchvision as load; load(); load()"
+    twice = "from data.images import load_torchvision as load; load(); load()"
     run = subprocess.run(
         [sys.executable, "-c", twice], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True,
         text=True, check=True,

@@ -11,9 +11,9 @@ from composed import QUIET, compose, config, records, run_on_rank, saved
 from composed import run as train
 
 from common.errors import TrainingError
+from conf import as_typed, expand_lists
 from conf.composition import compose as compose_line
 from conf.instantiate import add_to_path, to_dict
-from conf.words import as_typed, expand_lists
 from training.run import run as run_config
 
 SHORT = ["train.epochs=null", "train.steps=8"]

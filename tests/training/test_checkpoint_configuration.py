@@ -8,11 +8,12 @@ from commandline import train
 from composed import QUIET, config, run, steps
 
 from common.errors import CheckpointError, TrainingError
+from conf import quote_values
 from conf.composition import compose
 from conf.instantiate import to_config, to_dict
-from conf.words import quote_values
 from train import main
-from training.config import kept, saved_config
+from training.app import saved_config
+from training.run import kept
 from training.run import run as training
 
 

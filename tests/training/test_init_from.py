@@ -13,9 +13,9 @@ from composed import LAYOUTS, QUIET, compose, config, losses, run, run_on_rank, 
 from safetensors.torch import load_file, save_file
 
 from common.errors import DataError, TrainingError
-from common.torchvision_loader import load_torchvision
+from conf import quote_values
 from conf.instantiate import to_dict
-from conf.words import quote_values
+from data.images import load_torchvision
 from data.vocabulary import gpt2
 from training.app import execute
 from training.checkpoint.init_from import vocabulary_with

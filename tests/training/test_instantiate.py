@@ -31,7 +31,7 @@ from conf.instantiate import checked_arguments, instantiate, why_foreign
         "torch.nn.init.normal_",
         "torch.optim.Adam.load_state_dict",
         "torch.optim.optimizer.functools.partial",
-        "training.reporting.environment._run",
+        "training.reporting.recorder._run",
         "training.reporting.write_json",
         "training.reporting.metrics.log.handlers.clear",
         "training.checkpoint.load",

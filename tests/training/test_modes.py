@@ -12,8 +12,8 @@ from composed import QUIET, compose, config, records, run, run_on_rank, saved
 from safetensors.torch import load_file
 
 from common.errors import CheckpointError, TrainingError
-from common.torchvision_loader import load_torchvision
 from conf.instantiate import to_dict
+from data.images import load_torchvision
 from training.app import execute
 
 LAYOUTS = {

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from conf.words import as_typed, quote_values
+from conf import as_typed, quote_values
 from training.reporting import describe, mask_secrets
-from training.reporting.environment import _git
+from training.reporting.recorder import _git
 
 
 def test_the_description_is_json_and_names_code_machine_and_packages():

@@ -11,7 +11,7 @@ import pytest
 
 from common.errors import UserError
 from training.reporting import WandbRun
-from training.reporting.environment import git_state
+from training.reporting.recorder import git_state
 
 wandb = pytest.importorskip("wandb")
 

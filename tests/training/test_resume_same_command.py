@@ -8,13 +8,13 @@ import pytest
 from composed import losses, saved, steps
 from omegaconf import open_dict
 
-from conf import CHOSEN, TRAINED, options
+from conf import CHOSEN, TRAINED, options, quote_values
 from conf.composition import compose, composed_by
 from conf.instantiate import to_config, to_dict
-from conf.words import quote_values
 from train import main
+from training.app import saved_config
 from training.checkpoint.files import with_checksum
-from training.config import kept, saved_config
+from training.run import kept
 
 LAYOUT = {"parallel": "single", "dp": 1, "pp": 1, "chunks": 1, "precision": "fp32", "stages": [["net1"]]}
 

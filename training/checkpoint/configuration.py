@@ -1,6 +1,6 @@
 """The configuration that a checkpoint keeps: a command that names the checkpoint need not repeat it.
 
-It says what is trained, not where (see ``training.config.kept``): the option of each group, and every value. The
+It says what is trained, not where (see ``training.run.kept``): the option of each group, and every value. The
 options stand behind what is typed when Hydra composes (``SavedConfig.words``), so that a model's file acts as it did;
 then the values are laid under what was typed (``SavedConfig.lay_under``).
 
@@ -26,10 +26,9 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import CheckpointError, TrainingError
-from conf import CHOSEN, FOLDER, ON_TOP, TRAINED, options
+from conf import CHOSEN, FOLDER, ON_TOP, TRAINED, config_folder, is_override, literal, options
 from conf.composition import leaves
 from conf.instantiate import PACKAGES, targets, why_foreign
-from conf.words import config_folder, is_override, literal
 from models.chain import Chain
 from training.checkpoint.files import MANIFEST, Checkpoint
 from training.checkpoint.load import Tensors

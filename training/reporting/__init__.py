@@ -3,11 +3,10 @@
 A lost server, a full disk or a closed terminal ends no training run: it is reported once, and the run goes on.
 """
 
-from training.reporting.environment import describe
+from conf.masking import mask_secrets
 from training.reporting.loggers import CsvLogger, NoLogger
-from training.reporting.masking import mask_secrets
 from training.reporting.metrics import METRICS, SUMMARY, MetricsFile, jsonable, write_json
-from training.reporting.recorder import Progress
+from training.reporting.recorder import Progress, describe
 from training.reporting.wandb_run import WandbRun
 
 __all__ = [

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.files import explain, parse_json, write_atomically
-from training.reporting.masking import mask_secrets
+from conf.masking import mask_secrets
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from conf.masking import mask_secrets
 from training.reporting.loggers import grouped
-from training.reporting.masking import mask_secrets
 from training.reporting.metrics import flat
 
 ID_FILE = "mlflow_id.txt"

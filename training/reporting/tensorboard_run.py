@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from conf.masking import mask_secrets
 from training.reporting.loggers import grouped
-from training.reporting.masking import mask_secrets
 
 
 class TensorBoardRun:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.machine import changed_environment
-from training.reporting.environment import git_state
+from conf.masking import mask_secrets
 from training.reporting.loggers import grouped
-from training.reporting.masking import mask_secrets
+from training.reporting.recorder import git_state
 
 log = logging.getLogger("training")
 

@@ -24,16 +24,15 @@ from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import TrainingError, UserError, format_exception
+from conf import as_typed, expand_lists, hydra_word, typed_overrides
 from conf.composition import check_keys
 from conf.instantiate import add_to_path, to_config, to_dict
-from conf.words import as_typed, expand_lists, hydra_word, typed_overrides
 from launchers import Interrupted, World
 from launchers.slurm.follow import wait
 from launchers.stopping import Stopped
-from training.app import execute
+from training.app import completed, execute, without_options_of_checkpoint
 from training.autotune import choose_chunks, recall
 from training.checkpoint.resume import after_restart
-from training.config import completed, without_options_of_checkpoint
 from training.reporting import mask_secrets
 from training.reporting.directory_lock import hold, release
 from training.reporting.job_record import (
