@@ -1,26 +1,41 @@
-"""Where the ranks of a run meet: a torch.distributed store.
+"""Where the ranks of a run meet, a torch.distributed store, and whether their machines can reach each other.
 
-On one machine it is a file in a folder that no other user can enter. Over several machines it is a TCP store without
-authentication (SECURITY.md).
+On one machine the store is a file in a folder that no other user can enter. Over several machines it is a TCP store
+without authentication (SECURITY.md).
 """
 
 from __future__ import annotations
 
 import atexit
 import itertools
+import json
 import os
 import shutil
 import socket
 import stat
+import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from common.errors import LaunchError
-from launchers.world import LOOPBACK, STORE_FILE, World, is_loopback, master_address, restarts
+from launchers.heartbeat import watched
+from launchers.world import (
+    LOOPBACK,
+    STORE_FILE,
+    World,
+    has_local_rank,
+    is_loopback,
+    master_address,
+    restarts,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -28,6 +43,8 @@ if TYPE_CHECKING:
 _POLL_S = 0.05
 _NAME_S = 20.0  # how long rank 0's own name may be unknown: Kubernetes publishes a pod's after the pod has started
 _ANSWER_S = 20.0  # a store answers from a thread of its own, however busy its process is
+_PROBE_S = 5.0
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 # A store outlives the first process group that used it. A second connect() in this process (one job of a sweep after
 # another, under one torchrun) reuses it under a prefix of its own, so that it sees none of the first one's keys.
@@ -62,17 +79,49 @@ def connect(world: World, timeout_s: float) -> Store | None:
     if world.origin == "local":
         use_loopback()
         store = local_store(where := os.environ[STORE_FILE], world.size, timeout_s, number)
-        _gather(store, world, where, timeout_s, deadline)
-        return store
-    host, port = master_address()
-    if is_loopback(host):
-        use_loopback()
-    if (where := f"{host}:{port}") not in _opened:
-        _opened[where] = _open(world, host, port, timeout_s)
-    # A restarted attempt must not see the keys of the failed one (torch's env:// rendezvous does the same).
-    store = PrefixStore(f"launchers/attempt-{restarts()}/connection-{number}", _opened[where])
-    _gather(store, world, where, timeout_s, deadline)
-    return _private_store(store, world, timeout_s) if world.local_size == world.size else store
+    else:
+        host, port = master_address()
+        if is_loopback(host):
+            use_loopback()
+        if (where := f"{host}:{port}") not in _opened:
+            _opened[where] = _open(world, host, port, timeout_s)
+        # A restarted attempt must not see the keys of the failed one (torch's env:// rendezvous does the same).
+        store = PrefixStore(f"launchers/attempt-{restarts()}/connection-{number}", _opened[where])
+    if store.add(f"rank-{world.rank}", 1) > 1:
+        raise LaunchError(
+            f"two processes at {where} say that they are RANK={world.rank} of WORLD_SIZE={world.size}: "
+            "give each its own rank"
+        )
+
+    def lost(missing: list[int]) -> str:
+        return (
+            f"rank {world.rank} waited {timeout_s:g} s at {where} for {world.size} ranks: "
+            f"{world.size - len(missing)} came, missing: {', '.join(map(str, missing))}. "
+            "Start them with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, or allow more time"
+        )
+
+    _exchange(world, store, "here", None, deadline, lost)
+    shared = world.origin == "local" or world.local_size < world.size
+    return store if shared else _private_store(store, world, timeout_s)
+
+
+def _exchange(world: World, store: Store, what: str, mine: Any, deadline: float, lost: Callable) -> list:
+    """Gather what each rank gives, by rank; ``lost(ranks)`` says in words that ``ranks`` do not come in time.
+
+    It polls: a store's own wait() logs C++ frames when it times out.
+    """
+    keys = [f"{what}-{rank}" for rank in range(world.size)]
+    store.set(keys[world.rank], json.dumps(mine))
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            raise LaunchError(lost([rank for rank, key in enumerate(keys) if not store.check([key])]))
+        time.sleep(_POLL_S)
+    given = [json.loads(store.get(key)) for key in keys]
+    store.add(f"seen-{what}", 1)
+    # The host stays until the others have seen it: they could not ask any more.
+    while world.rank == 0 and store.add(f"seen-{what}", 0) < world.size and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return given
 
 
 def local_store(path: str | os.PathLike, ranks: int = -1, timeout_s: float = 300.0, connection: int = 0) -> Store:
@@ -92,7 +141,6 @@ def _private_store(store: Store, world: World, timeout_s: float) -> Store:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         store.set("folder", folder)
     else:
-        store.wait(["folder"], timedelta(seconds=timeout_s))
         folder = store.get("folder").decode()
         if not _is_private(folder):
             raise LaunchError(
@@ -193,27 +241,152 @@ def _wait_for_listener(world: World, host: str, port: int, timeout_s: float) -> 
         time.sleep(_POLL_S)
 
 
-def _gather(store: Store, world: World, where: str, timeout_s: float, deadline: float) -> None:
-    """Return when all ranks are here. It polls: a store's own wait() logs C++ frames when it times out."""
-    if store.add(f"rank-{world.rank}", 1) > 1:
-        raise LaunchError(
-            f"two processes at {where} say that they are RANK={world.rank} of WORLD_SIZE={world.size}: "
-            "give each its own rank"
+# -- where each rank is, and who can reach whom ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is.
+
+    Attributes:
+        rank: The rank.
+        leader: Whether it is the first rank of its machine.
+        node: The machine's name.
+        address: The machine's IPv4 address.
+        port: The port on which the rank listens for the others' probes.
+        timeout_s: How long it waits for others, in seconds, as far as it knows the configuration.
+    """
+
+    rank: int
+    leader: bool
+    node: str
+    address: str
+    port: int
+    timeout_s: float
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.node}, {self.address})"
+
+    @property
+    def machine(self) -> tuple[str, str]:
+        """Equal for ranks on the same machine."""
+        return self.node, self.address
+
+
+@contextmanager
+def rendezvous(world: World, timeout_s: float) -> Iterator[tuple[Store | None, list[Place]]]:
+    """Meet the other ranks; while the block runs, let them know what this rank is doing.
+
+    Args:
+        world: This rank's world.
+        timeout_s: How long to wait for the others, in seconds.
+
+    Yields:
+        The store that all ranks share, None for a single rank; and the places of the ranks, by rank, which are empty
+        where ``run_workers`` has started them.
+
+    Raises:
+        LaunchError: Ranks do not come or machines cannot reach each other; or the block has failed because others were
+            lost and some stand still. The message names the ranks.
+    """
+    store = connect(world, timeout_s)
+    if store is None:
+        yield None, []
+        return
+    places: list[Place] = []
+    names, neighbours = [f"rank {rank}" for rank in range(world.size)], set(range(world.size))
+    if world.origin != "local":
+        places = find_peers(world, store, timeout_s)
+        timeout_s = places[0].timeout_s  # rank 0 knows the configuration
+        names = list(map(str, places))
+        neighbours = {place.rank for place in places if place.machine == places[world.rank].machine}
+    with watched(world, store, timeout_s, names, neighbours):
+        yield store, places
+
+
+def find_peers(world: World, store: Store, timeout_s: float) -> list[Place]:
+    """Return the place of each rank, by rank. All ranks must call it.
+
+    One rank of each machine tries to reach one of each other machine, through the interface that gloo and NCCL will
+    use: the one that GLOO_SOCKET_IFNAME names, else the one that leads to MASTER_ADDR (both variables are then set).
+
+    Raises:
+        LaunchError: On every rank and within ``timeout_s``, naming the pairs that cannot connect.
+    """
+    deadline = time.monotonic() + timeout_s
+
+    def lost(missing: list[int]) -> str:
+        return (
+            f"rank {world.rank} heard nothing from rank {', '.join(map(str, missing))} any more: has it "
+            "ended, or lost its connection to rank 0?"
         )
-    store.add("here", 1)
-    while store.add("here", 0) < world.size:
-        if time.monotonic() > deadline:
-            missing = [rank for rank in range(world.size) if not store.check([f"rank-{rank}"])]
-            raise LaunchError(
-                f"rank {world.rank} waited {timeout_s:g} s at {where} for {world.size} ranks: "
-                f"{world.size - len(missing)} came, missing: {', '.join(map(str, missing))}. "
-                "Start them with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, or allow more time"
-            )
-        time.sleep(_POLL_S)
-    store.add("seen", 1)
-    # The host stays until the others have seen that all are here: they could not ask any more.
-    while world.rank == 0 and store.add("seen", 0) < world.size and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    with listen(own_address(), 0) as listener:
+        address, port = listener.getsockname()[:2]
+        mine = [world.rank, world.local_rank == 0, node, address, port, timeout_s]
+        places = [Place(*place) for place in _exchange(world, store, "place", mine, deadline, lost)]
+        me = places[world.rank]
+        if world.origin == "environment" and world.local_size == 1 and not has_local_rank():
+            _check_one_rank_per_machine(places)
+        leaders = [place for place in places if place.leader]
+        others = [place for place in leaders if place != me] if me.leader else []
+        failed = [f"{me} cannot connect to {place}: {why}" for place, why in _probe(others, timeout_s).items() if why]
+        failures = _exchange(world, store, "failures", failed, deadline, lost)
+    if lines := [line for lines in failures for line in lines]:
+        advice = (
+            "Open the way between these machines (firewall, routes), or name the interface of the network that joins "
+            f"them: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; here there are {_listed(_addresses())}"
+        )
+        raise LaunchError("\n".join([*lines, advice]))
+    return places
+
+
+def _probe(places: list[Place], timeout_s: float) -> dict[Place, str]:
+    """Connect to each of ``places``; return why it does not work, in words, which are empty where it does."""
+    limit_s = min(_PROBE_S, timeout_s / 2)
+
+    def ask(place: Place) -> str:
+        try:
+            with socket.create_connection((place.address, place.port), timeout=limit_s):
+                return ""
+        except TimeoutError:
+            return f"no answer within {limit_s:g} s"
+        except OSError as error:
+            return (error.strerror or str(error)).lower()
+
+    with ThreadPoolExecutor(max(1, min(64, len(places)))) as pool:
+        return dict(zip(places, pool.map(ask, places), strict=True))
+
+
+def _check_one_rank_per_machine(places: list[Place]) -> None:
+    """Raise LaunchError where ranks that were given no LOCAL_RANK share a machine: they would share its first GPU."""
+    machines = Counter(place.machine for place in places)
+    machine, count = machines.most_common(1)[0]
+    if count > 1:
+        ranks = ", ".join(str(place.rank) for place in places if place.machine == machine)
+        raise LaunchError(
+            f"ranks {ranks} are all on {' '.join(machine)} and LOCAL_RANK is not set, which stands for one rank per "
+            "machine: set LOCAL_RANK and LOCAL_WORLD_SIZE for each rank, or start them with torchrun"
+        )
+
+
+def describe_places(places: list[Place]) -> str:
+    """Describe which ranks are on which machine: "n1: ranks 0-1   n2: ranks 2-3"."""
+    machines: dict[tuple[str, str], list[int]] = {}
+    for place in places:
+        machines.setdefault(place.machine, []).append(place.rank)
+    names = [node for node, _ in machines]
+    words = []
+    for (node, address), ranks in machines.items():
+        name = node if names.count(node) == 1 else f"{node} {address}"
+        in_order = len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1))
+        numbers = f"{ranks[0]}-{ranks[-1]}" if in_order else ",".join(map(str, ranks))
+        words.append(f"{name}: rank{'s' * (len(ranks) > 1)} {numbers}")
+    return "   ".join(words)
+
+
+# -- the interface that gloo and NCCL use ----------------------------------------------------------------------------
 
 
 def use_loopback() -> None:
@@ -221,25 +394,77 @@ def use_loopback() -> None:
 
     Without it both pick the interface of the machine's host name and listen to the network.
     """
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if not os.environ.get(name):
-            os.environ[name] = _loopback_interface()
+    _use_interface("lo" if sys.platform == "linux" else "lo0")
 
 
 def check_interfaces() -> None:
     """Raise LaunchError where gloo will not find the interface that it is told to use, or no address on it."""
-    names = [name for _, name in socket.if_nameindex()]
-    wanted = os.environ.get("GLOO_SOCKET_IFNAME")
-    if unknown := [name for name in (wanted or "").split(",") if name and name not in names]:
-        raise LaunchError(
-            f"GLOO_SOCKET_IFNAME={wanted}: {', '.join(unknown)} is no network interface of this machine, which has "
-            f"{', '.join(names) or 'none'}; unset it, and the processes of this machine use the loopback interface"
-        )
-    if not wanted and not any(map(_is_up, (LOOPBACK, "::1"))):
+    if named := os.environ.get("GLOO_SOCKET_IFNAME"):
+        _address_of(named)
+    elif not any(map(_is_up, (LOOPBACK, "::1"))):
         raise LaunchError(
             f"the loopback interface of this machine is down (neither {LOOPBACK} nor ::1 answers), and the processes "
             "of a run talk over it: ip link set lo up"
         )
+
+
+def own_address() -> str:
+    """Return the IPv4 address of the interface that gloo and NCCL will use.
+
+    It is the interface that GLOO_SOCKET_IFNAME names, else the one that leads to MASTER_ADDR; the variables that name
+    it are then set where the user has not.
+
+    Raises:
+        LaunchError: There is no such interface, or none that leads to MASTER_ADDR.
+    """
+    host, port = master_address()
+    if named := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return _address_of(named)
+    if is_loopback(host):
+        return LOOPBACK
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, port))  # sends nothing: asks the routing table
+        except OSError as error:
+            raise LaunchError(f"this machine has no way to MASTER_ADDR={host}: {error}") from error
+        address = probe.getsockname()[0]
+    for name in (name for name, its_address in _addresses().items() if its_address == address):
+        _use_interface(name)
+    return address
+
+
+def _use_interface(name: str) -> None:
+    for variable in _INTERFACES:
+        if not os.environ.get(variable):
+            os.environ[variable] = name
+
+
+def _address_of(named: str) -> str:
+    """Return the address on the first of the interfaces that GLOO_SOCKET_IFNAME names: ranks are known by that."""
+    addresses, names = _addresses(), named.split(",")
+    if unknown := [name for name in names if name not in addresses]:
+        raise LaunchError(
+            f"GLOO_SOCKET_IFNAME={named}: {', '.join(unknown)} is no interface of this machine with an IPv4 address; "
+            f"there are {_listed(addresses) or 'none'}; unset it, or name one of them (ranks of one machine use the "
+            "loopback interface by themselves)"
+        )
+    return addresses[names[0]]
+
+
+def _addresses() -> dict[str, str]:
+    """Return each interface's first IPv4 address."""
+    import psutil
+
+    first: dict[str, str] = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if address.family == socket.AF_INET:
+                first.setdefault(name, address.address)
+    return first
+
+
+def _listed(addresses: dict[str, str]) -> str:
+    return ", ".join(f"{name} ({address})" for name, address in addresses.items())
 
 
 def _is_up(address: str) -> bool:
@@ -267,15 +492,3 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def _loopback_interface() -> str:
-    names = [name for _, name in socket.if_nameindex()]
-    # Linux calls it lo, the BSDs and macOS lo0.
-    for name in ("lo", "lo0"):
-        if name in names:
-            return name
-    raise LaunchError(
-        f"none of this machine's network interfaces ({', '.join(names) or 'there are none'}) is lo or lo0: "
-        "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the one that carries 127.0.0.1"
-    )

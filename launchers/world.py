@@ -60,7 +60,7 @@ class World:
         The names are torchrun's. MASTER_ADDR and MASTER_PORT must be set where there is more than one rank that
         run_workers has not started. LOCAL_RANK and LOCAL_WORLD_SIZE may be left out together: where MASTER_ADDR is a
         loopback address all ranks are on this machine, else each has one to itself, such as a pod of Kubernetes
-        (``launchers.peer_check`` finds those that share one).
+        (``launchers.meeting`` finds those that share one).
 
         Args:
             environ: The environment variables.

@@ -339,7 +339,7 @@ def _work(world: World, tree: dict, run_dir: str, given: bytes | None) -> None:
 
 def _lead(setup, run_dir: Path, world: World) -> None:
     """Rank 0 under torchrun or srun: tell the other ranks what to run and where."""
-    from launchers.peer_check import describe_places, rendezvous
+    from launchers.meeting import describe_places, rendezvous
     from training.run import run
 
     cfg = setup.cfg
@@ -364,7 +364,7 @@ def follow(world: World, arguments: Sequence[str] = ()) -> None:
 
     from conf.composition import check_received
     from launchers.failure import log_path
-    from launchers.peer_check import rendezvous
+    from launchers.meeting import rendezvous
     from launchers.worker import redirect_output
     from training.run import run
 

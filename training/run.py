@@ -22,7 +22,7 @@ from common.machine import styled, usable_cores
 from conf import COMMAND, TRAINED, as_typed, hydra_word
 from conf.instantiate import add_to_path, build, environment, is_ours, to_dict
 from launchers import World
-from launchers.peer_check import rendezvous
+from launchers.meeting import rendezvous
 from launchers.stopping import Stopped
 from models.given import GIVEN, given_objects
 from parallel.devices import keep_freed_memory, share_cores

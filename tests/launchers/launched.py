@@ -148,7 +148,7 @@ def by_hand():
 def abort(world, rank, after_s, timeout_s):
     """`rank` ends as NCCL's watchdog ends a rank that has waited `after_s` seconds; the other does not move."""
     from launchers import heartbeat
-    from launchers.peer_check import rendezvous
+    from launchers.meeting import rendezvous
 
     with rendezvous(world, timeout_s):
         heartbeat.note(3, "in step 4")

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from launchers import LaunchError, World, heartbeat, peer_check
+from launchers import LaunchError, World, heartbeat, meeting
 from launchers.failure import is_peer_error
 from launchers.heartbeat import Note, describe_stall, note, read_notes, watched
-from launchers.peer_check import find_peers
+from launchers.meeting import find_peers
 from launchers.world import LOOPBACK
 
 NAMES, HERE = ["rank 0", "rank 1"], {0, 1}
@@ -107,7 +107,7 @@ def test_before_the_first_step_and_on_other_machines_a_stall_is_described_too():
 
 
 def test_ranks_that_share_a_machine_without_a_local_rank_are_refused(store, monkeypatch):
-    monkeypatch.setattr(peer_check, "own_address", lambda: LOOPBACK)
+    monkeypatch.setattr(meeting, "own_address", lambda: LOOPBACK)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     meet = lambda rank: find_peers(World(rank, 2, 0, 1, "environment"), store, 60)  # noqa: E731
     with ThreadPoolExecutor(2) as pool:
