@@ -1,4 +1,4 @@
-"""The training loop: what is skipped, clipped, evaluated and saved, in this process or on ranks of which one is spoilt."""
+"""The training loop: what is skipped, clipped, evaluated and saved, in this process or with one spoilt rank."""
 
 import json
 import math
