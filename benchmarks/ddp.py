@@ -13,7 +13,6 @@ A small Transformer with the same batch per replica in every run; all runs take 
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 
 import torch
@@ -21,7 +20,7 @@ import torch.distributed as dist
 
 from benchmarks import figure, ranks, table
 from benchmarks.timing import Spread, paired, take_turns
-from benchmarks.trainer import TRANSFORMER, Trainer, configured
+from benchmarks.trainer import TRANSFORMER, configured, in_turns
 from parallel.devices import synchronize
 
 ONE, APART = "1 replica", "2 processes apart"
@@ -41,51 +40,35 @@ def main(chosen: Namespace) -> None:
     batch, rounds = (2, 2) if chosen.quick else (chosen.batch, chosen.rounds)
     common = [*TRANSFORMER, "logger=none", f"train.precision={chosen.precision}", f"device={ranks.device_type()}"]
     common += ["model.d_model=32", "data.seq_len=16"] if chosen.quick else []
-    configured(common)  # prepares the tokens once, and not on both ranks
-    seconds, all_reduce, megabytes = ranks.run(measure, common, batch, rounds)
-    rows = tabulate(seconds, batch)
-    exchange = f"{megabytes:.1f} MB of gradients; one all-reduce of them alone: {all_reduce:.4f} s"
+    setup = configured(common)  # prepares the tokens once, and not on both ranks
+    rows = tabulate(ranks.run(in_turns, layouts(common, batch), rounds, ONE), batch)
+    size = sum(p.numel() for p in setup.chain.skeleton().parameters())
+    alone = ranks.run(all_reduce, size)
+    exchange = f"{size * 4 / 1e6:.1f} MB of gradients; one all-reduce of them alone: {alone:.4f} s"
     print(f"{exchange}\n")
     about = {"batch": batch, "rounds": rounds, "precision": chosen.precision, "exchange": exchange}
     path = table.write("ddp", rows, chosen.quick, **about)
     figure.bars(path.with_suffix(".png"), rows, [row["run"] for row in rows[2:]], width=10.0, title=title(rows))
 
 
-def layouts(batch: int) -> dict[str, list[str]]:
-    """Return the overrides of each run by its name; ``batch`` is that of one replica."""
-    ddp = ["parallel=ddp", "parallel.dp=2", f"train.global_batch_size={2 * batch}"]
-    runs = {name: ["parallel=single", f"train.global_batch_size={batch}"] for name in (ONE, APART)}
+def layouts(common: list[str], batch: int) -> dict[str, list[str]]:
+    """Return the command line of each run by its name; ``batch`` is that of one replica."""
+    ddp = [*common, "parallel=ddp", "parallel.dp=2", f"train.global_batch_size={2 * batch}"]
+    runs = {name: [*common, "parallel=single", f"train.global_batch_size={batch}"] for name in (ONE, APART)}
     runs |= {f"2 replicas, {mb} MiB": [*ddp, f"parallel.bucket_mb={mb}"] for mb in BUCKETS}
     runs["2 replicas, 25 MiB, bf16"] = [*ddp, "parallel.comm_hook=bf16"]
     return runs
 
 
-def measure(rank: int, common: list[str], batch: int, rounds: int) -> tuple[dict[str, list[float]], float, float]:
-    """Measure one rank's part.
-
-    Returns:
-        Seconds of each run's steps; seconds of one all-reduce of the gradients; their size in MB.
-    """
-    steps, trainer = {}, None
-    for name, overrides in layouts(batch).items():
-        if name == ONE and rank != 0:
-            steps[name] = lambda number: None
-            continue
-        setup = configured([*common, *overrides])
-        # Without communication, each process is the first rank of its own layout.
-        trainer = Trainer(setup, rank if setup.plan.dp > 1 else 0, local_rank=rank)
-        steps[name] = trainer.step
-    seconds = take_turns(steps, rounds, barrier=dist.barrier)
-    gradients = torch.zeros(sum(p.numel() for p in trainer.strategy.parameters()), device=trainer.strategy.device)
+def all_reduce(rank: int, size: int) -> float:
+    """Return the seconds of one all-reduce of ``size`` numbers."""
+    gradients = torch.zeros(size, device=ranks.device_type())
 
     def exchange(number: int) -> None:
         dist.all_reduce(gradients)
         synchronize(gradients.device)
 
-    alone = take_turns({"": exchange}, 10, barrier=dist.barrier)[""]
-    if rank == 0:
-        print(f"{rounds} rounds of {len(steps)} runs measured", file=sys.stderr)
-    return seconds, Spread.of(alone).median, gradients.nbytes / 1e6
+    return Spread.of(take_turns({"": exchange}, 10, barrier=dist.barrier)[""]).median
 
 
 def tabulate(seconds: dict[str, list[float]], batch: int) -> list[dict]:

@@ -16,10 +16,17 @@ _MANY = 7  # more names than this do not fit beside each other
 
 
 @contextmanager
-def drawing(path: Path, columns: int = 1, width: float = 6.0) -> Iterator[list[Axes]]:
-    """Yield axes without frames beside each other, each ``width`` inches wide, and write them to ``path`` as a PNG."""
-    figure = Figure(figsize=(width * columns, 4.2), layout="constrained", dpi=150)
-    axes = [figure.add_subplot(1, columns, i + 1) for i in range(columns)]
+def drawing(path: Path, width: float, mosaic: Sequence = "a", heights: Sequence | None = None) -> Iterator[list[Axes]]:
+    """Yield axes without frames, and write them to ``path`` as a PNG.
+
+    Args:
+        path: Of the PNG.
+        width: In inches, of all of them.
+        mosaic: Which axes stand where, as in matplotlib's ``subplot_mosaic``.
+        heights: Of the rows of the mosaic, if they are not all the same.
+    """
+    figure = Figure(figsize=(width, 4.2), layout="constrained", dpi=150)
+    axes = list(figure.subplot_mosaic(mosaic, height_ratios=heights).values())
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
     yield axes
@@ -92,7 +99,7 @@ def speed(path: Path, rows: Sequence[Mapping]) -> None:
 def chunks(path: Path, swept: Sequence[Mapping]) -> None:
     """Draw the seconds per step over the number of chunks, one panel per model."""
     models = list(dict.fromkeys(row["model"] for row in swept))
-    with drawing(path, columns=len(models), width=4.5) as axes:
+    with drawing(path, width=4.5 * len(models), mosaic=[models]) as axes:
         best = []
         for model, panel in zip(models, axes, strict=True):
             curves: dict[str, list[tuple[float, float]]] = {}

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from benchmarks import table
 from benchmarks.command_line import ROOT, read_metrics, run_directory
 
+SINGLE = ["parallel=single"]
 MICROBATCHES = 4
 NORMALISED = ("resnet50", "convnet")  # by BatchNorm, over the micro-batch
 COMMON = [
@@ -67,21 +68,30 @@ def main(chosen: Namespace) -> None:
     rows = []
     recipes = {model: RECIPES.get(model, []) for model in models()}
     for model, recipe in recipes.items():
-        settings = dict(word.split("=") for word in (*COMMON, f"model={model}", *recipe))
-        words = [f"{key}={value}" for key, value in settings.items()]
+        settings = merged(COMMON, [f"model={model}"], recipe)
         reference = None
-        for layout in [["parallel=single"], *layouts(), *MORE_LAYOUTS.get(model, [])]:
-            replicas = next((int(word.partition("=")[2]) for word in layout if word.startswith("parallel.dp=")), 1)
+        for layout in [SINGLE, *layouts(), *MORE_LAYOUTS.get(model, [])]:
             alone = reference is None and model not in NORMALISED
-            chunks = 1 if alone else MICROBATCHES // replicas
-            with run_directory(*words, *layout, f"parallel.chunks={chunks}") as folder:
-                result = read_metrics(folder)
+            result = trained(settings, layout, 1 if alone else MICROBATCHES)
             reference = reference or result
             about = {"model": model, "precision": settings["train.precision"], "run": " ".join(layout)}
             rows.append(about | compare(result, reference))
             print(*rows[-1].values(), file=sys.stderr)
     words = {model: " ".join(recipe) for model, recipe in recipes.items()}
     table.write("parity", rows, microbatches=MICROBATCHES, every_model=" ".join(COMMON), **words)
+
+
+def merged(*lists: list[str]) -> dict[str, str]:
+    """Return the overrides by their keys; the last one of a key counts."""
+    return dict(word.split("=") for words in lists for word in words)
+
+
+def trained(settings: dict[str, str], layout: list[str], microbatches: int) -> list[dict]:
+    """Return the records of a run whose ``microbatches`` are dealt to the replicas of ``layout``."""
+    chunks = microbatches // int(merged(layout).get("parallel.dp", 1))
+    words = [f"{key}={value}" for key, value in settings.items()]
+    with run_directory(*words, *layout, f"parallel.chunks={chunks}") as folder:
+        return read_metrics(folder)
 
 
 def models() -> list[str]:

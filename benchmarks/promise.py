@@ -14,20 +14,18 @@ from argparse import Namespace
 from pathlib import Path
 
 import torch
-from matplotlib.gridspec import GridSpec
 
 from benchmarks import figure, table
-from benchmarks.command_line import read_metrics, run_directory
-from benchmarks.parity import layouts
+from benchmarks.command_line import run_directory
+from benchmarks.parity import COMMON, SINGLE, layouts, merged, trained
 from benchmarks.trainer import TRANSFORMER
 from parallel.timeline import Interval
 from training.reporting.timeline_figure import diagram
 
 _WORDS = [
-    "model=transformer", "model.d_model=64", "model.d_hid=256", "model.n_layer=4", "model.dropout=0.2", "device=cpu",
-    "data.max_vocabulary=4096", "data.seq_len=64", "optim=sgd", "optim.lr=0.2", "optim.momentum=0.9",
-    "train.grad_clip=0.5", "scheduler=constant", "train.epochs=null", "train.steps=50", "train.global_batch_size=16",
-    "train.precision=fp32", "train.eval_every=null", "train.checkpoint_every=null", "logger=none", "parallel.threads=1",
+    "model=transformer", "model.d_model=64", "model.d_hid=256", "model.n_layer=4", "model.dropout=0.2",
+    "data.max_vocabulary=4096", "data.seq_len=64", "optim.lr=0.2", "train.grad_clip=0.5", "train.steps=50",
+    "train.eval_every=null",
 ]  # fmt: skip
 _MICROBATCHES = 8  # except in parallel=single, which has one
 _TRACED = [
@@ -50,11 +48,9 @@ def main(chosen: Namespace) -> None:
     bubbles = summary["bubble_fraction"], summary["ideal_bubble_fraction"]
     print(f"bubble {bubbles[0]:.1%}, ideal {bubbles[1]:.1%}", file=sys.stderr)
     curves = {}
-    for layout in [["parallel=single"], *layouts()]:
-        replicas = next((int(word.partition("=")[2]) for word in layout if word.startswith("parallel.dp=")), 1)
-        chunks = 1 if layout == ["parallel=single"] else _MICROBATCHES // replicas
-        with run_directory(*_WORDS, *layout, f"parallel.chunks={chunks}") as folder:
-            losses = [record["loss"] for record in read_metrics(folder) if "loss" in record]
+    for layout in [SINGLE, *layouts()]:
+        records = trained(merged(COMMON, _WORDS), layout, 1 if layout == SINGLE else _MICROBATCHES)
+        losses = [record["loss"] for record in records if "loss" in record]
         print(layout[0], losses[-1], file=sys.stderr)
         curves[layout[0].partition("=")[2]] = losses
     draw(table.RESULTS / "promise.png", ranks, bubbles, curves)
@@ -79,14 +75,9 @@ def draw(
     path: Path, ranks: dict[int, list[Interval]], bubbles: tuple[float, float], curves: dict[str, list[float]]
 ) -> None:
     """Draw the picture into the file ``path``."""
-    with figure.drawing(path, columns=2, width=6.5) as (place, _):
-        canvas = place.figure
-        canvas.clear()
-        grid = GridSpec(2, 2, figure=canvas, height_ratios=(1, 1.2))
-        left, above = canvas.add_subplot(grid[:, 0]), canvas.add_subplot(grid[0, 1])
-        below = canvas.add_subplot(grid[1, 1], sharex=above)
-        for axes in (above, below):
-            axes.spines[["top", "right"]].set_visible(False)
+    mosaic = [["pipeline", "loss"], ["pipeline", "difference"]]
+    with figure.drawing(path, width=13.0, mosaic=mosaic, heights=(1, 1.2)) as (left, above, below):
+        below.sharex(above)
         handles = diagram(left, ranks, width=5.5)
         left.set_title(
             f"one step of parallel=pipelined, measured: {bubbles[0]:.0%} of it idle (ideal: {bubbles[1]:.0%})",

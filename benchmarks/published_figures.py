@@ -15,15 +15,12 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from argparse import Namespace
 from pathlib import Path
 
-import torch.distributed as dist
-
 from benchmarks import figure, ranks, table
-from benchmarks.timing import Spread, take_turns
-from benchmarks.trainer import Trainer
+from benchmarks.timing import Spread
+from benchmarks.trainer import in_turns
 
 SPLITS = (1, 3, 5, 8, 10, 12, 20, 40, 60)  # images in a micro-batch, as published
 SINGLE, NAIVE, PIPELINED = "single device", "model parallel", "pipelined"
@@ -40,30 +37,23 @@ def main(chosen: Namespace) -> None:
     gpus = ranks.device_type() == "cuda"
     repeats = 1 if chosen.quick else chosen.repeats or (10 if gpus else 4)
     batch, image, splits = (24, 64, (4, 12)) if chosen.quick else (120, 128, SPLITS)
-    seconds = ranks.run(measure, batch, image, splits, repeats)
+    seconds = ranks.run(in_turns, layouts(batch, image, splits), repeats, SINGLE)
     where = "two GPUs" if gpus else "two cores, one thread a process"
     rows = tabulate(seconds, batch)
     path = table.write("published_figures", rows, chosen.quick, batch=batch, repeats=repeats, where=where)
     draw(path.with_suffix(".png"), rows, where)
 
 
-def measure(rank: int, batch: int, image: int, splits: tuple[int, ...], repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of each batch by the name of the run: SINGLE, NAIVE, and the split sizes."""
-    layout = ["parallel=pipelined", "parallel.pp=2", "parallel.balance=[11,11]"]
-    runs = {SINGLE: ["parallel=single"], NAIVE: [*layout, "parallel.chunks=1"]}
-    runs |= {str(split): [*layout, f"parallel.chunks={batch // split}"] for split in splits}
+def layouts(batch: int, image: int, splits: tuple[int, ...]) -> dict[str, list[str]]:
+    """Return the command line of each run by its name: SINGLE, NAIVE, and the split sizes."""
     common = [
         "model=resnet50", f"data.image_size={image}", f"train.global_batch_size={batch}", "train.precision=fp32",
         f"device={ranks.device_type()}", "logger=none",
     ]  # fmt: skip
-    steps = {}
-    for name, overrides in runs.items():
-        idle = name == SINGLE and rank != 0
-        steps[name] = (lambda number: None) if idle else Trainer.build(rank, [*common, *overrides]).step
-    seconds = take_turns(steps, repeats, barrier=dist.barrier)
-    if rank == 0:
-        print(f"{repeats} batches of each of {len(runs)} runs measured", file=sys.stderr)
-    return seconds
+    pipeline = [*common, "parallel=pipelined", "parallel.pp=2", "parallel.balance=[11,11]"]
+    chunks = {NAIVE: 1} | {str(split): batch // split for split in splits}
+    runs = {name: [*pipeline, f"parallel.chunks={count}"] for name, count in chunks.items()}
+    return {SINGLE: [*common, "parallel=single"], **runs}
 
 
 def tabulate(seconds: dict[str, list[float]], batch: int) -> list[dict]:

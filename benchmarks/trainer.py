@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from torch import Tensor, nn
 
+from benchmarks.timing import take_turns
 from conf import FOLDER
 from conf.instantiate import to_config, to_dict
 from conf.schema import register
@@ -87,6 +90,25 @@ class Trainer:
         self.optimizer.step(self.optimizer.base_lr)
         synchronize(self.strategy.device)
         return result.loss
+
+
+def in_turns(rank: int, runs: Mapping[str, Sequence[str]], rounds: int, alone: str) -> dict[str, list[float]]:
+    """Return the seconds of the steps of runs that take turns in the same processes, of which this one is ``rank``.
+
+    Each process has its own of a run that is of one process; but during the one called ``alone``, only the first works.
+    """
+    steps: dict[str, Callable[[int], object]] = {}
+    for name, overrides in runs.items():
+        if name == alone and rank != 0:
+            steps[name] = lambda number: None
+            continue
+        setup = configured(overrides)
+        trainer = Trainer(setup, rank if setup.plan.processes > 1 else 0, local_rank=rank)
+        steps[name] = trainer.step
+    seconds = take_turns(steps, rounds, barrier=dist.barrier)
+    if rank == 0:
+        print(f"{rounds} rounds of {len(runs)} runs measured", file=sys.stderr)
+    return seconds
 
 
 class PlainLoop:
