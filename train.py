@@ -17,7 +17,6 @@ from typing import Any
 from conf import check_dashes, help_page, is_override, quote_values
 from launchers import World
 from training.app import clear_errors, completed, execute, follow, saved_config
-from training.reporting.directory_lock import locked_directories
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        with unfailing_output(), locked_directories(), clear_errors():
+        with unfailing_output(), clear_errors():
             world = World.detect()
             if world is not None and world.rank > 0:
                 follow(world, arguments)
@@ -39,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 from omegaconf import OmegaConf
 
                 from conf.composition import compose, compose_and_run
+                from training.reporting.run_directory import locked_directories
 
                 words = quote_values(arguments)
                 check_dashes(words)
@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if saved is not None and {"--cfg", "-c"} & set(words):  # of which Hydra would show the files' part
                     print(OmegaConf.to_yaml(compose(list(filter(is_override, words)), words, saved=saved)))
                     return 0
-                compose_and_run(partial(run, saved=saved), words, saved.words if saved else ())
+                with locked_directories():
+                    compose_and_run(partial(run, saved=saved), words, saved.words if saved else ())
     except SystemExit as leaving:  # Hydra leaves this way after --cfg
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     return 0

@@ -21,8 +21,7 @@ from torch import Tensor
 from benchmarks import table
 from benchmarks.trainer import composed
 from conf import options
-from training.export.program import session_of
-from training.export.served import ServedModel, serve
+from training.export.served import ServedModel, serve, session_of
 from training.modes import restore
 
 FORMATS = {"torch_export": "model.pt2", "onnx": "model.onnx", "triton": "1/model.onnx"}

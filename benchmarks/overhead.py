@@ -32,8 +32,7 @@ from parallel.devices import keep_freed_memory
 from parallel.precision import autocast
 from training.checkpoint.save import Checkpointer
 from training.loop import Loop
-from training.reporting.loggers import Loggers
-from training.reporting.recorder import Recorder
+from training.reporting.recorder import Loggers, Recorder
 from training.setup import Setup
 
 BARE, LOOP = "bare step", "loop"

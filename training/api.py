@@ -14,7 +14,6 @@ from conf.instantiate import check_role
 from launchers import World
 from models.given import GIVEN, set_given
 from training.app import completed, execute, follow, saved_config
-from training.reporting.directory_lock import locked_directories
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,6 +108,7 @@ def train(
     from omegaconf import OmegaConf
 
     from conf.composition import compose_and_run
+    from training.reporting.run_directory import locked_directories
 
     _check_words(overrides)
     if _SWEEPS & set(overrides):

@@ -42,8 +42,7 @@ from training.loop import Loop
 from training.optimizer import Optimizer
 from training.reporting import SUMMARY, jsonable, mask_secrets
 from training.reporting.console import describe_results, numbers, what_to_type, why_idle
-from training.reporting.loggers import Loggers, sections
-from training.reporting.recorder import Recorder
+from training.reporting.recorder import Loggers, Recorder, sections
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
 from training.reporting.traces import why_no_timeline, write_timeline
 from training.setup import Setup, build_setup

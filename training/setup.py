@@ -39,8 +39,8 @@ from training.checks import certain_tensors, check_fit, check_kind, check_length
 from training.evaluate import extents
 from training.first_batch import check_read, check_shapes, check_splits
 from training.optimizer import check_layout, check_optimizer, check_rates
-from training.reporting import loggers
-from training.reporting.objective import check_objective
+from training.reporting.recorder import sections
+from training.reporting.summary import check_objective
 
 BALANCES = ("time", "size")  # values of parallel.balance that are measured
 
@@ -168,7 +168,7 @@ def _check_sections(cfg: Any) -> None:
     check_optimizer(to_dict(cfg.optim))
     build("scheduler", cfg.scheduler)
     build_callbacks(cfg.callbacks)
-    for section in loggers.sections(cfg):
+    for section in sections(cfg):
         check_section("logger", section)
 
 
@@ -177,7 +177,8 @@ def _check_sections(cfg: Any) -> None:
 
 def _check_names(cfg: Any, chain: Chain, data: DataSet) -> None:
     check_rates(to_dict(cfg.optim).get("rates"), chain)
-    check_objective(cfg.sweep.objective, chain.loss.metrics, data.seq_len is not None)
+    if cfg.sweep.objective is not None:
+        check_objective(cfg.sweep.objective, chain.loss.metrics, data.seq_len is not None)
 
 
 def _check_weights(cfg: Any, chain: Chain, data: DataSet) -> None:

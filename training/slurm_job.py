@@ -24,8 +24,8 @@ from launchers.slurm.follow import wait
 from launchers.slurm.submit import Job, check_options, submit, write_private
 from launchers.slurm.task import array_index, work
 from launchers.world import restarts
-from training.reporting.directory_lock import EARLIER_ATTEMPT_S, hold, locked_directories, release
 from training.reporting.job_record import FAILED, FINISHED, RUNNING, update_job
+from training.reporting.run_directory import EARLIER_ATTEMPT_S, hold, locked_directories, release
 
 _BALANCE = "balance"  # a key of the store
 

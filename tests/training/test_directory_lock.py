@@ -12,7 +12,7 @@ from commandline import Started, wait_until
 
 import train as command
 from common.errors import TrainingError
-from training.reporting.directory_lock import LOCK, hold, locked_directories, release
+from training.reporting.run_directory import LOCK, hold, locked_directories, release
 
 FEW = ["logger=none", "device=cpu", "train.epochs=null", "train.steps=2", "train.eval_every=null"]
 ENDLESS = ["logger=none", "device=cpu", "train.epochs=null", "train.steps=10000000", "train.eval_every=null"]

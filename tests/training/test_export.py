@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from common.errors import CheckpointError, TrainingError
 from training.app import execute
-from training.export import program, repository, serve_check
+from training.export import serve_check, served, write
 from training.export.served import ServedModel
 
 NO_WORDS = (-1, -50257, 50257, 50303, 50304, 2**40)  # of GPT-2, among them the rows that pad its vocabulary
@@ -113,7 +113,7 @@ def translator():
 
 
 def test_a_model_with_two_inputs_is_a_program_with_two_named_inputs(translator, tmp_path):
-    program.write_program(tmp_path / "model.pt2", translator)
+    served.write_program(tmp_path / "model.pt2", translator)
     loaded = torch.export.load(tmp_path / "model.pt2")
     assert loaded.graph_signature.user_inputs == ("source", "target")
     for batch in (1, 5):
@@ -122,7 +122,7 @@ def test_a_model_with_two_inputs_is_a_program_with_two_named_inputs(translator, 
 
 
 def test_the_configuration_for_triton_lists_both_inputs_of_a_model(translator):
-    text = repository.config(translator, 6, "KIND_CPU")
+    text = write.config(translator, 6, "KIND_CPU")
     tensors = re.findall(r'name: "(\w+)"\s+data_type: TYPE_(\w+)\s+dims: \[ ([\d, ]+) \]', text)
     assert tensors == [("source", "INT64", "8"), ("target", "INT64", "8"), ("outputs", "FP32", "8, 16")]
 
@@ -132,7 +132,7 @@ def test_the_configuration_for_triton_lists_both_inputs_of_a_model(translator):
 def test_a_repository_for_triton_holds_a_model_with_two_inputs(translator, tmp_path):
     import onnxruntime
 
-    repository.write(tmp_path, translator, 6, "KIND_CPU")
+    write.write_repository(tmp_path, translator, 6, "KIND_CPU")
     session = onnxruntime.InferenceSession(str(tmp_path / "translator" / "1" / "model.onnx"))
     assert [(given.name, given.shape) for given in session.get_inputs()] == [
         ("source", ["batch", 8]),

@@ -11,7 +11,7 @@ from composed import run as train
 from common.errors import TrainingError
 from conf.composition import compose
 from training import train as command
-from training.reporting.loggers import Loggers, grouped, sections
+from training.reporting.recorder import Loggers, grouped, sections
 from training.setup import prepare
 
 SHORT = ["train.epochs=null", "train.steps=3"]

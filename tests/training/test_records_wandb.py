@@ -94,7 +94,7 @@ def test_a_resumed_training_continues_the_same_run(tmp_path):
 KILLED = """
 import sys, time, psutil
 from training.reporting import WandbRun
-from training.reporting.loggers import Loggers
+from training.reporting.recorder import Loggers
 both = Loggers([None], lambda _: WandbRun(sys.argv[1], {}, finish_timeout_s=2))
 both.log({"loss": 1.0}, 1)
 service, = [child for child in psutil.Process().children() if "wandb-core" in child.name()]

@@ -10,7 +10,7 @@ import torch
 from exported import MODELS, ONNX, Exporter, assert_same, batches, translator_of_the_docs
 from triton_server import TritonServer, installed
 
-from training.export import repository, serve_check
+from training.export import serve_check, write
 
 pytestmark = [pytest.mark.serving, ONNX]
 SERVED = ("gpt2", "resnet50", "convnet")
@@ -36,7 +36,7 @@ def exporter(tmp_path_factory, text):
 def repositories(exporter, tmp_path_factory):
     installed()  # or there is nothing to export for
     folder = tmp_path_factory.mktemp("repositories")
-    repository.write(folder / "translator", translator_of_the_docs(), 8, "KIND_CPU")
+    write.write_repository(folder / "translator", translator_of_the_docs(), 8, "KIND_CPU")
     exported = {name: exporter.export(name, "triton", folder / name, "device=cpu") for name in SERVED}
     return exported | {"translator": folder / "translator"}
 

@@ -14,11 +14,22 @@ from common.errors import CheckpointError, TrainingError
 from common.files import atomic_folder, explain
 from data.dataset import DataSet
 from parallel.strategy import Strategy
-from training.export import repository
-from training.export.program import ONNX, PROGRAM, write_onnx, write_program
-from training.export.served import serve, tokenizer, write_texts
+from training.export.served import (
+    LABELS,
+    ONNX,
+    PROGRAM,
+    ServedModel,
+    TensorInfo,
+    serve,
+    tokenizer,
+    write_onnx,
+    write_program,
+    write_texts,
+)
 
 WEIGHTS = "model.safetensors"
+EXAMPLE = "example.safetensors"
+_EXAMPLES = 2
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 _KINDS = {"auto": "KIND_AUTO", "cpu": "KIND_CPU", "cuda": "KIND_GPU"}
 
@@ -70,7 +81,7 @@ def write(cfg: Any, folder: Path, data: DataSet, strategy: Strategy) -> str:
             else:
                 model = serve(cfg.model.name, data, strategy)
                 if form == "triton":
-                    said = repository.write(draft, model, cfg.export.max_batch_size, _KINDS[cfg.device])
+                    said = write_repository(draft, model, cfg.export.max_batch_size, _KINDS[cfg.device])
                 else:
                     write_texts(draft, model.texts)
                     onnx = form == "onnx"
@@ -96,3 +107,74 @@ def write_weights(folder: Path, data: DataSet, strategy: Strategy) -> None:
     # transformers refuses a file without this metadata
     save_file({k: v.contiguous() for k, v in state.items()}, folder / WEIGHTS, metadata={"format": "pt"})
     write_texts(folder, texts)
+
+
+def write_repository(folder: Path, model: ServedModel, max_batch_size: int, kind: str) -> str:
+    """Write a model repository for Triton and return the sentence of the comparison by ONNX Runtime.
+
+        README.md                what is asked and answered, and how the server is started
+        NAME/config.pbtxt        inputs, outputs, batching
+        NAME/1/model.onnx        version 1 of the model
+        NAME/labels.txt          the names of the classes
+        NAME/example.safetensors inputs, and what the model answers: ``serve_check`` asks a server and compares
+
+    Args:
+        folder: The repository, an empty folder.
+        model: Its only model.
+        max_batch_size: Samples that the server may compute together.
+        kind: Where: KIND_CPU, KIND_GPU or KIND_AUTO.
+
+    Raises:
+        TrainingError: Where ONNX Runtime's answers differ from the model's.
+        OSError: A file cannot be written.
+        SafetensorError: Likewise.
+    """
+    home = folder / model.name
+    (home / "1").mkdir(parents=True)
+    said = write_onnx(home / "1" / ONNX, model)
+    write_texts(home, model.texts)
+    (home / "config.pbtxt").write_text(config(model, max_batch_size, kind), encoding="utf-8")
+    inputs = model.example(min(_EXAMPLES, max_batch_size))
+    tensors = dict(zip(model.names, inputs, strict=True)) | {model.gives.name: model.answer(*inputs)}
+    # A number per sample is [batch, 1] for Triton.
+    tensors = {name: tensor[:, None] if tensor.ndim == 1 else tensor for name, tensor in tensors.items()}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, home / EXAMPLE)
+    readme = _render("README.md", model, example=EXAMPLE, examples=len(inputs[0]))
+    (folder / "README.md").write_text(readme, encoding="utf-8")
+    return said
+
+
+def config(model: ServedModel, max_batch_size: int, kind: str) -> str:
+    """The content of config.pbtxt."""
+    return _render("config.pbtxt", model, max_batch_size=max_batch_size, kind=kind)
+
+
+def _render(name: str, model: ServedModel, **settings: Any) -> str:
+    """Fill in the template of a file, which lies beside this module."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    templates.filters |= {"kind": _kind, "dims": _dims, "describe": _describe}
+    labels = LABELS if LABELS in model.texts else None
+    return templates.get_template(f"{name}.jinja").render(settings, model=model, labels=labels)
+
+
+def _describe(info: TensorInfo) -> str:
+    dims = ["batch", *("tokens" if n < 0 else str(n) for n in _dims(info))]
+    return f"`{info.name}`, {_kind(info)} [{', '.join(dims)}]"
+
+
+def _dims(info: TensorInfo) -> tuple[int, ...]:
+    """Return the shape of one sample: a number alone is [1] for Triton."""
+    return info.dims or (1,)
+
+
+def _kind(info: TensorInfo) -> str:
+    """Return Triton's name of a dtype: FP32, INT64, BOOL."""
+    return str(info.dtype).removeprefix("torch.").upper().replace("FLOAT", "FP")

@@ -4,9 +4,8 @@ A lost server, a full disk or a closed terminal ends no training run: it is repo
 """
 
 from conf.masking import mask_secrets
-from training.reporting.loggers import CsvLogger, NoLogger
 from training.reporting.metrics import METRICS, SUMMARY, MetricsFile, jsonable, write_json
-from training.reporting.recorder import Progress, describe
+from training.reporting.recorder import CsvLogger, NoLogger, Progress, describe
 from training.reporting.wandb_run import WandbRun
 
 __all__ = [

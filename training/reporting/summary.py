@@ -6,8 +6,9 @@ import re
 import statistics
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.errors import PlanError
+from common.errors import PlanError, TrainingError
 from data.batch import Batch
 from models.chain import Chain
 from parallel.memory import stage_activations
@@ -24,6 +25,11 @@ from parallel.sharding import local
 from parallel.strategy import Strategy
 from parallel.timeline import Interval, Recording, bubble_fraction, on_one_clock
 from training.reporting.metrics import after_warmup
+
+_SUMMARISED = (
+    "val_loss", "test_loss", "final_loss", "first_loss", "step_time_s", "samples_per_s", "tokens_per_s",
+    "peak_memory_bytes", "bubble_fraction",
+)  # fmt: skip
 
 
 @dataclass
@@ -45,7 +51,7 @@ class Outcome:
     best_step: int | None = None
     skipped: int = 0
     checkpoint: Path | None = None
-    seconds: array = field(default_factory=lambda: array("d"))
+    seconds: array = field(default_factory=partial(array, "d"))
 
     @property
     def step_time_s(self) -> float | None:
@@ -147,6 +153,18 @@ def summarise(
             for stage, activations in zip(plan.stages, _activations(plan, strategy.chain, sample), strict=True)
         ],
     }
+
+
+def check_objective(name: str, metrics: Sequence[str], language: bool) -> None:
+    """Check ``sweep.objective`` before a run, whose loss has ``metrics`` and, of ``language``, a perplexity.
+
+    Raises:
+        TrainingError: No run has such a number.
+    """
+    own = [*metrics, *["perplexity"] * language]
+    known = [*_SUMMARISED, *(f"{split}_{metric}" for split in ("val", "test") for metric in own)]
+    if name not in known:
+        raise TrainingError(f"sweep.objective={name} is not a number of this run, which has {', '.join(known)}")
 
 
 def _activations(plan: Plan, chain: Chain, sample: Batch) -> list[int | None]:

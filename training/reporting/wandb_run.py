@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 from common.machine import changed_environment
 from conf.masking import mask_secrets
-from training.reporting.loggers import grouped
-from training.reporting.recorder import git_state
+from training.reporting.recorder import git_state, grouped
 
 log = logging.getLogger("training")
 

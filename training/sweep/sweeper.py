@@ -34,7 +34,6 @@ from training.app import completed, execute, without_options_of_checkpoint
 from training.autotune import choose_chunks, recall
 from training.checkpoint.resume import after_restart
 from training.reporting import mask_secrets
-from training.reporting.directory_lock import hold, release
 from training.reporting.job_record import (
     FAILED,
     FINISHED,
@@ -49,10 +48,11 @@ from training.reporting.job_record import (
     update_job,
     write_job,
 )
-from training.reporting.loggers import sections
 from training.reporting.metrics import METRICS
-from training.reporting.objective import value_for_sweeper
+from training.reporting.recorder import sections
+from training.reporting.run_directory import hold, release
 from training.slurm_job import Ready, prepare_here, queue
+from training.sweep.table import value_for_sweeper
 
 _OWN_SWEEPER = "hydra_plugins.sweeps.JobSweeper"  # goes by the jobs' records
 
@@ -211,7 +211,7 @@ def run_job(cfg: Any, hydra: Any, world: World | None) -> float | None:
         world: This process's place among processes that exist already; None if the job starts its own.
 
     Returns:
-        The sweep's objective, see ``training.reporting.objective``; None where the job has none.
+        The sweep's objective, see ``training.sweep.table.objective``; None where the job has none.
 
     Raises:
         KeyboardInterrupt: To end the sweep.
