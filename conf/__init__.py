@@ -31,12 +31,10 @@ _OWN_KEYS = {
 }
 # The key of a plain configuration under which it says how it was composed (conf.composition.composed_by).
 COMMAND = "command"
-_OPTIONAL = ("experiment", "debug")
-_REQUIRED = ("model", "data", "optim", "scheduler", "parallel", "logger", "launcher")
-_WITH_VALUE = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--package", "-p")
+GROUPS = (*CHOSEN, "parallel", "launcher", "logger")  # of which a run needs an option each
 _HYDRA_OPTIONS = (
     "--help --hydra-help --version --cfg --resolve --package --run --multirun --shell-completion --config-path "
-    "--config-name --config-dir --experimental-rerun --info"
+    "--config-name --config-dir --info"
 ).split()
 
 
@@ -113,15 +111,6 @@ def check_dashes(arguments: Sequence[str]) -> None:
             raise UserError(f"{argument}: settings are written without dashes: {setting}")
 
 
-def options_first(arguments: Sequence[str]) -> list[str]:
-    """Return the same words in an order that Hydra takes: it refuses options that stand between overrides."""
-    options, overrides, before = [], [], ""
-    for word in arguments:
-        (options if word.startswith("-") or before in _WITH_VALUE else overrides).append(word)
-        before = word
-    return [*options, *overrides]
-
-
 def expand_lists(arguments: Sequence[str]) -> list[str]:
     """``logger=[wandb,csv]`` and ``callbacks=[early_stop]`` as options of their groups, each in a section of its own.
 
@@ -136,8 +125,7 @@ def expand_lists(arguments: Sequence[str]) -> list[str]:
 
 def as_typed(overrides: Sequence[str]) -> list[str]:
     """Return what was typed, of the overrides that Hydra was given: the reverse of what this module does to words."""
-    overrides = [re.sub(r"^([^=]+)=choice\((.*)\)$", r"\1=\2", override) for override in overrides]
-    overrides = [f"{word[1:]}=null" if word[1:] in _OPTIONAL and word[0] == "~" else word for word in overrides]
+    overrides = [f"{word[1:]}=null" if word[1:] in ON_TOP and word[0] == "~" else word for word in overrides]
     # In prompts a reference is text, for which OmegaConf wants a backslash.
     overrides = [_refer(word) if re.match(r"\+*sample[.=]", word) else word for word in overrides]
     words: list[str] = []
@@ -161,9 +149,9 @@ def _refer(word: str) -> str:
 
 def _expand(argument: str) -> list[str]:
     group, _, option = argument.partition("=")
-    if option == "null" and group in _OPTIONAL:
+    if option == "null" and group in ON_TOP:
         return [f"~{group}"]
-    if option == "null" and group in _REQUIRED:
+    if option == "null" and group in GROUPS:
         none = ", such as logger=none for none" if group == "logger" else ""
         raise UserError(f"{argument}: a run needs this section; leave it out or choose {group}=NAME{none}")
     match = re.fullmatch(r"(logger|callbacks)=(?:\[([\w,\s-]*)\]|([\w-]+))", argument)

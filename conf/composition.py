@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.utils import _run_hydra, get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from common.errors import UserError
-from common.machine import check_working_directory
+from common.machine import changed_environment, check_working_directory
 from conf import (
     CHOSEN,
     FOLDER,
+    GROUPS,
     ON_TOP,
     TRAINED,
     code_folders,
@@ -30,7 +33,6 @@ from conf import (
     is_override,
     key_of,
     masking,
-    options_first,
     typed_overrides,
 )
 from conf.instantiate import add_to_path, targets, why_foreign
@@ -38,9 +40,7 @@ from conf.messages import unknown_key
 from conf.schema import Root, register
 from launchers.world import launcher_start
 
-_GROUPS = ("model", "data", "optim", "scheduler", "parallel", "launcher", "logger")
 _LISTED = {"logger@loggers.": "logger", "callback@callbacks.": "callbacks"}  # groups of which several may be chosen
-_FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
 class Refused(BaseException):
@@ -70,27 +70,27 @@ def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str], 
     start = launcher_start() or (time.time(), secrets.token_hex(3))
     _register_resolvers(*start)
 
-    @hydra.main(version_base="1.3", config_path=str(FOLDER), config_name="train")
     def job(cfg: Any) -> Any:
         _register_resolvers(*start)  # a launcher of others (joblib) runs this in a process of its own
         hydra_section = HydraConfig.get()
         cfg.import_from = [*(cfg.import_from or ()), *folders]
         return task(_named(cfg, hydra_section.runtime.choices), hydra_section)
 
-    argv, full_error = sys.argv, os.environ.get(_FULL_ERROR)
-    words = [*brought, *_composable(expand_lists(arguments)), *_directory(arguments, *start)]
-    sys.argv = [str(FOLDER.parent / "train.py"), *options_first(words)]
-    os.environ[_FULL_ERROR] = "1"  # Hydra raises its errors then; otherwise it prints them in its own form
+    parser = get_args_parser()
+    parsed = parser.parse_intermixed_args(arguments)
+    typed = expand_lists(parsed.overrides)
+    words = _for_jobs(typed) if parsed.multirun else typed
+    parsed.overrides = [*brought, *words, *_directory(typed, *start)]
+    hydra.version.setbase("1.3")
     GlobalHydra.instance().clear()
+    before, sys.argv = sys.argv, [str(FOLDER.parent / "train.py"), *arguments]  # what is recorded as the command
     try:
-        job()
+        with changed_environment({"HYDRA_FULL_ERROR": "1"}):  # Hydra raises its errors then, and prints none
+            _run_hydra(parsed, parser, job, str(FOLDER), "train")
     except Refused as refused:
         raise refused.error from None
     finally:
-        GlobalHydra.instance().clear()
-        sys.argv = argv
-        if full_error is None:
-            del os.environ[_FULL_ERROR]
+        sys.argv = before
 
 
 def _named(cfg: DictConfig, choices: Mapping[str, str | None]) -> DictConfig:
@@ -150,7 +150,7 @@ def differences(cfg: DictConfig, hydra: Any) -> tuple[dict[str, str], list[str]]
     choices, typed = hydra.runtime.choices, typed_overrides(hydra)
     if "model" not in choices:  # composed before: --config-dir RUN/.hydra --config-name config
         return {group: cfg[group].name for group in ("model", "parallel", "launcher")}, typed
-    chosen = {group: choices[group] for group in (*_GROUPS, *ON_TOP) if choices.get(group) is not None}
+    chosen = {group: choices[group] for group in (*GROUPS, *ON_TOP) if choices.get(group) is not None}
     chosen["model"] = cfg.model.name
     for start, shown in _LISTED.items():
         if further := [option for group, option in choices.items() if group.startswith(start)]:
@@ -259,29 +259,21 @@ def check_received(tree: Mapping[str, Any], arguments: Sequence[str]) -> None:
         )
 
 
-def _composable(arguments: Sequence[str]) -> list[str]:
+def _for_jobs(overrides: list[str]) -> list[str]:
     """Return what Hydra is given for a sweep over options, such as ``-m model=gpt2,transformer data.seq_len=64``.
 
     Hydra composes once without what is swept, and would refuse ``data.seq_len`` of the default model's data. As a sweep
     over one value it is left out there too.
     """
-    if not {"-m", "--multirun"} & set(arguments):
-        return list(arguments)
-    try:
-        parsed = {word: OverridesParser.create().parse_override(word) for word in arguments if "=" in word[1:]}
-    except HydraException:
-        return list(arguments)  # Hydra says what is wrong
-    own = {word: override for word, override in parsed.items() if not word.startswith(("-", "hydra"))}
-    if not any(override.is_sweep_override() and "." not in override.key_or_group for override in own.values()):
-        return list(arguments)
-    single = {
-        word
-        for word, o in own.items()
-        if "." in o.key_or_group and not (o.is_sweep_override() or o.is_delete()) and o.value() is not None
-    }
-    return [_as_sweep(word) if word in single else word for word in arguments]
+    with suppress(HydraException):  # Hydra says what is wrong
+        parsed = OverridesParser.create().parse_overrides(overrides)
+        if any(one.is_sweep_override() and "." not in one.key_or_group for one in parsed):
+            return [_for_job(one) for one in parsed]
+    return overrides
 
 
-def _as_sweep(override: str) -> str:
-    key, _, value = override.partition("=")
-    return f"{key}=choice({value})" if value else override
+def _for_job(one: Override) -> str:
+    key, _, value = one.input_line.partition("=")
+    is_hydras_own = "." not in key or key.startswith("hydra")
+    keeps = is_hydras_own or one.is_delete() or one.is_sweep_override() or not value or one.value() is None
+    return one.input_line if keeps else f"{key}=choice({value})"

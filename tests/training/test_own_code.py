@@ -8,7 +8,7 @@ from composed import config, records
 from omegaconf import OmegaConf
 
 from common.errors import TrainingError, UserError
-from conf.composition import _composable, check_received
+from conf.composition import _for_jobs, check_received
 from training import train
 from training.evaluate import record_of
 from training.setup import prepare
@@ -159,15 +159,14 @@ def test_perplexity_is_of_the_tokens_loss_and_not_of_the_total_with_other_terms(
 @pytest.mark.parametrize(
     "typed, given",
     [
-        ("-m model=gpt2,toy data.seq_len=64 seed=1", "-m model=gpt2,toy data.seq_len=choice(64) seed=1"),
-        ("-m model=gpt2 data.seq_len=64,32", "-m model=gpt2 data.seq_len=64,32"),
-        ("-m model=a,b parallel.balance=[7,7] x.y=1,2 hydra.sweep.dir=x", None),
-        ("model=gpt2 data.seq_len=64", "model=gpt2 data.seq_len=64"),
+        ("model=gpt2,toy data.seq_len=64 seed=1", "model=gpt2,toy data.seq_len=choice(64) seed=1"),
+        ("model=gpt2 data.seq_len=64,32", "model=gpt2 data.seq_len=64,32"),
+        ("model=a,b parallel.balance=[7,7] x.y=1,2 hydra.sweep.dir=x", None),
     ],
 )
 def test_a_sweep_over_models_leaves_settings_of_their_sections_to_the_jobs(typed, given):
-    given = given or "-m model=a,b parallel.balance=choice([7,7]) x.y=1,2 hydra.sweep.dir=x"
-    assert _composable(typed.split()) == given.split()
+    given = given or "model=a,b parallel.balance=choice([7,7]) x.y=1,2 hydra.sweep.dir=x"
+    assert _for_jobs(typed.split()) == given.split()
 
 
 @pytest.mark.parametrize("name", ["val_loss", "step_time_s", "val_nonsense"])
