@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from data.batch import Batch
+from data.dataset import Batch
 from models.batchnorm import BatchNorm2d
 from models.chain import Chain
 from parallel.devices import synchronize

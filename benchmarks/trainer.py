@@ -17,7 +17,7 @@ from benchmarks.timing import take_turns
 from conf import FOLDER
 from conf.instantiate import to_config, to_dict
 from conf.schema import register
-from data.batch import Batch
+from data.dataset import Batch
 from data.loader import TrainBatches
 from parallel.devices import synchronize
 from parallel.precision import autocast

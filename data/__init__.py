@@ -1,10 +1,7 @@
 """What a model is computed on: batches as a function of (seed, step), and the data sets that they are made of.
 
-    dataset.py      DataSet: what every `data=` option offers. Source: samples by index
-    shuffle.py      a keyed permutation without a list
-    buckets.py      batches of samples of similar length
-    loader.py       train and evaluation batches, read ahead; workers.py: by processes
-    batch.py        what a step gets
+    dataset.py      DataSet: what every `data=` option offers. Source: samples by index. Batch: what a step gets
+    loader.py       train and evaluation batches: which samples, in buckets of similar length, read ahead
 
     Data sets, each in the file of its name: torch_docs, stdlib, text, wikitext2, jsonl and tokens (language),
     random_images, digits, mnist and cifar10 (images), random_regression (numbers)

@@ -20,7 +20,7 @@ from common.files import expand_home
 from common.machine import check_memory
 from data.cache import cached_folder, fetch
 from data.dataset import DataSet, Source, check_at_least, once
-from data.shuffle import permute
+from data.loader import permute
 
 if TYPE_CHECKING:
     from torch import Tensor

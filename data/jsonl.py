@@ -16,10 +16,10 @@ import numpy as np
 from common.errors import DataError
 from common.files import expand_home
 from common.machine import usable_cores
-from data.buckets import VariableLength, bucket_widths
 from data.cache import cached_folder
 from data.dataset import DataSet, Source, check_at_least, once
 from data.documents import find_files
+from data.loader import VariableLength, bucket_widths
 from data.rows import Rows
 from data.vocabulary import END_OF_TEXT, ExtraTokens, GPT2Vocabulary
 

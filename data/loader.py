@@ -1,24 +1,159 @@
-"""From samples to batches: which samples a step trains on, and reading them before the step needs them."""
+"""From samples to batches: which samples a step trains on, and reading them before the step needs them.
+
+A shuffle without a list; batches of similar length, padded to few fixed shapes; the batches of training and of
+evaluation, read ahead by a thread or by processes, which send them without shared memory.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import multiprocessing
+import os
 import queue
+import signal
+import sys
 import threading
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from common.errors import DataError
-from data.batch import Batch
-from data.buckets import Buckets, VariableLength
-from data.dataset import Source
-from data.shuffle import permute
-from data.workers import AHEAD, read_in_processes
+from common.files import explain
+from data.dataset import Batch, Source
 
+_ROUNDS = 8
+# Samples are sorted by length within this many global batches. A larger window pads less, and shuffles less.
+WINDOW = 50
+_SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)
+AHEAD = 2  # batches that a reader is ahead
 _END_S = 10.0  # for the thread to end: one that hangs on a disk is left behind
+_SHARED_MEMORY = Path("/dev/shm")  # where processes have their semaphores
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def permute(indices: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:
+    """Return where indices go in the permutation of range(n) that a key names.
+
+    Only integers are computed, so the result is the same on every machine; memory is that of the indices, whatever n
+    is. A Feistel network permutes the smallest 4**h >= n numbers; a result outside range(n) is permuted again until it
+    is inside ("cycle walking": Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+
+    Args:
+        indices: Integers in [0, n), of any shape.
+        n: From 1 to 2**62.
+        key: Any integers. Another key gives another permutation.
+
+    Returns:
+        int64 of the shape of ``indices``. Over all of range(n), every number comes out exactly once.
+
+    Raises:
+        ValueError: ``n`` or an index is out of range.
+    """
+    indices = np.asarray(indices, dtype=np.int64)
+    if not 1 <= n <= 2**62:
+        raise ValueError(f"n={n}: a permutation is of 1 to 2**62 numbers")
+    if indices.size and not (0 <= indices.min() and indices.max() < n):
+        raise ValueError(f"indices run from {indices.min()} to {indices.max()}; they must lie in [0, {n})")
+
+    half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
+    round_keys = _round_keys(key)
+    values = _feistel(indices.reshape(-1).astype(np.uint64), half_bits, round_keys)
+    outside = np.flatnonzero(values >= n)
+    while outside.size:
+        values[outside] = _feistel(values[outside], half_bits, round_keys)
+        outside = outside[values[outside] >= n]
+    return values.astype(np.int64).reshape(indices.shape)
+
+
+def _round_keys(key: tuple[int, ...]) -> np.ndarray:
+    """Return one 64-bit key per round, from a hash of the key's decimal digits (any size and sign of integer)."""
+    digest = hashlib.blake2b(",".join(map(str, key)).encode(), digest_size=8 * _ROUNDS).digest()
+    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+
+def _feistel(values: np.ndarray, half_bits: int, round_keys: np.ndarray) -> np.ndarray:
+    """Permute range(4**half_bits): a round xors a hash of one half onto the other, invertibly."""
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = values >> shift, values & mask
+    for round_key in round_keys:
+        left, right = right, left ^ (_mix(right ^ round_key) & mask)
+    return (left << shift) | right
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): every input bit reaches every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def bucket_widths(longest: int) -> tuple[int, ...]:
+    """Return the widths that batches are padded to: ``longest``, and 1, 2, 3, 4 and 6 eighths of it.
+
+    The eighths are rounded up to multiples of 8.
+    """
+    rounded = {-(-int(longest * share) // 8) * 8 for share in _SHARES}
+    return (*sorted(width for width in rounded if 0 < width < longest), longest)
+
+
+class VariableLength(Source):
+    """A source whose batches can be padded to one of a few widths.
+
+    Attributes:
+        widths: In ascending order; every sample fits into the last.
+    """
+
+    widths: tuple[int, ...]
+
+    @abstractmethod
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Return how many positions each sample fills, at most widths[-1]: integers of the shape of ``indices``."""
+
+    @abstractmethod
+    def read(self, indices: np.ndarray, epoch: int, width: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return samples as Source.read does, padded to [b, width]; None for the last of ``widths``."""
+
+
+class Buckets:
+    """Which samples make up a global batch, and how wide it is.
+
+    An epoch permutes the samples as it does without buckets. Every WINDOW global batches of that order are sorted by
+    length, cut into batches again, and taken in a random order. A pure function of (seed, epoch, step) that knows
+    nothing of replicas: all of them get equally many batches, of one shape at each step.
+    """
+
+    def __init__(self, source: VariableLength, global_batch_size: int, seed: int):
+        self.source, self.global_batch_size, self.seed = source, global_batch_size, seed
+        self.steps_per_epoch = len(source) // global_batch_size
+        self._latest: tuple[tuple[int, int], np.ndarray] | None = None
+
+    def batch(self, epoch: int, step: int) -> tuple[np.ndarray, int]:
+        """Return the indices int64 [global_batch_size] and the width of a step, counted from 0 within the epoch."""
+        window, number = divmod(step, WINDOW)
+        # The next step mostly needs another batch of the same window.
+        latest = self._latest
+        if latest is None or latest[0] != (epoch, window):
+            latest = self._latest = ((epoch, window), self._batches(epoch, window))
+        indices = latest[1][number]
+        longest = int(self.source.lengths(indices).max())
+        return indices, next(width for width in self.source.widths if width >= longest)
+
+    def _batches(self, epoch: int, window: int) -> np.ndarray:
+        """Return the batches of a window in their order, int64 [batches, global_batch_size]."""
+        count = min(WINDOW, self.steps_per_epoch - window * WINDOW)
+        first = window * WINDOW * self.global_batch_size
+        positions = np.arange(first, first + count * self.global_batch_size, dtype=np.int64)
+        indices = permute(positions, len(self.source), key=(self.seed, epoch))
+        by_length = np.argsort(self.source.lengths(indices), kind="stable").reshape(count, -1)
+        # Within a batch not by length, so that the last replica does not get the longest samples every time.
+        order = permute(np.arange(count), count, key=(self.seed, epoch, window))
+        return indices[np.sort(by_length[order], axis=1)]
 
 
 class TrainBatches(Dataset):
@@ -26,7 +161,7 @@ class TrainBatches(Dataset):
 
     The global batch of a step is a pure function of (seed, step): epoch e permutes the samples by the key (seed, e),
     unless the source is ``ordered``, and its steps take them in turn. A remainder smaller than a batch is left out of
-    the epoch. Samples of variable length are grouped by length (see data.buckets). A replica takes its contiguous equal
+    the epoch. Samples of variable length are grouped by length (see Buckets). A replica takes its contiguous equal
     slice. So resuming is setting the step, and the number of replicas changes nothing.
 
     Attributes:
@@ -69,28 +204,6 @@ class TrainBatches(Dataset):
         ordered = self.source.ordered
         indices = positions if ordered else permute(positions, len(self.source), key=(self.seed, epoch))
         return Batch(*self.source.read(indices, epoch))
-
-
-def train_loader(
-    batches: TrainBatches,
-    first_step: int,
-    last_step: int,
-    num_workers: int = 0,
-    pin_memory: bool = False,
-    timeout_s: float = 300.0,
-) -> Iterator[tuple[int, Batch]]:
-    """Yield (step, batch) from the first to the last step, read before it is needed.
-
-    A thread reads, or takes what ``num_workers`` processes read. Thread and processes end with the iterator (exhausted,
-    closed or deleted).
-
-    Raises:
-        DataError: A batch takes longer than ``timeout_s``, or the processes cannot be started or die. An error while
-            reading is raised as it is.
-    """
-    steps = range(first_step, last_step + 1)
-    read = read_in_processes(batches, steps, num_workers) if num_workers else (batches[step] for step in steps)
-    yield from zip(steps, read_ahead(read, pin_memory, timeout_s, "batch of step", first_step), strict=True)
 
 
 class EvalBatches:
@@ -164,6 +277,28 @@ def _slice(global_batch_size: int, dp_rank: int, dp_size: int) -> np.ndarray:
     return np.arange(dp_rank * size, (dp_rank + 1) * size, dtype=np.int64)
 
 
+def train_loader(
+    batches: TrainBatches,
+    first_step: int,
+    last_step: int,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    timeout_s: float = 300.0,
+) -> Iterator[tuple[int, Batch]]:
+    """Yield (step, batch) from the first to the last step, read before it is needed.
+
+    A thread reads, or takes what ``num_workers`` processes read. Thread and processes end with the iterator (exhausted,
+    closed or deleted).
+
+    Raises:
+        DataError: A batch takes longer than ``timeout_s``, or the processes cannot be started or die. An error while
+            reading is raised as it is.
+    """
+    steps = range(first_step, last_step + 1)
+    read = read_in_processes(batches, steps, num_workers) if num_workers else (batches[step] for step in steps)
+    yield from zip(steps, read_ahead(read, pin_memory, timeout_s, "batch of step", first_step), strict=True)
+
+
 def read_ahead(
     batches: Iterable[Batch],
     pin_memory: bool = False,
@@ -218,3 +353,99 @@ def read_ahead(
     finally:
         stop.set()
         thread.join(_END_S)
+
+
+def read_in_processes(batches: Dataset, steps: range, num_workers: int) -> Iterator[Batch]:
+    """Yield the batches of some steps. Call it in a thread of its own.
+
+    In the main thread torch would install a handler that raises the death of a worker wherever that thread is.
+
+    Raises:
+        DataError: The processes cannot be started, one of them dies, or a batch cannot be read.
+    """
+    given = f"data.num_workers={num_workers}"
+    way_out = "Use fewer, or data.num_workers=0, which reads in a thread"
+    loader = DataLoader(
+        _InWorker(batches),
+        batch_size=None,
+        sampler=steps,
+        num_workers=num_workers,
+        prefetch_factor=AHEAD,
+        collate_fn=_unchanged,
+        worker_init_fn=_ignore_signals,
+        # Without one of its own the loader draws from the global one, and the run would depend on num_workers.
+        generator=torch.Generator(),
+    )
+    # Ctrl-C and the signals to stop reach every process of the group, and kill those that do not handle them. They are
+    # blocked while the workers start, so that none arrives before a worker ignores it; this process handles its own
+    # afterwards.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        multiprocessing.Event()  # a semaphore, as the loader's own: half a loader ends with tracebacks
+        iterator = iter(loader)
+    except OSError as error:
+        raise DataError(
+            f"{given}: the processes that read data cannot be started: {explain(error, _SHARED_MEMORY)}. {way_out}"
+        ) from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    try:
+        for item in iterator:
+            if isinstance(item, DataError):
+                raise item
+            yield item.to_tensors()
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise DataError(
+            f"{given}: a process that reads data was killed ({str(error).partition(chr(10))[0]}). If nobody killed it, "
+            f"the machine ran out of memory. {way_out}"
+        ) from error
+
+
+class _InWorker(Dataset):
+    """The batches as a worker sends them: as arrays, through its pipe.
+
+    Tensors would go through /dev/shm, which is small in a container (64 MB in Docker's), and a batch that does not fit
+    is lost without an error in the process that waits for it.
+    """
+
+    def __init__(self, batches: Dataset) -> None:
+        self._batches = batches
+
+    def __getitem__(self, step: int) -> Batch | DataError:
+        try:
+            return self._batches[step].to_arrays()
+        except DataError as error:
+            return error  # torch would raise it with the worker's traceback as its message
+
+
+def _unchanged(item: Batch | DataError) -> Batch | DataError:
+    return item
+
+
+def _ignore_signals(worker: int) -> None:
+    """Leave signals to the main process, and print nothing when that ends while it takes a batch."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    unblocked = set(_SIGNALS)
+    if hasattr(signal, "sigwaitinfo"):
+        # The main process ends a worker by SIGTERM. It stays blocked here, and a thread sees who sent it.
+        unblocked.remove(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        threading.Thread(target=_exit_by_parent, args=(os.getppid(),), name="exit-by-parent", daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, unblocked)
+    default_hook = sys.excepthook
+
+    def ignore_lost_connection(kind, error, trace) -> None:
+        if not issubclass(kind, (ConnectionError, EOFError)):
+            default_hook(kind, error, trace)
+
+    sys.excepthook = ignore_lost_connection
+
+
+def _exit_by_parent(parent: int) -> None:
+    """End this process at the first SIGTERM that its parent sends."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)

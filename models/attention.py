@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.dropout import CausalAttentionDropout
+from models.seeds import CausalAttentionDropout
 
 
 class KeyValueCache:

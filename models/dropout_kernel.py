@@ -1,4 +1,4 @@
-"""Dropout by sample on a GPU in one kernel of Triton. It computes what ``models.dropout`` does, and keeps no mask."""
+"""Dropout by sample on a GPU in one kernel of Triton. It computes what ``models.seeds`` does, and keeps no mask."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from models.seeds import ELEMENT, FACTOR_1, FACTOR_2, SAMPLE, threshold
 
 _BLOCK, _WARPS = 1024, 4
 
@@ -27,21 +25,23 @@ def _drop_out(
     tl.store(y + at, tl.load(x + at, mask=at < size, other=0.0) * factor, mask=at < size)
 
 
-def drop_out(x: Tensor, seed: int, first: int, count: int, p: float) -> Tensor:
+def drop_out(
+    x: Tensor, seed: int, first: int, count: int, p: float, least: int, hashing: tuple[int, ...]
+) -> Tensor:
     """Drop elements of ``x`` out with probability p, and divide the others by 1 - p.
 
     ``x`` is [count r, ...]: r rows of each of ``count`` samples, of which ``first`` is the first one's index in the
-    global batch. ``seed`` is that of this call.
+    global batch. ``seed`` is that of this call; bits of at least ``least`` are kept, and ``hashing`` makes them
+    (``models.seeds.HASH``).
     """
     dense = x.contiguous()
     y = torch.empty_like(dense)
     if x.numel():
         size = x.numel() // count
         blocks = triton.cdiv(size, _BLOCK)
-        hashing = SAMPLE, ELEMENT, FACTOR_1, FACTOR_2
         scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
         with torch.cuda.device_of(x):  # Triton launches on the current GPU
             _drop_out[(count * blocks,)](
-                dense, y, seed, first, threshold(p), size, blocks, scale, *hashing, _BLOCK, num_warps=_WARPS
+                dense, y, seed, first, least, size, blocks, scale, *hashing, _BLOCK, num_warps=_WARPS
             )
     return y if dense is x else torch.empty_like(x).copy_(y)

@@ -1,4 +1,4 @@
-"""A linear layer and the cross entropy over its output, as one operation.
+"""A linear layer and the cross entropy over its output, as one operation; and the last layer of a language model.
 
 Over 50,304 words the plain pair spends more time moving logits than multiplying: a float32 copy of them, their
 log-softmax, and its gradient, each larger than every cache. Here the logits exist once, in the compute dtype,
@@ -17,9 +17,9 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from models.losses import IGNORED
+from models.losses import IGNORED, Sums, mask_targets
 
 # Rows to a block. CPU: 16 x 50,304 x 4 bytes is 3 MiB, measured fastest of 16, 64, 256 on one and two threads.
 # Elsewhere large blocks, which bound the float32 copy to 1.6 GB.
@@ -159,3 +159,50 @@ def fused_cross_entropy(x: Tensor, weight: Tensor, cast: Tensor, targets: Tensor
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias) if t is not None)
     loss, gradient, rows = _FusedCrossEntropy.apply(x, cast, targets, bias, needs_grad)
     return loss + _CrossEntropyOfWeight.apply(weight, rows, gradient, loss.detach()) if needs_grad else loss
+
+
+class FusedHead(nn.Module):
+    """[b, t, c] -> logits [b, t, vocab_size], through the linear layer ``projection`` that a subclass sets.
+
+    Owns the loss: training never holds float32 logits.
+    """
+
+    projection: nn.Linear
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The weight in the compute dtype, kept between micro-batches. A dict while a step runs, in which no weight
+        # changes; None outside of one, so that nothing stale can be used. (The weight's version cannot tell: fused
+        # optimizers do not move it.)
+        self.step_cache: dict[tuple[torch.device, torch.dtype], Tensor] | None = None
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Return what is projected; a subclass may put a norm here."""
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, t, c] -> logits [b, t, vocab_size]."""
+        return self.projection(self.hidden(x))
+
+    def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
+        """Compute the loss of hidden states [b, t, c] against next tokens [b, t], in the dtype of an autocast."""
+        targets = mask_targets(targets, weights).flatten()
+        hidden = self.hidden(x).flatten(0, 1)
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            hidden = hidden.to(torch.get_autocast_dtype(kind))
+        linear = self.projection
+        loss = fused_cross_entropy(hidden, linear.weight, self._weight_as(hidden.dtype), targets, linear.bias)
+        return Sums(loss, (targets != IGNORED).sum())
+
+    def _weight_as(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight in the compute dtype: cast once per step, and not once per micro-batch."""
+        weight = self.projection.weight.detach()
+        if weight.dtype == dtype:
+            return weight
+        if self.step_cache is None:
+            return weight.to(dtype)
+        key = weight.device, dtype  # copies of the module on other devices share the dict
+        if key not in self.step_cache:
+            self.step_cache[key] = weight.to(dtype)
+        return self.step_cache[key]

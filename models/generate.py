@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from models.attention import KeyValueCache, caching
-from models.layers import Layers, as_tuple
+from models.chain import Layers, as_tuple
 from models.seeds import derive_seed
 
 

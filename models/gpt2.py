@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from models.attention import CausalAttention, UsesCache
 from models.chain import Chain, LayerSpec, check_depth
-from models.fused_head import FusedHead
+from models.fused_cross_entropy import FusedHead
 from models.gpt2_sizes import SIZES, Size, with_sizes
 from models.huggingface import EMBEDDING, HuggingFaceGPT2
 from models.losses import TokenCrossEntropy

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from models.attention import CausalAttention, UsesCache
 from models.chain import Chain, LayerSpec, check_depth, reset_parameters
-from models.fused_head import FusedHead
+from models.fused_cross_entropy import FusedHead
 from models.losses import TokenCrossEntropy
 
 INITIAL_RANGE = 0.1  # of the embedding and of the projection onto the vocabulary, as published

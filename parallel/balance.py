@@ -11,7 +11,7 @@ from itertools import combinations, pairwise, permutations
 import torch
 
 from common.machine import usable_cores
-from data.batch import Batch
+from data.dataset import Batch
 from models.chain import Chain, as_tuple
 from parallel.devices import local_device, synchronize
 from parallel.plan import Plan, block_partition, even_split

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import PlanError
-from data.batch import Batch
+from data.dataset import Batch
 from models.chain import Tensors, as_tuple
 from parallel.precision import autocast, outside_autocast
 from parallel.stage import Stage

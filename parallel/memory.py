@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.errors import PlanError
-from data.batch import Batch
+from data.dataset import Batch
 from models.chain import Chain
 from parallel.plan import Plan
 from parallel.precision import parameter_dtype

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from data.batch import Batch
+from data.dataset import Batch
 from models.chain import Chain
 from parallel.mesh import Mesh
 from parallel.plan import Plan

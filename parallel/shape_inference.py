@@ -16,10 +16,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import PlanError
-from data.batch import Batch
+from data.dataset import Batch
 from models.batchnorm import StepBatchNorm
-from models.chain import Chain
-from models.layers import as_tuple, checked
+from models.chain import Chain, as_tuple, checked
 from models.seeds import Samples, computing
 from parallel.plan import Plan
 from parallel.precision import autocast, parameter_dtype

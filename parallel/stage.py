@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from models.batchnorm import StepBatchNorm
 from models.chain import Chain, Tensors, is_within
-from models.dropout import BySample
 from models.losses import Sums
-from models.seeds import Samples, computing, derive_seed, forget, seed_generators
+from models.seeds import BySample, Samples, computing, derive_seed, forget, seed_generators
 
 
 class Stage(nn.Module):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.errors import add_note
-from data.batch import Batch
+from data.dataset import Batch
 from models.chain import Chain
 from parallel.batchnorm import RunningStatistics
 from parallel.devices import local_device

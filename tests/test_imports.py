@@ -28,9 +28,9 @@ def test_every_room_imports_only_what_it_may():
 
 def test_forbidden_imports_are_named_even_inside_functions(tmp_path):
     forbidden = {
-        "data/batch.py": ("import models.chain", "data is not allowed to import models"),
+        "data/dataset.py": ("import models.chain", "data is not allowed to import models"),
         "parallel/plan.py": ("import launchers", "parallel is not allowed to import launchers"),
-        "launchers/world.py": ("import data.batch", "launchers is not allowed to import data"),
+        "launchers/world.py": ("import data.dataset", "launchers is not allowed to import data"),
         "training/reporting/metrics.py": ("import training.loop", "training.reporting is not allowed to import"),
         "training/checkpoint/load.py": ("import training.reporting", "training.checkpoint is not allowed to import"),
         "common/errors.py": ("import common.machine", "No cycles are allowed in common"),

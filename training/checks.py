@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import LaunchError, TrainingError
 from common.machine import check_memory
-from data.batch import Batch
+from data.dataset import Batch
 
 if TYPE_CHECKING:
     from data.dataset import DataSet

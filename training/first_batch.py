@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import DataError, PlanError, TrainingError, UserError, add_note
-from data.batch import Batch
-from data.dataset import DataSet, InMemory, Source
-from models.layers import Tensors, as_tuple, checked
+from data.dataset import Batch, DataSet, InMemory, Source
+from models.chain import Tensors, as_tuple, checked
 from models.losses import IGNORED, check_sums
 from parallel.shape_inference import Accesses, reads_numbers
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data.batch import Batch
+from data.dataset import Batch
 from models.chain import as_tuple
 from parallel.sharding import local
 from parallel.strategy import Strategy

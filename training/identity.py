@@ -17,8 +17,7 @@ from torch import Tensor
 from common.errors import DataError, LaunchError, TrainingError
 from conf import COMMAND, ON_TOP, TRAINED
 from conf.instantiate import to_dict
-from data.batch import Batch
-from data.dataset import DataSet, Source
+from data.dataset import Batch, DataSet, Source
 from parallel.mesh import Mesh
 from training.reporting import mask_secrets
 from training.reporting.metrics import flat

@@ -17,7 +17,7 @@ import torch
 
 from common.errors import TrainingError
 from conf.instantiate import build
-from data.batch import Batch
+from data.dataset import Batch
 from data.loader import TrainBatches, train_loader
 from launchers import heartbeat, stopping
 from launchers.stopping import Stopped

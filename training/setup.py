@@ -18,8 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from common.errors import TrainingError, UserError
 from conf import own_keys
 from conf.instantiate import build, check_section, environment, instantiate, target_of, to_config, to_dict
-from data.batch import Batch
-from data.dataset import DataSet
+from data.dataset import Batch, DataSet
 from data.loader import TrainBatches
 from launchers import World, run_workers
 from models.chain import Chain

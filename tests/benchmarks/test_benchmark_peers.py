@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import peers
-from data.batch import Batch
+from data.dataset import Batch
 from models.batchnorm import BatchNorm2d
 from models.resnet50 import resnet50
 from models.toy import toy

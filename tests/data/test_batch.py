@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from data.batch import Batch
+from data.dataset import Batch
 
 
 def test_chunks_are_equal_and_in_order():

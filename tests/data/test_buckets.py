@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.buckets import WINDOW, Buckets, VariableLength, bucket_widths
-from data.loader import TrainBatches, train_loader
+from data.loader import WINDOW, Buckets, TrainBatches, VariableLength, bucket_widths, train_loader
 
 
 class Lengths(VariableLength):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data.shuffle import permute
+from data.loader import permute
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 16, 17, 1000, 65537])

@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models import dropout
+from models import seeds
 from models.chain import Chain, LayerSpec
-from models.dropout import CausalAttentionDropout, by_sample
 from models.losses import SquaredError
-from models.seeds import Samples, computing
+from models.seeds import CausalAttentionDropout, Samples, by_sample, computing
 from parallel.stage import Stage
 
 CPU = torch.device("cpu")
@@ -133,7 +132,7 @@ class WithAForwardOfItsOwn(nn.Dropout):
 
 def test_what_torch_s_forward_drops_out_is_dropped_out_by_sample_and_nothing_else():
     net = layer(lambda: nn.Sequential(nn.Dropout(0.5), Renamed(0.5), WithAForwardOfItsOwn(0.5), nn.AlphaDropout(0.5)))
-    assert [isinstance(module, dropout.BySample) for module in net] == [True, True, False, False]
+    assert [isinstance(module, seeds.BySample) for module in net] == [True, True, False, False]
     assert isinstance(net[1], Renamed) and [m.full_name for m in net[:2]] == ["h.0.0", "h.0.1"]
     assert torch.equal(dropped(net[2], ones(2, 3)), 2 * ones(2, 3))
 
@@ -163,7 +162,8 @@ def kernel():
     patch.setenv("TRITON_INTERPRET", "1")  # read when a kernel is defined
     patch.delitem(sys.modules, "models.dropout_kernel", raising=False)
     pytest.importorskip("triton", reason="Triton is not installed: it comes with torch for GPUs")
-    yield importlib.import_module("models.dropout_kernel").drop_out
+    importlib.import_module("models.dropout_kernel")
+    yield seeds._in_kernel
     patch.undo()
     sys.modules.pop("models.dropout_kernel", None)
 
@@ -172,7 +172,7 @@ def kernel():
 @pytest.mark.parametrize("shape", [(4, 1), (6, 3, 5), (2, 5003)])
 def test_the_kernel_for_gpus_draws_the_same_masks(kernel, shape, dtype):
     for p in (0.1, 0.5, 1.0):
-        mask = dropout._mask(torch.empty(shape, dtype=dtype), 2**62 + 17, 2**33, 2, p)
+        mask = seeds._mask(torch.empty(shape, dtype=dtype), 2**62 + 17, 2**33, 2, p)
         turned = torch.randn(shape[::-1]).permute(*reversed(range(len(shape))))
         for x in (torch.randn(shape).to(dtype), turned.to(dtype)):
             torch.testing.assert_close(kernel(x, 2**62 + 17, 2**33, 2, p), x * mask)
@@ -185,7 +185,7 @@ def test_the_kernel_for_gpus_draws_the_same_masks(kernel, shape, dtype):
 )
 def test_where_the_kernel_fails_torch_s_operators_draw(monkeypatch, recwarn, module, warning):
     monkeypatch.setitem(sys.modules, "models.dropout_kernel", module)
-    dropout._kernel_works.cache_clear()
-    assert not dropout._kernel_works(CPU)
+    seeds._kernel_works.cache_clear()
+    assert not seeds._kernel_works(CPU)
     assert len([one for one in recwarn if "dropout without its Triton kernel" in str(one.message)]) == warning
-    dropout._kernel_works.cache_clear()
+    seeds._kernel_works.cache_clear()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from data.batch import Batch
+from data.dataset import Batch
 from models.losses import ClassCrossEntropy
 from models.sequential import chain_of
 from parallel.shape_inference import trace

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from small_models import chain_and_batches
 
-from data.batch import Batch
+from data.dataset import Batch
 from parallel.plan import Plan, make_plan
 from parallel.sharding import whole
 from parallel.strategies import strategy_info

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from tuple_models import TUPLE_MODELS
 
-from data.batch import Batch
+from data.dataset import Batch
 from models.chain import Chain
 from models.classifier import classifier
 from models.convnet import convnet

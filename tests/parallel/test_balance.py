@@ -11,7 +11,7 @@ from cases import Layout, parallel_section
 from orders import span
 from torch import nn
 
-from data.batch import Batch
+from data.dataset import Batch
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
 from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer, stage_costs, stage_shares

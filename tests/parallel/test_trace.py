@@ -11,7 +11,7 @@ from cases import Layout, Recipe, parallel_section
 from small_models import chain_and_batches
 from torch import nn
 
-from data.batch import Batch
+from data.dataset import Batch
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
 from parallel.plan import make_plan

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data.batch import Batch
+from data.dataset import Batch
 from models.batchnorm import BatchNorm2d
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError, Sums, TokenCrossEntropy

@@ -18,7 +18,7 @@ from torch import nn
 
 from common.errors import TrainingError, add_note, format_exception, message_for_user
 from conf.instantiate import to_dict
-from data.batch import Batch
+from data.dataset import Batch
 from parallel.strategy import Strategy
 from training.setup import prepare
 

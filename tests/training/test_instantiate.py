@@ -68,5 +68,5 @@ def test_allowed_targets_are_built_with_further_arguments():
 
 
 def test_inner_sections_with_a_target_are_built_first():
-    layers = instantiate({"_target_": "models.layers.Layers", "layers": [["x", {"_target_": "torch.nn.ReLU"}]]})
+    layers = instantiate({"_target_": "models.chain.Layers", "layers": [["x", {"_target_": "torch.nn.ReLU"}]]})
     assert type(layers["x"]).__name__ == "ReLU"

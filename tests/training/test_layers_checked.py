@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from common.errors import PlanError, TrainingError
-from data.batch import Batch
+from data.dataset import Batch
 from data.tensors import TensorData
 from models.batchnorm import BatchNorm1d
 from models.chain import Chain, LayerSpec

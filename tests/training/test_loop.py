@@ -10,7 +10,7 @@ from composed import QUIET, change_batches, compose, losses, records, run, run_o
 
 from common.errors import CheckpointError, TrainingError
 from conf.instantiate import to_dict
-from data.batch import Batch
+from data.dataset import Batch
 from data.loader import TrainBatches
 from parallel.strategy import Strategy
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common.errors import PlanError, TrainingError
-from data.batch import Batch
+from data.dataset import Batch
 from models.chain import Chain
 from parallel.memory import stage_activations
 from parallel.plan import Plan
