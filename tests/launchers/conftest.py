@@ -11,7 +11,7 @@ import pytest
 
 _HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE.parents[1]), str(_HERE), str(_HERE.parent / "training")]
-os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
+os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:3], os.environ.get("PYTHONPATH", "")])
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """Two hosts on one machine: network namespaces with addresses of their own and a cable between them."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -50,19 +49,14 @@ class Hosts:
         """Pull the cable out."""
         self.ip("-n", self.names[1], "link", "set", "cable", "down")
 
-    def crossed(self):
-        """The bytes that have passed through the cable in both directions, as the interface counts them."""
-        (link,) = json.loads(self.ip("-n", self.names[0], "-s", "-j", "link", "show", "cable"))
-        return link["stats64"]["rx"]["bytes"] + link["stats64"]["tx"]["bytes"]
-
-    def torchrun(self, overrides, folder, outputs, env=({}, {})):
-        """Both agents, two ranks each."""
+    def torchrun(self, words, outputs, env=({}, {}), program="train.py"):
+        """Both agents of ``program`` with ``words``, two ranks each."""
         agents = []
         for node, (name, output) in enumerate(zip(self.names, outputs, strict=True)):
             command = [
                 "ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
                 f"--node-rank={node}", "--nproc-per-node=2", f"--master-addr={self.ADDRESSES[0]}",
-                "--master-port=29417", "train.py", *overrides, f"hydra.run.dir={folder}",
+                "--master-port=29417", str(program), *words,
             ]  # fmt: skip
             more = environment({"OMP_NUM_THREADS": "1", **env[node]})
             with open(output, "w") as file:

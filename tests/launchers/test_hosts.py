@@ -1,11 +1,13 @@
 """One torchrun agent on each of two hosts: one run, the same losses, and a network that fails is named."""
 
+import json
 import os
 import re
 import signal
 import subprocess
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from commandline import Run, wait_until
@@ -13,6 +15,8 @@ from hosts import Hosts, lacking
 from slurm_commands import TOY
 
 pytestmark = pytest.mark.slurm
+
+LAYOUTS = Path(__file__).with_name("layouts.py")
 
 
 @pytest.fixture
@@ -46,7 +50,7 @@ def end(agents, timeout_s):
 
 def test_two_torchrun_agents_give_the_same_losses_in_one_run_directory(hosts, recipe, local_losses, tmp_path):
     outputs = [tmp_path / "a", tmp_path / "b"]
-    codes, _ = end(hosts.torchrun(recipe, tmp_path / "run", outputs), 150)
+    codes, _ = end(hosts.torchrun([*recipe, f"hydra.run.dir={tmp_path}/run"], outputs), 150)
     assert codes == [0, 0], "\n".join(path.read_text() for path in outputs)
     assert Run(0, "", "", 0.0, tmp_path / "run").losses == pytest.approx(local_losses(), rel=1e-6)
     assert re.search(r"10.213.77.1: ranks 0-1 .*10.213.77.2: ranks 2-3", outputs[0].read_text())
@@ -55,7 +59,7 @@ def test_two_torchrun_agents_give_the_same_losses_in_one_run_directory(hosts, re
 def test_a_cable_that_is_cut_in_the_middle_ends_the_run_soon_after_the_timeout_and_names_the_ranks(hosts, tmp_path):
     outputs = [tmp_path / "a", tmp_path / "b"]
     endless = [*TOY, "logger=none", "train.steps=10000000", "parallel=pipe_ddp", "parallel.timeout_s=30"]
-    agents = hosts.torchrun(endless, tmp_path / "run", outputs)
+    agents = hosts.torchrun([*endless, f"hydra.run.dir={tmp_path}/run"], outputs)
     metrics = tmp_path / "run" / "metrics.jsonl"
     try:
         wait_until(lambda: metrics.exists() and metrics.stat().st_size > 1000, 120, "some steps")
@@ -74,7 +78,7 @@ def test_hosts_that_cannot_reach_each_other_are_named_before_the_run_starts(host
     outputs = [tmp_path / "a", tmp_path / "b"]
     wrong = ({}, {"GLOO_SOCKET_IFNAME": "lo"})
     toy = [*TOY, "logger=none", "train.steps=2", "parallel=pipe_ddp", "parallel.timeout_s=20"]
-    codes, _ = end(hosts.torchrun(toy, tmp_path / "run", outputs, wrong), 90)
+    codes, _ = end(hosts.torchrun([*toy, f"hydra.run.dir={tmp_path}/run"], outputs, wrong), 90)
     assert codes == [1, 1]
     assert re.search(r"rank 0 \(.*10.213.77.1\) cannot connect to rank 2 \(.*127.0.0.1\): ", outputs[0].read_text())
     assert "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; here there are lo (127.0.0.1), cable" in outputs[0].read_text()
@@ -82,27 +86,22 @@ def test_hosts_that_cannot_reach_each_other_are_named_before_the_run_starts(host
 
 def test_groups_of_replicas_on_a_host_send_fewer_bytes_between_hosts(hosts, tmp_path):
     """Per step and direction two ranks of each host all-reduce half of the gradients; the rest stays on the host."""
-    steps = 4
+    steps, outputs = 4, [tmp_path / "a", tmp_path / "b"]
     model = ["model=gpt2", "model.size=tiny", "data=text", f"data.root='{os.__file__}'", "data.seq_len=32"]
-    quiet = ["train.eval_every=null", "train.checkpoint_every=null", "logger=none", "device=cpu"]
+    quiet = [f"data.cache_dir={tmp_path}/cache", "train.eval_every=null", "train.checkpoint_every=null"]
     train = ["train.epochs=null", f"train.steps={steps}", "train.global_batch_size=8", "train.precision=fp32"]
-    layouts = {
-        "ddp": ["parallel=ddp"],
-        "hierarchical": ["parallel=ddp", "parallel.comm_hook=hierarchical"],
-        "fsdp": ["parallel=fsdp"],
-        "hsdp": ["parallel=hsdp"],
-    }
-    sent, losses = {}, {}
-    for name, layout in layouts.items():
-        before, outputs = hosts.crossed(), [tmp_path / f"{name}-a", tmp_path / f"{name}-b"]
-        recipe = [*model, f"data.cache_dir={tmp_path}/cache", *train, *quiet, *layout, "parallel.dp=4"]
-        codes, _ = end(hosts.torchrun(recipe, tmp_path / name, outputs), 150)
-        assert codes == [0, 0], "\n".join(path.read_text() for path in outputs)
-        run = Run(0, "", "", 0.0, tmp_path / name)
-        weights = 4 * run.summary["parameters"]
-        sent[name], losses[name] = (hosts.crossed() - before) / steps / weights, run.losses
+    layouts = [
+        "ddp:parallel=ddp", "hierarchical:parallel=ddp parallel.comm_hook=hierarchical", "fsdp:parallel=fsdp",
+        "hsdp:parallel=hsdp",
+    ]  # fmt: skip
+    words = [str(tmp_path), *model, *quiet, *train, "parallel.dp=4", "--", *layouts]
+    codes, _ = end(hosts.torchrun(words, outputs, program=LAYOUTS), 150)
+    assert codes == [0, 0], "\n".join(path.read_text() for path in outputs)
+    runs = {name: Run(0, "", "", 0.0, tmp_path / name) for name in ("ddp", "hierarchical", "fsdp", "hsdp")}
+    crossed = json.loads((tmp_path / "crossed.json").read_text())
+    sent = {name: crossed[name] / steps / (4 * run.summary["parameters"]) for name, run in runs.items()}
     print({name: f"{times:.2f} x the weights" for name, times in sent.items()})
-    assert all(loss == pytest.approx(losses["ddp"], rel=1e-6) for loss in losses.values())
+    assert all(run.losses == pytest.approx(runs["ddp"].losses, rel=1e-6) for run in runs.values())
     # Of the ring of an all-reduce over four ranks, two links cross, with 3/2 of the weights each.
     assert sent["hierarchical"] < 0.8 * sent["ddp"]
     assert sent["hsdp"] < 0.8 * sent["ddp"]
