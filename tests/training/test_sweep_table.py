@@ -82,7 +82,7 @@ def test_the_ideal_curve_follows_the_bubble_and_no_job_is_below_it(tmp_path):
     table = read_table(chunk_sweep(tmp_path))
     rows = list(table.scores)
     chunks = np.array([float(row.values["parallel.chunks"]) for row in rows])
-    ideal = ideal_costs(table, rows, chunks)
+    ideal = np.array(ideal_costs(table, rows))
     assert ideal / ideal[0] == pytest.approx((chunks + 1) / chunks / 2)  # (m + p - 1) / m with two stages
     above = np.array([table.scores[row] for row in rows]) / ideal
     assert above.min() == pytest.approx(1) and (above > 1 - 1e-9).all()

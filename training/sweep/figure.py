@@ -75,29 +75,18 @@ def numeric_axis(table: Table) -> str | None:
     return CHUNKS if CHUNKS in counts else max(counts, key=counts.get, default=None)
 
 
-def ideal_costs(table: Table, rows: list[Row], chunks: np.ndarray) -> np.ndarray | None:
-    """Return the costs that a pipeline would have if splitting the batch into micro-batches cost nothing.
+def ideal_costs(table: Table, rows: list[Row]) -> list[float] | None:
+    """Return the costs of a pipeline's rows if splitting the batch into micro-batches cost nothing.
 
     That is W / (1 - ideal bubble), or W (m + p - 1) / m for GPipe and 1F1B with m chunks and p stages. W, the time of
-    one stage, is the smallest cost x (1 - ideal bubble) of the rows: the curve touches the row that comes nearest to
-    its own ideal, and no row lies below it.
-
-    Args:
-        table: The sweep.
-        rows: The jobs of one pipeline, which differ in their chunks.
-        chunks: The numbers of chunks to return costs for, of any shape.
-
-    Returns:
-        Costs of the shape of ``chunks``; None if a row has no pipeline.
+    one stage, is the smallest cost x (1 - ideal bubble): the curve touches the row that comes nearest to its own ideal,
+    and no row lies below it. None if a row has no pipeline.
     """
     bubbles = [row.summary.get("ideal_bubble_fraction") for row in rows]
     if None in bubbles:
         return None
     work = min(table.scores[row] * (1 - bubble) for row, bubble in zip(rows, bubbles, strict=True))
-    counts = [_number(row, CHUNKS) for row in rows]
-    # p - 1 for GPipe and 1F1B at any number of chunks; for other schedules interpolated between the measured numbers.
-    fill = [bubble / (1 - bubble) * count for bubble, count in zip(bubbles, counts, strict=True)]
-    return work * (1 + np.interp(chunks, counts, fill) / chunks)
+    return [work / (1 - bubble) for bubble in bubbles]
 
 
 def _canvas(height: float) -> tuple[Figure, Axes]:
@@ -116,11 +105,10 @@ def _curves(axes: Axes, table: Table, axis: str, scale: float) -> None:
         x, y = [_number(row, axis) for row in rows], [table.scores[row] * scale for row in rows]
         axes.errorbar(x, y, _whiskers(table, rows, scale), marker="o", color=colour, capsize=3, label=name, zorder=3)
         if table.by_time and axis == CHUNKS and len(rows) > 1:
-            dense = np.geomspace(x[0], x[-1], 200)
-            if (ideal := ideal_costs(table, rows, dense)) is not None:
+            if (ideal := ideal_costs(table, rows)) is not None:
                 name = "ideal" if colour == _COLOURS[0] else None
                 colour = _IDEAL if len(groups) == 1 else colour
-                axes.plot(dense, ideal * scale, "--", color=colour, linewidth=1.3, label=name, zorder=2)
+                axes.plot(x, np.multiply(ideal, scale), "--", color=colour, linewidth=1.3, label=name, zorder=2)
     for row in table.best:
         name = f"{_best(table)}: {row.label}, {table.show_score(row)}"
         star = {"marker": "*", "color": _BEST, "markersize": 17, "markeredgecolor": "white", "zorder": 4}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 from common.errors import TrainingError
 from parallel.strategies import names_where
 from training.reporting.job_record import FINISHED, Job, label, read_jobs, short, swept_keys, values
-from training.reporting.metrics import METRICS, SUMMARY, after_warmup, read_object, read_records
+from training.reporting.metrics import METRICS, SUMMARY, after_warmup, flat, read_object, read_records
 
 TIME, LOSS, TRAINING_LOSS = "step_time_s", "val_loss", "final_loss"
 
@@ -339,9 +339,10 @@ def write_csv(table: Table, path: Path) -> None:
 def _record(table: Table, row: Row) -> Iterator[tuple[str, Any]]:
     own = {"status": row.job.status, "error": row.problem, "seconds": row.job.seconds}
     yield from {"job": row.job.num, **row.values, **own}.items()
-    for key, value in row.summary.items():
+    for key, value in flat(row.summary).items():
         # An override of the same name has the same value.
-        yield from ((name, cell) for name, cell in _flatten(key, value) if name not in {"job", *row.values, *own})
+        columns = _columns(key, value).items()
+        yield from ((name, cell) for name, cell in columns if name not in {"job", *row.values, *own})
         if key == "step_time_s" and row.step_times is not None:
             yield "step_time_p10_s", float(row.step_times[0])
             yield "step_time_p90_s", float(row.step_times[2])
@@ -349,15 +350,13 @@ def _record(table: Table, row: Row) -> Iterator[tuple[str, Any]]:
         yield "loss_difference", difference
 
 
-def _flatten(key: str, value: Any) -> Iterable[tuple[str, Any]]:
-    """A summary's field as columns: one number per rank becomes maximum and sum, anything deeper JSON."""
-    if isinstance(value, dict):
-        return [pair for name, item in value.items() for pair in _flatten(f"{key}.{name}", item)]
+def _columns(key: str, value: Any) -> dict[str, Any]:
+    """A summary's field as columns: one number per rank becomes maximum and sum, any other list JSON."""
     if not isinstance(value, list):
-        return [(key, value)]
+        return {key: value}
     if value and all(isinstance(item, int | float) for item in value):
-        return [(f"{key}_max", max(value)), (f"{key}_sum", sum(value))]
-    return [(key, json.dumps(value))]
+        return {f"{key}_max": max(value), f"{key}_sum": sum(value)}
+    return {key: json.dumps(value)}
 
 
 def seconds(value: float | None) -> str:
