@@ -12,18 +12,11 @@ from contextlib import contextmanager
 from types import TracebackType
 
 _WAYS_OUT = {
-    errno.ENAMETOOLONG: "choose a shorter one",
     errno.EMFILE: "allow this process more open files: ulimit -n 1024",
-    errno.ENFILE: "the whole machine has too many files open: close some",
     errno.ENOSPC: "free some space, or choose another disk",
     errno.EDQUOT: "free some space, or choose another disk",
     errno.EACCES: "check its permissions",
-    errno.EPERM: "check its permissions",
     errno.ENOENT: "check the path",
-    errno.ENOTDIR: "check the path",
-    errno.EISDIR: "give a file",
-    errno.ELOOP: "check its symbolic links",
-    errno.EAGAIN: "allow this user more processes: ulimit -u",
 }
 _NEED_LESS = (
     "Smaller micro-batches (more parallel.chunks), train.activation_checkpointing=true, parallel=fsdp, or a smaller "

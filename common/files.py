@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,24 +79,6 @@ def parse_json(text: bytes | str) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-
-
-def read_regular(path: str | os.PathLike, limit: int = 1 << 26) -> bytes:
-    """Return the content of a regular file of at most ``limit`` bytes.
-
-    A pipe may never answer and a device may never end: they are refused.
-
-    Raises:
-        OSError: The file cannot be read, is no regular file, or is larger.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for its writer
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        if status.st_size > limit:
-            raise OSError(errno.EFBIG, f"{status.st_size:,} bytes are more than the {limit:,} expected", str(path))
-        return file.read()
 
 
 def read_yaml(path: Path) -> Any:

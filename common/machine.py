@@ -123,22 +123,17 @@ def styled(text: str, style: str, stream: TextIO) -> str:
     return text if plain else f"\033[{_STYLES[style]}m{text}\033[0m"
 
 
-class Unfailing:
+class _Unfailing:
     """A text stream that drops what cannot be written; in all else it is the stream that it wraps."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
+        with suppress(AttributeError, *_FAILURES):
+            stream.reconfigure(errors="replace")  # characters that its encoding lacks become question marks
 
     def write(self, text: str) -> int:
-        """Write the text; characters that the stream's encoding lacks become question marks."""
-        try:
-            try:
-                self._stream.write(text)
-            except UnicodeEncodeError:
-                encoding = self._stream.encoding
-                self._stream.write(text.encode(encoding, "replace").decode(encoding))
-        except _FAILURES:
-            pass
+        with suppress(*_FAILURES):
+            self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
@@ -154,13 +149,18 @@ class Unfailing:
 def unfailing_output() -> Iterator[None]:
     """Let everything in the block, libraries included, print to stdout and stderr without ever failing."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (Unfailing(open(os.devnull, "w") if stream is None else stream) for stream in before)
+    sys.stdout, sys.stderr = (_Unfailing(open(os.devnull, "w") if stream is None else stream) for stream in before)
     try:
         yield
     finally:
         sys.stdout, sys.stderr = before
-        for stream in before:
-            _drain(stream)
+        for stream in filter(None, before):
+            try:
+                stream.flush()
+            except _FAILURES:  # Python flushes it again at its exit, and fails if it cannot: into /dev/null
+                with suppress(*_FAILURES, AttributeError):  # what stands for a stream may have no descriptor
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+                    stream.flush()
 
 
 def open_standard_descriptors() -> None:
@@ -168,22 +168,6 @@ def open_standard_descriptors() -> None:
 
     Otherwise the first file or socket that the process opens gets the number, and is printed to.
     """
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
-
-
-def _drain(stream: Any) -> None:
-    """Empty a stream's buffer, into /dev/null if need be: Python flushes it at its exit and fails if it cannot."""
-    if stream is None:
-        return
-    try:
-        stream.flush()
-    except _FAILURES:
-        with suppress(*_FAILURES, AttributeError):  # what stands for a stream may have no descriptor
-            sink = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(sink, stream.fileno())
-            os.close(sink)
-            stream.flush()
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:  # the lowest number that is free
+        pass
+    os.close(descriptor)

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from omegaconf import OmegaConf, ValidationError, nodes
+
 from common.errors import PlanError, TrainingError, UserError
 from conf import literal, masking
 
@@ -99,8 +101,6 @@ def to_dict(cfg: Any) -> dict:
     Raises:
         omegaconf.errors.OmegaConfBaseException: For a value that is missing or that cannot be resolved.
     """
-    from omegaconf import OmegaConf
-
     if not OmegaConf.is_config(cfg):
         cfg = to_config(cfg)
     tree = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True, throw_on_missing=True)
@@ -116,8 +116,6 @@ def to_config(tree: dict) -> Any:
 
     From now on this process shows nothing of what the tree says was taken from the environment.
     """
-    from omegaconf import OmegaConf
-
     if masking.KEY in tree:
         masking.note(tree[masking.KEY])
     return OmegaConf.create(literal(tree) if "${" in str(tree) else tree)
@@ -169,9 +167,8 @@ def build(role: str, section: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _instantiate(node: Any, args: tuple, kwargs: Mapping[str, Any], where: str = "") -> Any:
     tree = to_dict(node)
-    for section in _sections(tree):
-        if "_target_" in section:
-            resolve(section["_target_"])
+    for target in targets(tree):
+        resolve(target)
     return _build(tree, args, kwargs, where)
 
 
@@ -306,8 +303,7 @@ def _as_annotated(value: Any, parameter: inspect.Parameter, key: str) -> Any:
 
 
 def _as_number_or_text(value: Any, kind: type, key: str) -> Any:
-    from omegaconf import ValidationError, nodes  # as for the sections that have a dataclass
-
+    # As for the sections that have a dataclass.
     node = {int: nodes.IntegerNode, float: nodes.FloatNode, bool: nodes.BooleanNode, str: nodes.StringNode}[kind]
     try:
         return node(value, is_optional=False)._value()

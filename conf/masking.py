@@ -19,8 +19,6 @@ from omegaconf.resolvers import oc
 
 KEY = "from_environment"
 
-# No secret in a text, where it may stand for something else: a small number, a word of YAML.
-_PLAIN = re.compile(r"-?\d{1,6}|true|false|null|none|", re.IGNORECASE)
 _SHORT = 4  # characters; a shorter value is hidden where it is a word of its own
 _REFERENCE = re.compile(r"\$\{oc\.env:([^,}]+)")
 
@@ -42,8 +40,8 @@ _URL_PASSWORD = re.compile(r"(?<!\w)(\w+://[^/\s:@]*:)[^/\s@]+@")
 _ASSIGNMENT = re.compile(
     r"(?<![\w.\-])(?P<name>[\w.\-]+)(?P<sign>\s*[=:]\s*)(?P<value>'[^']*'|\"[^\"]*\"|[^,{}\[\]\s'\"]+)"
 )
-# A vocabulary's `pad_token=0` is no secret.
-_HARMLESS = re.compile(r"\d{1,6}|true|false|null|none|", re.IGNORECASE)
+# No secrets: a vocabulary's `pad_token=0`, and what in a text may stand for something else.
+_HARMLESS = re.compile(r"-?\d{1,6}|true|false|null|none|", re.IGNORECASE)
 
 
 def register() -> None:
@@ -89,7 +87,7 @@ def hide(text: str) -> str:
     """Replace what variables hold by their references; small numbers, words of YAML and existing files stay."""
     for name in named:
         value = os.environ.get(name, "")
-        if _PLAIN.fullmatch(value) or os.path.exists(value):
+        if _HARMLESS.fullmatch(value) or os.path.exists(value):
             continue
         for form in {value, str(PurePath(value))}:  # as it reads in a path
             whole = rf"(?<!\w){re.escape(form)}(?!\w)" if len(form) < _SHORT else re.escape(form)
@@ -101,9 +99,9 @@ def hide(text: str) -> str:
 
 
 def mask_secrets(value: Any, name: str = "") -> Any:
-    """Replaces secrets by ``***``, and what comes from the environment by ``${oc.env:NAME}``.
+    """Replace secrets by ``***``, and what comes from the environment by ``${oc.env:NAME}``.
 
-    A secret is known by its name (``api_key``, ``--token VALUE``), by its form (``hf_…``, a password in a URL), or
+    A secret is known by its name (``api_key``), by its form (``hf_…``, a password in a URL), or
     because a variable of the environment with such a name holds it.
 
     Args:
@@ -123,11 +121,7 @@ def _masked(value: Any, name: str, suspect: re.Pattern) -> Any:
         value = shown(value) if KEY in value else value
         names = [str(key) for key in value]
     elif isinstance(value, (list, tuple)):
-        words = [item if isinstance(item, str) else "" for item in value]
-        names = [
-            option if option.startswith("--") and not word.startswith("--") else name
-            for option, word in zip(["", *words], words, strict=False)
-        ]
+        names = [name] * len(value)
     elif name == "git_commit":  # forty hexadecimal digits, as a key of wandb has
         return value
     elif _is_secret(name, str(value)) and not str(value).startswith("${oc.env:"):

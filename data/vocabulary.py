@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.errors import DataError
-from common.files import parse_json, read_regular
+from common.files import parse_json
 from data.documents import Document, encode, encode_texts
 
 if TYPE_CHECKING:
@@ -233,10 +233,10 @@ def added_tokens(folder: Path) -> dict[str, int]:
     """
     try:
         if (folder / _TOKENIZER).exists():
-            entries = parse_json(read_regular(folder / _TOKENIZER))["added_tokens"]
+            entries = parse_json((folder / _TOKENIZER).read_bytes())["added_tokens"]
             numbers = {entry["content"]: entry["id"] for entry in entries}
         elif (folder / _ADDED).exists():
-            numbers = dict(parse_json(read_regular(folder / _ADDED)))
+            numbers = dict(parse_json((folder / _ADDED).read_bytes()))
         else:
             return {}
         behind = [(number, token) for token, number in numbers.items() if number >= GPT2_VOCAB_SIZE]

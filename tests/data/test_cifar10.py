@@ -103,11 +103,3 @@ def test_a_missing_file_is_named_with_the_ways_out(prepared, known):
     (known / "data_batch_5").unlink()
     with pytest.raises(DataError, match="data_batch_5: No such file.*data.root=FOLDER, or leave data.root out"):
         prepared(CIFAR10, known)
-
-
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(prepared, known):
-    path = known / "data_batch_2"
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(DataError, match="cannot read .*data_batch_2: not a regular file"):
-        prepared(CIFAR10, known)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import CheckpointError
-from common.files import expand_home, flush_path, parse_json, read_regular, write_atomically
+from common.files import expand_home, flush_path, parse_json, write_atomically
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -187,7 +187,7 @@ def read_manifest(path: Path) -> dict:
         CheckpointError: The file cannot be read, is damaged, or is something else.
     """
     try:
-        manifest = parse_json(read_regular(path))
+        manifest = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") not in (1, FORMAT):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import TrainingError
-from common.files import expand_home, parse_json, read_regular
+from common.files import expand_home, parse_json
 from data.vocabulary import GPT2_VOCAB_SIZE, added_tokens, gpt2, parse_extra_tokens
 from models.chain import Chain
 from models.huggingface import PREFIX, pad
@@ -195,7 +195,7 @@ def _open(path: Path) -> Any:
 def _check_config(model: Any, wanted: Mapping[str, Any], folder: Path) -> None:
     """Check what config.json says and shapes do not: the number of heads, and the kind of model."""
     try:
-        config = parse_json(read_regular(folder / "config.json"))
+        config = parse_json((folder / "config.json").read_bytes())
         heads, kind = config.get("n_head"), config.get("model_type", wanted["model_type"])
     except (OSError, ValueError, AttributeError):
         return

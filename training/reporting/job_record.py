@@ -7,7 +7,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from common.files import parse_json, read_regular
+from common.files import parse_json
 from training.reporting.metrics import write_json
 
 JOB = "job.json"
@@ -53,7 +53,7 @@ def update_job(folder: Path, **changes) -> None:
 def read_job(folder: Path) -> Job | None:
     """Return the record in ``folder``; None where there is none that can be read."""
     try:
-        found = parse_json(read_regular(folder / JOB))
+        found = parse_json((folder / JOB).read_bytes())
         return Job(**{**found, "overrides": tuple(found["overrides"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
