@@ -16,12 +16,6 @@ from parallel.shape_inference import trace
 # Measured on Linux: a worker that has imported torch, its pipelining and wandb, and set gloo up.
 PROCESS_BYTES = 350 * 2**20
 
-# Tensors of a parameter's size that each optimizer of torch.optim keeps. Adafactor keeps rows and columns.
-_STATES = {
-    "SGD": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Adagrad": 1, "RMSprop": 1,
-    "Rprop": 2, "ASGD": 1, "Muon": 1, "Adafactor": 0,
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class MemoryEstimate:
@@ -52,20 +46,18 @@ class MemoryEstimate:
 
 
 def check_gpus(plan: Plan, tensors: int, memory: Callable[[int], int]) -> None:
-    """Check that weights, gradients and optimizer state fit into the GPUs that ranks are dealt to.
+    """Check that weights, gradients and optimizer state fit into the GPUs that the ranks of ``plan`` are dealt to.
 
     Activations are left out: only what ranks hold for sure is counted.
 
     Args:
         plan: The layout of a run that is started on this machine.
-        tensors: How many of a parameter's size are held: 1 without training, else see ``tensors_per_parameter``.
+        tensors: How many of a parameter's size are held: of each weight, and in training its gradient and its state.
         memory: Gives the bytes of the GPU with an index.
 
     Raises:
         PlanError: They do not fit. The message has the numbers and a way out.
     """
-    if plan.gpus is None or plan.devices:
-        return
     each = parameter_dtype(plan.precision).itemsize * tensors
     what = "weights" if tensors == 1 else "weights, gradients and optimizer state"
     for gpu in range(min(plan.gpus, plan.processes)):
@@ -79,14 +71,6 @@ def check_gpus(plan: Plan, tensors: int, memory: Callable[[int], int]) -> None:
                 f"{memory(gpu) / 2**30:.1f} GiB; choose a smaller model, or fewer replicas (parallel.dp), or "
                 "device=cpu"
             )
-
-
-def tensors_per_parameter(optim, unknown: int = 2) -> int:
-    """Count tensors of a parameter's size: the weight, its gradient, its state (``unknown`` if not torch's)."""
-    module, _, kind = optim["_target_"].rpartition(".")
-    if module.split(".")[:2] != ["torch", "optim"]:
-        return 2 + unknown
-    return 2 + _STATES.get(kind, unknown) + (1 if kind == "SGD" and optim.get("momentum") else 0)
 
 
 def stage_activations(plan: Plan, chain: Chain, sample: Batch) -> list[int]:
@@ -106,10 +90,9 @@ def stage_activations(plan: Plan, chain: Chain, sample: Batch) -> list[int]:
     return sizes
 
 
-def estimate_memory(plan: Plan, chain: Chain, sample: Batch, optim) -> list[MemoryEstimate]:
-    """Estimate the memory of each rank."""
+def estimate_memory(plan: Plan, chain: Chain, sample: Batch, states: int) -> list[MemoryEstimate]:
+    """Estimate the memory of each rank, whose optimizer keeps ``states`` tensors of each parameter's size."""
     held = stage_activations(plan, chain, sample)
-    states = tensors_per_parameter(optim) - 2
     layers = [sum(p.numel() for p in layer.parameters()) for _, layer in chain.skeleton().items()]
     largest = max(layers) * parameter_dtype(plan.precision).itemsize
     estimates = []

@@ -34,7 +34,6 @@ class Schedule:
         looped: Whether a rank runs several stages.
         rounds: Whether chunks are run in rounds of as many as there are ranks.
         splits_backward: Whether gradients of inputs and of weights are computed at different times.
-        refused: Why it cannot be used; empty where it can.
     """
 
     class_name: str
@@ -43,13 +42,7 @@ class Schedule:
     looped: bool = False
     rounds: bool = False
     splits_backward: bool = False
-    refused: str = ""
 
-
-_V_SHAPED = (
-    "torch 2.13's evaluation hangs under it (rank 0 runs the first stage and the last); "
-    "parallel.schedule=interleaved_zero_bubble is a zero-bubble schedule that works"
-)
 
 _TORCH = "torch.distributed.pipelining.schedules"
 _SPLIT = "parallel.zero_bubble.schedule:SplitStage"
@@ -69,12 +62,8 @@ SCHEDULES = {
         looped=True,
         splits_backward=True,
     ),
-    "zbv_zero_bubble": Schedule(
-        f"{_TORCH}:ScheduleZBVZeroBubble", looped=True, splits_backward=True, refused=_V_SHAPED
-    ),
-    "dualpipev": Schedule(f"{_TORCH}:ScheduleDualPipeV", looped=True, splits_backward=True, refused=_V_SHAPED),
 }
-NAMES = tuple(name for name, schedule in SCHEDULES.items() if not schedule.refused)
+_V_SHAPED = ("zbv_zero_bubble", "dualpipev")
 
 
 def stages_per_rank(schedule: str, wanted: int | None) -> int:
@@ -93,9 +82,12 @@ def stages_per_rank(schedule: str, wanted: int | None) -> int:
 
 
 def check_schedule(schedule: str) -> None:
-    """Refuse a schedule that is unknown or that cannot be used, with the reason."""
-    if SCHEDULES[schedule].refused:
-        raise PlanError(f"parallel.schedule={schedule} is refused: {SCHEDULES[schedule].refused}")
+    """Refuse a schedule of torch's that cannot be used, with the reason."""
+    if schedule in _V_SHAPED:
+        raise PlanError(
+            f"parallel.schedule={schedule} is refused: torch 2.13's evaluation hangs under it (rank 0 runs the first "
+            "stage and the last); parallel.schedule=interleaved_zero_bubble is a zero-bubble schedule that works"
+        )
 
 
 def check_chunks(schedule: str, chunks: int, ranks: int) -> None:

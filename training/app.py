@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -15,15 +16,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from omegaconf import OmegaConf, flag_override
 
-from common.errors import exit_is_failure, printable
-from common.machine import changed_environment, styled
+from common.errors import LaunchError, TrainingError, exit_is_failure, printable
+from common.machine import changed_environment, check_memory, styled
 from conf import COMMAND, hydra_word
 from conf.instantiate import add_to_path, environment, to_config, to_dict
 from conf.masking import hide, mask_secrets
 from launchers import Interrupted, WorkerFailed, World, run_workers, start_fork_server, stopping
 from launchers.meeting import check_interfaces
 from launchers.stopping import Stopped
-from training.checks import check_need, check_process, check_sections, check_values
 
 if TYPE_CHECKING:
     from training.checkpoint.configuration import SavedConfig
@@ -35,6 +35,7 @@ _LONGEST_TIMEOUT_S = 1e7
 # What workers import, torch.distributed.pipelining and the compiler among it: once, not in each of them.
 _PRELOAD = ("training.app", "training.run", "parallel.pipe_stage")
 _AGAIN = "start it again with the same command"
+_FEWEST_FILES, _FILES_PER_RANK, _ENOUGH_FILES = 64, 16, 1024  # that a process may open
 
 
 @contextmanager
@@ -208,7 +209,6 @@ def _checked(cfg: Any, hydra: Any) -> Any:
 def _prepared(cfg: Any, run_dir: Path, world: World | None) -> Setup:
     # Only now: they import torch.
     from parallel.devices import import_compiler_late
-    from training.autotune import choose_chunks, recall
     from training.checkpoint.resume import after_restart
     from training.reporting.run_directory import started_again
     from training.setup import prepare
@@ -218,9 +218,15 @@ def _prepared(cfg: Any, run_dir: Path, world: World | None) -> Setup:
         import_compiler_late()
     if started_again() and cfg.mode == "train":
         after_restart(cfg, run_dir)
-    recall(cfg, run_dir)
-    with _nothing_begun():
-        choose_chunks(cfg, run_dir, world)
+    if cfg.train.resume is not None:
+        from training.autotune import recall
+
+        recall(cfg, run_dir)
+    if cfg.parallel.chunks == "auto":
+        from training.autotune import choose_chunks
+
+        with _nothing_begun():
+            choose_chunks(cfg, run_dir, world)
     if _is_queued(cfg, world):
         return prepare_here(cfg)
     return prepare(cfg, *((world.size, world.nodes) if world else ()))
@@ -248,6 +254,95 @@ def _start_fork_server(cfg: Any, world: World | None, isolated: bool) -> None:
         with changed_environment(environment(cfg)):
             check_interfaces()
             start_fork_server(_PRELOAD)
+
+
+# -- checks of any value, and of this machine ------------------------------------------------------------------------
+
+
+def check_sections(cfg: Any) -> None:
+    """Check that every section of a composed configuration is one, whatever a file or a program has put there.
+
+    Raises:
+        TrainingError: It is a word, a number, a list or nothing.
+    """
+    for key in ("model", "data", "optim", "scheduler", "parallel", "logger", "launcher", "loggers"):
+        section = cfg.get(key)
+        if not hasattr(section, "keys") and not (key == "loggers" and section is None):
+            said = "null" if section is None else section
+            raise TrainingError(
+                f"{key}={said} stands where a section of keys belongs: choose an option, by {key}=NAME on the command "
+                f"line, '- override /{key}: NAME' in a file's defaults list, or load_config('{key}=NAME') from Python"
+            )
+
+
+def check_values(tree: Any, key: str = "") -> None:
+    """Check the values of a plain configuration, whatever their keys.
+
+    Raises:
+        TrainingError: A number is not finite or does not fit into 64 bits, or a text holds a NUL byte.
+    """
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for name, item in items:
+        where = f"{key}.{name}" if key and isinstance(tree, dict) else f"{key}[{name}]" if key else str(name)
+        if isinstance(item, (dict, list)):
+            check_values(item, where)
+        elif isinstance(item, str) and "\0" in item:
+            raise TrainingError(f"{where} holds a NUL byte, which no file and no text can have: take it out")
+        elif isinstance(item, float) and not math.isfinite(item):
+            raise TrainingError(f"{where}={item} is not finite: give a number, or null where the key may be left empty")
+        elif isinstance(item, int) and not -(2**63) <= item < 2**63:
+            raise TrainingError(f"{where} is a number of more than 64 bits: give a smaller one")
+
+
+def check_process(processes: int = 1) -> None:
+    """Check that this process and its workers may open enough files; raise the limit where that is allowed.
+
+    Args:
+        processes: The number of ranks that this machine will run.
+
+    Raises:
+        LaunchError: The user's limits are too low.
+    """
+    import resource  # not on Windows
+
+    wanted = _FEWEST_FILES + _FILES_PER_RANK * processes
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if hard != unlimited and hard < wanted:
+        raise LaunchError(
+            f"this process may open {hard} files (ulimit -n), and a run of {processes} processes needs {wanted}; allow "
+            f"more: ulimit -n {max(_ENOUGH_FILES, wanted)}"
+        )
+    enough = max(_ENOUGH_FILES, wanted)
+    if soft != unlimited and soft < enough:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (enough if hard == unlimited else min(enough, hard), hard))
+
+
+def check_need(setup: Any) -> None:
+    """Check that a run whose ranks are all on this machine fits into its memory, before any of them is started.
+
+    Counted is what is certain: processes, weights, gradients and optimizer states, of which GPUs hold all but the
+    processes. (mode=plan estimates the whole, which takes seconds.)
+
+    Raises:
+        UserError: It does not.
+    """
+    from parallel.memory import PROCESS_BYTES
+    from parallel.precision import parameter_dtype
+    from training.setup import certain_tensors
+
+    plan, cfg = setup.plan, setup.cfg
+    needed = plan.processes * PROCESS_BYTES
+    if plan.device_type == "cpu":
+        copies = plan.dp / plan.mesh(0).shards
+        held = copies * sum(stage.parameters for stage in plan.stages) * parameter_dtype(plan.precision).itemsize
+        needed += held * certain_tensors(cfg)
+    check_memory(
+        needed,
+        f"model={cfg.model.name} parallel={plan.strategy} in {plan.processes} processes",
+        "choose a smaller model or train.global_batch_size, more parallel.chunks, or fewer processes (mode=plan shows "
+        "what needs how much)",
+    )
 
 
 # -- the ways to run -------------------------------------------------------------------------------------------------
@@ -278,10 +373,11 @@ def _is_queued(cfg: Any, world: World | None) -> bool:
 
 def _plan(setup: Setup) -> None:
     from parallel.memory import estimate_memory
+    from training.optimizer import states_of
     from training.reporting.console import describe_memory
 
-    optim = to_dict(setup.cfg.optim)
-    print("\n" + describe_memory(estimate_memory(setup.plan, setup.chain, setup.sample, optim)))
+    states = states_of(setup.cfg.optim)
+    print("\n" + describe_memory(estimate_memory(setup.plan, setup.chain, setup.sample, states)))
 
 
 def _queue(setup: Setup, run_dir: Path) -> None:

@@ -45,7 +45,7 @@ def recall(cfg: Any, run_dir: Path) -> None:
         run_dir: The run directory, for ``train.resume=auto``.
     """
     resume = cfg.train.resume
-    if resume is None or not (AUTO in (cfg.train.precision, cfg.parallel.chunks) or cfg.parallel.balance in BALANCES):
+    if not (AUTO in (cfg.train.precision, cfg.parallel.chunks) or cfg.parallel.balance in BALANCES):
         return
     saved = Checkpoint.newest(run_dir / "checkpoints") if resume == "auto" else Checkpoint.find(Path(resume))
     if saved is None:
@@ -90,8 +90,6 @@ def choose_chunks(cfg: Any, run_dir: Path, world: World | None) -> None:
         PlanError: Where no trials can be started (ranks that exist already, modes that do not train), and where no
             count runs.
     """
-    if cfg.parallel.chunks != AUTO:
-        return
     if cfg.mode != "train" or world is not None or cfg.launcher.name != "local":
         raise PlanError(
             "parallel.chunks=auto starts trial runs of its own on this machine: it needs mode=train, launcher=local "

@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,13 @@ _FUSED = ("cpu", "cuda", "mps")
 
 # What an update depends on, ``optim.update``: of each number on that number's own gradients alone, or on its tensor's.
 ELEMENTWISE, PER_PARAMETER = "elementwise", "per_parameter"
+# Of torch's: that, and the tensors of a parameter's size that it keeps. Adafactor keeps rows and columns.
 _OF_TORCH = {
-    **dict.fromkeys(
-        "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD SparseAdam".split(), ELEMENTWISE
-    ),
-    **dict.fromkeys(("Adafactor", "Muon"), PER_PARAMETER),
-}
+    "Adadelta": (ELEMENTWISE, 2), "Adagrad": (ELEMENTWISE, 1), "Adam": (ELEMENTWISE, 2), "AdamW": (ELEMENTWISE, 2),
+    "Adamax": (ELEMENTWISE, 2), "ASGD": (ELEMENTWISE, 1), "NAdam": (ELEMENTWISE, 2), "RAdam": (ELEMENTWISE, 2),
+    "RMSprop": (ELEMENTWISE, 1), "Rprop": (ELEMENTWISE, 2), "SGD": (ELEMENTWISE, 0), "SparseAdam": (ELEMENTWISE, 2),
+    "Adafactor": (PER_PARAMETER, 0), "Muon": (PER_PARAMETER, 1),
+}  # fmt: skip
 
 
 class Optimizer:
@@ -348,9 +349,7 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
                 "in micro-batches does not; use another optimizer"
             )
         try:
-            build("optim", _arguments(section), _Unread())
-        except _Accepted:
-            pass
+            build("optim", _arguments(section), [nn.Parameter(torch.zeros(1, 1))])
         except TrainingError as error:
             hint = "; one more optimizer is a file conf/optim/NAME.yaml (docs/extending.md)"
             missing = str(error).startswith("there is no key")
@@ -364,7 +363,15 @@ def update_of(section: Mapping[str, Any]) -> str | None:
     """What an update of the section's optimizer depends on: "elementwise", "per_parameter", or None: nobody says."""
     kind = resolve(section["_target_"])
     of_torch = f"{kind.__module__}.".startswith("torch.optim.")
-    return _OF_TORCH.get(kind.__name__) if of_torch else section.get("update")
+    return _OF_TORCH.get(kind.__name__, (None, 0))[0] if of_torch else section.get("update")
+
+
+def states_of(section: Mapping[str, Any], unknown: int = 2) -> int:
+    """Count the tensors of a parameter's size that an optimizer keeps for it; ``unknown`` if it is not torch's."""
+    module, _, kind = section["_target_"].rpartition(".")
+    if f"{module}.".startswith("torch.optim.") and kind in _OF_TORCH:
+        return _OF_TORCH[kind][1] + (kind == "SGD" and bool(section.get("momentum")))
+    return unknown
 
 
 def check_layout(config: Mapping[str, Any], plan: Plan, chain: Chain) -> None:
@@ -414,17 +421,6 @@ def _check_update(section: Mapping[str, Any]) -> None:
         raise TrainingError(f"optim.update={said} must be {ELEMENTWISE} or {PER_PARAMETER}")
     if said not in (None, known):
         raise TrainingError(f"optim.update={said}: {section['_target_']} is {known or 'neither'}; leave it out")
-
-
-class _Accepted(Exception):
-    """The optimizer has checked the numbers and went on to the parameters."""
-
-
-class _Unread:
-    """Parameters that are never read: to take a real one, torch imports its compiler (0.8 s)."""
-
-    def __iter__(self) -> NoReturn:
-        raise _Accepted
 
 
 class Constant:

@@ -34,7 +34,7 @@ from parallel.timeline import WORK
 from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.init_from import start
 from training.checkpoint.load import load
-from training.checkpoint.resume import resume
+from training.checkpoint.resume import Resumed, resume
 from training.checkpoint.save import Checkpointer
 from training.evaluate import evaluate, not_finite, record_of
 from training.identity import changes, check_ranks, follows_total
@@ -96,8 +96,8 @@ def run(
             timeout_s=cfg.parallel.timeout_s,
             config=kept(cfg),
         )
-        resumed = resume(cfg.train.resume, checkpoints)
-        if resumed.path is None:
+        resumed = Resumed() if cfg.train.resume is None else resume(cfg.train.resume, checkpoints)
+        if resumed.path is None and (cfg.model.init_from is not None or cfg.model.get("extra_tokens") is not None):
             start(cfg.model, setup.chain, strategy)
         _check_steps_left(setup, strategy, run_dir, resumed.step)
         recorder = _recorder(setup, strategy, run_dir, first_step=resumed.step + 1)

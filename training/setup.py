@@ -16,6 +16,7 @@ import numpy as np
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from common.errors import TrainingError, UserError
+from common.machine import check_memory
 from conf import own_keys
 from conf.instantiate import build, check_section, environment, instantiate, target_of, to_config, to_dict
 from data.dataset import Batch, DataSet
@@ -25,7 +26,7 @@ from models.chain import Chain
 from models.given import given_objects, set_given
 from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer, stage_shares
 from parallel.devices import Hardware, check_compiler
-from parallel.memory import check_gpus, tensors_per_parameter
+from parallel.memory import check_gpus
 from parallel.plan import Plan, make_plan
 from parallel.schedules import SCHEDULES
 from parallel.shape_inference import drawing_by_microbatch
@@ -34,14 +35,14 @@ from training.callbacks import build as build_callbacks
 from training.checkpoint.configuration import check_fits, checkpoint_of
 from training.checkpoint.files import Checkpoint
 from training.checkpoint.init_from import check_start, vocabulary_with
-from training.checks import certain_tensors, check_fit, check_kind, check_length, check_sample, check_train
 from training.evaluate import extents
 from training.first_batch import check_read, check_shapes, check_splits
-from training.optimizer import check_layout, check_optimizer, check_rates
+from training.optimizer import check_layout, check_optimizer, check_rates, states_of
 from training.reporting.recorder import sections
 from training.reporting.summary import check_objective
 
 BALANCES = ("time", "size")  # values of parallel.balance that are measured
+_MOST_EPOCHS = 1e9
 
 
 @dataclass
@@ -151,6 +152,49 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: H
 # -- checks of the configuration -------------------------------------------------------------------------------------
 
 
+def check_train(cfg: Any) -> None:
+    """Check the rules of the section ``train``, and of restarts. Raises TrainingError."""
+    train = cfg.train
+    if cfg.mode == "train" and cfg.checkpoint is not None:
+        raise TrainingError(
+            f"checkpoint={cfg.checkpoint} is for mode=eval, export and sample; to go on with its training: "
+            f"train.resume={cfg.checkpoint}, to start from its weights: mode=export, then model.init_from="
+        )
+    if (recipe := cfg.get("recipe")) is not None and recipe not in (known := cfg.get("recipes") or {}):
+        raise TrainingError(f"recipe={recipe}: model={cfg.model.name} has {', '.join(known) or 'none'}")
+    restarts = cfg.launcher.get("max_restarts", 0)
+    if restarts < 0:
+        raise TrainingError(f"launcher.max_restarts={restarts} must be at least 0")
+    if train.steps is None and train.epochs is None:
+        raise TrainingError("neither train.steps nor train.epochs is set: say how long, for example train.steps=100")
+    bounds = {
+        "steps": 1, "global_batch_size": 1, "max_skipped": 0, "profile": 0, "keep_checkpoints": 1,
+        "eval_every": 0, "checkpoint_every": 0, "eval_batches": 1, "spike_rollback": 1,
+    }  # fmt: skip
+    for key, least in bounds.items():
+        value = train[key]
+        if value is not None and value < least:
+            raise TrainingError(f"train.{key}={value} must be at least {least}")
+    for key in ("epochs", "grad_clip", "clip_value"):
+        value = train[key]
+        if value is not None and not value > 0:
+            raise TrainingError(f"train.{key}={value} must be above 0")
+    if train.epochs is not None and train.epochs > _MOST_EPOCHS:
+        raise TrainingError(f"train.epochs={train.epochs:g} must be at most {_MOST_EPOCHS:g}")
+    if train.spike_factor is not None and not train.spike_factor > 1:
+        raise TrainingError(f"train.spike_factor={train.spike_factor} must be above 1, such as 3")
+    if train.spike_rollback is not None and train.spike_factor is None:
+        raise TrainingError(
+            f"train.spike_rollback={train.spike_rollback} needs train.spike_factor, which says what a spike is; set it "
+            "to 3 for example"
+        )
+    if train.deterministic and train.cudnn_benchmark:
+        raise TrainingError(
+            "train.cudnn_benchmark=true takes whichever algorithm was fastest this time, train.deterministic=true the "
+            "same one every time: switch one of them off"
+        )
+
+
 def _check_checkpoint(cfg: Any) -> None:
     if (saved := _saved(cfg)) is not None:
         Checkpoint.find(saved)
@@ -174,6 +218,28 @@ def _check_sections(cfg: Any) -> None:
 # -- checks of the model and the data that it names ------------------------------------------------------------------
 
 
+def check_kind(data: DataSet, model: Any) -> None:
+    """Check that both are about tokens or neither is. Raises TrainingError."""
+    if (data.seq_len is None) == ("vocab_size" not in model):
+        return
+    kind = "tokens" if data.seq_len is not None else "numbers"
+    raise TrainingError(
+        f"model={model.name} does not take the {kind} that this data set gives; leave data= out and the model brings "
+        "one that fits"
+    )
+
+
+def check_length(cfg: Any, chain: Chain, data: DataSet) -> None:
+    """Check that a sample is no longer than the model's positions. Raises TrainingError."""
+    positions = chain.limits.get("positions")
+    if positions is not None and data.seq_len > positions:
+        raise TrainingError(
+            f"data.seq_len={data.seq_len} is longer than the model's {positions} positions; set "
+            f"data.seq_len={positions} or less, or give the model more (model.block_size={data.seq_len} of gpt2, "
+            f"model.max_len={data.seq_len} of transformer)"
+        )
+
+
 def _check_names(cfg: Any, chain: Chain, data: DataSet) -> None:
     check_rates(to_dict(cfg.optim).get("rates"), chain)
     if cfg.sweep.objective is not None:
@@ -183,7 +249,7 @@ def _check_names(cfg: Any, chain: Chain, data: DataSet) -> None:
 def _check_weights(cfg: Any, chain: Chain, data: DataSet) -> None:
     if (saved := _saved(cfg)) is not None:
         check_fits(saved, chain, cfg)
-    elif cfg.train.resume is None:
+    elif cfg.train.resume is None and cfg.model.init_from is not None:
         check_start(cfg.model, chain)
 
 
@@ -203,7 +269,13 @@ def _check_optimizer_layout(setup: Setup) -> None:
 
 
 def _check_gpus(setup: Setup) -> None:
-    check_gpus(setup.plan, certain_tensors(setup.cfg), _gpu_memory)
+    if setup.plan.gpus is not None and not setup.plan.devices:
+        check_gpus(setup.plan, certain_tensors(setup.cfg), _gpu_memory)
+
+
+def certain_tensors(cfg: Any) -> int:
+    """Return how many tensors of a parameter's size a run holds at least: the weight, its gradient, its state."""
+    return 2 + states_of(cfg.optim, unknown=0) if cfg.mode == "train" else 1
 
 
 def _gpu_memory(index: int) -> int:
@@ -237,6 +309,39 @@ def _check_compile(setup: Setup) -> None:
 # -- checks of the samples: those of training.first_batch, and these -------------------------------------------------
 
 
+def check_fit(setup: Any) -> None:
+    """Check that the model has room for the data's words or classes. Raises TrainingError."""
+    chain, data = setup.chain, setup.data
+    vocabulary, classes = chain.limits.get("vocabulary"), chain.limits.get("classes")
+    if vocabulary is not None and data.vocab_size is not None and data.vocab_size > vocabulary:
+        raise TrainingError(
+            f"the data has a vocabulary of {data.vocab_size}, model.vocab_size={vocabulary} is too small; set "
+            f"model.vocab_size={data.vocab_size} or more"
+        )
+    given = getattr(data, "num_classes", None)
+    if classes is not None and given is not None and given > classes:
+        raise TrainingError(
+            f"the data has {given} classes, model.num_classes={classes} is too few; set model.num_classes={given} or "
+            "more"
+        )
+
+
+def check_sample(setup: Any) -> None:
+    """Check that one micro-batch fits into memory, by one of its samples.
+
+    Raises:
+        UserError: It does not.
+    """
+    one = Batch(*setup.data.train.read(np.zeros(1, dtype=np.int64), 0))
+    size = sum(tensor.nbytes for tensor in (*one.input_tensors, one.targets))
+    count = setup.plan.microbatch_size
+    check_memory(
+        2 * size * count,
+        f"a micro-batch of {count} samples of {size / 2**20:,.1f} MiB",
+        "choose more parallel.chunks, a smaller train.global_batch_size or smaller samples",
+    )
+
+
 def _check_length_of_run(setup: Setup) -> None:
     """Count its steps, which raises where the data have too few samples for one."""
     setup.total_steps  # noqa: B018
@@ -254,7 +359,7 @@ def _balance(setup: Setup, world_size: int | None, nodes: int, hardware: Hardwar
         apart = plan.device_type == "cuda" and world_size is None and plan.processes > 1
         costs = _seconds_in_own_process(cfg) if apart else seconds_of_layers(setup)
     else:
-        costs = bytes_per_layer(plan, setup.chain, setup.sample, tensors_per_parameter(to_dict(cfg.optim)))
+        costs = bytes_per_layer(plan, setup.chain, setup.sample, 2 + states_of(cfg.optim))
     unit = "of the time" if cfg.parallel.balance == "time" else "of the memory"
     cfg.parallel.balance = equal_stages(costs, len(plan.stages), plan.pp, plan.chunks, plan.schedule)
     setup.plan = _plan(cfg, setup.chain, world_size, nodes, hardware)

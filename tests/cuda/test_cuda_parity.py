@@ -9,7 +9,7 @@ from cases import Layout, Recipe
 from cells import PUBLISHED, RECIPES
 from comparing import assert_same_training
 
-from parallel.schedules import NAMES, SCHEDULES
+from parallel.schedules import SCHEDULES
 from parallel.strategies import STRATEGIES
 
 TOLERANCE = 1e-5  # relative, in float32
@@ -32,7 +32,7 @@ def on_gpu(recipe: Recipe, **changes) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    "schedule", [pytest.param(name, marks=[] if name == "planned" else pytest.mark.slow) for name in NAMES]
+    "schedule", [pytest.param(name, marks=[] if name == "planned" else pytest.mark.slow) for name in SCHEDULES]
 )
 def test_every_schedule_trains_as_one_gpu_and_records_when_it_worked(trained, schedule):
     recipe = on_gpu(RECIPES["gpt2"], steps=5)  # of a planned schedule, the last runs in another order

@@ -21,8 +21,8 @@ from comparing import assert_same_training
 from composed import config
 from test_cuda_parity import LAYOUTS, RECIPES, SINGLE
 
-from conf.instantiate import to_dict
 from parallel.memory import estimate_memory
+from training.optimizer import states_of
 from training.setup import prepare
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # ``faults``
@@ -173,6 +173,6 @@ def test_peak_memory_is_what_the_plan_said(tmp_path):
     assert ended.code == 0, ended.console
     (peak,) = ended.summary["peak_memory_bytes"]
     setup = prepare(config(*words))
-    (planned,) = estimate_memory(setup.plan, setup.chain, setup.sample, to_dict(setup.cfg.optim))
+    (planned,) = estimate_memory(setup.plan, setup.chain, setup.sample, states_of(setup.cfg.optim))
     expected = planned.total - (planned.process if DEVICE == "cuda" else 0)
     assert 0.75 < peak / expected < 1.5, f"{peak / 2**20:.0f} MiB, and {expected / 2**20:.0f} MiB were expected"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 from cases import Layout, Recipe
 
-from parallel.schedules import NAMES, SCHEDULES
+from parallel.schedules import SCHEDULES
 from parallel.strategies import STRATEGIES, StrategyInfo
 
 RECIPES = {
@@ -34,7 +34,7 @@ RECIPES["whole resnet50"] = replace(RECIPES["resnet50"], model="whole resnet50")
 PUBLISHED = ("toy", "resnet50", "transformer", "gpt2", "classifier", "convnet")
 # BatchNorm, and the balance of experts, are taken over the micro-batch: one process with the same ones is compared.
 BY_MICROBATCH = ("resnet50", "whole resnet50", "convnet", "sequential", "unet", "mixture")
-SPLIT = tuple(name for name in NAMES if SCHEDULES[name].splits_backward)
+SPLIT = tuple(name for name in SCHEDULES if SCHEDULES[name].splits_backward)
 FLAT = ("gpipe", "1f1b")
 
 
@@ -118,7 +118,7 @@ def layouts() -> Iterable[Cell]:
     yield cell("gpt2", Layout("pipelined", pp=2, chunks=4, schedule="1f1b", balance="size"))
     yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=4), precision="fp64", slow=True)
     # Images in channels_last cross the first two borders, what a pooling flattened the third.
-    for s in (name for name in NAMES if SCHEDULES[name].looped):
+    for s in (name for name in SCHEDULES if SCHEDULES[name].looped):
         yield cell("resnet50", Layout("pipelined", pp=2, chunks=4, schedule=s, balance=(5, 2, 3, 1)))
 
 
@@ -172,7 +172,7 @@ def unusual() -> Iterable[Cell]:
     for model in ("unet", "translator", "mixture"):
         yield cell(model, Layout("model_parallel", pp=3, chunks=4))
         yield cell(model, Layout("ddp", dp=2, chunks=2))
-        yield from (cell(model, Layout("pipelined", pp=2, chunks=4, schedule=s)) for s in NAMES)
+        yield from (cell(model, Layout("pipelined", pp=2, chunks=4, schedule=s)) for s in SCHEDULES)
         for s in ("1f1b", "interleaved_1f1b"):
             yield cell(model, Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule=s))
     for model in ("unet", "translator"):

@@ -15,10 +15,11 @@ from models.sequential import chain_of
 from models.toy import toy
 from parallel.devices import Hardware, gpus_in_common
 from parallel.host_group import choose_backend
-from parallel.memory import check_gpus, tensors_per_parameter
+from parallel.memory import check_gpus
 from parallel.plan import Plan, make_plan
-from training.checks import certain_tensors
+from training.optimizer import states_of
 from training.reporting.console import describe_plan
+from training.setup import certain_tensors
 
 
 def plan(
@@ -179,7 +180,7 @@ def test_more_ranks_than_gpus_have_memory_for(monkeypatch):
 def test_of_an_unknown_optimizer_only_weights_and_gradients_are_certain(section, least, likely):
     assert certain_tensors(SimpleNamespace(mode="train", optim=section)) == least
     assert certain_tensors(SimpleNamespace(mode="eval", optim=section)) == 1
-    assert tensors_per_parameter(section) == likely
+    assert 2 + states_of(section) == likely
 
 
 def test_more_stages_in_one_process_than_gpus(monkeypatch):

@@ -6,7 +6,6 @@ import pytest
 
 from common.errors import PlanError
 from parallel.schedules import (
-    NAMES,
     SCHEDULES,
     check_chunks,
     check_schedule,
@@ -52,13 +51,13 @@ def test_1f1b_holds_fewer_micro_batches_than_gpipe_and_fewest_at_the_end():
 
 @pytest.mark.parametrize("chunks", [2, 4, 8, 3])
 def test_no_schedule_holds_more_micro_batches_than_there_are(chunks):
-    for schedule in NAMES:
+    for schedule in SCHEDULES:
         per_rank = stages_per_rank(schedule, None)
         assert all(1 <= in_flight(schedule, 2, chunks, per_rank, rank) <= chunks for rank in range(2))
 
 
 def test_stages_a_rank():
-    assert [stages_per_rank(name, None) for name in NAMES] == [1, 1, 2, 2, 2, 2]
+    assert [stages_per_rank(name, None) for name in SCHEDULES] == [1, 1, 2, 2, 2, 2]
     assert stages_per_rank("interleaved_1f1b", 3) == 3
     with pytest.raises(PlanError, match="stages_per_rank=0 must be at least 1"):
         stages_per_rank("interleaved_1f1b", 0)
@@ -76,7 +75,7 @@ def test_interleaved_chunks_are_accepted_exactly_where_torch_accepts_them(chunks
 
 
 def test_every_name_has_its_class():
-    assert [schedule_class(name).__name__ for name in NAMES] == [
+    assert [schedule_class(name).__name__ for name in SCHEDULES] == [
         "ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleLoopedBFS",
         "ScheduleInterleavedZeroBubble", "PlannedSchedule",
     ]  # fmt: skip
@@ -87,11 +86,11 @@ def test_schedules_that_are_not_right_are_refused_with_the_reason():
         why = f"{name} is refused: torch 2.13's evaluation hangs.*interleaved_zero_bubble"
         with pytest.raises(PlanError, match=why):
             check_schedule(name)
-    for name in NAMES:
+    for name in SCHEDULES:
         check_schedule(name)
 
 
 def test_the_configuration_knows_the_same_names():
     from conf.schema import Schedule
 
-    assert [schedule.value for schedule in Schedule] == list(SCHEDULES)
+    assert [schedule.value for schedule in Schedule] == [*SCHEDULES, "zbv_zero_bubble", "dualpipev"]

@@ -14,8 +14,8 @@ from conf.instantiate import to_config, to_dict
 from data.mnist import read_idx
 from data.rows import Rows
 from data.tokens import check_tokens, read_header
+from training.app import check_values
 from training.checkpoint.files import Checkpoint, with_checksum
-from training.checks import check_values
 from training.reporting.metrics import MetricsFile, read_records
 
 BOUNDED = settings(

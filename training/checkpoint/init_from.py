@@ -49,13 +49,11 @@ def start(model: Any, chain: Chain, strategy: Strategy) -> None:
 
 
 def check_start(model: Any, chain: Chain) -> None:
-    """Check that ``model.init_from``, if it is set, holds this model, by names and shapes: no tensor is read.
+    """Check that ``model.init_from`` holds this model, by names and shapes: no tensor is read.
 
     Raises:
         TrainingError: Tensors are missing, of another size, or not the model's; the message names them.
     """
-    if model.init_from is None:
-        return
     weights = Weights(model, chain)
     problems = []
     for name, tensor in weights.expected.items():

@@ -41,19 +41,17 @@ class Resumed:
     path: Path | None = None
 
 
-def resume(wanted: str | None, checkpoints: Checkpointer) -> Resumed:
+def resume(wanted: str, checkpoints: Checkpointer) -> Resumed:
     """Load the checkpoint that ``train.resume`` names. All ranks call it; rank 0 chooses and prints.
 
     Args:
         wanted: A path; "auto" for the newest checkpoint of this run directory that is whole, bit for bit (a warning
-            names the damaged ones); None for a new run.
+            names the damaged ones).
         checkpoints: The checkpoints of this run directory, with the model and the optimizer to load into.
 
     Raises:
         CheckpointError: On every rank: the checkpoint that was named is damaged, or does not fit.
     """
-    if wanted is None:
-        return Resumed()
     strategy, path, problem = checkpoints.strategy, None, None
     if strategy.mesh.rank == 0:
         try:

@@ -313,8 +313,10 @@ def _check(cfg: Any) -> Ready | None:
     try:
         cfg = to_config(to_dict(cfg))
         add_to_path(cfg.import_from or ())
-        recall(cfg, folder)
-        choose_chunks(cfg, folder, None)
+        if cfg.train.resume is not None:
+            recall(cfg, folder)
+        if cfg.parallel.chunks == "auto":
+            choose_chunks(cfg, folder, None)  # refuses: its trials would run here
         return Ready.of(prepare_here(cfg), folder)
     except UserError as error:
         _fail(folder, error)
