@@ -175,6 +175,7 @@ VALUES = {
     ],
     "logger": [
         Refusal("logger=null", "logger=none for none"),
+        Refusal("logger=wandb logger.mode=onlien", "'onlien', expected one of [offline, online]"),
         Refusal("logger._target_=torch.nn.ReLU", "torch.nn.ReLU is not a logger"),
         Refusal(OWN + "experiment=own", "loggers=abc stands where", file=option("experiment/own", "loggers: abc")),
     ],

@@ -1,10 +1,8 @@
-"""What a run leaves behind: files that other tools read, and a console from which a user goes on."""
+"""What a run leaves behind, and where: files that other tools read, and a console from which a user goes on."""
 
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform
 import re
 import shlex
 import subprocess
@@ -12,7 +10,10 @@ import sys
 
 import pytest
 import yaml
-from commandline import ROOT, train
+from commandline import ROOT, Started, train
+
+from train import main
+from training.reporting import describe
 
 PIPE_DDP = ["parallel=pipe_ddp", "parallel.chunks=4"]  # as test_cli_matrix has it: the run is shared
 TINY_PARAMETERS = 50304 * 64 + 256 * 64 + 6 * (12 * 64 * 64 + 13 * 64) + 2 * 64
@@ -131,29 +132,12 @@ def test_the_checkpoint_can_be_read_without_this_project(gpt2):
     assert said == f"{TINY_PARAMETERS} (50304, 64) False\n"
 
 
-def test_the_circumstances_of_the_run_are_kept(gpt2):
-    found = json.loads((gpt2.folder / "environment.json").read_text())
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-    tracked = subprocess.run(["git", "ls-files", "train.py"], capture_output=True, text=True, cwd=ROOT).stdout
-    assert found["git_commit"] == (git.stdout.strip() if tracked else None)
-    assert found["python"] == platform.python_version()
-    for package in ("torch", "hydra-core", "wandb"):
-        assert found["packages"][package] == importlib.metadata.version(package)
-    assert found["cpu"]["cores"] >= 1 and found["memory_bytes"] > 2**30
-    assert isinstance(found["gpus"], list)
-
-
-def test_the_command_that_was_typed_is_among_them(gpt2):
+def test_the_circumstances_of_the_run_are_kept_with_the_command_that_was_typed(gpt2):
     """Also where workers wrote it down, whose own command line is multiprocessing's."""
-    command = json.loads((gpt2.folder / "environment.json").read_text())["command"]
-    assert "parallel=pipe_ddp" in command, command
-
-
-def test_wandb_lies_in_the_run_directory_offline_and_none_leaves_nothing(gpt2, toy):
-    (offline,) = gpt2.folder.glob("wandb/offline-run-*")
-    assert list(offline.glob("*.wandb"))
-    assert not (toy.folder / "wandb").exists()
-    assert not (toy.folder / "wandb_id.txt").exists()
+    found, here = json.loads((gpt2.folder / "environment.json").read_text()), describe()
+    assert found.keys() == here.keys() and found["packages"] == here["packages"]
+    assert found["git_commit"] == here["git_commit"]
+    assert "parallel=pipe_ddp" in found["command"], found["command"]
 
 
 def test_a_run_leaves_nothing_else(gpt2, toy):
@@ -161,6 +145,7 @@ def test_a_run_leaves_nothing_else(gpt2, toy):
     assert usual <= set(os.listdir(toy.folder)) <= usual | {"train.log"}
     more = {"wandb", "wandb_id.txt", "logs", "train.log"}
     assert usual | {"wandb"} <= set(os.listdir(gpt2.folder)) <= usual | more
+    assert len([*gpt2.folder.glob("wandb/offline-run-*/*.wandb")]) == 1
     assert not [name for name in os.listdir(gpt2.folder / "checkpoints") if "tmp" in name]
 
 
@@ -216,3 +201,63 @@ def test_the_printed_command_goes_on_with_the_training(toy, tmp_path):
 @pytest.mark.slow
 def test_the_printed_commands_work_for_a_pipeline_too(gpt2, tmp_path):
     assert execute(printed(gpt2, "go on:") + " train.steps=7 logger=none", tmp_path).summary["steps"] == 7
+
+
+# -- directories: one for each run, and never another's --------------------------------------------------------------
+
+
+def test_two_runs_started_at_once_get_a_directory_each(tmp_path):
+    overrides = ["train.epochs=null", "train.steps=1", "train.eval_every=null", "logger=none"]
+    both = [Started(overrides, tmp_path / f"run{i}", cwd=tmp_path, own_folder=False) for i in (0, 1)]
+    try:
+        assert [one.wait().code for one in both] == [0, 0]
+    finally:
+        for one in both:
+            one.kill()
+    found = sorted((tmp_path / "outputs").glob("*/*"))
+    assert len(found) == 2
+    for folder in found:
+        # The time to the second, and what tells two of the same second apart.
+        assert re.fullmatch(r"\d\d-\d\d-\d\d-[0-9a-f]{6}", folder.name)
+        assert (folder / "summary.json").exists()
+    assert found[0].name[-6:] != found[1].name[-6:]
+
+
+def contents(folder):
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+@pytest.mark.parametrize("overrides", [["seed=1"], ["mode=plan"]], ids=str)
+def test_a_directory_that_holds_another_run_is_refused_and_left_untouched(toy, overrides):
+    before = contents(toy.folder)
+    run = train([*overrides, "logger=none"], toy.folder, tag="second")
+    assert run.code == 1
+    assert f"{toy.folder} holds another run" in run.stderr
+    assert "hydra.run.dir" in run.stderr and "train.resume=auto" in run.stderr
+    assert "Traceback" not in run.console
+    assert contents(toy.folder) == before
+
+
+@pytest.mark.parametrize(
+    "sweep, name",
+    [(False, "metrics.jsonl"), (False, "logs/rank_0001.log"), (False, ".hydra"), (True, "0/checkpoints"), (True, "0")],
+)
+def test_a_link_that_leads_out_of_a_run_directory_is_refused_before_anything_is_written(tmp_path, capsys, name, sweep):
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    link = folder / name
+    link.parent.mkdir(parents=True)
+    outside.mkdir()
+    link.symlink_to(outside / "not there" if "." in link.name else outside)
+    where = [f"hydra.sweep.dir={folder}", "-m", "seed=1"] if sweep else [f"hydra.run.dir={folder}"]
+    assert main(["logger=none", "train.resume=auto", *where]) == 1
+    assert f"{link} is a link that leads out of" in capsys.readouterr().err
+    assert list(outside.iterdir()) == []
+    assert [path for path in folder.rglob("*") if path not in (link, *link.parents)] == []
+
+
+def test_a_link_inside_a_run_directory_and_one_to_it_are_followed(tmp_path, capsys):
+    (tmp_path / "disk" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "disk" / "checkpoints" / "latest").symlink_to("step-00000009")
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    assert main(["mode=plan", "logger=none", f"hydra.run.dir={tmp_path}/run"]) == 0, capsys.readouterr().err

@@ -115,12 +115,6 @@ def test_a_bubble_far_above_the_ideal_has_a_reason_where_that_is_known():
     assert why_idle([1.0, 2.5], uniform=True, processes=4, cores=2) == "4 processes take turns on 2 cores"
 
 
-def test_what_to_type_next_is_python_for_a_python_program():
-    evaluate, go_on = what_to_type("/runs/a", ["train.steps=40"], ["parallel=ddp"], python=True).splitlines()
-    assert evaluate == 'evaluate: training.train("mode=eval", "checkpoint=/runs/a", "parallel=ddp")'
-    assert go_on == 'go on:    training.train("train.resume=/runs/a", "train.steps=40", "parallel=ddp")'
-
-
 @pytest.mark.parametrize("name", ["plain", "a space", "lr=0.1", "one, two", "(brackets)", "it's"])
 def test_printed_paths_come_through_the_shell_and_hydra_as_they_are(name):
     """``lr=0.1`` is how sweeps name their directories."""

@@ -11,7 +11,7 @@ from composed import run as train
 from common.errors import TrainingError
 from conf.composition import compose
 from training import train as command
-from training.reporting.recorder import Loggers, grouped, sections
+from training.reporting.recorder import Loggers, sections
 from training.setup import prepare
 
 SHORT = ["train.epochs=null", "train.steps=3"]
@@ -38,20 +38,11 @@ def test_the_console_names_them_and_callbacks_as_they_were_typed(tmp_path, capfd
 
 
 def test_the_csv_has_a_line_per_step_with_the_evaluation_after_it(tmp_path):
-    cfg = compose(["logger=[none,csv]", *SHORT])
     train(tmp_path, *SHORT, "train.eval_every=2", "logger=csv")
     lines = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
     assert [line["step"] for line in lines] == ["1", "2", "3"]
     assert [float(line["loss"]) for line in lines] == [r["loss"] for r in records(tmp_path) if "loss" in r]
     assert [bool(line["val_loss"]) for line in lines] == [False, True, True]
-    assert set(cfg.loggers) == {"csv"}
-
-
-def test_numbers_are_grouped_by_their_split():
-    record = {"step": 3, "loss": 1.0, "accuracy": 0.5, "val_loss": 2.0, "test_top3_accuracy": 0.9}
-    assert grouped(record) == {
-        "train/loss": 1.0, "train/accuracy": 0.5, "val/loss": 2.0, "test/top3_accuracy": 0.9,
-    }  # fmt: skip
 
 
 def test_one_that_fails_is_warned_about_once_and_the_others_go_on(caplog):

@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+from composed import compose
 
-from common.errors import UserError
+from conf.instantiate import instantiate
 from training.reporting import WandbRun
 from training.reporting.recorder import git_state
 
@@ -137,45 +138,11 @@ def test_online_without_a_key_asks_nothing_and_logs_offline(tmp_path, caplog):
     assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
 
 
-@pytest.fixture
-def compose():
-    hydra = pytest.importorskip("hydra")
-    from hydra.core.global_hydra import GlobalHydra
-
-    from conf.schema import register
-
-    register()
-    GlobalHydra.instance().clear()
-    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        yield lambda *overrides: hydra.compose("train", ["logger=wandb", *overrides]).logger
-
-
-def test_a_wrong_mode_is_an_error_with_the_choices(compose):
-    from hydra.errors import ConfigCompositionException
-
-    from conf.instantiate import check_section
-
-    with pytest.raises(UserError, match="logger.mode: Invalid value 'onlien', expected one of .offline, online"):
-        check_section("logger", compose("logger.mode=onlien"))
-    with pytest.raises(ConfigCompositionException):
-        compose("logger.projct=mine")
-
-
-@pytest.mark.parametrize("typed, group", [(None, "gpt2"), ("mine", "mine")])
+@pytest.mark.parametrize("typed, group", [([], "gpt2"), (["logger.group=mine"], "mine")])
 def test_runs_of_one_model_are_one_group_unless_another_is_typed(tmp_path, monkeypatch, typed, group):
-    seen = {}
+    """Targets inside the configuration that is stored are left alone."""
+    seen, config = {}, {"model": {"name": "gpt2", "_target_": "os.getcwd"}}
     monkeypatch.setattr(wandb, "init", lambda **given: seen.update(given))
-    WandbRun(tmp_path, {"model": {"name": "gpt2"}}, "gpt2-pipe_ddp", group=typed)
-    assert (seen["group"], seen["name"]) == (group, "gpt2-pipe_ddp")
-
-
-def test_hydra_builds_the_logger_and_leaves_targets_inside_the_stored_config_alone(compose, monkeypatch):
-    from conf.instantiate import instantiate
-
-    seen = {}
-    monkeypatch.setattr(WandbRun, "__init__", lambda self, **fields: seen.update(fields))
-    cfg = compose("logger.mode=online", "logger.tags=[a,b]", "logger.group=g")
-    config = {"model": {"_target_": "os.getcwd"}}
-    assert isinstance(instantiate(cfg, run_dir="here", run_config=config, run_name="n"), WandbRun)
-    assert seen["run_config"] == config and seen["mode"] == "online" and seen["tags"] == ["a", "b"]
-    assert (seen["group"], seen["name"], seen["run_name"]) == ("g", None, "n")
+    section = compose("logger=wandb", "logger.tags=[a,b]", *typed).logger
+    assert isinstance(instantiate(section, run_dir=tmp_path, run_config=config, run_name="gpt2-ddp"), WandbRun)
+    assert (seen["group"], seen["name"], seen["tags"], seen["config"]) == (group, "gpt2-ddp", ["a", "b"], config)
