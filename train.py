@@ -14,7 +14,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from conf import check_dashes, help_page, is_override, quote_values
+from omegaconf import OmegaConf
+
+from conf import help_page
+from conf.composition import (
+    check_dashes,
+    check_keys,
+    compose,
+    compose_and_run,
+    is_override,
+    quote_values,
+    with_schema,
+)
 from launchers import World
 from training.app import clear_errors, completed, execute, follow, saved_config
 
@@ -35,9 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             elif {"-h", "--help"} & set(arguments):
                 print(help_page(), end="", flush=True)
             else:
-                from omegaconf import OmegaConf
-
-                from conf.composition import compose, compose_and_run
                 from training.reporting.run_directory import locked_directories
 
                 words = quote_values(arguments)
@@ -55,7 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(cfg: Any, hydra_section: Any, saved: Any = None) -> float | None:
     """Run what Hydra has composed: one run, or one job of a sweep, whose objective is returned."""
-    from conf.composition import check_keys, with_schema
     from training.reporting.run_directory import removed_if_unused
 
     folder, is_job = Path(hydra_section.runtime.output_dir), hydra_section.mode.name == "MULTIRUN"

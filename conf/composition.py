@@ -1,7 +1,9 @@
-"""From the arguments of a command line to a composed configuration, by Hydra."""
+"""From the words of a command line to what Hydra takes, and from there to a composed configuration."""
 
 from __future__ import annotations
 
+import json
+import re
 import secrets
 import sys
 import time
@@ -20,27 +22,21 @@ from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from common.errors import UserError
+from common.files import expand_home
 from common.machine import changed_environment, check_working_directory
-from conf import (
-    CHOSEN,
-    FOLDER,
-    GROUPS,
-    ON_TOP,
-    TRAINED,
-    code_folders,
-    config_folder,
-    expand_lists,
-    is_override,
-    key_of,
-    masking,
-    typed_overrides,
-)
-from conf.instantiate import add_to_path, targets, why_foreign
+from conf import CHOSEN, FOLDER, ON_TOP, TRAINED, masking
+from conf.instantiate import add_to_path, literal, targets, why_foreign
 from conf.messages import unknown_key
 from conf.schema import Root, register
 from launchers.world import launcher_start
 
+GROUPS = (*CHOSEN, "parallel", "launcher", "logger")  # of which a run needs an option each
 _LISTED = {"logger@loggers.": "logger", "callback@callbacks.": "callbacks"}  # groups of which several may be chosen
+
+_HYDRA_OPTIONS = (
+    "--help --hydra-help --version --cfg --resolve --package --run --multirun --shell-completion --config-path "
+    "--config-name --config-dir --info"
+).split()
 
 
 class Refused(BaseException):
@@ -277,3 +273,154 @@ def _for_job(one: Override) -> str:
     is_hydras_own = "." not in key or key.startswith("hydra")
     keeps = is_hydras_own or one.is_delete() or one.is_sweep_override() or not value or one.value() is None
     return one.input_line if keeps else f"{key}=choice({value})"
+
+
+# -- the words of a command line ---------------------------------------------------------------------------------------
+
+
+def typed_overrides(hydra: Any) -> list[str]:
+    """Return what the user typed for a job, with its interpolations as they are: a value may be secret, or missing."""
+    return as_typed(OmegaConf.to_container(hydra.overrides, resolve=False)["task"])
+
+
+def config_folder(arguments: Sequence[str]) -> Path | None:
+    """Return the folder of the user's own options, ``--config-dir``; None where there is none."""
+    folder = get_args_parser().parse_known_args(arguments)[0].config_dir
+    return None if folder is None else expand_home(folder).absolute()
+
+
+def code_folders(arguments: Sequence[str]) -> list[str]:
+    """Return where code of the user's own may be: the folder of ``--config-dir``, and the one that it is in."""
+    folder = config_folder(arguments)
+    return [] if folder is None else [str(folder.parent), str(folder)]
+
+
+def is_override(word: str) -> bool:
+    """Return whether a word of a command line is no option, such as ``-m``."""
+    return "=" in word and not word.startswith("-")
+
+
+def key_of(word: str) -> str:
+    """Return the key of an override, or the group of an option: of ``+a.b=1`` and of ``logger@loggers.csv=csv``."""
+    return re.split(r"[=@]", word.lstrip("+~"))[0]
+
+
+def check_dashes(arguments: Sequence[str]) -> None:
+    """Raise UserError where a setting is written with dashes."""
+    for argument in arguments:
+        option, equals, _ = argument.partition("=")
+        if option.startswith("--") and not any(known.startswith(option) for known in _HYDRA_OPTIONS):
+            setting = argument[2:] if equals else f"{argument[2:]}=VALUE"
+            raise UserError(f"{argument}: settings are written without dashes: {setting}")
+
+
+def expand_lists(arguments: Sequence[str]) -> list[str]:
+    """``logger=[wandb,csv]`` and ``callbacks=[early_stop]`` as options of their groups, each in a section of its own.
+
+    The first logger is the section ``logger``, the others ``loggers.NAME``; callbacks are ``callbacks.NAME``.
+    ``experiment=null`` is none, which Hydra writes as ``~experiment``.
+
+    Raises:
+        UserError: A group that a run needs is null.
+    """
+    return [word for argument in arguments for word in _expand(argument)]
+
+
+def as_typed(overrides: Sequence[str]) -> list[str]:
+    """Return what was typed, of the overrides that Hydra was given: the reverse of what this module does to words."""
+    overrides = [f"{word[1:]}=null" if word[1:] in ON_TOP and word[0] == "~" else word for word in overrides]
+    # In prompts a reference is text, for which OmegaConf wants a backslash.
+    overrides = [_refer(word) if re.match(r"\+*sample[.=]", word) else word for word in overrides]
+    words: list[str] = []
+    names: dict[str, list[str]] = {"logger": [], "callbacks": []}
+    for override in overrides:
+        added = re.fullmatch(r"\+(logger|callback)@(?:loggers|callbacks)\.[\w-]+=([\w-]+)", override)
+        if added is None:
+            words.append(override)
+        else:
+            names["logger" if added[1] == "logger" else "callbacks"].append(added[2])
+    if names["logger"]:
+        first = next((word.partition("=")[2] for word in words if word.startswith("logger=")), "wandb")
+        words = [word for word in words if not word.startswith("logger=")]
+        names["logger"].insert(0, first)
+    return [*words, *(f"{key}=[{','.join(some)}]" for key, some in names.items() if some)]
+
+
+def _refer(word: str) -> str:
+    return re.sub(r"(?<!\\)(\\+)\$\{", lambda match: match[1][: len(match[1]) // 2] + "${", word)
+
+
+def _expand(argument: str) -> list[str]:
+    group, _, option = argument.partition("=")
+    if option == "null" and group in ON_TOP:
+        return [f"~{group}"]
+    if option == "null" and group in GROUPS:
+        none = ", such as logger=none for none" if group == "logger" else ""
+        raise UserError(f"{argument}: a run needs this section; leave it out or choose {group}=NAME{none}")
+    match = re.fullmatch(r"(logger|callbacks)=(?:\[([\w,\s-]*)\]|([\w-]+))", argument)
+    if match is None or argument in ("callbacks=null", "callbacks=[]") or (match[1] == "logger" and match[3]):
+        return [argument]
+    names = re.findall(r"[\w-]+", match[2] or match[3] or "") or ["none"]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{argument} names {repeated[0]} {names.count(repeated[0])} times; name each once")
+    group, section = ("logger", "loggers") if match[1] == "logger" else ("callback", "callbacks")
+    first = [f"logger={names.pop(0)}"] if group == "logger" else []
+    return first + [f"+{group}@{section}.{name}={name}" for name in names]
+
+
+def hydra_word(text: str) -> str:
+    """Return ``text`` as the value of a command-line override: quoted, unless it is a plain word or path."""
+    return text if re.fullmatch(r"[\w./:%@+-]+", text) else quoted(text)
+
+
+def quoted(text: str) -> str:
+    """Return ``text`` quoted for Hydra's grammar, in which a backslash escapes a quote and those before a quote."""
+    escaped = re.sub(r"(?<!\\)(\\*)('|\Z)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
+    return f"'{escaped}'"
+
+
+def quote_values(arguments: Sequence[str]) -> list[str]:
+    """Command-line arguments with those values quoted that Hydra's grammar would misread.
+
+    ``sample.prompt=...`` is any text, unless the user has quoted it. ``sample.prompts=...`` is JSON, a list of texts.
+    ``${`` in a prompt is text.
+    ``model.extra_tokens=...`` is JSON, ``{"<a>": "start of an entity"}``: Hydra's own mappings cannot have such keys.
+    """
+    return [_quote_value(argument) for argument in arguments]
+
+
+def _quote_value(argument: str) -> str:
+    key, equals, value = argument.partition("=")
+    name = key.lstrip("+")
+    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+    if name == "sample.prompt" and equals:
+        return f"{key}={literal(value) if is_quoted else quoted(literal(value))}"
+    content = _json(value) if name in ("sample.prompts", "model.extra_tokens") else None
+    if isinstance(content, dict):
+        return f"{key}={quoted(value)}"
+    if isinstance(content, list) and all(isinstance(item, str) for item in content):
+        return f"{key}=[{','.join(quoted(literal(item)) for item in content)}]"
+    if name in ("sample", "sample.prompts") and "${" in value:
+        return f"{key}={_prompts(_parsed(argument))}"
+    return argument
+
+
+def _parsed(override: str) -> Any:
+    return OverridesParser.create().parse_override(override).value()
+
+
+def _prompts(value: Any) -> str:
+    """Return what Hydra has read, as words for Hydra in which a text is never an interpolation."""
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{_prompts(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_prompts, value))}]"
+    return quoted(literal(value)) if isinstance(value, str) else "null" if value is None else str(value)
+
+
+def _json(value: str) -> Any:
+    """Return what JSON text means; None where it is something else."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +19,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from omegaconf import OmegaConf, ValidationError, nodes
 
 from common.errors import PlanError, TrainingError, UserError
-from conf import literal, masking
+from conf import masking
+from conf.messages import unknown_key
 
 # What may be built of a section that comes from others (a checkpoint, a peer): public classes of these packages ...
 PACKAGES = ("models", "data", "parallel", "training", "torch.nn", "torch.optim")
@@ -91,6 +93,15 @@ ROLES = {
 def add_to_path(folders: Sequence[str]) -> None:
     """Let Python look for modules in the working directory and in these folders too, after all others."""
     sys.path.extend(folder for folder in (os.getcwd(), *folders) if folder not in sys.path)
+
+
+def literal(node: Any) -> Any:
+    """Return a copy of plain data in which OmegaConf takes no text for an interpolation."""
+    if isinstance(node, dict):
+        return {key: literal(item) for key, item in node.items()}
+    if isinstance(node, list):
+        return [literal(item) for item in node]
+    return re.sub(r"(?<!\\)(\\*)\$\{", r"\1\1\${", node) if isinstance(node, str) else node
 
 
 def to_dict(cfg: Any) -> dict:
@@ -272,8 +283,6 @@ def checked_arguments(name: str, arguments: Mapping[str, Any], path: str = "") -
     known = parameters(target)
     for key in arguments:
         if inspect.isclass(target) and known and key not in known:
-            from conf.messages import unknown_key  # late: it imports Hydra
-
             takes = [p.name for p in known.values() if p.default is not p.empty]
             raise TrainingError(f"{unknown_key(f'{path}{key}', takes)}: what {name} takes")
     return {

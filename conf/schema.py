@@ -149,7 +149,7 @@ class Root:
     callbacks: Any = None  # by name, such as callbacks=[early_stop] sets, or a list of sections with a _target_
     launcher: Any = None
     allow: Any = None  # has no effect: what is typed may name any class
-    import_from: Any = None  # folders in which Python looks for code too; found by itself (conf.code_folders)
+    import_from: Any = None  # folders in which Python looks for code too; found by itself (composition.code_folders)
 
 
 SCHEDULES = (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import readme
-from conf import quote_values
+from conf.composition import quote_values
 
 ROOT = Path(__file__).parents[1]
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in readme.PAGES}

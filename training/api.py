@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import TrainingError, UserError
-from conf import check_dashes, quote_values
+from conf.composition import check_dashes, check_keys, compose, compose_and_run, quote_values
 from conf.instantiate import check_role
 from launchers import World
 from models.given import GIVEN, set_given
@@ -69,8 +69,6 @@ def load_config(*overrides: str) -> Any:
     Raises:
         UserError: A word is wrong; the message names the nearest that exists.
     """
-    from conf.composition import compose
-
     _check_words(overrides)
     with _clear_errors():
         words = quote_values(overrides)
@@ -107,7 +105,6 @@ def train(
     """
     from omegaconf import OmegaConf
 
-    from conf.composition import compose_and_run
     from training.reporting.run_directory import locked_directories
 
     _check_words(overrides)
@@ -183,7 +180,6 @@ class _Run:
     def _run(self, cfg: Any, hydra: Any) -> None:
         from omegaconf import OmegaConf
 
-        from conf.composition import check_keys
         from training.reporting.metrics import SUMMARY, read_object
         from training.reporting.run_directory import mask_files, removed_if_unused
 

@@ -18,7 +18,8 @@ from omegaconf import OmegaConf, flag_override
 
 from common.errors import LaunchError, TrainingError, exit_is_failure, printable
 from common.machine import changed_environment, check_memory, styled
-from conf import COMMAND, hydra_word
+from conf import COMMAND
+from conf.composition import check_received, composed_by, differences, hydra_word
 from conf.instantiate import add_to_path, environment, to_config, to_dict
 from conf.masking import hide, mask_secrets
 from launchers import Interrupted, WorkerFailed, World, run_workers, start_fork_server, stopping
@@ -179,7 +180,6 @@ def to_text(cfg: Any, hydra: Any) -> str:
             is shown as it was written.
         hydra: Hydra's own section.
     """
-    from conf.composition import differences
     from training.reporting.console import describe_configuration
 
     if cfg.print_config:
@@ -196,8 +196,6 @@ def _checked(cfg: Any, hydra: Any) -> Any:
     check_sections(cfg)
     tree = to_dict(cfg)
     if hydra is not None:
-        from conf.composition import composed_by
-
         tree[COMMAND] = composed_by(hydra, cfg)
     check_values(tree)
     check_process()
@@ -458,7 +456,6 @@ def follow(world: World, arguments: Sequence[str] = ()) -> None:
     """
     from datetime import timedelta
 
-    from conf.composition import check_received
     from launchers.failure import log_path
     from launchers.meeting import rendezvous
     from launchers.worker import redirect_output

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.errors import PlanError, TrainingError
-from conf import own_keys
+from conf import OWN_KEYS
 from conf.instantiate import build, resolve, target_of
 from models.chain import Chain
 from parallel.plan import Plan
@@ -326,7 +326,7 @@ def _placed_as(parameter: torch.nn.Parameter, key: str, value: Tensor, group: Ma
 
 def _arguments(config: Mapping) -> dict[str, Any]:
     """The section ``optim`` as its target takes it."""
-    own = own_keys("optim")
+    own = OWN_KEYS["optim"]
     return {key: value for key, value in config.items() if key not in own}
 
 

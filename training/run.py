@@ -19,7 +19,8 @@ from omegaconf import OmegaConf
 from common.errors import TrainingError, UserError, add_note, exit_is_failure, is_out_of_memory
 from common.files import read_yaml
 from common.machine import styled, usable_cores
-from conf import COMMAND, TRAINED, as_typed, hydra_word
+from conf import COMMAND, TRAINED
+from conf.composition import as_typed, hydra_word
 from conf.instantiate import add_to_path, build, environment, is_ours, to_dict
 from launchers import World
 from launchers.meeting import rendezvous

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from common.errors import TrainingError, UserError
 from common.machine import check_memory
-from conf import own_keys
+from conf import OWN_KEYS
 from conf.instantiate import build, check_section, environment, instantiate, target_of, to_config, to_dict
 from data.dataset import Batch, DataSet
 from data.loader import TrainBatches
@@ -441,7 +441,7 @@ def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
     """
     loss = model.get("loss")
     own_loss = hasattr(loss, "keys")  # and not a parameter of the model's
-    dropped = own_keys("model") if own_loss or loss is None else own_keys("model") - {"loss"}
+    dropped = OWN_KEYS["model"] if own_loss or loss is None else OWN_KEYS["model"] - {"loss"}
     arguments = {key: value for key, value in model.items() if key not in dropped}
     if "vocab_size" in arguments and arguments["vocab_size"] is None:
         arguments["vocab_size"] = vocab_size

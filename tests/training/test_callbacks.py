@@ -11,7 +11,7 @@ from composed import QUIET, compose, config, records, run_on_rank, saved
 from composed import run as train
 
 from common.errors import TrainingError
-from conf import as_typed, expand_lists
+from conf.composition import as_typed, expand_lists
 from conf.composition import compose as compose_line
 from conf.instantiate import add_to_path, to_dict
 from training.run import run as run_config

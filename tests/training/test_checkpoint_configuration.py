@@ -8,8 +8,7 @@ from commandline import train
 from composed import QUIET, config, run, steps
 
 from common.errors import CheckpointError, TrainingError
-from conf import quote_values
-from conf.composition import compose
+from conf.composition import compose, quote_values
 from conf.instantiate import to_config, to_dict
 from train import main
 from training.app import saved_config

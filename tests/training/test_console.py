@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import train
 from common.machine import styled
-from conf import hydra_word
+from conf.composition import hydra_word
 from training.reporting.console import describe_configuration, describe_results, number, numbers, what_to_type, why_idle
 from training.reporting.recorder import Progress, duration
 from training.reporting.summary import Outcome

@@ -13,7 +13,7 @@ from composed import LAYOUTS, QUIET, compose, config, losses, run, run_on_rank, 
 from safetensors.torch import load_file, save_file
 
 from common.errors import DataError, TrainingError
-from conf import quote_values
+from conf.composition import quote_values
 from conf.instantiate import to_dict
 from data.images import load_torchvision
 from data.vocabulary import gpt2

@@ -10,7 +10,7 @@ from composed import compose, config
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from conf import as_typed, hydra_word, quote_values, quoted
+from conf.composition import as_typed, hydra_word, quote_values, quoted
 from conf.instantiate import instantiate, to_dict
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from conf import as_typed, quote_values
+from conf.composition import as_typed, quote_values
 from training.reporting import describe, mask_secrets
 from training.reporting.recorder import _git
 

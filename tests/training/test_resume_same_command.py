@@ -8,8 +8,8 @@ import pytest
 from composed import losses, saved, steps
 from omegaconf import open_dict
 
-from conf import CHOSEN, TRAINED, options, quote_values
-from conf.composition import compose, composed_by
+from conf import CHOSEN, TRAINED, options
+from conf.composition import compose, composed_by, quote_values
 from conf.instantiate import to_config, to_dict
 from train import main
 from training.app import saved_config

@@ -3,7 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from conf import FOLDER, options, own_keys
+from conf import FOLDER, OWN_KEYS, options
 from conf.instantiate import checked_arguments, parameters, resolve
 from conf.messages import explain
 
@@ -25,7 +25,8 @@ def test_an_options_file_lists_the_parameters_of_what_it_builds(option, monkeypa
     target = section.pop("_target_")
     pytest.importorskip(target.partition(".")[0])  # an optimizer of another package
     known = parameters(resolve(target))
-    assert set(section) - own_keys(group) == set(known) - SUPPLIED.get(group, set()) - own_keys(group)
+    own = OWN_KEYS.get(group, set())
+    assert set(section) - own == set(known) - SUPPLIED.get(group, set()) - own
     plain = {key: value for key, value in section.items() if key in known and "${" not in str(value)}
     assert checked_arguments(target, plain, f"{group}.") == plain  # each is of its parameter's type
 

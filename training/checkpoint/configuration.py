@@ -26,9 +26,9 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import CheckpointError, TrainingError
-from conf import CHOSEN, FOLDER, ON_TOP, TRAINED, config_folder, is_override, literal, options
-from conf.composition import leaves
-from conf.instantiate import PACKAGES, targets, why_foreign
+from conf import CHOSEN, FOLDER, ON_TOP, TRAINED, options
+from conf.composition import config_folder, is_override, leaves
+from conf.instantiate import PACKAGES, literal, targets, why_foreign
 from models.chain import Chain
 from training.checkpoint.files import MANIFEST, Checkpoint
 from training.checkpoint.load import Tensors

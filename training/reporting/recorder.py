@@ -19,7 +19,7 @@ from typing import Any, Protocol, TextIO
 
 from common.errors import UserError
 from common.machine import terminal_width, usable_cores
-from conf import as_typed
+from conf.composition import as_typed
 from conf.masking import mask_secrets
 from training.reporting.console import number
 from training.reporting.metrics import METRICS, SUMMARY, MetricsFile, read_records, write_json

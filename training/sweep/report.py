@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from conf import as_typed, config_folder
+from conf.composition import as_typed, config_folder
 from training.reporting import mask_secrets
 from training.reporting.job_record import FINISHED, RUNNING, WAITING
 from training.reporting.metrics import read_object

@@ -24,8 +24,7 @@ from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import TrainingError, UserError, format_exception
-from conf import as_typed, expand_lists, hydra_word, typed_overrides
-from conf.composition import check_keys
+from conf.composition import as_typed, check_keys, expand_lists, hydra_word, typed_overrides
 from conf.instantiate import add_to_path, to_config, to_dict
 from launchers import Interrupted, World
 from launchers.slurm.follow import wait
