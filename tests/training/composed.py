@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 from commandline import ROOT
@@ -44,6 +45,12 @@ def run(folder: Path, *overrides: str) -> dict:
     folder.mkdir(parents=True, exist_ok=True)
     cfg = config(*overrides)
     return training(cfg, folder, setup=prepare(cfg))
+
+
+def for_rank(folder: Path, *overrides: str, **sections) -> tuple[dict, str, str]:
+    """What ``run_on_rank`` is given; ``folder`` is made. ``sections`` take the place of those composed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return to_dict(compose(*QUIET, *overrides)) | sections, str(folder), str(folder / f"meeting-{time.monotonic_ns()}")
 
 
 def run_on_rank(tree: dict, folder: str, meeting: str) -> dict:

@@ -43,6 +43,33 @@ def small_disk(tmp_path):
         subprocess.run(["umount", "--lazy", str(where)], check=True, timeout=20)
 
 
+@pytest.fixture
+def start(tmp_path):
+    """``start("parallel=ddp")``: a run of ten million steps, once it has written three records; killed in the end."""
+    from commandline import Started, wait_until
+
+    endless = ["train.epochs=null", "train.steps=10000000", "logger=none", "device=cpu", "parallel.threads=1"]
+    started = []
+
+    def begin(*overrides, **options):
+        run = Started([*endless, *overrides], tmp_path / "run", **options)
+        started.append(run)
+        metrics = run.folder / "metrics.jsonl"
+
+        def trains():
+            assert run.process.poll() is None, run.wait().console
+            return metrics.exists() and metrics.read_text().count("\n") >= 3
+
+        wait_until(trains, 120, "three steps")
+        return run
+
+    yield begin
+    for run in started:
+        for process in run.family():
+            process.resume()
+        run.kill()
+
+
 @pytest.fixture(scope="session")
 def cli(tmp_path_factory, text):
     """``cli("parallel=pipe_ddp", …)``: one run per layout, in which many tests look.
@@ -52,19 +79,10 @@ def cli(tmp_path_factory, text):
     from commandline import train
 
     recipe = [
-        "model=gpt2",
-        "model.size=tiny",
-        "model.dropout=0.1",
-        *text,
-        "train.steps=5",
-        "train.global_batch_size=16",
-        "train.precision=fp32",
-        "train.grad_clip=0.5",
-        "train.eval_every=2",
-        "train.eval_batches=1",
-        "optim=sgd",
+        "model=gpt2", "model.size=tiny", "model.dropout=0.1", *text, "train.steps=5", "train.global_batch_size=16",
+        "train.precision=fp32", "train.grad_clip=0.5", "train.eval_every=2", "train.eval_batches=1", "optim=sgd",
         "scheduler=constant",
-    ]
+    ]  # fmt: skip
     runs = {}
 
     def get(*layout: str, **options):

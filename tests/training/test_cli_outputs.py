@@ -15,7 +15,7 @@ from commandline import ROOT, Started, train
 from train import main
 from training.reporting import describe
 
-PIPE_DDP = ["parallel=pipe_ddp", "parallel.chunks=4"]  # as test_cli_matrix has it: the run is shared
+PIPE_DDP = ["parallel=pipe_ddp", "parallel.chunks=4"]  # as test_cli_models has it: the run is shared
 TINY_PARAMETERS = 50304 * 64 + 256 * 64 + 6 * (12 * 64 * 64 + 13 * 64) + 2 * 64
 
 NUMBERS = ("loss", "lr", "grad_norm", "step_time_s", "samples_per_s", "tokens_per_s")

@@ -67,7 +67,7 @@ def blanked(page: str) -> str:
 
 
 def test_a_run_prints_this_page(cli):
-    run = cli("parallel=pipe_ddp", "parallel.chunks=4")  # as test_cli_matrix has it: the run is shared
+    run = cli("parallel=pipe_ddp", "parallel.chunks=4")  # as test_cli_models has it: the run is shared
     # A slow machine also shows the steps in between.
     shown = [line for line in run.stderr.splitlines() if not re.match(r"step +[234]/5", line)]
     page = blanked("\n".join([run.stdout.rstrip(), "-" * 20, *shown])) + "\n"
