@@ -28,8 +28,7 @@ from benchmarks import table
 from benchmarks.command_line import ROOT, run
 from benchmarks.timing import Spread, paired, take_turns
 from benchmarks.trainer import Trainer, configured
-from parallel.devices import keep_freed_memory
-from parallel.precision import autocast
+from parallel.devices import autocast, keep_freed_memory
 from training.checkpoint.save import Checkpointer
 from training.loop import Loop
 from training.reporting.recorder import Loggers, Recorder

@@ -19,8 +19,7 @@ from conf.instantiate import to_config, to_dict
 from conf.schema import register
 from data.dataset import Batch
 from data.loader import TrainBatches
-from parallel.devices import synchronize
-from parallel.precision import autocast
+from parallel.devices import autocast, synchronize
 from parallel.strategy import build_strategy
 from training.optimizer import Optimizer
 from training.run import set_arithmetic, strategy_options

@@ -11,6 +11,6 @@ What this room uses of torch that is private or undocumented, and may change. Tr
                                   UntypedStorage._cdata
     stage.py, gradients.py        aten._unsafe_view, Tensor._is_view; torch._dynamo.config.recompile_limit
     gradients.py, batchnorm.py    torch._foreach_*; aten.native_batch_norm_backward
-    precision.py                  torch.cpu._is_avx512_bf16_supported and _is_amx_tile_supported
-    devices.py                    where torch keeps torch._dynamo.config
+    devices.py                    torch.cpu._is_avx512_bf16_supported and _is_amx_tile_supported; where torch keeps
+                                  torch._dynamo.config
 """

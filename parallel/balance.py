@@ -13,9 +13,8 @@ import torch
 from common.machine import usable_cores
 from data.dataset import Batch
 from models.chain import Chain, as_tuple
-from parallel.devices import local_device, synchronize
+from parallel.devices import autocast, local_device, outside_autocast, parameter_dtype, synchronize
 from parallel.plan import Plan, block_partition, even_split
-from parallel.precision import autocast, outside_autocast, parameter_dtype
 from parallel.schedules import in_flight, makespan
 from parallel.shape_inference import trace
 from parallel.stage import Stage

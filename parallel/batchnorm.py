@@ -13,7 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.batchnorm import StepBatchNorm
 
@@ -21,28 +21,22 @@ from models.batchnorm import StepBatchNorm
 class RunningStatistics:
     """The running statistics of this rank's BatchNorm layers, updated from all micro-batches of all replicas."""
 
-    def __init__(self, norms: Sequence[StepBatchNorm], microbatches: int, replicas: dist.ProcessGroup | None) -> None:
-        """Refer to the layers. The arguments are those of ``of``."""
-        self._norms, self._microbatches, self._replicas = norms, microbatches, replicas
-
-    @classmethod
-    def of(
-        cls,
-        stages: Sequence[nn.Module],
+    def __init__(
+        self,
+        norms: Sequence[StepBatchNorm],
         microbatches: int,
         replicas: dist.ProcessGroup | None,
         synchronise: bool = False,
-    ) -> RunningStatistics | None:
-        """Collect the BatchNorm layers of a rank's stages; None where there are none.
+    ) -> None:
+        """Refer to the layers.
 
         ``microbatches`` is how many each replica computes in a step, ``replicas`` the ranks that hold the same stages
         (None where there is one), and ``synchronise`` whether to normalise over the replicas' micro-batches together.
         """
-        norms = [m for stage in stages for m in stage.modules() if isinstance(m, StepBatchNorm)]
+        self._norms, self._microbatches, self._replicas = norms, microbatches, replicas
         if synchronise and replicas is not None:
             for norm in norms:
                 norm.normalise = partial(normalise_over_replicas, group=replicas)
-        return cls(norms, microbatches, replicas) if norms else None
 
     def update(self, usable: bool) -> None:
         """Update the running statistics at the end of a step; nothing changes where it does not update the weights."""

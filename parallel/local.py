@@ -1,60 +1,17 @@
-"""All stages in one process.
-
-Micro-batches run one after the other and their gradients add up: this is gradient accumulation, under the name that
-pipelines give it.
-"""
+"""Several devices in one process: stages that compute one after the other, or copies of the model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from common.errors import PlanError
-from data.dataset import Batch
 from models.chain import Tensors, as_tuple
-from parallel.precision import autocast, outside_autocast
+from parallel.devices import autocast
 from parallel.stage import Stage
-from parallel.strategy import Strategy
-
-
-class LocalStrategy(Strategy):
-    """One stage, with or without replicas on other ranks: ``single``, ``ddp``, ``fsdp`` and ``hsdp``."""
-
-    def __init__(self, *args, **kwargs) -> None:
-        """Place the model. The arguments are those of ``Strategy``."""
-        super().__init__(*args, **kwargs)
-        self._model: nn.Module = self.wrap()
-        self._no_sync = getattr(self._model, "no_sync", nullcontext)
-        self._backward = outside_autocast(self.device.type)
-
-    def wrap(self) -> nn.Module:
-        """Return this rank's stages as one module, called like a ``Stage``, that gives a micro-batch's scaled loss."""
-        return self.replicate(self.stages[0])
-
-    def forward_backward(self, batch: Batch) -> None:
-        """See ``Strategy.forward_backward``. Replicas average their gradients in the last micro-batch's backward."""
-        chunks = batch.chunks(self.plan.chunks)
-        for samples, chunk in zip(self.samples_of(batch).tolist(), chunks, strict=True):
-            last = chunk is chunks[-1]
-            if self.sharding is not None:
-                self.sharding.before_backward(self.stages, last)
-            with nullcontext() if last else self._no_sync():
-                loss = self._model(*chunk.input_tensors, samples=samples, targets=chunk.targets, weights=chunk.weights)
-                with self._backward:
-                    loss.backward()
-
-    def forward(self, batch: Batch) -> None:
-        """See ``Strategy.forward``."""
-        for samples, chunk in zip(self.samples_of(batch).tolist(), batch.chunks(self.plan.chunks), strict=True):
-            self._model(*chunk.input_tensors, samples=samples, targets=chunk.targets, weights=chunk.weights)
-
-    def close(self) -> None:
-        """See ``Strategy.close``."""
-        self._model = self._no_sync = None
-        super().close()
+from parallel.strategy import LocalStrategy
 
 
 class ModelParallel(LocalStrategy):

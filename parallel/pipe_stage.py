@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from models.chain import as_tuple
-from parallel.precision import outside_autocast
+from parallel.devices import outside_autocast
 from parallel.shape_inference import TensorSpec
 from parallel.stage import Stage
 from parallel.strategy import Strategy

@@ -23,6 +23,7 @@ from parallel.plan import Plan
 from parallel.schedules import SCHEDULES, schedule_class, stage_class
 from parallel.shape_inference import stage_borders
 from parallel.strategy import Options, Strategy
+from parallel.timeline import Timeline
 
 
 class Pipeline(Strategy):
@@ -39,6 +40,7 @@ class Pipeline(Strategy):
     ) -> None:
         """Place the stages and make the schedule. The arguments are those of ``Strategy``."""
         super().__init__(plan, chain, mesh, devices, options, sample)
+        self.timeline = Timeline(self.device.type)
         borders = stage_borders(plan, chain, sample)
         kind = stage_class(plan.schedule)
         self._pipe_stages = [

@@ -254,7 +254,7 @@ def place_of(error: BaseException, layers: Sequence[str], first: int) -> str:
         if frame.f_code is Stage._seeded.__code__:
             kind = type(getattr(seen["layer"], "__self__", seen["layer"])).__name__
             layer = f"layer {seen['name']!r} ({kind})"
-        elif module == "parallel.local" and "samples" in seen:
+        elif module in ("parallel.strategy", "parallel.local") and "samples" in seen:
             index = seen["samples"][0] // seen["samples"][1]
         elif module in ("parallel.pipe_stage", "parallel.zero_bubble.schedule"):
             index = next((first + seen[key] for key in ("fwd_chunk_id", "bwd_chunk_id") if key in seen), index)

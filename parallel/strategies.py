@@ -43,13 +43,13 @@ class StrategyInfo:
 
 
 STRATEGIES = {
-    "single": StrategyInfo("parallel.local:LocalStrategy"),
+    "single": StrategyInfo("parallel.strategy:LocalStrategy"),
     "model_parallel": StrategyInfo("parallel.local:ModelParallel", stages=True, several_devices=True),
-    "ddp": StrategyInfo("parallel.local:LocalStrategy", replicas=True),
+    "ddp": StrategyInfo("parallel.strategy:LocalStrategy", replicas=True),
     "pipelined": StrategyInfo("parallel.pipeline:Pipeline", stages=True, stage_per_rank=True),
     "pipe_ddp": StrategyInfo("parallel.pipeline:Pipeline", replicas=True, stages=True, stage_per_rank=True),
-    "fsdp": StrategyInfo("parallel.local:LocalStrategy", replicas=True, shards="all"),
-    "hsdp": StrategyInfo("parallel.local:LocalStrategy", replicas=True, shards="node"),
+    "fsdp": StrategyInfo("parallel.strategy:LocalStrategy", replicas=True, shards="all"),
+    "hsdp": StrategyInfo("parallel.strategy:LocalStrategy", replicas=True, shards="node"),
     "pipe_fsdp": StrategyInfo(
         "parallel.pipeline:Pipeline", replicas=True, stages=True, stage_per_rank=True, shards="all"
     ),

@@ -1,8 +1,8 @@
 """What every strategy has: its part of the model, and a step that all ranks take together.
 
-Subclasses say how a batch passes through the stages (``parallel.local``, ``parallel.pipeline``). What happens around
-that is here, once: scaling the loss, summing the gradients of tied parameters, agreeing on the step's numbers,
-clipping.
+Subclasses say how a batch passes through the stages: ``LocalStrategy``, ``parallel.local`` for several devices in one
+process, ``parallel.pipeline``. What happens around that is in ``Strategy``, once: scaling the loss, summing the
+gradients of tied parameters, agreeing on the step's numbers, clipping.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,18 +20,20 @@ from torch import Tensor, nn
 
 from common.errors import add_note
 from data.dataset import Batch
+from models.batchnorm import StepBatchNorm
 from models.chain import Chain
 from parallel.batchnorm import RunningStatistics
-from parallel.devices import local_device
+from parallel.devices import autocast, local_device, outside_autocast, parameter_dtype
 from parallel.gradients import Gradients, replicate, sum_dtype
 from parallel.mesh import Mesh
 from parallel.plan import Plan
-from parallel.precision import autocast, parameter_dtype
 from parallel.shape_inference import trace
 from parallel.sharding import Sharding, fill
 from parallel.stage import Stage, place_of
 from parallel.strategies import strategy_class
-from parallel.timeline import Timeline
+
+if TYPE_CHECKING:
+    from parallel.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ class Strategy(ABC):
         indices: Their places among all stages.
         device: Where batches are placed: the first stage's device.
         devices: All devices that this rank computes on, each once.
-        timeline: When this rank worked, in a pipeline's newest steps.
+        timeline: When this rank worked, in a pipeline's newest steps; None without a pipeline.
         loss_scale: For float16.
         sharding: How replicas share parameters, gradients and optimizer state; None where each has its own.
     """
@@ -157,7 +160,7 @@ class Strategy(ABC):
         """
         self.plan, self.chain, self.mesh, self.options = plan, chain, mesh, options
         self.device, self.devices = devices[0], list(dict.fromkeys(devices))
-        self.timeline = Timeline(self.device.type)
+        self.timeline: Timeline | None = None
         self.loss_scale = LossScale(enabled=plan.precision == "fp16")
         self._dtype, self._replica, self._alone = parameter_dtype(plan.precision), mesh.replica, mesh.size == 1
         shares = plan.sharded and mesh.inner_group is not None  # there are others to share with
@@ -186,7 +189,9 @@ class Strategy(ABC):
             for stage in self.stages:
                 stage.compile(random=not random.isdisjoint(stage.layers.names))
         self.gradients = Gradients(plan, chain, self.stages, mesh, self.device, options.timeout_s)
-        self.statistics = RunningStatistics.of(self.stages, plan.chunks, mesh.dp_group, options.sync_batchnorm)
+        norms = [m for stage in self.stages for m in stage.modules() if isinstance(m, StepBatchNorm)]
+        together = options.sync_batchnorm
+        self.statistics = RunningStatistics(norms, plan.chunks, mesh.dp_group, together) if norms else None
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -417,6 +422,43 @@ class Strategy(ABC):
             if sums is not None:
                 total += sums.to(self.device)
         return total
+
+
+class LocalStrategy(Strategy):
+    """One stage, with or without replicas on other ranks: ``single``, ``ddp``, ``fsdp`` and ``hsdp``."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        """Place the model. The arguments are those of ``Strategy``."""
+        super().__init__(*args, **kwargs)
+        self._model: nn.Module = self.wrap()
+        self._no_sync = getattr(self._model, "no_sync", nullcontext)
+        self._backward = outside_autocast(self.device.type)
+
+    def wrap(self) -> nn.Module:
+        """Return this rank's stages as one module, called like a ``Stage``, that gives a micro-batch's scaled loss."""
+        return self.replicate(self.stages[0])
+
+    def forward_backward(self, batch: Batch) -> None:
+        """See ``Strategy.forward_backward``. Replicas average their gradients in the last micro-batch's backward."""
+        chunks = batch.chunks(self.plan.chunks)
+        for samples, chunk in zip(self.samples_of(batch).tolist(), chunks, strict=True):
+            last = chunk is chunks[-1]
+            if self.sharding is not None:
+                self.sharding.before_backward(self.stages, last)
+            with nullcontext() if last else self._no_sync():
+                loss = self._model(*chunk.input_tensors, samples=samples, targets=chunk.targets, weights=chunk.weights)
+                with self._backward:
+                    loss.backward()
+
+    def forward(self, batch: Batch) -> None:
+        """See ``Strategy.forward``."""
+        for samples, chunk in zip(self.samples_of(batch).tolist(), batch.chunks(self.plan.chunks), strict=True):
+            self._model(*chunk.input_tensors, samples=samples, targets=chunk.targets, weights=chunk.weights)
+
+    def close(self) -> None:
+        """See ``Strategy.close``."""
+        self._model = self._no_sync = None
+        super().close()
 
 
 def build_strategy(

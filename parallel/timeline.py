@@ -121,9 +121,9 @@ class Recording(NamedTuple):
     steps: list[list[Interval]]
 
     @classmethod
-    def of(cls, timeline: Timeline) -> Recording:
+    def of(cls, timeline: Timeline | None) -> Recording:
         """Make a rank's recording. All ranks call this as they leave a barrier."""
-        return cls(socket.gethostname(), now(), list(timeline.steps))
+        return cls(socket.gethostname(), now(), [] if timeline is None else list(timeline.steps))
 
     @classmethod
     def parse(cls, received: Sequence) -> Recording:

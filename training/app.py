@@ -325,8 +325,8 @@ def check_need(setup: Any) -> None:
     Raises:
         UserError: It does not.
     """
-    from parallel.memory import PROCESS_BYTES
-    from parallel.precision import parameter_dtype
+    from parallel.devices import parameter_dtype
+    from parallel.shape_inference import PROCESS_BYTES
     from training.setup import certain_tensors
 
     plan, cfg = setup.plan, setup.cfg
@@ -370,7 +370,7 @@ def _is_queued(cfg: Any, world: World | None) -> bool:
 
 
 def _plan(setup: Setup) -> None:
-    from parallel.memory import estimate_memory
+    from parallel.shape_inference import estimate_memory
     from training.optimizer import states_of
     from training.reporting.console import describe_memory
 

@@ -19,9 +19,8 @@ from data.words import WordVocabulary, basic_english
 from launchers import World
 from models.chain import Chain
 from models.generate import Draws, generate
-from parallel.devices import share_cores
+from parallel.devices import autocast, share_cores
 from parallel.plan import make_plan
-from parallel.precision import autocast
 from parallel.strategy import Options, Strategy, build_strategy
 from training.checkpoint.configuration import check_fits, checkpoint_of
 from training.checkpoint.files import Checkpoint

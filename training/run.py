@@ -26,16 +26,15 @@ from launchers import World
 from launchers.meeting import rendezvous
 from launchers.stopping import Stopped
 from models.given import GIVEN, given_objects
-from parallel.devices import keep_freed_memory, share_cores
+from parallel.devices import keep_freed_memory, parameter_dtype, share_cores
 from parallel.host_group import NCCL, choose_backend
 from parallel.plan import Plan
-from parallel.precision import parameter_dtype
 from parallel.strategy import Options, Strategy, build_strategy
 from parallel.timeline import WORK
 from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.init_from import start
 from training.checkpoint.load import load
-from training.checkpoint.resume import Resumed, resume
+from training.checkpoint.resume import resume
 from training.checkpoint.save import Checkpointer
 from training.evaluate import evaluate, not_finite, record_of
 from training.identity import changes, check_ranks, follows_total
@@ -97,19 +96,21 @@ def run(
             timeout_s=cfg.parallel.timeout_s,
             config=kept(cfg),
         )
-        resumed = Resumed() if cfg.train.resume is None else resume(cfg.train.resume, checkpoints)
-        if resumed.path is None and (cfg.model.init_from is not None or cfg.model.get("extra_tokens") is not None):
+        resumed = resume(cfg.train.resume, checkpoints) if cfg.train.resume is not None else None
+        done = resumed.step if resumed is not None else 0
+        if resumed is None and (cfg.model.init_from is not None or cfg.model.get("extra_tokens")):
             start(cfg.model, setup.chain, strategy)
-        _check_steps_left(setup, strategy, run_dir, resumed.step)
-        recorder = _recorder(setup, strategy, run_dir, first_step=resumed.step + 1)
+        _check_steps_left(setup, strategy, run_dir, done)
+        recorder = _recorder(setup, strategy, run_dir, first_step=done + 1)
         checkpoints.warn = lambda words: recorder.say(f"warning: {words}")
         loop = Loop(setup, strategy, optimizer, checkpoints, recorder)
-        loop.restore(resumed.progress, resumed.path)
-        if (changed := changes(resumed.progress.get("recipe"), loop.recipe, cfg.get(COMMAND))) is not None:
-            recorder.say(f"warning: {changed}")
+        if resumed is not None:
+            loop.restore(resumed.progress, resumed.folder)
+            if (changed := changes(resumed.progress.get("recipe"), loop.recipe, cfg.get(COMMAND))) is not None:
+                recorder.say(f"warning: {changed}")
         summary = None
         try:
-            outcome = loop.run(resumed.step + 1, recorder.lacks_evaluation(resumed.step))
+            outcome = loop.run(done + 1, recorder.lacks_evaluation(done))
             test = _test(setup, strategy, loop)
             ranks = gather_results(strategy, outcome, optimizer.state_of)
             summary = _summary(setup, strategy, outcome, test, ranks)

@@ -26,10 +26,9 @@ from models.chain import Chain
 from models.given import given_objects, set_given
 from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer, stage_shares
 from parallel.devices import Hardware, check_compiler
-from parallel.memory import check_gpus
 from parallel.plan import Plan, make_plan
 from parallel.schedules import SCHEDULES
-from parallel.shape_inference import drawing_by_microbatch
+from parallel.shape_inference import check_gpus, drawing_by_microbatch
 from parallel.strategies import names_where, strategy_info
 from training.callbacks import build as build_callbacks
 from training.checkpoint.configuration import check_fits, checkpoint_of

@@ -21,7 +21,7 @@ from comparing import assert_same_training
 from composed import config
 from test_cuda_parity import LAYOUTS, RECIPES, SINGLE
 
-from parallel.memory import estimate_memory
+from parallel.shape_inference import estimate_memory
 from training.optimizer import states_of
 from training.setup import prepare
 

@@ -201,7 +201,7 @@ def train(layout: Layout, recipe: Recipe) -> Result:
     for stage in strategy.stages:
         everything = stage.layers.named_parameters(remove_duplicate=False)
         result.copies |= _copy(strategy, {name: parameter for name, parameter in everything if name in ends})
-    result.intervals = list(strategy.timeline.steps)
+    result.intervals = list(strategy.timeline.steps) if strategy.timeline is not None else []
     strategy.close()
     return result
 

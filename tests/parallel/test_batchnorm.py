@@ -94,7 +94,7 @@ def test_a_skipped_step_leaves_the_statistics_alone(trained):
 def test_after_a_step_that_was_not_finite_the_next_ones_statistics_are():
     norm = BatchNorm2d(3)
     images = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1))
-    statistics = RunningStatistics.of([norm], microbatches=1, replicas=None)
+    statistics = RunningStatistics([norm], microbatches=1, replicas=None)
     norm(images / 0)
     statistics.update(usable=False)
     norm(images)

@@ -15,8 +15,8 @@ from models.sequential import chain_of
 from models.toy import toy
 from parallel.devices import Hardware, gpus_in_common
 from parallel.host_group import choose_backend
-from parallel.memory import check_gpus
 from parallel.plan import Plan, make_plan
+from parallel.shape_inference import check_gpus
 from training.optimizer import states_of
 from training.reporting.console import describe_plan
 from training.setup import certain_tensors

@@ -14,8 +14,8 @@ from torch import nn
 from data.dataset import Batch
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
+from parallel.devices import autocast, parameter_dtype
 from parallel.plan import make_plan
-from parallel.precision import autocast, parameter_dtype
 from parallel.shape_inference import TensorSpec, drawing_by_microbatch, stage_borders, trace
 
 RECIPES = {name: Recipe(name, global_batch=6, lr=0.1) for name in ("toy", "gpt2")}

@@ -30,15 +30,14 @@ _BLOCK = 4096  # rows summed at a time: a float64 copy of a whole embedding woul
 
 
 def start(model: Any, chain: Chain, strategy: Strategy) -> None:
-    """Load the weights that a new run starts from, if ``model.init_from`` or ``model.extra_tokens`` is set.
+    """Load the weights that a new run starts from: ``model.init_from``, ``model.extra_tokens`` or both are set.
 
     Raises:
         TrainingError: The weights do not fit; see ``check_start``.
     """
     known = 0
     if model.init_from is not None:
-        check_start(model, chain)
-        weights = Weights(model, chain)
+        weights = check_start(model, chain)
         try:
             strategy.load_state_dict(weights)
         except ValueError as error:
@@ -48,8 +47,8 @@ def start(model: Any, chain: Chain, strategy: Strategy) -> None:
     _add_tokens(model.get("extra_tokens"), chain, strategy, known)
 
 
-def check_start(model: Any, chain: Chain) -> None:
-    """Check that ``model.init_from`` holds this model, by names and shapes: no tensor is read.
+def check_start(model: Any, chain: Chain) -> Weights:
+    """Return what ``model.init_from`` holds, once it is sure that it is this model, by names and shapes.
 
     Raises:
         TrainingError: Tensors are missing, of another size, or not the model's; the message names them.
@@ -70,6 +69,7 @@ def check_start(model: Any, chain: Chain) -> None:
             f"model.init_from={model.init_from} does not fit model={model.name}: {'; '.join(problems[:_SHOWN])}{more}. "
             "Give the model the sizes that the weights have"
         )
+    return weights
 
 
 class Weights(Mapping[str, Tensor]):

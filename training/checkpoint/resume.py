@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +25,16 @@ from training.checkpoint.save import Checkpointer
 AUTO = "auto"
 
 
-@dataclass
-class Resumed:
-    """What a run continues from.
-
-    Attributes:
-        step: The last step that is done; 0 for none.
-        progress: What the training loop has saved of itself.
-        path: The checkpoint; None for a run that starts from the beginning.
-    """
-
-    step: int = 0
-    progress: dict = field(default_factory=dict)
-    path: Path | None = None
-
-
-def resume(wanted: str, checkpoints: Checkpointer) -> Resumed:
+def resume(wanted: str, checkpoints: Checkpointer) -> Checkpoint | None:
     """Load the checkpoint that ``train.resume`` names. All ranks call it; rank 0 chooses and prints.
 
     Args:
         wanted: A path; "auto" for the newest checkpoint of this run directory that is whole, bit for bit (a warning
             names the damaged ones).
         checkpoints: The checkpoints of this run directory, with the model and the optimizer to load into.
+
+    Returns:
+        The checkpoint that was loaded; None for a run that starts from the beginning.
 
     Raises:
         CheckpointError: On every rank: the checkpoint that was named is damaged, or does not fit.
@@ -61,18 +48,17 @@ def resume(wanted: str, checkpoints: Checkpointer) -> Resumed:
     problem, path = strategy.mesh.gather((problem, path))[0]
     if problem is not None:
         raise CheckpointError(problem)
-    resumed = Resumed()
+    loaded = None
     if path is not None:
         loaded = load(Path(path), strategy, checkpoints.optimizer, verify=False)
-        resumed = Resumed(loaded.step, loaded.progress, loaded.folder)
         checkpoints.resumed_from(loaded)
-    if path is None or resumed.path.parent == checkpoints.folder.resolve():
+    if loaded is None or loaded.folder.parent == checkpoints.folder.resolve():
         if strategy.mesh.rank == 0 and checkpoints.folder.is_dir():
             try:
-                _make_newest(checkpoints.folder, resumed, quiet=wanted == AUTO)
+                _make_newest(checkpoints.folder, loaded, quiet=wanted == AUTO)
             except OSError as error:
                 _warn(f"{checkpoints.folder} cannot be changed: {error}")
-    return resumed
+    return loaded
 
 
 def _choose(wanted: str, folder: Path) -> str | None:
@@ -87,21 +73,22 @@ def _choose(wanted: str, folder: Path) -> str | None:
     return str(chosen.folder)
 
 
-def _make_newest(folder: Path, resumed: Resumed, quiet: bool) -> None:
+def _make_newest(folder: Path, loaded: Checkpoint | None, quiet: bool) -> None:
     """Make a checkpoint the newest one of its run. Newer ones, damaged or skipped on purpose, are renamed."""
-    if resumed.path is not None:
-        update_link(folder, LATEST, resumed.path.name)
-    best = resumed.progress.get("best_step")
-    if best is not None and (folder / step_name(best)).is_dir():
-        update_link(folder, BEST, step_name(best))
+    step = 0
+    if loaded is not None:
+        step, best = loaded.step, loaded.progress.get("best_step")
+        update_link(folder, LATEST, loaded.folder.name)
+        if best is not None and (folder / step_name(best)).is_dir():
+            update_link(folder, BEST, step_name(best))
     for newer in step_folders(folder):
-        if step_of(newer) > resumed.step:
+        if step_of(newer) > step:
             renamed = newer.with_name(UNUSED + newer.name)
             if renamed.exists():
                 remove(renamed)
             os.replace(newer, renamed)
             if not quiet:  # the damaged ones have been named already
-                _warn(f"{newer} is kept as {renamed.name}: this run goes on from step {resumed.step}")
+                _warn(f"{newer} is kept as {renamed.name}: this run goes on from step {step}")
     for name in (LATEST, BEST):
         if (folder / name).is_symlink() and not (folder / name).exists():
             (folder / name).unlink()

@@ -10,8 +10,8 @@ from textwrap import fill, indent
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # both import torch
-    from parallel.memory import MemoryEstimate
     from parallel.plan import Plan
+    from parallel.shape_inference import MemoryEstimate
 
 _RESULTS = {
     "best_val_loss": "best validation loss",

@@ -19,8 +19,8 @@ from torch import nn
 from common.errors import PlanError, TrainingError
 from data.dataset import Batch
 from models.chain import Chain
-from parallel.memory import stage_activations
 from parallel.plan import Plan
+from parallel.shape_inference import stage_activations
 from parallel.sharding import local
 from parallel.strategy import Strategy
 from parallel.timeline import Interval, Recording, bubble_fraction, on_one_clock
