@@ -9,7 +9,6 @@ if __name__ == "__main__":
 
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,12 +64,11 @@ def run(cfg: Any, hydra_section: Any, saved: Any = None) -> float | None:
     """Run what Hydra has composed: one run, or one job of a sweep, whose objective is returned."""
     from training.reporting.run_directory import removed_if_unused
 
-    folder, is_job = Path(hydra_section.runtime.output_dir), hydra_section.mode.name == "MULTIRUN"
-    # Errors of a run here too: Hydra adds a line of its own to what a task raises. A job's are on record.
-    with nullcontext() if is_job else clear_errors(), removed_if_unused(folder, hydra_section.output_subdir):
+    folder = Path(hydra_section.runtime.output_dir)
+    with removed_if_unused(folder, hydra_section.output_subdir):
         cfg, hydra_section = completed(cfg, hydra_section, saved)
         cfg = check_keys(with_schema(cfg))
-        if is_job:
+        if hydra_section.mode.name == "MULTIRUN":
             from training.sweep.sweeper import run_job
 
             return run_job(cfg, hydra_section, World.detect())

@@ -19,6 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from common.errors import UserError
@@ -40,15 +41,15 @@ _HYDRA_OPTIONS = (
 
 
 class Refused(BaseException):
-    """Carries an error out of a callback of Hydra, which would turn an ``Exception`` into a warning and go on."""
+    """Carries an error through Hydra, which makes a warning of an ``Exception`` of a callback, and adds to a run's."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
         self.error = error
 
 
-def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str], brought: Sequence[str] = ()) -> None:
-    """Compose the configuration, make the run directory and call ``task``; in a sweep, for each job.
+def compose_and_run(task: Callable[[Any, Any], Any], arguments: Sequence[str], brought: Sequence[str] = ()) -> Any:
+    """Compose the configuration, make the run directory, call ``task`` and return its result; in a sweep, for each job.
 
     Args:
         task: Called with the configuration and Hydra's own section.
@@ -70,7 +71,13 @@ def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str], 
         _register_resolvers(*start)  # a launcher of others (joblib) runs this in a process of its own
         hydra_section = HydraConfig.get()
         cfg.import_from = [*(cfg.import_from or ()), *folders]
-        return task(_named(cfg, hydra_section.runtime.choices), hydra_section)
+        cfg = _named(cfg, hydra_section.runtime.choices)
+        if hydra_section.mode == RunMode.MULTIRUN:
+            return task(cfg, hydra_section)  # the sweep keeps an error of its jobs
+        try:
+            results.append(task(cfg, hydra_section))
+        except Exception as error:
+            raise Refused(error) from None
 
     parser = get_args_parser()
     parsed = parser.parse_intermixed_args(arguments)
@@ -79,14 +86,18 @@ def compose_and_run(task: Callable[[Any, Any], None], arguments: Sequence[str], 
     parsed.overrides = [*brought, *words, *_directory(typed, *start)]
     hydra.version.setbase("1.3")
     GlobalHydra.instance().clear()
+    results, error = [], None
     before, sys.argv = sys.argv, [str(FOLDER.parent / "train.py"), *arguments]  # what is recorded as the command
     try:
         with changed_environment({"HYDRA_FULL_ERROR": "1"}):  # Hydra raises its errors then, and prints none
             _run_hydra(parsed, parser, job, str(FOLDER), "train")
     except Refused as refused:
-        raise refused.error from None
+        error = refused.error
     finally:
         sys.argv = before
+    if error is not None:
+        raise error  # with the causes that it has
+    return results[0] if results else None
 
 
 def _named(cfg: DictConfig, choices: Mapping[str, str | None]) -> DictConfig:

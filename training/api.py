@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,15 +125,11 @@ def train(
         if world is not None and world.rank > 0:
             follow(world, overrides)
             raise SystemExit  # as on the command line, what follows is rank 0's
-        run = _Run(config, objects, world)
         with locked_directories(), _clear_errors():
             words = quote_values(overrides)
             check_dashes(words)
             saved = saved_config(words)
-            compose_and_run(run, words, saved.words if saved else ())
-            if run.error is not None:
-                raise run.error
-        return run.result
+            return compose_and_run(partial(_run, config, objects, world), words, saved.words if saved else ())
     finally:
         set_given(None)
 
@@ -163,41 +160,28 @@ def _checked(overrides: Sequence[str], model: Any, data: Any) -> dict[str, Any]:
     return objects
 
 
-class _Run:
-    """What Hydra calls with the composed configuration."""
+def _run(config: Any, objects: dict[str, Any], world: World | None, cfg: Any, hydra: Any) -> Result:
+    """Run ``config`` or, without one, what Hydra has composed, with the objects that were given."""
+    from omegaconf import OmegaConf
 
-    def __init__(self, config: Any, objects: dict[str, Any], world: World | None) -> None:
-        self._config, self._objects, self._world = config, objects, world
-        self.result: Result
-        self.error: Exception | None = None
+    from training.reporting.metrics import SUMMARY, read_object
+    from training.reporting.run_directory import mask_files, removed_if_unused
 
-    def __call__(self, cfg: Any, hydra: Any) -> None:
-        try:
-            self._run(cfg, hydra)
-        except Exception as error:  # through Hydra, it would come with a line of Hydra's own
-            self.error = error
-
-    def _run(self, cfg: Any, hydra: Any) -> None:
-        from omegaconf import OmegaConf
-
-        from training.reporting.metrics import SUMMARY, read_object
-        from training.reporting.run_directory import mask_files, removed_if_unused
-
-        run_dir = Path(hydra.runtime.output_dir)
-        with removed_if_unused(run_dir, hydra.output_subdir):
-            cfg, hydra = completed(cfg, hydra)
-            check_keys(cfg)
-            composed = self._config is None and not self._objects
-            if not composed:
-                cfg = with_given(cfg if self._config is None else self._config, self._objects)
-                if cfg.launcher.name == "slurm" and self._objects and self._world is None:
-                    raise TrainingError("objects of a Python program exist on this machine only: use launcher=local")
-                file = run_dir / (hydra.output_subdir or ".hydra") / "config.yaml"
-                OmegaConf.save(cfg, file)
-                mask_files([file])
-            execute(cfg, run_dir, self._world, hydra if composed else None)
-        model = self._objects.get("model")
-        self.result = Result(run_dir, read_object(run_dir / SUMMARY), model.tied if model is not None else {})
+    run_dir = Path(hydra.runtime.output_dir)
+    with removed_if_unused(run_dir, hydra.output_subdir):
+        cfg, hydra = completed(cfg, hydra)
+        check_keys(cfg)
+        if config is not None or objects:
+            if objects and world is None and (cfg if config is None else config).launcher.name == "slurm":
+                raise TrainingError("objects of a Python program exist on this machine only: use launcher=local")
+            cfg = with_given(cfg if config is None else config, objects)
+            file = run_dir / (hydra.output_subdir or ".hydra") / "config.yaml"
+            OmegaConf.save(cfg, file)
+            mask_files([file])
+            hydra = None  # it did not compose this
+        execute(cfg, run_dir, world, hydra)
+    model = objects.get("model")
+    return Result(run_dir, read_object(run_dir / SUMMARY), model.tied if model is not None else {})
 
 
 def with_given(cfg: Any, objects: dict[str, Any]) -> Any:
