@@ -45,22 +45,25 @@ def small_disk(tmp_path):
 
 @pytest.fixture
 def start(tmp_path):
-    """``start("parallel=ddp")``: a run of ten million steps, once it has written three records; killed in the end."""
+    """``start("parallel=ddp")``: a run of ten million steps, from its third record, or from ``until(it)``, on."""
     from commandline import Started, wait_until
 
     endless = ["train.epochs=null", "train.steps=10000000", "logger=none", "device=cpu", "parallel.threads=1"]
     started = []
 
-    def begin(*overrides, **options):
+    def three_records(run):
+        metrics = run.folder / "metrics.jsonl"
+        return metrics.exists() and metrics.read_text().count("\n") >= 3
+
+    def begin(*overrides, until=three_records, **options):
         run = Started([*endless, *overrides], tmp_path / "run", **options)
         started.append(run)
-        metrics = run.folder / "metrics.jsonl"
 
-        def trains():
+        def begun():
             assert run.process.poll() is None, run.wait().console
-            return metrics.exists() and metrics.read_text().count("\n") >= 3
+            return until(run)
 
-        wait_until(trains, 120, "three steps")
+        wait_until(begun, 120, "a run that trains")
         return run
 
     yield begin

@@ -4,35 +4,11 @@ import os
 import signal
 
 import pytest
-from commandline import Started, wait_until
+from commandline import wait_until
 
-ENDLESS = ["train.epochs=null", "train.steps=10000000", "logger=none", "device=cpu", "parallel.threads=1"]
 TIMEOUT_S = 6
 # The others have waited, 4 s until all have said so, 15 more where some began to wait much later.
 END_S = TIMEOUT_S + 40
-
-
-@pytest.fixture
-def start(tmp_path):
-    started = []
-
-    def begin(*overrides, **options):
-        run = Started([*ENDLESS, f"parallel.timeout_s={TIMEOUT_S}", *overrides], tmp_path / "run", **options)
-        started.append(run)
-        metrics = run.folder / "metrics.jsonl"
-
-        def trains():
-            assert run.process.poll() is None, run.wait().console
-            return metrics.exists() and metrics.read_text().count("\n") >= 3
-
-        wait_until(trains, 120, "three steps")
-        return run
-
-    yield begin
-    for run in started:
-        for process in run.family():
-            os.kill(process.pid, signal.SIGCONT)
-        run.kill()
 
 
 @pytest.mark.parametrize(
@@ -45,7 +21,7 @@ def start(tmp_path):
     ],
 )
 def test_a_rank_that_is_stopped_is_named_and_the_run_ends(start, layout, rank):
-    run = start(f"parallel={layout}")
+    run = start(f"parallel={layout}", f"parallel.timeout_s={TIMEOUT_S}")
     stopped = run.workers()[rank]
     os.kill(stopped.pid, signal.SIGSTOP)
     ended = run.wait(END_S)

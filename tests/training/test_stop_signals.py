@@ -104,27 +104,6 @@ def test_an_evaluation_asks_about_once_a_second_however_many_batches_it_has(tmp_
 # -- the command line ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def start(tmp_path):
-    started = []
-
-    def begin(*overrides, lines=3, **options):
-        one = Started([*ENDLESS, *overrides], tmp_path / "run", **options)
-        started.append(one)
-        metrics = one.folder / "metrics.jsonl"
-
-        def trains():
-            assert one.process.poll() is None, one.wait().console
-            return metrics.exists() and metrics.read_text().count("\n") >= lines
-
-        wait_until(trains if lines else lambda: heeds(one), START_S, f"{lines} records")
-        return one
-
-    yield begin
-    for one in started:
-        one.kill()
-
-
 def heeds(one):
     """Whether the process has got so far that it handles SIGTERM."""
     for line in open(f"/proc/{one.process.pid}/status"):
@@ -179,7 +158,7 @@ def test_a_signal_to_the_whole_group_leaves_the_loaders_workers_alone(start):
 
 
 def test_a_signal_during_start_up_is_not_lost(start):
-    one = start(lines=0)
+    one = start(until=heeds)
     one.process.send_signal(signal.SIGUSR2)
     ended = one.wait(START_S)
     assert ended.code == EXIT_CODE, ended.console
@@ -233,7 +212,7 @@ def test_a_sweep_that_is_stopped_goes_on_with_its_unfinished_jobs(tmp_path):
 
 @pytest.mark.slow
 def test_the_trials_of_chunk_counts_stop_too(start):
-    one = start("parallel=pipelined", "parallel.chunks=auto", lines=0)
+    one = start("parallel=pipelined", "parallel.chunks=auto", until=heeds)
     out = one.folder.parent / "run.console.out"
     wait_until(lambda: "a few steps with each" in out.read_text(), START_S, "the trials")
     time.sleep(3)
