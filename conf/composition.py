@@ -411,22 +411,7 @@ def _quote_value(argument: str) -> str:
         return f"{key}={quoted(value)}"
     if isinstance(content, list) and all(isinstance(item, str) for item in content):
         return f"{key}=[{','.join(quoted(literal(item)) for item in content)}]"
-    if name in ("sample", "sample.prompts") and "${" in value:
-        return f"{key}={_prompts(_parsed(argument))}"
-    return argument
-
-
-def _parsed(override: str) -> Any:
-    return OverridesParser.create().parse_override(override).value()
-
-
-def _prompts(value: Any) -> str:
-    """Return what Hydra has read, as words for Hydra in which a text is never an interpolation."""
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{_prompts(item)}' for key, item in value.items())}}}"
-    if isinstance(value, list):
-        return f"[{','.join(map(_prompts, value))}]"
-    return quoted(literal(value)) if isinstance(value, str) else "null" if value is None else str(value)
+    return f"{key}={literal(value)}" if name in ("sample", "sample.prompts") else argument
 
 
 def _json(value: str) -> Any:

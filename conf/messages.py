@@ -68,7 +68,8 @@ def explain(error: Exception) -> str | None:
 
 def unknown_key(key: str, known: Sequence[str]) -> str:
     """Return the message about a key, such as "parallel.chnks", whose section has the keys ``known``."""
-    section, name = _split(key)
+    section, dot, name = key.rpartition(".")
+    section += dot
     if not known:
         lists = {"loggers.": f"type logger=[wandb,{name}] first", "callbacks.": f"type callbacks=[{name}] first"}
         return f"there is no key {key}; {lists.get(section, 'its section is empty')}"
@@ -85,11 +86,6 @@ def _nearest(form: str, name: str, known: Sequence[str]) -> str:
 
 def _alike(one: str, other: str) -> float:
     return SequenceMatcher(None, other, one).ratio()
-
-
-def _split(key: str) -> tuple[str, str]:
-    section, dot, name = key.rpartition(".")
-    return section + dot, name
 
 
 def _first_line(error: BaseException) -> str:
