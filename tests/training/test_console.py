@@ -1,5 +1,6 @@
-"""What stands on the console: a run's page, one format of numbers, hints, colour, the progress bar, and pipes."""
+"""What stands on the console: a run's page, numbers, hints, colour, the progress bar; and a console that breaks."""
 
+import errno
 import fcntl
 import io
 import os
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commandline import ROOT, environment
+from commandline import ROOT, TRAIN, environment
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import train
@@ -24,6 +25,7 @@ from training.reporting.console import describe_configuration, describe_results,
 from training.reporting.recorder import Progress, duration
 from training.reporting.summary import Outcome
 
+FEW = ["logger=none", "device=cpu", "train.epochs=null", "train.steps=3", "train.eval_every=1"]
 SUMMARY = {
     "steps": 20,
     "skipped_steps": 0,
@@ -153,11 +155,6 @@ def test_colour_is_for_terminals_that_show_it_and_users_who_want_it(terminal, mo
     assert styled("x", "red", stream) == "x"
 
 
-def test_a_key_where_any_may_stand_can_be_added(tmp_path, capsys):
-    line = ["+parallel.env.NCCL_DEBUG=INFO", "mode=plan", f"hydra.run.dir={tmp_path}/run"]
-    assert train.main(["parallel.env={NCCL_ALGO: Ring}", *line]) == 0, capsys.readouterr().err
-
-
 def test_the_start_shows_what_differs_from_the_defaults_or_all_of_it(tmp_path, capsys):
     line = ["debug=limit", "data.samples=99", "logger=none", "device=cpu"]
     assert train.main([*line, f"hydra.run.dir={tmp_path}/short"]) == 0
@@ -176,6 +173,46 @@ def test_a_reader_that_leaves_early_is_no_error(arguments):
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment(), timeout=200)
     os.close(writer)
     assert done.stderr == ""
+
+
+class Broken:
+    """Standard output whose reader is gone."""
+
+    encoding = "utf-8"
+
+    def write(self, text=""):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    flush = write
+
+    def isatty(self):
+        return False
+
+
+def test_a_run_without_a_reader_finishes(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Broken())
+    monkeypatch.setattr(sys, "stderr", Broken())
+    assert train.main([*FEW, f"hydra.run.dir={tmp_path}/run"]) == 0
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    "layout, console",
+    [
+        pytest.param("single", ">&- 2>&- <&-", id="all descriptors closed", marks=pytest.mark.slow),
+        pytest.param("ddp", ">/dev/full 2>&1", id="a full disk under all ranks"),
+        pytest.param("ddp", "2>&1 | true; exit ${PIPESTATUS[0]}", id="a closed pipe", marks=pytest.mark.slow),
+    ],
+)
+def test_a_console_that_is_closed_or_full_changes_no_exit_code(tmp_path, layout, console):
+    words = [*FEW, f"parallel={layout}", "launcher.max_restarts=1", f"hydra.run.dir={tmp_path}/run"]
+    script = f'"$0" "$@" {console}'
+    done = subprocess.run(
+        ["bash", "-c", script, sys.executable, str(TRAIN), *words],
+        cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "run" / "summary.json").exists()
 
 
 # -- the progress bar, memory and step times ----------------------------------------------------------------------

@@ -207,25 +207,16 @@ def test_weights_that_are_not_finite_are_not_exported(export, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("form", ["torch_export", pytest.param("triton", marks=ONNX)])
-def test_a_damaged_checkpoint_and_a_folder_that_exists_leave_nothing_behind(exporter, tmp_path, form):
+def test_a_damaged_checkpoint_leaves_nothing_behind(exporter, tmp_path, form):
     overrides, folder = exporter.trained("toy")
     copy = shutil.copytree(folder, tmp_path / "copy", symlinks=True)
     (weights,) = (copy / "checkpoints" / "step-00000001").glob("model-*.safetensors")
-    line = [*overrides, "mode=export", f"checkpoint='{copy}'", f"export.format={form}"]
-    place = tmp_path / "place"
-    place.mkdir()
     content = weights.read_bytes()
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    (place := tmp_path / "place").mkdir()
     with pytest.raises(CheckpointError, match="is damaged: its sha256"):
-        execute(config(*line), place, None)
-    weights.write_bytes(content[:-9])
-    with pytest.raises(CheckpointError, match="the checkpoint is damaged"):
-        execute(config(*line), place, None)
+        execute(config(*overrides, "mode=export", f"checkpoint='{copy}'", f"export.format={form}"), place, None)
     assert left(place) == []
-    (place / "export").mkdir()
-    with pytest.raises(TrainingError, match="exists already; choose another export_to="):
-        execute(config(*line), place, None)
-    assert left(place) == ["export"] and left(place / "export") == []
 
 
 @pytest.mark.parametrize(

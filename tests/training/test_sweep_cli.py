@@ -46,13 +46,8 @@ def test_the_table_has_overrides_and_results_and_is_printed_at_the_end(three):
     table = three.stdout.splitlines()[-5:]
     assert table[0].startswith("job  parallel.chunks  status") and table[2].startswith("1    3                failed: ")
     assert table[-1] == f"files: {three.folder}: sweep.csv sweep.png report.html"
-
-
-def test_the_figure_is_a_picture_and_the_page_names_command_and_errors(three):
     assert (three.folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    page = (three.folder / "report.html").read_text()
-    assert "python train.py -m train.epochs=null" in page
-    assert "cannot be cut into dp=1 x chunks=3" in page
+    assert "python train.py -m train.epochs=null" in (three.folder / "report.html").read_text()
 
 
 def test_each_job_has_processes_of_its_own_even_where_one_is_enough(three):

@@ -61,14 +61,6 @@ def test_the_server_answers_what_torch_computes(client, server, exporter, name, 
         assert_same(ask(client, server, protocol, name, inputs), exporter.reference(name, inputs))
 
 
-def test_the_server_knows_the_models_by_their_inputs_and_outputs(client, server):
-    with client("http").InferenceServerClient(server.http) as asked:
-        assert asked.is_server_ready() and all(asked.is_model_ready(name) for name in SERVED)
-        about = asked.get_model_metadata("gpt2")
-    assert about["inputs"] == [{"name": "tokens", "datatype": "INT64", "shape": [-1, -1]}]
-    assert about["outputs"] == [{"name": "logits", "datatype": "FP32", "shape": [-1, -1, 50257]}]
-
-
 def test_requests_that_come_together_are_computed_together(client, server, exporter):
     """Counted by the server: computations, and the samples in them."""
     before = [server.metric(name, "resnet50") for name in ("nv_inference_count", "nv_inference_exec_count")]

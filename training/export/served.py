@@ -171,42 +171,47 @@ def serve(name: str, data: DataSet, strategy: Strategy) -> ServedModel:
     Raises:
         TrainingError: For a model that gives several tensors.
     """
-    chain = strategy.chain
-    (stage,) = strategy.stages
-    words, preparation, samples = None, "", None
-    if data.seq_len is not None:
-        takes = (TensorInfo("tokens", torch.int64, (-1,)),)
-        words = min(filter(None, (data.vocab_size, chain.limits["vocabulary"])))
-    elif isinstance(data, ImageData):
-        takes = (TensorInfo("images", torch.float32, data.image_shape),)
-        if set(data.std) != {1.0}:
-            preparation = f"Pixels are normalised as in training: (pixel - {_list(data.mean)}) / {_list(data.std)}."
-    else:
-        data.prepare()
-
-        def samples(indices: np.ndarray) -> tuple[Tensor, ...]:
-            inputs = as_tuple(data.train.read(indices % len(data.train), 0)[0])
-            return tuple(tensor.float() if tensor.is_floating_point() else tensor for tensor in inputs)
-
-        inputs = samples(np.zeros(1, np.int64))
-        names = _input_names(stage.layers[chain.names[0]], len(inputs))
-        takes = tuple(
-            TensorInfo(name, tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in zip(names, inputs, strict=True)
-        )
+    chain, (stage,) = strategy.chain, strategy.stages
+    takes, samples = _inputs(data, stage.layers[chain.names[0]])
+    words = None if data.seq_len is None else min(filter(None, (data.vocab_size, chain.limits["vocabulary"])))
     layers = stage.layers.float().to(memory_format=torch.contiguous_format)
     module = _Served(layers, [info.name for info in takes], words).eval()
-    zeros = [torch.zeros(2, *(1 if n < 0 else n for n in info.dims), dtype=info.dtype) for info in takes]
-    with torch.no_grad():
-        output = module(*zeros)
-    if not isinstance(output, Tensor):
-        raise TrainingError(f"model={name} gives {len(output)} tensors; only a model that gives one can be served")
+    gives = _output(name, module, takes, chain)
     texts = tokenizer(data, chain)
     if "classes" in chain.limits:
-        texts[LABELS] = "".join(f"{label}\n" for label in _labels(data, output.shape[-1]))
+        texts[LABELS] = "".join(f"{label}\n" for label in _labels(data, gives.dims[-1]))
+    preparation = ""
+    if isinstance(data, ImageData) and set(data.std) != {1.0}:
+        preparation = f"Pixels are normalised as in training: (pixel - {_list(data.mean)}) / {_list(data.std)}."
+    return ServedModel(name, module, takes, gives, samples, chain.limits.get("positions"), texts, preparation)
+
+
+def _inputs(data: DataSet, first_layer: nn.Module) -> tuple[tuple[TensorInfo, ...], Callable | None]:
+    """Return a model's inputs and, where only the data's samples tell their shape, what reads samples."""
+    if data.seq_len is not None:
+        return (TensorInfo("tokens", torch.int64, (-1,)),), None
+    if isinstance(data, ImageData):
+        return (TensorInfo("images", torch.float32, data.image_shape),), None
+    data.prepare()
+
+    def samples(indices: np.ndarray) -> tuple[Tensor, ...]:
+        inputs = as_tuple(data.train.read(indices % len(data.train), 0)[0])
+        return tuple(tensor.float() if tensor.is_floating_point() else tensor for tensor in inputs)
+
+    tensors = samples(np.zeros(1, np.int64))
+    names = _input_names(first_layer, len(tensors))
+    return tuple(TensorInfo(n, t.dtype, tuple(t.shape[1:])) for n, t in zip(names, tensors, strict=True)), samples
+
+
+def _output(name: str, module: nn.Module, takes: tuple[TensorInfo, ...], chain: Chain) -> TensorInfo:
+    """Return the model's output, as two samples of zeros show it. Raises TrainingError where there are several."""
+    with torch.no_grad():
+        output = module(*(torch.zeros(2, *(1 if n < 0 else n for n in info.dims), dtype=info.dtype) for info in takes))
+    if not isinstance(output, Tensor):
+        raise TrainingError(f"model={name} gives {len(output)} tensors; only a model that gives one can be served")
     dims = tuple(output.shape[1:])
     named = "logits" if {"classes", "vocabulary"} & chain.limits.keys() else "outputs"
-    gives = TensorInfo(named, output.dtype, (-1, *dims[1:]) if data.seq_len is not None else dims)
-    return ServedModel(name, module, takes, gives, samples, chain.limits.get("positions"), texts, preparation)
+    return TensorInfo(named, output.dtype, (-1, *dims[1:]) if takes[0].dims == (-1,) else dims)
 
 
 def _input_names(layer: nn.Module, count: int) -> list[str]:
