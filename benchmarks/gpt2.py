@@ -25,7 +25,7 @@ from benchmarks import table
 from benchmarks.timing import Spread, in_new_process, take_turns
 from benchmarks.trainer import PlainLoop, Trainer, adamw, configured, same_model, token_loss
 from common.errors import PlanError
-from models.gpt2 import SIZES, Size
+from models.gpt2_sizes import SIZES, Size
 from parallel.devices import check_compiler, keep_freed_memory, synchronize
 
 # FLOP/s, dense bf16.

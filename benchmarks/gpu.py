@@ -52,7 +52,7 @@ from benchmarks.ranks import Workers
 from benchmarks.timing import Spread, paired, take_turns
 from benchmarks.trainer import Loss, PlainLoop, Trainer, adamw, configured, same_model, token_loss
 from data.images import load_torchvision
-from models.gpt2 import SIZES, resolve_size
+from models.gpt2_sizes import SIZES, with_sizes
 from parallel.devices import keep_freed_memory, synchronize
 from training.reporting import describe
 
@@ -128,7 +128,7 @@ def gpt2_compiled(toy: bool) -> Iterator[dict]:
 
 def _ladder(toy: bool, cases: Sequence[tuple[int, int]], compiled: bool) -> Iterator[dict]:
     peak = (None if toy else datasheet_peak()) or measured_peak(_device(toy), 64 if toy else 8192)
-    size = resolve_size("tiny", n_layer=1) if toy else SIZES["124M"]
+    size = with_sizes("tiny", {"n_layer": 1}) if toy else SIZES["124M"]
     for microbatch, chunks in cases:
         _free_memory()
         levers = Levers(microbatch, vocabulary=512 if toy else PADDED, compiled=compiled)

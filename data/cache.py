@@ -1,9 +1,10 @@
-"""Folders of cached data, built once, whole or not at all, however many processes ask for them; and downloads."""
+"""Folders of cached data, built once and whole, however many processes ask for them; mapped files; downloads."""
 
 from __future__ import annotations
 
 import atexit
 import errno
+import json
 import logging
 import os
 import queue
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from filelock import FileLock, Timeout
 
 from common.errors import DataError
@@ -24,6 +26,7 @@ from common.files import atomic_folder, expand_home, explain
 logger = logging.getLogger(__name__)
 
 _PROJECT = "one-word-parallel"
+_SIZES = "sizes.json"
 _WARN_AFTER_S = 5.0
 _DOWNLOAD_S = 840.0  # less than other processes wait for the folder that is downloaded
 _WAY_OUT = "Free some space, or choose another folder with data.cache_dir=FOLDER"
@@ -35,10 +38,9 @@ def cached_folder(
     cache_dir: str | os.PathLike | None,
     name: str,
     build: Callable[[Path], None],
-    intact: Callable[[Path], bool] = Path.is_dir,
     timeout_s: float = 900.0,
 ) -> Path:
-    """Return the folder ``cache_dir/name``, built first where it does not exist.
+    """Return the folder ``cache_dir/name``, built first where it does not exist or files of it are lost or cut short.
 
     One process builds under a file lock and the others wait. The folder appears by one rename after its files are on
     the disk. If the disk is full or not writable, the folder is built in the system's temporary folder instead, after a
@@ -49,7 +51,6 @@ def cached_folder(
         name: Names the content: it carries a hash of everything that the content depends on.
         build: Fills the empty folder that it is given. An OSError is taken for an error of the disk; whatever else it
             raises passes through.
-        intact: Whether a folder that exists can be used. One that cannot is built again.
         timeout_s: Seconds to wait for another process that builds the same folder. Waiting is reported after 5.
 
     Raises:
@@ -60,10 +61,10 @@ def cached_folder(
     # The name does not change from process to process, so that the other ranks of a run find what one has built.
     spare = Path(tempfile.gettempdir()) / f"{_PROJECT}-{os.getuid()}"
     for place in (root, spare):
-        if (place == root or _is_private(place)) and (place / name).is_dir() and intact(place / name):
+        if (place == root or _is_private(place)) and _is_whole(place / name):
             return place / name
     try:
-        return _build_under_lock(root / name, build, intact, timeout_s)
+        return _build_under_lock(root / name, build, timeout_s)
     except OSError as error:
         problem = f"cannot write the data cache {root / name}: {explain(error, root)}"
         if cache_dir is not None and error.errno not in _DISK_ERRORS:
@@ -72,7 +73,7 @@ def cached_folder(
         spare.mkdir(mode=0o700, exist_ok=True)
         if not _is_private(spare):
             raise PermissionError(errno.EACCES, "other users can write there")
-        folder = _build_under_lock(spare / name, build, intact, timeout_s)
+        folder = _build_under_lock(spare / name, build, timeout_s)
     except OSError as error:
         raise DataError(f"{problem}. Nor {spare / name}: {explain(error, spare)}. {_WAY_OUT}") from error
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -115,15 +116,25 @@ def file_lock(path: Path, waiting_for: str, timeout_s: float) -> Iterator[None]:
         lock.release()
 
 
-def _build_under_lock(
-    folder: Path, build: Callable[[Path], None], intact: Callable[[Path], bool], timeout_s: float
-) -> Path:
+def _is_whole(folder: Path) -> bool:
+    """Whether a folder is there, and its files have the sizes that they were written with."""
+    try:
+        sizes = json.loads((folder / _SIZES).read_text()) if (folder / _SIZES).exists() else {}
+        return folder.is_dir() and all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
+
+
+def _build_under_lock(folder: Path, build: Callable[[Path], None], timeout_s: float) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with file_lock(folder.with_name(f".{folder.name}.lock"), f"another process to build {folder}", timeout_s):
-        if not (folder.is_dir() and intact(folder)):
+        if not _is_whole(folder):
             shutil.rmtree(folder, ignore_errors=True)
             with atomic_folder(folder) as draft:
                 build(draft)
+                files = [path for path in draft.rglob("*") if path.is_file()]
+                sizes = {str(path.relative_to(draft)): path.stat().st_size for path in files}
+                (draft / _SIZES).write_text(json.dumps(sizes))
     return folder
 
 
@@ -134,6 +145,44 @@ def _is_private(folder: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+
+
+class MappedFile:
+    """Numbers in a file, or in a part of it, that are read from the disk when they are used.
+
+    A started process is sent the path, and maps the file again.
+
+    Attributes:
+        path: The file.
+        dtype: Of the numbers, as numpy names it.
+        offset: The first one's place, in bytes.
+        count: How many there are; by default, all from there on.
+        array: The numbers, [count].
+    """
+
+    def __init__(self, path: Path, dtype: str, offset: int = 0, count: int | None = None):
+        """Map the file now: it can be read from then on, also when it is removed."""
+        self.path, self.dtype, self.offset = path, dtype, offset
+        self.count = (path.stat().st_size - offset) // np.dtype(dtype).itemsize if count is None else count
+        # A view as a plain array: indexing np.memmap itself costs microseconds more. None of no bytes can be made.
+        mapped = np.memmap(path, dtype, "r", offset, (self.count,)) if self.count else np.empty(0, dtype)
+        self.array = mapped.view(np.ndarray)
+
+    def __reduce__(self) -> tuple:
+        return MappedFile, (self.path, self.dtype, self.offset, self.count)
+
+    def check_length(self) -> None:
+        """Raise DataError if the file was cut short: reading the lost part of a map would end this process."""
+        try:
+            size = os.stat(self.path).st_size
+        except FileNotFoundError:
+            return  # its bytes stay readable as long as they are mapped
+        needed = self.offset + self.array.nbytes
+        if size < needed:
+            raise DataError(
+                f"{self.path} was cut short while it was read: it has {size:,} bytes, and had {needed:,} or more. "
+                "Write it again, and go on with the run by train.resume=auto"
+            )
 
 
 def fetch(what: str, work: Callable[[], Any], way_out: str, timeout_s: float | None = None) -> Any:

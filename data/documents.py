@@ -6,9 +6,7 @@ import codecs
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -180,15 +178,10 @@ def encode_texts(texts: Sequence[str], encoding: tiktoken.Encoding, end: int, th
     Special tokens are recognised in the text, except ``end``, which ends a document: text that looks like it is encoded
     as the characters that it is made of.
     """
-    special = encoding.special_tokens_set - {encoding.decode([end])}
-    if not special:
-        encode_one = encoding.encode_ordinary
-    else:
-        encode_one = partial(encoding.encode, allowed_special=special, disallowed_special=())
+    known = {"allowed_special": encoding.special_tokens_set - {encoding.decode([end])}, "disallowed_special": ()}
     if threads == 1:
-        return [encode_one(text) for text in texts]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(encode_one, texts))
+        return [encoding.encode(text, **known) for text in texts]
+    return encoding.encode_batch(texts, num_threads=threads, **known)
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[str | None]]:

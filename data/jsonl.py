@@ -9,14 +9,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from common.errors import DataError
 from common.files import expand_home
 from common.machine import usable_cores
-from data.cache import cached_folder
+from data.cache import MappedFile, cached_folder
 from data.dataset import DataSet, Source, check_at_least, once
 from data.documents import find_files
 from data.loader import VariableLength, bucket_widths
@@ -89,7 +89,7 @@ class Jsonl(DataSet):
         train = RowSelection(len(rows["train"]), kept)
         if self.changing_shapes:
             counts = cached_counts(rows["train"], self.fields, self.vocabulary, self.cache_dir)
-            self.train = BucketedRows(rows["train"], train, self.fields, self.vocabulary, self.seq_len, counts)
+            self.train = BucketedRows(counts, rows["train"], train, self.fields, self.vocabulary, self.seq_len)
         else:
             self.train = TokenRows(rows["train"], train, self.fields, self.vocabulary, self.seq_len)
         self.valid, self.test = self._held_out("valid", rows, taken), self._held_out("test", rows, taken)
@@ -206,41 +206,21 @@ class TokenRows(Source):
 
 
 class BucketedRows(TokenRows, VariableLength):
-    """TokenRows whose batches can be narrower than seq_len."""
+    """TokenRows whose batches can be narrower than seq_len; ``counts`` has the tokens of every row."""
 
-    def __init__(
-        self,
-        rows: Rows,
-        selection: RowSelection,
-        fields: Sequence[str],
-        vocabulary: GPT2Vocabulary,
-        seq_len: int,
-        counts: Path,
-    ):
-        super().__init__(rows, selection, fields, vocabulary, seq_len)
-        self.widths = bucket_widths(seq_len)
-        self.path = counts
-        self._map()
+    def __init__(self, counts: MappedFile, rows: Rows, selection: RowSelection, *more: Any):
+        super().__init__(rows, selection, *more)
+        self.widths, self.counts = bucket_widths(self.seq_len), counts
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
         """Return the positions filled: the tokens of a row less the last, which is only a target."""
-        return np.minimum(self.counts[self.selection.row(indices)].astype(np.int64) - 1, self.seq_len)
-
-    def _map(self) -> None:
-        self.counts = np.memmap(self.path, dtype=np.uint32, mode="r")
-
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"counts": None}
-
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state)
-        self._map()
+        return np.minimum(self.counts.array[self.selection.row(indices)].astype(np.int64) - 1, self.seq_len)
 
 
 def cached_counts(
     rows: Rows, fields: Sequence[str], vocabulary: GPT2Vocabulary, cache_dir: str | os.PathLike | None
-) -> Path:
-    """Return a file of how many tokens each row has (uint32), uncut, the closing <|endoftext|> included."""
+) -> MappedFile:
+    """Return how many tokens each row has, uncut, the closing <|endoftext|> included."""
     threads = min(4, usable_cores())
 
     def build(folder: Path) -> None:
@@ -249,13 +229,9 @@ def cached_counts(
                 encoded = vocabulary.encode_texts(texts, threads)
                 file.write(np.array([len(tokens) + 1 for tokens in encoded], dtype=np.uint32).tobytes())
 
-    def intact(folder: Path) -> bool:
-        path = folder / _LENGTHS
-        return path.is_file() and path.stat().st_size == len(rows) * np.dtype(np.uint32).itemsize
-
     name = f"lengths-{key_of(rows, [*fields, vocabulary.key])}"
     patience = rows.patience_s(_SLOWEST_ENCODED_BYTES_PER_S)
-    return cached_folder(cache_dir, name, build, intact, patience) / _LENGTHS
+    return MappedFile(cached_folder(cache_dir, name, build, patience) / _LENGTHS, "uint32")
 
 
 def key_of(rows: Rows, words: Sequence[str]) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Literal
 
 from common.errors import DataError
+from data.cache import MappedFile
 from data.dataset import DataSet, check_at_least, once
 from data.documents import Document
-from data.token_windows import ColumnWindows, TokenWindows, cached_tokens, count_tokens, unigram_entropy
+from data.token_windows import ColumnWindows, TokenWindows, cached_tokens, unigram_entropy
 from data.vocabulary import ExtraTokens, GPT2Vocabulary
 from data.words import WordVocabulary
 
@@ -122,31 +122,29 @@ class LanguageData(DataSet):
             f"{self.name}-{self.fingerprint}",
             lambda folder: self.vocabulary.encode(folder, documents),
         )
-        self.vocabulary.load(files["train"].parent)
+        self.vocabulary.load(files["train"].path.parent)
         self.train = self._train(files["train"])
         self.valid, self.test = (
-            TokenWindows(files[split], self.seq_len) if count_tokens(files[split]) > self.seq_len else None
+            TokenWindows(files[split], self.seq_len) if files[split].count > self.seq_len else None
             for split in ("valid", "test")
         )
         self.description = self._describe(documents, files)
 
-    def _train(self, path: Path) -> TokenWindows:
-        tokens = count_tokens(path)
-        if tokens <= self.seq_len:
+    def _train(self, file: MappedFile) -> TokenWindows:
+        if file.count <= self.seq_len:
             raise DataError(
-                f"the train split of {self.title()} has {tokens:,} tokens; one sample of "
+                f"the train split of {self.title()} has {file.count:,} tokens; one sample of "
                 f"data.seq_len={self.seq_len} needs {self.seq_len + 1}. Lower data.seq_len or give more text"
             )
         if self.columns is not None:
-            return ColumnWindows(path, self.columns, self.seq_len)
-        return TokenWindows(path, self.seq_len)
+            return ColumnWindows(file, self.columns, self.seq_len)
+        return TokenWindows(file, self.seq_len)
 
-    def _describe(self, documents: Mapping[str, Sequence[Document]], files: Mapping[str, Path]) -> str:
+    def _describe(self, documents: Mapping[str, Sequence[Document]], files: Mapping[str, MappedFile]) -> str:
         parts = []
         for split, source in (("train", self.train), ("valid", self.valid), ("test", self.test)):
-            tokens = count_tokens(files[split])
             samples = f"{len(source):,} samples" if source else f"one sample needs {self.seq_len + 1:,}"
-            parts.append(f"{split} {tokens:,} tokens ({samples})")
+            parts.append(f"{split} {files[split].count:,} tokens ({samples})")
         count = sum(len(part) for part in documents.values())
         columns = "" if self.columns is None else f", trained on in {self.columns} columns"
         return f"{self.title()}, {count:,} documents, {self.vocabulary.label}{columns}: {', '.join(parts)}"

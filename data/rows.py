@@ -13,7 +13,7 @@ import numpy as np
 
 from common.errors import DataError
 from common.files import parse_json
-from data.cache import cached_folder
+from data.cache import MappedFile, cached_folder
 
 # To be raised when the same files give another index: old ones are then ignored, not misread.
 _INDEX_FORMAT = 1
@@ -36,7 +36,7 @@ class Rows:
     Attributes:
         files: The files.
         starts: Where each file starts and the last ends, int64 [files + 1], in bytes.
-        offsets: The index, int64 [n + 1].
+        index: The positions.
         key: Names the files and their state, for the cache.
     """
 
@@ -50,9 +50,13 @@ class Rows:
         self.starts = np.cumsum([0, *(size for size, _ in self._stamps)], dtype=np.int64)
         content = [_INDEX_FORMAT, [(str(path), *stamp) for path, stamp in zip(files, self._stamps, strict=True)]]
         self.key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-        folder = cached_folder(cache_dir, f"rows-{self.key}", self._build, self._intact, self.patience_s())
-        self.path = folder / _INDEX
-        self.offsets = _map(self.path)
+        folder = cached_folder(cache_dir, f"rows-{self.key}", self._build, self.patience_s())
+        self.index = MappedFile(folder / _INDEX, "int64")
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """The positions, int64 [n + 1]."""
+        return self.index.array
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -60,8 +64,6 @@ class Rows:
     def lines(self, indices: np.ndarray) -> list[bytes]:
         """Return the bytes of rows, int [b], each with its line end; raise DataError for a file that has changed."""
         starts, ends = self.offsets[indices], self.offsets[np.asarray(indices) + 1]
-        if (starts < 0).any() or (starts >= ends).any() or (ends > self.starts[-1]).any():
-            raise DataError(f"{self.path} is damaged: no rows can be where it says. Remove {self.path.parent}")
         of_file = self._file_of(starts)
         lengths = np.minimum(ends, self.starts[of_file + 1]) - starts
         lines = [b""] * len(starts)
@@ -168,26 +170,6 @@ class Rows:
                     rows[i] = not _blank(descriptor, position + int(starts[i]))
                 yield position + starts[rows]
                 position += len(block)
-
-    def _intact(self, folder: Path) -> bool:
-        # A file that was cut short does not end in the total of bytes.
-        try:
-            return _map(folder / _INDEX)[-1] == self.starts[-1]
-        except (OSError, ValueError):
-            return False
-
-    def __getstate__(self) -> dict:
-        # A process that is not forked maps the index again; pickling the map would copy all of it.
-        return self.__dict__ | {"offsets": None}
-
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state)
-        self.offsets = _map(self.path)
-
-
-def _map(path: Path) -> np.ndarray:
-    # A view as a plain array: indexing np.memmap itself costs microseconds more.
-    return np.memmap(path, dtype=np.int64, mode="r").view(np.ndarray)
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int]:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from common.errors import DataError
-from data.cache import cached_folder
+from data.cache import MappedFile, cached_folder
 from data.dataset import Source, check_at_least
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SIZES = "tokens.json"
 _MOST_COUNTED = 1 << 24
 
 
@@ -31,8 +28,8 @@ def cached_tokens(
     cache_dir: str | os.PathLike | None,
     name: str,
     encode: Callable[[Path], tuple[int, Mapping[str, Iterable[np.ndarray]]]],
-) -> dict[str, Path]:
-    """Return the token file of each split, written by the first process that asks for it (see data.cache).
+) -> dict[str, MappedFile]:
+    """Return the tokens of each split, written by the first process that asks for it (see data.cache).
 
     The files are raw integers in this machine's byte order; their suffix (.uint16, .uint32) is their dtype.
 
@@ -50,63 +47,9 @@ def cached_tokens(
             with open(folder / f"{split}.{dtype}", "wb") as file:
                 for array in arrays:
                     file.write(array.astype(dtype).tobytes())
-        sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-        (folder / _SIZES).write_text(json.dumps(sizes))
 
-    def intact(folder: Path) -> bool:
-        try:
-            sizes = json.loads((folder / _SIZES).read_text())
-            return all((folder / name).stat().st_size == size for name, size in sizes.items())
-        except (OSError, ValueError):
-            return False
-
-    folder = cached_folder(cache_dir, name, build, intact)
-    return {path.stem: path for path in folder.glob("*.uint*")}
-
-
-@dataclass(frozen=True)
-class TokenFile:
-    """Tokens in a part of a file.
-
-    Attributes:
-        path: The file.
-        dtype: Of the tokens, as numpy names it.
-        offset: The first token's place, in bytes.
-        count: The number of tokens.
-    """
-
-    path: Path
-    dtype: str
-    offset: int
-    count: int
-
-    @classmethod
-    def whole(cls, path: str | os.PathLike) -> TokenFile:
-        """Return all tokens of a file that cached_tokens wrote."""
-        path = Path(path)
-        return cls(path, path.suffix[1:], 0, count_tokens(path))
-
-    def map(self) -> np.ndarray:
-        """Return the tokens memory-mapped: read from the disk when they are used."""
-        return np.memmap(self.path, self.dtype, "r", self.offset, (self.count,))
-
-    def check_length(self) -> None:
-        """Raise DataError if the file was cut short: reading the lost part of a map would end this process."""
-        try:
-            size = os.stat(self.path).st_size
-        except FileNotFoundError:
-            return  # its bytes stay readable as long as they are mapped
-        needed = self.offset + self.count * np.dtype(self.dtype).itemsize
-        if size < needed:
-            raise DataError(
-                f"{self.path} was cut short while it was read: it has {size:,} bytes, and had {needed:,} or more. "
-                "Write it again, and go on with the run by train.resume=auto"
-            )
-
-
-def count_tokens(path: Path) -> int:
-    """Return the number of tokens in a file that cached_tokens wrote."""
-    return path.stat().st_size // np.dtype(path.suffix[1:]).itemsize
+    folder = cached_folder(cache_dir, name, build)
+    return {path.stem: MappedFile(path, path.suffix[1:]) for path in folder.glob("*.uint*")}
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:
@@ -126,30 +69,13 @@ class TokenWindows(Source):
     samples, and every token but the first and a remainder at the end is predicted exactly once.
     """
 
-    def __init__(self, tokens: str | os.PathLike | TokenFile | np.ndarray, seq_len: int):
-        """Map the tokens of a file (a path's suffix is their dtype: train.uint16), or take an array [n].
-
-        Raises:
-            DataError: There are fewer than seq_len + 1 tokens.
-        """
-        self.seq_len = seq_len
-        if isinstance(tokens, np.ndarray):
-            self.file, self.tokens = None, tokens
-        else:
-            self.file = tokens if isinstance(tokens, TokenFile) else TokenFile.whole(tokens)
-        count = len(tokens) if self.file is None else self.file.count
-        if count <= seq_len:
-            raise DataError(
-                f"{self.origin} has {count} tokens; one sample of data.seq_len={seq_len} needs {seq_len + 1}. "
-                "Lower data.seq_len or give more text"
-            )
-        if self.file is not None:  # only now: an empty file cannot be mapped
-            self.tokens = self.file.map()
+    def __init__(self, file: MappedFile, seq_len: int):
+        self.file, self.seq_len = file, seq_len
 
     @property
-    def origin(self) -> str:
-        """Where the tokens come from, for messages."""
-        return str(self.file.path) if self.file is not None else "the data"
+    def tokens(self) -> np.ndarray:
+        """All tokens, [n]."""
+        return self.file.array
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.seq_len
@@ -162,22 +88,12 @@ class TokenWindows(Source):
         """Return inputs and targets, both int64 [b, seq_len]."""
         import torch
 
-        if self.file is not None:
-            self.file.check_length()
+        self.file.check_length()
         starts = self.starts(np.asarray(indices, dtype=np.int64))
         windows = self.tokens[starts[:, None] + np.arange(self.seq_len + 1)].astype(np.int64)
         samples = torch.from_numpy(windows)
         # Not two views: pinning and sending a view would copy the other's tokens as well.
         return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
-
-    def __getstate__(self) -> dict:
-        # A loader process that is not forked maps the file again; pickling the map would copy all tokens.
-        return self.__dict__ | ({"tokens": None} if self.file is not None else {})
-
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state)
-        if self.file is not None:
-            self.tokens = self.file.map()
 
 
 class ColumnWindows(TokenWindows):
@@ -192,18 +108,18 @@ class ColumnWindows(TokenWindows):
 
     ordered = True
 
-    def __init__(self, tokens: str | os.PathLike | TokenFile | np.ndarray, columns: int, seq_len: int):
+    def __init__(self, file: MappedFile, columns: int, seq_len: int):
         """Take tokens as TokenWindows does; ``columns`` is the global batch size.
 
         Raises:
             DataError: A column has fewer than seq_len + 1 tokens, or ``columns`` is not positive.
         """
         check_at_least(1, columns=columns)
-        super().__init__(tokens, seq_len)
+        super().__init__(file, seq_len)
         self.columns = columns
         if self.column_length <= seq_len:
             raise DataError(
-                f"{self.origin} has {len(self.tokens):,} tokens, {self.column_length:,} in each of "
+                f"{self.file.path} has {len(self.tokens):,} tokens, {self.column_length:,} in each of "
                 f"data.columns={columns}; one sample of data.seq_len={seq_len} needs {seq_len + 1}. Lower "
                 "data.seq_len or data.columns (by default train.global_batch_size), or give more text"
             )

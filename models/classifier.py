@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from models.chain import Chain, LayerSpec
+from models.chain import Chain, LayerSpec, check_sizes
 from models.losses import ClassCrossEntropy
 
 CHANNELS = (16, 32, 64)
@@ -28,9 +28,7 @@ def classifier(in_channels: int = 3, image_size: int = 32, num_classes: int = 10
     Raises:
         ValueError: For a number below 1, or an image too small to be halved three times.
     """
-    for key, value in {"in_channels": in_channels, "num_classes": num_classes}.items():
-        if value < 1:
-            raise ValueError(f"model.{key}={value} must be at least 1")
+    check_sizes(in_channels=in_channels, num_classes=num_classes)
     side = image_size // 2 ** len(CHANNELS)
     if side < 1:
         raise ValueError(f"model.image_size={image_size} is halved three times: it must be at least 8")

@@ -7,7 +7,7 @@ from functools import partial
 from torch import nn
 
 from models.batchnorm import BatchNorm2d
-from models.chain import Chain, LayerSpec
+from models.chain import Chain, LayerSpec, check_sizes
 from models.losses import ClassCrossEntropy
 
 
@@ -20,9 +20,7 @@ def convnet(in_channels: int = 1, image_size: int = 28, num_classes: int = 10) -
     Raises:
         ValueError: For a number below 1, or an image too small to be halved twice.
     """
-    for key, value in {"in_channels": in_channels, "num_classes": num_classes}.items():
-        if value < 1:
-            raise ValueError(f"model.{key}={value} must be at least 1")
+    check_sizes(in_channels=in_channels, num_classes=num_classes)
     side = image_size // 4
     if side < 1:
         raise ValueError(f"model.image_size={image_size} is halved twice: it must be at least 4")

@@ -25,9 +25,7 @@ def _drop_out(
     tl.store(y + at, tl.load(x + at, mask=at < size, other=0.0) * factor, mask=at < size)
 
 
-def drop_out(
-    x: Tensor, seed: int, first: int, count: int, p: float, least: int, hashing: tuple[int, ...]
-) -> Tensor:
+def drop_out(x: Tensor, seed: int, first: int, count: int, p: float, least: int, hashing: tuple[int, ...]) -> Tensor:
     """Drop elements of ``x`` out with probability p, and divide the others by 1 - p.
 
     ``x`` is [count r, ...]: r rows of each of ``count`` samples, of which ``first`` is the first one's index in the

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import CausalAttention, UsesCache
-from models.chain import Chain, LayerSpec, check_depth
+from models.chain import Chain, LayerSpec, check_sizes, check_width
 from models.fused_cross_entropy import FusedHead
-from models.gpt2_sizes import SIZES, Size, with_sizes
+from models.gpt2_sizes import Size, with_sizes
 from models.huggingface import EMBEDDING, HuggingFaceGPT2
 from models.losses import TokenCrossEntropy
 
@@ -113,34 +113,6 @@ def initialise(name: str, module: nn.Module, *, n_layer: int) -> None:
         module.bias.zero_()
 
 
-def resolve_size(
-    size: str = "124M",
-    n_layer: int | None = None,
-    n_head: int | None = None,
-    n_embd: int | None = None,
-    block_size: int | None = None,
-) -> Size:
-    """Return the sizes of ``size``, each replaced by the number that is given.
-
-    Raises:
-        ValueError: For an unknown size, a number below 1, or a width that the heads do not divide.
-    """
-    if size not in SIZES:
-        raise ValueError(f"model.size={size} is not one of {', '.join(SIZES)}")
-    given = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "block_size": block_size}
-    chosen = with_sizes(size, given)
-    check_depth(chosen.n_layer)
-    for field in given:
-        if getattr(chosen, field) < 1:
-            raise ValueError(f"model.{field}={getattr(chosen, field)} must be at least 1")
-    if chosen.n_embd % chosen.n_head:
-        raise ValueError(
-            f"model.n_embd={chosen.n_embd} does not divide into model.n_head={chosen.n_head} equal heads; "
-            f"the nearest width that does is {max(1, round(chosen.n_embd / chosen.n_head)) * chosen.n_head}"
-        )
-    return chosen
-
-
 def gpt2(
     size: Literal["124M", "350M", "774M", "1558M", "tiny"] = "124M",
     n_layer: int | None = None,
@@ -167,11 +139,10 @@ def gpt2(
     Raises:
         ValueError: For an unknown size, a number below 1, or a width that the heads do not divide.
     """
-    chosen = resolve_size(size, n_layer, n_head, n_embd, block_size)
-    if vocab_size < 1:
-        raise ValueError(f"model.vocab_size={vocab_size} must be at least 1")
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"model.dropout={dropout} must lie in [0, 1)")
+    given = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "block_size": block_size}
+    chosen = with_sizes(size, given)
+    check_sizes(**{key: getattr(chosen, key) for key in given}, vocab_size=vocab_size, dropout=dropout)
+    check_width("n_embd", chosen.n_embd, chosen.n_head)
     block = partial(Block, chosen, dropout)
     return Chain(
         layers=[

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.batchnorm import BatchNorm2d
-from models.chain import Chain, LayerSpec, reset_parameters
+from models.chain import Chain, LayerSpec, check_sizes, reset_parameters
 from models.losses import ClassCrossEntropy, Loss, OneHotSquaredError
 
 # Per group of blocks: how many, width of their 3x3 convolution, stride of the first.
@@ -47,9 +47,7 @@ def resnet50(
     Raises:
         ValueError: For a number below 1 or an unknown loss.
     """
-    for key, value in {"in_channels": in_channels, "num_classes": num_classes}.items():
-        if value < 1:
-            raise ValueError(f"model.{key}={value} must be at least 1")
+    check_sizes(in_channels=in_channels, num_classes=num_classes)
     if loss not in LOSSES:
         raise ValueError(f"model.loss={loss} is not one of {', '.join(LOSSES)}")
     return Chain(

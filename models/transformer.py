@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import CausalAttention, UsesCache
-from models.chain import Chain, LayerSpec, check_depth, reset_parameters
+from models.chain import Chain, LayerSpec, check_sizes, check_width, reset_parameters
 from models.fused_cross_entropy import FusedHead
 from models.losses import TokenCrossEntropy
 
@@ -149,22 +149,9 @@ def transformer(
     """
     if vocab_size is None:
         raise ValueError("model.vocab_size is not set and the data has no vocabulary to take it from; set it")
-    sizes = {
-        "d_model": d_model, "d_hid": d_hid, "n_head": n_head, "n_layer": n_layer, "max_len": max_len,
-        "vocab_size": vocab_size,
-    }  # fmt: skip
-    check_depth(n_layer)
-    for key, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"model.{key}={value} must be at least 1")
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"model.dropout={dropout} must lie in [0, 1)")
-    if d_model % n_head or d_model % 2:
-        step = math.lcm(2, n_head)
-        raise ValueError(
-            f"model.d_model={d_model} must divide into model.n_head={n_head} equal heads and be even (positions are "
-            f"pairs of sine and cosine); the nearest width that does is {max(1, round(d_model / step)) * step}"
-        )
+    sizes = {"d_model": d_model, "d_hid": d_hid, "n_head": n_head, "n_layer": n_layer}
+    check_sizes(**sizes, max_len=max_len, vocab_size=vocab_size, dropout=dropout)
+    check_width("d_model", d_model, n_head, even=True)  # positions are pairs of sine and cosine
     layer = partial(TransformerLayer, d_model, n_head, d_hid, dropout)
     return Chain(
         layers=[

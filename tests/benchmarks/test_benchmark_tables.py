@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks import ddp, gpt2, overhead, parity, pipelining, published_figures
 from benchmarks.pipelining import Way
-from models.gpt2 import SIZES
 from models.gpt2 import gpt2 as chain_of_gpt2
+from models.gpt2_sizes import SIZES
 
 
 def test_each_contender_of_pipelining_is_compared_with_the_best_pipeline():

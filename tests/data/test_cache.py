@@ -86,10 +86,10 @@ def test_a_killed_build_is_cleared_away_by_the_next(tmp_path):
     assert visible(tmp_path / "cache") == ["key"]
 
 
-def test_a_folder_that_is_no_longer_intact_is_built_again(tmp_path):
-    (cached_folder(tmp_path, "key", build_whole) / "whole").unlink()
-    folder = cached_folder(tmp_path, "key", build_whole, intact=lambda folder: (folder / "whole").exists())
-    assert (folder / "whole").read_text() == "whole"
+@pytest.mark.parametrize("harm", [Path.unlink, lambda path: os.truncate(path, 2)], ids=["lost", "cut short"])
+def test_a_folder_whose_files_are_no_longer_whole_is_built_again(tmp_path, harm):
+    harm(cached_folder(tmp_path, "key", build_whole) / "whole")
+    assert (cached_folder(tmp_path, "key", build_whole) / "whole").read_text() == "whole"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])

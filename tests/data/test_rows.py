@@ -72,10 +72,10 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path, cache):
 def test_the_index_is_8_bytes_a_row_and_shared_by_all_who_read(tmp_path, cache, monkeypatch):
     file = jsonl(tmp_path / "a", [str(i) for i in range(10_000)])
     first = Rows([file], cache)
-    assert first.path.stat().st_size == 8 * 10_001
+    assert first.index.path.stat().st_size == 8 * 10_001
     monkeypatch.setattr(Rows, "_build", lambda self, folder: pytest.fail("built again"))
     second = Rows([file], cache)
-    assert second.path == first.path
+    assert second.index.path == first.index.path
     assert not isinstance(second.offsets, np.memmap) and isinstance(second.offsets.base, np.memmap)
     sent = pickle.dumps(second)
     assert len(sent) < 2000, "a spawned process gets the path and not the index"
@@ -123,7 +123,7 @@ def test_another_version_of_a_file_gets_another_index_and_the_old_rows_are_an_er
 def test_an_index_that_was_cut_short_is_built_again(tmp_path, cache):
     file = jsonl(tmp_path / "a", ["a", "b", "c"])
     for size in (0, 7, 16):
-        os.truncate(Rows([file], cache).path, size)
+        os.truncate(Rows([file], cache).index.path, size)
         assert everything(Rows([file], cache)) == ["a", "b", "c"]
 
 

@@ -6,13 +6,25 @@ import numpy as np
 import pytest
 
 from common.errors import DataError
+from data.cache import MappedFile
 from data.loader import TrainBatches
 from data.text import Text
 from data.token_windows import ColumnWindows, TokenWindows, cached_tokens, token_dtype
 
 
-def test_a_sample_is_seq_len_tokens_and_its_targets_are_the_tokens_that_follow():
-    source = TokenWindows(np.arange(11, dtype=np.uint16), seq_len=5)
+@pytest.fixture
+def held(tmp_path):
+    """Writes tokens to a file and maps it."""
+
+    def write(tokens) -> MappedFile:
+        np.asarray(tokens, dtype=np.uint16).tofile(tmp_path / "train.uint16")
+        return MappedFile(tmp_path / "train.uint16", "uint16")
+
+    return write
+
+
+def test_a_sample_is_seq_len_tokens_and_its_targets_are_the_tokens_that_follow(held):
+    source = TokenWindows(held(range(11)), seq_len=5)
     assert len(source) == 2
     inputs, targets = source.read(np.array([1, 0]), epoch=0)
     assert inputs.tolist() == [[5, 6, 7, 8, 9], [0, 1, 2, 3, 4]]
@@ -20,9 +32,9 @@ def test_a_sample_is_seq_len_tokens_and_its_targets_are_the_tokens_that_follow()
     assert str(inputs.dtype) == str(targets.dtype) == "torch.int64"
 
 
-@pytest.mark.parametrize("tokens, samples", [(6, 1), (10, 1), (11, 2)])
-def test_a_sample_needs_one_token_more_than_seq_len(tokens, samples):
-    assert len(TokenWindows(np.zeros(tokens, np.uint16), seq_len=5)) == samples
+@pytest.mark.parametrize("tokens, samples", [(5, 0), (6, 1), (10, 1), (11, 2)])
+def test_a_sample_needs_one_token_more_than_seq_len(held, tokens, samples):
+    assert len(TokenWindows(held(range(tokens)), seq_len=5)) == samples
 
 
 @pytest.mark.parametrize("vocab_size, dtype", [(50257, "uint16"), (65536, "uint16"), (65537, "uint32")])
@@ -30,7 +42,7 @@ def test_the_file_is_as_wide_as_the_vocabulary_needs(cache, vocab_size, dtype):
     assert token_dtype(vocab_size) == dtype
     top = np.array([0, vocab_size - 1])
     files = cached_tokens(cache, "key", lambda _: (vocab_size, {"train": [top, top]}))
-    assert files["train"].name == f"train.{dtype}"
+    assert files["train"].path.name == f"train.{dtype}"
     inputs, _ = TokenWindows(files["train"], 3).read(np.array([0]), epoch=0)
     assert inputs.tolist() == [[0, vocab_size - 1, 0]]
 
@@ -39,13 +51,12 @@ def test_a_truncated_token_file_is_built_again(cache):
     def build():
         return cached_tokens(cache, "key", lambda _: (100, {"train": [np.arange(50)]}))["train"]
 
-    with open(build(), "r+b") as file:
-        file.truncate(20)
-    assert build().stat().st_size == 100
+    os.truncate(build().path, 20)
+    assert build().count == 50
 
 
-def test_a_column_is_a_part_of_the_text_and_its_windows_are_samples():
-    source = ColumnWindows(np.arange(23, dtype=np.uint16), columns=3, seq_len=2)
+def test_a_column_is_a_part_of_the_text_and_its_windows_are_samples(held):
+    source = ColumnWindows(held(range(23)), columns=3, seq_len=2)
     assert len(source) == 9  # columns of 7 tokens, three windows each
     inputs, targets = source.read(np.arange(6), epoch=0)
     assert inputs.tolist() == [[0, 1], [7, 8], [14, 15], [2, 3], [9, 10], [16, 17]]
@@ -53,10 +64,10 @@ def test_a_column_is_a_part_of_the_text_and_its_windows_are_samples():
 
 
 @pytest.mark.parametrize("tokens, columns, seq_len", [(2000, 4, 35), (2000, 20, 7), (145, 4, 35), (144, 4, 35)])
-def test_columns_are_the_published_batchify(tokens, columns, seq_len):
+def test_columns_are_the_published_batchify(held, tokens, columns, seq_len):
     """Written as in the tutorial: cut, reshape, walk in steps of bptt; its last window may be short, ours is not."""
     data = np.arange(tokens)
-    source = ColumnWindows(data, columns, seq_len)
+    source = ColumnWindows(held(data), columns, seq_len)
     length = tokens // columns
     published = data[: length * columns].reshape(columns, length).T
     starts = [i for i in range(0, length - 1, seq_len) if i + seq_len <= length - 1]
@@ -67,8 +78,8 @@ def test_columns_are_the_published_batchify(tokens, columns, seq_len):
         assert np.array_equal(targets, published[i + 1 : i + 1 + seq_len].T)
 
 
-def test_training_continues_each_column_from_step_to_step_and_the_replicas_share_the_columns():
-    source = ColumnWindows(np.arange(40), columns=4, seq_len=3)
+def test_training_continues_each_column_from_step_to_step_and_the_replicas_share_the_columns(held):
+    source = ColumnWindows(held(range(40)), columns=4, seq_len=3)
     batches = TrainBatches(source, 4, seed=1)
     assert batches.steps_per_epoch == 3
     first = [batches[step].inputs[:, 0].tolist() for step in (1, 2, 3, 4)]
@@ -80,18 +91,17 @@ def test_training_continues_each_column_from_step_to_step_and_the_replicas_share
 @pytest.mark.parametrize(
     "build, message",
     [
-        (lambda: TokenWindows(np.zeros(5, np.uint16), seq_len=5), "has 5 tokens.*seq_len=5 needs 6"),
-        (lambda: ColumnWindows(np.arange(40), 4, 10), r"10 in each of data.columns=4.*seq_len=10 needs 11"),
-        (lambda: ColumnWindows(np.arange(40), 0, 10), "data.columns=0"),
+        (lambda file: ColumnWindows(file, 4, 10), r"10 in each of data.columns=4.*seq_len=10 needs 11"),
+        (lambda file: ColumnWindows(file, 0, 10), "data.columns=0"),
         (
-            lambda: TrainBatches(ColumnWindows(np.arange(40), 4, 3), 2, seed=1),
+            lambda file: TrainBatches(ColumnWindows(file, 4, 3), 2, seed=1),
             "data.columns=4 .*train.global_batch_size=2",
         ),
     ],
 )
-def test_numbers_that_do_not_fit_are_errors_that_state_them(build, message):
+def test_numbers_that_do_not_fit_are_errors_that_state_them(held, build, message):
     with pytest.raises(DataError, match=message):
-        build()
+        build(held(range(40)))
 
 
 def test_only_training_goes_by_columns(tmp_path, prepared):
@@ -101,10 +111,8 @@ def test_only_training_goes_by_columns(tmp_path, prepared):
     assert type(data.valid) is TokenWindows and not data.valid.ordered and len(data.valid) == (300 - 1) // 8
 
 
-def test_a_file_that_is_cut_short_while_it_is_mapped_is_an_error_and_no_crash(tmp_path):
-    path = tmp_path / "train.uint16"
-    np.arange(50_000, dtype=np.uint16).tofile(path)
-    source = TokenWindows(path, 100)
-    os.truncate(path, 1000)
+def test_a_file_that_is_cut_short_while_it_is_mapped_is_an_error_and_no_crash(held):
+    source = TokenWindows(held(range(50_000)), 100)
+    os.truncate(source.file.path, 1000)
     with pytest.raises(DataError, match=r"train.uint16 was cut short while it was read: it has 1,000 bytes"):
         source.read(np.array([400]), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,8 +36,10 @@ def test_the_vocabulary_is_gpt2s():
 
 
 def test_a_vocabulary_file_that_is_not_the_published_one_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "encoder.json").write_text("{}")
-    monkeypatch.setattr(vocabulary_module, "_find", lambda name: tmp_path / "encoder.json")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "encoder.json").write_text("{}")
+    package = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: package)
     vocabulary_module._encoding.cache_clear()
     with pytest.raises(DataError, match="sha256.*pip install"):
         gpt2()

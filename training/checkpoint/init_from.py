@@ -44,7 +44,8 @@ def start(model: Any, chain: Chain, strategy: Strategy) -> None:
             given = f"model.init_from={model.init_from}"
             raise TrainingError(f"{given} does not fit model={model.name}: {error}") from error
         known = len(weights.added)
-    _add_tokens(model.get("extra_tokens"), chain, strategy, known)
+    if model.get("extra_tokens") is not None:
+        _add_tokens(model.extra_tokens, chain, strategy, known)
 
 
 def check_start(model: Any, chain: Chain) -> Weights:
