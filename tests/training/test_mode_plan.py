@@ -1,23 +1,33 @@
-"""mode=plan: what a run would look like, without running it."""
+"""What a run is before it starts: how long, in which pieces, on which layout and with how much memory (mode=plan)."""
 
 import re
+from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
+import torch
 from commandline import train
 from composed import config
 
+from common.errors import UserError
+from models.chain import Chain, LayerSpec
+from models.losses import SquaredError
 from training.app import execute
+from training.setup import describe, prepare, total_steps
+
+TINY = ["model=gpt2", "model.size=tiny"]
 
 
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory):
-    """The default GPT-2, 124M, on two stages x two replicas."""
-    folder = tmp_path_factory.mktemp("plan") / "run"
-    run = train(
-        ["parallel=pipe_ddp", "model=gpt2", "mode=plan", "device=cpu", "train.precision=fp32"], folder
-    )
-    assert run.code == 0, run.console
-    return run
+@pytest.fixture
+def plan(tmp_path, capsys):
+    """``plan("parallel=ddp")``: what mode=plan prints."""
+
+    def said(*words):
+        execute(config("mode=plan", *words), tmp_path, None)
+        return capsys.readouterr().out
+
+    yield said
+    assert list(tmp_path.iterdir()) == []
 
 
 def table(said):
@@ -30,75 +40,125 @@ def table(said):
     return [dict(zip(names, map(int, row[1:]), strict=True)) for row in rows]
 
 
-def test_the_plan_shows_the_layout_the_batch_cut_and_the_bubble(gpt2):
-    said = gpt2.stdout
+def test_the_plan_of_gpt2_shows_the_layout_the_batch_cut_the_bubble_and_the_memory_of_every_rank(plan):
+    """The default one, 124M, on two stages x two replicas."""
+    said = plan("parallel=pipe_ddp", "model=gpt2", "train.precision=fp32")
     assert "gpt2: 124,475,904 parameters   pipe_ddp: 4 processes on cpu, fp32" in said
     assert "the documentation of torch" in said
     assert re.search(r"unigram entropy [56]\.\d+ nats: the loss that counting its tokens reaches", said)
     assert re.search(r"global batch 16 x \d+ tokens = 2 replicas x 4 micro-batches of 2", said)
     assert "schedule gpipe, ideal bubble 20.0%" in said
-    first, second = re.findall(r"stage (\d) on ranks ([\d,]+) +([\d,]+)  (.*)", said)
-    assert (first[0], first[1], first[3]) == ("0", "0,2", "embedding … h.5 (7 layers)  50.2% of what the stages hold")
-    assert (second[0], second[1], second[3]) == ("1", "1,3", "h.6 … head (7 layers)  49.8% of what the stages hold")
-    shared = 50304 * 768  # the head and the embedding lie on both stages
-    assert sum(int(stage[2].replace(",", "")) for stage in (first, second)) == 124_475_904 + shared
-
-
-def test_the_plan_shows_the_memory_of_every_rank(gpt2):
-    rows = table(gpt2.stdout)
-    assert len(rows) == 4
+    stages = re.findall(r"stage (\d) on ranks ([\d,]+) +([\d,]+)  (.*)", said)
+    assert [(number, ranks, rest) for number, ranks, _, rest in stages] == [
+        ("0", "0,2", "embedding … h.5 (7 layers)  50.2% of what the stages hold"),
+        ("1", "1,3", "h.6 … head (7 layers)  49.8% of what the stages hold"),
+    ]
+    whole = 124_475_904 + 50304 * 768  # the head and the embedding lie on both stages
+    assert sum(int(parameters.replace(",", "")) for _, _, parameters, _ in stages) == whole
+    rows = table(said)
+    assert rows[:2] == rows[2:], "replicas need the same"
     for row in rows:
         assert row["total"] == pytest.approx(sum(v for name, v in row.items() if name != "total"), abs=3)
-        assert row["gradients"] == row["weights"]
+        assert row["gradients"] == row["weights"] == pytest.approx(whole / 2 * 4 / 2**20, rel=0.01)
         assert row["optimizer"] == pytest.approx(2 * row["weights"], abs=1)  # AdamW's two moments
-    assert rows[0] == {**rows[2]} and rows[1] == {**rows[3]}, "replicas need the same"
-    stage = (124_475_904 + 50304 * 768) / 2 * 4 / 2**20
-    assert rows[0]["weights"] == pytest.approx(stage, rel=0.01)
-    together = float(re.search(r"all ranks together: ([\d.]+) GiB", gpt2.stdout)[1])
+    together = float(re.search(r"all ranks together: ([\d.]+) GiB", said)[1])
     assert together == pytest.approx(sum(row["total"] for row in rows) / 1024, abs=0.1)
 
 
-def test_the_plan_says_how_much_a_limited_evaluation_covers(tmp_path, capsys):
-    execute(config("mode=plan", "train.eval_batches=3", "train.global_batch_size=100"), tmp_path, None)
-    said = capsys.readouterr().out
-    assert "evaluations: val 3 of 10 batches, test 3 of 10 batches, spread evenly" in said
-    execute(config("mode=plan"), tmp_path, None)
-    assert "evaluations" not in capsys.readouterr().out
-
-
-def test_the_plan_trains_nothing(gpt2):
-    assert {path.name for path in gpt2.folder.iterdir()} <= {".hydra", "train.log"}
-
-
-def test_the_plan_of_one_process_has_no_bubble(tmp_path, capsys):
-    execute(config("mode=plan"), tmp_path, None)
-    said = capsys.readouterr().out
+def test_the_plan_of_one_process_has_no_bubble_and_says_how_much_a_limited_evaluation_covers(plan):
+    said = plan()
     assert "toy: 165 parameters   single: 1 process" in said
-    assert "bubble" not in said
-    assert len(table(said)) == 1
-    assert list(tmp_path.iterdir()) == []
+    assert "bubble" not in said and "evaluations" not in said and len(table(said)) == 1
+    limited = plan("train.eval_batches=3", "train.global_batch_size=100")
+    assert "evaluations: val 3 of 10 batches, test 3 of 10 batches, spread evenly" in limited
+
+
+def test_the_plan_shows_the_shares_and_what_is_whole_during_a_step(plan, text):
+    gpt2 = [*TINY, "model.n_layer=2", "model.n_embd=512", *text, "train.global_batch_size=8", "train.precision=fp32"]
+    (one,) = table(plan(*gpt2))
+    shares = table(plan(*gpt2, "parallel=fsdp", "parallel.dp=4"))
+    assert "gathered" not in one and len(shares) == 4
+    for share in shares:
+        for kind in ("weights", "gradients", "optimizer"):
+            assert share[kind] == pytest.approx(one[kind] / 4, abs=1)
+        assert 0 < share["gathered"] <= 2 * one["weights"] + 2
+    hybrid = table(plan(*gpt2, "parallel=hsdp", "parallel.dp=4", "parallel.shard=2"))
+    assert hybrid[0]["weights"] == pytest.approx(one["weights"] / 2, abs=1)
 
 
 @pytest.mark.slow
-def test_the_estimate_is_within_a_factor_of_two_of_what_a_run_takes(tmp_path, text, capsys):
-    model = [
-        "model=gpt2",
-        "model.size=tiny",
-        "model.n_layer=4",
-        "model.n_embd=256",
-        *text,
-        "data.seq_len=128",
-    ]
-    recipe = [*model, "parallel=pipelined", "device=cpu", "train.precision=fp32", "train.steps=2"]
-    recipe += ["train.eval_every=null", "train.checkpoint_every=null", "train.global_batch_size=8"]
-    execute(config(*recipe, "mode=plan"), tmp_path, None)
-    rows = table(capsys.readouterr().out)
-    run = train([*recipe, "logger=none"], tmp_path / "run")
+def test_the_estimate_is_within_a_factor_of_two_of_what_a_run_takes(tmp_path, text, plan, tmp_path_factory):
+    recipe = [
+        *TINY, "model.n_layer=4", "model.n_embd=256", *text, "data.seq_len=128", "parallel=pipelined", "device=cpu",
+        "train.precision=fp32", "train.steps=2", "train.eval_every=null", "train.checkpoint_every=null",
+        "train.global_batch_size=8",
+    ]  # fmt: skip
+    rows = table(plan(*recipe))
+    run = train([*recipe, "logger=none"], tmp_path_factory.mktemp("measured") / "run")
     assert run.code == 0, run.console
-    estimated = [row["total"] * 2**20 for row in rows]
-    measured = run.summary["peak_memory_bytes"]
-    assert len(estimated) == len(measured) == 2
-    for guess, truth in zip(estimated, measured, strict=True):
-        assert truth / 2 < guess < truth * 2, (estimated, measured)
-    # The process alone is much of it here: what the model adds must be seen too.
-    assert all(row["total"] > 1.2 * row["process"] for row in rows)
+    for row, truth in zip(rows, run.summary["peak_memory_bytes"], strict=True):
+        assert truth / 2 < row["total"] * 2**20 < truth * 2, rows
+        assert row["total"] > 1.2 * row["process"], "the process alone is much of it: what the model adds is seen too"
+
+
+# -- before that -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(find_spec("datasets") is not None, reason="Hugging Face datasets is installed here")
+def test_wikitext_without_a_folder_and_without_a_downloader_says_both_ways_out(tmp_path):
+    with pytest.raises(UserError) as error:
+        prepare(config(*TINY, "data=wikitext2", f"data.cache_dir={tmp_path}"))
+    assert "data.root=" in str(error.value) and "pip install datasets" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "steps, epochs, expected",
+    [(7, None, 7), (None, 2, 20), (7, 2, 7), (30, 2, 20), (None, 0.25, 3), (None, 1.01, 11), (1000, 0.1, 1)],
+)
+def test_a_run_ends_with_its_steps_or_its_epochs_whichever_comes_first(steps, epochs, expected):
+    assert total_steps(steps, epochs, per_epoch=10) == expected
+
+
+def test_an_epoch_has_as_many_steps_as_whole_batches():
+    setup = prepare(config("data.samples=1000", "train.global_batch_size=64", "train.epochs=2"))
+    assert (setup.per_epoch, setup.total_steps) == (15, 30)
+
+
+DDP = ["parallel=ddp", "parallel.dp=2"]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (DDP, "of 32: the numbers of parallel=single parallel.chunks=2"),
+        (
+            [*DDP, "parallel.sync_batchnorm=true"],
+            "of 64 (32 of each of 2 replicas): the numbers of parallel=single parallel.chunks=1",
+        ),
+        (
+            [*DDP, "parallel.chunks=2", "parallel.sync_batchnorm=true"],
+            "of 32 (16 of each of 2 replicas): not the numbers of parallel=single parallel.chunks=2, where other "
+            "samples meet",
+        ),
+        ([], None),
+    ],
+    ids=["micro-batches", "synchronised", "synchronised micro-batches", "single"],
+)
+def test_the_plan_says_over_what_batchnorm_normalises(words, said):
+    setup = prepare(config("model=convnet", "train.global_batch_size=64", "device=cpu", *words))
+    assert setup.by_microbatch[1] == ([] if said is None else [f"BatchNorm over micro-batches {said}"])
+    assert (said or "")[3:5] in setup.by_microbatch[0]
+
+
+class OwnDropout(torch.nn.Linear):
+    def forward(self, x):
+        return torch.nn.functional.dropout(super().forward(x), 0.1, self.training)
+
+
+def test_the_plan_names_layers_that_draw_by_themselves():
+    setup = prepare(config("train.global_batch_size=4", "device=cpu"))
+    layers = [LayerSpec(f"h.{i}", lambda: OwnDropout(10, 10)) for i in range(5)]
+    for count, said in ((1, "layer h.0 draws by itself"), (5, "layers h.0, h.1, h.2 and 2 more draw by themselves")):
+        mine = replace(setup, chain=Chain(layers[:count], loss=SquaredError()))
+        assert mine.by_microbatch == ("4", [f"numbers depend on the micro-batch (4 samples): {said}"])
+        assert said in describe(mine)
