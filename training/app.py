@@ -8,11 +8,10 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf, flag_override
 
@@ -109,15 +108,35 @@ def execute(
     if hydra is not None and cfg.mode in ("train", "eval"):
         print(to_text(composed, hydra), end="\n\n", flush=True)
     print(describe(setup), flush=True)
-    entropy, start = setup.data.unigram_entropy, _way_to_run(setup, run_dir, world, isolated)
-    del setup  # workers build their own
+    if cfg.mode == "plan":
+        _print_memory(setup)
+        return
+    processes, entropy = setup.plan.processes, setup.data.unigram_entropy
+    queued = _is_queued(cfg, world)
+    if not queued and (world is None or world.local_size == world.size):  # all of it on this machine
+        check_process(processes)
+        check_need(setup)
     try:
-        start()
+        if queued:
+            from training.slurm_job import run_as_job
+
+            run_as_job(setup, run_dir)
+        elif world is not None:
+            _lead(setup, run_dir, world)
+        elif stopping.wanted():
+            raise Stopped("stopped before the first step")
+        elif processes == 1 and not isolated and not _restarts(cfg):
+            from training.run import run
+
+            run(cfg, run_dir, setup=setup)
+        else:
+            del setup  # workers build their own
+            _start_workers(cfg, run_dir, processes)
     except Stopped as stopped:
         where = shlex.quote(f"hydra.run.dir={hydra_word(str(run_dir))}")
         resume = f"go on with the same command and train.resume=auto {where}"
         raise Stopped(f"{stopped}; {resume if cfg.mode == 'train' else _AGAIN}") from None
-    if cfg.mode == "train" and not isolated and not _is_queued(cfg, world):
+    if cfg.mode == "train" and not isolated and not queued:
         from training.modes import closing_sample
 
         print(closing_sample(cfg, run_dir, entropy), end="", flush=True)
@@ -346,52 +365,13 @@ def check_need(setup: Any) -> None:
 # -- the ways to run -------------------------------------------------------------------------------------------------
 
 
-def _way_to_run(setup: Setup, run_dir: Path, world: World | None, isolated: bool) -> Callable[[], None]:
-    """Choose one of the functions below; what runs on this machine must fit into it."""
-    cfg, processes = setup.cfg, setup.plan.processes
-    if cfg.mode == "plan":
-        return partial(_plan, setup)
-    if _is_queued(cfg, world):
-        return partial(_queue, setup, run_dir)
-    if world is None or world.local_size == world.size:
-        check_process(processes)
-        check_need(setup)
-    if world is not None:
-        return partial(_lead, setup, run_dir, world)
-    if stopping.wanted():
-        return _stopped
-    if processes == 1 and not isolated and not _restarts(cfg):
-        return partial(_run_here, setup, run_dir)
-    return partial(_start_workers, cfg, run_dir, processes)
-
-
-def _is_queued(cfg: Any, world: World | None) -> bool:
-    return world is None and cfg.launcher.name == "slurm"
-
-
-def _plan(setup: Setup) -> None:
+def _print_memory(setup: Setup) -> None:
     from parallel.shape_inference import estimate_memory
     from training.optimizer import states_of
     from training.reporting.console import describe_memory
 
     states = states_of(setup.cfg.optim)
     print("\n" + describe_memory(estimate_memory(setup.plan, setup.chain, setup.sample, states)))
-
-
-def _queue(setup: Setup, run_dir: Path) -> None:
-    from training.slurm_job import run_as_job
-
-    run_as_job(setup, run_dir)
-
-
-def _stopped() -> NoReturn:
-    raise Stopped("stopped before the first step")
-
-
-def _run_here(setup: Setup, run_dir: Path) -> None:
-    from training.run import run
-
-    run(setup.cfg, run_dir, setup=setup)
 
 
 def _start_workers(cfg: Any, run_dir: Path, processes: int) -> None:
@@ -406,6 +386,10 @@ def _start_workers(cfg: Any, run_dir: Path, processes: int) -> None:
         print(f"{failure}\nrestart {len(failures)} of {most} (launcher.max_restarts)", file=sys.stderr, flush=True)
 
     run_workers(_work, args, processes, run_dir / "logs", most, True, timeout_s, on_restart=tell)
+
+
+def _is_queued(cfg: Any, world: World | None) -> bool:
+    return world is None and cfg.launcher.name == "slurm"
 
 
 def _restarts(cfg: Any) -> int:

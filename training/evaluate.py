@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from data.dataset import DataSet, Source
 from data.loader import EvalBatches, read_ahead
@@ -89,6 +90,13 @@ def extents(data: DataSet, global_batch_size: int, limit: int | None) -> dict[st
     sources = {"val": data.valid, "test": data.test}
     batches = {name: EvalBatches(source, global_batch_size, limit=limit) for name, source in sources.items() if source}
     return {name: f"{len(b)} of {b.whole} batches" for name, b in batches.items() if len(b) < b.whole}
+
+
+def evaluate_split(setup: Any, strategy: Strategy, split: str) -> dict[str, float]:
+    """Evaluate on the split "val" or "test" of a run; return the results by their names in metrics.jsonl."""
+    source = setup.data.valid if split == "val" else setup.data.test
+    result = evaluate(strategy, source, setup.cfg.train.eval_batches)
+    return record_of(result, split, language=setup.tokens_per_sample is not None)
 
 
 def record_of(result: dict[str, float], prefix: str, language: bool) -> dict[str, float]:

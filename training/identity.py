@@ -145,7 +145,7 @@ def recipe(setup: Any, schedule: Any) -> dict[str, Any]:
     tree = {"seed": cfg.seed, "train": train, **{name: to_dict(cfg[name]) for name in TRAINED if name != "train"}}
     if follows_total(schedule, setup.total_steps, setup.per_epoch):
         tree["schedule"] = {"total": setup.total_steps}  # _TOTAL
-    tree["choice"] = cfg[COMMAND]["choices"] if COMMAND in cfg else {}
+    tree["choice"] = to_dict(cfg[COMMAND]["choices"]) if COMMAND in cfg else {}
     size, _ = setup.by_microbatch
     if size is not None:
         tree[_MICROBATCH] = size

@@ -26,7 +26,7 @@ from training.callbacks import Callbacks, TrainingRun
 from training.checkpoint.files import Checkpoint
 from training.checkpoint.load import load
 from training.checkpoint.save import Checkpointer, is_due
-from training.evaluate import evaluate, not_finite, record_of
+from training.evaluate import evaluate_split, not_finite
 from training.first_not_finite import first_not_finite
 from training.identity import recipe
 from training.optimizer import Optimizer
@@ -71,12 +71,12 @@ class Loop:
         self.config = setup.cfg.train
         self.schedule = build("scheduler", setup.cfg.scheduler)
         self.skipping = Skipping(self.config)
-        self.recipe = recipe(setup, self.schedule)
+        own = recipe(setup, self.schedule) if strategy.mesh.rank == 0 else None
+        self.recipe = strategy.mesh.gather(own)[0]
         run_dir = checkpoints.folder.parent
         seen = TrainingRun(setup.cfg, run_dir, strategy, recorder.record, recorder.histogram, recorder.say)
         self.callbacks = Callbacks(setup.cfg.callbacks, seen)
         self.outcome = Outcome()
-        self._language = setup.tokens_per_sample is not None
         self._begun = 0
 
     def run(self, first_step: int = 1, unevaluated: bool = False) -> Outcome:
@@ -212,12 +212,13 @@ class Loop:
             "step_time_s": seconds,
             "samples_per_s": setup.plan.global_batch_size / seconds,
         }
-        if self._language:
+        if setup.tokens_per_sample is not None:
             record["tokens_per_s"] = result.terms / seconds
         record["skipped"] = bool(skipped)
         self.recorder.step(record, note=skipped)
+        self.callbacks.run.step = step
         if self.callbacks.all:
-            self.callbacks.on_step(record)
+            self.callbacks.call("on_step", record)
 
     def _evaluate(self, step: int) -> bool:
         """Evaluate on the validation split; return whether there is one. Told to stop meanwhile, the run stops."""
@@ -225,17 +226,16 @@ class Loop:
             return False
         heartbeat.note(step, "evaluating")
         try:
-            result = evaluate(self.strategy, self.setup.data.valid, self.config.eval_batches)
+            record = evaluate_split(self.setup, self.strategy, "val")
         except Stopped:
             self.stop(step)
-        record = record_of(result, "val", language=self._language)
-        if result["loss"] < (math.inf if self.outcome.best_val_loss is None else self.outcome.best_val_loss):
-            self.outcome.best_val_loss, self.outcome.best_step = result["loss"], self.skipping.counted
+        if record["val_loss"] < (math.inf if self.outcome.best_val_loss is None else self.outcome.best_val_loss):
+            self.outcome.best_val_loss, self.outcome.best_step = record["val_loss"], self.skipping.counted
         self.recorder.record({"step": step, **record})
         self.say(f"step {step}: {numbers(record, self.setup.extents.get('val'))}")
         if (problem := not_finite(record, self.setup.plan.global_batch_size)) is not None:
             self.say(problem)
-        self.callbacks.on_evaluation({"step": step, **record})
+        self.callbacks.call("on_evaluation", {"step": step, **record})
         return True
 
     def _is_best(self) -> bool:
@@ -250,7 +250,7 @@ class Loop:
     def _note_saved(self, path: Path | None) -> None:
         if path is not None:
             self.outcome.checkpoint = path
-            self.callbacks.on_checkpoint(path)
+            self.callbacks.call("on_checkpoint", path)
 
     def _batches(self, first_step: int) -> Iterator[tuple[int, Batch]]:
         setup, mesh = self.setup, self.strategy.mesh

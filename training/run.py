@@ -36,7 +36,7 @@ from training.checkpoint.init_from import start
 from training.checkpoint.load import load
 from training.checkpoint.resume import resume
 from training.checkpoint.save import Checkpointer
-from training.evaluate import evaluate, not_finite, record_of
+from training.evaluate import evaluate_split, not_finite
 from training.identity import changes, check_ranks, follows_total
 from training.loop import Loop
 from training.optimizer import Optimizer
@@ -50,7 +50,6 @@ from training.setup import Setup, build_setup
 # What a checkpoint does not keep.
 _WHERE = ("device", "parallel", "launcher", "logger", "loggers", "callbacks", "import_from")
 _NAMED = re.compile(r"_target_\W+([\w.]+)")
-
 
 
 @exit_is_failure()
@@ -114,7 +113,7 @@ def run(
             test = _test(setup, strategy, loop)
             ranks = gather_results(strategy, outcome, optimizer.state_of)
             summary = _summary(setup, strategy, outcome, test, ranks)
-            loop.callbacks.on_end(summary)
+            loop.callbacks.call("on_end", summary)
         finally:
             checkpoints.close()
             recorder.close(summary)
@@ -141,7 +140,7 @@ def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict
     try:
         for split, source in (("val", setup.data.valid), ("test", setup.data.test)):
             if source is not None:
-                results[split] = _evaluate_split(setup, strategy, split)
+                results[split] = evaluate_split(setup, strategy, split)
                 recorder.record({"step": step, **results[split]})
                 recorder.say(numbers(results[split], setup.extents.get(split)))
                 if (problem := not_finite(results[split], setup.plan.global_batch_size)) is not None:
@@ -279,19 +278,12 @@ def _test(setup: Setup, strategy: Strategy, loop: Loop) -> dict[str, float]:
     if setup.data.test is None or setup.cfg.train.eval_every is None:
         return {}
     try:
-        result = _evaluate_split(setup, strategy, "test")
+        result = evaluate_split(setup, strategy, "test")
     except Stopped:
         loop.stop(loop.outcome.steps)
     if (problem := not_finite(result, setup.plan.global_batch_size)) is not None:
         loop.recorder.say(problem)
     return result
-
-
-def _evaluate_split(setup: Setup, strategy: Strategy, split: str) -> dict[str, float]:
-    """Return the results on the split "val" or "test" by their names in metrics.jsonl and summary.json."""
-    source = setup.data.valid if split == "val" else setup.data.test
-    result = evaluate(strategy, source, setup.cfg.train.eval_batches)
-    return record_of(result, split, language=setup.tokens_per_sample is not None)
 
 
 def _summary(

@@ -77,7 +77,7 @@ class TrainingRun:
 
 
 class Callbacks:
-    """All callbacks of a run, in their order. Each is called where it has the method.
+    """All callbacks of a run, in their order.
 
     Attributes:
         run: What they see.
@@ -97,22 +97,11 @@ class Callbacks:
         self.run = run
         self.all = build(section)
 
-    def on_step(self, record: Mapping[str, Any]) -> None:
-        """See ``Callback``."""
-        self.run.step = record["step"]
-        self._call("on_step", record)
-
-    def on_evaluation(self, record: Mapping[str, Any]) -> None:
-        """See ``Callback``."""
-        self._call("on_evaluation", record)
-
-    def on_checkpoint(self, path: Path) -> None:
-        """See ``Callback``."""
-        self._call("on_checkpoint", path)
-
-    def on_end(self, summary: Mapping[str, Any]) -> None:
-        """See ``Callback``."""
-        self._call("on_end", summary)
+    def call(self, method: str, argument: Any) -> None:
+        """Call ``method`` of each callback that has it; see ``Callback``."""
+        for one in self.all.values():
+            if hasattr(one, method):
+                getattr(one, method)(self.run, deepcopy(argument))  # one may change what it is given
 
     def state_dict(self) -> dict[str, Any]:
         """The states of those that can continue from one, by name."""
@@ -123,11 +112,6 @@ class Callbacks:
         """Continue from such states; a callback that was not there before starts anew."""
         for name in states.keys() & self.all.keys():
             self.all[name].load_state_dict(states[name])
-
-    def _call(self, method: str, argument: Any) -> None:
-        for one in self.all.values():
-            if hasattr(one, method):
-                getattr(one, method)(self.run, deepcopy(argument))  # one may change what it is given
 
 
 def build(section: Any) -> dict[str, Any]:
