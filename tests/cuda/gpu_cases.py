@@ -20,7 +20,7 @@ from parallel.host_group import HostGroup
 from parallel.shape_inference import trace
 from parallel.sharding import rows_of
 from parallel.stage import Stage
-from training.checkpoint.save import write_file
+from training.checkpoint.files import write_file
 from training.optimizer import Optimizer
 from training.reporting.summary import peak_memory_bytes
 

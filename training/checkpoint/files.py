@@ -1,4 +1,4 @@
-"""A checkpoint on the disk: its names, its manifest, by which every bit can be verified, and which one is whole."""
+"""A checkpoint on the disk: its names, its tensors, its manifest, which vouches for every bit, and which one is whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from common.errors import CheckpointError
 from common.files import expand_home, flush_path, parse_json, write_atomically
@@ -19,11 +19,18 @@ from common.files import expand_home, flush_path, parse_json, write_atomically
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from parallel.sharding import Rows
+
 MANIFEST = "manifest.json"
 LATEST, BEST = "latest", "best"
 UNUSED = "unused-"
 FORMAT = 2  # 1 had no checksum of the manifest itself
 
+_DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "int64": "I64",
+    "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -229,6 +236,89 @@ def why_not_finite(name: str, tensor: Tensor) -> str | None:
     if least.isnan() or largest.isnan() or largest == math.inf:
         return f"{name} is not finite"
     return None
+
+
+# -- the tensors ----------------------------------------------------------------------------------------------------
+
+
+def write_file(path: Path, tensors: dict[str, Rows], first: bool) -> str:
+    """Write a safetensors file, or this rank's rows of it, to their place, and flush it.
+
+    Where each tensor lies follows from the names, dtypes and shapes alone, so that every rank knows it. The first of
+    the writers also writes the header and what is not shared.
+
+    Returns:
+        The layout's digest, equal on all writers.
+
+    Raises:
+        CheckpointError: Weights are not finite: nothing could go on from them.
+    """
+    import torch  # late: reading a manifest needs none of it
+
+    for name, rows in tensors.items():
+        if (problem := why_not_finite(name, rows.tensor)) is not None:
+            raise CheckpointError(f"{problem}: the run has diverged; try a lower optim.lr, or train.grad_clip=1.0")
+    header, starts = lay_out(tensors)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        if first:
+            _write_at(descriptor, header, 0)
+        for name, rows in tensors.items():
+            if rows.shared or first:
+                before = rows.start * rows.tensor[:1].nbytes if rows.shared else 0
+                content = _in_main_memory(rows.tensor.detach()).flatten().view(torch.uint8).numpy()
+                _write_at(descriptor, content, starts[name] + before)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return hashlib.sha256(header).hexdigest()
+
+
+def lay_out(tensors: dict[str, Rows]) -> tuple[bytes, dict[str, int]]:
+    """Return the header of a safetensors file, and where each tensor begins, counted in bytes from its beginning.
+
+    Tensors lie one after the other, those with the widest numbers first, so that they stay aligned.
+    """
+    entries, end = {}, 0
+    for name, rows in sorted(tensors.items(), key=lambda item: (-item[1].tensor.itemsize, item[0])):
+        dtype = _DTYPES.get(str(rows.tensor.dtype).removeprefix("torch."))
+        if dtype is None:
+            raise TypeError(f"{name} is of {rows.tensor.dtype}, which a safetensors file cannot hold")
+        start, end = end, end + math.prod(rows.shape) * rows.tensor.itemsize
+        entries[name] = {"dtype": dtype, "shape": list(rows.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
+
+
+def _write_at(descriptor: int, content: Any, offset: int) -> None:
+    content = memoryview(content)
+    while content:
+        written = os.pwrite(descriptor, content[: 1 << 30], offset)  # Linux writes 2 GiB at a time, at most
+        content, offset = content[written:], offset + written
+
+
+def _in_main_memory(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cuda":
+        return tensor.cpu().contiguous()
+    import torch
+
+    # A stream's block makes the device current again that was current before, which in a new thread is device 0, and
+    # that creates a context there: 500 MB for each rank.
+    with torch.cuda.device(tensor.device):
+        # On a stream of its own, so that training's kernels do not wait for the transfer; it waits for those that
+        # still write the tensor.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream):
+            return tensor.cpu().contiguous()
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Return the size and the sha256 of a file, read again: it comes from the page cache."""
+    return {"sha256": sha256(path), "bytes": path.stat().st_size}
 
 
 # -- changes of the folder -------------------------------------------------------------------------------------------

@@ -16,10 +16,7 @@ their descriptions and after the publication what they have done or what went wr
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import math
 import os
 import secrets
 import shutil
@@ -47,13 +44,13 @@ from training.checkpoint.files import (
     LATEST,
     MANIFEST,
     Checkpoint,
+    describe,
     publish,
     read_manifest,
     remove_old,
-    sha256,
     step_name,
     update_link,
-    why_not_finite,
+    write_file,
     write_manifest,
 )
 from training.checkpoint.load import Optimizer
@@ -64,11 +61,6 @@ RESERVE = 512 * 2**20  # bytes that a copy leaves free
 _NICE = 10
 _CLOSE_S = 10.0  # how long a run that has failed waits for a save to end
 _SLOWEST_DISK = 10 * 2**20  # bytes per second, for the longest wait for another rank
-_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-    torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
 
 Files = dict[str, dict[str, Rows]]  # this rank's rows of each tensor, by its name, by the name of its file
 
@@ -413,83 +405,6 @@ def _spare_memory(device: torch.device, sharing: int) -> int:
     """
     unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] // sharing + unused
-
-
-def write_file(path: Path, tensors: dict[str, Rows], first: bool) -> str:
-    """Write a safetensors file, or this rank's rows of it, to their place, and flush it.
-
-    Where each tensor lies follows from the names, dtypes and shapes alone, so that every rank knows it. The first of
-    the writers also writes the header and what is not shared.
-
-    Returns:
-        The layout's digest, equal on all writers.
-
-    Raises:
-        CheckpointError: Weights are not finite: nothing could go on from them.
-    """
-    for name, rows in tensors.items():
-        if (problem := why_not_finite(name, rows.tensor)) is not None:
-            raise CheckpointError(f"{problem}: the run has diverged; try a lower optim.lr, or train.grad_clip=1.0")
-    header, starts = lay_out(tensors)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
-    try:
-        if first:
-            _write_at(descriptor, header, 0)
-        for name, rows in tensors.items():
-            if rows.shared or first:
-                before = rows.start * rows.tensor[:1].nbytes if rows.shared else 0
-                content = _in_main_memory(rows.tensor.detach()).flatten().view(torch.uint8).numpy()
-                _write_at(descriptor, content, starts[name] + before)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return hashlib.sha256(header).hexdigest()
-
-
-def lay_out(tensors: dict[str, Rows]) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a safetensors file, and where each tensor begins, counted in bytes from its beginning.
-
-    Tensors lie one after the other, those with the widest numbers first, so that they stay aligned.
-    """
-    entries, end = {}, 0
-    for name, rows in sorted(tensors.items(), key=lambda item: (-item[1].tensor.itemsize, item[0])):
-        if rows.tensor.dtype not in _DTYPES:
-            raise TypeError(f"{name} is of {rows.tensor.dtype}, which a safetensors file cannot hold")
-        start, end = end, end + math.prod(rows.shape) * rows.tensor.itemsize
-        entries[name] = {
-            "dtype": _DTYPES[rows.tensor.dtype], "shape": list(rows.shape), "data_offsets": [start, end],
-        }  # fmt: skip
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    return header, {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
-
-
-def _write_at(descriptor: int, content: Any, offset: int) -> None:
-    content = memoryview(content)
-    while content:
-        written = os.pwrite(descriptor, content[: 1 << 30], offset)  # Linux writes 2 GiB at a time, at most
-        content, offset = content[written:], offset + written
-
-
-def _in_main_memory(tensor: Tensor) -> Tensor:
-    if tensor.device.type != "cuda":
-        return tensor.cpu().contiguous()
-    # A stream's block makes the device current again that was current before, which in a new thread is device 0, and
-    # that creates a context there: 500 MB for each rank.
-    with torch.cuda.device(tensor.device):
-        # On a stream of its own, so that training's kernels do not wait for the transfer; it waits for those that
-        # still write the tensor.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.default_stream())
-        with torch.cuda.stream(stream):
-            return tensor.cpu().contiguous()
-
-
-def describe(path: Path) -> dict[str, Any]:
-    """Return the size and the sha256 of a file, read again: it comes from the page cache."""
-    return {"sha256": sha256(path), "bytes": path.stat().st_size}
 
 
 def commit(draft: Path, final: Path, manifest: dict, keep: int, files: dict[str, dict]) -> None:
