@@ -104,36 +104,24 @@ def equal_stages(
         # At best the slowest rank never waits, once the others' stages have filled the pipeline.
         return chunks * max(sum(each[rank::ranks]) for rank in range(ranks)) + (ranks - 1) * max(each)
 
-    uniform = even_split(len(costs), stages)
-    blocks = block_partition(costs, stages)
+    uniform, best = even_split(len(costs), stages), block_partition(costs, stages)
+    if stages > ranks:
+        best = _cheapest(cost, best, chunks)
     if simulated := makespan(schedule):
 
-        def planned_cost(counts: Sequence[int]) -> float:
+        def cost(counts: Sequence[int]) -> float:
             return simulated(stage_costs(costs, counts), ranks, chunks)
 
-        best = _cheapest(planned_cost, len(costs), chunks, [blocks, _cheapest(cost, len(costs), chunks, [blocks])])
-        cost = planned_cost
-    else:
-        best = _cheapest(cost, len(costs), chunks, [blocks]) if stages > ranks else blocks
+        best = _cheapest(cost, best, chunks)
     return best if cost(best) < (1 - _LEAST_GAIN) * cost(uniform) else uniform
 
 
-def _cheapest(cost: Cost, layers: int, chunks: int, starts: Sequence[list[int]]) -> list[int]:
-    """Return the cheapest split of all; where they are too many, the cheapest that moves from ``starts`` lead to."""
-    stages = len(starts[0])
+def _cheapest(cost: Cost, counts: list[int], chunks: int) -> list[int]:
+    """Return the cheapest split of all; where they are too many, one that moves from ``counts`` lead to."""
+    layers, stages = sum(counts), len(counts)
     if math.comb(layers - 1, stages - 1) * stages * chunks <= _MOST_PIECES:
-        return min(_splits(layers, stages), key=cost)
-    return min((_descend(start, cost) for start in starts), key=cost)
-
-
-def _splits(layers: int, stages: int) -> Iterator[list[int]]:
-    """Yield every partition of the layers with at least one per stage."""
-    for cuts in combinations(range(1, layers), stages - 1):
-        yield [end - start for start, end in pairwise((0, *cuts, layers))]
-
-
-def _descend(counts: list[int], cost: Cost) -> list[int]:
-    """Return the partition reached from ``counts`` by the best move again and again, until none is better."""
+        cuts = combinations(range(1, layers), stages - 1)
+        return min(([end - start for start, end in pairwise((0, *cut, layers))] for cut in cuts), key=cost)
     while True:
         better = min(_moves(counts), key=cost, default=counts)
         if cost(better) >= cost(counts):

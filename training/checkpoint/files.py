@@ -1,4 +1,4 @@
-"""A checkpoint on the disk: its names, its tensors, its manifest, which vouches for every bit, and which one is whole."""
+"""A checkpoint on the disk: its names, its tensors, its manifest, by which every bit is verified, and what is whole."""
 
 from __future__ import annotations
 
