@@ -1,11 +1,11 @@
-"""The optimizer: which parameters decay, how the update runs, and ranks that have nothing to update."""
+"""The optimizer: rates by numbers worked out by hand, which parameters decay, how the update runs, what is resumed."""
 
 import inspect
 import json
 
 import pytest
 import torch
-from composed import QUIET, compose, config, losses, run, run_on_rank, saved, steps
+from composed import config, for_rank, losses, run, run_on_rank, saved, steps
 from torch import nn
 
 from common.errors import CheckpointError, PlanError, TrainingError
@@ -14,7 +14,7 @@ from models.losses import SquaredError
 from models.sequential import chain_of
 from parallel.strategy import Options, build_strategy
 from training.checkpoint.files import with_checksum
-from training.optimizer import Optimizer, check_rates
+from training.optimizer import Constant, CosineWarmup, Optimizer, Step, check_rates
 from training.run import run as train
 from training.setup import prepare
 
@@ -45,18 +45,13 @@ def step_without_gradient(strategy, optimizer, lr):
     return before, parameters
 
 
-def test_only_matrices_decay(toy):
-    before, after = step_without_gradient(*toy(*ADAMW), lr=0.1)
+@pytest.mark.parametrize("vectors", [False, True])
+def test_only_matrices_decay_unless_vectors_are_to_do_so_too(toy, vectors):
+    before, after = step_without_gradient(*toy(*ADAMW, f"optim.decay_vectors={vectors}"), lr=0.1)
     assert {p.dim() for p in before.values()} == {1, 2}
     for name, old in before.items():
-        expected = old * (1 - 0.1 * 0.5) if old.dim() == 2 else old
+        expected = old * (1 - 0.1 * 0.5) if old.dim() == 2 or vectors else old
         torch.testing.assert_close(after[name].detach(), expected)
-
-
-def test_vectors_decay_too_where_that_is_asked_for(toy):
-    before, after = step_without_gradient(*toy(*ADAMW, "optim.decay_vectors=true"), lr=0.1)
-    for name, old in before.items():
-        torch.testing.assert_close(after[name].detach(), old * (1 - 0.1 * 0.5))
 
 
 @pytest.mark.parametrize("decays", [True, False])
@@ -91,22 +86,26 @@ def test_one_fused_kernel_updates_all_parameters(toy, monkeypatch, optim):
     step_without_gradient(strategy, optimizer, lr=0.1)
 
 
+def assert_it_resumes_with_the_same_bits(cfg, folder):
+    """A run of four steps, and one that goes on from its second."""
+    cfg.train.epochs, cfg.train.steps, cfg.train.checkpoint_every = None, 4, 2
+    for name, resume in (("whole", None), ("resumed", str(folder / "whole/checkpoints/step-00000002"))):
+        (folder / name).mkdir()
+        cfg.train.resume = resume
+        train(cfg, folder / name)
+    whole, resumed = (saved(folder / name, 4) for name in ("whole", "resumed"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
 @pytest.mark.parametrize("name", ["Adagrad", "RMSprop", "NAdam", "Adadelta", "Rprop", "Muon"])
 def test_any_optimizer_of_torch_trains_by_its_name_alone(name, tmp_path):
     """Those of a YAML that holds nothing but the target; Muon is for matrices, and leaves the others to AdamW."""
     if not hasattr(torch.optim, name):
         pytest.skip(f"this torch has no {name}")
-    cfg = config("train.epochs=null", "train.steps=3", "train.checkpoint_every=2", "optim=adamw")
-    section = {"_target_": f"torch.optim.{name}", "lr": 0.01, "decay_vectors": False, "rates": None, "others": None}
-    if name == "Muon":
-        section["others"] = {"_target_": "torch.optim.AdamW", "lr": 0.001}
-    cfg.optim = section
-    for folder, resume in (("whole", None), ("resumed", str(tmp_path / "whole/checkpoints/step-00000002"))):
-        (tmp_path / folder).mkdir()
-        cfg.train.resume = resume
-        train(cfg, tmp_path / folder)
-    whole, resumed = (saved(tmp_path / folder, 3) for folder in ("whole", "resumed"))
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    cfg = config("optim=adamw")
+    others = {"_target_": "torch.optim.AdamW", "lr": 0.001} if name == "Muon" else None
+    cfg.optim = {"_target_": f"torch.optim.{name}", "lr": 0.01, "decay_vectors": False, "rates": None, "others": others}
+    assert_it_resumes_with_the_same_bits(cfg, tmp_path)
 
 
 UNDECLARED = """
@@ -131,7 +130,7 @@ class Normalised(torch.optim.SGD):
 
 @pytest.fixture
 def own_optimizer(tmp_path):
-    """``own_optimizer(parallel, update)``: the plan of the toy model with an optimizer of one's own; or a run of it."""
+    """``own_optimizer(parallel, update)``: the configuration of the toy model with an optimizer of one's own."""
     (tmp_path / "own_optimizers.py").write_text(UNDECLARED)
 
     def configured(*parallel, update=None, place="optim"):
@@ -142,17 +141,7 @@ def own_optimizer(tmp_path):
         cfg.optim = {"decay_vectors": False, "rates": None, "others": None, **whole}
         return cfg
 
-    def plan(*parallel, **changes):
-        return prepare(configured(*parallel, **changes)).plan
-
-    def steps(folder, resume):
-        folder.mkdir()
-        cfg = configured("train.epochs=null", "train.steps=4", "train.checkpoint_every=2")
-        cfg.train.resume = resume
-        train(cfg, folder)
-
-    plan.steps = steps
-    return plan
+    return configured
 
 
 SHARED = [["parallel=fsdp"], ["parallel=hsdp", "parallel.shard=2"], ["parallel=pipe_fsdp"]]
@@ -164,16 +153,16 @@ def test_an_optimizer_that_may_need_the_whole_model_is_refused_where_no_rank_has
     name = parallel[0].removeprefix("parallel=")
     for place in ("optim", "others"):
         with pytest.raises(PlanError) as refused:
-            own_optimizer(*parallel, place=place)
+            prepare(own_optimizer(*parallel, place=place))
         for words in ("own_optimizers.Normalised", f"parallel={name} ", "update: per_parameter", "parallel=ddp"):
             assert words in str(refused.value)
     for update in ("elementwise", "per_parameter"):
-        assert own_optimizer(*parallel, update=update).strategy == name
+        assert prepare(own_optimizer(*parallel, update=update)).plan.strategy == name
 
 
 @pytest.mark.parametrize("parallel", ["single", "ddp", "model_parallel"])
 def test_an_optimizer_that_needs_the_whole_model_may_have_it(own_optimizer, parallel):
-    assert own_optimizer(f"parallel={parallel}").strategy == parallel
+    assert prepare(own_optimizer(f"parallel={parallel}")).plan.strategy == parallel
 
 
 def test_a_section_without_the_keys_of_this_project_trains(tmp_path):
@@ -184,11 +173,7 @@ def test_a_section_without_the_keys_of_this_project_trains(tmp_path):
 
 
 def test_numbers_that_an_optimizer_keeps_outside_of_tensors_are_resumed(own_optimizer, tmp_path):
-    weights = []
-    for folder, resume in (("whole", None), ("resumed", str(tmp_path / "whole/checkpoints/step-00000002"))):
-        own_optimizer.steps(tmp_path / folder, resume)
-        weights.append(saved(tmp_path / folder, 4))
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert_it_resumes_with_the_same_bits(own_optimizer(), tmp_path)
 
 
 def test_another_optimizer_for_the_others_is_no_silent_loss_of_its_state(tmp_path):
@@ -241,18 +226,37 @@ def test_the_first_step_of_sgd_is_the_gradient_times_the_rate(tmp_path):
 @pytest.mark.parametrize("optim", ["sgd", "adamw"])
 def test_a_rank_without_parameters_takes_part(ranks, tmp_path, optim):
     """The toy model on three stages: the middle one is a ReLU."""
-    recipe = [
-        f"optim={optim}",
-        "train.epochs=null",
-        "train.steps=6",
-        "train.grad_clip=0.5",
-        "parallel.chunks=4",
-    ]
-    run(tmp_path / "single", *recipe)
-    tree = to_dict(compose(*QUIET, *recipe, "parallel=pipelined", "parallel.pp=3", "parallel.chunks=4"))
-    (tmp_path / "three").mkdir()
-    summary, *others = ranks.run(3, run_on_rank, tree, str(tmp_path / "three"), str(tmp_path / "meeting"))
+    words = [f"optim={optim}", "train.epochs=null", "train.steps=6", "train.grad_clip=0.5", "parallel.chunks=4"]
+    single, three = tmp_path / "single", tmp_path / "three"
+    run(single, *words)
+    summary, *others = ranks.run(3, run_on_rank, *for_rank(three, *words, "parallel=pipelined", "parallel.pp=3"))
     assert [stage["parameters"] for stage in summary["stages"]] == [110, 0, 55]
     assert others == [summary, summary]
-    assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "single"), rel=1e-5)
-    assert saved(tmp_path / "three", 6).keys() == saved(tmp_path / "single", 6).keys()
+    assert losses(three) == pytest.approx(losses(single), rel=1e-5)
+    assert saved(three, 6).keys() == saved(single, 6).keys()
+
+
+# -- schedules -------------------------------------------------------------------------------------------------------
+
+LLM_C, FIFTH, LONG = CosineWarmup(10, 0.1), CosineWarmup(None, 0.0), CosineWarmup(100, 0.1)
+
+
+@pytest.mark.parametrize(
+    "schedule, total, per_epoch, factors",
+    [
+        # A tenth of the peak after one of ten steps of warm-up; the cosine begins at its top; a quarter of the way,
+        # half, three quarters; 39/40, since its end is one step further; and it does not rise again.
+        (LLM_C, 50, 7, {1: 0.1, 5: 0.5, 10: 1, 11: 1, 21: 0.8681980, 31: 0.55, 41: 0.2318020, 50: 0.10138715}),
+        (LLM_C, 50, 7, {51: 0.1, 500: 0.1}),
+        (FIFTH, 20, 1, {1: 0.25, 2: 0.5, 3: 0.75, 4: 1, 13: 0.5}),  # a fifth of the run, where nothing is said
+        (CosineWarmup(0, 0.1), 50, 1, {1: 1}),
+        (CosineWarmup(None, 0.1), 1, 1, {1: 1}),
+        (LONG, 10, 1, {10: 0.1}),  # a warm-up longer than the run is cut off
+        (Step(every=2, unit="epoch", gamma=0.5), 100, 3, {1: 1, 6: 1, 7: 0.5, 12: 0.5, 13: 0.25}),
+        (Step(every=3, unit="step", gamma=0.1), 100, 50, {1: 1, 3: 1, 4: 0.1, 6: 0.1, 7: 0.01}),
+        (Constant(), 10, 1, {1: 1, 5: 1, 10: 1}),
+    ],
+)
+def test_schedules_by_numbers_worked_out_by_hand(schedule, total, per_epoch, factors):
+    found = {step: schedule.factor(step, total=total, per_epoch=per_epoch) for step in factors}
+    assert found == pytest.approx(factors, rel=1e-6)
