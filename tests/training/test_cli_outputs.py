@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import yaml
-from commandline import ROOT, Started, train
+from commandline import Started, train
 
 from train import main
 from training.reporting import describe
@@ -147,28 +147,6 @@ def test_a_run_leaves_nothing_else(gpt2, toy):
     assert usual | {"wandb"} <= set(os.listdir(gpt2.folder)) <= usual | more
     assert len([*gpt2.folder.glob("wandb/offline-run-*/*.wandb")]) == 1
     assert not [name for name in os.listdir(gpt2.folder / "checkpoints") if "tmp" in name]
-
-
-def form(line):
-    """A pattern for lines like this one, in which numbers and paths differ; ``…`` stands for anything."""
-    kinds = {r"outputs/\S+": r"\S+", r"\d(?:[\d,.]*\d)?": r"[\d,.]+", " +": " +", "…": ".*"}
-    parts = re.split(f"({'|'.join(kinds)})", line)
-    return "".join(next((to for kind, to in kinds.items() if re.fullmatch(kind, p)), re.escape(p)) for p in parts)
-
-
-def test_the_lines_that_the_readme_shows_have_the_form_and_the_order_of_a_run_s(gpt2):
-    (sample,) = re.findall(r"^```\n(gpt2: .*?)^```", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
-    sample = re.sub(r"(?<=a sample of its text:\n)(?:  .*\n)+", "…\n", sample)
-    plan, steps = gpt2.stdout.splitlines(), gpt2.stderr.splitlines()
-    shown = [line for line in sample.splitlines() if line != "…"]
-    assert len(shown) >= 10
-    for line in shown:
-        stream = steps if line.startswith("step ") else plan
-        pattern = form(re.sub(r"^data: .*?(?=, \d+ documents)", "data: …", line))
-        pattern += r"( parallel.chunks=4|; here (optim.lr=|SGD at lr )[\d.]+)?"  # typed here, and not there
-        at = next((number for number, said in enumerate(stream) if re.fullmatch(pattern, said)), None)
-        assert at is not None, f"{line!r} is of no line, or in another place, of\n{gpt2.console}"
-        del stream[: at + 1]
 
 
 def printed(run, word):

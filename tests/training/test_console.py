@@ -39,6 +39,7 @@ SUMMARY = {
     "bubble_fraction": 0.24,
     "ideal_bubble_fraction": 0.2,
 }
+PAGE = Path(__file__).parent / "pages" / "pipe_ddp.txt"
 SPEED = "1,234 tokens/s   peak memory 2.00 GiB over all ranks"
 
 
@@ -73,11 +74,26 @@ def test_a_run_prints_this_page(cli):
     # A slow machine also shows the steps in between.
     shown = [line for line in run.stderr.splitlines() if not re.match(r"step +[234]/5", line)]
     page = blanked("\n".join([run.stdout.rstrip(), "-" * 20, *shown])) + "\n"
-    assert page == (Path(__file__).parent / "pages" / "pipe_ddp.txt").read_text()
+    assert page == PAGE.read_text()
     for key in ("first_loss", "final_loss", "best_val_loss", "test_loss"):
         assert f"{run.summary[key]:.3f}" in run.stdout
     for stage in run.summary["stages"]:
         assert f" {stage['parameters']:,}  {stage['layers'][0]} … {stage['layers'][-1]} (4 layers)" in run.stdout
+
+
+def test_the_lines_that_the_readme_shows_are_of_that_page_in_its_order():
+    (sample,) = re.findall(r"^```\n(gpt2: .*?)^```", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    sample = re.sub(r"a sample of its text:\n(?:  .*\n)+|^(?:…|data: .*)\n", "", sample, flags=re.MULTILINE)
+    sample = re.sub(r"outputs/\S+", "/run", sample)
+    page, shown = PAGE.read_text().splitlines(), blanked("\n\n" + sample).strip().splitlines()
+    assert len(shown) >= 10
+    for of_a_step in (True, False):  # on a stream of their own
+        places = [
+            next((place for place, said in enumerate(page) if said.startswith(line)), line)
+            for line in shown
+            if line.startswith("step ") == of_a_step
+        ]
+        assert all(type(place) is int for place in places) and places == sorted(places), places
 
 
 def test_numbers_have_one_format_everywhere():
