@@ -47,21 +47,18 @@ def test_death_frees_the_lock(tmp_path, other):
     assert not (tmp_path / "run" / LOCK).exists()
 
 
-@pytest.mark.parametrize("more", [[], ["train.resume=auto"]], ids=["a new run", "a resumed run"])
-def test_a_run_does_not_begin_where_another_one_runs(tmp_path, other, capsys, more):
-    before = os.listdir(tmp_path / "run")
-    assert command.main([*FEW, *more, f"hydra.run.dir={tmp_path}/run"]) == 1
+@pytest.mark.parametrize(
+    "words",
+    ["hydra.run.dir={}", "hydra.run.dir={} train.resume=auto", "hydra.sweep.dir={} -m seed=1,2"],
+    ids=["a new run", "a resumed run", "a sweep"],
+)
+def test_none_begins_where_another_one_runs(tmp_path, other, capsys, words):
+    assert command.main([*FEW, *words.format(tmp_path / "run").split()]) == 1
     (said,) = capsys.readouterr().err.splitlines()
     holder = f"process {other.pid} on {socket.gethostname()}, since 20"
     assert said.startswith(f"error: {tmp_path}/run is in use by another run: {holder}")
     assert "choose another directory (hydra.run.dir" in said
-    assert os.listdir(tmp_path / "run") == before, "Hydra has written nothing there either"
-
-
-def test_a_sweep_does_not_begin_where_another_one_runs(tmp_path, other, capsys):
-    assert command.main(["-m", *FEW, "seed=1,2", f"hydra.sweep.dir={tmp_path}/run"]) == 1
-    assert f"process {other.pid} on" in capsys.readouterr().err
-    assert os.listdir(tmp_path / "run") == [LOCK]
+    assert os.listdir(tmp_path / "run") == [LOCK], "Hydra has written nothing there either"
 
 
 def test_of_two_runs_that_start_together_one_writes(tmp_path):

@@ -45,8 +45,12 @@ def test_the_csv_has_a_line_per_step_with_the_evaluation_after_it(tmp_path):
     assert [bool(line["val_loss"]) for line in lines] == [False, True, True]
 
 
-def test_one_that_fails_is_warned_about_once_and_the_others_go_on(caplog):
+def test_each_gets_a_record_of_its_own_and_one_that_fails_is_warned_about_once(caplog):
     seen = []
+
+    class Unreachable:
+        def __init__(self):
+            raise ConnectionError("the server does not answer")
 
     class Broken:
         def log(self, record, step):
@@ -55,28 +59,6 @@ def test_one_that_fails_is_warned_about_once_and_the_others_go_on(caplog):
         def finish(self, summary=None, exit_code=0):
             seen.append("closed the broken one")
 
-    class Good:
-        def log(self, record, step):
-            seen.append(step)
-
-        def finish(self, summary=None, exit_code=0):
-            seen.append("end")
-
-    with caplog.at_level(logging.WARNING):
-        both = Loggers([Broken, Good], lambda kind: kind())
-        for step in (1, 2):
-            both.log({"loss": 1.0}, step)
-        both.histogram("gradients/a", [1.0], [0.0, 1.0], 2)
-        both.finish({})
-    assert seen == [1, 2, "end"]
-    assert [r.getMessage() for r in caplog.records] == [
-        "Broken failed (OSError: no space). Training goes on without it; metrics.jsonl has every number"
-    ]
-
-
-def test_each_logger_gets_a_record_of_its_own():
-    seen = []
-
     class Greedy:
         def log(self, record, step):
             seen.append(record.pop("loss"))
@@ -84,21 +66,21 @@ def test_each_logger_gets_a_record_of_its_own():
         def finish(self, summary=None, exit_code=0):
             seen.append(summary["stages"].pop())
 
-    record, summary = {"loss": 1.0}, {"stages": ["a"]}
-    both = Loggers([Greedy, Greedy], lambda kind: kind())
-    both.log(record, 1)
-    both.finish(summary)
-    assert seen == [1.0, 1.0, "a", "a"]
-    assert (record, summary) == ({"loss": 1.0}, {"stages": ["a"]})
-
-
-def test_a_logger_that_cannot_start_is_left_out(caplog):
-    def build(section):
-        raise ConnectionError("the server does not answer")
-
     with caplog.at_level(logging.WARNING):
-        Loggers([{"_target_": "package.Unreachable"}], build).log({"loss": 1.0}, 1)
-    assert "Unreachable failed (ConnectionError: the server does not answer)" in caplog.text
+        kinds = {kind.__name__: kind for kind in (Unreachable, Broken, Greedy)}
+        names = [{"_target_": f"package.{name}"} for name in ("Unreachable", "Greedy", "Broken", "Greedy")]
+        several = Loggers(names, lambda section: kinds[section["_target_"].rpartition(".")[2]]())
+        for step in (1, 2):
+            several.log({"loss": 1.0 * step}, step)
+        several.histogram("gradients/a", [1.0], [0.0, 1.0], 2)
+        several.finish({"stages": ["a"]})
+    assert seen == [1.0, 1.0, 2.0, 2.0, "a", "a"]
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{name} failed ({error}). Training goes on without it; metrics.jsonl has every number"
+        for name, error in {
+            "Unreachable": "ConnectionError: the server does not answer", "Broken": "OSError: no space"
+        }.items()
+    ]
 
 
 def test_a_package_that_is_not_installed_is_missed_before_the_run(monkeypatch):
