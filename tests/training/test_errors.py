@@ -8,16 +8,14 @@ import os
 import pdb
 import re
 import traceback
-from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
-from composed import change_batches, compose, config, run, run_on_rank
+from composed import change_batches, config, for_rank, run, run_on_rank
 from torch import nn
 
 from common.errors import TrainingError, add_note, format_exception, message_for_user
-from conf.instantiate import to_dict
 from data.dataset import Batch
 from parallel.strategy import Strategy
 from training.setup import prepare
@@ -29,27 +27,22 @@ LAYOUTS = {
     "pipelined": (2, ["parallel.pp=2", "parallel.chunks=2", "parallel.balance=[1,2]"]),
     "pipe_ddp": (4, ["parallel.dp=2", "parallel.pp=2", "parallel.balance=[1,2]"]),
 }
-QUICK = ["logger=none", "device=cpu", "parallel.threads=1", "parallel.timeout_s=30", "train.precision=fp32"]
+QUICK = ["parallel.timeout_s=30", "train.precision=fp32"]
 
 
-class OwnError(Exception):
-    pass
+def fail():
+    raise ArithmeticError("my own problem")
 
 
-def fail() -> None:
-    raise OwnError("my own problem")
-
-
-def run_out() -> None:
+def run_out():
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. See documentation for more")
 
 
 FAULTS = {"own": fail, "memory": run_out, "main memory": lambda: torch.empty(1 << 50)}
 
 
-@contextmanager
-def broken_relu(fault, backward: bool):
-    """Have the second call of each ReLU in a training step raise, or the backward of it."""
+def said_on_rank(tree, folder, meeting, fault, backward):
+    """What a user reads of the error that the second call of a ReLU in a training step, or its backward, raises."""
     forward, calls = nn.ReLU.forward, []
 
     def broken(self, x):
@@ -57,27 +50,19 @@ def broken_relu(fault, backward: bool):
             return forward(self, x)
         calls.append(x)
         if len(calls) == 2 and not backward:
-            fault()
+            FAULTS[fault]()
         output = forward(self, x)
         if len(calls) == 2:
-            output.register_hook(lambda gradient: fault())
+            output.register_hook(lambda gradient: FAULTS[fault]())
         return output
 
-    nn.ReLU.forward = broken
-    try:
-        yield
-    finally:
-        nn.ReLU.forward = forward
-
-
-def said_on_rank(tree: dict, folder: str, meeting: str, fault: str, backward: bool) -> str:
-    """What a user reads of the error with which the run ends on this rank."""
-    try:
-        with broken_relu(FAULTS[fault], backward):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.ReLU, "forward", broken)
+        try:
             run_on_rank(tree, folder, meeting)
-    except Exception as error:
-        said = message_for_user(error) or format_exception(error, error.__traceback__)
-        traceback.clear_frames(error.__traceback__)  # they hold the connections for which the other ranks wait
+        except Exception as error:
+            said = message_for_user(error) or format_exception(error, error.__traceback__)
+            traceback.clear_frames(error.__traceback__)  # they hold the connections for which the other ranks wait
     gc.collect()
     return said
 
@@ -95,8 +80,8 @@ def said_on_rank(tree: dict, folder: str, meeting: str, fault: str, backward: bo
 )
 def test_an_error_in_a_layer_names_layer_step_micro_batch_and_rank(ranks, tmp_path, layout, backward, place):
     processes, where = LAYOUTS[layout]
-    tree = to_dict(compose(*QUICK, "train.epochs=null", "train.steps=3", f"parallel={layout}", *where))
-    said = ranks.run(processes, said_on_rank, tree, str(tmp_path), str(tmp_path / "meeting"), "own", backward)
+    task = for_rank(tmp_path, *QUICK, "train.epochs=null", "train.steps=3", f"parallel={layout}", *where)
+    said = ranks.run(processes, said_on_rank, *task, "own", backward)
     told = [text for text in said if "my own problem" in text]
     assert any(re.search(rf"my own problem\nraised in the {place}\s*$", text) for text in told), said
     assert all("in fail\n" in text and "failed to run" not in text for text in told), "the user's own lines"
@@ -109,10 +94,10 @@ def test_an_error_of_another_kind_names_its_layer_before_anything_starts(monkeyp
     assert error.value.__notes__ == ["raised in layer 'relu' (ReLU), tried on a micro-batch without memory"]
 
 
-def spoilt_on_rank(tree: dict, folder: str, meeting: str, rank: int, backward: bool) -> str:
+def spoilt_on_rank(tree, folder, meeting, rank, backward):
     """The error with which a run ends in which the ReLU of ``rank``, or its backward, gives NaN from step 2 on."""
     mine = dist.get_rank() == rank if dist.is_initialized() else rank == 0
-    forward, training_step = nn.ReLU.forward, Strategy._step
+    forward, training_step, steps = nn.ReLU.forward, Strategy._step, []
 
     def spoilt(self, x):
         if not (mine and steps and steps[-1] == 2 and type(x) is torch.Tensor and self.training):
@@ -125,15 +110,11 @@ def spoilt_on_rank(tree: dict, folder: str, meeting: str, rank: int, backward: b
         steps.append(number)
         return training_step(self, number, *args)
 
-    steps = []
-    nn.ReLU.forward, Strategy._step = spoilt, step
-    try:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TrainingError) as error:
+        patch.setattr(nn.ReLU, "forward", spoilt)
+        patch.setattr(Strategy, "_step", step)
         run_on_rank(tree, folder, meeting)
-    except TrainingError as error:
-        return str(error)
-    finally:
-        nn.ReLU.forward, Strategy._step = forward, training_step
-    return ""
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -152,8 +133,8 @@ def test_numbers_that_are_not_finite_name_the_first_layer_and_the_rank(
 ):
     processes, where = LAYOUTS[layout]
     length = ["train.epochs=null", "train.steps=3", "train.max_skipped=0", "train.eval_every=null"]
-    tree = to_dict(compose(*QUICK, *length, f"parallel={layout}", *where))
-    said = ranks.run(processes, spoilt_on_rank, tree, str(tmp_path), str(tmp_path / "meeting"), rank, backward)
+    task = for_rank(tmp_path, *QUICK, *length, f"parallel={layout}", *where)
+    said = ranks.run(processes, spoilt_on_rank, *task, rank, backward)
     assert len(set(said)) == 1, "all ranks know"
     assert said[0].startswith("step 2: loss ") and f", first in {place} try " in said[0]
 
@@ -167,8 +148,7 @@ def test_data_that_are_not_finite_are_named_once(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("fault", ["memory", "main memory"])
 def test_exhausted_memory_ends_in_the_way_out(ranks, tmp_path, fault):
-    tree = to_dict(compose(*QUICK, "parallel.chunks=2"))
-    (said,) = ranks.run(1, said_on_rank, tree, str(tmp_path), str(tmp_path / "meeting"), fault, False)
+    (said,) = ranks.run(1, said_on_rank, *for_rank(tmp_path, *QUICK, "parallel.chunks=2"), fault, False)
     first, way_out = said.splitlines()
     place = "raised in the forward of layer 'relu' (ReLU), micro-batch 1 with 32 samples, step 1"
     assert first.startswith(f"memory is exhausted ({place}): ")
