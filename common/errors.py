@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 _WAYS_OUT = {
+    errno.ENAMETOOLONG: "choose a shorter one",
     errno.EMFILE: "allow this process more open files: ulimit -n 1024",
     errno.ENOSPC: "free some space, or choose another disk",
     errno.EDQUOT: "free some space, or choose another disk",
