@@ -37,13 +37,7 @@ _NO_LIMIT = int(1e30)  # what transformers writes for a model without positions
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor that goes in or comes out.
-
-    Attributes:
-        name: Its name.
-        dtype: Its dtype.
-        dims: Its shape without the batch; -1 stands for the number of tokens, which is free.
-    """
+    """A tensor that goes in or comes out; ``dims`` is its shape without the batch, -1 for the free number of tokens."""
 
     name: str
     dtype: torch.dtype
@@ -85,12 +79,7 @@ class ServedModel:
         return self.takes[0].dims == (-1,)
 
     def example(self, batch: int, tokens: int = _FEW_TOKENS) -> tuple[Tensor, ...]:
-        """A tensor for each input, always the same.
-
-        Args:
-            batch: How many samples.
-            tokens: Of each, for a language model; no more than its positions.
-        """
+        """Return the same inputs every time; a language model's have ``tokens`` tokens, or as many as its positions."""
         if self.samples is not None:
             return self.samples(np.arange(batch))
         generator = torch.Generator().manual_seed(batch)
@@ -107,15 +96,7 @@ class ServedModel:
     def compare(self, run: Callable[..., Tensor], what: str) -> str:
         """Have another program compute the same, in batches of 1 and 5 and, for a language model, several lengths.
 
-        Args:
-            run: Inputs -> outputs.
-            what: The program's name.
-
-        Returns:
-            A sentence with the largest difference.
-
-        Raises:
-            TrainingError: Where an answer differs by more than ``TOLERANCE``.
+        Returns a sentence with the largest difference. Raises TrainingError where that is more than ``TOLERANCE``.
         """
         largest = 0.0
         for batch, tokens in ((1, _FEW_TOKENS), (5, _FEW_TOKENS), (2, 3 * _FEW_TOKENS), (1, 1)):
@@ -161,16 +142,7 @@ class _Served(nn.Module):
 
 
 def serve(name: str, data: DataSet, strategy: Strategy) -> ServedModel:
-    """Make the model that ``strategy`` holds ready to be served. Its layers are changed to float32 in place.
-
-    Args:
-        name: The model's name.
-        data: Its data set; prepared where only its samples tell their shape.
-        strategy: Holds the whole model, on the CPU.
-
-    Raises:
-        TrainingError: For a model that gives several tensors.
-    """
+    """Make the model that ``strategy`` holds ready to be served. Its layers are changed to float32 in place."""
     chain, (stage,) = strategy.chain, strategy.stages
     takes, samples = _inputs(data, stage.layers[chain.names[0]])
     words = None if data.seq_len is None else min(filter(None, (data.vocab_size, chain.limits["vocabulary"])))

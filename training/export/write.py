@@ -35,11 +35,7 @@ _KINDS = {"auto": "KIND_AUTO", "cpu": "KIND_CPU", "cuda": "KIND_GPU"}
 
 
 def check_export(cfg: Any) -> None:
-    """Check what can be checked before a checkpoint is read.
-
-    Raises:
-        TrainingError: For a package that is not installed and settings that make no sense.
-    """
+    """Check what can be checked before a checkpoint is read: packages and settings."""
     form = cfg.export.format
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing and form in ("onnx", "triton"):
@@ -58,13 +54,7 @@ def check_export(cfg: Any) -> None:
 
 
 def write(cfg: Any, folder: Path, data: DataSet, strategy: Strategy) -> str:
-    """Write the model that ``strategy`` holds in the format ``cfg.export.format``.
-
-    Args:
-        cfg: The configuration.
-        folder: A folder that does not exist.
-        data: The model's data set.
-        strategy: Holds the whole model, on the CPU.
+    """Write the model that ``strategy`` holds, whole and on the CPU, to a folder that does not exist yet.
 
     Returns:
         What was written: the files' names and, where another program has computed it too, the largest difference.
@@ -118,16 +108,10 @@ def write_repository(folder: Path, model: ServedModel, max_batch_size: int, kind
         NAME/labels.txt          the names of the classes
         NAME/example.safetensors inputs, and what the model answers: ``serve_check`` asks a server and compares
 
-    Args:
-        folder: The repository, an empty folder.
-        model: Its only model.
-        max_batch_size: Samples that the server may compute together.
-        kind: Where: KIND_CPU, KIND_GPU or KIND_AUTO.
+    The server may compute ``max_batch_size`` samples together, on KIND_CPU, KIND_GPU or KIND_AUTO.
 
     Raises:
         TrainingError: Where ONNX Runtime's answers differ from the model's.
-        OSError: A file cannot be written.
-        SafetensorError: Likewise.
     """
     home = folder / model.name
     (home / "1").mkdir(parents=True)

@@ -150,11 +150,8 @@ def describe_results(
 ) -> str:
     """Return a run's results, its speed, and where its files are.
 
-    Args:
-        summary: The content of summary.json.
-        run_dir: The run's directory.
-        extents: How much of the split "val" or "test" was evaluated, where that was not all of it.
-        idle: Why stages idled more than the schedule has them, see ``why_idle``.
+    ``extents`` is how much of the split "val" or "test" was evaluated, where that was not all of it; for ``idle`` see
+    ``why_idle``.
     """
     lines = []
     if summary["first_loss"] is not None:
@@ -169,13 +166,10 @@ def describe_results(
 
 
 def what_to_type(link: str, length: Sequence[str], typed: Sequence[str], python: bool = False) -> str:
-    """Return the commands that evaluate a checkpoint, and that go on with its training.
+    """Return the commands that evaluate a checkpoint and that go on with its training, in Python for a Python program.
 
-    Args:
-        link: The checkpoint's path, quoted for Hydra.
-        length: How long to train, and what keeps the learning rate where a longer run would begin its schedule anew.
-        typed: What the user typed that a checkpoint does not bring: where to run, and options such as --config-dir.
-        python: Whether a Python program runs this: what to type is then Python.
+    ``typed`` is what the user typed that a checkpoint does not bring; ``length`` is how long to train, with what keeps
+    the learning rate where a longer run would begin its schedule anew.
     """
 
     def command(*words: str) -> str:

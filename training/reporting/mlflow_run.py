@@ -26,16 +26,7 @@ class MlflowRun:
         tracking_uri: str | None = None,
         experiment: str = "one-word-parallel",
     ) -> None:
-        """Start the run.
-
-        Args:
-            run_dir: The run directory.
-            run_config: The configuration; its values are the run's parameters, secrets masked.
-            run_name: The run's name.
-            tracking_uri: A server, such as http://127.0.0.1:5000. None: what MLFLOW_TRACKING_URI says, else the folder
-                mlruns in the run directory.
-            experiment: The experiment's name.
-        """
+        """Start the run, by the options of conf/logger/mlflow.yaml; ``run_config`` is stored with secrets masked."""
         import mlflow
 
         self._run_dir = Path(run_dir).absolute()

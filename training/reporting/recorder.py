@@ -45,15 +45,9 @@ class Recorder:
         first_step: int = 1,
         resumed: bool = False,
     ) -> None:
-        """Describe the environment and open the files.
+        """Describe the environment and open the files; of a run that is resumed, drop what ``first_step`` writes again.
 
-        Args:
-            run_dir: The run's directory.
-            logger: The loggers; None on ranks other than 0.
-            total_steps: The number of the run's last step.
-            first_step: The number of the first step to come.
-            resumed: Whether an earlier run may have left records in ``run_dir``. Those from ``first_step`` on are
-                dropped.
+        ``logger`` is None on ranks other than 0.
         """
         self._logger, self._run_dir = logger, run_dir
         if logger is None:
@@ -389,15 +383,7 @@ class Loggers:
     """
 
     def __init__(self, sections: Sequence[Any], build: Callable[[Any], Logger]) -> None:
-        """Build the loggers.
-
-        Args:
-            sections: See ``sections``.
-            build: Returns the logger that a section describes.
-
-        Raises:
-            UserError: A section is wrong.
-        """
+        """Build the logger of each section. Raises UserError where a section is wrong."""
         self.all: list[Logger] = []
         for section in sections:
             try:

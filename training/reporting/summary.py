@@ -106,17 +106,7 @@ def summarise(
     sample: Batch,
     tokens_per_sample: int | None,
 ) -> dict[str, Any]:
-    """Return the content of summary.json.
-
-    Args:
-        strategy: What was trained, and how.
-        outcome: The loop's result.
-        test: The results on the test split; empty without one.
-        ranks: See ``gather_results``.
-        model: The model's name.
-        sample: One micro-batch, for its shapes.
-        tokens_per_sample: None for data that are not text.
-    """
+    """Return the content of summary.json, for which ``sample`` is a micro-batch of the shapes that were trained."""
     plan = strategy.plan
     step_time = ranks[0].step_time_s
     samples = plan.global_batch_size / step_time if step_time else None

@@ -16,14 +16,7 @@ class TensorBoardRun:
     requires = "tensorboard"
 
     def __init__(self, run_dir: str | Path, run_config: dict, run_name: str, folder: str = "tensorboard") -> None:
-        """Take the run; files are made at the first record.
-
-        Args:
-            run_dir: The run directory.
-            run_config: The configuration, shown as a text with its secrets masked.
-            run_name: Not used: TensorBoard names runs by their folders.
-            folder: Name of the folder in the run directory.
-        """
+        """Take the run; files are made at the first record. ``run_config`` is shown with its secrets masked."""
         self._folder, self._config, self._writer = Path(run_dir) / folder, mask_secrets(run_config), None
 
     def log(self, record: dict, step: int) -> None:

@@ -34,12 +34,7 @@ def write_timeline(run_dir: Path, plan: Plan, model: str, ranks: Sequence[Steps]
     The picture shows the steady step of median duration on replica 0; the Chrome trace (to be opened in
     https://ui.perfetto.dev) holds up to five steady steps around it on all replicas.
 
-    Args:
-        run_dir: The run's directory.
-        plan: The layout.
-        model: The model's name, for the title.
-        ranks: The intervals of each rank's newest steps, all on one clock.
-        last_step: The number of the newest of these steps.
+    ``ranks`` are the intervals of each rank's newest steps, up to ``last_step``, all on one clock.
     """
     from training.reporting.timeline_figure import draw
 
@@ -128,15 +123,9 @@ def _name(what: str, pid: int, tid: int, name: str) -> dict:
 
 @contextmanager
 def profiler(steps: int, run_dir: Path, rank: int) -> Iterator[Callable[[], None]]:
-    """Record some steps with torch.profiler into ``run_dir/profile/rank_0000.json``, a Chrome trace.
+    """Record steps, after three of warm-up, with torch.profiler into ``run_dir/profile/rank_0000.json``.
 
-    Args:
-        steps: How many steps are recorded, after three of warm-up.
-        run_dir: The run's directory.
-        rank: This process's rank.
-
-    Yields:
-        A function to call after each step.
+    Yields a function to call after each step. The file is a Chrome trace.
     """
     from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 

@@ -42,20 +42,10 @@ class WandbRun:
         init_timeout_s: float = 20.0,
         finish_timeout_s: float = 30.0,
     ) -> None:
-        """Start the run.
+        """Start the run, by the options of conf/logger/wandb.yaml; ``run_config`` is stored with its secrets masked.
 
-        Args:
-            run_dir: The directory of the training run.
-            run_config: The configuration, stored with its secrets masked.
-            run_name: The display name where ``name`` is None.
-            mode: "offline" (no key, no prompt, no network, no output) or "online". Without an API key, or where the
-                server does not answer in time, an online run becomes an offline one, after a warning.
-            project: The project's name.
-            group: The group's name. None: the model's, so that its runs under all strategies are one group.
-            name: The display name.
-            tags: The run's tags.
-            init_timeout_s: The longest wait for the start, in seconds.
-            finish_timeout_s: The longest wait for uploads at the end, in seconds.
+        Without an API key, or where the server does not answer in time, an online run becomes an offline one, after a
+        warning.
         """
         self._run_dir = Path(run_dir).absolute()
         self._run_dir.mkdir(parents=True, exist_ok=True)
