@@ -101,8 +101,8 @@ def hide(text: str) -> str:
 def mask_secrets(value: Any, name: str = "") -> Any:
     """Replace secrets by ``***``, and what comes from the environment by ``${oc.env:NAME}``.
 
-    A secret is known by its name (``api_key``), by its form (``hf_…``, a password in a URL), or
-    because a variable of the environment with such a name holds it.
+    A secret is known by its name (``api_key``), by its form (``hf_…``, a password in a URL), or because a variable of
+    the environment with such a name holds it.
 
     Args:
         value: A nested dict or list, a command line as a list of words, or a text.
