@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import OmegaConf
+
 from common.errors import TrainingError, UserError
 from conf.composition import check_dashes, check_keys, compose, compose_and_run, quote_values
 from conf.instantiate import check_role
@@ -104,8 +106,6 @@ def train(
         UserError: For what the command line would report as an error.
         KeyboardInterrupt: The run was interrupted; its processes have ended.
     """
-    from omegaconf import OmegaConf
-
     from training.reporting.run_directory import locked_directories
 
     _check_words(overrides)
@@ -162,8 +162,6 @@ def _checked(overrides: Sequence[str], model: Any, data: Any) -> dict[str, Any]:
 
 def _run(config: Any, objects: dict[str, Any], world: World | None, cfg: Any, hydra: Any) -> Result:
     """Run ``config`` or, without one, what Hydra has composed, with the objects that were given."""
-    from omegaconf import OmegaConf
-
     from training.reporting.metrics import SUMMARY, read_object
     from training.reporting.run_directory import mask_files, removed_if_unused
 
@@ -186,8 +184,6 @@ def _run(config: Any, objects: dict[str, Any], world: World | None, cfg: Any, hy
 
 def with_given(cfg: Any, objects: dict[str, Any]) -> Any:
     """Return a copy of a configuration whose sections ``model`` and ``data`` name the objects that were given."""
-    from omegaconf import OmegaConf
-
     cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False, enum_to_str=True))
     start = OmegaConf.select(cfg, "model.init_from")
     for key, one in objects.items():

@@ -96,7 +96,7 @@ def evaluate_split(setup: Any, strategy: Strategy, split: str) -> dict[str, floa
     """Evaluate on the split "val" or "test" of a run; return the results by their names in metrics.jsonl."""
     source = setup.data.valid if split == "val" else setup.data.test
     result = evaluate(strategy, source, setup.cfg.train.eval_batches)
-    return record_of(result, split, language=setup.tokens_per_sample is not None)
+    return record_of(result, split, language=setup.data.seq_len is not None)
 
 
 def record_of(result: dict[str, float], prefix: str, language: bool) -> dict[str, float]:

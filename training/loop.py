@@ -212,7 +212,7 @@ class Loop:
             "step_time_s": seconds,
             "samples_per_s": setup.plan.global_batch_size / seconds,
         }
-        if setup.tokens_per_sample is not None:
+        if setup.data.seq_len is not None:
             record["tokens_per_s"] = result.terms / seconds
         record["skipped"] = bool(skipped)
         self.recorder.step(record, note=skipped)
@@ -296,12 +296,9 @@ class Skipping:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether ``train.spike_rollback`` spikes came in a row. True once for each such row."""
+        """Whether ``train.spike_rollback`` spikes came in a row since the last ``roll_back``."""
         enough = self._config.spike_rollback
-        if enough is None or self._spikes_in_a_row < enough:
-            return False
-        self._spikes_in_a_row = 0
-        return True
+        return enough is not None and self._spikes_in_a_row >= enough
 
     def judge(self, step: int, result: StepResult, locate: Callable[[], str], scaled: bool = False) -> str:
         """Decide about a step.
@@ -373,6 +370,7 @@ class Skipping:
         Returns:
             What was done, in words.
         """
+        self._spikes_in_a_row = 0
         # Rank 0 looks for all: others may see an older state of a shared folder.
         found = Checkpoint.newest(folder) if strategy.mesh.rank == 0 else None
         newest = strategy.mesh.gather(found and str(found.folder))[0]

@@ -290,7 +290,7 @@ def _summary(
     setup: Setup, strategy: Strategy, outcome: Outcome, test: dict[str, float], ranks: list[RankResult]
 ) -> dict[str, Any]:
     model = setup.cfg.model.name
-    return summarise(strategy, outcome, test, ranks, model, setup.sample, setup.tokens_per_sample)
+    return summarise(strategy, outcome, test, ranks, model, setup.sample, setup.data.seq_len)
 
 
 def _report(

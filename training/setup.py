@@ -106,16 +106,11 @@ class Setup:
                 lines.append(f"BatchNorm over micro-batches of {size}: {alike}")
         return size, lines
 
-    @property
-    def tokens_per_sample(self) -> int | None:
-        """Tokens of one sample; None for data that is not language."""
-        return self.data.seq_len
 
-
-def build_setup(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: Hardware | None = None) -> Setup:
+def build_setup(cfg: Any, world_size: int, nodes: int) -> Setup:
     """Build what another process has checked; see ``prepare``."""
     chain, data = model_and_data(cfg)
-    plan = _plan(cfg, chain, world_size, nodes, hardware)
+    plan = _plan(cfg, chain, world_size, nodes)
     data.prepare()
     return Setup(cfg, chain, data, plan)
 
@@ -391,7 +386,7 @@ def describe(setup: Setup) -> str:
     evaluated = setup.cfg.train.eval_every is not None or setup.cfg.mode == "eval"
     data = describe_data(setup.data.description, setup.data.unigram_entropy, setup.extents if evaluated else {})
     recipe = f"\n{line}" if (line := describe_recipe(setup.cfg)) else ""
-    plan = describe_plan(setup.plan, setup.cfg.model.name, data, setup.tokens_per_sample, setup.shares)
+    plan = describe_plan(setup.plan, setup.cfg.model.name, data, setup.data.seq_len, setup.shares)
     return "\n".join([plan, *setup.by_microbatch[1]]) + recipe
 
 
@@ -406,7 +401,7 @@ def describe_recipe(cfg: Any) -> str:
     return f"recipe: {cfg.recipe}, {recipe['says']}{typed}"
 
 
-def _plan(cfg: Any, chain: Chain, world_size: int | None, nodes: int, hardware: Hardware | None) -> Plan:
+def _plan(cfg: Any, chain: Chain, world_size: int | None, nodes: int, hardware: Hardware | None = None) -> Plan:
     return make_plan(
         cfg.parallel,
         chain,
