@@ -10,7 +10,7 @@ import pytest
 
 from conf.composition import as_typed, quote_values
 from training.reporting import describe, mask_secrets
-from training.reporting.recorder import _git
+from training.reporting.recorder import git_state
 
 
 def test_the_description_is_json_and_names_code_machine_and_packages():
@@ -31,7 +31,7 @@ def test_neither_environment_nor_host_name_is_recorded(monkeypatch):
 def test_a_commit_is_found_with_its_dirty_flag_and_only_for_files_that_it_holds(tmp_path):
     if subprocess.run(["git", "--version"], capture_output=True).returncode:
         pytest.skip("needs the command git, whose commit is looked up")
-    assert _git(tmp_path / "code.py") == (None, None)
+    assert git_state(tmp_path / "code.py") == (None, None)
 
     def git(*command):
         subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *command],
@@ -39,13 +39,13 @@ def test_a_commit_is_found_with_its_dirty_flag_and_only_for_files_that_it_holds(
 
     git("init")
     (tmp_path / "code.py").write_text("1\n")
-    assert _git(tmp_path / "code.py") == (None, None)
+    assert git_state(tmp_path / "code.py") == (None, None)
     git("add", ".")
     git("commit", "-m", "first")
-    commit, dirty = _git(tmp_path / "code.py")
+    commit, dirty = git_state(tmp_path / "code.py")
     assert len(commit) == 40 and dirty is False
     (tmp_path / "code.py").write_text("2\n")
-    assert _git(tmp_path / "code.py") == (commit, True)
+    assert git_state(tmp_path / "code.py") == (commit, True)
 
 
 def test_a_machine_without_git_is_described_all_the_same(monkeypatch):

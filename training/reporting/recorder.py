@@ -7,6 +7,7 @@ import importlib.metadata
 import logging
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -230,13 +231,7 @@ def describe(command: list[str] | None = None) -> dict[str, Any]:
     Holds neither environment variables nor the host's name. Asks torch for GPUs, so call it in a process that may
     use them.
 
-    Args:
-        command: The command line; ``sys.argv`` if None. Its secrets are masked.
-
-    Returns:
-        A JSON-ready dict of git_commit and git_dirty (of this project's checkout), python, platform, cpu (model,
-        usable cores), memory_bytes, gpus (name and memory_bytes of each), packages (versions) and command. What
-        cannot be determined is None.
+    What cannot be determined is None. ``command`` is the command line, ``sys.argv`` if None; its secrets are masked.
     """
     commit, dirty = git_state()
     return {
@@ -245,25 +240,21 @@ def describe(command: list[str] | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": {"model": _cpu_model(), "cores": usable_cores()},
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": _gpus(),
         "packages": {name: _version(name) for name in PACKAGES},
         "command": mask_secrets(as_typed(sys.argv if command is None else command)),
     }
 
 
-def git_state() -> tuple[str | None, bool | None]:
-    """Return the commit of this project's checkout, and whether it was changed; both None where there is none."""
-    return _git(Path(__file__).resolve())
-
-
-def _git(tracked_file: Path) -> tuple[str | None, bool | None]:
-    """Return the commit and the dirty flag, both None where no checkout tracks the file.
+def git_state(tracked_file: str | Path = __file__) -> tuple[str | None, bool | None]:
+    """Return the commit of this project's checkout, and whether it was changed; both None where there is none.
 
     Asked about a file, not a folder: a copy of the project inside another repository does not belong to that one.
     """
-    folder = tracked_file.parent
-    if _run("git", "-C", str(folder), "ls-files", "--error-unmatch", tracked_file.name) is None:
+    file = Path(tracked_file).resolve()
+    folder = file.parent
+    if _run("git", "-C", str(folder), "ls-files", "--error-unmatch", file.name) is None:
         return None, None
     commit = _run("git", "-C", str(folder), "rev-parse", "HEAD")
     # Without optional locks: recording a run must not get in the way of a commit being made.
@@ -288,30 +279,17 @@ def _run(*command: str, timeout_s: float = 5.0) -> str | None:
 
 
 def _cpu_model() -> str | None:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
+    with suppress(OSError):
+        if found := re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE):
+            return found[1].strip()
     return _run("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor() or None
 
 
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
 def _gpus() -> list[dict]:
-    try:
-        import torch
+    import torch
 
-        properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        return [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in properties]
-    except (ImportError, RuntimeError, AssertionError):  # no torch, or a driver that does not answer
-        return []
+    properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in properties]
 
 
 def _version(package: str) -> str | None:
