@@ -6,10 +6,9 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from composed import QUIET, change_batches, compose, losses, records, run, run_on_rank, saved, steps
+from composed import change_batches, for_rank, losses, records, run, run_on_rank, saved, steps
 
 from common.errors import CheckpointError, TrainingError
-from conf.instantiate import to_dict
 from data.dataset import Batch
 from data.loader import TrainBatches
 from parallel.strategy import Strategy
@@ -204,8 +203,8 @@ def same(one, other):
 def test_a_nan_on_one_rank_has_all_ranks_skip_that_step(ranks, tmp_path, layout, rank, what):
     size, where = LAYOUTS[layout]
     recipe = ["model=convnet", *SHORT, "train.steps=4", "train.global_batch_size=16", "optim=adamw", *EVERY_STEP]
-    tree = to_dict(compose(*QUIET, *recipe, "train.precision=fp32", f"parallel={layout}", *where))
-    results = ranks.run(size, train_spoilt, tree, str(tmp_path), str(tmp_path / "meeting"), rank, what)
+    task = for_rank(tmp_path, *recipe, "train.precision=fp32", f"parallel={layout}", *where)
+    results = ranks.run(size, train_spoilt, *task, rank, what)
     assert skipped(tmp_path) == [3] and checkpoints(tmp_path) == [1, 2, 4]
     assert all(summary["skipped_steps"] == 1 for summary, _ in results)
     for kind in ("model", "optimizer"):  # weights, BatchNorm's running statistics, the optimizer's state and steps
