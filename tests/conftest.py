@@ -17,6 +17,7 @@ from launchers import local  # noqa: E402
 
 # Under nohup a run would ignore a lost terminal, as it should, and so would those of the tests.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests are run in the background
 # Threads that wait for each other's share of an operation sleep: on busy cores they would spin most of the time away.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # ``train.precision=auto`` is fp32 on every machine, with bf16 units or without. `CPU_PRECISION=bf16 pytest` runs the

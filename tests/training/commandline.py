@@ -12,8 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -43,12 +43,11 @@ class Run:
     @cached_property
     def metrics(self) -> list[dict]:
         """The lines of metrics.jsonl."""
-        text = (self.folder / "metrics.jsonl").read_text()
-        return [json.loads(line, parse_constant=_no_such_constant) for line in text.splitlines()]
+        return [_json(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     @cached_property
     def summary(self) -> dict:
-        return json.loads((self.folder / "summary.json").read_text(), parse_constant=_no_such_constant)
+        return _json((self.folder / "summary.json").read_text())
 
     @property
     def steps(self) -> list[dict]:
@@ -167,21 +166,14 @@ class Started:
         where = [f"hydra.run.dir='{folder}'"] if own_folder else []
         arguments = [str(TRAIN), *overrides, *where]
         self._begin = time.monotonic()
-        with open(self._out, "w") as out, open(self._err, "w") as err, _interruptible():
+        place = {"cwd": cwd, "env": environment(env)}
+        with open(self._out, "w") as out, open(self._err, "w") as err:
             if fresh or prefix:
+                files = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
                 command = [sys.executable, *prefix, *arguments]
-                self.process = subprocess.Popen(
-                    command,
-                    cwd=cwd,
-                    env=environment(env),
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=err,
-                    start_new_session=True,
-                )
+                self.process = subprocess.Popen(command, **place, **files, start_new_session=True)
             else:
-                state = dict(cwd=cwd, env=environment(env), stdout=self._out, stderr=self._err, before=before)
-                self.process = Forked(arguments, **state)
+                self.process = Forked(arguments, **place, stdout=self._out, stderr=self._err, before=before)
 
     def family(self) -> list[psutil.Process]:
         """Every living process of the session except the first one, whoever its parent is now."""
@@ -201,12 +193,10 @@ class Started:
     def session(self) -> list[psutil.Process]:
         found = []
         for process in psutil.process_iter():
-            try:
+            with suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
                 mine = os.getsid(process.pid) == self.process.pid
                 if mine and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
-            except (psutil.NoSuchProcess, ProcessLookupError, PermissionError):
-                continue
         return found
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> Run:
@@ -222,15 +212,12 @@ class Started:
 
     def kill(self) -> None:
         """End everything of the session that is left, and what torchrun has started in others."""
-        try:
+        below = []
+        with suppress(psutil.NoSuchProcess):
             below = psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            below = []
         for process in [*self.session(), *below]:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
         self.process.wait()
 
 
@@ -257,15 +244,9 @@ def wait_until(condition, timeout_s: float, what: str) -> None:
         time.sleep(0.1)
 
 
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """A test run in the background is started with SIGINT ignored, and its children would inherit that."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _no_such_constant(name: str) -> None:
-    raise AssertionError(f"{name} is not JSON")
+def _json(text: str) -> dict:
+    """What ``text`` says; AssertionError where it has NaN or Infinity, which are not JSON."""
+    found = []
+    said = json.loads(text, parse_constant=found.append)
+    assert not found, text
+    return said
