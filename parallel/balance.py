@@ -50,7 +50,6 @@ def seconds_per_layer(plan: Plan, chain: Chain, sample: Batch, seed: int, thread
 
 
 def _round(plan: Plan, chain: Chain, sample: Batch, seed: int, device: torch.device) -> list[float]:
-    """Measure the seconds of each layer once."""
     dtype = parameter_dtype(plan.precision)
     tensors = tuple(x.to(dtype) if x.is_floating_point() else x for x in sample.input_tensors)
     seconds = []

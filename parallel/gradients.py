@@ -45,7 +45,6 @@ class Gradients:
     def __init__(
         self, plan: Plan, chain: Chain, stages: Sequence[Stage], mesh: Mesh, device: torch.device, timeout_s: float
     ) -> None:
-        """Refer to the stages' gradients. Every rank of the mesh constructs this."""
         self._stages, self._tied, self._device = stages, chain.tied, device
         self._sharded = mesh.shards > 1
         self._in_buckets = mesh.dp_group is not None and not self._sharded

@@ -58,7 +58,6 @@ class HostGroup(dist.ProcessGroup):
     """
 
     def __init__(self, gloo: dist.ProcessGroupGloo, rank: int, size: int) -> None:
-        """Work through ``gloo``, which has the same ranks."""
         super().__init__(rank, size)
         self._gloo = gloo
 

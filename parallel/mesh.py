@@ -48,10 +48,10 @@ class Mesh:
         order: dp_pp or pp_dp, the numbering of the ranks.
         group: How many neighbouring replicas form a group.
         sharded: Whether the ranks of a group share one copy of the parameters.
-        dp_group: The ranks that hold the same stages. None until ``connect``, or where there is one.
-        pp_group: The ranks of this pipeline. None likewise.
-        inner_group: The ranks of ``dp_group`` in the same group of replicas. None likewise.
-        outer_group: The ranks of ``dp_group`` at the same place of every group. None likewise.
+        dp_group: The ranks that hold the same stages. Like the next three None until ``connect``, or for one rank.
+        pp_group: The ranks of this pipeline.
+        inner_group: The ranks of ``dp_group`` in the same group of replicas.
+        outer_group: The ranks of ``dp_group`` at the same place of every group.
     """
 
     dp: int

@@ -32,7 +32,6 @@ class PipeStage(PipelineStage):
         received: Sequence[TensorSpec],
         sent: Sequence[TensorSpec],
     ) -> None:
-        """Wrap one stage of a pipeline."""
         plan, mesh = strategy.plan, strategy.mesh
         stages, ranks = len(plan.stages), mesh.pipeline(mesh.replica)
         # Tensors that need no gradient, by their places among those that arrive and those that leave.

@@ -38,7 +38,6 @@ class Pipeline(Strategy):
         options: Options,
         sample: Batch,
     ) -> None:
-        """Place the stages and make the schedule. The arguments are those of ``Strategy``."""
         super().__init__(plan, chain, mesh, devices, options, sample)
         self.timeline = Timeline(self.device.type)
         borders = stage_borders(plan, chain, sample)

@@ -299,8 +299,7 @@ def _devices(parallel, info: StrategyInfo, hardware: Hardware) -> tuple[str, ...
 def check_groups(parallel, info: StrategyInfo, mesh: Mesh, nodes: int) -> tuple[int, bool]:
     """Choose how many replicas form a group, and whether shared parameters are whole one layer at a time.
 
-    Raises:
-        PlanError: With the numbers and a way out.
+    Raises PlanError.
     """
     name, dp, wanted = parallel.name, mesh.dp, parallel.shard
     hierarchical = parallel.comm_hook in HIERARCHICAL
@@ -329,20 +328,19 @@ def check_groups(parallel, info: StrategyInfo, mesh: Mesh, nodes: int) -> tuple[
             f"parallel={name} with groups of one replica shares nothing "
             + (f"(each of {nodes} nodes has one)" if wanted is None else "(parallel.shard=1)")
             + f"; set parallel.shard={dp} to share among all, or use parallel="
-            + _unsharded(info)
+            + names_where(sharded=False, replicas=True, stages=info.stages)[0]
         )
     return group, _reshard(parallel, info)
 
 
 def _check_unused(parallel, hierarchical: bool) -> None:
+    known = " or ".join(f"parallel={name}" for name in names_where(sharded=True))
     if parallel.shard is not None and not hierarchical:
-        known = " or ".join(f"parallel={name}" for name in names_where(sharded=True))
         raise PlanError(
             f"parallel.shard={parallel.shard} is the size of the groups of {known}, and of "
             f"parallel.comm_hook=hierarchical; parallel={parallel.name} has none"
         )
     if parallel.reshard is not None:
-        known = " or ".join(f"parallel={name}" for name in names_where(sharded=True))
         raise PlanError(
             f"parallel.reshard={str(parallel.reshard).lower()} is for {known}; parallel={parallel.name} shares no "
             "parameters"
@@ -377,10 +375,6 @@ def _reshard(parallel, info: StrategyInfo) -> bool:
     return bool(parallel.reshard)
 
 
-def _unsharded(info: StrategyInfo) -> str:
-    return names_where(sharded=False, replicas=True, stages=info.stages)[0]
-
-
 def check_shardable(strategy: str, skeleton: nn.Module) -> None:
     """Check that parameters have rows to share. Raises PlanError."""
     scalars = [name for name, parameter in skeleton.named_parameters() if parameter.dim() == 0]
@@ -394,11 +388,7 @@ def check_shardable(strategy: str, skeleton: nn.Module) -> None:
 def partition_layers(
     names: Sequence[str], stages: int, balance: str | Sequence[int], costs: Sequence[int]
 ) -> list[list[str]]:
-    """Cut the layers into stages.
-
-    Raises:
-        PlanError: If that is impossible.
-    """
+    """Cut the layers into stages. Raises PlanError."""
     if stages > len(names):
         raise PlanError(
             f"{stages} stages (parallel.pp x stages_per_rank) but only {len(names)} layers: {', '.join(names)}; "

@@ -30,13 +30,7 @@ PROCESS_BYTES = 350 * 2**20
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that passes from one layer to the next.
-
-    Attributes:
-        shape: Its shape for one micro-batch.
-        dtype: As it is sent.
-        gradient: Whether a gradient comes back for it. Token numbers have none, for example.
-    """
+    """A tensor of one micro-batch that passes from one layer to the next, and whether a gradient comes back for it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -61,7 +55,6 @@ class LayerTrace:
     """What was inferred of one layer.
 
     Attributes:
-        name: The layer's name.
         outputs: What it returns; of the last layer, the loss.
         kept: Bytes that autograd holds for each micro-batch's backward.
         cast: Bytes of weights held in the compute dtype, once for all micro-batches of a step.
@@ -314,13 +307,9 @@ class _Kept:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The memory of one rank, in bytes.
+    """The memory of one rank, in bytes; of what replicas share, its share.
 
     Attributes:
-        rank: The rank.
-        weights: Parameters; of shared ones, this rank's share.
-        gradients: Their gradients, likewise.
-        optimizer: The optimizer's state, likewise.
         gathered: Shared parameters and their gradients, as far as they are whole during a step.
         activations: What autograd holds for the micro-batches in flight, and weights cast to the compute dtype.
         process: The interpreter and its libraries (in main memory, also where a GPU computes).
@@ -343,15 +332,8 @@ class MemoryEstimate:
 def check_gpus(plan: Plan, tensors: int, memory: Callable[[int], int]) -> None:
     """Check that weights, gradients and optimizer state fit into the GPUs that the ranks of ``plan`` are dealt to.
 
-    Activations are left out: only what ranks hold for sure is counted.
-
-    Args:
-        plan: The layout of a run that is started on this machine.
-        tensors: How many of a parameter's size are held: of each weight, and in training its gradient and its state.
-        memory: Gives the bytes of the GPU with an index.
-
-    Raises:
-        PlanError: They do not fit. The message has the numbers and a way out.
+    Activations are left out: only what ranks hold for sure is counted, ``tensors`` of each parameter's size.
+    ``memory`` gives the bytes of the GPU with an index. Raises PlanError.
     """
     each = parameter_dtype(plan.precision).itemsize * tensors
     what = "weights" if tensors == 1 else "weights, gradients and optimizer state"

@@ -115,10 +115,8 @@ def rows_of(tensor: Tensor) -> Rows:
 def fill(tensor: Tensor, given: Tensor, name: str) -> None:
     """Copy this rank's rows of ``given`` into ``tensor``, which may be shared.
 
-    ``given`` is a tensor of the same shape, or what has its shape and gives rows of it for a slice.
-
-    Raises:
-        ValueError: ``given`` has another shape or another kind of number, or numbers beyond ``tensor``'s format.
+    ``given`` is a tensor of the same shape, or what has its shape and gives rows of it for a slice. Raises ValueError
+    where it has another shape or kind of number, or numbers beyond ``tensor``'s format.
     """
     if given.shape != tensor.shape:
         raise ValueError(f"{name} has {tuple(given.shape)}, expected {tuple(tensor.shape)}")

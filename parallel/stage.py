@@ -24,10 +24,8 @@ class Stage(nn.Module):
 
     Attributes:
         layers: The layers, by their names.
-        begins_chain: Whether the first layer of the chain is among them.
-        ends_chain: Whether the last layer of the chain is among them.
-        sums: For each micro-batch since the last ``take_sums``, where the stage ends the chain,
-            [loss, count, *metrics] as float64.
+        begins_chain, ends_chain: Whether the first or the last layer of the chain is among them.
+        sums: [loss, count, *metrics] float64 of each micro-batch since the last ``take_sums``, at the chain's end.
     """
 
     def __init__(
@@ -43,14 +41,8 @@ class Stage(nn.Module):
     ) -> None:
         """Build the layers ``names`` with their initial weights.
 
-        Args:
-            chain: The model.
-            names: The names of the layers.
-            seed: The run's seed, for weights and dropout.
-            device: Where the weights are.
-            dtype: The dtype of floating-point weights.
-            recompute: Whether a layer's activations are recomputed in the backward, and not kept.
-            shard: Reduces the parameters of a module, each layer and at last the stage, to this rank's share.
+        With ``recompute`` a layer's activations are recomputed in the backward, and not kept. ``shard`` reduces the
+        parameters of a module, each layer and at last the stage, to this rank's share.
         """
         super().__init__()
         self.chain, self.device, self.seed, self.recompute = chain, device, seed, recompute

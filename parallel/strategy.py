@@ -63,13 +63,9 @@ class Options:
 class StepResult:
     """The numbers of a training step, the same on every rank.
 
-    Attributes:
-        loss: The mean over the ``terms`` of the global batch.
-        grad_norm: The gradient norm of the whole model before clipping, tied parameters counted once.
-        stop: Whether some rank asked to stop.
-        terms: How many terms the loss has: tokens that are no padding, for a language model.
-        spike: Whether the loss is above the limit that was given.
-        metrics: The mean of each of the loss's metrics over the same terms, by name.
+    ``loss`` and ``metrics`` are means over the ``terms`` of the global batch: its tokens without padding, for a
+    language model. ``grad_norm`` is that of the whole model before clipping, tied parameters counted once. ``stop``
+    says whether some rank asked to stop, ``spike`` whether the loss is above the limit that was given.
     """
 
     loss: float
@@ -96,12 +92,6 @@ class LossScale:
 
     torch's GradScaler looks for infinities one optimizer at a time. With stages on different ranks all of them must
     take the same decision, so it is taken from the step's one agreed flag. The constants are GradScaler's.
-
-    Attributes:
-        enabled: Whether the loss is scaled at all.
-        scale: What it is multiplied by.
-        good_steps: Finite steps since the scale changed.
-        interval: The number of good steps after which it is doubled.
     """
 
     enabled: bool
@@ -148,15 +138,9 @@ class Strategy(ABC):
         options: Options,
         sample: Batch | None = None,
     ) -> None:
-        """Build this rank's stages.
+        """Build this rank's stages and place them on its ``devices`` in turn; ``mesh`` is connected.
 
-        Args:
-            plan: The layout of the run.
-            chain: The model.
-            mesh: The grid of ranks, connected.
-            devices: The devices of this rank; its stages are placed on them in turn.
-            options: How stages are run.
-            sample: One micro-batch, for its shapes; None only where neither a pipeline nor a compiler needs them.
+        ``sample`` is one micro-batch, for its shapes; None only where neither a pipeline nor a compiler needs them.
         """
         self.plan, self.chain, self.mesh, self.options = plan, chain, mesh, options
         self.device, self.devices = devices[0], list(dict.fromkeys(devices))
@@ -224,12 +208,8 @@ class Strategy(ABC):
     def eval_step(self, batch: Batch) -> Tensor:
         """Evaluate this replica's batch, without gradients.
 
-        Args:
-            batch: This replica's equal part of the global batch, on any device.
-
-        Returns:
-            [loss sum, count, metric sums...] in ``sum_dtype``; zeros where this rank does not compute the loss. Add
-            the vectors of all batches up and give them to ``all_sum``.
+        Returns [loss sum, count, metric sums...] in ``sum_dtype``; zeros where this rank does not compute the loss. Add
+        the vectors of all batches up and give them to ``all_sum``.
         """
         with self._step():
             self.forward(self._placed(batch))
@@ -239,8 +219,7 @@ class Strategy(ABC):
     def forward_backward(self, batch: Batch) -> None:
         """Pass the micro-batches of a training step forward and backward through the stages.
 
-        Args:
-            batch: This replica's, on this rank's device, floating-point tensors in the dtype of the parameters.
+        ``batch`` is on this rank's device, its floating-point tensors in the dtype of the parameters.
         """
 
     @abstractmethod
@@ -324,12 +303,8 @@ class Strategy(ABC):
     def norm(self, of: Callable[[nn.Parameter], Tensor | None]) -> float:
         """Compute a norm over the whole model: over all stages and shares, tied parameters once.
 
-        All ranks call this together and get the same number: ``norm(lambda parameter: parameter)`` is the norm of the
-        weights in every layout.
-
-        Args:
-            of: Gives a tensor for each parameter, divided among ranks as the parameter is: the parameter itself, its
-                gradient, or a state of the optimizer; or None.
+        All ranks call this together and get the same number. ``of`` gives a tensor for each parameter, divided among
+        ranks as the parameter is (itself, its gradient, a state of the optimizer), or None.
         """
         return math.sqrt(self.all_sum(self.gradients.squared_norm(of)[None])[0])
 
@@ -428,14 +403,13 @@ class LocalStrategy(Strategy):
     """One stage, with or without replicas on other ranks: ``single``, ``ddp``, ``fsdp`` and ``hsdp``."""
 
     def __init__(self, *args, **kwargs) -> None:
-        """Place the model. The arguments are those of ``Strategy``."""
         super().__init__(*args, **kwargs)
         self._model: nn.Module = self.wrap()
         self._no_sync = getattr(self._model, "no_sync", nullcontext)
         self._backward = outside_autocast(self.device.type)
 
     def wrap(self) -> nn.Module:
-        """Return this rank's stages as one module, called like a ``Stage``, that gives a micro-batch's scaled loss."""
+        """Return this rank's stages as one module, which is called like a ``Stage``."""
         return self.replicate(self.stages[0])
 
     def forward_backward(self, batch: Batch) -> None:
@@ -464,15 +438,10 @@ class LocalStrategy(Strategy):
 def build_strategy(
     plan: Plan, chain: Chain, mesh: Mesh, options: Options, sample: Batch | None, local_rank: int = 0
 ) -> Strategy:
-    """Build this rank's strategy, of the class that the registry names, with its stages on their devices.
+    """Build this rank's strategy, of the class that the registry names.
 
-    Args:
-        plan: The layout of the run.
-        chain: The model.
-        mesh: The grid of ranks, connected (``Mesh.connect``).
-        options: How stages are run.
-        sample: One micro-batch, used for its shapes and dtypes only. None for a strategy without pipeline.
-        local_rank: This rank's number on its machine, which says which device it takes.
+    The arguments are those of ``Strategy``; ``local_rank`` is this rank's number on its machine, by which it takes its
+    device.
     """
     if plan.devices:
         devices = [torch.device(d) for d in plan.devices]

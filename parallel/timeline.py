@@ -46,7 +46,6 @@ class Timeline:
     """
 
     def __init__(self, device_type: str = "cpu") -> None:
-        """Record on a device."""
         self.steps: deque[list[Interval]] = deque(maxlen=KEPT_STEPS)
         self._on_gpu = device_type == "cuda"
         self._current: list[Interval] | None = None

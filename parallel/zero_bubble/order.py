@@ -129,7 +129,6 @@ def _seconds(least: dict[tuple[str, int], float], stage: int) -> StageSeconds:
 
 
 def _limits(stages: int, ranks: int, chunks: int, spare: int) -> list[int]:
-    """Return how many activations each rank may hold."""
     return [max_in_flight(ranks, chunks, stages // ranks, rank, spare) for rank in range(ranks)]
 
 
@@ -181,7 +180,6 @@ class _ListScheduling:
         self.end = max(self._clock)
 
     def _next(self, rank: int) -> Candidate | None:
-        """Return what this rank does next, as far as is known now."""
         now, stages = self._clock[rank], range(rank, len(self.seconds), self.ranks)
         possible = []
         for i, stage in enumerate(stages):

@@ -150,7 +150,6 @@ class Buckets:
         self._pending.clear()
 
     def _fill(self, parameters: list[nn.Parameter]) -> None:
-        """Move gradients that are in no bucket into new ones."""
         while parameters:
             first, size = parameters[0], 0
             taken = []

@@ -49,14 +49,9 @@ def backward_inputs(
 ) -> tuple[list[Tensor | None], DeferredWeights]:
     """Compute the gradients of ``inputs`` and defer those of ``weights``.
 
-    Args:
-        outputs: What the stage returned; those without a graph are ignored.
-        gradients: Their gradients; None where ``outputs`` is a scalar loss.
-        inputs: Those that are tensors with gradients get theirs now. Their ``grad`` is not touched.
-        weights: Leaf tensors whose gradients ``backward_weights`` accumulates into ``grad``.
-
-    Returns:
-        The gradient of each input, None for one that needs none, and what ``backward_weights`` takes.
+    ``outputs`` is what the stage returned, ``gradients`` their gradients (None for a scalar loss), ``weights`` are
+    leaves. The inputs' ``grad`` is not touched: the gradient of each is returned, None for one that needs none, with
+    what ``backward_weights`` takes.
     """
     pairs = [
         (output, torch.ones_like(output) if gradients is None else gradients[i])

@@ -76,13 +76,9 @@ class SavedConfig:
     def __init__(
         self, path: str, config: Mapping[str, Any], typed: Mapping[str, Override], own: Path | None = None
     ) -> None:
-        """Find out which options the checkpoint was trained with.
+        """Find out which options the checkpoint ``path``, which keeps ``config``, was trained with.
 
-        Args:
-            path: The checkpoint, for messages.
-            config: What it keeps.
-            typed: The overrides of the command line, by key.
-            own: The folder of the user's own options.
+        ``typed`` are the overrides of the command line by key, ``own`` is the folder of the user's own options.
         """
         self._path, self._config = path, config
         self._folders = [folder for folder in (FOLDER, own) if folder is not None]
@@ -98,12 +94,7 @@ class SavedConfig:
         self._whole = {group for group in CHOSEN if self._options[group] is None and group not in {*typed, *changed}}
 
     def lay_under(self, cfg: DictConfig, choices: Mapping[str, str | None], overrides: Sequence[str]) -> None:
-        """Put the values into a composed configuration, under what was typed.
-
-        Args:
-            cfg: The configuration, with its references.
-            choices: The option of each group, by which it was composed.
-            overrides: What was typed for this job.
+        """Put the values into ``cfg``, which was composed by ``choices``, under the ``overrides`` that were typed.
 
         Raises:
             TrainingError: A value names code that is neither this project's nor torch's, nor named by the command.

@@ -97,11 +97,7 @@ class Checkpoint:
         """Return the checkpoint that a path stands for.
 
         That is the path itself, what it links to, or the newest one of a run directory or of its ``checkpoints``
-        folder. It may begin with ``~``.
-
-        Args:
-            path: The path.
-            verify: Whether every file is read and compared with its checksum.
+        folder. It may begin with ``~``. With ``verify`` every file is read and compared with its checksum.
 
         Raises:
             CheckpointError: There is none, or it is damaged; the message names another one there that is whole.

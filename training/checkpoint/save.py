@@ -112,7 +112,7 @@ class Checkpointer:
         """Save what is due after a step: every N steps, after the last one, and the best so far.
 
         Args:
-            step: The number of the step.
+            step: The step.
             counted: The last step whose update counted. It names the checkpoint; steps skipped since are done again.
             progress: Gives what the training loop keeps of itself, as plain values. If its "best_step" is ``counted``,
                 the link ``best`` will lead to this checkpoint.
