@@ -7,14 +7,13 @@ share one, and autograd runs a CPU's backward on the calling thread: on CPUs nei
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from data.dataset import Batch
+from benchmarks.trainer import Trainer, same_model
 from models.batchnorm import BatchNorm2d
-from models.chain import Chain
 from parallel.devices import synchronize
 
 NAMES = ("torchgpipe", "fairscale")
@@ -25,46 +24,33 @@ class Peer:
     """A model with the weights that this project gives it, trained by another library with plain SGD."""
 
     def __init__(
-        self,
-        name: str,
-        chain: Chain,
-        batch: Callable[[int], Batch],
-        balance: Sequence[int],
-        chunks: int,
-        seed: int,
-        lr: float,
-        device_type: str = "cpu",
-        checkpoint: str = DEFAULT_CHECKPOINT,
+        self, trainer: Trainer, name: str, balance: Sequence[int], chunks: int, checkpoint: str = DEFAULT_CHECKPOINT
     ) -> None:
         """Build the pipeline.
 
         Args:
+            trainer: A single process, whose model, batches and learning rate these are.
             name: One of ``NAMES``.
-            chain: The model.
-            batch: Returns the batch of a step's number.
-            balance: The number of layers of each partition.
+            balance: The number of layers of each partition; on GPUs, each partition has one of its own.
             chunks: The number of micro-batches.
-            seed: The seed of the weights.
-            lr: The learning rate.
-            device_type: "cpu" or "cuda"; each partition has a GPU of its own.
             checkpoint: Which micro-batches recompute their activations; this project corresponds to "never".
         """
-        devices = ["cpu" if device_type == "cpu" else f"cuda:{i}" for i in range(len(balance))]
-        layers = as_sequential(chain, seed)
-        self._pipe = _library(name)(layers, list(balance), devices=devices, chunks=chunks, checkpoint=checkpoint)
-        self._optimizer = torch.optim.SGD(self._pipe.parameters(), lr=lr, fused=True)
-        self._loss, self._batch = chain.loss, batch
-        self._first, self._last = (torch.device(device) for device in (devices[0], devices[-1]))
+        device = trainer.strategy.device.type
+        self._devices = [torch.device(device, i if device == "cuda" else None) for i in range(len(balance))]
+        layers = as_sequential(trainer)
+        self._pipe = _library(name)(layers, list(balance), devices=self._devices, chunks=chunks, checkpoint=checkpoint)
+        self._optimizer = torch.optim.SGD(self._pipe.parameters(), lr=trainer.optimizer.base_lr, fused=True)
+        self._loss, self._batch = trainer.setup.chain.loss, trainer.batch
 
     def step(self, number: int) -> float:
         """Run forward, backward and update; returns the mean loss."""
         batch = self._batch(number)
-        output = self._pipe(batch.inputs.to(self._first))
-        sums = self._loss(output, batch.targets.to(self._last), None)
+        output = self._pipe(batch.inputs.to(self._devices[0]))
+        sums = self._loss(output, batch.targets.to(self._devices[-1]), None)
         self._optimizer.zero_grad()
         (sums.loss / sums.count).backward()
         self._optimizer.step()
-        for device in (self._first, self._last):
+        for device in self._devices:
             synchronize(device)
         return (sums.loss / sums.count).item()
 
@@ -73,10 +59,10 @@ class Peer:
         self._pipe = self._optimizer = None
 
 
-def as_sequential(chain: Chain, seed: int) -> nn.Sequential:
-    """Return the chain's layers with their initial weights, in the memory format that this project runs them in."""
-    layers = chain.build(chain.names, seed, torch.device("cpu"))
-    if chain.channels_last:
+def as_sequential(trainer: Trainer) -> nn.Sequential:
+    """Return the trainer's model with its initial weights, in the memory format that this project runs it in."""
+    layers = same_model(trainer)
+    if trainer.setup.chain.channels_last:
         layers.to(memory_format=torch.channels_last)
     for module in layers.modules():
         if isinstance(module, BatchNorm2d):  # without the sums that only this project's strategies ask for

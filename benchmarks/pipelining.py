@@ -250,11 +250,8 @@ def _trainer(rank: int, case: Case, way: Way) -> Trainer:
 
 def _peer(rank: int, case: Case, way: Way) -> peers.Peer:
     trainer = Trainer.build(0, _overrides(case, Way("single")))
-    cfg, chain = trainer.setup.cfg, trainer.setup.chain
     checkpoint = "never" if way.tuned else peers.DEFAULT_CHECKPOINT
-    return peers.Peer(
-        way.kind, chain, trainer.batch, way.balance, way.chunks, cfg.seed, cfg.optim.lr, ranks.device_type(), checkpoint
-    )
+    return peers.Peer(trainer, way.kind, way.balance, way.chunks, checkpoint)
 
 
 def _overrides(case: Case, way: Way) -> list[str]:
