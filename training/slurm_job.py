@@ -31,7 +31,7 @@ _BALANCE = "balance"  # a key of the store
 
 
 @dataclass(frozen=True)
-class Ready:
+class CheckedRun:
     """A checked run.
 
     Attributes:
@@ -45,7 +45,7 @@ class Ready:
     processes: int
 
     @classmethod
-    def of(cls, setup: Any, run_dir: Path) -> Ready:
+    def of(cls, setup: Any, run_dir: Path) -> CheckedRun:
         """Return the run that ``prepare_here`` has checked."""
         return cls(to_dict(setup.cfg), Path(run_dir).absolute(), setup.plan.processes)
 
@@ -73,7 +73,7 @@ def prepare_here(cfg: Any):
     return prepare(cfg, world_size, launcher.nodes, Hardware("cuda", gpus) if on_gpus else Hardware("cpu"))
 
 
-def queue(runs: list[Ready], folder: Path, name: str) -> list[Job]:
+def queue(runs: list[CheckedRun], folder: Path, name: str) -> list[Job]:
     """Submit ``runs``, which must have the same shape; as one array where there are several.
 
     Args:
@@ -99,7 +99,7 @@ def run_as_job(setup: Any, run_dir: Path) -> None:
     Raises:
         LaunchError: What has ended the job, or why the queue refuses it.
     """
-    run = Ready.of(setup, run_dir)
+    run = CheckedRun.of(setup, run_dir)
     release(run_dir)  # the job holds it from its start
     launcher = setup.cfg.launcher
     (job,) = queue([run], run.run_dir / "slurm", setup.cfg.model.name)

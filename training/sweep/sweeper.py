@@ -50,7 +50,7 @@ from training.reporting.job_record import (
 from training.reporting.metrics import METRICS
 from training.reporting.recorder import sections
 from training.reporting.run_directory import hold, release
-from training.slurm_job import Ready, prepare_here, queue
+from training.slurm_job import CheckedRun, prepare_here, queue
 from training.sweep.table import value_for_sweeper
 
 _OWN_SWEEPER = "hydra_plugins.sweeps.JobSweeper"  # goes by the jobs' records
@@ -304,7 +304,7 @@ def launch_array(hydra_context: Any, config: Any, jobs: Sequence[Sequence[str]],
     return returned
 
 
-def _check(cfg: Any) -> Ready | None:
+def _check(cfg: Any) -> CheckedRun | None:
     """Record a composed job and check it without running it: the checked run, None where it cannot run."""
     cfg, hydra = completed(cfg, HydraConfig.get())
     folder = Path(hydra.runtime.output_dir)
@@ -316,13 +316,13 @@ def _check(cfg: Any) -> Ready | None:
             recall(cfg, folder)
         if cfg.parallel.chunks == "auto":
             choose_chunks(cfg, folder, None)  # refuses: its trials would run here
-        return Ready.of(prepare_here(cfg), folder)
+        return CheckedRun.of(prepare_here(cfg), folder)
     except UserError as error:
         _fail(folder, error)
         return None
 
 
-def _run_all(runs: list[Ready]) -> None:
+def _run_all(runs: list[CheckedRun]) -> None:
     """Queue ``runs``, those of one shape as one array; with launcher.wait, return when all have ended.
 
     Raises:
@@ -356,7 +356,7 @@ def _run_all(runs: list[Ready]) -> None:
                 _fail(folder, job.error)
 
 
-def _objective_of(run: Ready) -> float | None:
+def _objective_of(run: CheckedRun) -> float | None:
     job = read_job(run.run_dir)
     return value_for_sweeper(to_config(run.tree), run.run_dir) if job is not None and job.status == FINISHED else None
 
