@@ -20,7 +20,7 @@ from benchmarks.command_line import run_directory
 from benchmarks.parity import COMMON, SINGLE, layouts, merged, trained
 from benchmarks.trainer import TRANSFORMER
 from parallel.timeline import Interval
-from training.reporting.timeline_figure import diagram
+from training.reporting.timeline import diagram
 
 _WORDS = [
     "model=transformer", "model.d_model=64", "model.d_hid=256", "model.n_layer=4", "model.dropout=0.2",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,10 +34,10 @@ from training.reporting import jsonable
 from training.reporting.console import numbers
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome
-from training.reporting.traces import profiler
 from training.setup import Setup
 
 _RESUMED = ("first_loss", "final_loss", "best_val_loss", "best_step")  # of Outcome
+_PROFILER_WARM_UP = 3  # steps
 _FEWEST_LOSSES = 10  # before a loss can be called a spike
 _NEW_WEIGHT = 0.05  # of a new loss in the running mean, which thus reaches back about twenty steps
 
@@ -97,7 +97,7 @@ class Loop:
         self._begin(first_step - 1, unevaluated)
         run_dir = self.checkpoints.folder.parent
         clock = time.perf_counter()
-        profiled = profiler(config.profile, run_dir, strategy.mesh.rank) if config.profile else nullcontext()
+        profiled = _profiler(config.profile, run_dir, strategy.mesh.rank) if config.profile else nullcontext()
         with profiled as advance, self._anomaly_detection():
             for step, batch in self._batches(first_step):
                 heartbeat.note(step - 1, f"in step {step}")
@@ -400,3 +400,21 @@ class Skipping:
         self._seen = int(state["seen"])
         self._mean = float(state["mean"])
         self._after_counted = self._state()
+
+
+@contextmanager
+def _profiler(steps: int, run_dir: Path, rank: int) -> Iterator[Callable[[], None]]:
+    """Record steps, after three of warm-up, with torch.profiler into ``run_dir/profile/rank_0000.json``.
+
+    Yields a function to call after each step. The file is a Chrome trace.
+    """
+    from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
+
+    target = run_dir / "profile" / f"rank_{rank:04d}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with profile(
+        activities=list(supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA}),
+        schedule=schedule(wait=_PROFILER_WARM_UP - 1, warmup=1, active=steps, repeat=1),
+        on_trace_ready=lambda recorded: recorded.export_chrome_trace(str(target)),
+    ) as recorder:
+        yield recorder.step

@@ -44,7 +44,6 @@ from training.reporting import SUMMARY, jsonable, mask_secrets
 from training.reporting.console import describe_results, numbers, what_to_type, why_idle
 from training.reporting.recorder import Loggers, Recorder, sections
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
-from training.reporting.traces import why_no_timeline, write_timeline
 from training.setup import Setup, build_setup
 
 # What a checkpoint does not keep.
@@ -265,8 +264,11 @@ def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) 
         first_step,
         resumed=cfg.train.resume is not None,
     )
-    if cfg.mode == "train" and cfg.train.trace and (problem := why_no_timeline(setup.plan)) is not None:
-        recorder.say(problem)
+    if cfg.mode == "train" and cfg.train.trace and not setup.plan.pipelined:
+        recorder.say(
+            f"train.trace=true draws pipelines, parallel={setup.plan.strategy} is none: no timeline.png will be "
+            "written; train.profile=N records N steps of any run"
+        )
     return recorder
 
 
@@ -297,7 +299,9 @@ def _report(
     setup: Setup, world: World, run_dir: Path, outcome: Outcome, summary: dict, ranks: list[RankResult]
 ) -> None:
     """Write the timeline, if it was asked for, and print the results."""
-    if setup.cfg.train.trace and why_no_timeline(setup.plan) is None:
+    if setup.cfg.train.trace and setup.plan.pipelined:
+        from training.reporting.timeline import write_timeline  # it imports matplotlib
+
         intervals = [rank.intervals for rank in ranks]
         write_timeline(run_dir, setup.plan, setup.cfg.model.name, intervals, outcome.steps)
     headline, *rest = describe_results(summary, run_dir, setup.extents, _idle(setup, world, ranks)).split("\n")

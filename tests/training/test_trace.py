@@ -8,7 +8,7 @@ from composed import QUIET, compose, config, run, run_on_rank
 
 from conf.instantiate import to_dict
 from parallel.timeline import Interval
-from training.reporting.traces import step_of_median_duration, write_timeline
+from training.reporting.timeline import draw, step_of_median_duration, transfers, write_timeline
 from training.setup import prepare
 
 SHORT = ["train.epochs=null", "train.steps=3", "train.eval_every=null", "train.checkpoint_every=null"]
@@ -53,8 +53,6 @@ def test_the_picture_is_a_png_of_the_steady_step_of_median_duration(written):
 
 
 def test_the_picture_has_a_row_for_each_stage_and_a_number_on_each_block():
-    from training.reporting.timeline_figure import draw
-
     figure = draw(dict(enumerate(gpipe())), "toy: gpipe", "step 7")
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["stage 0\n(rank 0)", "stage 1\n(rank 1)"]
@@ -66,8 +64,6 @@ def test_the_picture_has_a_row_for_each_stage_and_a_number_on_each_block():
 
 
 def test_a_rank_of_several_stages_is_one_row_and_its_stages_differ_in_shade():
-    from training.reporting.timeline_figure import draw
-
     def rank(*stages):
         return [Interval(kind, s, 0, t / 100, (t + 1) / 100) for t, (kind, s) in enumerate(
             [(kind, s) for kind in ("forward", "backward_input", "backward_weight") for s in stages])]
@@ -86,15 +82,11 @@ def test_a_rank_of_several_stages_is_one_row_and_its_stages_differ_in_shade():
 
 
 def test_numbers_that_do_not_fit_their_blocks_are_left_out():
-    from training.reporting.timeline_figure import draw
-
     step = [Interval("forward", 0, m, m / 1e3, (m + 1) / 1e3) for m in range(500)]
     assert not list(draw({0: step}, "", "").axes[0].texts)
 
 
 def test_a_transfer_begins_when_the_sender_is_done():
-    from training.reporting.timeline_figure import transfers
-
     found = {(t.kind, t.microbatch): t for t in transfers([i for rank in gpipe() for i in rank])}
     assert len(found) == 4
     waited = found["receive_activation", 0]
