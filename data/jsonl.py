@@ -30,8 +30,6 @@ _CHECK_ALL, _CHECK_SOME = 1_000_000, 10_000
 PERIOD = 20
 PADDING_TARGET = -100  # torch's ignore_index: such a target does not count in the loss
 _LENGTHS = "tokens.uint32"
-# How slow four threads may be at encoding before processes that wait for them give up.
-_SLOWEST_ENCODED_BYTES_PER_S = 0.5e6
 _VALID, _TEST = 9, 19
 _WORDS = {"train": "train", "test": "test", **dict.fromkeys(("valid", "validation", "val", "dev"), "valid")}
 
@@ -114,7 +112,7 @@ class Jsonl(DataSet):
                     rows.texts(indices, self.fields)
 
         # An empty folder in the cache says that the rows were checked.
-        cached_folder(self.cache_dir, f"checked-{key_of(rows, self.fields)}", check, timeout_s=rows.patience_s())
+        cached_folder(self.cache_dir, f"checked-{key_of(rows, self.fields)}", check, timeout_s=rows.patience_s)
 
     def _describe(self) -> str:
         splits = (("train", self.train), ("valid", self.valid), ("test", self.test))
@@ -230,8 +228,7 @@ def cached_counts(
                 file.write(np.array([len(tokens) + 1 for tokens in encoded], dtype=np.uint32).tobytes())
 
     name = f"lengths-{key_of(rows, [*fields, vocabulary.key])}"
-    patience = rows.patience_s(_SLOWEST_ENCODED_BYTES_PER_S)
-    return MappedFile(cached_folder(cache_dir, name, build, patience) / _LENGTHS, "uint32")
+    return MappedFile(cached_folder(cache_dir, name, build, rows.patience_s) / _LENGTHS, "uint32")
 
 
 def key_of(rows: Rows, words: Sequence[str]) -> str:

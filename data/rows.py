@@ -21,8 +21,8 @@ _INDEX = "offsets.int64"
 _BLOCK_BYTES = 1 << 20
 _NEWLINE, _SPACE = 10, 32
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# How slow reading may be before processes that wait for the index give up.
-_SLOWEST_BYTES_PER_S = 20e6
+# How slow four threads may be at reading and encoding before processes that wait for them give up.
+_SLOWEST_BYTES_PER_S = 0.5e6
 
 
 class Rows:
@@ -50,7 +50,7 @@ class Rows:
         self.starts = np.cumsum([0, *(size for size, _ in self._stamps)], dtype=np.int64)
         content = [_INDEX_FORMAT, [(str(path), *stamp) for path, stamp in zip(files, self._stamps, strict=True)]]
         self.key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-        folder = cached_folder(cache_dir, f"rows-{self.key}", self._build, self.patience_s())
+        folder = cached_folder(cache_dir, f"rows-{self.key}", self._build, self.patience_s)
         self.index = MappedFile(folder / _INDEX, "int64")
 
     @property
@@ -113,9 +113,10 @@ class Rows:
                 line += block.count(b"\n")
         return line, self.files[number]
 
-    def patience_s(self, slowest_bytes_per_s: float = _SLOWEST_BYTES_PER_S) -> float:
-        """Return how many seconds to wait for another process that reads all rows."""
-        return 900.0 + float(self.starts[-1]) / slowest_bytes_per_s
+    @property
+    def patience_s(self) -> float:
+        """How many seconds to wait for another process that reads all rows."""
+        return 900.0 + float(self.starts[-1]) / _SLOWEST_BYTES_PER_S
 
     def _file_of(self, positions: np.ndarray) -> np.ndarray:
         return np.searchsorted(self.starts, positions, side="right") - 1

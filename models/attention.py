@@ -1,8 +1,7 @@
 """Causal self-attention, and the keys and values that it keeps where a text is continued token by token.
 
-Without a cache the next token costs the whole text again; with one it costs one position, which attends to what is
-kept. Only a model whose layers all know of the cache can be continued this way (``Chain.continues``): attention layers
-keep their keys and values in it, and what adds positions asks it where the tokens stand.
+Only a model whose layers all know of the cache can be continued this way (``Chain.continues``): attention layers keep
+their keys and values in it, and what adds positions asks it where the tokens stand.
 """
 
 from __future__ import annotations

@@ -19,15 +19,7 @@ Normalise = Callable[[Tensor, Tensor, Tensor, float, Tensor], Tensor]
 
 
 def normalise(x: Tensor, weight: Tensor, bias: Tensor, eps: float, moments: Tensor) -> Tensor:
-    """Normalise a micro-batch by its own mean and variance over all but the channels.
-
-    Args:
-        x: [b, c, ...].
-        weight: [c].
-        bias: [c].
-        eps: Added to the variance.
-        moments: [2, c], finite; gets the mean and the unbiased variance of x.
-    """
+    """Normalise x [b, c, ...] by its own statistics over all but the channels; see ``Normalise``."""
     # With momentum 1 torch leaves the micro-batch's own statistics in what it takes for the running ones (0 times the
     # old ones are added, so those must be finite): what its kernel computes anyway, without one of our own.
     mean, variance = moments.unbind()

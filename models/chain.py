@@ -40,11 +40,7 @@ def as_tuple(tensors: Tensors) -> tuple[Tensor, ...]:
 
 
 def checked(name: str, layer: nn.Module, output: Tensors) -> tuple[Tensor, ...]:
-    """Return a layer's output as a tuple.
-
-    Raises:
-        TypeError: It is neither a tensor nor a flat tuple of tensors.
-    """
+    """Return a layer's output as a tuple; raise TypeError where it is no tensor and no flat tuple of tensors."""
     tensors = as_tuple(output)
     for one in tensors:
         if not isinstance(one, Tensor):
@@ -236,11 +232,7 @@ class Chain:
         return replace(self, loss=loss)
 
     def skeleton(self, names: Sequence[str] | None = None) -> Layers:
-        """Build layers, all of them by default, on the meta device: shapes and no memory.
-
-        Raises:
-            ValueError: If there is no such layer.
-        """
+        """Build layers, all by default, on the meta device: shapes, no memory; raise ValueError for unknown names."""
         wanted = set(self.names if names is None else names)
         unknown = wanted - set(self.names)
         if unknown:
@@ -268,21 +260,11 @@ class Chain:
             the owner: drawn from          a copy: memory first, then the numbers that
             (seed, "embedding.wte")        (seed, "embedding.wte") gives there too
 
-        Where both are in one stage, the alias becomes the owner's parameter.
+        Where both are in one stage, the alias becomes the owner's parameter. Weights are drawn on the CPU in float32
+        whatever the device and dtype (of floating-point weights), so that all runs start from the same numbers.
 
-        Weights are drawn on the CPU in float32 whatever the device and dtype, so that all runs start from the same
-        numbers.
-
-        Args:
-            names: Which layers.
-            seed: The run's seed.
-            device: Where the weights are to be.
-            dtype: The dtype of floating-point weights.
-            built: Called with each layer and its name before the next one takes memory. The weights of a layer that
-                shares one with another of these are not final then.
-
-        Returns:
-            The layers.
+        ``built`` is called with each layer and its name before the next one takes memory. The weights of a layer that
+        shares one with another of these are not final then.
         """
         layers = self.skeleton(names)
         owner_of = {  # alias -> owner in another stage

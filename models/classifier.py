@@ -21,12 +21,9 @@ def classifier(in_channels: int = 3, image_size: int = 32, num_classes: int = 10
     last, ReLU. ``parallel.balance=[3,4]`` puts the features on one stage and the classifier on the other;
     ``parallel.balance=[2,1,4]`` is a split into three stages of the published kind.
 
-    The loss is cross entropy on the logits. The published code put a soft-max under a binary cross entropy, which is
-    a mistake: it treats exclusive classes as ten separate yes-no questions, and where the soft-max saturates on a
-    wrong class the gradient vanishes instead of being largest.
-
-    Raises:
-        ValueError: For a number below 1, or an image too small to be halved three times.
+    The loss is cross entropy on the logits. The published code put a soft-max under a binary cross entropy, which
+    treats exclusive classes as ten yes-no questions, and whose gradient vanishes where the soft-max saturates on a
+    wrong class.
     """
     check_sizes(in_channels=in_channels, num_classes=num_classes)
     side = image_size // 2 ** len(CHANNELS)

@@ -16,9 +16,6 @@ def convnet(in_channels: int = 1, image_size: int = 28, num_classes: int = 10) -
 
     Each block is a 5x5 convolution, BatchNorm, ReLU and a halving of the image, to 16 and to 32 channels. Keys are
     those of the published model: ``layer1.0.weight``, ..., ``fc.bias``.
-
-    Raises:
-        ValueError: For a number below 1, or an image too small to be halved twice.
     """
     check_sizes(in_channels=in_channels, num_classes=num_classes)
     side = image_size // 4

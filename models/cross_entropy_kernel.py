@@ -45,16 +45,11 @@ def _row(logits, targets, losses, words, ignored: tl.constexpr, gradient: tl.con
 
 
 def cross_entropy_rows(logits: Tensor, targets: Tensor, gradient: bool) -> Tensor:
-    """Compute the cross entropy of each row.
+    """Return the cross entropy of each row, [n] float32; 0 for rows that do not count.
 
-    Args:
-        logits: [n, v] in float32, bfloat16 or float16, contiguous. Overwritten by the gradient where that is asked for;
-            a row that does not count then holds meaningless numbers.
-        targets: [n] int64 classes below v, or ``IGNORED``.
-        gradient: Whether to compute the gradient.
-
-    Returns:
-        [n] float32; 0 for rows that do not count.
+    ``logits`` [n, v] in float32, bfloat16 or float16, contiguous, are overwritten by the ``gradient`` where that is
+    asked for; a row that does not count then holds meaningless numbers. ``targets`` [n] are int64 classes below v, or
+    ``IGNORED``.
     """
     rows, words = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)

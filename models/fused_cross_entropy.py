@@ -149,12 +149,8 @@ def _shrunk(x: Tensor, rows: int) -> tuple[Tensor, Tensor | float]:
 def fused_cross_entropy(x: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute the cross entropy of ``x @ weight.T + bias`` against ``targets``, summed where they are not ``IGNORED``.
 
-    Args:
-        x: [n, c], hidden states in the compute dtype.
-        weight: [v, c], the parameter, which gets the gradient.
-        cast: [v, c], the same numbers in the compute dtype, without gradient (cast once per step by the caller).
-        targets: [n], int64 classes below v, or ``IGNORED``.
-        bias: [v], a parameter of the weight's dtype, or None.
+    ``x`` [n, c] is in the compute dtype, ``weight`` [v, c] the parameter, which gets the gradient, ``cast`` [v, c] the
+    same numbers in the compute dtype (cast once per step by the caller), ``targets`` [n] int64, ``bias`` [v] or None.
     """
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias) if t is not None)
     loss, gradient, rows = _FusedCrossEntropy.apply(x, cast, targets, bias, needs_grad)

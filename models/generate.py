@@ -43,21 +43,21 @@ def generate(
     device: torch.device,
     cached: bool = False,
 ) -> list[list[int]]:
-    """Draw ``count`` tokens that follow each prompt.
+    """Draw ``count`` tokens that follow each of some prompts of one token or more.
 
     A prompt's tokens do not depend on the prompts after it, nor on whether keys and values are kept.
 
     Args:
         layers: The whole model in evaluation mode: tokens [b, t] -> logits [b, t, at least vocab_size]. Of a tuple
             that it returns, the first tensor.
-        prompts: Token ids to continue, one at least in each.
-        count: Number of tokens to draw.
-        draws: How tokens are drawn. Each prompt has a generator of its own.
+        prompts: Token ids.
+        count: Number of tokens.
+        draws: Each prompt has a generator of its own.
         positions: The model sees at most this many of the newest tokens. None: all.
         vocab_size: Only tokens below it are drawn (the model's vocabulary may be padded).
         device: Where the model is.
-        cached: Whether keys and values are kept from token to token, for a model that can (``Chain.continues``), until
-            the longest text outgrows ``positions``: from then on every token changes the position of all others.
+        cached: Whether keys and values are kept, for a model that can (``Chain.continues``), until the longest text
+            outgrows ``positions``: from then on every token changes the position of all others.
     """
     texts = [list(prompt) for prompt in prompts]
     longest = max(map(len, texts)) + count

@@ -95,10 +95,10 @@ class Head(FusedHead):
 
 
 def initialise(name: str, module: nn.Module, *, n_layer: int) -> None:
-    """Set the initial weights of one module.
+    """Set a module's initial weights: Normal(0, 0.02), 0.01 for positions as OpenAI's code has it, zero biases.
 
-    Normal(0, 0.02) for weights and embeddings, 0.01 for positions as OpenAI's code has it, zero biases; the two
-    projections onto the residual stream are scaled by 1/sqrt(2 n_layer), so that its variance does not grow with depth.
+    The two projections onto the residual stream are scaled by 1/sqrt(2 n_layer), so that its variance does not grow
+    with depth.
     """
     if isinstance(module, nn.LayerNorm):
         module.reset_parameters()
@@ -124,20 +124,9 @@ def gpt2(
 ) -> Chain:
     """Build GPT-2 as a chain: ``embedding``, ``h.0`` … ``h.N-1``, ``head`` (final norm and tied projection).
 
-    Token ids [b, t] -> logits [b, t, vocab_size].
-
-    Args:
-        size: A published size, or tiny. Each of the next four numbers that is given replaces the size's own.
-        n_layer: Number of layers.
-        n_head: Number of attention heads.
-        n_embd: Width; a multiple of n_head.
-        block_size: The longest sequence, in tokens.
-        vocab_size: 50257 is GPT-2's own; 50304 = 393 x 128 is faster on every device. Further rows
-            learn to be rare.
-        dropout: Probability, in [0, 1).
-
-    Raises:
-        ValueError: For an unknown size, a number below 1, or a width that the heads do not divide.
+    Token ids [b, t] -> logits [b, t, vocab_size]. Each of the four numbers after ``size`` that is given replaces the
+    size's own. A vocabulary of 50257 is GPT-2's; 50304 = 393 x 128 is faster on every device, and further rows learn
+    to be rare. Raises ValueError for sizes that do not fit together.
     """
     given = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "block_size": block_size}
     chosen = with_sizes(size, given)

@@ -28,10 +28,7 @@ _HEAD = "lm_head.weight"  # tied: transformers takes it from the embedding
 
 @dataclass(frozen=True)
 class HuggingFaceGPT2:
-    """How transformers' ``GPT2LMHeadModel`` keeps a GPT-2: a value of ``Chain.hugging_face``.
-
-    ``config`` has the entries of config.json that follow from the model's sizes.
-    """
+    """How transformers' ``GPT2LMHeadModel`` keeps a GPT-2; ``config``: what of config.json follows from its sizes."""
 
     config: Mapping[str, Any]
 
@@ -42,8 +39,8 @@ class HuggingFaceGPT2:
         """
         rows = len(state[EMBEDDING])
         words = rows if vocab_size is None else min(rows, vocab_size)
-        converted = to_huggingface(state, words)
-        del converted[_HEAD]
+        converted = {self.their_name(n): self.convert(n, t) for n, t in state.items() if n != "head.lm_head.weight"}
+        converted["transformer.wte.weight"] = converted["transformer.wte.weight"][:words]
         end = min(_END_OF_TEXT, words - 1)
         config = {
             "architectures": ["GPT2LMHeadModel"],
@@ -82,15 +79,3 @@ def pad(rows: Tensor, vocab_size: int) -> Tensor:
     if len(rows) > vocab_size:
         raise ValueError(f"the checkpoint has {len(rows)} words, model.vocab_size={vocab_size} is too few")
     return torch.cat([rows, rows.mean(dim=0, keepdim=True).expand(vocab_size - len(rows), -1)])
-
-
-def to_huggingface(state: Mapping[str, Tensor], vocab_size: int = 50257) -> dict[str, Tensor]:
-    """Convert this project's GPT-2 state into that of ``transformers.GPT2LMHeadModel``, without rows of padding.
-
-    The tied head appears under both of its names, sharing memory.
-    """
-    kind = HuggingFaceGPT2
-    converted = {kind.their_name(n): kind.convert(n, t) for n, t in state.items() if n != "head.lm_head.weight"}
-    converted["transformer.wte.weight"] = converted["transformer.wte.weight"][:vocab_size]
-    converted[_HEAD] = converted["transformer.wte.weight"]
-    return converted

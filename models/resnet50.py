@@ -35,17 +35,7 @@ def resnet50(
     training, a micro-batch of one image needs more than 32 pixels: of a single value BatchNorm has no variance.
 
     The published experiment is PyTorch's tutorial on model parallelism, whose two halves (up to layer2, from layer3 on)
-    are ``parallel.balance=[11,11]``.
-
-    Args:
-        in_channels: Channels of the images.
-        num_classes: Number of classes.
-        loss: mse: squared error to the one-hot class over all classes, as in the published experiment; cross_entropy:
-            the usual one, with accuracy.
-        channels_last: Keep images with their channels innermost in memory: faster, the same numbers.
-
-    Raises:
-        ValueError: For a number below 1 or an unknown loss.
+    are ``parallel.balance=[11,11]``, with squared error to the one-hot class (``loss="mse"``).
     """
     check_sizes(in_channels=in_channels, num_classes=num_classes)
     if loss not in LOSSES:

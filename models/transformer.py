@@ -1,10 +1,9 @@
 """The language model of PyTorch's "DDP and pipeline parallelism" tutorial.
 
-Post-norm Transformer encoder layers, with sinusoidal positions and ReLU. The tutorial gives its layers no mask: each
-word sees the next one, which it is to predict, and the perplexity of 1.39 that it prints is that of copying. Here
-attention is causal. Source: "Training Transformer models using Distributed
-Data Parallel and Pipeline Parallelism" (PyTorch tutorials up to 2.3); layers of Vaswani et al. 2017, "Attention Is All
-You Need".
+Post-norm Transformer encoder layers (Vaswani et al. 2017), with sinusoidal positions and ReLU. The tutorial gives them
+no mask: each word sees the next one, which it is to predict, and the perplexity of 1.39 that it prints is that of
+copying. Here attention is causal. Source: "Training Transformer models using Distributed Data Parallel and Pipeline
+Parallelism" (PyTorch tutorials up to 2.3).
 """
 
 from __future__ import annotations
@@ -109,10 +108,9 @@ class Decoder(FusedHead):
 
 
 def initialise(name: str, module: nn.Module) -> None:
-    """Set the initial weights of one module.
+    """Set a module's initial weights: those of ``nn.TransformerEncoderLayer``.
 
-    Uniform in +-0.1 for embedding and projection, the latter's bias 0, as published; those of
-    ``nn.TransformerEncoderLayer`` for the layers.
+    Uniform in +-0.1 for embedding and projection, the latter's bias 0, as published.
     """
     if isinstance(module, nn.Embedding) or name == "decoder.projection":
         module.weight.uniform_(-INITIAL_RANGE, INITIAL_RANGE)
@@ -133,19 +131,8 @@ def transformer(
 ) -> Chain:
     """Build the tutorial's model as a chain: ``encoder``, ``layers.0`` … ``layers.N-1``, ``decoder``.
 
-    Token ids [b, t] -> logits [b, t, vocab_size].
-
-    Args:
-        d_model: Width of the embeddings and layers; even, and a multiple of n_head.
-        d_hid: Width between the two linear maps of a layer.
-        n_head: Number of attention heads.
-        n_layer: Number of layers.
-        dropout: Probability, in [0, 1).
-        max_len: The longest sequence, in tokens.
-        vocab_size: Number of words. None: the data's.
-
-    Raises:
-        ValueError: For sizes that do not fit together, with the nearest width that does.
+    Token ids [b, t] -> logits [b, t, vocab_size]; ``d_hid`` is the width between the two linear maps of a layer,
+    ``max_len`` the longest sequence. Raises ValueError for sizes that do not fit together.
     """
     if vocab_size is None:
         raise ValueError("model.vocab_size is not set and the data has no vocabulary to take it from; set it")
