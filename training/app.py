@@ -249,9 +249,6 @@ def check_values(tree: Any, key: str = "") -> None:
 def check_process(processes: int = 1) -> None:
     """Check that this process and its workers may open enough files; raise the limit where that is allowed.
 
-    Args:
-        processes: The number of ranks that this machine will run.
-
     Raises:
         LaunchError: The user's limits are too low.
     """
@@ -442,12 +439,7 @@ def without_options_of_checkpoint(words: Sequence[str]) -> list[str]:
 
 
 def completed(cfg: Any, hydra: Any, saved: SavedConfig | None = None) -> tuple[Any, Any]:
-    """Complete what Hydra has composed by what the checkpoint knows that the command names.
-
-    Args:
-        cfg: The configuration.
-        hydra: Hydra's own section.
-        saved: What the checkpoint knows; None for that of the last command.
+    """Complete what Hydra has composed by what the checkpoint knows that the command names (None: the last command).
 
     Returns:
         The configuration, and Hydra's own section with what was typed only. The files that Hydra has written agree.

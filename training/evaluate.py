@@ -47,12 +47,7 @@ def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str,
 
 
 def not_finite(record: Mapping[str, float], batch: int) -> str | None:
-    """Return a warning about an evaluation's results that are not finite; None where all are.
-
-    Args:
-        record: The results by name, see ``record_of``.
-        batch: The global batch of the training.
-    """
+    """Return a warning about an evaluation's results that are not finite; None where all are."""
     wrong = [f"{name} is {value}" for name, value in record.items() if not math.isfinite(value)]
     if not wrong:
         return None

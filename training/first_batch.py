@@ -63,12 +63,7 @@ class RealKinds(TorchDispatchMode):
     """Refuses what the meta device lets pass: whole numbers in a product with weights, tokens beyond an embedding."""
 
     def __init__(self, meta: Batch, samples: Sequence[Batch]) -> None:
-        """Look at the inputs.
-
-        Args:
-            meta: The batch that will be passed through the model.
-            samples: See ``known_samples``.
-        """
+        """Look at the inputs."""
         super().__init__()
         columns = zip(*(batch.input_tensors for batch in samples), strict=True)
         self._range = {id(one): _range(column) for one, column in zip(meta.input_tensors, columns, strict=True)}
@@ -103,11 +98,6 @@ def _range(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
 
 def check_loss_value(loss: Any, sums: Any, trained: bool) -> None:
     """Check what a loss gave for a batch on the meta device.
-
-    Args:
-        loss: The loss.
-        sums: What it returned.
-        trained: Whether the model has parameters to train.
 
     Raises:
         ModelError: It is not ``Sums``.

@@ -134,12 +134,7 @@ def _content(tensor: Tensor) -> bytes:
 
 
 def recipe(setup: Any, schedule: Any) -> dict[str, Any]:
-    """Return what a resumed run should have in common with the one before, by the names that users type.
-
-    Args:
-        setup: What the run was built from.
-        schedule: Its learning rate schedule.
-    """
+    """Return what a resumed run should have in common with the one before, by the names that users type."""
     cfg = setup.cfg
     train = {name: cfg.train[name] for name in _LEARNED} | {"precision": setup.plan.precision}
     tree = {"seed": cfg.seed, "train": train, **{name: to_dict(cfg[name]) for name in TRAINED if name != "train"}}

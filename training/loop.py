@@ -38,6 +38,7 @@ from training.setup import Setup
 
 _RESUMED = ("first_loss", "final_loss", "best_val_loss", "best_step")  # of Outcome
 _PROFILER_WARM_UP = 3  # steps
+_DECIDING = ("skipped", "in_a_row", "spikes_in_a_row", "seen", "mean")  # of Skipping
 _FEWEST_LOSSES = 10  # before a loss can be called a spike
 _NEW_WEIGHT = 0.05  # of a new loss in the running mean, which thus reaches back about twenty steps
 
@@ -57,15 +58,7 @@ class Loop:
         checkpoints: Checkpointer,
         recorder: Recorder,
     ) -> None:
-        """Take the parts of a run.
-
-        Args:
-            setup: The configuration and what was built from it.
-            strategy: This rank's share of the model.
-            optimizer: The optimizer over its parameters.
-            checkpoints: Where to save.
-            recorder: Takes the numbers and sentences of rank 0.
-        """
+        """Take the parts of a run."""
         self.setup, self.strategy, self.optimizer, self.checkpoints = setup, strategy, optimizer, checkpoints
         self.recorder, self.say = recorder, recorder.say
         self.config = setup.cfg.train
@@ -169,12 +162,9 @@ class Loop:
         heartbeat.note(done, "reading data")
 
     def _update(self, step: int, batch: Batch, result: StepResult, lr: float) -> str:
-        """Clip and apply the gradients.
+        """Clip and apply the gradients, or return why the update is skipped.
 
         Every rank takes the same decisions: they follow from numbers that all agree on.
-
-        Returns:
-            Why the update was skipped; empty where it was not.
         """
         strategy, config = self.strategy, self.config
         locate = partial(first_not_finite, strategy, batch, step)
@@ -277,6 +267,8 @@ class Skipping:
     Attributes:
         skipped: The number of steps skipped so far.
         counted: The last step that counted. Checkpoints are of that step: those skipped since then are done again.
+        in_a_row: How many of the newest steps were skipped in a row; ``spikes_in_a_row``: for a spike.
+        seen: The number of losses in the running ``mean`` of those that counted.
         place: Where the numbers of the last step first were not finite, in words; empty where that was not looked for.
     """
 
@@ -284,21 +276,21 @@ class Skipping:
         """Take the section ``train`` of the configuration."""
         self._config = config
         self.skipped, self.counted, self.place = 0, 0, ""
-        self._in_a_row = self._spikes_in_a_row = self._seen = 0
-        self._mean = 0.0
+        self.in_a_row = self.spikes_in_a_row = self.seen = 0
+        self.mean = 0.0
         self._after_counted = self._state()
 
     @property
     def loss_limit(self) -> float:
         """The largest loss that is no spike; infinite while no spike is looked for."""
         factor = self._config.spike_factor
-        return math.inf if factor is None or self._seen < _FEWEST_LOSSES else factor * self._mean
+        return math.inf if factor is None or self.seen < _FEWEST_LOSSES else factor * self.mean
 
     @property
     def rolls_back(self) -> bool:
         """Whether ``train.spike_rollback`` spikes came in a row since the last ``roll_back``."""
         enough = self._config.spike_rollback
-        return enough is not None and self._spikes_in_a_row >= enough
+        return enough is not None and self.spikes_in_a_row >= enough
 
     def judge(self, step: int, result: StepResult, locate: Callable[[], str], scaled: bool = False) -> str:
         """Decide about a step.
@@ -318,15 +310,15 @@ class Skipping:
         """
         self.place = ""
         if result.usable:
-            self._in_a_row = self._spikes_in_a_row = 0
-            self._seen += 1
-            self._mean += max(1 / self._seen, _NEW_WEIGHT) * (result.loss - self._mean)
+            self.in_a_row = self.spikes_in_a_row = 0
+            self.seen += 1
+            self.mean += max(1 / self.seen, _NEW_WEIGHT) * (result.loss - self.mean)
             self.counted, self._after_counted = step, self._state()
             return ""
         self.skipped += 1
-        self._in_a_row += 1
-        self._spikes_in_a_row = self._spikes_in_a_row + 1 if result.spike else 0
-        gives_up = self._in_a_row > self._config.max_skipped
+        self.in_a_row += 1
+        self.spikes_in_a_row = self.spikes_in_a_row + 1 if result.spike else 0
+        gives_up = self.in_a_row > self._config.max_skipped
         expected = scaled and math.isfinite(result.loss)
         if not result.finite and (gives_up or (self.skipped == 1 and not expected)):
             self.place = locate()
@@ -335,12 +327,12 @@ class Skipping:
         return "skipped: loss spike" if result.spike else "skipped: not finite"
 
     def _give_up(self, step: int, result: StepResult) -> str:
-        row = f"for {self._in_a_row} steps in a row (train.max_skipped={self._config.max_skipped})"
+        row = f"for {self.in_a_row} steps in a row (train.max_skipped={self._config.max_skipped})"
         remedies = "a lower optim.lr, a longer warm-up, train.grad_clip=1.0"
         if result.spike:
             return (
                 f"step {step}: loss {result.loss:.6g}, more than train.spike_factor={self._config.spike_factor:g} x "
-                f"the mean of those before, {self._mean:.6g}, or not finite, {row}; try {remedies}, or a larger "
+                f"the mean of those before, {self.mean:.6g}, or not finite, {row}; try {remedies}, or a larger "
                 "train.spike_factor"
             )
         return (
@@ -362,15 +354,10 @@ class Skipping:
 
         The caller continues with its next step: the batches in between are not read again.
 
-        Args:
-            folder: The run's ``checkpoints`` folder.
-            strategy: The model.
-            optimizer: Its optimizer.
-
         Returns:
             What was done, in words.
         """
-        self._spikes_in_a_row = 0
+        self.spikes_in_a_row = 0
         # Rank 0 looks for all: others may see an older state of a shared folder.
         found = Checkpoint.newest(folder) if strategy.mesh.rank == 0 else None
         newest = strategy.mesh.gather(found and str(found.folder))[0]
@@ -384,21 +371,12 @@ class Skipping:
         return self._after_counted
 
     def _state(self) -> dict[str, float]:
-        return {
-            "skipped": self.skipped,
-            "in_a_row": self._in_a_row,
-            "spikes_in_a_row": self._spikes_in_a_row,
-            "seen": self._seen,
-            "mean": self._mean,
-        }
+        return {name: getattr(self, name) for name in _DECIDING}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Take the ``state_dict`` of the run that is resumed."""
-        self.skipped = int(state["skipped"])
-        self._in_a_row = int(state["in_a_row"])
-        self._spikes_in_a_row = int(state["spikes_in_a_row"])
-        self._seen = int(state["seen"])
-        self._mean = float(state["mean"])
+        for name in _DECIDING:
+            setattr(self, name, state[name])
         self._after_counted = self._state()
 
 

@@ -71,10 +71,6 @@ class Restored(NamedTuple):
 def restore(cfg: Any, device: str) -> Restored:
     """Build the model that ``cfg`` describes with the weights of its checkpoint, whatever layout has saved it.
 
-    Args:
-        cfg: The configuration.
-        device: auto, cpu, cuda or mps.
-
     Raises:
         CheckpointError: Where there is no checkpoint, or one that is damaged or of another model.
     """
@@ -166,10 +162,7 @@ def sample(cfg: Any) -> str:
 def closing_sample(cfg: Any, run_dir: Path, entropy: float | None) -> str:
     """Draw ``sample.at_end`` tokens from the model that a run has trained, for the end of its console.
 
-    Args:
-        cfg: The configuration.
-        run_dir: The run's directory.
-        entropy: The unigram entropy of its data, in nats; None where it is not known.
+    ``entropy`` is the unigram entropy of its data in nats, where that is known.
 
     Returns:
         The text, set off from the results; empty where the run has no checkpoint or its model writes no text. A model

@@ -113,12 +113,7 @@ class Optimizer:
 class _Part:
     """An optimizer of torch over tensors that stand in for parameters: themselves where they are not shared.
 
-    Args:
-        config: Its section.
-        parameters: By name.
-        group: The ranks that share the parameters, where these are to be whole for the update.
-        fused: Whether the device has fused kernels.
-        exact: Whether Muon computes in float32.
+    ``group`` has the ranks that share them, where they are to be whole for the update. ``exact``: Muon in float32.
     """
 
     def __init__(

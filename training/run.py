@@ -122,16 +122,7 @@ def run(
 
 
 def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict[str, Any]:
-    """Evaluate a checkpoint on the validation and the test split (``mode=eval``).
-
-    Args:
-        setup: The configuration and what was built from it.
-        strategy: This rank's share of the model.
-        run_dir: The directory in which rank 0 writes.
-
-    Returns:
-        The content of summary.json, on every rank.
-    """
+    """Evaluate a checkpoint on the validation and the test split (``mode=eval``)."""
     step = load(checkpoint_of(setup.cfg), strategy).step
     recorder = _recorder(setup, strategy, run_dir, first_step=1)
     results: dict[str, dict[str, float]] = {"val": {}, "test": {}}

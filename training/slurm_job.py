@@ -76,11 +76,6 @@ def prepare_here(cfg: Any):
 def queue(runs: list[CheckedRun], folder: Path, name: str) -> list[Job]:
     """Submit ``runs``, which must have the same shape; as one array where there are several.
 
-    Args:
-        runs: The runs.
-        folder: Where their configurations, their output and the reports of their ranks go.
-        name: The name of the jobs.
-
     Raises:
         LaunchError: The queue refuses.
     """
