@@ -24,7 +24,7 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +62,7 @@ OURS, TORCHVISION = "this project", "torchvision, plain loop"
 EAGER = ((4, 32), (8, 16), (16, 8), (32, 4), (64, 2))
 COMPILED = ((16, 8), (32, 4), (32, 16))  # and 524,288 tokens a step
 WINDOW = "profiled steps"
+PACKAGES = ("triton", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "hydra-core")
 CLASSES = 1000
 
 
@@ -80,7 +81,7 @@ def card(toy: bool) -> Iterator[dict]:
             "cudnn": torch.backends.cudnn.version(),
             **_from_driver("driver_version", "power.limit", "clocks.max.sm", "clocks.max.memory"),
         }
-    found |= _versions("triton", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "hydra-core")
+    found |= {package.name: package.version for package in distributions() if package.name in PACKAGES}
     found |= {"CPU": machine["cpu"]["model"], "cores": machine["cpu"]["cores"]}
     yield from ({"what": what, "value": value} for what, value in found.items())
 
@@ -307,16 +308,6 @@ def _from_driver(*facts: str) -> dict[str, str]:
     except (OSError, subprocess.SubprocessError):
         return {}
     return dict(zip(facts, answer.strip().split(", "), strict=False))
-
-
-def _versions(*packages: str) -> dict[str, str]:
-    found = {}
-    for name in packages:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 # Each yields the rows of its table; True: at toy size, on the CPU.
