@@ -70,8 +70,7 @@ def compose_and_run(task: Callable[[Any, Any], Any], arguments: Sequence[str], b
     def job(cfg: Any) -> Any:
         _register_resolvers(*start)  # a launcher of others (joblib) runs this in a process of its own
         hydra_section = HydraConfig.get()
-        cfg.import_from = [*(cfg.import_from or ()), *folders]
-        cfg = _named(cfg, hydra_section.runtime.choices)
+        cfg = named(cfg, hydra_section.runtime.choices, folders)
         if hydra_section.mode == RunMode.MULTIRUN:
             return task(cfg, hydra_section)  # the sweep keeps an error of its jobs
         try:
@@ -100,8 +99,9 @@ def compose_and_run(task: Callable[[Any, Any], Any], arguments: Sequence[str], b
     return results[0] if results else None
 
 
-def _named(cfg: DictConfig, choices: Mapping[str, str | None]) -> DictConfig:
-    """Give a model whose file does not say its name that of its option."""
+def named(cfg: DictConfig, choices: Mapping[str, str | None], folders: Sequence[str] = ()) -> DictConfig:
+    """Say in which folders code may be, and give a model whose file does not say its name that of its option."""
+    cfg.import_from = [*(cfg.import_from or ()), *folders]
     if OmegaConf.is_dict(cfg.model) and "_target_" in cfg.model and "name" not in cfg.model:
         name = choices.get("model") or str(cfg.model._target_).rpartition(".")[2]
         OmegaConf.update(cfg, "model.name", name, force_add=True)
@@ -237,7 +237,7 @@ def compose(
     if not with_hydra:
         with open_dict(cfg):
             del cfg.hydra
-    cfg = _named(cfg, choices)
+    cfg = named(cfg, choices)
     if saved is not None:
         saved.lay_under(cfg, choices, expand_lists(overrides))
     return cfg

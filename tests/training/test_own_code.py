@@ -103,6 +103,17 @@ def test_options_may_stand_anywhere_on_the_command_line(mine, tmp_path, capsys):
     assert "deep: " in capsys.readouterr().out, "the plan"
 
 
+def test_a_job_of_an_array_finds_them_too(mine, tmp_path, monkeypatch):
+    from train import main
+
+    queued = []
+    monkeypatch.setattr("training.sweep.sweeper._run_all", queued.extend)
+    words = ["-m", *mine, "model=deep", "launcher=slurm", "launcher.gpus_per_node=0", "seed=1,2", *QUICK]
+    main([*words, f"hydra.sweep.dir={tmp_path}/sweep"])
+    assert [(one.tree["seed"], one.tree["model"]["name"]) for one in queued] == [(1, "deep"), (2, "deep")]
+    assert all(str(tmp_path / "mine") in one.tree["import_from"] for one in queued)
+
+
 def test_their_keys_are_those_that_their_files_list(mine, tmp_path):
     with pytest.raises(UserError, match="did you mean model.width"):
         train(*mine, "model=deep", "model.widht=3", f"hydra.run.dir={tmp_path}/run")

@@ -24,7 +24,15 @@ from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import TrainingError, UserError, format_exception
-from conf.composition import as_typed, check_keys, expand_lists, hydra_word, typed_overrides
+from conf.composition import (
+    as_typed,
+    check_keys,
+    code_folders,
+    expand_lists,
+    hydra_word,
+    named,
+    typed_overrides,
+)
 from conf.instantiate import add_to_path, to_config, to_dict
 from launchers import Interrupted, World
 from launchers.slurm.follow import wait
@@ -306,7 +314,8 @@ def launch_array(hydra_context: Any, config: Any, jobs: Sequence[Sequence[str]],
 
 def _check(cfg: Any) -> CheckedRun | None:
     """Record a composed job and check it without running it: the checked run, None where it cannot run."""
-    cfg, hydra = completed(cfg, HydraConfig.get())
+    hydra = HydraConfig.get()
+    cfg, hydra = completed(named(cfg, hydra.runtime.choices, code_folders(sys.argv[1:])), hydra)
     folder = Path(hydra.runtime.output_dir)
     _begin(cfg, hydra, folder, WAITING)
     try:
