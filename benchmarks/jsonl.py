@@ -29,7 +29,7 @@ import numpy as np
 
 from benchmarks import table
 from benchmarks.timing import in_new_process
-from data.rows import Rows
+from data.jsonl import Rows
 
 REPEATS = 5
 BATCH = 64

@@ -8,10 +8,9 @@
 
     language.py     what data sets of text share: documents -> cached tokens -> windows
     documents.py vocabulary.py words.py token_windows.py     the steps of that
-    rows.py                                                  what jsonl needs: rows by number
     images.py       what data sets of images share
     tensors.py      data that are in memory already
-    cache.py                                                 folders that are built once; downloads with a time limit
+    cache.py        folders that are built once; mapped files; downloads with a time limit
 
 What the options of a data set mean is said where they have their defaults: conf/data/NAME.yaml.
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from common.errors import DataError
-from data import rows as rows_module
-from data.rows import Rows
+from data import jsonl as jsonl_module
+from data.jsonl import Rows
 
 
 def written(path: Path, content: bytes) -> Path:
@@ -47,7 +47,7 @@ def test_several_fields_are_joined_by_newlines(tmp_path, cache):
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 64, 1 << 20])
 def test_a_row_is_a_line_that_is_not_blank_wherever_blocks_end(tmp_path, cache, monkeypatch, block):
-    monkeypatch.setattr(rows_module, "_BLOCK_BYTES", block)
+    monkeypatch.setattr(jsonl_module, "_BLOCK_BYTES", block)
     content = b'\n \t\n{"text": "a"}\r\n\r\n\n  {"text": "b \\n c"}  \n' + b" " * 600 + b'\n{"text": "d"}'
     rows = Rows([written(tmp_path / "a", content), written(tmp_path / "b", b'\n{"text": "e"}\n \n')], cache)
     assert everything(rows) == ["a", "b \n c", "d", "e"]
@@ -55,7 +55,7 @@ def test_a_row_is_a_line_that_is_not_blank_wherever_blocks_end(tmp_path, cache, 
 
 
 def test_random_files_are_read_as_line_by_line(tmp_path, cache, monkeypatch):
-    monkeypatch.setattr(rows_module, "_BLOCK_BYTES", 61)
+    monkeypatch.setattr(jsonl_module, "_BLOCK_BYTES", 61)
     draw = random.Random(7)
     files, expected = [], []
     for number in range(20):

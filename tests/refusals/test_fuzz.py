@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from common.errors import CheckpointError, DataError, UserError, message_for_user
 from conf.instantiate import to_config, to_dict
+from data.jsonl import Rows
 from data.mnist import read_idx
-from data.rows import Rows
 from data.tokens import check_tokens, read_header
 from training.app import check_values
 from training.checkpoint.files import Checkpoint, with_checksum
