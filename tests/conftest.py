@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # ``ranks``, here and in the processes it starts
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE / "training")]  # ``ranks``, ``composed``, …; here and in the processes it starts
 import preloaded  # noqa: E402, F401
 
 from launchers import local  # noqa: E402

@@ -9,18 +9,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import socket
 import struct
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from commandline import ROOT, free_port, train
 
 from benchmarks import readme
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "training"))
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -85,8 +81,6 @@ def page(request):
 
 
 def test_every_command_of_a_page_runs(page, tmp_path):
-    from commandline import train
-
     if page == "docs/serving.md":
         pytest.importorskip("onnxruntime", reason="needs pip install -r requirements-serving.txt")
     prepare(tmp_path)
@@ -129,8 +123,3 @@ def prepare(folder: Path) -> None:
             values = np.zeros(shape, dtype=np.uint8)
             start = struct.pack(f">BBBB{len(shape)}I", 0, 0, 8, len(shape), *shape)
             (mine / "mnist" / f"{split}-{kind}-ubyte").write_bytes(start + values.tobytes())
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]

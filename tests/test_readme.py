@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from composed import compose
 
 from benchmarks import readme
 from conf.composition import quote_values
@@ -15,16 +16,6 @@ PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in readme.PAGES}
 TEXT = "\n".join(text for page, text in PAGES.items() if page != "docs/extending.md")
 CODE = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL))
 COMMANDS = re.findall(r"^ {4}(?:python|torchrun|pip) .*?train\.py (.*?)(?: #.*)?$", TEXT, flags=re.MULTILINE)
-
-
-def composed(words: list[str]):
-    import hydra
-
-    from conf.schema import register
-
-    register()
-    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return hydra.compose("train", words)
 
 
 def test_the_readme_is_one_page():
@@ -46,7 +37,7 @@ def test_every_command_composes(command):
     sweep = "-m" in words
     # Plugins of Hydra's own make themselves known only where they are installed.
     words = [word for word in words if word != "-m" and not word.startswith(("hydra/", "hydra.")) and "(" not in word]
-    composed([re.sub(r",.*", "", word) if sweep else word for word in words])
+    compose(*(re.sub(r",.*", "", word) if sweep else word for word in words))
 
 
 def manifests():
@@ -67,7 +58,7 @@ def test_the_pods_of_a_pytorchjob_run_a_command_that_composes_as_one_rank_each()
     size = sum(role["replicas"] for role in replicas.values())
     pod = {"RANK": "1", "WORLD_SIZE": f"{size}", "MASTER_ADDR": "gpt2-master-0", "MASTER_PORT": "23456"}
     assert World.detect(pod) == World(1, size, 0, 1, "environment")
-    assert composed(container["args"]).parallel.name == "ddp"
+    assert compose(*container["args"]).parallel.name == "ddp"
 
 
 def test_the_pods_of_an_indexed_job_run_a_torchrun_that_meets_in_its_first_pod():
@@ -86,7 +77,7 @@ def test_the_pods_of_an_indexed_job_run_a_torchrun_that_meets_in_its_first_pod()
     assert torchrun.master_addr == f"{name}-0.{pod['subdomain']}"
     assert service["metadata"]["name"] == pod["subdomain"] and service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == {"job-name": name}
-    assert composed(torchrun.training_script_args).parallel.name == "pipe_ddp"
+    assert compose(*torchrun.training_script_args).parallel.name == "pipe_ddp"
 
 
 def test_every_setting_that_they_name_exists():
@@ -94,7 +85,7 @@ def test_every_setting_that_they_name_exists():
     from omegaconf import OmegaConf
 
     kinds = ("gpt2", "stdlib"), ("gpt2", "jsonl"), ("convnet", "mnist")
-    trees = [composed([f"model={model}", f"data={data}"]) for model, data in kinds]
+    trees = [compose(f"model={model}", f"data={data}") for model, data in kinds]
     words = [word.strip('"') for code in CODE for word in code.split()]
     named = {match[1] for word in words if (match := re.match(r"((?:train|parallel|data|model|optim)\.\w+)=", word))}
     assert len(named) > 15

@@ -8,6 +8,7 @@ import multiprocessing.util
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -234,6 +235,11 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's, without what would make the command take itself for a rank, plus ``more``."""
     kept = {k: v for k, v in os.environ.items() if k not in _FOREIGN and not k.startswith(_FOREIGN_PREFIXES)}
     return {**kept, **(more or {})}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
 
 
 def wait_until(condition, timeout_s: float, what: str) -> None:

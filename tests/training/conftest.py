@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # ``commandline``, ``composed``; here and in ranks
+from commandline import Started, train, wait_until
 
 
 @pytest.fixture(scope="session")
@@ -46,8 +44,6 @@ def small_disk(tmp_path):
 @pytest.fixture
 def start(tmp_path):
     """``start("parallel=ddp")``: a run of ten million steps, from its third record, or from ``until(it)``, on."""
-    from commandline import Started, wait_until
-
     endless = ["train.epochs=null", "train.steps=10000000", "logger=none", "device=cpu", "parallel.threads=1"]
     started = []
 
@@ -79,8 +75,6 @@ def cli(tmp_path_factory, text):
 
     Five steps of SGD on the tiny GPT-2, eight micro-batches of two sequences in every layout.
     """
-    from commandline import train
-
     recipe = [
         "model=gpt2", "model.size=tiny", "model.dropout=0.1", *text, "train.steps=5", "train.global_batch_size=16",
         "train.precision=fp32", "train.grad_clip=0.5", "train.eval_every=2", "train.eval_batches=1", "optim=sgd",
@@ -103,8 +97,6 @@ def cli(tmp_path_factory, text):
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory):
     """`python train.py` with nothing said but where to: one process, two epochs. In a folder with a space."""
-    from commandline import train
-
     run = train(["logger=none"], tmp_path_factory.mktemp("toy") / "my first run")
     assert run.code == 0, run.console
     return run

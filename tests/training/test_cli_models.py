@@ -1,10 +1,9 @@
 """`python train.py`: the six models under ranks of their own, one result however the ranks are started, and memory."""
 
 import os
-import socket
 
 import pytest
-from commandline import ROOT, Started, train
+from commandline import ROOT, Started, free_port, train
 from composed import QUIET, compose, config, for_rank, losses, records, run, run_on_rank
 
 from training.app import execute
@@ -84,11 +83,6 @@ def test_what_two_replicas_are_told_by_an_option_reaches_them(ranks, tmp_path, w
 
 
 # -- however the ranks are started -----------------------------------------------------------------------------------
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 # Each rank's C++ side then has something to say, and says who it is; torch reads it when it is imported.
