@@ -26,11 +26,11 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import CheckpointError, TrainingError
-from conf import CHOSEN, FOLDER, ON_TOP, options
+from conf import CHOSEN, FOLDER, ON_TOP, TRAINED, options
 from conf.composition import config_folder, is_override, leaves
 from conf.instantiate import PACKAGES, literal, targets, why_foreign
 from models.chain import Chain
-from training.checkpoint.files import Checkpoint
+from training.checkpoint.files import MANIFEST, Checkpoint
 from training.checkpoint.load import Tensors
 
 _SHOWN = 4
@@ -52,7 +52,7 @@ def saved_config(arguments: Sequence[str]) -> SavedConfig | None:
     except HydraException:
         return None  # Hydra says it better
     paths = _checkpoints(typed)
-    configs = [Checkpoint.find(Path(path)).config for path in paths]
+    configs = [_config_of(Path(path)) for path in paths]
     if not configs or configs[0] is None or _has_primary(arguments):
         return None
     if any(config != configs[0] for config in configs):
@@ -199,6 +199,26 @@ def _lay_again(cfg: DictConfig, below: Mapping[str, Any], typed: Mapping[str, Ov
 
 def _typed(overrides: Any) -> dict[str, Override]:
     return {one.key_or_group: one for one in OverridesParser.create().parse_overrides(list(overrides))}
+
+
+def _config_of(path: Path) -> dict[str, Any] | None:
+    checkpoint = Checkpoint.find(path)
+    if not _is_config(checkpoint.config):
+        raise CheckpointError(f"{checkpoint.folder / MANIFEST} is damaged: config in it cannot be right")
+    return checkpoint.config
+
+
+def _is_config(config: Any) -> bool:
+    """Return whether this is a configuration as checkpoints keep it: what is trained, not where, and nothing else."""
+    if config is None:
+        return True
+    return (
+        isinstance(config, dict)
+        and config.keys() - {"choices", "recipe"} == {"seed", *TRAINED}
+        and isinstance(config.get("choices", {}), dict)
+        and all(isinstance(config[name], dict) and "defaults" not in config[name] for name in TRAINED)
+        and isinstance(config["model"].get("name"), str)
+    )
 
 
 def _has_primary(arguments: Sequence[str]) -> bool:
