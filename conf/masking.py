@@ -119,7 +119,7 @@ def mask_secrets(value: Any, name: str = "") -> Any:
 def _masked(value: Any, name: str, suspect: re.Pattern) -> Any:
     if isinstance(value, dict):
         value = shown(value) if KEY in value else value
-        names = [str(key) for key in value]
+        names = list(map(str, value))
     elif isinstance(value, (list, tuple)):
         names = [name] * len(value)
     elif name == "git_commit":  # forty hexadecimal digits, as a key of wandb has
