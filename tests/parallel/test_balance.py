@@ -14,7 +14,7 @@ from torch import nn
 from data.dataset import Batch
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
-from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer, stage_costs, stage_shares
+from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer, stage_costs
 from parallel.plan import make_plan
 from parallel.zero_bubble.order import StageSeconds, best_order
 
@@ -125,7 +125,3 @@ def test_noise_does_not_move_layers():
     # Another cut would be 1 % better.
     assert equal_stages([1.0, 1.0, 1.02, 0.99, 1.0, 1.01], 2) == [3, 3]
     assert equal_stages([1.01, 1.01, 1.01, 1.01, 1.0, 1.0, 1.0], 2) == [4, 3]
-
-
-def test_shares_add_up():
-    assert stage_shares([1, 1, 2], [2, 1]) == [0.5, 0.5]

@@ -7,11 +7,9 @@ import pytest
 from common.errors import PlanError
 from parallel.schedules import (
     SCHEDULES,
-    check_chunks,
     check_schedule,
     ideal_bubble,
     in_flight,
-    schedule_class,
     stages_per_rank,
 )
 
@@ -36,14 +34,6 @@ def test_ideal_bubbles(schedule, ranks, chunks, per_rank, bubble):
     assert ideal_bubble(schedule, ranks, chunks, per_rank) == pytest.approx(bubble, abs=2e-4)
 
 
-def test_the_bubble_of_gpipe_is_what_an_ideal_run_leaves_idle():
-    """Every forward and backward takes one tick: 2m ticks of work in a span of 2 (m + p - 1)."""
-    for ranks, chunks in [(2, 4), (3, 5), (4, 4)]:
-        forward_ends = {(r, m): r + m + 1 for r in range(ranks) for m in range(chunks)}
-        span = 2 * max(forward_ends.values())
-        assert ideal_bubble("gpipe", ranks, chunks, 1) == pytest.approx(1 - 2 * chunks / span)
-
-
 def test_1f1b_holds_fewer_micro_batches_than_gpipe_and_fewest_at_the_end():
     assert [in_flight("gpipe", 4, 8, 1, rank) for rank in range(4)] == [8, 8, 8, 8]
     assert [in_flight("1f1b", 4, 8, 1, rank) for rank in range(4)] == [4, 3, 2, 1]
@@ -61,24 +51,6 @@ def test_stages_a_rank():
     assert stages_per_rank("interleaved_1f1b", 3) == 3
     with pytest.raises(PlanError, match="stages_per_rank=0 must be at least 1"):
         stages_per_rank("interleaved_1f1b", 0)
-
-
-@pytest.mark.parametrize("chunks", range(1, 17))
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_interleaved_chunks_are_accepted_exactly_where_torch_accepts_them(chunks, ranks):
-    """torch cuts them into chunks // ranks equal rounds, one round at least."""
-    if chunks % max(1, chunks // ranks):
-        with pytest.raises(PlanError, match=f"parallel.chunks={chunks} does not divide"):
-            check_chunks("interleaved_1f1b", chunks, ranks)
-    else:
-        check_chunks("interleaved_1f1b", chunks, ranks)
-
-
-def test_every_name_has_its_class():
-    assert [schedule_class(name).__name__ for name in SCHEDULES] == [
-        "ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleLoopedBFS",
-        "ScheduleInterleavedZeroBubble", "PlannedSchedule",
-    ]  # fmt: skip
 
 
 def test_schedules_that_are_not_right_are_refused_with_the_reason():

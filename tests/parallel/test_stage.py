@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 from models.chain import Chain, LayerSpec
-from models.gpt2 import gpt2
 from models.losses import SquaredError
-from models.toy import toy
 from parallel.stage import Stage
 
 CPU = torch.device("cpu")
@@ -47,14 +45,6 @@ def test_a_dropout_mask_depends_on(other):
     assert not torch.equal(mask(**other), mask())
 
 
-def test_a_dropout_mask_does_not_depend_on_the_layers_before_it_or_on_the_cut():
-    chain, x, index = dropouts(), torch.ones(4, 64), torch.tensor([[20, 4]])
-    whole = stage(chain)(x, samples=index)
-    first, second = stage(chain, ["drop0"]), stage(chain, ["drop1", "drop2"])
-    assert torch.equal(second(first(x, samples=index), samples=index), whole)
-    assert whole.any()
-
-
 class Turn(nn.Module):
     """Returns tensors that are not contiguous, or have the strides of channels_last where one channel has no order."""
 
@@ -90,42 +80,6 @@ def test_evaluation_drops_nothing_and_draws_nothing():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_recomputation_draws_the_same_mask_again():
-    """The gradient of a dropout of ones is its mask, drawn again in the backward."""
-    x = torch.ones(4, 64, requires_grad=True)
-    y = stage(dropouts(), recompute=True)(x, samples=torch.tensor([[8, 4]]))
-    torch.rand(5)
-    y.sum().backward()
-    assert torch.equal(x.grad, y.detach())
-
-
-def test_the_stage_that_ends_the_chain_gives_its_loss_scaled_and_notes_it_unscaled():
-    chain = toy()
-    last, inputs, targets = stage(chain), drawn(6, 10), drawn(6, 5)
-    last.loss_scale = 256.0
-    scaled = last(inputs, samples=(0, 6), targets=targets)
-    wanted = nn.functional.mse_loss(last.layers(inputs), targets, reduction="sum")
-    assert scaled.item() == pytest.approx(256.0 * wanted.item(), rel=1e-6)
-    assert last.take_sums().tolist() == pytest.approx([wanted.item(), 30.0], rel=1e-6)
-
-
-def test_sums_of_micro_batches_add_up_and_are_taken_once():
-    last, x, y = stage(toy()), drawn(6, 10), drawn(6, 5)
-    for index in range(3):
-        last(x[2 * index :][:2], samples=torch.tensor([[2 * index, 2]]), targets=y[2 * index :][:2])
-    in_pieces = last.take_sums()
-    assert last.take_sums() is None
-    last(x, samples=(0, 6), targets=y)
-    assert in_pieces.tolist() == pytest.approx(last.take_sums().tolist(), rel=1e-6)
-
-
-def test_a_stage_in_the_middle_ignores_the_targets_and_gives_something_contiguous():
-    chain = Chain([LayerSpec("turn", Transpose), LayerSpec("end", nn.Identity)], loss=SquaredError())
-    out = stage(chain, ["turn"])(torch.ones(3, 4), samples=(0, 3), targets=torch.zeros(3))
-    assert out.shape == (4, 3)
-    assert out.is_contiguous()
-
-
 def test_images_in_channels_last_and_their_gradients_cross_a_border_as_they_lie_in_memory():
     def convolution() -> nn.Module:
         return nn.Conv2d(3, 3, 3)
@@ -145,14 +99,3 @@ def test_images_in_channels_last_and_their_gradients_cross_a_border_as_they_lie_
     out.square().sum().backward()
     sent.backward(received.grad)
     assert [gradient.is_contiguous(memory_format=torch.channels_last) for gradient in gradients] == [True]
-
-
-def test_without_targets_the_last_stage_gives_the_model_s_output():
-    chain = gpt2(size="tiny", vocab_size=50)
-    logits = stage(chain).eval()(torch.zeros(2, 5, dtype=torch.int64), samples=(0, 2))
-    assert logits.shape == (2, 5, 50)
-
-
-class Transpose(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.t()

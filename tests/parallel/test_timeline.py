@@ -14,7 +14,6 @@ from parallel.timeline import (
     bubble_fraction,
     now,
     on_one_clock,
-    steady_steps,
 )
 
 
@@ -22,47 +21,30 @@ def work(start: float, end: float) -> Interval:
     return Interval("forward", 0, 0, start, end)
 
 
-def test_ranks_that_always_work_have_no_bubble():
-    assert bubble_fraction([[[work(0, 2)]], [[work(0, 1), work(1, 2)]]]) == 0.0
+KINDS = [*WORK, "receive_activation", "receive_gradient"]
+BUSY, IDLE = [work(0, 1)], [work(0, 1), work(9, 10)]
+BUBBLES = {
+    "ranks that always work": ([[[work(0, 2)]], [[work(0, 1), work(1, 2)]]], 0.0),
+    "ranks that take turns": ([[[work(10, 11)]], [[work(11, 12)]]], 0.5),
+    # 4 of 2 x 3 seconds and 2 of 2 x 2 are busy; what lies between steps does not count.
+    "two steps": ([[[work(0, 2)], [work(100, 101)]], [[work(1, 3)], [work(101, 102)]]], 1 - 6 / 10),
+    "a warm-up of two steps": ([[IDLE, IDLE, BUSY]], 0.0),
+    "no more than the warm-up": ([[IDLE, IDLE]], 0.8),
+    "steps that not all ranks have": ([[IDLE, IDLE, IDLE, BUSY], [IDLE, IDLE, BUSY]], 0.0),
+    "receives are no work": (
+        [[[*(Interval(kind, 0, 0, at, at + 1) for at, kind in enumerate(KINDS)), work(7, 8)]]], 3 / 8
+    ),
+    "receives are not in the span": (
+        [[[Interval(KINDS[-2], 0, 0, -5, 0), work(0, 2), Interval(KINDS[-1], 0, 0, 2, 9)]]], 0.0
+    ),
+    "no step of all ranks": ([[], [[work(0, 1)]]], None),
+    "no work": ([[[]], [[]]], None),
+}  # fmt: skip
 
 
-def test_two_ranks_that_take_turns_idle_half_of_the_time():
-    assert bubble_fraction([[[work(10, 11)]], [[work(11, 12)]]]) == 0.5
-
-
-def test_the_span_is_that_of_the_whole_pipeline_and_steps_add_up():
-    """Step one: 4 of 2 x 3 seconds busy; step two: 2 of 2 x 2. What lies between steps does not count."""
-    first, second = [[work(0, 2)], [work(100, 101)]], [[work(1, 3)], [work(101, 102)]]
-    assert bubble_fraction([first, second]) == pytest.approx(1 - 6 / 10)
-
-
-def test_the_first_two_steps_are_warm_up_where_there_are_more():
-    busy, idle = [work(0, 1)], [work(0, 1), work(9, 10)]
-    assert bubble_fraction([[idle, idle, busy]]) == 0.0
-    assert bubble_fraction([[idle, idle]]) == pytest.approx(0.8)
-
-
-def test_all_kinds_of_work_keep_a_rank_busy_and_receives_do_not():
-    kinds = ["forward", "backward", "backward_input", "backward_weight", "receive_activation", "receive_gradient"]
-    busy = [Interval(kind, 0, 0, start, start + 1) for start, kind in enumerate(kinds)]
-    last = Interval("forward", 0, 1, 7, 8)
-    assert bubble_fraction([[[*busy, last]]]) == pytest.approx(3 / 8)
-
-
-def test_a_receive_before_the_first_and_after_the_last_work_is_not_in_the_span():
-    early, late = Interval("receive_activation", 0, 0, -5, 0), Interval("receive_gradient", 0, 0, 2, 9)
-    assert bubble_fraction([[[early, work(0, 2), late]]]) == 0.0
-
-
-def test_steady_steps_are_those_that_all_ranks_have_behind_the_warm_up():
-    assert list(steady_steps([[[]] * 5, [[]] * 4])) == [-2, -1]
-    assert list(steady_steps([[[]] * 2])) == [-2, -1]
-    assert not steady_steps([[], [[]]])
-
-
-def test_without_a_measured_step_there_is_no_fraction():
-    assert bubble_fraction([[], [[work(0, 1)]]]) is None
-    assert bubble_fraction([[[]], [[]]]) is None
+@pytest.mark.parametrize("ranks, fraction", BUBBLES.values(), ids=BUBBLES)
+def test_the_bubble_is_what_is_idle_of_the_span_from_the_first_work_to_the_last(ranks, fraction):
+    assert bubble_fraction(ranks) == (None if fraction is None else pytest.approx(fraction))
 
 
 def test_only_work_within_a_training_step_is_noted():
