@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.loader import WINDOW, Buckets, TrainBatches, VariableLength, bucket_widths, train_loader
+from data.loader import WINDOW, Buckets, TrainBatches, VariableLength, bucket_widths
 
 
 class Lengths(VariableLength):
@@ -99,13 +99,6 @@ def test_a_step_is_a_function_of_seed_and_step_alone(source):
     for step in reversed(expected):
         assert torch.equal(backward[step].inputs, expected[step])
     assert not torch.equal(TrainBatches(source, 8, 2)[1].targets, forward[1].targets)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_reading_ahead_gives_the_same_batches(source, num_workers):
-    batches = TrainBatches(source, 8, 1)
-    for step, batch in train_loader(batches, 60, 70, num_workers):
-        assert torch.equal(batch.inputs, batches[step].inputs)
 
 
 def test_data_of_less_than_a_window_is_one_window():

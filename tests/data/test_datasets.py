@@ -114,6 +114,12 @@ def test_a_data_set_gives_its_splits_as_batches_of_samples_and_says_how_large_th
     assert (data.vocab_size is not None, data.seq_len is not None) == (language, language)
 
 
+@pytest.mark.parametrize("name", ["random_images", "random_regression"])
+def test_another_seed_gives_other_samples(prepared, name):
+    one, other = (prepared(CASES[name].kind, **CASES[name].options, seed=seed) for seed in (1, 2))
+    assert not torch.equal(everything(one.train)[0], everything(other.train)[0])
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_started_process_and_another_epoch_read_the_same(made, case):
     data = made(case)

@@ -35,16 +35,6 @@ def test_they_are_normalised_and_come_in_the_size_and_channels_asked_for(prepare
     assert data.train.read(np.arange(5), epoch=0)[0].shape == (5, *data.image_shape) == (5, 3, 32, 32)
 
 
-def test_the_splits_have_equal_shares_of_each_class_and_are_the_same_every_time(prepared):
-    data, again = prepared(Digits), prepared(Digits)
-    assert (len(data.train), len(data.valid), len(data.test)) == (1439, 179, 179)
-    for split in ("train", "valid", "test"):
-        source = getattr(data, split)
-        labels = source.read(np.arange(len(source)), epoch=0)[1]
-        assert torch.equal(labels, getattr(again, split).read(np.arange(len(source)), epoch=1)[1])
-        assert torch.bincount(labels).sub(len(source) / 10).abs().max() < 4
-
-
 def test_without_scikit_learn_the_error_says_what_to_install(prepared, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(DataError, match="pip install scikit-learn"):

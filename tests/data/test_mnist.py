@@ -28,9 +28,7 @@ def test_the_real_one_has_its_published_numbers(prepared, published):
 
 
 @pytest.mark.parametrize("levels", [0, 1, 2])
-def test_images_come_in_the_shape_asked_for_from_the_folder_of_the_files_or_one_above_it(
-    prepared, mnist_files, levels
-):
+def test_images_come_in_the_shape_asked_for_from_the_folder_of_the_files_or_one_above_it(prepared, mnist_files, levels):
     root = [mnist_files, *mnist_files.parents][levels]
     data = prepared(MNIST, root, image_size=32, channels=3)
     assert (len(data.train), len(data.valid), len(data.test)) == (110, 10, 20)

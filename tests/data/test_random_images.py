@@ -12,14 +12,6 @@ def drawn(prepared):
     return lambda **options: prepared(RandomImages, **{"image_size": 16} | options)
 
 
-def test_samples_have_the_published_shapes_by_default(drawn):
-    data = drawn(image_size=128)
-    inputs, targets = data.train.read(np.array([4, 1]), epoch=0)
-    assert inputs.shape == (2, 3, 128, 128) and inputs.dtype == torch.float32
-    assert targets.shape == (2,) and targets.dtype == torch.int64
-    assert data.image_shape == (3, 128, 128) and data.num_classes == 1000
-
-
 def test_pixels_are_standard_normal_and_classes_uniform(drawn):
     inputs, targets = drawn(samples=1000, num_classes=4).train.read(np.arange(1000), epoch=0)
     assert abs(float(inputs.mean())) < 0.01 and abs(float(inputs.std()) - 1) < 0.01

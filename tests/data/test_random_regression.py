@@ -15,12 +15,6 @@ def teacher_of(data) -> torch.Tensor:
     return torch.linalg.lstsq(data.train.inputs, data.train.targets).solution
 
 
-def test_the_seed_decides_the_data(drawn):
-    one, same, other = (drawn(samples=50, seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(one.train.inputs, same.train.inputs) and torch.equal(one.test.targets, same.test.targets)
-    assert not torch.equal(one.train.inputs, other.train.inputs)
-
-
 def test_the_splits_share_the_teacher_and_not_the_samples(drawn):
     data = drawn(samples=1000, noise=0.0)
     assert (len(data.train), len(data.valid), len(data.test)) == (1000, 100, 100)

@@ -120,13 +120,6 @@ def test_another_version_of_a_file_gets_another_index_and_the_old_rows_are_an_er
         everything(old)
 
 
-def test_an_index_that_was_cut_short_is_built_again(tmp_path, cache):
-    file = jsonl(tmp_path / "a", ["a", "b", "c"])
-    for size in (0, 7, 16):
-        os.truncate(Rows([file], cache).index.path, size)
-        assert everything(Rows([file], cache)) == ["a", "b", "c"]
-
-
 @pytest.mark.parametrize(
     "line, reason",
     [

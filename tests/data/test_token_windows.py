@@ -47,14 +47,6 @@ def test_the_file_is_as_wide_as_the_vocabulary_needs(cache, vocab_size, dtype):
     assert inputs.tolist() == [[0, vocab_size - 1, 0]]
 
 
-def test_a_truncated_token_file_is_built_again(cache):
-    def build():
-        return cached_tokens(cache, "key", lambda _: (100, {"train": [np.arange(50)]}))["train"]
-
-    os.truncate(build().path, 20)
-    assert build().count == 50
-
-
 def test_a_column_is_a_part_of_the_text_and_its_windows_are_samples(held):
     source = ColumnWindows(held(range(23)), columns=3, seq_len=2)
     assert len(source) == 9  # columns of 7 tokens, three windows each

@@ -85,14 +85,6 @@ def test_words_are_counted_once_and_again_for_another_frequency_or_size(tmp_path
     assert words_of(tmp_path / "text").vocabulary.words == ["<unk>", "a", "b"]
 
 
-def test_a_damaged_vocabulary_is_built_again(tmp_path, words_of):
-    (tmp_path / "text").write_text("some words\n" * 100)
-    words_of(tmp_path / "text")
-    [file] = (tmp_path / "cache").glob("*/vocabulary.txt")
-    file.write_text("<unk>\nso")
-    assert words_of(tmp_path / "text").vocabulary.words == ["<unk>", "some", "words"]
-
-
 @pytest.mark.slow
 def test_the_standard_library_as_words_leaves_out_rare_ones(prepared):
     data = prepared(Stdlib, seq_len=64, vocabulary="words")

@@ -158,7 +158,6 @@ def test_the_head_s_cast_weight_is_kept_for_a_step_and_follows_the_optimizer_aft
         last.begin(training=True, step=2)
 
 
-
 def test_copies_are_equal_also_where_their_modules_are_initialised_differently():
     """An embedding is drawn from a normal distribution and a linear layer from a uniform one."""
     layers = [LayerSpec("words", lambda: nn.Embedding(7, 4)), LayerSpec("head", lambda: nn.Linear(4, 7))]

@@ -6,71 +6,110 @@ import pytest
 import torch
 from torch import nn
 
-from models.losses import IGNORED, SquaredError, Sums, TokenCrossEntropy, mask_targets, per_element
+from models.losses import (
+    IGNORED,
+    ClassCrossEntropy,
+    OneHotSquaredError,
+    SquaredError,
+    Sums,
+    TokenCrossEntropy,
+    mask_targets,
+    per_element,
+)
 
 DRAWN = torch.Generator().manual_seed(1)
 OUTPUT, TARGETS = torch.randn(4, 5, generator=DRAWN), torch.randn(4, 5, generator=DRAWN)
 LOGITS, WORDS = torch.randn(4, 6, 9, generator=DRAWN), torch.randint(0, 9, (4, 6), generator=DRAWN)
-PADDED = torch.tensor([1.0, 1.0, 1.0, 0.0])
-CASES = pytest.mark.parametrize(
-    "loss, output, targets, mean",
-    [
-        (SquaredError(), OUTPUT, TARGETS, nn.MSELoss()),
-        (TokenCrossEntropy(), LOGITS, WORDS, lambda o, t: nn.CrossEntropyLoss()(o.flatten(0, 1), t.flatten())),
-    ],
-    ids=["squared error", "cross entropy"],
-)
+CLASS_LOGITS, CLASSES = torch.randn(6, 10, generator=DRAWN), torch.randint(0, 10, (6,), generator=DRAWN)
+OF_CLASSES = ["class cross entropy", "one-hot squared error"]
+
+
+def token_mean(logits, words):
+    return nn.CrossEntropyLoss()(logits.flatten(0, 1), words.flatten())
+
+
+def one_hot_mean(logits, classes):
+    return nn.MSELoss()(logits, nn.functional.one_hot(classes, 10).to(logits.dtype))
+
+
+# The loss, outputs and targets, torch's mean of the same, and the terms of a sample.
+LOSSES = {
+    "squared error": (SquaredError(), OUTPUT, TARGETS, nn.MSELoss(), 5),
+    "cross entropy": (TokenCrossEntropy(), LOGITS, WORDS, token_mean, 6),
+    "class cross entropy": (ClassCrossEntropy(), CLASS_LOGITS, CLASSES, nn.CrossEntropyLoss(), 1),
+    "one-hot squared error": (OneHotSquaredError(), CLASS_LOGITS, CLASSES, one_hot_mean, 10),
+}
+CASES = pytest.mark.parametrize("loss, output, targets, mean, terms", LOSSES.values(), ids=LOSSES)
 
 
 @CASES
-def test_sum_over_count_is_torch_s_mean(loss, output, targets, mean):
+def test_sum_over_count_is_torch_s_mean(loss, output, targets, mean, terms):
     sums = loss(output, targets, None)
+    assert sums.count == terms * len(targets)
     assert (sums.loss / sums.count).item() == pytest.approx(mean(output, targets).item(), rel=1e-6)
-    assert sums.count == targets.numel()
+    exact = targets.double() if targets.is_floating_point() else targets
+    assert loss(output.double(), exact, None).loss.dtype == torch.float64
 
 
 @CASES
-def test_a_sample_of_weight_zero_counts_nothing(loss, output, targets, mean):
-    padded, without = loss(output, targets, PADDED), loss(output[:3], targets[:3], None)
-    assert padded.count == without.count == targets[:3].numel()
-    assert padded.loss.item() == pytest.approx(without.loss.item(), rel=1e-6)
+def test_a_sample_of_weight_zero_counts_nothing_and_gets_no_gradient(loss, output, targets, mean, terms):
+    output, kept = output.clone().requires_grad_(), torch.tensor([1, 0, 2, 3][: len(targets) - 1])
+    weights = torch.zeros(len(targets)).index_fill(0, kept, 1.0)
+    padded, without = loss(output, targets, weights), loss(output[kept], targets[kept], None)
+    assert padded.count == len(kept) * terms
+    assert padded.stack().tolist() == pytest.approx(without.stack().tolist(), rel=1e-6)
+    padded.loss.backward()
+    assert [bool(row.any()) for row in output.grad] == (weights > 0).tolist()
 
 
 @CASES
-def test_a_sample_of_weight_zero_gets_no_gradient(loss, output, targets, mean):
-    output = output.clone().requires_grad_()
-    loss(output, targets, PADDED).loss.backward()
-    assert not output.grad[3].any()
-    assert output.grad[:3].any()
-
-
-@CASES
-def test_micro_batches_add_up_to_the_batch_where_means_of_means_would_not(loss, output, targets, mean):
-    pieces = [loss(output[a:b], targets[a:b], PADDED[a:b]).stack() for a, b in ((0, 2), (2, 4))]
-    whole = loss(output, targets, PADDED).stack()
+def test_micro_batches_add_up_to_the_batch_where_means_of_means_would_not(loss, output, targets, mean, terms):
+    weights = torch.ones(len(targets)).index_fill(0, torch.tensor([3]), 0.0)
+    parts = ((0, 2), (2, len(targets)))
+    pieces = [loss(output[a:b], targets[a:b], weights[a:b]).stack() for a, b in parts]
+    whole = loss(output, targets, weights).stack()
     assert sum(pieces).tolist() == pytest.approx(whole.tolist(), rel=1e-6)
     mean_of_means = sum(piece[0] / piece[1] for piece in pieces) / 2
     assert mean_of_means.item() != pytest.approx((whole[0] / whole[1]).item(), rel=1e-3)
 
 
 @CASES
-def test_a_batch_of_padding_only_is_zero_of_zero(loss, output, targets, mean):
-    assert loss(output, targets, torch.zeros(4)).stack().tolist() == [0.0, 0.0]
+def test_a_batch_of_padding_only_is_zero_of_zero(loss, output, targets, mean, terms):
+    assert not loss(output, targets, torch.zeros(len(targets))).stack().any()
 
 
 @CASES
-def test_bf16_outputs_are_summed_in_float32(loss, output, targets, mean):
-    sums = loss(output.bfloat16(), targets, None)
-    exact = loss(output.bfloat16().float(), targets, None)
+def test_bf16_outputs_are_summed_in_float32_under_autocast(loss, output, targets, mean, terms):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        sums = loss(output.bfloat16(), targets, None)
     assert sums.loss.dtype == torch.float32
-    assert sums.loss.item() == pytest.approx(exact.loss.item(), rel=1e-6)
+    assert sums.loss.item() == pytest.approx(loss(output.bfloat16().float(), targets, None).loss.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", OF_CLASSES)
+def test_ignored_targets_count_nothing(name):
+    loss, logits, classes, _, terms = LOSSES[name]
+    some = classes.clone()
+    some[0] = IGNORED
+    assert loss(logits, some, None).stack().tolist() == pytest.approx(
+        loss(logits[1:], classes[1:], None).stack().tolist(), rel=1e-6
+    )
+    assert not loss(logits, torch.full_like(classes, IGNORED), None).stack().any()
+
+
+def test_accuracy_counts_the_samples_whose_largest_logit_is_theirs():
+    classes, loss = CLASS_LOGITS.argmax(dim=1), ClassCrossEntropy()
+    classes[3] = (classes[3] + 1) % 10  # a wrong one
+    classes[4] = IGNORED
+    assert loss.metrics == ("accuracy",)
+    assert loss(CLASS_LOGITS, classes, None).metrics[0] == 4
+    assert loss(CLASS_LOGITS, classes, torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 0.0])).metrics[0] == 2
 
 
 def test_stacked_sums_are_float64_without_a_graph():
     stacked = Sums(torch.ones((), requires_grad=True), torch.tensor(3), (torch.tensor(2.0),)).stack()
     assert stacked.tolist() == [1.0, 3.0, 2.0]
-    assert stacked.dtype == torch.float64
-    assert not stacked.requires_grad
+    assert stacked.dtype == torch.float64 and not stacked.requires_grad
 
 
 def test_weights_are_spread_over_all_elements_of_a_sample():

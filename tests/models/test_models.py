@@ -167,3 +167,31 @@ def test_what_is_asked_for_becomes_logits_and_limits(chain, sample, shape, limit
     inputs = sample.float() if sample.is_floating_point() else sample
     assert chain.skeleton()(inputs.to("meta")).shape == shape
     assert chain.limits == limits
+
+
+LANGUAGE = pytest.mark.parametrize("name", ["gpt2", "transformer"])
+
+
+@LANGUAGE
+def test_a_later_word_never_changes_an_earlier_logit(name):
+    chain, before = MODELS[name].chain, MODELS[name].sample
+    layers, after = chain.build(chain.names, 5, CPU).eval(), before.clone()
+    after[:, 12] = (after[:, 12] + 1) % 97
+    moved = (layers(before) - layers(after)).abs().amax(dim=2) > 0
+    assert not moved[:, :12].any() and moved[:, 12:].all()
+
+
+@LANGUAGE
+def test_the_last_layer_s_own_loss_is_the_cross_entropy_of_its_logits(name):
+    chain, text, weights = MODELS[name].chain, words(97, 21), torch.tensor([1.0, 0.0, 1.0])
+    *_, (_, head) = chain.build(chain.names, 1, CPU).items()
+    if head.projection.bias is not None:
+        nn.init.normal_(head.projection.bias)
+    hidden = chain.build(chain.names[:-1], 1, CPU)(text[:, :-1]).detach()
+    fused, plain = head.loss(hidden, text[:, 1:], weights), chain.loss(head(hidden), text[:, 1:], weights)
+    assert fused.count == plain.count == 40
+    assert fused.loss.item() == pytest.approx(plain.loss.item(), rel=1e-6)
+    parameters = list(head.parameters())
+    wanted = torch.autograd.grad(plain.loss, parameters)
+    for value, reference in zip(torch.autograd.grad(fused.loss, parameters), wanted, strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-5)
