@@ -48,25 +48,25 @@ WORDS = {
         Refusal("++train.stepz=3", "did you mean train.steps?"),
         Refusal("-m ++train.stepz=3 seed=1,2 hydra.sweep.dir=sweep", "did you mean train.steps?"),
     ],
-    "trian": [Refusal("trian.steps=5")],
-    "no key paralel": [Refusal("+paralel=ddp", "did you mean parallel?")],
-    "no key parallel.dpp": [Refusal("+parallel.dpp=2", "did you mean parallel.dp or parallel.pp?")],
-    "optim.mometum": [Refusal("+optim.mometum=0.9", "did you mean optim.momentum?")],
-    "'model/gpt3'": [Refusal("model=gpt3", "gpt2", "toy")],
-    "'parallel/pipeddp'": [Refusal("parallel=pipeddp", "single", "model_parallel", "ddp", "pipelined", "pipe_ddp")],
-    "model/../../evil": [Refusal("model=../../evil")],
-    "please": [Refusal("please")],
+    "trian": Refusal("trian.steps=5"),
+    "no key paralel": Refusal("+paralel=ddp", "did you mean parallel?"),
+    "no key parallel.dpp": Refusal("+parallel.dpp=2", "did you mean parallel.dp or parallel.pp?"),
+    "optim.mometum": Refusal("+optim.mometum=0.9", "did you mean optim.momentum?"),
+    "'model/gpt3'": Refusal("model=gpt3", "gpt2", "toy"),
+    "'parallel/pipeddp'": Refusal("parallel=pipeddp", "single", "model_parallel", "ddp", "pipelined", "pipe_ddp"),
+    "model/../../evil": Refusal("model=../../evil"),
+    "please": Refusal("please"),
     "parallel": [
         Refusal("parallel", "'parallel' has no value: write parallel=VALUE"),
         Refusal("--parallel=ddp", "without dashes: parallel=ddp"),
     ],
-    "logger=[csv,wandb,csv]": [Refusal("logger=[csv,wandb,csv]", "names csv 2 times; name each once")],
-    "no key loggers.csv": [Refusal("loggers.csv.file=x", "type logger=[wandb,csv] first")],
-    "no key callbacks.early_stop": [Refusal("callbacks.early_stop.patience=3", "type callbacks=[early_stop] first")],
-    "train.epochs cannot be taken out": [Refusal("~train.epochs", "give it another value")],
-    "optim: torch.optim.SGD needs a learning rate": [Refusal("~optim.lr")],
-    "optim=abc stands where": [Refusal(OWN + "experiment=own", file=option("experiment/own", "optim: abc"))],
-    "model is chosen already": [Refusal("+model=gpt2", "type model=OPTION, without a +")],
+    "logger=[csv,wandb,csv]": Refusal("logger=[csv,wandb,csv]", "names csv 2 times; name each once"),
+    "no key loggers.csv": Refusal("loggers.csv.file=x", "type logger=[wandb,csv] first"),
+    "no key callbacks.early_stop": Refusal("callbacks.early_stop.patience=3", "type callbacks=[early_stop] first"),
+    "train.epochs cannot be taken out": Refusal("~train.epochs", "give it another value"),
+    "optim: torch.optim.SGD needs a learning rate": Refusal("~optim.lr"),
+    "optim=abc stands where": Refusal(OWN + "experiment=own", file=option("experiment/own", "optim: abc")),
+    "model is chosen already": Refusal("+model=gpt2", "type model=OPTION, without a +"),
     "experiment/own": [
         Refusal(OWN + "experiment=own", file=file("experiment/own.yaml", b"train: [1,\n")),
         Refusal(OWN + "experiment=own", "train.stepz", file=option("experiment/own", "train: {stepz: 1}")),
@@ -75,16 +75,14 @@ WORDS = {
         Refusal(OWN + "experiment=own", file=option("experiment/own", "train: {steps: 1, steps: 2}")),
         Refusal(OWN + "experiment=own", file=option("experiment/own", "train: !!python/object/apply:os.system [id]")),
     ],
-    "the run directory": [Refusal("hydra.run.dir=" + 300 * "a", "cannot be written: File name too long")],
-    "x.bin": [Refusal("hydra.run.dir=HERE/x.bin", file=GOOD_SHARD)],
-    "x.bin/run": [Refusal("hydra.run.dir=HERE/x.bin/run", file=GOOD_SHARD)],
-    "RANK=0": [Refusal("", "WORLD_SIZE is not set", env={"RANK": "0"})],
-    "1 processes": [
-        Refusal(
-            "parallel=single", "2 were started",
-            env={"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"},
-        ),
-    ],
+    "the run directory": Refusal("hydra.run.dir=" + 300 * "a", "cannot be written: File name too long"),
+    "x.bin": Refusal("hydra.run.dir=HERE/x.bin", file=GOOD_SHARD),
+    "x.bin/run": Refusal("hydra.run.dir=HERE/x.bin/run", file=GOOD_SHARD),
+    "RANK=0": Refusal("", "WORLD_SIZE is not set", env={"RANK": "0"}),
+    "1 processes": Refusal(
+        "parallel=single", "2 were started",
+        env={"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"},
+    ),
 }  # fmt: skip
 
 # -- types and ranges: a type is one truth for all keys that have it -------------------------------------------------
@@ -100,15 +98,15 @@ VALUES = {
         Refusal("train.steps=[1,"),
         Refusal("train.steps='${train.steps}'"),
     ],
-    "nothing": [Refusal("train.steps='${nothing}'")],
-    "NO_SUCH_VARIABLE": [Refusal("train.steps='${oc.env:NO_SUCH_VARIABLE}'")],
-    "unknown_resolver": [Refusal("train.steps='${unknown_resolver:1}'")],
+    "nothing": Refusal("train.steps='${nothing}'"),
+    "NO_SUCH_VARIABLE": Refusal("train.steps='${oc.env:NO_SUCH_VARIABLE}'"),
+    "unknown_resolver": Refusal("train.steps='${unknown_resolver:1}'"),
     "data.samples": [
         Refusal("data.samples=many"),
         Refusal("data.samples=0", "error: data.samples=0: it must be at least 1"),
         Refusal("data.samples=100000000000", "data.samples=100000000000", "GiB", "free"),
     ],
-    "model.hidden": [Refusal("model.hidden=1.5")],
+    "model.hidden": Refusal("model.hidden=1.5"),
     "train.grad_clip": [
         Refusal("train.grad_clip=much"),
         Refusal("train.grad_clip=nan"),
@@ -116,26 +114,26 @@ VALUES = {
         Refusal("train.grad_clip='{a: 1}'"),
         Refusal("train.grad_clip=0", "train.grad_clip=0", "above 0"),
     ],
-    "train.clip_value": [Refusal("train.clip_value=-1", "above 0")],
-    "train.spike_factor": [Refusal("train.spike_factor=1", "train.spike_factor=1.0 must be above 1")],
-    "train.spike_rollback=2": [Refusal("train.spike_rollback=2", "needs train.spike_factor")],
-    "train.epochs": [Refusal("train.epochs=0", "train.epochs=0", "above 0")],
-    "train.global_batch_size": [Refusal("train.global_batch_size=0", "train.global_batch_size=0", "at least 1")],
-    "train.eval_every": [Refusal("train.eval_every=-1", "train.eval_every=-1", "at least 0")],
-    "train.eval_batches": [Refusal("train.eval_batches=-1", "at least")],
-    "train.keep_checkpoints": [Refusal("train.keep_checkpoints=-1", "at least")],
-    "launcher.max_restarts": [Refusal("launcher.max_restarts=-1", "at least 0")],
-    "data.num_workers": [Refusal("data.num_workers=-1", "at least 0")],
-    "seed": [Refusal("seed=-1", "at least 0")],
+    "train.clip_value": Refusal("train.clip_value=-1", "above 0"),
+    "train.spike_factor": Refusal("train.spike_factor=1", "train.spike_factor=1.0 must be above 1"),
+    "train.spike_rollback=2": Refusal("train.spike_rollback=2", "needs train.spike_factor"),
+    "train.epochs": Refusal("train.epochs=0", "train.epochs=0", "above 0"),
+    "train.global_batch_size": Refusal("train.global_batch_size=0", "train.global_batch_size=0", "at least 1"),
+    "train.eval_every": Refusal("train.eval_every=-1", "train.eval_every=-1", "at least 0"),
+    "train.eval_batches": Refusal("train.eval_batches=-1", "at least"),
+    "train.keep_checkpoints": Refusal("train.keep_checkpoints=-1", "at least"),
+    "launcher.max_restarts": Refusal("launcher.max_restarts=-1", "at least 0"),
+    "data.num_workers": Refusal("data.num_workers=-1", "at least 0"),
+    "seed": Refusal("seed=-1", "at least 0"),
     "train.precision": [
         Refusal("train.precision=fp8", "fp8", "auto", "fp64", "fp32", "bf16", "fp16"),
         Refusal("train.precision=[]"),
     ],
-    "parallel.schedule": [Refusal("parallel.schedule=zigzag", "zigzag", "gpipe", "1f1b", "interleaved_1f1b")],
-    "export.format": [
-        Refusal("mode=export export.format=tensorrt", "expected one of [safetensors, torch_export, onnx, triton]"),
-    ],
-    "device=cuda": [Refusal("device=cuda", "this machine has none; here are: cpu")],
+    "parallel.schedule": Refusal("parallel.schedule=zigzag", "zigzag", "gpipe", "1f1b", "interleaved_1f1b"),
+    "export.format": Refusal(
+        "mode=export export.format=tensorrt", "expected one of [safetensors, torch_export, onnx, triton]"
+    ),
+    "device=cuda": Refusal("device=cuda", "this machine has none; here are: cpu"),
     "optim": [
         Refusal("optim.lr=much"),
         Refusal("optim.lr=-1", "-1"),
@@ -159,7 +157,7 @@ VALUES = {
         Refusal("optim._target_=nothing", "_target_=nothing "),
         Refusal("optim._target_={_target_:os.system}", "os.system"),
     ],
-    "_target_=models.nothing.here names nothing": [Refusal("optim._target_=models.nothing.here")],
+    "_target_=models.nothing.here names nothing": Refusal("optim._target_=models.nothing.here"),
     "optim.rates": [
         Refusal("+optim.rates={net3:2}", "the model has no module 'net3'; it has net1, net2"),
         Refusal("+optim.rates={net1:-1}", "net1=-1 must be a number of at least 0"),
@@ -179,11 +177,9 @@ VALUES = {
         Refusal("logger._target_=torch.nn.ReLU", "torch.nn.ReLU is not a logger"),
         Refusal(OWN + "experiment=own", "loggers=abc stands where", file=option("experiment/own", "loggers: abc")),
     ],
-    "launcher=null": [
-        Refusal(OWN + "experiment=own", "stands where", file=option("experiment/own", "launcher: null")),
-    ],
-    "early_stop": [Refusal("callbacks=[early_stop] callbacks.early_stop.patience=0", "patience=0 must be at least 1")],
-    "os.system is neither a class nor a function": [Refusal("callbacks=[{_target_:os.system}]")],
+    "launcher=null": Refusal(OWN + "experiment=own", "stands where", file=option("experiment/own", "launcher: null")),
+    "early_stop": Refusal("callbacks=[early_stop] callbacks.early_stop.patience=0", "patience=0 must be at least 1"),
+    "os.system is neither a class nor a function": Refusal("callbacks=[{_target_:os.system}]"),
     "callback": [
         Refusal("callbacks=[{_target_:models.losses.SquaredError}]", "is not a callback", "on_step"),
         Refusal("callbacks=[early_stop] callbacks.early_stop.patienc=7", "did you mean callbacks.early_stop.patience?"),
@@ -195,33 +191,29 @@ VALUES = {
 
 PIPELINED = "parallel=pipelined "
 LAYOUTS = {
-    "train.global_batch_size=10 cannot be cut into dp=2 x chunks=4": [
-        Refusal("parallel=pipe_ddp parallel.dp=2 train.global_batch_size=10", "8 and 16"),
-    ],
-    "train.global_batch_size=5": [
-        Refusal("parallel=pipe_ddp parallel.dp=2 train.global_batch_size=5", "the smallest that can is 8"),
-    ],
-    "parallel.pp=3": [Refusal(PIPELINED + "parallel.pp=4", "4 stages", "only 3 layers: net1, relu, net2")],
-    "parallel.chunks=1 is below parallel.pp=2": [
-        Refusal(
-            PIPELINED + "parallel.schedule=1f1b parallel.chunks=1", "parallel.chunks=2", "parallel.schedule=gpipe",
-        ),
-    ],
-    "parallel.chunks=5": [
-        Refusal(
-            PIPELINED + GPT2 + "parallel.schedule=interleaved_1f1b parallel.chunks=5 train.global_batch_size=5",
-            "interleaved_1f1b", "parallel.pp=2", "4 and 6",
-        ),
-    ],
+    "train.global_batch_size=10 cannot be cut into dp=2 x chunks=4": Refusal(
+        "parallel=pipe_ddp parallel.dp=2 train.global_batch_size=10", "8 and 16"
+    ),
+    "train.global_batch_size=5": Refusal(
+        "parallel=pipe_ddp parallel.dp=2 train.global_batch_size=5", "the smallest that can is 8"
+    ),
+    "parallel.pp=3": Refusal(PIPELINED + "parallel.pp=4", "4 stages", "only 3 layers: net1, relu, net2"),
+    "parallel.chunks=1 is below parallel.pp=2": Refusal(
+        PIPELINED + "parallel.schedule=1f1b parallel.chunks=1", "parallel.chunks=2", "parallel.schedule=gpipe"
+    ),
+    "parallel.chunks=5": Refusal(
+        PIPELINED + GPT2 + "parallel.schedule=interleaved_1f1b parallel.chunks=5 train.global_batch_size=5",
+        "interleaved_1f1b", "parallel.pp=2", "4 and 6",
+    ),
     "parallel.chunks": [
         Refusal("parallel.chunks=0", "parallel.chunks=0", "at least 1"),
         Refusal("parallel.chunks=1.5", "must be a whole number of at least 1"),
         Refusal("parallel.chunks=abc", "must be a whole number of at least 1"),
     ],
-    "parallel.stages_per_rank=2": [
-        Refusal(PIPELINED + "parallel.stages_per_rank=2", "parallel.schedule=interleaved_1f1b"),
-    ],
-    "only 3 layers": [Refusal(PIPELINED + "parallel.schedule=interleaved_1f1b parallel.chunks=4", "4 stages")],
+    "parallel.stages_per_rank=2": Refusal(
+        PIPELINED + "parallel.stages_per_rank=2", "parallel.schedule=interleaved_1f1b"
+    ),
+    "only 3 layers": Refusal(PIPELINED + "parallel.schedule=interleaved_1f1b parallel.chunks=4", "4 stages"),
     "parallel.dp=2": [
         Refusal("parallel.dp=2", "parallel=single has one replica", "parallel=ddp"),
         Refusal(PIPELINED + "parallel.dp=2", "parallel=pipelined has one replica", "parallel=pipe_ddp"),
@@ -234,9 +226,9 @@ LAYOUTS = {
         Refusal(PIPELINED + "parallel.pp=1", "use parallel=single,"),
         Refusal("parallel=pipe_fsdp parallel.pp=1", "use parallel=fsdp,"),
     ],
-    "parallel=data_parallel": [Refusal("parallel=data_parallel", "GPU", "device=cpu", "parallel=ddp")],
-    "parallel.dp=0": [Refusal("parallel=ddp parallel.dp=0", "at least 1")],
-    "parallel.pp=0": [Refusal(PIPELINED + "parallel.pp=0", "at least 1")],
+    "parallel=data_parallel": Refusal("parallel=data_parallel", "GPU", "device=cpu", "parallel=ddp"),
+    "parallel.dp=0": Refusal("parallel=ddp parallel.dp=0", "at least 1"),
+    "parallel.pp=0": Refusal(PIPELINED + "parallel.pp=0", "at least 1"),
     "parallel.balance": [
         Refusal(PIPELINED + "parallel.balance=fair", "uniform", "size", "parallel.balance=[2,1]"),
         Refusal(PIPELINED + "parallel.balance=[2,2]", "2 whole numbers", "the sum 3", "parallel.balance=[2,1]"),
@@ -252,52 +244,42 @@ LAYOUTS = {
         Refusal("parallel.timeout_s=0", "must be above 0"),
         Refusal("parallel=ddp parallel.timeout_s=1e12", "seconds"),
     ],
-    "parallel.bucket_mb": [Refusal("parallel=ddp parallel.bucket_mb=-1", "MiB")],
+    "parallel.bucket_mb": Refusal("parallel=ddp parallel.bucket_mb=-1", "MiB"),
     "parallel.threads": [
         Refusal("parallel.threads=-1"),
         Refusal("parallel.threads=100000", "parallel.threads=100000", "1,024"),
     ],
-    "parallel.schedule=planned": [
-        Refusal(
-            PIPELINED + GPT2 + "parallel.schedule=planned train.compile=true", "train.compile=true",
-            "parallel.schedule=interleaved_1f1b",
-        ),
-    ],
-    "train.compile=true": [
-        Refusal(
-            "train.compile=true", "C++ compiler", "CXX", "train.compile=false", env={"CXX": f"{NOWHERE}/g++"},
-        ),
-    ],
+    "parallel.schedule=planned": Refusal(
+        PIPELINED + GPT2 + "parallel.schedule=planned train.compile=true", "train.compile=true",
+        "parallel.schedule=interleaved_1f1b",
+    ),
+    "train.compile=true": Refusal(
+        "train.compile=true", "C++ compiler", "CXX", "train.compile=false", env={"CXX": f"{NOWHERE}/g++"}
+    ),
     "GLOO_SOCKET_IFNAME=nowhere0": [
         Refusal("parallel=ddp 'parallel.env={GLOO_SOCKET_IFNAME: nowhere0}'", "unset"),
         Refusal("parallel=ddp", env={"GLOO_SOCKET_IFNAME": "nowhere0"}),
     ],
-    "512 processes": [Refusal("parallel=ddp parallel.dp=512 train.global_batch_size=512", "GiB", "free")],
+    "512 processes": Refusal("parallel=ddp parallel.dp=512 train.global_batch_size=512", "GiB", "free"),
 }  # fmt: skip
 
 # -- models, and data that do not fit them --------------------------------------------------------------------------
 
 MODELS = {
-    "model=null": [Refusal("model=null", "a run needs this section")],
-    "model=null stands where a section": [
-        Refusal(OWN + "experiment=own", file=option("experiment/own", "model: null")),
-    ],
-    "torch.nn.Linear is not a model": [
-        Refusal(
-            OWN + "model=own train.steps=1",
-            file=option("model/own", "model: {_target_: torch.nn.Linear, in_features: 3, out_features: 2}"),
-        ),
-    ],
-    "models.chain.is_within is not a model": [
-        Refusal(
-            OWN + "model=own train.steps=1",
-            file=option("model/own", "model: {_target_: models.chain.is_within, parameter: a, layers: [a]}"),
-        ),
-    ],
-    "model.loss=mse": [Refusal("model.loss=mse", "write 'model.loss={_target_: models.losses.SquaredError}'")],
-    "dict is no loss": [Refusal("model.loss='{k: 3}'", "models.losses.Sums")],
-    "MSELoss is no loss": [Refusal("model.loss='{_target_: torch.nn.MSELoss}'", "SquaredError()")],
-    "model.size": [Refusal("model=gpt2 model.size=125M", "125M", "124M, 350M, 774M, 1558M, tiny")],
+    "model=null": Refusal("model=null", "a run needs this section"),
+    "model=null stands where a section": Refusal(OWN + "experiment=own", file=option("experiment/own", "model: null")),
+    "torch.nn.Linear is not a model": Refusal(
+        OWN + "model=own train.steps=1",
+        file=option("model/own", "model: {_target_: torch.nn.Linear, in_features: 3, out_features: 2}"),
+    ),
+    "models.chain.is_within is not a model": Refusal(
+        OWN + "model=own train.steps=1",
+        file=option("model/own", "model: {_target_: models.chain.is_within, parameter: a, layers: [a]}"),
+    ),
+    "model.loss=mse": Refusal("model.loss=mse", "write 'model.loss={_target_: models.losses.SquaredError}'"),
+    "dict is no loss": Refusal("model.loss='{k: 3}'", "models.losses.Sums"),
+    "MSELoss is no loss": Refusal("model.loss='{_target_: torch.nn.MSELoss}'", "SquaredError()"),
+    "model.size": Refusal("model=gpt2 model.size=125M", "125M", "124M, 350M, 774M, 1558M, tiny"),
     "model.n_layer": [
         Refusal(GPT2 + "model.n_layer=0", "model.n_layer=0 must be at least 1"),
         Refusal(GPT2 + "model.n_layer=1000000000", "model.n_layer=1000000000"),
@@ -306,7 +288,7 @@ MODELS = {
         Refusal(GPT2 + "model.n_embd=100 model.n_head=12", "n_head=12", "the nearest width that does is 96"),
         Refusal(GPT2 + "model.n_embd=3 model.n_head=12", "the nearest width that does is 12"),
     ],
-    "model.dropout": [Refusal(GPT2 + "model.dropout=1.0", "model.dropout=1.0 must lie in [0, 1)")],
+    "model.dropout": Refusal(GPT2 + "model.dropout=1.0", "model.dropout=1.0 must lie in [0, 1)"),
     "model.vocab_size": [
         Refusal(GPT2 + "model.vocab_size=0", "model.vocab_size=0 must be at least 1"),
         Refusal(GPT2 + "model.vocab_size=100", "50257", "model.vocab_size=100", "model.vocab_size=50257 or more"),
@@ -315,27 +297,23 @@ MODELS = {
         Refusal(TRANSFORMER + "model.d_model=25 model.n_head=5", "the nearest width that does is 20", file=GOOD_TEXT),
         Refusal(TRANSFORMER + "model.d_model=1 model.n_head=1", "the nearest width that does is 2", file=GOOD_TEXT),
     ],
-    "model.d_hid=-1": [Refusal(TRANSFORMER + "model.d_hid=-1", "must be at least 1", file=GOOD_TEXT)],
-    "channels=0": [Refusal("model=convnet model.in_channels=0", "must be at least 1")],
-    "num_classes=0": [Refusal("model=resnet50 model.num_classes=0", "must be at least 1")],
-    "model.num_classes": [
-        Refusal("model=convnet model.num_classes=5", "label of sample 5 is 5", "0 to 4"),
-    ],
+    "model.d_hid=-1": Refusal(TRANSFORMER + "model.d_hid=-1", "must be at least 1", file=GOOD_TEXT),
+    "channels=0": Refusal("model=convnet model.in_channels=0", "must be at least 1"),
+    "num_classes=0": Refusal("model=resnet50 model.num_classes=0", "must be at least 1"),
+    "model.num_classes": Refusal("model=convnet model.num_classes=5", "label of sample 5 is 5", "0 to 4"),
     "model.image_size": [
         Refusal("model=convnet model.image_size=3", "halved twice: it must be at least 4"),
         Refusal("model=classifier model.image_size=7", "halved three times: it must be at least 8"),
     ],
-    "model.loss": [Refusal("model=resnet50 model.loss=hinge", "hinge", "mse, cross_entropy")],
-    "data.seq_len=300": [
-        Refusal(GPT2 + "data.seq_len=300", "256 positions", "data.seq_len=256", "model.block_size=300"),
-    ],
+    "model.loss": Refusal("model=resnet50 model.loss=hinge", "hinge", "mse, cross_entropy"),
+    "data.seq_len=300": Refusal(GPT2 + "data.seq_len=300", "256 positions", "data.seq_len=256", "model.block_size=300"),
     "model=gpt2": [
         Refusal("model=gpt2 data=random_regression", "numbers", "leave data= out"),
         Refusal(
             GPT2 + "model.vocab_size=100000000000 data=tokens data.root=HERE/x.bin", "GiB", "free", file=GOOD_SHARD,
         ),
     ],
-    "model=transformer": [Refusal("model=transformer data=digits", "numbers", "leave data= out")],
+    "model=transformer": Refusal("model=transformer data=digits", "numbers", "leave data= out"),
     "model=toy": [
         Refusal("data=text data.root=.", "tokens", "leave data= out"),
         Refusal("data.in_features=7", "7", "10"),
@@ -345,18 +323,16 @@ MODELS = {
         Refusal("model=resnet50 data=stdlib", "tokens"),
         Refusal("model=resnet50 data=digits data.image_size=32 data.channels=1", "(1, 32, 32)"),
     ],
-    "model=classifier": [Refusal("model=classifier data=digits data.image_size=16", "(3, 16, 16)")],
-    "data.dataset.DataSet is what others are made of": [Refusal("data._target_=data.dataset.DataSet", "data=NAME")],
-    "data.in_features": [Refusal("data.in_features=100000000000", "GiB", "free")],
-    "data.image_size=10000000": [
-        Refusal("model=convnet data=random_images data.channels=1 data.image_size=10000000", "GiB", "free"),
-    ],
-    "micro-batch of 10000 samples": [
-        Refusal(
-            "model=convnet train.global_batch_size=10000 data=random_images data.channels=1 data.samples=20000 "
-            "data.image_size=4000", "GiB", "free", "parallel.chunks",
-        ),
-    ],
+    "model=classifier": Refusal("model=classifier data=digits data.image_size=16", "(3, 16, 16)"),
+    "data.dataset.DataSet is what others are made of": Refusal("data._target_=data.dataset.DataSet", "data=NAME"),
+    "data.in_features": Refusal("data.in_features=100000000000", "GiB", "free"),
+    "data.image_size=10000000": Refusal(
+        "model=convnet data=random_images data.channels=1 data.image_size=10000000", "GiB", "free"
+    ),
+    "micro-batch of 10000 samples": Refusal(
+        "model=convnet train.global_batch_size=10000 data=random_images data.channels=1 data.samples=20000 "
+        "data.image_size=4000", "GiB", "free", "parallel.chunks",
+    ),
 }  # fmt: skip
 
 # -- data ----------------------------------------------------------------------------------------------------------
@@ -370,7 +346,7 @@ def _row(words: str, *says: str, content: bytes) -> Refusal:
 
 _LABELS, _PIXELS = idx((20,), bytes(range(10)) * 2), idx((20, 4, 4), bytes(320))
 DATA = {
-    "train.global_batch_size=64": [Refusal("data.samples=20", "20 samples", "20")],
+    "train.global_batch_size=64": Refusal("data.samples=20", "20 samples", "20"),
     "largest batch that fits is": [
         Refusal("model=convnet parallel=ddp train.global_batch_size=2000", "1439 samples", "is 1438"),
         _row(ROWS + " parallel=ddp train.global_batch_size=16", "9 samples", "is 8", content=rows(count=10)),
@@ -379,18 +355,16 @@ DATA = {
         Refusal(GPT2 + "data=text", "data.root=FILE_OR_FOLDER"),
         Refusal(GPT2 + f"data=text data.root={NOWHERE}", f"data.root={NOWHERE}", "does not exist", "folder"),
     ],
-    "~no-such-user/x": [Refusal(GPT2 + "data=text \"data.root='~no-such-user/x'\"", "no such home folder")],
-    "MNIST": [Refusal("model=convnet data=mnist", "downloaded", "data.root=FOLDER")],
-    NOWHERE: [Refusal(GPT2 + f"data=wikitext2 data.root={NOWHERE}", "train.txt")],
-    "data.bucket_by_length=true": [
-        _row(
-            ROWS + " data.bucket_by_length=true parallel=pipelined", "parallel=pipelined", "parallel=ddp",
-            "data.bucket_by_length=false", content=rows(count=100),
-        ),
-    ],
-    "HERE/x.jsonl line 42": [
-        _row(ROWS + " parallel=ddp", "not JSON", "Correct the line", content=rows() + b'\n\n{"text": "cut sho\n1'),
-    ],
+    "~no-such-user/x": Refusal(GPT2 + "data=text \"data.root='~no-such-user/x'\"", "no such home folder"),
+    "MNIST": Refusal("model=convnet data=mnist", "downloaded", "data.root=FOLDER"),
+    NOWHERE: Refusal(GPT2 + f"data=wikitext2 data.root={NOWHERE}", "train.txt"),
+    "data.bucket_by_length=true": _row(
+        ROWS + " data.bucket_by_length=true parallel=pipelined", "parallel=pipelined", "parallel=ddp",
+        "data.bucket_by_length=false", content=rows(count=100),
+    ),
+    "HERE/x.jsonl line 42": _row(
+        ROWS + " parallel=ddp", "not JSON", "Correct the line", content=rows() + b'\n\n{"text": "cut sho\n1'
+    ),
     "HERE/x.jsonl line 1": [
         _row(ROWS, "a number", content=b"1\n" * 40),
         _row(ROWS, "a list", content=b"[]\n" * 40),
@@ -431,15 +405,13 @@ DATA = {
         Refusal(MNIST, file=mnist(images=idx((20, 4, 4), bytes(319)))),
         Refusal(MNIST, file=mnist(images=b"")),
     ],
-    "HERE/train-labels-idx1-ubyte": [
-        Refusal(
-            MNIST, "sample 7 is 12", "0 to 9", "data.num_classes",
-            file=mnist(labels=idx((20,), bytes([*range(7), 12, *range(8, 10)] * 2))),
-        ),
-    ],
-    "0 x 0": [Refusal(MNIST, file=mnist(images=idx((20, 0, 0), b"")))],
-    "0 images": [Refusal(MNIST, file=mnist(idx((0, 4, 4), b""), idx((0,), b"")))],
-    "20 images": [Refusal(MNIST, "10 labels", file=mnist(labels=idx((10,), bytes(10))))],
+    "HERE/train-labels-idx1-ubyte": Refusal(
+        MNIST, "sample 7 is 12", "0 to 9", "data.num_classes",
+        file=mnist(labels=idx((20,), bytes([*range(7), 12, *range(8, 10)] * 2))),
+    ),
+    "0 x 0": Refusal(MNIST, file=mnist(images=idx((20, 0, 0), b""))),
+    "0 images": Refusal(MNIST, file=mnist(idx((0, 4, 4), b""), idx((0,), b""))),
+    "20 images": Refusal(MNIST, "10 labels", file=mnist(labels=idx((10,), bytes(10)))),
 }  # fmt: skip
 
 # -- checkpoints and weights ----------------------------------------------------------------------------------------
@@ -474,12 +446,10 @@ CHECKPOINTS = {
         Refusal(RESUME, "config", file=manifest(config={**CONFIG, "parallel": {"env": {"LD_PRELOAD": "x"}}})),
         Refusal(RESUME, "config", file=manifest(config={**CONFIG, "hydra": {"callbacks": {"x": {}}}})),
     ],
-    "os.system": [
-        Refusal(
-            RESUME, "not allowed",
-            file=manifest(config={**CONFIG, "scheduler": {"_target_": "os.system", "command": "touch executed"}}),
-        ),
-    ],
+    "os.system": Refusal(
+        RESUME, "not allowed",
+        file=manifest(config={**CONFIG, "scheduler": {"_target_": "os.system", "command": "touch executed"}}),
+    ),
     "x.safetensors is missing or no regular file": [
         Refusal(RESUME, file=manifest(files={"x.safetensors": {"bytes": 1, "sha256": "0"}})),
         Refusal(RESUME, file=manifest(files={"../../x.safetensors": {"bytes": 1, "sha256": "0"}})),
@@ -490,12 +460,12 @@ CHECKPOINTS = {
         Refusal(INIT, "safetensors", file=file("model.safetensors", struct.pack("<Q", len(DEEP)) + DEEP)),
         Refusal(INIT + "/no", "does not exist"),
     ],
-    "pickle": [Refusal(INIT, "convert", file=file("model.bin", b"\x80\x05N."))],
+    "pickle": Refusal(INIT, "convert", file=file("model.bin", b"\x80\x05N.")),
 }  # fmt: skip
 
 TABLE = [
     (names, refusal)
     for part in (WORDS, VALUES, LAYOUTS, MODELS, DATA, CHECKPOINTS)
     for names, refusals in part.items()
-    for refusal in refusals
+    for refusal in (refusals if isinstance(refusals, list) else [refusals])
 ]
