@@ -65,22 +65,6 @@ def schedules() -> list[dict]:
     ]
 
 
-def pipelining() -> list[dict]:
-    """Return one row per model and run, without the fastest and slowest."""
-    return [
-        {
-            "model": row["model"],
-            "run": row["run"],
-            "chunks": f"{row['chunks']} {row['schedule']}".strip(),
-            "layers of each stage": row["split"],
-            "seconds a step": row["seconds a step (median)"],
-            "samples/s": row["samples/s"],
-            "`pipelined` is faster by": row["pipelined is faster by"],
-        }
-        for row in table.read("pipelining")
-    ]
-
-
 def speed() -> list[dict]:
     """Return one row per model: how many times as fast ``pipelined`` is as the others."""
     rows = table.read("pipelining")
@@ -91,10 +75,11 @@ def speed() -> list[dict]:
     return [{"model": model, **{other: factors[model, other] for other in others}} for model in models]
 
 
-def some_columns(name: str, *columns: str, **titles: str) -> list[dict]:
-    """Return the rows of a table with only some of its columns; ``titles`` are columns by their new title."""
-    shown = {column: column for column in columns} | titles
-    return [{title: row[column] for title, column in shown.items()} for row in table.read(name)]
+def some_columns(name: str, *columns: str, **titles: str | tuple[str, ...]) -> list[dict]:
+    """Return the rows of a table with some of its columns; ``titles``: the column, or several, of each new title."""
+    shown = {column: (column,) for column in columns}
+    shown |= {title: (of,) if isinstance(of, str) else of for title, of in titles.items()}
+    return [{title: " ".join(row[c] for c in of).strip() for title, of in shown.items()} for row in table.read(name)]
 
 
 def _strategy(row: dict) -> str:
@@ -108,6 +93,13 @@ def _largest(rows: list[dict]) -> str:
     return ", ".join(f"{difference:.0e}" if difference else "0" for difference in (loss, norm))
 
 
+_PIPELINING = {
+    "chunks": ("chunks", "schedule"),
+    "layers of each stage": "split",
+    "seconds a step": "seconds a step (median)",
+    "samples/s": "samples/s",
+    "`pipelined` is faster by": "pipelined is faster by",
+}
 _JSONL = {
     "rows": "rows",
     "index built, rows/s": "index, rows/s",
@@ -117,7 +109,7 @@ _JSONL = {
 TABLES: dict[str, Callable[[], list[dict]]] = {
     "parity": parity,
     "schedules": schedules,
-    "pipelining": pipelining,
+    "pipelining": partial(some_columns, "pipelining", "model", "run", **_PIPELINING),
     "speed": speed,
     "published_figures": partial(
         some_columns, "published_figures",
