@@ -24,30 +24,18 @@ def replicas(layout: Layout, run: list) -> list[list]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_ranks_of_a_replica_hold_every_layer_once(trained, layout):
-    chain, _ = chain_and_batches(RECIPE)
-    for replica in replicas(layout, trained(layout, RECIPE)):
-        held = [name for result in replica for name in result.layers]
-        assert sorted(held) == sorted(chain.names)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_parameters_of_a_replica_add_up_to_the_model_and_one_copy_of_the_tied_weight(trained, layout):
+def test_the_ranks_of_a_replica_hold_every_layer_once_and_one_more_copy_of_the_tied_weight(trained, layout):
     chain, _ = chain_and_batches(RECIPE)
     model = sum(p.numel() for p in chain.skeleton().parameters())
     tied = VOCABULARY * 64
     for replica in replicas(layout, trained(layout, RECIPE)):
         assert sum(result.parameters for result in replica) == model + tied
         assert all(result.parameters < model for result in replica)
-
-
-def test_the_tensors_that_ranks_save_are_those_of_their_layers_each_once(trained):
-    chain, _ = chain_and_batches(RECIPE)
-    run = trained(Layout("pipelined", pp=4, chunks=4, schedule="1f1b"), RECIPE)
-    saved = [name for result in run for name in result.state]
-    assert sorted(saved) == sorted(name for name, _ in chain.skeleton().named_parameters())
-    for result in run:
-        assert all(name.startswith(tuple(f"{layer}." for layer in result.layers)) for name in result.state)
+        assert sorted(name for result in replica for name in result.layers) == sorted(chain.names)
+        for result in replica:
+            assert all(name.startswith(tuple(f"{layer}." for layer in result.layers)) for name in result.state)
+        saved = [name for result in replica for name in result.state]
+        assert sorted(saved) == sorted(name for name, _ in chain.skeleton().named_parameters())
 
 
 def test_model_parallel_and_ddp_hold_the_whole_model_once_and_a_tied_copy_where_it_is_cut(trained):

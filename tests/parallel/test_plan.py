@@ -46,10 +46,6 @@ def refused(layout: Layout, *parts: str, **more) -> str:
     return message
 
 
-def test_gpipe_runs_fewer_chunks_than_stages():
-    assert plan(Layout("pipelined", pp=3, chunks=2)).chunks == 2
-
-
 @pytest.mark.parametrize("pp, chunks", [(2, 5), (4, 9), (3, 7), (4, 13)])
 def test_interleaved_chunks_that_make_no_equal_rounds_and_every_way_out_works(pp, chunks):
     chain = gpt2(size="tiny")
@@ -108,10 +104,6 @@ def test_parameters_that_are_not_trained_are_not_counted():
     net[0].weight.requires_grad_(False)
     layout = plan(Layout("model_parallel", pp=2), chain_of(net, toy().loss))
     assert layout.parameters == 9 and [stage.parameters for stage in layout.stages] == [4, 5]
-
-
-def test_model_parallel_on_a_cpu_puts_every_stage_there():
-    assert plan(Layout("model_parallel", pp=2)).devices == ("cpu", "cpu")
 
 
 def test_a_gpu_that_is_not_there(monkeypatch):
@@ -218,8 +210,3 @@ def test_processes_and_micro_batches_follow_from_the_layout():
     for layout, wanted in sizes.items():
         made = plan(layout)
         assert (made.processes, made.microbatch_size) == wanted
-
-
-def test_the_ideal_bubble_is_that_of_the_schedule_and_none_without_a_pipeline():
-    assert plan(Layout("single")).ideal_bubble is None
-    assert plan(Layout("pipe_ddp", dp=2, pp=2, chunks=4)).ideal_bubble == pytest.approx(0.2)

@@ -1,57 +1,13 @@
-"""Checkpoints: a resumed run is bit-exact, and damage is named. (Other layouts: test_resume_layouts.)"""
+"""Checkpoints: what they hold, which are kept, and what they do not fit. (Resuming: test_resume_same_command.)"""
 
 import hashlib
 import json
 import os
-import shutil
 
 import pytest
-import torch
-from composed import losses, records, run, saved
+from composed import run
 
 from common.errors import CheckpointError
-from training.checkpoint.files import with_checksum
-
-
-@pytest.fixture(scope="module")
-def recipe(text):
-    """AdamW, whose two moments and step count must be saved too; six steps, dropout, a rate that moves."""
-    model = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=32", "model.dropout=0.1"]
-    length = ["train.steps=6", "train.global_batch_size=8", "train.eval_batches=2", "train.precision=fp32"]
-    return [*model, *text, *length, "optim.lr=1e-3", "train.checkpoint_every=3", "train.keep_checkpoints=9"]
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(recipe, tmp_path_factory):
-    """The folder of a run from step 1 to 6, with its checkpoint of step 3."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    run(folder, *recipe)
-    return folder
-
-
-def test_a_resumed_run_gives_the_same_bits(recipe, uninterrupted, tmp_path):
-    run(tmp_path, *recipe, f"train.resume='{uninterrupted / 'checkpoints' / 'step-00000003'}'")
-    assert losses(tmp_path) == losses(uninterrupted)[3:]
-    for kind in ("model", "optimizer"):
-        ours, wanted = saved(tmp_path, 6, kind), saved(uninterrupted, 6, kind)
-        assert ours.keys() == wanted.keys()
-        assert [name for name in ours if not torch.equal(ours[name], wanted[name])] == []
-
-
-def test_the_state_of_the_optimizer_is_what_makes_it_so(recipe, uninterrupted, tmp_path):
-    """Without the moments the losses differ: else the tests of resuming would not see them missing."""
-    bare = shutil.copytree(uninterrupted / "checkpoints" / "step-00000003", tmp_path / "bare")
-    manifest = json.loads((bare / "manifest.json").read_text())
-    manifest["files"] = {name: entry for name, entry in manifest["files"].items() if name.startswith("model")}
-    (bare / "manifest.json").write_text(json.dumps(with_checksum(manifest)))
-    run(tmp_path / "rest", *recipe, f"train.resume='{bare}'")
-    assert losses(tmp_path / "rest")[1:] != pytest.approx(losses(uninterrupted)[4:], rel=1e-5)
-
-
-def test_auto_starts_from_the_beginning_where_there_is_no_checkpoint(tmp_path):
-    summary = run(tmp_path, "train.epochs=null", "train.steps=2", "train.resume=auto")
-    assert summary["steps"] == 2
-    assert [line["step"] for line in records(tmp_path) if "loss" in line] == [1, 2]
 
 
 def test_a_run_that_is_over_says_how_to_go_on(tmp_path):

@@ -1,10 +1,8 @@
 """A checkpoint is enough: evaluation, samples, exports and resuming take their configuration from it."""
 
 import json
-import shlex
 
 import pytest
-from commandline import train
 from composed import QUIET, config, run, steps
 
 from common.errors import CheckpointError, TrainingError
@@ -136,12 +134,3 @@ def test_training_from_a_checkpoint_says_how_to_go_on(words, tmp_path):
 
     with pytest.raises(TrainingError, match="to go on with its training: train.resume="):
         execute(composed(f"checkpoint='{words}'"), tmp_path, None)
-
-
-def test_the_short_commands_work_as_a_user_types_them(words, tmp_path):
-    done = train(shlex.split(f"mode=sample checkpoint='{words}' sample.prompt=the sample.tokens=3"), tmp_path / "s")
-    assert done.code == 0 and done.stdout.startswith("the "), done.console
-    done = train(["mode=eval", f"checkpoint='{words}'", "logger=none"], tmp_path / "e")
-    assert done.code == 0, done.console
-    assert "d_model: 16" in (tmp_path / "e" / ".hydra" / "config.yaml").read_text()
-    assert "batches)" not in done.console

@@ -227,6 +227,16 @@ def test_a_run_in_its_directory_goes_on_bit_for_bit(whole, tmp_path):
     assert losses(tmp_path / "again") == losses(whole / "whole")[3:] and same_end(tmp_path / "again", whole / "whole")
 
 
+def test_the_state_of_the_optimizer_is_what_makes_it_so(whole, tmp_path):
+    """Without the moments the losses differ: else these tests would not see them missing."""
+    bare = shutil.copytree(whole / "killed" / "checkpoints" / "step-00000003", tmp_path / "bare")
+    manifest = json.loads((bare / "manifest.json").read_text())
+    manifest["files"] = {name: entry for name, entry in manifest["files"].items() if name.startswith("model")}
+    (bare / "manifest.json").write_text(json.dumps(with_checksum(manifest)))
+    assert main([*RUN.split(), f"train.resume='{bare}'", f"hydra.run.dir={tmp_path}/on"]) == 0
+    assert losses(tmp_path / "on")[1:] != pytest.approx(losses(whole / "whole")[4:], rel=1e-5)
+
+
 @pytest.mark.slow
 def test_a_job_of_a_sweep_goes_on_bit_for_bit(whole, tmp_path):
     here = [f"train.resume='{whole}/killed'", f"hydra.sweep.dir={tmp_path}"]
