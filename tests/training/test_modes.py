@@ -218,23 +218,6 @@ def test_a_model_of_words_speaks_in_words(words, tmp_path, capsys, caplog):
         do(tmp_path, *ask)
 
 
-@pytest.mark.parametrize(
-    "overrides, message",
-    [
-        (["model=resnet50"], "model=resnet50 is no language model"),
-        (["model=gpt2", "sample.tokens=0"], "sample.tokens=0 must be at least 1"),
-        (["model=gpt2", "sample.temperature=-1"], "sample.temperature=-1.0 must be 0"),
-        (["model=gpt2", "sample.top_k=0"], "sample.top_k=0 must be at least 1"),
-        (["model=gpt2", "sample.top_p=0"], "sample.top_p=0.0 must lie in"),
-        (["model=gpt2", "sample.prompts=[]"], "sample.prompts is empty"),
-        (["model=gpt2", "sample.prompts=[a]", "sample.prompt=b"], "sample.prompts and sample.prompt are both set"),
-    ],
-)
-def test_what_cannot_be_sampled_is_an_error_before_anything_loads(tmp_path, overrides, message):
-    with pytest.raises(TrainingError, match=message):
-        do(tmp_path, *overrides, "mode=sample", "checkpoint=nowhere")
-
-
 # -- the whole way, as a user types it ---------------------------------------------------------------------------------
 
 
