@@ -1,17 +1,28 @@
 """Downloads: what is kept of them, and what is said, within seconds, where they fail."""
 
+import importlib.machinery
+import os
 import shutil
 import socket
+import subprocess
+import sys
+import threading
 import time
+import types
 import urllib.request
+from pathlib import Path
 
 import pytest
 
 from common.errors import DataError
 from data import cache as cache_module
-from data import cifar10, images
+from data import cifar10, images, wikitext2
 from data.cifar10 import CIFAR10
 from data.mnist import MNIST
+from data.vocabulary import gpt2
+from data.wikitext2 import WikiText2
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -77,6 +88,75 @@ def test_without_torchvision_the_error_says_so(fails, monkeypatch):
 
     monkeypatch.setattr("data.images.load_torchvision", missing)
     fails(MNIST, "torchvision, which downloads MNIST, cannot be imported")
+
+
+def test_wikitext2_needs_datasets(fails, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    fails(WikiText2, "`datasets` is not installed", "pip install datasets")
+
+
+@pytest.fixture
+def hugging_face(monkeypatch):
+    """Has a package ``datasets`` load by a function of the test's own."""
+
+    def install(load_dataset) -> None:
+        module = types.ModuleType("datasets")
+        module.__spec__ = importlib.machinery.ModuleSpec("datasets", None)
+        module.load_dataset = load_dataset
+        monkeypatch.setitem(sys.modules, "datasets", module)
+        monkeypatch.setattr(wikitext2, "_reachable", lambda url: True)
+        monkeypatch.setattr(wikitext2, "_DOWNLOAD_S", 0.5)
+
+    return install
+
+
+def no_route(*_):
+    raise ConnectionError("no route to host")
+
+
+@pytest.mark.parametrize(
+    "load_dataset, message", [(no_route, "no route to host"), (lambda *_: threading.Event().wait(30), "took more than")]
+)
+def test_a_download_of_wikitext2_that_fails_or_hangs_is_an_error(fails, hugging_face, load_dataset, message):
+    hugging_face(load_dataset)
+    fails(WikiText2, message, "pip install datasets")
+
+
+def test_a_downloaded_wikitext2_becomes_the_published_files(prepared, cache, hugging_face):
+    lines = ["", " = Title = \n", "", " A line of text . \n"]
+    hugging_face(lambda *_: dict.fromkeys(("train", "validation", "test"), {"text": lines}))
+    data = prepared(WikiText2, seq_len=4)
+    published = " \n = Title = \n \n A line of text . \n"
+    assert (cache / "wikitext-2-v1" / "valid.txt").read_text() == published
+    assert len(data.valid) == len(gpt2().encode_ordinary(published)) // 4
+
+
+def test_a_torchvision_that_does_not_fit_torch_is_said_once_with_what_to_install(tmp_path):
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import sys\n"
+        "if 'tried' not in sys.argv:\n"
+        "    sys.argv.append('tried')\n"
+        "    raise RuntimeError('operator torchvision::nms does not exist')\n"
+        "__version__ = '0.1.2'\n"
+    )
+    twice = "from data.images import load_torchvision as load; load(); load()"
+    run = subprocess.run(
+        [sys.executable, "-c", twice], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    assert run.stderr.count("torchvision 0.1.2 does not fit torch") == 1
+    assert "pip install --force-reinstall torch torchvision --index-url https://download.pytorch.org" in run.stderr
+
+
+def test_another_error_of_torchvision_at_import_is_not_hidden(monkeypatch):
+    def broken(name):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr("importlib.import_module", broken)
+    with pytest.raises(RuntimeError, match="something else"):
+        images.load_torchvision()
 
 
 @pytest.mark.slow  # importing torchvision takes seconds

@@ -1,10 +1,6 @@
 """The text data sets: what is read, how it is split, when it is encoded again, and what goes wrong."""
 
-import importlib.machinery
-import sys
 import sysconfig
-import threading
-import types
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +8,6 @@ import pytest
 
 from common.errors import DataError
 from data import documents as documents_module
-from data import wikitext2
 from data.documents import encode, whole_file
 from data.stdlib import Stdlib
 from data.text import Text
@@ -138,46 +133,6 @@ def test_wikitext2_takes_both_names_of_its_files(tmp_path, prepared, pattern):
     data = prepared(WikiText2, tmp_path, seq_len=8)
     for split, source in (("train", data.train), ("valid", data.valid), ("test", data.test)):
         assert gpt2().decode(source.read(np.array([0]), 0)[0][0].tolist()).startswith(f" = {split} =")
-
-
-def test_wikitext2_without_a_folder_and_without_datasets_names_both_ways_out(prepared, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(DataError, match="data.root=FOLDER.*pip install datasets"):
-        prepared(WikiText2)
-
-
-def fake_datasets(monkeypatch, load_dataset) -> None:
-    module = types.ModuleType("datasets")
-    module.__spec__ = importlib.machinery.ModuleSpec("datasets", None)
-    module.load_dataset = load_dataset
-    monkeypatch.setitem(sys.modules, "datasets", module)
-    monkeypatch.setattr(wikitext2, "_reachable", lambda url: True)
-
-
-def no_route(*_):
-    raise ConnectionError("no route to host")
-
-
-@pytest.mark.parametrize(
-    "load_dataset, message", [(no_route, "no route to host"), (lambda *_: threading.Event().wait(30), "took more than")]
-)
-def test_a_download_of_wikitext2_that_fails_or_hangs_names_both_ways_out(
-    prepared, cache, monkeypatch, load_dataset, message
-):
-    fake_datasets(monkeypatch, load_dataset)
-    monkeypatch.setattr(wikitext2, "_DOWNLOAD_S", 0.5)
-    with pytest.raises(DataError, match=f"{message}.*data.root=FOLDER.*pip install datasets"):
-        prepared(WikiText2)
-    assert caches(cache) == set()
-
-
-def test_a_downloaded_wikitext2_becomes_the_published_files(prepared, cache, monkeypatch):
-    lines = ["", " = Title = \n", "", " A line of text . \n"]
-    fake_datasets(monkeypatch, lambda *_: dict.fromkeys(("train", "validation", "test"), {"text": lines}))
-    data = prepared(WikiText2, seq_len=4)
-    published = " \n = Title = \n \n A line of text . \n"
-    assert (cache / "wikitext-2-v1" / "valid.txt").read_text() == published
-    assert len(data.valid) == (len(gpt2().encode_ordinary(published)) + 1 - 1) // 4
 
 
 def test_the_real_wikitext2_has_its_published_size_and_survives_encoding(prepared, published):

@@ -41,11 +41,6 @@ class Counted(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def test_keys_are_torch_s():
-    ours, theirs = pair()
-    assert ours.state_dict().keys() == theirs.state_dict().keys()
-
-
 def test_outputs_and_gradients_are_torch_s_in_training():
     results = []
     for norm in pair():
@@ -56,8 +51,8 @@ def test_outputs_and_gradients_are_torch_s_in_training():
         torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dimensions, shape", [(1, (4, 5)), (1, (4, 5, 6)), (3, (4, 5, 2, 3, 2))])
-def test_other_numbers_of_dimensions_are_torch_s_too(dimensions, shape):
+@pytest.mark.parametrize("dimensions, shape", [(1, (4, 5)), (1, (4, 5, 6)), (2, (4, 5, 6, 6)), (3, (4, 5, 2, 3, 2))])
+def test_the_update_of_one_micro_batch_is_torch_s(dimensions, shape):
     name = f"BatchNorm{dimensions}d"
     ours, theirs = getattr(batchnorm, name)(5).double(), getattr(nn, name)(5).double()
     x = torch.randn(shape, generator=DRAWN, dtype=torch.float64)
@@ -84,15 +79,6 @@ def test_a_forward_adds_up_what_it_saw_and_moves_no_running_statistics():
     assert all(torch.equal(tensor, before[name]) for name, tensor in ours.state_dict().items())
 
 
-def test_the_update_of_one_micro_batch_is_torch_s():
-    ours, theirs = pair()
-    ours(CHUNKS[0])
-    ours.update(*ours.seen)
-    theirs(CHUNKS[0])
-    for name, tensor in theirs.state_dict().items():
-        torch.testing.assert_close(ours.state_dict()[name], tensor)
-
-
 def test_the_update_of_a_step_is_one_towards_the_mean_over_its_micro_batches():
     ours, theirs = pair()
     for chunk in CHUNKS:
@@ -117,18 +103,6 @@ def test_without_gradients_a_training_forward_is_counted_all_the_same():
     with torch.no_grad():
         ours(CHUNKS[0])
     torch.testing.assert_close(ours.seen, moments(CHUNKS[0]))
-
-
-def test_another_way_to_normalise_can_be_put_in():
-    ours, _ = pair()
-
-    def doubled(x, weight, bias, eps, moments):
-        moments.copy_(torch.stack((bias, weight)).detach())
-        return 2 * x
-
-    ours.normalise = doubled
-    assert torch.equal(ours(CHUNKS[0]), 2 * CHUNKS[0])
-    assert torch.equal(ours.seen, torch.stack((ours.bias, ours.weight)))
 
 
 def test_a_forward_has_one_operation_more_than_torch_s():
