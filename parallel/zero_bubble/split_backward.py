@@ -2,9 +2,9 @@
 
 Zero-bubble schedules (Qi et al. 2023) send the inputs' gradients on at once and fill gaps with the weights'. torch has
 the same in ``torch.distributed.pipelining._backward``, which is private and differs between releases. Tried again with
-torch 2.13: a layer that a stage uses several times is an error ("backward through the graph a second time"), a weight
-that reaches an output past all inputs silently gets no gradient, and the fused head's product is computed twice; torch
-2.11 fails on every custom autograd function. This one uses the public autograd graph only.
+torch 2.13 and 2.15: a layer that a stage uses several times is an error ("backward through the graph a second time"), a
+weight that reaches an output past all inputs silently gets no gradient, and the fused head's product is computed twice;
+torch 2.11 fails on every custom autograd function. This one uses the public autograd graph only.
 
 A *boundary* node is one that lies on a path from the outputs to the inputs and has an edge that leads to weights only.
 The first part runs backward to the inputs and notes the gradients that enter each boundary node. The second part starts
