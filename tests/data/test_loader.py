@@ -1,4 +1,4 @@
-"""Which samples a step trains on, on every replica, and how they are read ahead."""
+"""Which samples a step trains on, on every replica, and how they are read ahead; batches of similar length."""
 
 import multiprocessing.synchronize
 import os
@@ -6,13 +6,14 @@ import signal
 import threading
 import time
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
 from common.errors import DataError
 from data.dataset import InMemory, Source
-from data.loader import EvalBatches, TrainBatches, train_loader
+from data.loader import WINDOW, Buckets, EvalBatches, TrainBatches, VariableLength, bucket_widths, train_loader
 
 
 def numbered(n: int) -> InMemory:
@@ -61,6 +62,53 @@ class Slow(Made):
         return super().read(indices, epoch)
 
 
+class Lengths(VariableLength):
+    """Sample i is its number, as often as it is long; the rest is -1."""
+
+    def __init__(self, lengths, longest: int = 256):
+        self.all = np.asarray(lengths)
+        self.widths = bucket_widths(longest)
+
+    def __len__(self):
+        return len(self.all)
+
+    def lengths(self, indices):
+        return self.all[indices]
+
+    def read(self, indices, epoch, width=None):
+        width = width or self.widths[-1]
+        inputs = np.where(np.arange(width) < self.all[indices][:, None], indices[:, None], -1)
+        return torch.from_numpy(inputs), torch.from_numpy(indices)
+
+
+LENGTHS = Lengths(np.clip(np.exp(np.random.default_rng(3).normal(4, 0.7, 5003)), 1, 256).astype(int))
+SOURCES = pytest.mark.parametrize("source", [numbered(103), LENGTHS], ids=["plain", "in buckets"])
+
+
+@SOURCES
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_the_slices_of_all_replicas_have_one_shape_and_make_up_the_same_global_batch(source, dp_size):
+    whole = TrainBatches(source, 8, seed=1)
+    parts = [TrainBatches(source, 8, 1, rank, dp_size) for rank in range(dp_size)]
+    assert {part.steps_per_epoch for part in parts} == {whole.steps_per_epoch} == {len(source) // 8}
+    for step in (1, 2, 13, whole.steps_per_epoch, whole.steps_per_epoch + 1):
+        slices = [part[step] for part in parts]
+        assert {one.inputs.shape for one in slices} == {(8 // dp_size, *whole[step].inputs.shape[1:])}
+        assert torch.equal(torch.cat([one.inputs for one in slices]), whole[step].inputs)
+        assert torch.equal(torch.cat([one.targets for one in slices]), whole[step].targets)
+
+
+@SOURCES
+def test_an_epoch_gives_each_sample_at_most_once_and_the_next_one_others_in_another_order(source):
+    batches = TrainBatches(source, 8, seed=1)
+    steps = batches.steps_per_epoch
+    epochs = [[i for s in range(steps) for i in batches[e * steps + s + 1].targets.tolist()] for e in range(3)]
+    assert all(len(set(epoch)) == len(epoch) == steps * 8 for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0] and set(epochs[0]) != set(epochs[1])
+    assert set(epochs[0]) | set(epochs[1]) | set(epochs[2]) == set(source.read(np.arange(len(source)), 0)[1].tolist())
+    assert TrainBatches(source, 8, seed=2)[1].targets.tolist() != epochs[0][:8]
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_samples_with_two_inputs_are_read_for_training_and_evaluation(num_workers):
     source = InMemory((torch.arange(10), torch.arange(10) + 0.5), torch.arange(10))
@@ -69,28 +117,6 @@ def test_samples_with_two_inputs_are_read_for_training_and_evaluation(num_worker
         assert torch.equal(first, batch.targets) and torch.equal(second, first + 0.5)
     for batch in EvalBatches(source, 4):
         assert torch.equal(batch.inputs[1], batch.inputs[0] + 0.5)
-
-
-@pytest.mark.parametrize("dp_size", [1, 2, 4])
-def test_the_slices_of_all_replicas_make_up_the_same_global_batch(dp_size):
-    whole = TrainBatches(numbered(103), 8, seed=1)
-    parts = [TrainBatches(numbered(103), 8, 1, rank, dp_size) for rank in range(dp_size)]
-    for step in (1, 2, 13, 40):
-        slices = [part[step] for part in parts]
-        assert {len(one) for one in slices} == {8 // dp_size}
-        assert torch.equal(torch.cat([one.inputs for one in slices]), whole[step].inputs)
-        assert torch.equal(torch.cat([one.targets for one in slices]), whole[step].inputs * 10)
-
-
-def test_an_epoch_gives_each_sample_at_most_once_and_the_next_one_another_order():
-    batches = TrainBatches(numbered(103), 8, seed=1)
-    assert batches.steps_per_epoch == 12
-    epochs = [[i for s in range(12) for i in batches[e * 12 + s + 1].inputs.tolist()] for e in range(3)]
-    for epoch in epochs:
-        assert len(set(epoch)) == 96 and set(epoch) <= set(range(103))
-    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-    assert set(epochs[0]) | set(epochs[1]) | set(epochs[2]) == set(range(103))
-    assert TrainBatches(numbered(103), 8, seed=2)[1].inputs.tolist() != epochs[0][:8]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -227,3 +253,63 @@ def test_a_reading_process_that_is_killed_is_an_error_with_the_way_out():
 def test_a_batch_that_does_not_come_is_an_error_that_names_its_step():
     with pytest.raises(DataError, match=r"the batch of step 1 was not read within 0.01 s \(parallel.timeout_s\)"):
         next(train_loader(TrainBatches(Slow(), 4, seed=1), 1, 3, timeout_s=0.01))
+
+
+# -- batches of similar length ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "longest, widths",
+    [(1024, (128, 256, 384, 512, 768, 1024)), (256, (32, 64, 96, 128, 192, 256)), (20, (8, 16, 20)), (3, (3,))],
+)
+def test_widths_are_few_multiples_of_8_and_the_longest(longest, widths):
+    assert bucket_widths(longest) == widths
+
+
+def test_a_batch_has_the_narrowest_width_that_holds_its_longest_sample():
+    batches = TrainBatches(LENGTHS, 8, 1)
+    seen = set()
+    for step in range(1, 200):
+        batch = batches[step]
+        longest, width = int(LENGTHS.all[batch.targets].max()), batch.inputs.shape[1]
+        assert width == min(w for w in LENGTHS.widths if w >= longest)
+        seen.add(width)
+    assert seen <= set(LENGTHS.widths) and len(seen) > 2
+
+
+def test_the_samples_of_a_window_are_those_without_buckets_with_less_than_half_of_the_padding():
+    bucketed, plain = TrainBatches(LENGTHS, 8, 1), TrainBatches(LENGTHS, 8, 1)
+    plain.buckets = None
+    padding = {}
+    for name, batches in (("bucketed", bucketed), ("plain", plain)):
+        read = [batches[step] for step in range(1, 2 * WINDOW + 1)]
+        padding[name] = sum((b.inputs == -1).sum().item() for b in read) / sum(b.inputs.numel() for b in read)
+        windows = [sorted(i for b in part for i in b.targets.tolist()) for part in (read[:WINDOW], read[WINDOW:])]
+        assert windows == padding.setdefault("windows", windows)
+    assert padding["plain"] > 0.7 and padding["bucketed"] < 0.25
+
+
+def test_short_and_long_batches_come_mixed_and_so_do_samples_within_a_batch():
+    batches = TrainBatches(LENGTHS, 8, 1)
+    lengths = [LENGTHS.all[batches[step].targets] for step in range(1, WINDOW + 1)]
+    middle = [np.median(one) for one in lengths]
+    assert middle != sorted(middle) and middle != sorted(middle, reverse=True)
+    longest_first = np.mean([one[:4].mean() > one[4:].mean() for one in lengths])
+    assert 0.2 < longest_first < 0.8
+
+
+def test_a_step_is_a_function_of_seed_and_step_alone():
+    forward = TrainBatches(LENGTHS, 8, 1)
+    expected = {step: forward[step].inputs for step in range(1, 150)}
+    backward = TrainBatches(LENGTHS, 8, 1)
+    for step in reversed(expected):
+        assert torch.equal(backward[step].inputs, expected[step])
+    assert not torch.equal(TrainBatches(LENGTHS, 8, 2)[1].targets, forward[1].targets)
+
+
+def test_data_of_less_than_a_window_is_one_window():
+    source = Lengths([5, 1, 9, 30, 31, 32, 2])
+    assert len(source) // 2 < WINDOW
+    buckets = Buckets(source, 2, seed=1)
+    indices = np.concatenate([buckets.batch(0, step)[0] for step in range(3)])
+    assert len(set(indices.tolist())) == 6
