@@ -65,17 +65,7 @@ def test_a_signal_is_noted_and_nothing_else_happens(process, signum):
     until(one, f"True {int(signum)}")
 
 
-def test_a_second_signal_ends_the_process_with_a_code_that_names_it(process):
-    one = process()
-    one.send_signal(signal.SIGUSR1)
-    until(one, f"True {int(signal.SIGUSR1)}")
-    time.sleep(1.2)
-    one.send_signal(signal.SIGTERM)
-    assert one.wait(20) == 128 + signal.SIGTERM
-    assert "error: stopped by SIGTERM at once" in one.stderr.read()
-
-
-def test_a_second_signal_does_not_wait_for_what_the_process_is_doing(process):
+def test_a_second_signal_ends_the_process_with_a_code_that_names_it_whatever_it_is_doing(process):
     one = process()
     one.send_signal(signal.SIGTERM)
     until(one, f"True {int(signal.SIGTERM)}")
@@ -84,6 +74,7 @@ def test_a_second_signal_does_not_wait_for_what_the_process_is_doing(process):
     one.send_signal(signal.SIGTERM)
     assert one.wait(20) == 128 + signal.SIGTERM
     assert one.stdout.read() == "", "it was in the middle of it"
+    assert "error: stopped by SIGTERM at once" in one.stderr.read()
 
 
 def test_what_comes_right_after_is_the_same_wish(process):
@@ -95,20 +86,22 @@ def test_what_comes_right_after_is_the_same_wish(process):
     assert ask(one).startswith("True")
 
 
+@pytest.mark.parametrize(
+    "before, signum, answer",
+    [
+        ("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)", signal.SIGTERM, "False None"),
+        # Blocked from outside, it is a request too.
+        ("import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})", signal.SIGUSR2, "True None"),
+    ],
+)
+def test_an_ignored_signal_stays_ignored_and_a_blocked_one_is_heeded(process, before, signum, answer):
+    one = process(before)
+    one.send_signal(signum)
+    time.sleep(0.2)
+    until(one, answer)
+
+
 def test_where_there_is_nothing_to_save_the_first_signal_ends_the_process(process):
     one = process("stopping.at_once()")
     one.send_signal(signal.SIGUSR2)
     assert one.wait(20) == 128 + signal.SIGUSR2
-
-
-def test_an_ignored_signal_stays_ignored(process):
-    one = process("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)")
-    one.send_signal(signal.SIGTERM)
-    time.sleep(0.2)
-    assert ask(one) == "False None"
-
-
-def test_a_signal_that_is_blocked_from_outside_is_a_wish_too(process):
-    one = process("import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})")
-    one.send_signal(signal.SIGUSR2)
-    until(one, "True None")

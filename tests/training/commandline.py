@@ -176,6 +176,12 @@ class Started:
             else:
                 self.process = Forked(arguments, **place, stdout=self._out, stderr=self._err, before=before)
 
+    def heeds(self) -> bool:
+        """Whether the process has got so far that it handles SIGTERM."""
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        caught = next(line.split()[1] for line in text.splitlines() if line.startswith("SigCgt:"))
+        return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
     def family(self) -> list[psutil.Process]:
         """Every living process of the session except the first one, whoever its parent is now."""
         return [p for p in self.session() if p.pid != self.process.pid]

@@ -1,55 +1,10 @@
-"""Whatever ends a run early ends all of it: exit code 1, the cause by name, no process left behind."""
+"""What only the workers can find out ends the run with exit code 1, its numbers and advice (signals: test_ends)."""
 
-import os
 import re
-import signal
 
 import numpy as np
 import pytest
-from commandline import train, wait_until
-
-# A rank that only lost its connection waits 2.5 s, and one that ignores SIGTERM gets 5.
-END_S = 20
-
-
-def has_failed(run):
-    """The end of a run that was stopped; none of its processes is left."""
-    ended = run.wait(END_S)
-    assert ended.code == 1 and "Traceback" not in ended.console, "what others saw of it is not the cause"
-    wait_until(lambda: not run.family(), 10, f"the end of {run.family()}")
-    assert not (run.folder / "summary.json").exists()
-    assert len(ended.steps) >= 3, "what was trained until then is on record"
-    return ended.stderr.splitlines()
-
-
-def test_a_worker_that_is_killed_ends_the_run_and_is_named(start):
-    run = start("parallel=pipe_ddp")
-    workers = run.workers()
-    assert len(workers) == 4
-    workers[2].kill()
-    assert "rank 2 was killed by signal 9 (SIGKILL)" in "\n".join(has_failed(run))
-
-
-@pytest.mark.parametrize(
-    "words, send, says",
-    [
-        (["parallel=pipelined"], os.kill, "error: stopped by SIGINT; all workers have ended"),
-        (["parallel=pipelined"], os.killpg, "error: stopped by SIGINT; all workers have ended"),  # as a terminal does
-        (["parallel=single", "data.num_workers=1"], os.killpg, "error: stopped by SIGINT"),
-    ],
-)
-def test_ctrl_c_ends_a_run(start, words, send, says):
-    run = start(*words)
-    send(run.process.pid, signal.SIGINT)
-    assert has_failed(run)[-1] == says
-
-
-def test_killing_the_launching_process_leaves_no_workers(start):
-    run = start("parallel=pipelined")
-    assert len(run.workers()) == 2
-    run.process.kill()
-    assert run.wait(END_S).code == -signal.SIGKILL
-    wait_until(lambda: not run.family(), 5, f"the end of {run.family()}")
+from commandline import train
 
 
 def exploding(folder):
