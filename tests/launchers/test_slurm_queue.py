@@ -160,6 +160,7 @@ srun: error: n2: task 3: Killed
 
 
 SINFO = "8|all*|n1\n8|all*|n2\n64|big|n3\n"
+OF_ITS_OWN = ("output", "nodes", "ntasks_per_node", "wrap", "export", "test-only")
 
 
 @pytest.mark.parametrize(
@@ -171,20 +172,32 @@ SINFO = "8|all*|n1\n8|all*|n2\n64|big|n3\n"
         (Slurm(sbatch={"cpus_per_task": 5}), "10 CPUs per node, for 2 processes of launcher.cpus_per_task=5"),
         (Slurm(nodes=2, cpus_per_task=32, partition="all,big"), "1 of the partition's 3 nodes have as many and the "
          "largest has 64; set launcher.cpus_per_task=8 at most"),
-        (Slurm(nodes=2, cpus_per_task=4, partition="few"), None),  # which may get a second node
-        (Slurm(cpus_per_task=4), None),
-        (Slurm(cpus_per_task=4, partition="big"), None),
-        (Slurm(cpus_per_task=64, sbatch={"overcommit": True}), None),
+        (Slurm(signal_s=300, time_min=5), "launcher.signal_s=300 is not below the time limit"),
+        (Slurm(tasks_per_node=3), "launcher.nodes=1 x launcher.tasks_per_node=3 = 3 processes, but the run has 2"),
+        (Slurm(nodes=3), "2 processes .* cannot be dealt equally to launcher.nodes=3"),
+        *((Slurm(sbatch={key: "x"}), f"launcher.sbatch.{key} is not allowed: ") for key in OF_ITS_OWN),
     ],
 )  # fmt: skip
-def test_more_processors_than_nodes_have_are_an_error_before_anything_is_queued(answer, tmp_path, options, words):
-    commands = answer(stdout="8|few|n1\n" if options.partition == "few" else SINFO)
-    if words is None:
+def test_what_cannot_be_is_an_error_before_anything_is_queued(answer, tmp_path, options, words):
+    commands = answer(stdout=SINFO)
+    with pytest.raises(LaunchError, match=words):
         submit(tmp_path, options)
-    else:
-        with pytest.raises(LaunchError, match=words):
-            submit(tmp_path, options)
-    assert (commands[-1][0] == "sbatch") == (words is None)
+    assert "sbatch" not in [command[0] for command in commands]
+
+
+@pytest.mark.parametrize(
+    ("options", "sinfo"),
+    [
+        (Slurm(nodes=2, cpus_per_task=4, partition="few"), "8|few|n1\n"),  # which may get a second node
+        (Slurm(cpus_per_task=4), SINFO),
+        (Slurm(cpus_per_task=4, partition="big"), SINFO),
+        (Slurm(cpus_per_task=64, sbatch={"overcommit": True}), SINFO),
+    ],
+)
+def test_processors_that_nodes_have_or_may_get_are_asked_for(answer, tmp_path, options, sinfo):
+    commands = answer(stdout=sinfo)
+    submit(tmp_path, options)
+    assert commands[-1][0] == "sbatch"
 
 
 def test_a_container_is_an_option_of_srun_and_its_python_runs(answer, tmp_path):
@@ -202,14 +215,6 @@ def test_a_container_is_an_option_of_srun_and_its_python_runs(answer, tmp_path):
     words = process.communicate(timeout=30)[0].splitlines()
     image, mounts = "--container-image=nvcr.io#nvidia/pytorch:25.06-py3", "--container-mounts=/a b:/c"
     assert words[3:9] == [image, mounts, "--no-container-mount-home", "env", "--block-signal=USR2", "python"]
-
-
-@pytest.mark.parametrize("key", ["output", "nodes", "ntasks_per_node", "wrap", "export", "test-only"])
-def test_what_the_launcher_sets_itself_is_no_further_option(answer, tmp_path, key):
-    commands = answer(stdout="7\n")
-    with pytest.raises(LaunchError, match=f"launcher.sbatch.{key} is not allowed: "):
-        submit(tmp_path, Slurm(sbatch={key: "x"}))
-    assert commands == []
 
 
 @pytest.mark.parametrize(("restarts", "steps", "queued"), [(0, 0, True), (1, 3, True), (1, 0, False)])

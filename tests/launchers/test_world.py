@@ -1,37 +1,48 @@
-"""Who a process is, by its environment."""
+"""Who a process is, by its environment: torchrun's names, or those of a SLURM step."""
 
 import subprocess
 import sys
 
 import pytest
 
-from launchers import LaunchError, World
+from launchers import LaunchError, World, world
+from launchers.world import master_address
 
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-def test_without_rank_and_world_size_there_is_no_world_to_join():
-    assert World.detect({"MASTER_ADDR": "127.0.0.1"}) is None
+STEP = {
+    "SLURM_JOB_ID": "10012",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_NODELIST": "gpu[07-09]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "MASTER_ADDR": "10.0.0.7",
+}
+LOCAL = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+UNDER_TORCHRUN = {"TORCHELASTIC_RUN_ID": "x"}
 
 
-def test_local_ranks_need_not_be_given_on_one_machine():
-    for host in ("127.0.0.1", "localhost", "::1"):
-        assert World.detect({**TWO, "MASTER_ADDR": host}) == World(1, 2, 1, 2, "environment")
-
-
-def test_a_pod_holds_one_rank_where_nobody_says_more():
-    pod = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "train-master-0", "MASTER_PORT": "23456"}
-    assert World.detect(pod) == World(1, 4, 0, 1, "environment")
-
-
-def test_torchrun_is_told_from_variables_set_by_hand():
-    local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    world = World.detect({**TWO, **local, "MASTER_ADDR": "node1", "TORCHELASTIC_RUN_ID": "x"})
-    assert world == World(1, 2, 0, 1, "torchrun")
-
-
-def test_a_single_rank_needs_no_address():
-    assert World.detect({"RANK": "0", "WORLD_SIZE": "1"}) == World(0, 1, 0, 1, "environment")
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        pytest.param({"MASTER_ADDR": "127.0.0.1"}, None, id="no rank"),
+        ({**TWO, "MASTER_ADDR": "localhost"}, World(1, 2, 1, 2, "environment")),
+        ({**TWO, "MASTER_ADDR": "::1"}, World(1, 2, 1, 2, "environment")),
+        pytest.param({**TWO, "MASTER_ADDR": "train-master-0"}, World(1, 2, 0, 1, "environment"), id="a pod holds one"),
+        ({**TWO, **LOCAL, "MASTER_ADDR": "node1", **UNDER_TORCHRUN}, World(1, 2, 0, 1, "torchrun")),
+        pytest.param({"RANK": "0", "WORLD_SIZE": "1"}, World(0, 1, 0, 1, "environment"), id="one needs no address"),
+        (STEP, World(3, 5, 1, 2, "slurm")),
+        ({**STEP, "RANK": "0", "WORLD_SIZE": "1", **UNDER_TORCHRUN}, World(0, 1, 0, 1, "torchrun")),
+        pytest.param({**STEP, "SLURM_STEP_ID": ""}, None, id="a batch script"),
+        pytest.param({**STEP, "SLURM_STEP_NUM_TASKS": "1"}, None, id="a shell in an allocation"),
+    ],
+)
+def test_the_environment_tells_who_a_process_is(environ, found):
+    assert World.detect(environ) == found
 
 
 @pytest.mark.parametrize(
@@ -60,3 +71,17 @@ def test_what_is_missing_or_does_not_fit_is_named(change, message):
 def test_importing_launchers_does_not_import_torch():
     code = "import sys, launchers; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_port_follows_from_the_job_and_the_address_from_the_first_node(monkeypatch):
+    monkeypatch.setattr(world, "node_address", {"gpu07": "10.0.0.7"}.__getitem__)
+    without = {key: value for key, value in STEP.items() if key != "MASTER_ADDR"}
+    assert master_address(without) == ("10.0.0.7", 20012)
+
+
+@pytest.mark.parametrize(
+    ("short", "first"),
+    [("n1", "n1"), ("n[1-3]", "n1"), ("b,a[08-10]", "b"), ("a[08,10],b", "a08"), ("r[1,3]-n[2-5]", "r1-n2")],
+)
+def test_the_first_node_is_read_from_slurms_short_form(short, first):
+    assert world.first_node(short) == first
