@@ -69,44 +69,30 @@ def test_ranks_other_than_0_write_to_their_log_files(met):
     }
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_traceback_of_the_rank_that_raised_comes_back_soon(rank, tmp_path, capfd):
+@pytest.mark.parametrize(
+    ("entry", "args", "timeout_s", "rank", "kind", "words"),
+    [
+        (launched.raise_on, (0,), None, 0, "exception", "Traceback.*in raise_on.*ValueError: bad luck on 0\n$"),
+        (launched.raise_on, (1,), None, 1, "exception", "Traceback.*in raise_on.*ValueError: bad luck on 1\n$"),
+        # A lost connection is not taken for the cause, nor is that which NCCL's watchdog makes of a stall.
+        (launched.wrap_lost_peer, (), None, 1, "exception", "ValueError: the first error"),
+        (launched.abort, (1, 2.5, 2.0), 2.0, 0, "stall", r"rank 0 has not moved since step 3 for.*"
+         r"rank 0 stands here \(most recent call first\):\n[^\n]*launched.py\", line \d+ in abort"),
+        (launched.abort, (1, 0.0, 300.0), 300.0, 1, "signal", r"rank 1 was killed by signal 6 \(SIGABRT\)"),
+        (launched.killed, (), None, 1, "signal",
+         r"rank 1 was killed by signal 9 \(SIGKILL\).*out of memory.*last words$"),
+        (launched.leave_silently, (0,), None, 1, "exit", "rank 1 left with exit code 0.*last words$"),
+        (launched.leave_silently, (3,), None, 1, "exit", "rank 1 left with exit code 3.*last words$"),
+    ],
+)  # fmt: skip
+def test_the_rank_that_failed_first_is_named_soon(tmp_path, capfd, entry, args, timeout_s, rank, kind, words):
     start = time.monotonic()
     with pytest.raises(WorkerFailed) as failed:
-        run_workers(launched.raise_on, (rank,), 2, tmp_path)
-    assert time.monotonic() - start < 20
-    assert (failed.value.rank, failed.value.kind) == (rank, "exception")
-    assert failed.value.text.startswith("Traceback") and "in raise_on" in failed.value.text
-    assert failed.value.text.endswith(f"ValueError: bad luck on {rank}\n")
-    assert "".join(capfd.readouterr()) == "", "the traceback is in the error alone"
-
-
-def test_a_lost_connection_is_not_taken_for_the_cause(tmp_path):
-    with pytest.raises(WorkerFailed, match="ValueError: the first error") as failed:
-        run_workers(launched.wrap_lost_peer, (), 2, tmp_path)
-    assert failed.value.rank == 1
-
-
-def test_a_rank_that_stands_still_is_named_where_the_others_are_aborted_for_having_waited(tmp_path):
-    with pytest.raises(WorkerFailed, match="rank 0 has not moved since step 3 for") as failed:
-        run_workers(launched.abort, (1, 2.5, 2.0), 2, tmp_path, timeout_s=2.0)
-    assert (failed.value.rank, failed.value.kind) == (0, "stall")
-    first = failed.value.text.partition("rank 0 stands here (most recent call first):\n")[2].splitlines()[0]
-    assert re.search(r"launched.py\", line \d+ in abort", first), "its stack"
-
-
-def test_a_rank_that_aborts_of_its_own_is_named(tmp_path):
-    with pytest.raises(WorkerFailed, match=r"rank 1 was killed by signal 6 \(SIGABRT\)") as failed:
-        run_workers(launched.abort, (1, 0.0, 300.0), 2, tmp_path, timeout_s=300.0)
-    assert (failed.value.rank, failed.value.kind) == (1, "signal")
-
-
-def test_a_killed_worker_is_named(tmp_path):
-    message = r"rank 1 was killed by signal 9 \(SIGKILL\).*out of memory"
-    with pytest.raises(WorkerFailed, match=message) as failed:
-        run_workers(launched.killed, (), 2, tmp_path)
-    assert (failed.value.rank, failed.value.kind) == (1, "signal")
-    assert failed.value.text.endswith("last words")
+        run_workers(entry, args, 2, tmp_path, timeout_s=timeout_s)
+    assert time.monotonic() - start < 40
+    assert (failed.value.rank, failed.value.kind) == (rank, kind)
+    assert re.search(words, failed.value.text, re.DOTALL), failed.value.text
+    assert kind != "exception" or "".join(capfd.readouterr()) == "", "the traceback is in the error alone"
 
 
 def test_the_end_of_the_process_that_forks_the_workers_ends_them_too(tmp_path):
@@ -134,14 +120,6 @@ def test_one_server_can_fork_the_workers_of_several_calls(tmp_path):
         run_workers(launched.raise_on, (1,), 2, tmp_path / "logs")
     sums = [json.loads(path.read_text())["sum"] for path in tmp_path.glob("*/[01].json")]
     assert sums == [21, 21, 21, 21]
-
-
-@pytest.mark.parametrize("code", [0, 3])
-def test_a_worker_that_leaves_without_a_word_is_reported(code, tmp_path):
-    with pytest.raises(WorkerFailed, match=f"rank 1 left with exit code {code}") as failed:
-        run_workers(launched.leave_silently, (code,), 2, tmp_path)
-    assert failed.value.kind == "exit"
-    assert failed.value.text.endswith("last words")
 
 
 def test_with_restarts_a_failed_group_starts_anew(tmp_path):
