@@ -147,8 +147,7 @@ def test_a_sweep_that_is_stopped_goes_on_with_its_unfinished_jobs(start, tmp_pat
 def test_the_trials_of_chunk_counts_stop_too(start):
     run = start("parallel=pipelined", "parallel.chunks=auto", until=Started.heeds)
     out = run.folder.parent / "run.console.out"
-    wait_until(lambda: "a few steps with each" in out.read_text(), START_S, "the trials")
-    time.sleep(3)
+    wait_until(lambda: "ms a step" in out.read_text(), START_S, "the first of several trials")
     run.process.terminate()
     ended = run.wait(60)
     assert ended.code == EXIT_CODE, ended.console
