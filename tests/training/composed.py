@@ -11,12 +11,16 @@ from commandline import ROOT
 from conf.instantiate import to_config, to_dict
 from data.loader import TrainBatches
 
-# Ranks and command line of each strategy, all with four micro-batches a step: to be compared with `single`'s four.
+# Ranks and command line of each strategy, all with four micro-batches a step.
 LAYOUTS = {
+    "single": (1, ["parallel=single", "parallel.chunks=4"]),
     "model_parallel": (1, ["parallel=model_parallel", "parallel.chunks=4"]),
     "ddp": (2, ["parallel=ddp", "parallel.dp=2", "parallel.chunks=2"]),
     "pipelined": (2, ["parallel=pipelined", "parallel.chunks=4"]),
     "pipe_ddp": (4, ["parallel=pipe_ddp", "parallel.dp=2", "parallel.chunks=2", "parallel.order=pp_dp"]),
+    "fsdp": (2, ["parallel=fsdp", "parallel.dp=2", "parallel.chunks=2"]),
+    "hsdp": (4, ["parallel=hsdp", "parallel.dp=4", "parallel.shard=2", "parallel.chunks=1"]),
+    "pipe_fsdp": (4, ["parallel=pipe_fsdp", "parallel.dp=2", "parallel.chunks=2"]),
 }
 QUIET = ("logger=none", "device=cpu", "parallel.threads=1")
 
@@ -51,6 +55,13 @@ def for_rank(folder: Path, *overrides: str, **sections) -> tuple[dict, str, str]
     """What ``run_on_rank`` is given; ``folder`` is made. ``sections`` take the place of those composed."""
     folder.mkdir(parents=True, exist_ok=True)
     return to_dict(compose(*QUIET, *overrides)) | sections, str(folder), str(folder / f"meeting-{time.monotonic_ns()}")
+
+
+def run_layout(ranks, layout: str, folder: Path, *overrides: str, **sections) -> Path:
+    """A training under one of LAYOUTS, on a pool of ranks; returns ``folder``."""
+    size, where = LAYOUTS[layout]
+    ranks.run(size, run_on_rank, *for_rank(folder, *overrides, *where, **sections))
+    return folder
 
 
 def run_on_rank(tree: dict, folder: str, meeting: str) -> dict:

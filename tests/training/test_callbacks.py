@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from commandline import ROOT
-from composed import config, for_rank, records, run_on_rank, saved
+from composed import LAYOUTS, config, records, run_layout, saved
 from composed import run as train
 
 from common.errors import TrainingError
@@ -127,27 +127,12 @@ def test_a_metric_that_no_evaluation_has_is_an_error_that_lists_the_others(tmp_p
         run_config(cfg, Path(tmp_path))
 
 
-FOUR = ["parallel.dp=2", "parallel.chunks=2"]
-LAYOUTS = {
-    "single": (1, ["parallel.chunks=4"]),
-    "model_parallel": (1, ["parallel=model_parallel", "parallel.chunks=4"]),
-    "pipelined": (2, ["parallel=pipelined", "parallel.chunks=4"]),
-    "fsdp": (2, ["parallel=fsdp", *FOUR]),
-    "pipe_ddp": (4, ["parallel=pipe_ddp", *FOUR]),
-    "pipe_fsdp": (4, ["parallel=pipe_fsdp", *FOUR]),
-    "hsdp": (4, ["parallel=hsdp", "parallel.dp=4", "parallel.shard=2", "parallel.chunks=1"]),
-}
-
-
 @pytest.fixture
 def folders(ranks, tmp_path):
     """``folders(names, words, callbacks=…)``: the run directory of the same training in each of these layouts."""
 
     def begin(names, words, **sections):
-        for name in names:
-            size, layout = LAYOUTS[name]
-            ranks.run(size, run_on_rank, *for_rank(tmp_path / name, *SHORT, *words, *layout, **sections))
-        return {name: tmp_path / name for name in names}
+        return {name: run_layout(ranks, name, tmp_path / name, *SHORT, *words, **sections) for name in names}
 
     return begin
 
@@ -178,7 +163,7 @@ def test_the_norm_of_the_weights_is_the_same_in_every_layout(folders, tmp_path):
         "callbacks=[{_target_: weight_norm.WeightNorm}]", f"import_from=[{tmp_path}]",
     ]  # fmt: skip
     found = {}
-    for layout, folder in folders(LAYOUTS.keys() - {"pipe_ddp"}, words).items():
+    for layout, folder in folders(LAYOUTS.keys() - {"ddp", "pipe_ddp"}, words).items():
         found[layout] = [record["weight_norm"] for record in records(folder) if "weight_norm" in record]
     weights = saved(tmp_path / "single", 2)
     assert found["single"][-1] == pytest.approx(sum(w.double().square().sum().item() for w in weights.values()) ** 0.5)

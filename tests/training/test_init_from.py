@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from composed import LAYOUTS, QUIET, compose, config, losses, run, run_on_rank, saved
+from composed import config, losses, run, run_layout, saved
 from safetensors.torch import load_file, save_file
 
 from common.errors import DataError, TrainingError
 from conf.composition import quote_values
-from conf.instantiate import to_dict
 from data.images import load_torchvision
 from data.vocabulary import gpt2
 from training.app import execute
@@ -65,13 +64,6 @@ def altered(published, tmp_path):
     return make
 
 
-def begin(ranks, layout, folder, *overrides):
-    processes, where = LAYOUTS[layout]
-    folder.mkdir()
-    tree = to_dict(compose(*QUIET, *overrides, *where))
-    ranks.run(processes, run_on_rank, tree, str(folder), str(folder / "meeting"))
-
-
 @pytest.fixture(scope="module")
 def reference(recipe, published, tmp_path_factory):
     """What ``single`` does from the published weights with two more tokens."""
@@ -86,7 +78,7 @@ def reference(recipe, published, tmp_path_factory):
 )
 def test_every_strategy_starts_from_the_same_weights(ranks, recipe, published, reference, tmp_path, layout):
     folder = tmp_path / "run"
-    begin(ranks, layout, folder, *recipe, EXTRA, f"model.init_from='{published}'")
+    run_layout(ranks, layout, folder, *recipe, EXTRA, f"model.init_from='{published}'")
     assert losses(folder) == pytest.approx(losses(reference), rel=1e-5)
     ours, wanted = saved(folder, 3), saved(reference, 3)
     for name, tensor in wanted.items():
@@ -106,7 +98,7 @@ def test_the_first_weights_are_the_files_and_the_new_rows_means_of_its_rows(reci
 
 def test_the_rule_holds_for_drawn_weights_too_and_all_others_stay(ranks, recipe, tmp_path):
     run(tmp_path / "plain", *recipe, *NO_STEP)
-    begin(ranks, "pipelined", tmp_path / "grown", *recipe, EXTRA, *NO_STEP)
+    run_layout(ranks, "pipelined", tmp_path / "grown", *recipe, EXTRA, *NO_STEP)
     before, after = (saved(tmp_path / name, 1)[EMBEDDING] for name in ("plain", "grown"))
     changed = (before != after).any(dim=1).nonzero().flatten().tolist()
     assert changed == [50257, 50258]

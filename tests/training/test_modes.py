@@ -8,20 +8,12 @@ import shlex
 import pytest
 import torch
 from commandline import train
-from composed import config, for_rank, records, run, run_on_rank, saved
+from composed import config, records, run, run_layout, saved
 from safetensors.torch import load_file
 
 from common.errors import CheckpointError, TrainingError
 from data.images import load_torchvision
 from training.app import execute
-
-LAYOUTS = {
-    "single": (1, []),
-    "model_parallel": (1, ["parallel=model_parallel", "parallel.chunks=2"]),
-    "ddp": (2, ["parallel=ddp", "parallel.dp=2"]),
-    "pipelined": (2, ["parallel=pipelined", "parallel.chunks=2"]),
-    "pipe_ddp": (4, ["parallel=pipe_ddp", "parallel.dp=2", "parallel.chunks=2"]),
-}
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +25,7 @@ def model(text):
 @pytest.fixture(scope="module")
 def begin(ranks, tmp_path_factory):
     """``begin("ddp", …)`` runs that layout and returns its folder."""
-
-    def start(layout, *overrides):
-        processes, where = LAYOUTS[layout]
-        folder = tmp_path_factory.mktemp(layout)
-        ranks.run(processes, run_on_rank, *for_rank(folder, *overrides, *where))
-        return folder
-
-    return start
+    return lambda layout, *overrides: run_layout(ranks, layout, tmp_path_factory.mktemp(layout), *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +50,7 @@ def do(folder, *overrides, capsys=None):
     return capsys.readouterr().out if capsys else None
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["single", "model_parallel", "ddp", "pipelined", "pipe_ddp"])
 def test_every_strategy_finds_the_validation_loss_that_the_training_found(begin, model, trained, layout):
     folder = begin(layout, *model, "mode=eval", f"checkpoint='{trained}'")
     wanted = json.loads((trained / "summary.json").read_text())

@@ -3,20 +3,8 @@
 from itertools import product
 
 import pytest
-from composed import QUIET, compose, losses, records, run_on_rank, saved
+from composed import LAYOUTS, losses, records, run_layout, saved
 
-from conf.instantiate import to_dict
-
-LAYOUTS = {
-    "single": (1, ["parallel=single"]),
-    "model_parallel": (1, ["parallel=model_parallel", "parallel.chunks=4"]),
-    "ddp": (2, ["parallel=ddp", "parallel.dp=2", "parallel.chunks=2"]),
-    "pipelined": (2, ["parallel=pipelined", "parallel.chunks=4"]),
-    "pipe_ddp": (4, ["parallel=pipe_ddp", "parallel.dp=2", "parallel.chunks=2", "parallel.order=pp_dp"]),
-    "fsdp": (2, ["parallel=fsdp", "parallel.dp=2", "parallel.chunks=2"]),
-    "hsdp": (4, ["parallel=hsdp", "parallel.dp=4", "parallel.shard=2", "parallel.chunks=1"]),
-    "pipe_fsdp": (4, ["parallel=pipe_fsdp", "parallel.dp=2", "parallel.chunks=2"]),
-}
 NAMES = list(LAYOUTS)
 RING = list(zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True))
 SAVED, NEXT = 2, 10
@@ -44,13 +32,7 @@ def train(ranks, models, tmp_path_factory):
     """``train("gpt2", "ddp", …)``: the run's folder."""
 
     def begin(model, layout, *more):
-        folder = tmp_path_factory.mktemp(f"{model}-{layout}")
-        processes, overrides = LAYOUTS[layout]
-        if (model, layout) == ("convnet", "single"):  # BatchNorm: micro-batches of equal size in every layout
-            overrides = [*overrides, "parallel.chunks=4"]
-        tree = to_dict(compose(*QUIET, *models[model], *overrides, *more))
-        ranks.run(processes, run_on_rank, tree, str(folder), str(folder / "meeting"))
-        return folder
+        return run_layout(ranks, layout, tmp_path_factory.mktemp(f"{model}-{layout}"), *models[model], *more)
 
     return begin
 

@@ -4,9 +4,8 @@ import json
 
 import pytest
 from commandline import train as train_cli
-from composed import QUIET, compose, config, run, run_on_rank
+from composed import config, for_rank, run, run_on_rank
 
-from conf.instantiate import to_dict
 from parallel.timeline import Interval
 from training.reporting.timeline import draw, step_of_median_duration, transfers, write_timeline
 from training.setup import prepare
@@ -157,8 +156,7 @@ def test_a_run_without_a_pipeline_says_that_there_is_nothing_to_draw(tmp_path, c
 
 def test_a_pipelined_run_leaves_both_files(ranks, tmp_path):
     layout = ["parallel=pipelined", "parallel.chunks=4", "parallel.schedule=1f1b", "train.trace=true"]
-    tree = to_dict(compose(*QUIET, *SHORT, *layout))
-    summary, _ = ranks.run(2, run_on_rank, tree, str(tmp_path), str(tmp_path / "meeting"))
+    summary, _ = ranks.run(2, run_on_rank, *for_rank(tmp_path, *SHORT, *layout))
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     content = json.loads((tmp_path / "timeline.json").read_text())
     found = content["otherData"]["bubble_fraction"]
