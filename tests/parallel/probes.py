@@ -5,30 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
-import torch.distributed as dist
 from cases import Layout, Recipe, build
 from small_models import chain_and_batches
 
-from parallel.mesh import Mesh
 from parallel.sharding import local
 from training.optimizer import Optimizer
-
-
-def sums_over_groups(order: str) -> tuple[int, int]:
-    """The sum of 10^rank over this rank's pipeline, and over its replicas."""
-    mesh = Mesh(2, 2, dist.get_rank(), order).connect(timeout_s=30)
-    sums = []
-    for group in (mesh.pp_group, mesh.dp_group):
-        mine = torch.tensor(10**mesh.rank)
-        dist.all_reduce(mine, group=group)
-        sums.append(int(mine))
-    return tuple(sums)
-
-
-def which_groups(dp: int, pp: int) -> tuple[bool, bool]:
-    """Whether this rank has a group along its pipeline, and along its replicas."""
-    mesh = Mesh(dp, pp, dist.get_rank()).connect(timeout_s=30)
-    return mesh.pp_group is not None, mesh.dp_group is not None
 
 
 def norms_of_one_step(recipe: Recipe, layout: Layout) -> tuple[float, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from probes import sums_over_groups, which_groups
 
 from parallel.mesh import Mesh
 
@@ -32,17 +31,3 @@ def test_lines_of_the_grid_partition_the_world_and_every_rank_finds_itself(order
         assert seen.rank_at(seen.replica, seen.position) == rank
         assert rank in seen.pipeline(seen.replica)
         assert rank in seen.replicas(seen.position)
-
-
-@pytest.mark.parametrize("order", ["dp_pp", "pp_dp"])
-def test_groups_reach_exactly_the_ranks_of_the_line(ranks, order):
-    mesh = Mesh(2, 2, order=order)
-    for rank, (pipeline, replicas) in enumerate(ranks.run(4, sums_over_groups, order)):
-        replica, position = mesh.coordinates(rank)
-        assert pipeline == sum(10**r for r in mesh.pipeline(replica))
-        assert replicas == sum(10**r for r in mesh.replicas(position))
-
-
-def test_a_line_of_one_rank_needs_no_group(ranks):
-    assert ranks.run(2, which_groups, 1, 2) == [(True, False)] * 2
-    assert ranks.run(2, which_groups, 2, 1) == [(False, True)] * 2

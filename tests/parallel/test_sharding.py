@@ -15,7 +15,6 @@ from torch import nn
 from common.errors import PlanError
 from models.gpt2 import gpt2
 from parallel.plan import check_shardable, make_plan
-from parallel.stage import Stage
 
 TOLERANCE = 1e-5
 TOY, GPT2 = RECIPES["toy"], RECIPES["gpt2"]
@@ -155,17 +154,6 @@ def test_groups_that_cannot_be_are_refused_with_the_numbers(layout, nodes, words
 )
 def test_groups_are_all_replicas_or_those_of_a_node(layout, nodes, group):
     assert planned(layout, nodes).group == group
-
-
-@pytest.mark.parametrize("first, alone", [(0, False), (1, True)])
-def test_layers_that_share_a_weight_are_left_to_the_stage(first, alone):
-    """FSDP has each module gather, and reduce the gradients of, parameters of its own."""
-    chain, sharded = gpt2(size="tiny"), []
-    names = chain.names[first:]
-    stage = Stage(chain, names, seed=1, device=torch.device("cpu"), shard=sharded.append)
-    assert sharded[-1] is stage
-    found = [name for name in names if any(stage.layers[name] is module for module in sharded)]
-    assert found == [name for name in names if alone or name not in ("embedding", "head")]
 
 
 def test_a_parameter_without_rows_is_refused_by_name():

@@ -47,17 +47,6 @@ def test_the_bubble_is_what_is_idle_of_the_span_from_the_first_work_to_the_last(
     assert bubble_fraction(ranks) == (None if fraction is None else pytest.approx(fraction))
 
 
-def test_only_work_within_a_training_step_is_noted():
-    timeline = Timeline()
-    timeline.note("forward", 0, 0, now())
-    timeline.start_step()
-    timeline.note("backward", 1, 2, now())
-    timeline.end_step()
-    timeline.note("forward", 0, 0, now())
-    (step,) = timeline.steps
-    assert [(i.kind, i.stage, i.microbatch) for i in step] == [("backward", 1, 2)]
-
-
 def test_only_the_newest_steps_are_kept():
     timeline = Timeline()
     for step in range(KEPT_STEPS + 3):
@@ -66,29 +55,6 @@ def test_only_the_newest_steps_are_kept():
         timeline.end_step()
     assert len(timeline.steps) == KEPT_STEPS
     assert timeline.steps[-1][0].microbatch == KEPT_STEPS + 2
-
-
-def test_a_receive_lasts_from_its_post_to_the_work_that_uses_it():
-    timeline = Timeline()
-    timeline.start_step()
-    timeline.post("receive_gradient", 0, 1)
-    start = timeline.begin("receive_activation", 0, 1)
-    timeline.note("forward", 0, 1, start)
-    start = timeline.begin("receive_gradient", 0, 1)
-    timeline.note("backward", 0, 1, start)
-    timeline.end_step()
-    forward, receive, backward = timeline.steps[0]
-    assert (forward.kind, receive.kind, backward.kind) == ("forward", "receive_gradient", "backward")
-    assert receive.start < forward.start and receive.end == backward.start
-
-
-def test_a_receive_of_an_evaluation_is_none_of_the_next_step():
-    timeline = Timeline()
-    timeline.post("receive_activation", 0, 0)
-    timeline.start_step()
-    timeline.note("forward", 0, 0, timeline.begin("receive_activation", 0, 0))
-    timeline.end_step()
-    assert [i.kind for i in timeline.steps[0]] == ["forward"]
 
 
 def test_the_ranks_of_a_host_share_its_clock_and_other_hosts_are_moved_by_their_mark():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Layout, Recipe, parallel_section
+from cases import Recipe
 from small_models import chain_and_batches
 from torch import nn
 
@@ -13,8 +13,7 @@ from data.dataset import Batch
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
 from parallel.devices import autocast, parameter_dtype
-from parallel.plan import make_plan
-from parallel.shape_inference import TensorSpec, drawing_by_microbatch, stage_borders, trace
+from parallel.shape_inference import TensorSpec, drawing_by_microbatch, trace
 
 RECIPES = {name: Recipe(name, global_batch=6, lr=0.1) for name in ("toy", "gpt2")}
 
@@ -44,18 +43,6 @@ def test_every_border_is_what_a_real_forward_gives(model, precision):
                 x = chain.loss(layer(x), targets, None).loss
             real.append((name, (TensorSpec(tuple(x.shape), x.dtype),)))
     assert [(t.name, t.outputs) for t in borders] == real
-
-
-def test_a_stage_s_border_is_that_of_its_last_layer_and_the_last_gives_the_loss():
-    chain, batch_at = chain_and_batches(RECIPES["toy"])
-    section = parallel_section(Layout("pipelined", pp=2, chunks=2))
-    plan = make_plan(section, chain, global_batch_size=6, device="cpu", precision="bf16")
-    borders = stage_borders(plan, chain, batch_at(0).chunks(2)[0])
-    assert borders == [
-        (TensorSpec((3, 10), torch.float32, gradient=False),),
-        (TensorSpec((3, 10), torch.bfloat16),),
-        (TensorSpec((), torch.float32),),
-    ]
 
 
 def test_casts_of_weights_are_held_once_a_step_and_only_under_autocast():
