@@ -8,7 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # ``faults``
 
 from faults.plan import SAVE, STEP, Fault  # noqa: E402
-from faults.trials import damage, every_kill, interrupt, kill, moments, poison, soak, spaced, stall  # noqa: E402
+from faults.trials import damage, every_kill, interrupt, kill, moments, poison, soak, spaced  # noqa: E402
 
 
 def wrong(trials):
@@ -45,11 +45,6 @@ def test_a_damaged_newest_checkpoint_is_found_and_the_one_before_is_used(tmp_pat
 @pytest.mark.slow
 def test_all_ranks_skip_a_step_whose_gradient_is_not_finite_on_one(tmp_path):
     assert not wrong([poison("ddp", 1, tmp_path)])
-
-
-@pytest.mark.slow
-def test_a_rank_that_no_longer_moves_is_named_and_the_run_ended(tmp_path):
-    assert not wrong([stall("pipelined", 1, tmp_path)])
 
 
 @pytest.mark.slow
