@@ -132,7 +132,7 @@ def arm() -> None:
     _around(Strategy, "_agree", poison)
     _around(Strategy, "close", leave_weights)
     _around(Optimizer, "step", lambda *_: at("optimizer step"), lambda *_: at("optimizer step", at="after"))
-    _around(loop, "evaluate", lambda *_: at(EVALUATION))
+    _around(loop, "evaluate_split", lambda *_: at(EVALUATION))
     _around(saving.Checkpointer, "save", begin_save)
     for point in SAVE:
         _around(
