@@ -200,7 +200,7 @@ def pretended() -> Iterable[Cell]:
         Layout("pipe_ddp", dp=2, pp=2, chunks=2),
     )
     for model in PUBLISHED:
-        batch = 4 if model == "resnet50" else 8
+        batch = {"resnet50": 4, "convnet": 32}.get(model, 8)
         recipe = replace(RECIPES[model], global_batch=batch, steps=3, eval_every=3, device="cuda")
         rest = {"device": "cuda", "reference": one, "slow": model != "gpt2", "global_batch": batch, "steps": 3}
         rest["eval_every"] = 3
