@@ -102,7 +102,7 @@ def compose_and_run(task: Callable[[Any, Any], Any], arguments: Sequence[str], b
 def named(cfg: DictConfig, choices: Mapping[str, str | None], folders: Sequence[str] = ()) -> DictConfig:
     """Say in which folders code may be, and give a model whose file does not say its name that of its option."""
     cfg.import_from = [*(cfg.import_from or ()), *folders]
-    if OmegaConf.is_dict(cfg.model) and "_target_" in cfg.model and "name" not in cfg.model:
+    if OmegaConf.is_dict(cfg.model) and "_target_" in cfg.model and cfg.model.get("name") is None:
         name = choices.get("model") or str(cfg.model._target_).rpartition(".")[2]
         OmegaConf.update(cfg, "model.name", name, force_add=True)
     return cfg

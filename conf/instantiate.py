@@ -165,9 +165,10 @@ def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def build(role: str, section: Any, *args: Any, **kwargs: Any) -> Any:
-    """Build what a section of the configuration describes, and check that it can play ``role``, a key of ``ROLES``.
+    """Build what a section of the configuration describes, and check that it can play ``role``.
 
-    Further arguments are those of ``instantiate``.
+    That is a key of ``ROLES``, or a place below it, such as ``callbacks.early_stop``. Further arguments are those of
+    ``instantiate``.
 
     Raises:
         TrainingError: See ``target_of``, ``check_role`` and ``instantiate``.
@@ -190,13 +191,19 @@ def target_of(role: str, section: Any) -> Any:
         TrainingError: What was given is no section with a ``_target_``, or names a class of another kind.
     """
     if not hasattr(section, "keys") or "_target_" not in section:
-        raise TrainingError(f"{role}: {section} is no section with a _target_; {ROLES[role].way_out}")
+        raise TrainingError(f"{role}: {section} is no section with a _target_; {_role(role).way_out}")
     target = resolve(section["_target_"])
     if inspect.isabstract(target):
-        raise TrainingError(f"{role}: {section['_target_']} is what others are made of; {ROLES[role].way_out}")
+        raise TrainingError(f"{role}: {section['_target_']} is what others are made of; {_role(role).way_out}")
     if inspect.isclass(target):
         _check_fits(role, target, section["_target_"])
     return target
+
+
+def _role(place: str) -> Role:
+    """The role of what stands at ``place`` of a configuration."""
+    name = place.partition(".")[0]
+    return ROLES["logger" if name == "loggers" else name]
 
 
 def check_section(role: str, section: Any) -> None:
@@ -219,8 +226,8 @@ def check_role(role: str, one: Any, name: str | None = None) -> Any:
 
 
 def _check_fits(role: str, one: Any, name: str) -> None:
-    if not ROLES[role].fits(one):
-        raise TrainingError(f"{role}: {name} is not {ROLES[role].what}; {ROLES[role].way_out}")
+    if not _role(role).fits(one):
+        raise TrainingError(f"{role}: {name} is not {_role(role).what}; {_role(role).way_out}")
 
 
 def _name_of(item: Any) -> str:

@@ -50,6 +50,7 @@ class PipeStage(PipelineStage):
         self._timeline = strategy.timeline
         self._neighbours = ranks[(index - 1) % len(ranks)], ranks[(index + 1) % len(ranks)]  # before and after
         self._examples = [incoming[i] for i in self._constants_in]
+        self._dtypes_out = [spec.dtype for spec in sent] if index < stages - 1 else []
         # Tensors without gradients, by micro-batch: those that arrive, and those to be sent.
         self._arriving: dict[int, list[Tensor]] = {}
         self._leaving: dict[int, list[Tensor]] = {}
@@ -111,9 +112,13 @@ class PipeStage(PipelineStage):
                 tensors.insert(position, tensor)
             args = tuple(tensors)
         output = super().forward_maybe_with_nosync(*args, **kwargs)
-        if not self._constants_out:
+        if not self._dtypes_out:
             return output
-        outputs = as_tuple(output)
+        # The next stage receives what training gives. In an evaluation a layer may give another dtype, as torch's
+        # nn.TransformerEncoderLayer does under autocast.
+        outputs = tuple(one.to(dtype) for one, dtype in zip(as_tuple(output), self._dtypes_out, strict=True))
+        if not self._constants_out:
+            return outputs if isinstance(output, tuple) else outputs[0]
         self._leaving[self._microbatch] = [outputs[i] for i in self._constants_out]
         return _without(outputs, self._constants_out)
 

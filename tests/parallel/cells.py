@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 from cases import Layout, Recipe
 
 from parallel.schedules import SCHEDULES
 from parallel.strategies import STRATEGIES, StrategyInfo
+
+CONF_MODEL = Path(__file__).resolve().parents[2] / "conf" / "model"
 
 RECIPES = {
     "toy": Recipe("toy", global_batch=24, lr=0.02, steps=8, eval_every=5),
@@ -24,6 +27,8 @@ RECIPES = {
     "sequential": Recipe("sequential", global_batch=16, lr=0.1, steps=3, eval_every=2),
     # A parameter that one replica uses and another does not.
     "sequential sometimes": Recipe("sequential sometimes", global_batch=4, lr=0.1, steps=8),
+    # Under autocast, torch's encoder layer gives another dtype in evaluation than in training.
+    "torch's encoder": Recipe("torch's encoder", global_batch=16, lr=0.05, steps=4, eval_every=2, precision="bf16"),
     # Layers that pass tuples of tensors on.
     "unet": Recipe("unet", global_batch=16, lr=0.05, steps=5, clip=0.5, eval_every=5, precision="fp64"),
     "translator": Recipe("translator", global_batch=16, lr=0.05, steps=5, clip=0.5, eval_every=5),
@@ -31,9 +36,12 @@ RECIPES = {
 }
 # All 16 blocks of ResNet-50, where the others have 5 of them.
 RECIPES["whole resnet50"] = replace(RECIPES["resnet50"], model="whole resnet50")
+# Models that conf/model has besides: whoever adds one need not add a line here.
+ADDED = tuple(sorted({path.stem for path in CONF_MODEL.glob("*.yaml")} - RECIPES.keys()))
+RECIPES |= {name: Recipe(name, global_batch=8, lr=0.01, steps=3, eval_every=3) for name in ADDED}
 PUBLISHED = ("toy", "resnet50", "transformer", "gpt2", "classifier", "convnet")
 # BatchNorm, and the balance of experts, are taken over the micro-batch: one process with the same ones is compared.
-BY_MICROBATCH = ("resnet50", "whole resnet50", "convnet", "sequential", "unet", "mixture")
+BY_MICROBATCH = ("resnet50", "whole resnet50", "convnet", "sequential", "unet", "mixture", "torch's encoder", *ADDED)
 SPLIT = tuple(name for name in SCHEDULES if SCHEDULES[name].splits_backward)
 FLAT = ("gpipe", "1f1b")
 
@@ -88,7 +96,7 @@ def small_layout(name: str, info: StrategyInfo) -> Layout:
 def published() -> Iterable[Cell]:
     """Every model under every strategy, whatever the registry has."""
     layouts = [small_layout(name, info) for name, info in STRATEGIES.items() if not info.gpu_only and name != "single"]
-    for model in (*PUBLISHED, "whole resnet50"):
+    for model in (*PUBLISHED, *ADDED, "whole resnet50"):
         yield from (cell(model, layout, slow=model.startswith("whole")) for layout in layouts)
 
 
@@ -175,6 +183,7 @@ def unusual() -> Iterable[Cell]:
         yield from (cell(model, Layout("pipelined", pp=2, chunks=4, schedule=s)) for s in SCHEDULES)
         for s in ("1f1b", "interleaved_1f1b"):
             yield cell(model, Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule=s))
+    yield cell("torch's encoder", Layout("pipelined", pp=2, chunks=4))
     for model in ("unet", "translator"):
         for balance in ((1, 5), (5, 1)):
             yield cell(model, Layout("pipelined", pp=2, chunks=4, schedule="1f1b", balance=balance))

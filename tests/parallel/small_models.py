@@ -6,10 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from tuple_models import TUPLE_MODELS
 
+from conf.composition import compose
+from conf.instantiate import to_config, to_dict
 from data.dataset import Batch
 from models.chain import Chain
 from models.classifier import classifier
@@ -20,6 +23,7 @@ from models.resnet50 import GROUPS, resnet50
 from models.sequential import chain_of
 from models.toy import toy
 from models.transformer import transformer
+from training.setup import model_and_data
 
 if TYPE_CHECKING:
     from cases import Recipe
@@ -71,6 +75,14 @@ LANGUAGE = {
 }
 
 
+def torchs_encoder() -> Chain:
+    """Two encoder layers on the first stage of two, on sequences of one position."""
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(8, nhead=2, dim_feedforward=16, batch_first=True) for _ in range(2)]
+    layers = [nn.Unflatten(1, (1, 8)), *layers, nn.Flatten(), nn.Linear(8, 10)]
+    return chain_of(nn.Sequential(*layers), ClassCrossEntropy())
+
+
 class Island(nn.Linear):
     """A layer that computes in float32 whatever the precision is."""
 
@@ -91,13 +103,25 @@ def chain_and_batches(recipe: Recipe) -> tuple[Chain, Callable[[int], Batch]]:
     if recipe.model.startswith("sequential"):
         chain = sequential(sometimes="sometimes" in recipe.model)
         return chain, lambda step: _features(recipe.global_batch, step)
+    if recipe.model == "torch's encoder":
+        return torchs_encoder(), lambda step: _features(recipe.global_batch, 0)
     if recipe.model in TUPLE_MODELS:
         build_chain, batch = TUPLE_MODELS[recipe.model]
         return build_chain(), lambda step: batch(recipe.global_batch, step)
     if recipe.model in IMAGES:
         channels, size, build_chain = IMAGES[recipe.model]
         return build_chain(), lambda step: _image_batch(recipe.global_batch, channels, size, step)
-    return LANGUAGE[recipe.model](recipe.dropout), lambda step: _token_batch(recipe.global_batch, step)
+    if recipe.model in LANGUAGE:
+        return LANGUAGE[recipe.model](recipe.dropout), lambda step: _token_batch(recipe.global_batch, step)
+    return _configured(recipe)
+
+
+def _configured(recipe: Recipe) -> tuple[Chain, Callable[[int], Batch]]:
+    """A model of conf/model with the data that it brings, the same batch at each step."""
+    chain, data = model_and_data(to_config(to_dict(compose([f"model={recipe.model}"]))))
+    data.prepare()
+    batch = Batch(*data.train.read(np.arange(recipe.global_batch), 0))
+    return chain, lambda step: batch
 
 
 def _toy_batch(size: int, step: int) -> Batch:

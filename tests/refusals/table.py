@@ -75,6 +75,7 @@ WORDS = {
         Refusal(OWN + "experiment=own", file=option("experiment/own", "train: {steps: 1, steps: 2}")),
         Refusal(OWN + "experiment=own", file=option("experiment/own", "train: !!python/object/apply:os.system [id]")),
     ],
+    "hydra.run.dir is empty": Refusal("hydra.run.dir="),
     "the run directory": Refusal("hydra.run.dir=" + 300 * "a", "cannot be written: File name too long"),
     "x.bin": Refusal("hydra.run.dir=HERE/x.bin", file=GOOD_SHARD),
     "x.bin/run": Refusal("hydra.run.dir=HERE/x.bin/run", file=GOOD_SHARD),
@@ -183,6 +184,7 @@ VALUES = {
     "callback": [
         Refusal("callbacks=[{_target_:models.losses.SquaredError}]", "is not a callback", "on_step"),
         Refusal("callbacks=[early_stop] callbacks.early_stop.patienc=7", "did you mean callbacks.early_stop.patience?"),
+        Refusal("callbacks=[early_stop] callbacks.early_stop.patience=abc", "callbacks.early_stop.patience: "),
         Refusal(OWN + "experiment=own", "abc is no section", file=option("experiment/own", "callbacks: abc")),
     ],
 }  # fmt: skip

@@ -35,7 +35,7 @@ ADDED = {
 def files_of_the_page():
     """(path, code, whether it is a line of an existing file), as the page has them."""
     page = (ROOT / "docs" / "extending.md").read_text()
-    blocks = re.findall(r"^`([\w/.]+)`(, one line in `STRATEGIES`)?:\n\n```\w+\n(.*?)```", page, flags=re.S | re.M)
+    blocks = re.findall(r"^`([\w/.]+)`(, the last line in `STRATEGIES`)?:\n\n```\w+\n(.*?)```", page, flags=re.S | re.M)
     return [(path, code, bool(line)) for path, line, code in blocks]
 
 
@@ -51,9 +51,9 @@ def house(tmp_path_factory):
     for path, code, is_line in files_of_the_page():
         if is_line:
             text = (house / path).read_text()
-            code = text.replace("STRATEGIES = {\n", f"STRATEGIES = {{\n{code}", 1)
-        else:
-            assert not (house / path).exists(), f"{path} exists already"
+            code = text.replace("\n}\n", f"\n{code}}}\n", 1)
+        elif (house / path).exists():
+            assert (house / path).read_text() == code, f"{path} exists already"
         (house / path).write_text(code)
     return house
 

@@ -125,4 +125,4 @@ def build(section: Any) -> dict[str, Any]:
         tree = {str(place): one for place, one in enumerate(tree)}
     elif not isinstance(tree, dict):
         tree = {str(tree): tree}
-    return {name: build_role("callbacks", one) for name, one in tree.items()}
+    return {name: build_role(f"callbacks.{name}", one) for name, one in tree.items()}

@@ -146,6 +146,8 @@ class RunDirectoryGuard(Callback):
     @_refusing
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Lock the directory, and refuse one that holds another run or cannot be written."""
+        if not config.hydra.run.dir:
+            raise TrainingError("hydra.run.dir is empty: name a directory, or leave it out for one below outputs/")
         folder = Path(config.hydra.run.dir)
         _take(folder, "hydra.run.dir", depth=2)
         # Only now: a run that began at the same moment would have been overlooked before.
