@@ -25,7 +25,7 @@ TAKEN = {
     "OPENAI_KEY": "open-sesame",
     "DB_PASS": "hunter2",
     "SLACK_WEBHOOK": "https://hooks.example/T0/B0",
-    "PIN": "x7q",
+    "PIN": "x7!q",
 }
 ON_THE_COMMAND_LINE = "tell-nobody-of-this"
 
