@@ -17,9 +17,9 @@ from torch import Tensor
 from common.errors import DataError, LaunchError, TrainingError
 from conf import COMMAND, ON_TOP, TRAINED
 from conf.instantiate import to_dict
+from conf.masking import mask_secrets
 from data.dataset import Batch, DataSet, Source
 from parallel.mesh import Mesh
-from training.reporting import mask_secrets
 from training.reporting.metrics import flat
 from training.reporting.recorder import git_state
 

@@ -22,6 +22,7 @@ from common.machine import styled, usable_cores
 from conf import COMMAND, TRAINED
 from conf.composition import as_typed, hydra_word
 from conf.instantiate import add_to_path, build, environment, is_ours, to_dict
+from conf.masking import mask_secrets
 from launchers import World
 from launchers.meeting import rendezvous
 from launchers.stopping import Stopped
@@ -40,7 +41,7 @@ from training.evaluate import evaluate_split, not_finite
 from training.identity import changes, check_ranks, follows_total
 from training.loop import Loop
 from training.optimizer import Optimizer
-from training.reporting import SUMMARY, jsonable, mask_secrets
+from training.reporting import SUMMARY, jsonable
 from training.reporting.console import describe_results, numbers, what_to_type, why_idle
 from training.reporting.recorder import Loggers, Recorder, sections
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
@@ -247,7 +248,7 @@ def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) 
         name = f"{cfg.model.name}-{cfg.parallel.name}"
         shown = {key: value for key, value in mask_secrets(to_dict(cfg)).items() if key != COMMAND}
         supplied = {"run_dir": run_dir, "run_config": shown, "run_name": name}
-        logger = Loggers(sections(cfg), partial(build, "logger", **supplied))
+        logger = Loggers(sections(cfg), partial(build, **supplied))
     recorder = Recorder(
         run_dir,
         logger,

@@ -37,6 +37,7 @@ from training.checkpoint.init_from import check_start, vocabulary_with
 from training.evaluate import extents
 from training.first_batch import check_read, check_shapes, check_splits
 from training.optimizer import check_layout, check_optimizer, check_rates, states_of
+from training.reporting.recorder import sections
 from training.reporting.summary import check_objective
 
 BALANCES = ("time", "size")  # values of parallel.balance that are measured
@@ -204,7 +205,7 @@ def _check_sections(cfg: Any) -> None:
     check_optimizer(to_dict(cfg.optim))
     build("scheduler", cfg.scheduler)
     build_callbacks(cfg.callbacks)
-    for place, section in {"logger": cfg.logger, **{f"loggers.{n}": s for n, s in (cfg.loggers or {}).items()}}.items():
+    for place, section in sections(cfg).items():
         check_section(place, section)
 
 

@@ -20,10 +20,10 @@ SHORT = ["train.epochs=null", "train.steps=3"]
 def test_loggers_are_a_list_and_each_further_one_has_a_section_of_its_own():
     cfg = compose(["logger=[wandb,tensorboard,csv]", "logger.mode=online", "loggers.csv.file=x.csv"])
     assert cfg.logger.mode == "online" and set(cfg.loggers) == {"tensorboard", "csv"}
-    assert [section._target_.rpartition(".")[2] for section in sections(cfg)] == [
+    assert [section._target_.rpartition(".")[2] for section in sections(cfg).values()] == [
         "WandbRun", "TensorBoardRun", "CsvLogger",
     ]  # fmt: skip
-    assert [s._target_ for s in sections(compose(["logger=[csv]"]))] == ["training.reporting.CsvLogger"]
+    assert [s._target_ for s in sections(compose(["logger=[csv]"])).values()] == ["training.reporting.CsvLogger"]
 
 
 def test_the_console_names_them_and_callbacks_as_they_were_typed(tmp_path, capfd):
@@ -68,8 +68,9 @@ def test_each_gets_a_record_of_its_own_and_one_that_fails_is_warned_about_once(c
 
     with caplog.at_level(logging.WARNING):
         kinds = {kind.__name__: kind for kind in (Unreachable, Broken, Greedy)}
-        names = [{"_target_": f"package.{name}"} for name in ("Unreachable", "Greedy", "Broken", "Greedy")]
-        several = Loggers(names, lambda section: kinds[section["_target_"].rpartition(".")[2]]())
+        names = ("Unreachable", "Greedy", "Broken", "Greedy")
+        named = {f"loggers.{place}": {"_target_": f"package.{name}"} for place, name in enumerate(names)}
+        several = Loggers(named, lambda place, section: kinds[section["_target_"].rpartition(".")[2]]())
         for step in (1, 2):
             several.log({"loss": 1.0 * step}, step)
         several.histogram("gradients/a", [1.0], [0.0, 1.0], 2)

@@ -9,7 +9,8 @@ import time
 import pytest
 
 from conf.composition import as_typed, quote_values
-from training.reporting import describe, mask_secrets
+from conf.masking import mask_secrets
+from training.reporting import describe
 from training.reporting.recorder import git_state
 
 

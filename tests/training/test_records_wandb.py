@@ -96,7 +96,7 @@ KILLED = """
 import sys, time, psutil
 from training.reporting import WandbRun
 from training.reporting.recorder import Loggers
-both = Loggers([None], lambda _: WandbRun(sys.argv[1], {}, finish_timeout_s=2))
+both = Loggers({"logger": None}, lambda *_: WandbRun(sys.argv[1], {}, finish_timeout_s=2))
 both.log({"loss": 1.0}, 1)
 service, = [child for child in psutil.Process().children() if "wandb-core" in child.name()]
 service.kill()

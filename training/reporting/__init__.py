@@ -3,7 +3,6 @@
 A lost server, a full disk or a closed terminal ends no training run: it is reported once, and the run goes on.
 """
 
-from conf.masking import mask_secrets
 from training.reporting.metrics import METRICS, SUMMARY, MetricsFile, jsonable, write_json
 from training.reporting.recorder import CsvLogger, NoLogger, Progress, describe
 from training.reporting.wandb_run import WandbRun
@@ -18,6 +17,5 @@ __all__ = [
     "WandbRun",
     "describe",
     "jsonable",
-    "mask_secrets",
     "write_json",
 ]

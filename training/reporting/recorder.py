@@ -360,12 +360,12 @@ class Loggers:
         all: Those that take something.
     """
 
-    def __init__(self, sections: Sequence[Any], build: Callable[[Any], Logger]) -> None:
-        """Build the logger of each section. Raises UserError where a section is wrong."""
+    def __init__(self, sections: Mapping[str, Any], build: Callable[[str, Any], Logger]) -> None:
+        """Build the logger of each section, by its place. Raises UserError where a section is wrong."""
         self.all: list[Logger] = []
-        for section in sections:
+        for place, section in sections.items():
             try:
-                logger = build(section)
+                logger = build(place, section)
                 if type(logger) is not NoLogger:
                     self.all.append(logger)
             except UserError:
@@ -407,9 +407,9 @@ def _warn(kind: str, error: Exception) -> None:
     log.warning("%s failed (%s). Training goes on without it; metrics.jsonl has every number", kind, text)
 
 
-def sections(cfg: Any) -> list[Any]:
-    """Return the sections of a configuration that describe loggers: ``logger`` and those of ``loggers``."""
-    return [cfg.logger, *(cfg.loggers or {}).values()]
+def sections(cfg: Any) -> dict[str, Any]:
+    """Return the sections of a configuration that describe loggers, by place: ``logger``, ``loggers.csv``."""
+    return {"logger": cfg.logger, **{f"loggers.{name}": one for name, one in (cfg.loggers or {}).items()}}
 
 
 def grouped(record: dict[str, Any]) -> dict[str, Any]:

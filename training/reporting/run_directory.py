@@ -28,9 +28,10 @@ from omegaconf import DictConfig, OmegaConf
 from common.errors import TrainingError, UserError, printable
 from common.files import explain, read_yaml
 from conf.composition import Refused
+from conf.masking import mask_secrets
 from launchers import World
 from launchers.world import restarts
-from training.reporting import METRICS, mask_secrets
+from training.reporting import METRICS
 
 LOCK = ".lock"
 EARLIER_ATTEMPT_S = 120.0  # how long a network file system may keep the lock of a machine that has died

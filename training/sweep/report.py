@@ -15,7 +15,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from conf.composition import as_typed, config_folder
-from training.reporting import mask_secrets
+from conf.masking import mask_secrets
 from training.reporting.job_record import FINISHED, RUNNING, WAITING
 from training.reporting.metrics import read_object
 

@@ -34,13 +34,13 @@ from conf.composition import (
     typed_overrides,
 )
 from conf.instantiate import add_to_path, to_config, to_dict
+from conf.masking import mask_secrets
 from launchers import Interrupted, World
 from launchers.slurm.follow import wait
 from launchers.stopping import Stopped
 from training.app import completed, execute, without_options_of_checkpoint
 from training.autotune import choose_chunks, recall
 from training.checkpoint.resume import after_restart
-from training.reporting import mask_secrets
 from training.reporting.job_record import (
     FAILED,
     FINISHED,
@@ -282,7 +282,7 @@ def show_as_group(cfg: Any, sweep_dir: Path, num: int) -> None:
     """
     jobs = [job for _, job in read_jobs(sweep_dir)]
     keys = swept_keys(jobs)
-    for section in sections(cfg):
+    for section in sections(cfg).values():
         if "group" not in section:
             continue
         if section.group is None:
