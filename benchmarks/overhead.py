@@ -114,7 +114,7 @@ def bare_step(setup: Setup) -> Callable[[int], None]:
 def whole_loop(setup: Setup, folder: Path) -> Callable[[int], None]:
     """Return a step that is one of ``training.loop.Loop``, which writes its records into ``folder``."""
     trainer = Trainer(setup)
-    recorder = Recorder(folder, Loggers([], build=None), setup.total_steps)
+    recorder = Recorder(folder, Loggers({}, build=None), setup.total_steps)
     checkpoints = Checkpointer(folder / "checkpoints", trainer.strategy, trainer.optimizer)
 
     def step(number: int) -> None:
