@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -102,9 +103,6 @@ class Optimizer:
         Args:
             parameter: A parameter of this rank.
             state: Whole tensors, or what gives rows of them; of shared parameters, this rank's rows are taken.
-
-        Raises:
-            ValueError: One of them does not hold floating-point numbers, as those of torch's optimizers do.
         """
         for part in self._parts:
             part.load_state_of(parameter, state)
@@ -127,10 +125,8 @@ class _Part:
         self._group = group
         self._own = {parameter: self._stand_in(parameter) for _, parameter in parameters}
         self.optimizer = _build(config, [(name, self._own[parameter]) for name, parameter in parameters], fused)
-        if exact and type(self.optimizer) is getattr(torch.optim, "Muon", None):
-            self.optimizer.step = partial(_step_of_muon, self.optimizer)
+        self._exact_muon = exact and type(self.optimizer).__name__ == "Muon"
         self._at_first = [_numbers(one) for one in self.optimizer.param_groups]
-        self._resumed = False
         if group is not None:
             self._scatter()
 
@@ -146,16 +142,8 @@ class _Part:
         for parameter, own in self._own.items():
             if own is not parameter and parameter.grad is not None:
                 own.grad = local(parameter.grad) if self._group is None else whole(parameter.grad, self._group)
-        try:
+        with _exact_muon() if self._exact_muon else nullcontext():
             self.optimizer.step()
-        except KeyError as error:
-            if not self._resumed:
-                raise
-            raise TrainingError(
-                f"optim: {type(self.optimizer).__name__} needs {error}, which the checkpoint does not have: an option "
-                "such as amsgrad=true counts from the first step on. Resume with the options of the checkpoint, or "
-                "start anew"
-            ) from error
         for parameter, own in self._own.items():
             if own is not parameter:
                 own.grad = None
@@ -199,7 +187,6 @@ class _Part:
             return
         group, _ = self._group_of(own)
         loaded = self.optimizer.state[own] = {}
-        self._resumed = self._resumed or bool(state)
         for key, value in state.items():
             name, plain, kind = key.partition(_PLAIN)
             if plain:
@@ -210,8 +197,6 @@ class _Part:
                     loaded[name] = number
                 continue
             placed = _placed_as(parameter, key, value, group)
-            if not placed.is_floating_point():
-                raise ValueError(f"{key} of the optimizer holds {placed.dtype}, not floating-point numbers")
             loaded[key] = placed if self._group is not None else local(placed)
 
     def _group_of(self, own: Tensor) -> tuple[dict[str, Any], dict[str, float]]:
@@ -237,33 +222,25 @@ def _is_like(value: Any, own: Tensor) -> bool:
     return torch.is_tensor(value) and value.shape == own.shape
 
 
-@torch.no_grad()
-def _step_of_muon(optimizer: torch.optim.Optimizer) -> None:
-    """The update of ``torch.optim.Muon`` in the gradients' own dtype.
+def _exact_muon() -> AbstractContextManager:
+    """Have ``torch.optim.Muon`` orthogonalise in the gradients' own dtype.
 
-    torch orthogonalises in bfloat16: the last bit of a gradient then moves the loss by 1e-4 within 20 steps.
+    In torch's bfloat16, the last bit of a gradient moves the loss by 1e-4 within 20 steps.
     """
-    from torch.optim._muon import _adjust_lr
+    from torch.optim import _muon
 
-    for group in optimizer.param_groups:
-        momentum, (a, b, c) = group["momentum"], group["ns_coefficients"]
-        for parameter in group["params"]:
-            gradient, state = parameter.grad, optimizer.state[parameter]
-            if gradient is None:
-                continue
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(gradient)
-            average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-            x = gradient.lerp(average, momentum) if group["nesterov"] else average
-            tall = x.shape[0] > x.shape[1]
-            x = x.T if tall else x
-            x = x / x.norm().clamp(min=group["eps"])
-            for _ in range(group["ns_steps"]):
-                gram = x @ x.T
-                x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
-            parameter.add_(x.T if tall else x, alpha=-rate)
+    return patch.object(_muon, "_zeropower_via_newtonschulz", _orthogonalised)
+
+
+def _orthogonalised(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    a, b, c = coefficients
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
 
 
 def _share(value: Tensor, like: nn.Parameter) -> Tensor:
@@ -277,7 +254,7 @@ def _kind(config: Mapping[str, Any]) -> str:
 
 
 def _build(config: Mapping, parameters: list[tuple[str, Tensor]], fused: bool) -> torch.optim.Optimizer:
-    arguments = _arguments(config)
+    arguments = {key: value for key, value in config.items() if key not in OWN_KEYS["optim"]}
     known = inspect.signature(resolve(config["_target_"])).parameters
     spared = "weight_decay" in known and not config["decay_vectors"]
     groups: dict[tuple[float, bool], dict[str, Any]] = {}
@@ -290,11 +267,9 @@ def _build(config: Mapping, parameters: list[tuple[str, Tensor]], fused: bool) -
     try:
         return build("optim", arguments, list(groups.values()))
     except TrainingError as error:
-        raise TrainingError(
-            f"optim: {error}. An optimizer that is made for matrices leaves the other parameters to a second one: "
-            "'optim.others={_target_: torch.optim.AdamW, lr: 1e-3}'"
-        ) from None
-    except RuntimeError as error:
+        hint = "; the others need one too: 'optim.others={_target_: torch.optim.AdamW, lr: 1e-3}'"
+        raise TrainingError(f"optim: {error}{hint if '2D' in str(error) else ''}") from None
+    except (IndexError, KeyError, TypeError, RuntimeError) as error:
         raise TrainingError(f"optim: {config['_target_']} cannot take these values: {error}") from error
 
 
@@ -319,54 +294,36 @@ def _placed_as(parameter: torch.nn.Parameter, key: str, value: Tensor, group: Ma
     return state
 
 
-def _arguments(config: Mapping) -> dict[str, Any]:
-    """The section ``optim`` as its target takes it."""
-    own = OWN_KEYS["optim"]
-    return {key: value for key, value in config.items() if key not in own}
-
-
 def check_optimizer(config: Mapping[str, Any]) -> None:
-    """Check the section ``optim`` before anything is built.
+    """Build the optimizers of the section ``optim`` for a parameter of one number, before anything else is built.
 
     Raises:
-        TrainingError: Where the optimizer refuses the section's numbers, such as a negative learning rate, has no
-            learning rate, or asks for a closure.
+        TrainingError: One has no learning rate, or refuses the section's numbers, such as a negative one.
     """
     for section in filter(None, (config, config.get("others"))):
-        kind = target_of("optim", section)
-        _check_update(section)
+        target_of("optim", section)
         if "lr" not in section:
             raise TrainingError(f"optim: {section['_target_']} needs a learning rate (lr), which the schedule changes")
-        closure = inspect.signature(getattr(kind, "step", kind)).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise TrainingError(
-                f"optim: {section['_target_']} evaluates the loss several times per step (a closure), which training "
-                "in micro-batches does not; use another optimizer"
-            )
-        try:
-            build("optim", _arguments(section), [nn.Parameter(torch.zeros(1, 1))])
-        except TrainingError as error:
-            hint = "; one more optimizer is a file conf/optim/NAME.yaml (docs/extending.md)"
-            missing = str(error).startswith("there is no key")
-            said = f"{'' if missing or str(error).startswith('optim.') else 'optim: '}{error}{hint if missing else ''}"
-            raise TrainingError(said) from None
-        except (IndexError, KeyError, TypeError, RuntimeError) as error:
-            raise TrainingError(f"optim: {section['_target_']} cannot take these values: {error}") from error
+        one = ("", nn.Parameter(torch.zeros(1, 1)))
+        _build({"decay_vectors": True, **section, "rates": None}, [one], fused=False)
+
+
+def _of_torch(section: Mapping[str, Any]) -> tuple[str, int] | None:
+    module, _, name = section["_target_"].rpartition(".")
+    return _OF_TORCH.get(name) if f"{module}.".startswith("torch.optim.") else None
 
 
 def update_of(section: Mapping[str, Any]) -> str | None:
     """What an update of the section's optimizer depends on: "elementwise", "per_parameter", or None: nobody says."""
-    kind = resolve(section["_target_"])
-    of_torch = f"{kind.__module__}.".startswith("torch.optim.")
-    return _OF_TORCH.get(kind.__name__, (None, 0))[0] if of_torch else section.get("update")
+    known = _of_torch(section)
+    return section.get("update") if known is None else known[0]
 
 
 def states_of(section: Mapping[str, Any], unknown: int = 2) -> int:
     """Count the tensors of a parameter's size that an optimizer keeps for it; ``unknown`` if it is not torch's."""
-    module, _, kind = section["_target_"].rpartition(".")
-    if f"{module}.".startswith("torch.optim.") and kind in _OF_TORCH:
-        return _OF_TORCH[kind][1] + (kind == "SGD" and bool(section.get("momentum")))
-    return unknown
+    known = _of_torch(section)
+    momentum = section["_target_"].endswith(".SGD") and bool(section.get("momentum"))
+    return unknown if known is None else known[1] + momentum
 
 
 def check_layout(config: Mapping[str, Any], plan: Plan, chain: Chain) -> None:
@@ -380,7 +337,7 @@ def check_layout(config: Mapping[str, Any], plan: Plan, chain: Chain) -> None:
         return
     ways_out = " or ".join(f"parallel={name}" for name in names_where(stages=False, shards="", gpu_only=False))
     for section in filter(None, (config, config.get("others"))):
-        if update_of(section) is None:
+        if update_of(section) not in (ELEMENTWISE, PER_PARAMETER):
             raise PlanError(
                 f"optim: {section['_target_']} may compute one number from all parameters (as Prodigy and normalised "
                 f"SGD do), and parallel={plan.strategy} gives no rank the model in one piece. If it does not, say so "
@@ -391,31 +348,13 @@ def check_layout(config: Mapping[str, Any], plan: Plan, chain: Chain) -> None:
 
 
 def check_rates(rates: Mapping[str, float] | None, chain: Chain) -> None:
-    """Check the factors on the learning rate, ``optim.rates``.
-
-    Raises:
-        TrainingError: The model has no parameter in one of the modules, or a factor is no number or negative.
-    """
-    if rates is None:
-        return
-    if not isinstance(rates, Mapping):
-        raise TrainingError(f"optim.rates={rates} must be factors by module, such as {{fc: 10, layer4.0: 0.1}}")
+    """Check the names in ``optim.rates``; raise TrainingError where the model has no parameter in such a module."""
     names = [name for name, _ in chain.skeleton().named_parameters()]
-    for module, factor in rates.items():
-        if not isinstance(factor, (int, float)) or factor < 0:
-            raise TrainingError(f"optim.rates.{module}={factor} must be a number of at least 0")
+    for module in rates or {}:
         if not any(_is_in(name, module) for name in names):
             parts = sorted({part for name in names for part in name.split(".")[:-1]})
             known = [part for part in parts if not part.isdecimal()] or parts
             raise TrainingError(f"optim.rates: the model has no module {module!r}; it has {', '.join(known)}")
-
-
-def _check_update(section: Mapping[str, Any]) -> None:
-    said, known = section.get("update"), update_of(section)
-    if said not in (None, ELEMENTWISE, PER_PARAMETER):
-        raise TrainingError(f"optim.update={said} must be {ELEMENTWISE} or {PER_PARAMETER}")
-    if said not in (None, known):
-        raise TrainingError(f"optim.update={said}: {section['_target_']} is {known or 'neither'}; leave it out")
 
 
 class Constant:
