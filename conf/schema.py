@@ -152,10 +152,7 @@ class Root:
     import_from: Any = None  # folders in which Python looks for code too; found by itself (composition.code_folders)
 
 
-SCHEDULES = (
-    "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble",
-    "planned", "zbv_zero_bubble", "dualpipev",  # the last two: known, and refused with the reason
-)  # fmt: skip
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "planned")
 Schedule = Enum("Schedule", {name: name for name in SCHEDULES})
 
 

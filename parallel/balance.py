@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import combinations, pairwise, permutations
 
 import torch
 
-from common.machine import usable_cores
 from data.dataset import Batch
 from models.chain import Chain, as_tuple
-from parallel.devices import autocast, local_device, outside_autocast, parameter_dtype, synchronize
+from parallel.devices import autocast, local_device, outside_autocast, parameter_dtype, share_cores, synchronize
 from parallel.plan import Plan, block_partition, even_split
 from parallel.schedules import in_flight, makespan
 from parallel.shape_inference import trace
@@ -37,15 +35,9 @@ def seconds_per_layer(plan: Plan, chain: Chain, sample: Batch, seed: int, thread
     """
     device = local_device(plan.device_type, 0)
     sample = sample.to(device)
-    state = torch.default_generator.get_state()
-    try:
-        with (
-            _threads(threads or max(1, usable_cores() // plan.processes) if device.type == "cpu" else None),
-            autocast(plan.precision, device.type),
-        ):
-            rounds = [_round(plan, chain, sample, seed, device) for _ in range(ROUNDS)]
-    finally:
-        torch.default_generator.set_state(state)
+    share_cores(plan.processes, threads)
+    with torch.random.fork_rng(devices=[]), autocast(plan.precision, device.type):
+        rounds = [_round(plan, chain, sample, seed, device) for _ in range(ROUNDS)]
     return [min(times) for times in zip(*rounds, strict=True)]
 
 
@@ -144,14 +136,3 @@ def stage_costs(costs: Sequence[float], counts: Sequence[int]) -> list[float]:
 def stage_shares(costs: Sequence[float], counts: Sequence[int]) -> list[float]:
     """Return each stage's fraction of all costs, from 0 to 1. The arguments are those of ``stage_costs``."""
     return [cost / sum(costs) for cost in stage_costs(costs, counts)]
-
-
-@contextmanager
-def _threads(number: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if number is not None:
-        torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

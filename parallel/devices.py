@@ -63,12 +63,8 @@ class Hardware:
     def here(cls, wanted: str, processes: int | None = None) -> Hardware:
         """Look at this machine. Arguments and errors are those of ``resolve_device_type``."""
         device_type = resolve_device_type(wanted, processes)
-        return cls(device_type, device_count(device_type), resolve_precision("auto", device_type))
-
-
-def device_count(device_type: str) -> int | None:
-    """Count the devices. None for CPUs, whose cores any number of processes may share."""
-    return {"cuda": torch.cuda.device_count, "mps": lambda: 1, "cpu": lambda: None}[device_type]()
+        count = {"cuda": torch.cuda.device_count, "mps": lambda: 1, "cpu": lambda: None}[device_type]()
+        return cls(device_type, count, best_precision(device_type))
 
 
 def local_device(device_type: str, local_rank: int) -> torch.device:
@@ -181,27 +177,20 @@ class _LateCompiler(ModuleType):
 # -- numeric formats --------------------------------------------------------------------------------------------------
 
 
-def resolve_precision(wanted: str, device_type: str) -> str:
-    """Replace ``auto`` by bf16 where the device computes it in hardware, else by fp32.
+def best_precision(device_type: str) -> str:
+    """Return bf16 where the device computes it in hardware, else fp32.
 
     On a CPU the environment variable ``CPU_PRECISION`` decides where it is set.
     """
-    if wanted != "auto":
-        return wanted
-    forced = os.environ.get(CPU_PRECISION) if device_type == "cpu" else None
-    if forced not in (None, "fp32", "bf16"):
-        raise PlanError(f"the environment variable {CPU_PRECISION}={forced} must be fp32 or bf16, or not set")
-    return forced or ("bf16" if _fast_bf16(device_type) else "fp32")
-
-
-def _fast_bf16(device_type: str) -> bool:
     if device_type == "cuda":
-        return torch.cuda.get_device_capability()[0] >= 8  # Ampere; older cards emulate it
-    if device_type == "cpu":
-        # Without these fp32 is used, which is always right.
-        probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-        return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
-    return False
+        return "bf16" if torch.cuda.get_device_capability()[0] >= 8 else "fp32"  # Ampere; older cards emulate it
+    if device_type == "mps":
+        return "fp32"
+    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    chosen = os.environ.get(CPU_PRECISION) or ("bf16" if fast else "fp32")
+    if chosen not in ("fp32", "bf16"):
+        raise PlanError(f"the environment variable {CPU_PRECISION}={chosen} must be fp32 or bf16, or not set")
+    return chosen
 
 
 def parameter_dtype(precision: str) -> torch.dtype:

@@ -28,14 +28,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common.errors import LaunchError
-from common.files import parse_json
-
-_LONGEST_MESSAGE = 1 << 28  # bytes
-_TAMPERED = (
-    "the network has changed them, or another program talks to this run's ports (SECURITY.md). Start the run again"
-)
-
 
 @dataclass
 class Mesh:
@@ -138,16 +130,10 @@ class Mesh:
         if self.size == 1:
             return [json.loads(mine)]
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
-        lengths = [int(length) for length in self._gather_tensors(torch.tensor([len(mine)], device=device), group)]
-        longest = max(lengths)
-        if min(lengths) < 1 or longest > _LONGEST_MESSAGE:
-            raise LaunchError(f"ranks cannot have sent messages of {lengths} bytes: {_TAMPERED}")
+        longest = int(max(self._gather_tensors(torch.tensor([len(mine)], device=device), group)))
         padded = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8).to(device)
         messages = self._gather_tensors(padded, group)
-        try:  # JSON ignores the spaces behind it
-            return [parse_json(message.cpu().numpy().tobytes()) for message in messages]
-        except ValueError as error:
-            raise LaunchError(f"a rank sent a message that is not JSON ({error}): {_TAMPERED}") from None
+        return [json.loads(message.cpu().numpy().tobytes()) for message in messages]  # which ignores the spaces
 
     def _gather_tensors(self, mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
         received = [torch.zeros_like(mine) for _ in range(self.size)]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pkgutil import resolve_name
 
 from common.errors import PlanError
@@ -63,7 +64,6 @@ SCHEDULES = {
         splits_backward=True,
     ),
 }
-_V_SHAPED = ("zbv_zero_bubble", "dualpipev")
 
 
 def stages_per_rank(schedule: str, wanted: int | None) -> int:
@@ -71,23 +71,12 @@ def stages_per_rank(schedule: str, wanted: int | None) -> int:
     looped = SCHEDULES[schedule].looped
     if wanted is None:
         return 2 if looped else 1
-    if wanted < 1:
-        raise PlanError(f"parallel.stages_per_rank={wanted} must be at least 1")
     if wanted > 1 and not looped:
         raise PlanError(
             f"parallel.schedule={schedule} runs one stage per rank, parallel.stages_per_rank={wanted} is too many; "
             "parallel.schedule=interleaved_1f1b takes several"
         )
     return wanted
-
-
-def check_schedule(schedule: str) -> None:
-    """Refuse a schedule of torch's that cannot be used, with the reason."""
-    if schedule in _V_SHAPED:
-        raise PlanError(
-            f"parallel.schedule={schedule} is refused: torch 2.13's evaluation hangs under it (rank 0 runs the first "
-            "stage and the last); parallel.schedule=interleaved_zero_bubble is a zero-bubble schedule that works"
-        )
 
 
 def check_chunks(schedule: str, chunks: int, ranks: int) -> None:
@@ -97,21 +86,16 @@ def check_chunks(schedule: str, chunks: int, ranks: int) -> None:
             f"parallel.schedule=1f1b needs at least as many chunks as stages: parallel.chunks={chunks} is below "
             f"parallel.pp={ranks}; set parallel.chunks={ranks} or more, or parallel.schedule=gpipe"
         )
-    if SCHEDULES[schedule].rounds and not _equal_rounds(chunks, ranks):
-        below, above = chunks - 1, chunks + 1
-        while not _equal_rounds(below, ranks):
-            below -= 1
-        while not _equal_rounds(above, ranks):
-            above += 1
+
+    def equal_rounds(number: int) -> bool:  # chunks // ranks of them, at least one
+        return number % max(1, number // ranks) == 0
+
+    if SCHEDULES[schedule].rounds and not equal_rounds(chunks):
+        below, above = next(filter(equal_rounds, range(chunks, 0, -1))), next(filter(equal_rounds, count(chunks)))
         raise PlanError(
             f"parallel.schedule={schedule} runs chunks in rounds of parallel.pp={ranks}: parallel.chunks="
             f"{chunks} does not divide; the nearest that do are {below} and {above}"
         )
-
-
-def _equal_rounds(chunks: int, ranks: int) -> bool:
-    """Return whether torch's interleaved schedules can cut ``chunks`` into chunks // ranks rounds (at least one)."""
-    return chunks % max(1, chunks // ranks) == 0
 
 
 def ideal_bubble(schedule: str, ranks: int, chunks: int, per_rank: int) -> float:

@@ -121,44 +121,37 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
 
 
 class Buckets:
-    """The gradients of one stage in flat tensors of about equal size, averaged when the stage is done with them.
-
-    Its parameters' ``grad`` are views of the buckets from the first step on, as with DDP.
-    """
+    """The gradients of one stage, averaged in flat tensors of about equal size when the stage is done with them."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], average: Average, bucket_mb: float) -> None:
         """Refer to a stage's parameters, in buckets of about ``bucket_mb`` MiB."""
-        self._parameters = [p for p in parameters if p.requires_grad]
-        self._average, self._bytes = average, bucket_mb * 2**20
-        self._buckets: list[Tensor] = []
-        self._views: dict[nn.Parameter, Tensor] = {}
-        self._pending: list[Future] = []
+        self._average = average
+        self._buckets: list[list[nn.Parameter]] = []
+        room = 0.0
+        for parameter in parameters:
+            if parameter.requires_grad:
+                if room <= 0:
+                    self._buckets.append([])
+                    room = bucket_mb * 2**20
+                self._buckets[-1].append(parameter)
+                room -= parameter.nbytes
+        self._pending: list[tuple[Future, Tensor, list[nn.Parameter]]] = []
 
     @torch.no_grad()
     def start(self) -> None:
         """Start to average, while other stages compute. All replicas call it, for their stages in one order."""
-        for parameter in self._parameters:
-            if parameter.grad is None:  # not used here, but maybe by another replica
-                parameter.grad = torch.zeros_like(parameter)
-        self._fill([p for p in self._parameters if p.grad is not None and p.grad is not self._views.get(p)])
-        self._pending = [self._average(bucket) for bucket in self._buckets]
+        for bucket in self._buckets:
+            for parameter in bucket:
+                if parameter.grad is None:  # not used here, but maybe by another replica
+                    parameter.grad = torch.zeros_like(parameter)
+            flat = torch.cat([parameter.grad.flatten() for parameter in bucket])
+            self._pending.append((self._average(flat), flat, bucket))
 
+    @torch.no_grad()
     def wait(self) -> None:
         """Wait for what ``start`` has started."""
-        for future in self._pending:
+        for future, flat, bucket in self._pending:
             future.wait()
+            for parameter, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                parameter.grad.copy_(mean.view(parameter.shape))
         self._pending.clear()
-
-    def _fill(self, parameters: list[nn.Parameter]) -> None:
-        while parameters:
-            first, size = parameters[0], 0
-            taken = []
-            while parameters and (not taken or size < self._bytes) and parameters[0].dtype == first.dtype:
-                taken.append(parameters.pop(0))
-                size += taken[-1].grad.nbytes
-            bucket = first.grad.new_empty(sum(p.numel() for p in taken))
-            for parameter, flat in zip(taken, bucket.split([p.numel() for p in taken]), strict=True):
-                view = flat.as_strided(parameter.shape, parameter.stride())  # fused kernels walk both side by side
-                view.copy_(parameter.grad)
-                parameter.grad = self._views[parameter] = view
-            self._buckets.append(bucket)
