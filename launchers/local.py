@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import tempfile
-import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -20,18 +18,14 @@ from multiprocessing.connection import wait
 from common.errors import LaunchError
 from common.machine import changed_environment
 from launchers.failure import Death, WorkerFailed, log_path, read_report, root_cause
-from launchers.heartbeat import Note, describe_stall, read_notes
+from launchers.heartbeat import describe_stall, read_notes
 from launchers.meeting import local_store
 from launchers.stopping import SIGNALS, Stopped, StopSignals
 from launchers.worker import Console, Job, work
 
 _POLL_S = 0.1
 _PRELOAD = ("torch", "torch.distributed")
-_START_S = 300.0  # of imports, from a network's disk
 _END_S = 5.0
-_REAPED_S = 1.0
-_SERVER_GONE = 255  # the exit code that multiprocessing gives a process of which it will hear no more
-_LONGEST_TMPDIR = 70  # the path of a socket has at most 107 characters, and the fork server's is in a folder there
 # All ranks of a run that was told to stop leave within moments of each other.
 _LEAVE_S = 10.0
 # NCCL's watchdogs end the ranks whose time to wait is up, each in its own time.
@@ -47,15 +41,11 @@ def start_fork_server(preload: Sequence[str] = ()) -> None:
     resource_tracker.ensure_running()  # first: it unblocks signals
     # They may reach all processes of a terminal or a job. A worker unblocks them once it can handle them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *SIGNALS})
-    folder = tempfile.tempdir
-    if len(tempfile.gettempdir()) > _LONGEST_TMPDIR:
-        tempfile.tempdir = "/tmp"
     try:
         with changed_environment({"PYTHONPATH": os.pathsep.join(sys.path)}), _without_main():
             multiprocessing.set_forkserver_preload([*_PRELOAD, *preload])
             forkserver.ensure_running()
     finally:
-        tempfile.tempdir = folder
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
@@ -88,15 +78,12 @@ def run_workers(
         on_restart: Called in this process with each failure after which the workers are started anew.
 
     Raises:
-        LaunchError: Entry or args cannot be sent, before anything starts; or the fork server was ended from outside.
+        LaunchError: The workers cannot be forked.
         WorkerFailed: The error of the rank that failed first, once all workers are gone.
-        Interrupted: This process got SIGINT or, unless it was passed on, a signal of launchers.stopping; once
-            all workers are gone. It is a KeyboardInterrupt.
+        Interrupted: This process got SIGINT, or a signal of launchers.stopping that was not passed on, or a second
+            one; once all workers are gone. It is a KeyboardInterrupt.
         Stopped: The workers said that they were told to stop. It is a KeyboardInterrupt too.
     """
-    if processes < 1:
-        raise LaunchError(f"cannot start {processes} processes: a run has at least 1")
-    payload = _pack(entry, args)
     log_dir = os.path.abspath(log_dir)
     os.makedirs(log_dir, exist_ok=True)
     with ExitStack() as stack:
@@ -109,8 +96,8 @@ def run_workers(
         for restarts in itertools.count():
             folder = os.path.join(private_dir, str(restarts))
             os.mkdir(folder)
-            job = Job(payload, processes, folder, log_dir, restarts, stoppable, dict(os.environ))
-            workers = _Workers(job, stop, timeout_s)
+            job = Job(processes, folder, log_dir, restarts, stoppable, dict(os.environ))
+            workers = _Workers(job, entry, args, stop, timeout_s)
             try:
                 failure, may_restart = workers.watch()
             finally:
@@ -128,11 +115,12 @@ def run_workers(
 class _Workers:
     """The workers of one start; ``stop`` is asked between polls whether to go on."""
 
-    def __init__(self, job: Job, stop: StopSignals, timeout_s: float | None) -> None:
+    def __init__(self, job: Job, entry: Callable, args: tuple, stop: StopSignals, timeout_s: float | None) -> None:
         self._job, self._stop, self._timeout_s = job, stop, timeout_s
         process = multiprocessing.get_context("forkserver").Process
-        self._processes = [process(target=work, args=(job, rank, Console())) for rank in range(job.processes)]
-        self._given_up = False
+        ranks = range(job.processes)
+        self._processes = [process(target=work, args=(Console(), job, rank, entry, args)) for rank in ranks]
+        self._told = False
         self.exitcodes: dict[int, int] = {}
 
     def watch(self) -> tuple[WorkerFailed | None, bool]:
@@ -151,12 +139,16 @@ class _Workers:
             if len(self.exitcodes) == self._job.processes:
                 return None, False
             self._poll()
-            if self._stop.wanted:
-                self._job.stop_path.touch()
+            if self._stop.wanted and not self._told:
+                self._told = True
+                for process in self._processes:
+                    process.terminate()
         deaths = [self._death(rank) for rank in early]
         stopped = next((death.stopped for death in deaths if death.stopped is not None), None)
         if stopped is not None:
-            self._wait_while(lambda: len(self.exitcodes) < self._job.processes, _LEAVE_S)
+            deadline = time.monotonic() + _LEAVE_S
+            while len(self.exitcodes) < self._job.processes and time.monotonic() < deadline:
+                self._poll()
             raise Stopped(stopped)
         # Judged before the others are ended, so that their deaths are not taken for causes.
         stall = None
@@ -168,7 +160,6 @@ class _Workers:
 
     def end(self) -> None:
         """End all workers and what they have started, by SIGKILL, and wait until they are gone."""
-        self._given_up = True
         started = [process for process in self._processes if process.pid is not None]
         for process in started:
             # Even if the worker is gone, what it has started may still run. macOS refuses a group of the dead.
@@ -181,38 +172,13 @@ class _Workers:
             process.join(max(0.0, deadline - time.monotonic()))
 
     def _start(self) -> None:
-        """Fork the workers. The fork server answers once it has imported its modules; signals are handled meanwhile."""
-        problems: list[Exception] = []
-
-        def start() -> None:
-            try:
-                try:
-                    self._fork_all()
-                except (EOFError, ConnectionError):  # a module cannot be imported: the worker that needs it says why
-                    time.sleep(_REAPED_S)
-                    multiprocessing.set_forkserver_preload([])
-                    self._fork_all()
-            except Exception as error:
-                problems.append(error)
-            if self._given_up:
-                self.end()
-
-        starting = threading.Thread(target=start, name="start-workers", daemon=True)
-        starting.start()
-        deadline = time.monotonic() + _START_S
-        while starting.is_alive():
-            self._stop.check()
-            if time.monotonic() > deadline:
-                raise LaunchError(f"workers cannot be forked: for {_START_S:g} s torch has not been imported")
-            starting.join(_POLL_S)
-        if problems:
-            raise LaunchError(f"workers cannot be forked: {problems[0]!r}") from problems[0]
-
-    def _fork_all(self) -> None:
-        with _without_main():
-            for process in self._processes:
-                if process.pid is None and not self._given_up:
+        """Fork the workers, as soon as the fork server has imported its modules."""
+        try:
+            with _without_main():
+                for process in self._processes:
                     process.start()
+        except (EOFError, OSError) as error:  # the server has ended: its own words are on the console
+            raise LaunchError(f"workers cannot be forked: {error!r}") from error
 
     def _stall(self) -> WorkerFailed | None:
         """Name the ranks for which NCCL's watchdog has ended others: those that have not moved for as long as it waits.
@@ -221,16 +187,14 @@ class _Workers:
         """
         if self._timeout_s is None:
             return None
-        silent: dict[int, Note] = {}
-
-        def several() -> bool:
-            nonlocal silent
+        deadline = time.monotonic() + _GIVE_UP_LATE_S
+        while True:
             running = [rank for rank in range(self._job.processes) if rank not in self.exitcodes]
             notes = read_notes(local_store(self._job.store_path), running).items()
             silent = {rank: at for rank, at in notes if at.silent_s > 0.9 * self._timeout_s and not at.left}
-            return len(silent) > 1
-
-        self._wait_while(several, _GIVE_UP_LATE_S)
+            if len(silent) < 2 or time.monotonic() > deadline:
+                break
+            self._poll()
         ranks = range(self._job.processes)
         text = describe_stall(silent, [f"rank {rank}" for rank in ranks], set(ranks), self._timeout_s)
         return WorkerFailed(min(silent), "stall", text) if silent else None
@@ -246,27 +210,7 @@ class _Workers:
         wait([process.sentinel for rank, process in enumerate(self._processes) if rank not in self.exitcodes], _POLL_S)
         for rank, process in enumerate(self._processes):
             if rank not in self.exitcodes and (code := process.exitcode) is not None:
-                if code == _SERVER_GONE and _exists(process.pid):
-                    raise LaunchError("the process that forks the workers was ended from outside; start the run again")
                 self.exitcodes[rank] = code
-
-    def _wait_while(self, condition: Callable[[], object], at_most_s: float) -> None:
-        deadline = time.monotonic() + at_most_s
-        while condition() and time.monotonic() < deadline:
-            self._poll()
-
-
-def _pack(entry: Callable, args: tuple) -> bytes:
-    where = f"{getattr(entry, '__module__', '?')}.{getattr(entry, '__qualname__', entry)}"
-    if where.startswith("__main__."):
-        raise LaunchError(f"{where} is in the script itself, which workers do not import: put it in a module")
-    try:
-        return pickle.dumps((entry, args))
-    except Exception as error:
-        raise LaunchError(
-            f"{where} and its arguments cannot be sent to another process ({error}): "
-            "the function must be at the top level of a module, the arguments picklable"
-        ) from error
 
 
 @contextmanager
@@ -278,14 +222,6 @@ def _without_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True
 
 
 def _remove_empty_logs(log_dir: str, processes: int) -> None:

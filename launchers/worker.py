@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
 from pathlib import Path
+from typing import NoReturn
 
 from common.machine import unfailing_output
 from launchers import stopping
@@ -24,7 +24,6 @@ from launchers.world import LOCAL_ROLE, STORE_FILE, World
 
 # A rank that only lost its connection leaves last, so that the rank that broke it is seen to fail first.
 PEER_DELAY_S = 2.5
-_LEAVE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,6 @@ class Job:
     """What all workers of one start run.
 
     Attributes:
-        payload: Pickle of (entry, args): each worker calls `entry(world, *args)`. It travels through a nameless socket
-            pair, which no other process can reach.
         processes: Number of workers.
         folder: A private folder of this start, with the workers' store and error reports.
         log_dir: Where ranks other than 0 write what they print.
@@ -42,7 +39,6 @@ class Job:
         environment: The launching process's environment variables.
     """
 
-    payload: bytes
     processes: int
     folder: str
     log_dir: str
@@ -54,11 +50,6 @@ class Job:
     def store_path(self) -> Path:
         """The file in which the workers meet."""
         return Path(self.folder) / "store"
-
-    @property
-    def stop_path(self) -> Path:
-        """Exists once the workers are told to stop."""
-        return Path(self.folder) / "stop"
 
     def finished_path(self, rank: int) -> Path:
         """Exists once a rank's work is done: a file without content, for which a full disk has room."""
@@ -95,18 +86,17 @@ def _take_console(*passed) -> None:
         os.dup2(source.detach(), descriptor)
 
 
-def work(job: Job, rank: int, _console: None = None) -> None:
-    """Run the job as `rank`, in a process that was forked for it. Its console was taken over as it was unpickled.
+def work(_console: None, job: Job, rank: int, entry: Callable, args: tuple) -> NoReturn:
+    """Call ``entry(world, *args)`` as `rank`, in a process that was forked for it, and leave without any clean-up.
 
-    An exception is written to the job's report, and the process exits with code 1 without any clean-up that could wait
-    for a peer; with launchers.stopping.EXIT_CODE after a Stopped.
+    Its console was taken over as it was unpickled. The exit code is 1 after an exception, which is written to the job's
+    report, and launchers.stopping.EXIT_CODE after a Stopped.
     """
-    if os.path.isdir(job.folder):  # else the launching process was stopped while the fork server imported torch
-        with unfailing_output():
-            _work(job, rank)
+    with unfailing_output():
+        _work(job, rank, entry, args)
 
 
-def _work(job: Job, rank: int) -> None:
+def _work(job: Job, rank: int, entry: Callable, args: tuple) -> NoReturn:
     # What the worker starts is in its group, and ends with it.
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
@@ -118,7 +108,6 @@ def _work(job: Job, rank: int) -> None:
     world = World.detect()
     if job.stoppable:
         stopping.install_handlers()
-        stopping.also(job.stop_path.exists)
     # A terminal's Ctrl-C is the launching process's to handle. All were blocked since before the server was started.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *stopping.SIGNALS})
@@ -127,18 +116,14 @@ def _work(job: Job, rank: int) -> None:
     report = job.report_path(rank)
     try:
         use_loopback()
-        entry, args = pickle.loads(job.payload)
         entry(world, *args)
-    except SystemExit as leaving:
-        if leaving.code not in (None, 0):
-            _leave(_exit_code(leaving))
     except stopping.Stopped as stopped:
         write_stop(report, stopped)
         _leave(stopping.EXIT_CODE)
     except BaseException as error:
         _fail(error, world, report)
     job.finished_path(rank).touch()
-    threading.Thread(target=_leave_late, name="leave-late", daemon=True).start()
+    _leave(0)  # a thread or a process group left behind must not hold it up
 
 
 def redirect_output(path: str | os.PathLike) -> None:
@@ -152,29 +137,19 @@ def redirect_output(path: str | os.PathLike) -> None:
     sys.stderr.reconfigure(line_buffering=True)
 
 
-def _fail(error: BaseException, world: World, report: Path) -> None:
-    try:
+def _fail(error: BaseException, world: World, report: Path) -> NoReturn:
+    written = None
+    with contextlib.suppress(OSError):  # a full disk
         written = write_report(report, error)
-    except OSError:
-        # A full disk must not hide the error.
-        traceback.print_exception(error)
-        _leave(1)
     # Rank 0's traceback is shown by the launching process, on the same console.
-    if world.rank > 0:
+    if world.rank > 0 or written is None:
         traceback.print_exception(error)
-    if written["peer"]:
+    if written and written["peer"]:
         time.sleep(PEER_DELAY_S)
     _leave(1)
 
 
-def _exit_code(leaving: SystemExit) -> int:
-    if isinstance(leaving.code, int):
-        return leaving.code
-    print(leaving.code, file=sys.stderr)
-    return 1
-
-
-def _leave(code: int) -> None:
+def _leave(code: int) -> NoReturn:
     """End the process now: a normal exit destroys process groups, which can wait for peers that are gone."""
     for child in multiprocessing.active_children():
         child.terminate()
@@ -182,13 +157,6 @@ def _leave(code: int) -> None:
         with contextlib.suppress(OSError):  # a log on a full disk
             stream.flush()
     os._exit(code)
-
-
-def _leave_late() -> None:
-    """Bound the interpreter's shutdown after finished work: a thread left behind must not hold it up."""
-    time.sleep(_LEAVE_S)
-    print(f"a thread or process was still running {_LEAVE_S:g} s after the work was done", file=sys.stderr)
-    _leave(0)
 
 
 def _leave_with_launcher() -> None:

@@ -22,7 +22,6 @@ from conf.composition import check_received, composed_by, differences, hydra_wor
 from conf.instantiate import add_to_path, environment, to_config, to_dict
 from conf.masking import hide, mask_secrets
 from launchers import Interrupted, WorkerFailed, World, run_workers, start_fork_server, stopping
-from launchers.meeting import check_interfaces
 from launchers.stopping import Stopped
 
 if TYPE_CHECKING:
@@ -204,7 +203,6 @@ def _start_fork_server(cfg: Any, world: World | None, isolated: bool) -> None:
     workers = several or isolated or _restarts(cfg) or parallel.chunks == "auto"
     if workers and world is None and cfg.launcher.name == "local" and cfg.mode != "plan":
         with changed_environment(environment(cfg)):
-            check_interfaces()
             start_fork_server(_PRELOAD)
 
 
@@ -411,7 +409,6 @@ def _requeued(world: World) -> AbstractContextManager:
     """A run in a user's batch script that was told to stop is queued again as the same job."""
     from launchers.slurm.task import requeued
 
-    stopping.expect_echo()
     if world.origin == "torchrun":
         stopping.stop_without_parent()
     return requeued(world) if world.origin == "slurm" else nullcontext()

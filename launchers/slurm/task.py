@@ -57,7 +57,6 @@ def work(entry: Callable[[World], None], folder: Path, log_dir: Path, max_requeu
     """
     # SIGTERM comes before SIGKILL in a preemption.
     stopping.install_handlers()
-    stopping.expect_echo()
     world = World.detect() or World.alone()
     report = _report_path(folder, job_id(), world.rank)
     report.unlink(missing_ok=True)

@@ -121,13 +121,12 @@ def _fork_the_fork_server() -> None:
     start = multiprocessing.util.spawnv_passfds
 
     def fork(path, args, fds):
-        # A lock that another thread holds would stay locked in the fork. That of stopping.py reads from a pipe.
-        if "forkserver" not in args[-1] or len(os.listdir("/proc/self/task")) > 2 or threading.active_count() > 2:
+        # A lock that another thread holds would stay locked in the fork.
+        if "forkserver" not in args[-1] or len(os.listdir("/proc/self/task")) > 1 or threading.active_count() > 1:
             return start(path, args, fds)
         if pid := os.fork():
             return pid
         try:
-            signal.set_wakeup_fd(-1)
             for signum in stopping.SIGNALS:
                 signal.signal(signum, signal.SIG_DFL)
             stopping._state.__init__()

@@ -7,7 +7,7 @@ import time
 import pytest
 from commandline import Started, train, wait_until
 
-from launchers.stopping import EXIT_CODE
+from launchers.stopping import EXIT_CODE, SAME_REQUEST_S
 
 ENDLESS = ["train.epochs=null", "train.steps=10000000", "logger=none", "device=cpu", "parallel.threads=1"]
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -102,7 +102,7 @@ def test_a_second_signal_ends_all_processes_at_once(start):
     run = start("parallel=pipelined", "parallel.timeout_s=60")
     os.kill(run.workers()[1].pid, signal.SIGSTOP)  # so that no border comes
     run.process.terminate()
-    time.sleep(1.5)
+    time.sleep(SAME_REQUEST_S + 0.5)
     assert run.process.poll() is None
     run.process.terminate()
     ended = run.wait(30)
