@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from pathlib import Path
 from unittest import mock
 
 import pretend_cuda
@@ -17,9 +15,7 @@ from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
 from parallel.host_group import HostGroup
 from parallel.shape_inference import trace
-from parallel.sharding import rows_of
 from parallel.stage import Stage
-from training.checkpoint.files import write_file
 from training.optimizer import Optimizer
 from training.reporting.summary import peak_memory_bytes
 
@@ -52,38 +48,6 @@ def waits_of_an_update_after_a_resume(recipe: Recipe) -> tuple[dict, dict]:
                 optimizer.step(1e-3)
         counted.append(dict(waits))
     return tuple(counted)
-
-
-def write_from_a_thread(folder: str) -> tuple[list, list, list]:
-    """Saves a tensor of GPU 1 from a new thread.
-
-    Returns:
-        Of each stream that was made, its device and the streams it waited for; the devices that got a context.
-    """
-    made, contexts = [], []
-    stream_of_torch, set_device = torch.cuda.Stream, torch.cuda.set_device
-
-    class Noted(stream_of_torch):
-        def __init__(self, *args, **kwargs) -> None:
-            super().__init__(*args, **kwargs)
-            made.append(self)
-
-    def note(device) -> None:
-        contexts.append(torch.device(device if not isinstance(device, int) else f"cuda:{device}").index)
-        set_device(device)
-
-    weight = torch.arange(4.0, device="cuda:1")
-    torch.cuda.Stream, torch.cuda.set_device = Noted, note
-    try:
-        rows = {"weight": rows_of(weight)}
-        saving = threading.Thread(target=write_file, args=(Path(folder) / "model-00.safetensors", rows, True))
-        saving.start()
-        saving.join()
-    finally:
-        torch.cuda.Stream, torch.cuda.set_device = stream_of_torch, set_device
-    default = torch.cuda.default_stream(1)
-    waited = [[stream is default for stream in one.waited_for] for one in made]
-    return [one.device.index for one in made], waited, contexts
 
 
 def generators_seeded(recipe: Recipe) -> list[int]:

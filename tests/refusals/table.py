@@ -448,7 +448,7 @@ CHECKPOINTS = {
         RESUME, "not allowed",
         file=manifest(config={**CONFIG, "scheduler": {"_target_": "os.system", "command": "touch executed"}}),
     ),
-    "x.safetensors is missing or no regular file": [
+    "x.safetensors cannot be read: No such file": [
         Refusal(RESUME, file=manifest(files={"x.safetensors": {"bytes": 1, "sha256": "0"}})),
         Refusal(RESUME, file=manifest(files={"../../x.safetensors": {"bytes": 1, "sha256": "0"}})),
     ],

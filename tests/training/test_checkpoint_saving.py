@@ -2,7 +2,6 @@
 
 import os
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,32 +63,6 @@ def test_training_goes_on_while_a_copy_is_written_and_waits_where_there_is_none(
     assert names(tmp_path) == ["best", "latest", "step-00000002", "step-00000004", "step-00000006"]
 
 
-@pytest.mark.parametrize(
-    "free, reserved, peak, writers, fits",
-    [
-        (20, 60, 60, 1, True),
-        (2, 78, 78, 1, False),  # 68 of the 78 are free now, and the next step needs them
-        (2, 78, 60, 1, True),
-        (8, 36, 36, 1, True),
-        (8, 36, 36, 2, False),  # another process on the GPU takes as much
-    ],
-)
-def test_a_copy_stays_on_a_gpu_that_has_space_for_it_beside_the_next_step(
-    monkeypatch, free, reserved, peak, writers, fits
-):
-    gib, gpu = 2**30, torch.device("cuda", 0)
-    tensor = SimpleNamespace(device=gpu, nbytes=5 * gib)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * gib, 80 * gib))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved * gib)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * gib)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak * gib)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_backend", lambda: "host")
-    assert save._devices_with_space([tensor], writers) == ({gpu} if fits else set())
-    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    assert save._devices_with_space([tensor], 64) == save._devices_with_space([tensor], 1)
-
-
 def test_the_best_stays_however_old_it_is(tmp_path):
     rhythm = ["train.eval_every=1", "train.checkpoint_every=1", "train.keep_checkpoints=1"]
     summary = run(tmp_path, *STEPS, *rhythm, "optim.lr=3.0")
@@ -131,7 +104,7 @@ def test_the_summary_of_a_resumed_run_is_that_of_the_whole_run(tmp_path, more, i
 
 def test_what_a_killed_run_left_half_written_is_cleaned_up(tmp_path):
     folder = tmp_path / "checkpoints"
-    for name in (".step-00000004.dead-1.tmp", ".step-00000002.removed.tmp"):
+    for name in (".step-00000004.tmp", ".step-00000002.removed.tmp"):
         (folder / name).mkdir(parents=True)
         (folder / name / "model-00.safetensors").write_bytes(b"half")
     run(tmp_path, *STEPS)
@@ -175,10 +148,7 @@ def run_with_a_fault(tree, folder, meeting, rank, step, fault):
         return real(path, *args)
 
     class Noted(save.Checkpointer):
-        def _warn_of(self, one):
-            if one.error is not None and not one.reported:
-                warned.append(one.failure())
-            super()._warn_of(one)
+        warn = property(lambda self: warned.append, lambda self, _: None)
 
     save.write_file, run_module.Checkpointer = faulty, Noted
     try:
@@ -258,7 +228,8 @@ def rows(number, of):
 @pytest.mark.parametrize("writers", [1, 2, 3, 8])
 def test_ranks_that_write_their_rows_in_any_order_make_one_file_that_the_library_reads(tmp_path, writers):
     path = tmp_path / "draft" / "model-00.safetensors"
-    assert len({save.write_file(path, rows(n, writers), n == 0) for n in reversed(range(writers))}) == 1
+    for number in reversed(range(writers)):
+        save.write_file(path, rows(number, writers), number == 0)
     read = load_file(path)
     assert read.keys() == TENSORS.keys()
     assert all(read[name].dtype == t.dtype and torch.equal(read[name], t) for name, t in TENSORS.items())

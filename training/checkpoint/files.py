@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 LATEST, BEST = "latest", "best"
 UNUSED = "unused-"
-FORMAT = 2  # 1 had no checksum of the manifest itself
+FORMAT = 2
 
 _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "int64": "I64",
@@ -64,11 +64,11 @@ class Checkpoint:
         files: Size in bytes and sha256 of each file, by its name.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Read the manifest.
+    def __init__(self, folder: Path, verify: bool = False) -> None:
+        """Read the manifest; with ``verify`` read every file and compare its checksum.
 
         Raises:
-            CheckpointError: It is missing or damaged, or files are missing or of another size.
+            CheckpointError: The manifest or a file is missing or damaged; the message names it.
         """
         path = folder / MANIFEST
         if not path.exists():
@@ -84,13 +84,8 @@ class Checkpoint:
             self.files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged: {error!r}") from error
-        for name, (size, _) in self.files.items():
-            found = (folder / name).stat().st_size if (folder / name).is_file() and "/" not in name else None
-            if found != size:
-                problem = "is missing or no regular file" if found is None else f"has {found} bytes"
-                raise CheckpointError(
-                    f"{folder / name} {problem}, the manifest says {size}: the checkpoint is damaged"
-                )
+        for name, (size, checksum) in self.files.items():
+            _check_file(folder / name, size, checksum if verify else None)
 
     @classmethod
     def find(cls, path: Path, verify: bool = False) -> Checkpoint:
@@ -104,14 +99,12 @@ class Checkpoint:
         """
         folder = _named_by(expand_home(path))
         try:
-            return _opened(folder, verify)
+            return cls(folder, verify)
         except CheckpointError as error:
-            neighbours = [other for other in step_folders(folder.resolve().parent) if other != folder.resolve()]
-            if not neighbours:
+            whole = cls.newest(folder.resolve().parent, verify=True)
+            if whole is None:
                 raise
-            whole = _newest_of(neighbours, verify=True)
-            there = f"the newest whole one there is {whole.folder}" if whole else None
-            raise CheckpointError(f"{error}; {there or f'no other one in {neighbours[0].parent} is whole'}") from error
+            raise CheckpointError(f"{error}; the newest whole one there is {whole.folder}") from error
 
     @classmethod
     def newest(
@@ -122,51 +115,25 @@ class Checkpoint:
         ``verify`` says whether files are compared with their checksums or by their sizes only. ``warn`` takes a line
         about each newer checkpoint that is damaged.
         """
-        return _newest_of(step_folders(folder), verify, warn)
-
-    def verify(self) -> None:
-        """Compare the checksums of all files, and look for weights that are not finite.
-
-        Raises:
-            CheckpointError: A file is damaged, or cannot be trained on; the message names it.
-        """
-        from safetensors import SafetensorError, safe_open
-
-        for name, (_, expected) in self.files.items():
-            path = self.folder / name
+        for candidate in reversed(step_folders(folder)):
             try:
-                checksum = sha256(path)
-                if checksum != expected:
-                    raise CheckpointError(
-                        f"{path} is damaged: its sha256 is {checksum[:12]}…, the manifest says {expected[:12]}…"
-                    )
-                with safe_open(path, framework="pt") as file:
-                    problems = (why_not_finite(key, file.get_tensor(key)) for key in file.keys())
-                    problem = next(filter(None, problems), None)
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error}") from error
-            except SafetensorError as error:
-                problem = str(error)
-            if problem is not None:
-                raise CheckpointError(f"{path} cannot be used: {problem}")
+                return cls(candidate, verify)
+            except CheckpointError as error:
+                warn(f"damaged checkpoint {candidate.name}: {error}")
+        return None
 
 
-def _opened(folder: Path, verify: bool) -> Checkpoint:
-    checkpoint = Checkpoint(folder)
-    if verify:
-        checkpoint.verify()
-    return checkpoint
-
-
-def _newest_of(
-    folders: list[Path], verify: bool, warn: Callable[[str], None] = lambda line: None
-) -> Checkpoint | None:
-    for folder in reversed(folders):
-        try:
-            return _opened(folder, verify)
-        except CheckpointError as error:
-            warn(f"damaged checkpoint {folder.name}: {error}")
-    return None
+def _check_file(path: Path, size: int, checksum: str | None) -> None:
+    try:
+        found = path.stat().st_size
+        if found != size:
+            raise CheckpointError(f"{path} has {found} bytes, the manifest says {size}: the checkpoint is damaged")
+        if checksum is not None and (actual := sha256(path)) != checksum:
+            raise CheckpointError(
+                f"{path} is damaged: its sha256 is {actual[:12]}…, the manifest says {checksum[:12]}…"
+            )
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}: the checkpoint is damaged") from error
 
 
 def _named_by(path: Path) -> Path:
@@ -193,9 +160,9 @@ def read_manifest(path: Path) -> dict:
         manifest = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") not in (1, FORMAT):
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the manifest of a checkpoint in format {FORMAT}")
-    if manifest["format"] == FORMAT and with_checksum(manifest)["sha256"] != manifest.get("sha256"):
+    if with_checksum(manifest)["sha256"] != manifest.get("sha256"):
         raise CheckpointError(f"{path} is damaged: its content does not match its checksum")
     return manifest
 
@@ -220,31 +187,14 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def why_not_finite(name: str, tensor: Tensor) -> str | None:
-    """Return what is wrong with a weight of a run that has diverged; None for a sound one.
-
-    It is a NaN or an infinity. But -inf alone is an attention mask, and an optimizer's tensors, which have a slash in
-    their names, may overflow.
-    """
-    if "/" in name or not tensor.is_floating_point() or tensor.numel() == 0:
-        return None
-    least, largest = tensor.aminmax()
-    if least.isnan() or largest.isnan() or largest == math.inf:
-        return f"{name} is not finite"
-    return None
-
-
 # -- the tensors ----------------------------------------------------------------------------------------------------
 
 
-def write_file(path: Path, tensors: dict[str, Rows], first: bool) -> str:
+def write_file(path: Path, tensors: dict[str, Rows], first: bool) -> None:
     """Write a safetensors file, or this rank's rows of it, to their place, and flush it.
 
     Where each tensor lies follows from the names, dtypes and shapes alone, so that every rank knows it. The first of
     the writers also writes the header and what is not shared.
-
-    Returns:
-        The layout's digest, equal on all writers.
 
     Raises:
         CheckpointError: Weights are not finite: nothing could go on from them.
@@ -252,8 +202,10 @@ def write_file(path: Path, tensors: dict[str, Rows], first: bool) -> str:
     import torch  # late: reading a manifest needs none of it
 
     for name, rows in tensors.items():
-        if (problem := why_not_finite(name, rows.tensor)) is not None:
-            raise CheckpointError(f"{problem}: the run has diverged; try a lower optim.lr, or train.grad_clip=1.0")
+        if not is_usable(name, rows.tensor):
+            raise CheckpointError(
+                f"{name} is not finite: the run has diverged; try a lower optim.lr, or train.grad_clip=1.0"
+            )
     header, starts = lay_out(tensors)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
@@ -263,12 +215,22 @@ def write_file(path: Path, tensors: dict[str, Rows], first: bool) -> str:
         for name, rows in tensors.items():
             if rows.shared or first:
                 before = rows.start * rows.tensor[:1].nbytes if rows.shared else 0
-                content = _in_main_memory(rows.tensor.detach()).flatten().view(torch.uint8).numpy()
+                content = rows.tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
                 _write_at(descriptor, content, starts[name] + before)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return hashlib.sha256(header).hexdigest()
+
+
+def is_usable(name: str, tensor: Tensor) -> bool:
+    """Return whether training can go on from a tensor: a weight is finite, or the -inf of an attention mask.
+
+    An optimizer's tensors, which have a slash in their names, may overflow.
+    """
+    if "/" in name or not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    least, largest = tensor.aminmax()
+    return not (least.isnan() or largest.isnan() or largest == math.inf)
 
 
 def lay_out(tensors: dict[str, Rows]) -> tuple[bytes, dict[str, int]]:
@@ -294,22 +256,6 @@ def _write_at(descriptor: int, content: Any, offset: int) -> None:
     while content:
         written = os.pwrite(descriptor, content[: 1 << 30], offset)  # Linux writes 2 GiB at a time, at most
         content, offset = content[written:], offset + written
-
-
-def _in_main_memory(tensor: Tensor) -> Tensor:
-    if tensor.device.type != "cuda":
-        return tensor.cpu().contiguous()
-    import torch
-
-    # A stream's block makes the device current again that was current before, which in a new thread is device 0, and
-    # that creates a context there: 500 MB for each rank.
-    with torch.cuda.device(tensor.device):
-        # On a stream of its own, so that training's kernels do not wait for the transfer; it waits for those that
-        # still write the tensor.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.default_stream())
-        with torch.cuda.stream(stream):
-            return tensor.cpu().contiguous()
 
 
 def describe(path: Path) -> dict[str, Any]:

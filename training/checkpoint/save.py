@@ -3,7 +3,7 @@
 A save goes through these phases. A run that is killed in any of them leaves the older checkpoints as they were:
 
     copy_tensors      each writing rank copies its tensors; from here on training continues
-    write_file        each file, or this rank's rows of it, flushed, into the draft .step-00000050.ATTEMPT.tmp
+    write_file        each file, or this rank's rows of it, flushed, into the draft .step-00000050.tmp
     describe          size and sha256 of the files, complete by now, by one of their writers each
     write_manifest    rank 0: manifest.json, with step, layout, size and sha256 of each file
     publish           the draft gets its name
@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,6 @@ from torch import Tensor
 from common.errors import CheckpointError
 from common.files import flush_path, free_space
 from common.machine import available_memory
-from parallel.host_group import BACKEND
 from parallel.sharding import Rows, rows_of
 from parallel.strategy import Strategy
 from training.checkpoint.files import (
@@ -93,14 +91,13 @@ class Checkpointer:
             warn: Takes a sentence about a save in the background that has failed.
         """
         self.folder, self.strategy, self.optimizer, self.warn = Path(folder), strategy, optimizer, warn
-        self._every, self._keep, self._timeout_s, self._config = every, keep, timeout_s, config
-        self._mesh = strategy.mesh
-        if self._mesh.rank == 0:
+        self._every, self.keep, self._timeout_s, self._config = every, keep, timeout_s, config
+        self.mesh = strategy.mesh
+        if self.mesh.rank == 0:
             for draft in self.folder.glob(".*.tmp"):
                 if draft.is_dir() and not draft.is_symlink():
                     shutil.rmtree(draft, ignore_errors=True)
-        self._token, self._attempts = self._mesh.gather(secrets.token_hex(3))[0], 0
-        self._group: dist.ProcessGroup | None = None
+        self.group: dist.ProcessGroup | None = None
         self._buffers: dict[str, Tensor] = {}
         self._pending: _Save | None = None
         self._newest: int | None = 0  # the step whose weights need no saving: saved, on their way, or the initial ones
@@ -125,17 +122,13 @@ class Checkpointer:
         Raises:
             CheckpointError: On every rank: that of the last step could not be written. Older ones are untouched.
         """
-        path = None
         if self._every is not None and best:
-            path = self.save(counted, progress(), wait=last)
-        elif last and is_due(self._every, step, last):
-            path = self.ensure_saved(counted, progress)
-        elif counted != self._newest and is_due(self._every, step, last):
-            path = self.save(counted, progress())
-        save = self._pending
-        if save is not None and not save.is_alive() and not save.lost:
-            self._warn_of(save)
-        return path
+            return self.save(counted, progress(), wait=last)
+        if not is_due(self._every, step, last):
+            return None
+        if last:
+            return self.ensure_saved(counted, progress)
+        return None if counted == self._newest else self.save(counted, progress())
 
     def ensure_saved(self, counted: int, progress: Callable[[], dict]) -> Path | None:
         """Wait until the weights are on the disk. The arguments, results and errors are those of ``after_step``."""
@@ -152,45 +145,39 @@ class Checkpointer:
         self._newest = step
         final, manifest = self.folder / step_name(step), self._manifest(step, progress or {})
         if step == self._saved:
-            if self._mesh.rank == 0:
+            if self.mesh.rank == 0:
                 self._amend(final, manifest["progress"])
             return final
         files = files_of(self.strategy, self.optimizer)
-        self._attempts += 1
-        draft = self.folder / f".{step_name(step)}.{self._token}-{self._attempts}.tmp"
-        copies = None if wait else copy_tensors(files, self._mesh.pp * self._mesh.shards, self._buffers)
-        publish = partial(commit, draft, final, manifest, self._keep) if self._mesh.rank == 0 else None
-        gather = partial(self._mesh.gather, group=self._connect(files))
-        first = self._mesh.shard == 0
-        self._pending = save = _Save(step, draft, copies or files, first, gather, publish, background=not wait)
-        save.start()
+        copies = None if wait else copy_tensors(files, self.mesh.pp * self.mesh.shards, self._buffers)
+        self._connect(files)
+        self._pending = _Save(self, manifest, copies or files, awaited=wait)
+        self._pending.start()
         if wait:
-            failure = self.wait_pending(warn=False)
+            failure = self.wait_pending()
             if failure is not None:
                 raise CheckpointError(failure)
         elif copies is None:  # the originals may not change yet
-            save.join()
+            self._pending.join()
         return final
 
-    def wait_pending(self, warn: bool = True) -> str | None:
+    def wait_pending(self) -> str | None:
         """Wait until the pending save is done on every rank; return why it has failed, None if it has not."""
         save, self._pending = self._pending, None
         if save is None:
             return None
         save.join()
-        answers = self._mesh.gather((save.error, save.lost))
+        answers = self.mesh.gather((save.error, save.lost))
         if any(lost for _, lost in answers):
-            self._group = None  # it cannot be used any more
-        save.error = next((error for error, _ in answers if error is not None), None)
-        if save.error is None:
+            self.group = None  # it cannot be used any more
+            if self.mesh.rank == 0:  # a rank that was late may have written to it again
+                shutil.rmtree(save.draft, ignore_errors=True)
+        failure = next((error for error, _ in answers if error is not None), None)
+        if failure is None:
             self._saved = save.step
-            return None
-        self._newest = None
-        if self._mesh.rank == 0:  # a rank that was late may have written to it again
-            shutil.rmtree(save.draft, ignore_errors=True)
-        if warn:
-            self._warn_of(save)
-        return save.failure()
+        else:
+            self._newest = None
+        return failure
 
     def resumed_from(self, checkpoint: Checkpoint) -> None:
         """Note that the run has loaded a checkpoint, so that it is not saved again."""
@@ -237,61 +224,44 @@ class Checkpointer:
         except (OSError, CheckpointError) as error:
             self.warn(f"{final} could not be brought up to date: {error}; {free_space(final)}")
 
-    def _connect(self, files: Files) -> dist.ProcessGroup | None:
-        """Return the group of the saving threads, which is made when it is first needed."""
-        if self._group is None and self._mesh.size > 1:
-            most = max(self._mesh.gather(sum(rows.tensor.nbytes for part in files.values() for rows in part.values())))
+    def _connect(self, files: Files) -> None:
+        """Make the group of the saving threads, when it is first needed."""
+        if self.group is None and self.mesh.size > 1:
+            most = max(self.mesh.gather(sum(rows.tensor.nbytes for part in files.values() for rows in part.values())))
             patience = timedelta(seconds=self._timeout_s + most / _SLOWEST_DISK)
-            self._group = dist.new_group(backend="gloo", timeout=patience)
-        return self._group
-
-    def _warn_of(self, save: _Save) -> None:
-        if save.error is not None and not save.reported:
-            save.reported = True
-            self.warn(f"{save.failure()}; training goes on, the last good checkpoint stays")
+            self.group = dist.new_group(backend="gloo", timeout=patience)
 
 
 class _Save(threading.Thread):
     """One checkpoint on its way to the disk. The threads of all ranks go through the phases together.
 
-    ``error`` is why it has failed, the same on every rank where none is lost; ``lost`` says whether a rank no longer
-    answers, and ``reported`` whether the user knows of the error.
+    ``error`` says why it has failed, the same on every rank where none is lost; ``lost`` whether a rank no longer
+    answers.
     """
 
-    def __init__(
-        self,
-        step: int,
-        draft: Path,
-        files: Files,
-        first: bool,
-        gather: Callable[[Any], list],
-        publish: Callable[[dict], None] | None,
-        background: bool,
-    ) -> None:
-        """Take what this rank writes; ``publish`` is given a description of all files, and is None but on rank 0."""
-        super().__init__(name=f"checkpoint-{step}", daemon=True)
-        self.step, self.draft = step, draft
+    def __init__(self, checkpoints: Checkpointer, manifest: dict, files: Files, awaited: bool) -> None:
+        """Take what this rank writes. An error is a warning, unless the run waits for this save and raises it."""
+        super().__init__(name=f"checkpoint-{manifest['step']}", daemon=True)
+        self.step: int = manifest["step"]
+        self.draft = checkpoints.folder / f".{step_name(self.step)}.tmp"
         self.error: str | None = None
-        self.lost = self.reported = False
-        self._files, self._first, self._background = files, first, background
-        self._gather, self._publish = gather, publish
+        self.lost = False
+        self._checkpoints, self._manifest, self._files, self._awaited = checkpoints, manifest, files, awaited
+        self._mesh, self._group = checkpoints.mesh, checkpoints.group
 
     def run(self) -> None:
-        if self._background:
-            lower_priority()
+        if sys.platform == "linux":  # there, threads have priorities: training comes first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
-            layouts = self._together("written their files", self._write)
-            described = self._together("read their files again", partial(self._describe, layouts))
-            files = {name: entry for part in described for name, entry in sorted(part.items())}
-            self._together("published it", partial(self._publish, files) if self._publish else lambda: None)
+            self._together("written their files", self._write)
+            files = self._together("read their files again", self._describe)
+            self._together("published it", partial(self._publish, files))
         except CheckpointError as error:
-            self.error = str(error)
-        if self.error is not None and self._publish:
-            shutil.rmtree(self.draft, ignore_errors=True)
-
-    def failure(self) -> str:
-        """Return a sentence about this save's error."""
-        return f"the checkpoint of step {self.step} could not be written: {self.error}"
+            self.error = f"the checkpoint of step {self.step} could not be written: {error}"
+            if self._mesh.rank == 0:
+                shutil.rmtree(self.draft, ignore_errors=True)
+            if not self._awaited:
+                self._checkpoints.warn(f"{self.error}; training goes on, the last good checkpoint stays")
 
     def _together(self, done: str, phase: Callable[[], Any]) -> list:
         """Do a phase and return what it gave on each rank.
@@ -307,7 +277,7 @@ class _Save(threading.Thread):
         except Exception as failure:
             error = f"{failure}; {free_space(self.draft.parent)}"
         try:
-            answers = self._gather((value, error))
+            answers = self._mesh.gather((value, error), group=self._group)
         except Exception as failure:
             self.lost = True
             cause = str(failure).rpartition("] ")[2]  # without the line of gloo's source
@@ -317,16 +287,28 @@ class _Save(threading.Thread):
                 raise CheckpointError(f"rank {rank}: {error}" if len(answers) > 1 else error)
         return [value for value, _ in answers]
 
-    def _write(self) -> dict[str, str]:
-        """Write this rank's rows; return each file's layout."""
-        return {name: write_file(self.draft / name, rows, self._first) for name, rows in self._files.items()}
+    def _write(self) -> None:
+        """Write this rank's rows."""
+        for name, rows in self._files.items():
+            write_file(self.draft / name, rows, self._mesh.shard == 0)
 
-    def _describe(self, layouts: list[dict[str, str]]) -> dict[str, dict]:
+    def _describe(self) -> dict[str, dict]:
         """Return size and sha256 of the files whose first writer this rank is."""
-        for name in self._files if self._first else ():
-            if len({theirs[name] for theirs in layouts if name in theirs}) > 1:
-                raise CheckpointError(f"the ranks that share {name} have different tensors for it")
-        return {name: describe(self.draft / name) for name in self._files if self._first}
+        return {name: describe(self.draft / name) for name in self._files if self._mesh.shard == 0}
+
+    def _publish(self, described: list[dict[str, dict]]) -> None:
+        """Complete the draft and give it its name, on rank 0. Raises OSError; older checkpoints are untouched then."""
+        if self._mesh.rank != 0:
+            return
+        files = {name: entry for part in described for name, entry in sorted(part.items())}
+        folder, final = self.draft.parent, self.draft.with_name(step_name(self.step))
+        write_manifest(self.draft / MANIFEST, {**self._manifest, "files": files})
+        flush_path(self.draft)
+        publish(self.draft, final)
+        update_link(folder, LATEST, final.name)
+        if self._manifest["progress"].get("best_step") == self.step:
+            update_link(folder, BEST, final.name)
+        remove_old(folder, self._checkpoints.keep)
 
 
 def is_due(every: int | None, step: int, last: bool) -> bool:
@@ -334,7 +316,7 @@ def is_due(every: int | None, step: int, last: bool) -> bool:
     return every is not None and (last or (every > 0 and step % every == 0))
 
 
-# -- the phases ------------------------------------------------------------------------------------------------------
+# -- what is saved ---------------------------------------------------------------------------------------------------
 
 
 def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
@@ -363,62 +345,22 @@ def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
 
 @torch.no_grad()
 def copy_tensors(files: Files, writers: int, buffers: dict[str, Tensor]) -> Files | None:
-    """Copy the tensors, so that training may change the originals.
+    """Copy the tensors to main memory, so that training may change the originals.
 
-    On a GPU the copy stays on the device where it fits, which takes milliseconds; elsewhere it goes to main memory:
-    into ``buffers``, by the tensors' names, for memory that is new to a process costs far more time than the copy.
+    The copies go into ``buffers``, by the tensors' names: memory that is new to a process costs far more time than the
+    copy.
 
     Returns:
         The copies, or None where memory does not suffice for as many as ``writers`` processes make at the same time.
     """
     tensors = {name: rows.tensor for part in files.values() for name, rows in part.items()}
-    on_device = _devices_with_space(tensors.values(), writers)
-    new = {n: t for n, t in tensors.items() if n not in buffers and t.device not in on_device}
+    new = {name: tensor for name, tensor in tensors.items() if name not in buffers}
     missing = sum(tensor.nbytes for tensor in new.values())
     if missing and missing * writers + RESERVE > available_memory():
         log.debug("too little memory to copy the tensors: the checkpoint is written before training continues")
         return None
-    buffers |= {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in new.items()}
-    copies = {n: t.clone() if t.device in on_device else buffers[n].copy_(t) for n, t in tensors.items()}
-    for device in on_device:
-        torch.cuda.synchronize(device)
+    buffers |= {name: torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for name, t in new.items()}
     return {
-        file: {name: rows._replace(tensor=copies[name]) for name, rows in part.items()} for file, part in files.items()
+        file: {name: rows._replace(tensor=buffers[name].copy_(rows.tensor)) for name, rows in part.items()}
+        for file, part in files.items()
     }
-
-
-def _devices_with_space(tensors: Iterable[Tensor], writers: int) -> set[torch.device]:
-    """Return the GPUs that have space for another copy of their tensors while training continues."""
-    needed: dict[torch.device, int] = {}
-    for tensor in tensors:
-        if tensor.device.type == "cuda":
-            needed[tensor.device] = needed.get(tensor.device, 0) + tensor.nbytes
-    sharing = writers if dist.is_initialized() and dist.get_backend() == BACKEND else 1
-    return {device for device, size in needed.items() if _spare_memory(device, sharing) > size + RESERVE}
-
-
-def _spare_memory(device: torch.device, sharing: int) -> int:
-    """Return the bytes of a GPU that no step of this process has needed so far.
-
-    What torch's allocator keeps beyond what is allocated now is no spare memory: the next step needs it. What is free
-    on the device is shared by ``sharing`` processes.
-    """
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] // sharing + unused
-
-
-def commit(draft: Path, final: Path, manifest: dict, keep: int, files: dict[str, dict]) -> None:
-    """Complete and publish a draft. Raises OSError; older checkpoints are untouched then."""
-    write_manifest(draft / MANIFEST, {**manifest, "files": files})
-    flush_path(draft)
-    publish(draft, final)
-    update_link(final.parent, LATEST, final.name)
-    if manifest["progress"].get("best_step") == manifest["step"]:
-        update_link(final.parent, BEST, final.name)
-    remove_old(final.parent, keep)
-
-
-def lower_priority() -> None:
-    """Let the calling thread use the processor only when training does not, where threads have priorities."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
