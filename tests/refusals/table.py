@@ -440,9 +440,7 @@ CHECKPOINTS = {
         # Whole by its checksum, and not what this program writes.
         Refusal(RESUME, "damaged", file=manifest(step=[1])),
         Refusal(RESUME, "damaged", file=manifest(files=None)),
-        Refusal(RESUME, "config", file=manifest(config={**CONFIG, "launcher": {"setup": ["touch executed"]}})),
-        Refusal(RESUME, "config", file=manifest(config={**CONFIG, "parallel": {"env": {"LD_PRELOAD": "x"}}})),
-        Refusal(RESUME, "config", file=manifest(config={**CONFIG, "hydra": {"callbacks": {"x": {}}}})),
+        Refusal(RESUME, "config", file=manifest(config={**CONFIG, "optim": ["torch.optim.SGD"]})),
     ],
     "os.system": Refusal(
         RESUME, "not allowed",

@@ -183,6 +183,11 @@ def test_a_checkpoint_chooses_among_options_and_does_nothing_else(a_run, monkeyp
         words = saved_config([f"train.resume='{a_run.folder}'"]).words
         assert set(words) <= {f"{group}={name}" for group in CHOSEN for name in options(group)}
         assert not differing(trained, a_run.resumed())
+    a_run.holds({**sections, "launcher": {"setup": ["touch executed"]}, "hydra": {"callbacks": {"x": {}}}})
+    words = quote_values([f"train.resume='{a_run.folder}'"])
+    cfg = compose(words, words, with_hydra=True, saved=saved_config(words))
+    assert "setup" not in cfg.launcher and "x" not in cfg.hydra.callbacks
+    assert not differing(trained, a_run.resumed())
 
 
 # -- real runs -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ that gives what the checkpoint has.
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,8 +33,6 @@ from training.checkpoint.files import MANIFEST, Checkpoint
 from training.checkpoint.load import Tensors
 
 _SHOWN = 4
-# The YAML's own target; an indented one is that of a model, whose file sets other sections as well.
-_TARGET = re.compile(r"^ *_target_: *([\w.]+)", re.MULTILINE)
 
 
 def saved_config(arguments: Sequence[str]) -> SavedConfig | None:
@@ -52,8 +49,10 @@ def saved_config(arguments: Sequence[str]) -> SavedConfig | None:
     except HydraException:
         return None  # Hydra says it better
     paths = _checkpoints(typed)
+    if not paths or any(word.partition("=")[0] in ("--config-name", "-cn") for word in arguments):
+        return None  # a composed configuration of a command's own is complete
     configs = [_config_of(Path(path)) for path in paths]
-    if not configs or configs[0] is None or _has_primary(arguments):
+    if configs[0] is None:
         return None
     if any(config != configs[0] for config in configs):
         raise TrainingError(f"{', '.join(paths)} have different configurations; name one of them at a time")
@@ -82,16 +81,15 @@ class SavedConfig:
         """
         self._path, self._config = path, config
         self._folders = [folder for folder in (FOLDER, own) if folder is not None]
-        self._options = {group: self._option(group, _values(typed.get(group))) for group in CHOSEN}
-        known = {group: option for group, option in self._options.items() if option is not None and group not in typed}
-        changed = set()
-        for key in ON_TOP:
-            for option in _values(typed.get(key)):
-                if option != self._before(key):
-                    changed |= self._groups_of(key, option) - {"model"}
-        self.words = [f"{group}={option}" for group, option in known.items() if group not in changed]
-        # Without a file, the section itself is the option, unless another one is wanted.
-        self._whole = {group for group in CHOSEN if self._options[group] is None and group not in {*typed, *changed}}
+        self._had = {"model": config["model"]["name"], **config.get("choices", {})}
+        for group in set(CHOSEN) - self._had.keys():  # an older checkpoint does not say it
+            target, names = config[group].get("_target_"), (*_values(typed.get(group)), *options(group))
+            self._had[group] = next((one for one in names if self._read(group, one).get("_target_") == target), None)
+        experiments = [(key, option) for key in ON_TOP for option in _values(typed.get(key))]
+        new = [self._read(key, option) for key, option in experiments if self._is_new(key, option)]
+        self._chosen = {*typed, *(group for file in new for group in _groups_of(file))} & {*CHOSEN}
+        left = {group: self._had.get(group) for group in CHOSEN if group not in self._chosen}
+        self.words = [f"{group}={option}" for group, option in left.items() if self._read(group, option)]
 
     def lay_under(self, cfg: DictConfig, choices: Mapping[str, str | None], overrides: Sequence[str]) -> None:
         """Put the values into ``cfg``, which was composed by ``choices``, under the ``overrides`` that were typed.
@@ -99,102 +97,71 @@ class SavedConfig:
         Raises:
             TrainingError: A value names code that is neither this project's nor torch's, nor named by the command.
         """
-        typed = _typed(overrides)
+        typed, config = _typed(overrides), self._config
         raw = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
-        same = [group for group in CHOSEN if group in self._whole or choices.get(group) == self._options[group]]
-        sections, top = [*same, "train"], [key for key in ("seed", "recipe") if key in self._config]
-        others = [(key, choices[key]) for key in ON_TOP if choices.get(key) not in (None, self._before(key))]
-        winning = {*typed, *(leaf for key, option in others for leaf in self._leaves_of(key, option))}
-        known = targets(raw)
+        sections = ["train", *(one for one in CHOSEN if one not in self._chosen or choices.get(one) == self._had[one])]
+        values = {f"{section}.{key}": value for section in sections for key, value in config[section].items()}
+        values |= {key: config[key] for key in ("seed", "recipe") if key in config}
+        new = [self._read(key, choices.get(key)) for key in ON_TOP if self._is_new(key, choices.get(key))]
+        winning = {*typed, *(leaf for file in new for leaf in leaves(file))}
         with flag_override(cfg, ["struct", "readonly"], False):
-            derived = self._derived(cfg, raw, sections, top)
-            for key in top:
-                if key not in winning:
-                    cfg[key] = literal(self._config[key])
-            for section in self._whole:
-                for key in [key for key in cfg[section] if key not in self._config[section]]:
-                    cfg[section].pop(key)
-            for section in sections:
-                for key, value in self._config[section].items():
-                    path = f"{section}.{key}"
-                    if path in winning or path in derived:
-                        continue
-                    if path == "train.eval_batches" and raw["mode"] == "eval":
-                        value = None  # the whole split, as in conf/model
-                    below = {leaf: OmegaConf.select(cfg, leaf) for leaf in winning if leaf.startswith(f"{path}.")}
-                    cfg[section][key] = literal(value)
-                    _lay_again(cfg, below, typed)
+            for group in sections[1:]:
+                same_target = raw[group].get("_target_") == config[group].get("_target_")
+                if choices.get(group) != self._had[group] or not same_target:  # its file is not there
+                    for key in raw[group].keys() - config[group].keys():
+                        if f"{group}.{key}" not in winning:
+                            cfg[group].pop(key)
+            for key in values.keys() - winning - _derived(cfg, raw, values):
+                below = {leaf: OmegaConf.select(cfg, leaf) for leaf in winning if leaf.startswith(f"{key}.")}
+                # Evaluated is the whole split, as in conf/model.
+                whole_split = key == "train.eval_batches" and raw["mode"] == "eval"
+                OmegaConf.update(cfg, key, None if whole_split else literal(values[key]), merge=False)
+                for leaf, value in below.items():
+                    if leaf in typed and typed[leaf].is_delete():
+                        parent, _, name = leaf.rpartition(".")
+                        OmegaConf.select(cfg, parent).pop(name, None)
+                    else:
+                        OmegaConf.update(cfg, leaf, value, force_add=True)
         for section in sections:
-            for target in targets(OmegaConf.to_container(cfg[section], resolve=False, enum_to_str=True)):
-                if target not in known and (why := why_foreign(target)) is not None:
+            foreign = set(targets(OmegaConf.to_container(cfg[section], resolve=False, enum_to_str=True)))
+            for target in foreign - set(targets(raw)):
+                if (why := why_foreign(target)) is not None:
                     raise TrainingError(
                         f"{self._path} names {section}._target_={target}, which is not allowed, as {why}: a checkpoint "
                         f"may name public classes of {', '.join(PACKAGES)}. If you trust it, type "
                         f"{section}._target_={target}"
                     )
 
-    def _derived(
-        self, cfg: DictConfig, raw: Mapping[str, Any], sections: Sequence[str], top: Sequence[str]
-    ) -> set[str]:
-        """Return the keys that the files derive from others, where that gives what the checkpoint has."""
-        whole = copy.deepcopy(cfg)
-        whole.mode = "train"
-        for key in top:
-            whole[key] = literal(self._config[key])
-        references = []
-        for section in sections:
-            for key, value in self._config[section].items():
-                if "${" in json.dumps(raw[section].get(key), default=str):
-                    references.append((section, key))
-                else:
-                    whole[section][key] = literal(value)
-        return {f"{s}.{key}" for s, key in references if _resolved(whole[s], key) == self._config[s][key]}
+    def _is_new(self, key: str, option: Any) -> bool:
+        """Return whether an experiment is one that the run had not."""
+        return option is not None and option != self._had.get(key)
 
-    def _before(self, key: str) -> Any:
-        return self._config.get("choices", {}).get(key)
-
-    def _option(self, group: str, typed: Sequence[str]) -> str | None:
-        """Return the option of a group that the checkpoint was trained with; None where its file is not there.
-
-        An older checkpoint does not say it: it is one whose target is the section's.
-        """
-        target = self._config[group].get("_target_")
-        said = self._config["model"].get("name") if group == "model" else self._before(group)
-        if isinstance(said, str) and self._target(group, said) in (target, ""):
-            return said
-        names = (*typed, *options(group)) if said is None else ()
-        return next((name for name in names if self._target(group, name) == target), None)
-
-    def _file(self, group: str, option: str) -> Path | None:
-        files = [folder / group / f"{option}.yaml" for folder in self._folders if re.fullmatch(r"[\w.-]+", option)]
-        return next((file for file in files if file.is_file()), None)
-
-    def _target(self, group: str, option: str) -> str | None:
-        """Return the target that an option's file names; empty where it names none, None where there is no file."""
-        file = self._file(group, option)
-        named = None if file is None else _TARGET.search(file.read_text(encoding="utf-8"))
-        return named[1] if named else None if file is None else ""
-
-    def _groups_of(self, key: str, option: str) -> set[str]:
-        """Return the groups whose option an experiment brings."""
-        file = self._file(key, option)
-        entries = OmegaConf.to_container(OmegaConf.load(file), resolve=False).get("defaults", []) if file else []
-        return {str(one).split("/")[-1] for entry in entries if isinstance(entry, dict) for one in entry} & set(CHOSEN)
-
-    def _leaves_of(self, key: str, option: str) -> list[str]:
-        """Return the keys that an experiment sets."""
-        file = self._file(key, option)
-        return [] if file is None else list(leaves(OmegaConf.to_container(OmegaConf.load(file), resolve=False)))
+    def _read(self, group: str, option: Any) -> dict[str, Any]:
+        """Return what the file of an option says; empty where there is none."""
+        if isinstance(option, str) and re.fullmatch(r"[\w.-]+", option):
+            for file in (folder / group / f"{option}.yaml" for folder in self._folders):
+                if file.is_file():
+                    return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        return {}
 
 
-def _lay_again(cfg: DictConfig, below: Mapping[str, Any], typed: Mapping[str, Override]) -> None:
-    """Put back what was typed of a mapping that the checkpoint's has replaced."""
-    for leaf, value in below.items():
-        if leaf in typed and typed[leaf].is_delete():
-            parent, _, name = leaf.rpartition(".")
-            OmegaConf.select(cfg, parent).pop(name, None)
+def _groups_of(file: Mapping[str, Any]) -> set[str]:
+    """Return the groups whose option an experiment brings."""
+    entries = [entry for entry in file.get("defaults", []) if isinstance(entry, dict)]
+    return {str(key).split("/")[-1] for entry in entries for key in entry}
+
+
+def _derived(cfg: DictConfig, raw: Mapping[str, Any], values: Mapping[str, Any]) -> set[str]:
+    """Return the keys that the files derive from others, where that gives what the checkpoint has."""
+    trained, references = copy.deepcopy(cfg), []
+    trained.mode = "train"
+    for path, value in values.items():
+        section, _, key = path.rpartition(".")
+        if section and "${" in str(raw[section].get(key)):
+            references.append(path)
         else:
-            OmegaConf.update(cfg, leaf, value, force_add=True)
+            OmegaConf.update(trained, path, literal(value), merge=False)
+    return {path for path in references if _resolved(trained, path) == values[path]}
 
 
 def _typed(overrides: Any) -> dict[str, Override]:
@@ -202,28 +169,15 @@ def _typed(overrides: Any) -> dict[str, Override]:
 
 
 def _config_of(path: Path) -> dict[str, Any] | None:
+    """Return the configuration that a checkpoint keeps, as far as it is read at all; None if it keeps none."""
     checkpoint = Checkpoint.find(path)
-    if not _is_config(checkpoint.config):
-        raise CheckpointError(f"{checkpoint.folder / MANIFEST} is damaged: config in it cannot be right")
-    return checkpoint.config
-
-
-def _is_config(config: Any) -> bool:
-    """Return whether this is a configuration as checkpoints keep it: what is trained, not where, and nothing else."""
+    config = checkpoint.config
     if config is None:
-        return True
-    return (
-        isinstance(config, dict)
-        and config.keys() - {"choices", "recipe"} == {"seed", *TRAINED}
-        and isinstance(config.get("choices", {}), dict)
-        and all(isinstance(config[name], dict) and "defaults" not in config[name] for name in TRAINED)
-        and isinstance(config["model"].get("name"), str)
-    )
-
-
-def _has_primary(arguments: Sequence[str]) -> bool:
-    """Return whether the command names a composed configuration of its own, which is complete."""
-    return any(argument.partition("=")[0] in ("--config-name", "-cn") for argument in arguments)
+        return None
+    sections = [config.get(name) if isinstance(config, dict) else None for name in (*TRAINED, "choices")]
+    if not all(isinstance(section, dict) for section in sections[:-1]) or not isinstance(sections[0].get("name"), str):
+        raise CheckpointError(f"{checkpoint.folder / MANIFEST} is damaged: config in it cannot be right")
+    return config
 
 
 def _checkpoints(typed: Mapping[str, Override]) -> list[str]:
@@ -245,9 +199,9 @@ def _values(override: Override | None) -> list[str]:
     return [text for text in texts if isinstance(text, str)]
 
 
-def _resolved(section: Any, key: str) -> Any:
+def _resolved(cfg: DictConfig, key: str) -> Any:
     try:
-        value = section[key]
+        value = OmegaConf.select(cfg, key)
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     except OmegaConfBaseException:
         return OmegaConfBaseException  # equal to nothing in a checkpoint
