@@ -24,7 +24,7 @@ def html(tmp_path_factory):
 
 def test_a_sweep_has_this_page(html):
     """Its text, a cell a line, without the time and the place of the sweep."""
-    lines = re.sub(r"<[^>]*>", "", re.sub(r"<wbr>|<style>.*</style>", "", html, flags=re.S)).splitlines()
+    lines = re.sub(r"<[^>]*>", "", re.sub("\u200b|<style>.*</style>", "", html, flags=re.S)).splitlines()
     text = "\n".join(line.strip() for line in lines if line.strip()) + "\n"
     text = re.sub(r"finished · .*", "finished · TIME", re.sub(r"hydra.sweep.dir=\S+", "hydra.sweep.dir=PATH", text))
     assert text == (Path(__file__).parent / "pages" / "sweep.txt").read_text()
@@ -38,22 +38,18 @@ def test_nothing_comes_from_elsewhere_and_nothing_runs(html):
 
 
 @pytest.mark.parametrize(
-    "objective, second, steps, said",
+    "second, steps, said",
     [
-        ("step_time_s", 2.0, 20, "Fastest: parallel=a with 1 s per step, 3.00x as fast as parallel=c."),
-        ("step_time_s", 1.05, 20, "3.00x as fast as parallel=c. Its spread (10–90 %) overlaps that of parallel=b, so"),
-        ("step_time_s", 2.0, 11, "Best median: parallel=a with 1 s per step. 9 steps after the warm-up are too few to"),
-        ("samples_per_s", 1.05, 20, "Best median: parallel=a with 60 samples_per_s, 3.00x as fast as parallel=c. Its"),
+        (2.0, 20, "Fastest: parallel=a with step_time_s 1 s; the worst, parallel=c, has 3 s."),
+        (1.05, 20, "Best median: parallel=a with step_time_s 1 s; the worst, parallel=c, has 3 s. Its spread (10–90 %) "
+         "overlaps that of parallel=b: any"),
+        (2.0, 11, "has 3 s. 9 steps after the warm-up are too few to compare speeds; train for 12 or more."),
     ],
-)
-def test_a_job_is_called_faster_only_where_enough_steps_and_their_spreads_show_it(
-    tmp_path, objective, second, steps, said
-):
+)  # fmt: skip
+def test_a_job_is_called_the_fastest_only_where_enough_steps_and_their_spreads_show_it(tmp_path, second, steps, said):
     for num, (name, seconds) in enumerate({"a": 1.0, "b": second, "c": 3.0}.items()):
         leave(tmp_path, num, f"parallel={name}", times=[seconds * (1 + 0.05 * (i % 5 - 2)) for i in range(steps)])
-    text = next(results(read_table(tmp_path, objective)))
-    assert said in text
-    assert ("as fast as" in text) == (steps == 20)
+    assert said in next(results(read_table(tmp_path)))
 
 
 def test_a_sweep_in_which_nothing_has_trained_has_a_page_too(tmp_path):
@@ -97,5 +93,3 @@ def test_a_browser_shows_it_without_complaint_and_without_sideways_scrolling(htm
     assert len(shown) == 2 and all(natural > 0 and drawn > min(400, 0.8 * width) for natural, drawn in shown)
     assert across <= width
     assert smallest >= 12, "pixels of text"
-
-

@@ -11,7 +11,6 @@ from common.files import parse_json
 from training.reporting.metrics import write_json
 
 JOB = "job.json"
-_SUPERSEDED = "superseded"  # what earlier versions of this project kept of attempts that were begun anew
 
 WAITING, RUNNING, FINISHED, FAILED, INTERRUPTED = "waiting", "running", "finished", "failed", "interrupted"
 
@@ -29,10 +28,6 @@ class Job:
     error: str | None = None
     seconds: float | None = None
 
-    def but(self, **changes) -> Job:
-        """Return the record with ``changes``."""
-        return replace(self, **changes)
-
     def is_same(self, other: Job) -> bool:
         """Return whether both are the same work; where it goes on from does not count."""
         ours, theirs = ([word for word in job.overrides if word[:13] != "train.resume="] for job in (self, other))
@@ -47,7 +42,7 @@ def write_job(folder: Path, job: Job) -> None:
 def update_job(folder: Path, **changes) -> None:
     """Change the record in ``folder``; nothing where there is none."""
     if (job := read_job(folder)) is not None:
-        write_job(folder, job.but(**changes))
+        write_job(folder, replace(job, **changes))
 
 
 def read_job(folder: Path) -> Job | None:
@@ -66,7 +61,6 @@ def read_jobs(folder: Path) -> list[tuple[Path, Job]]:
         if JOB in files and (job := read_job(Path(path))) is not None:
             found.append((Path(path), job))
             names.clear()  # a run's checkpoints and logs hold no jobs
-        names[:] = [name for name in names if name != _SUPERSEDED]
     return sorted(found, key=lambda pair: pair[1].num)
 
 

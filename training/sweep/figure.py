@@ -6,16 +6,15 @@ from itertools import cycle
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
 from training.reporting.job_record import label
-from training.sweep.table import Row, Table
+from training.sweep.table import TIME, Row, Table
 
 CHUNKS = "parallel.chunks"
 _WIDTH, _HEIGHT = 6.0, 4.2  # inches: legible on a phone
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f3c8d", "#666666")
-_BEST, _IDEAL, _FAILED = "#009e73", "#777777", "#c0392b"
+_BEST = "#009e73"
 _LEGEND = 16  # entries at most: beyond them colours repeat
 _POINTS = 400  # of a loss curve, however long the run
 
@@ -24,24 +23,19 @@ def score_figure(table: Table) -> Figure:
     """Draw the objective against the swept value with the best job marked; of times, the spread of the steps too.
 
     One numeric override is the x axis and the others distinguish curves; without a numeric one each job is a bar. Over
-    ``parallel.chunks`` of a pipeline the ideal time is drawn too, see ``ideal_costs``. ``table.scores`` must not be
+    ``parallel.chunks`` of a pipeline the ideal time is drawn too, see ``ideal_times``. ``table.scored`` must not be
     empty.
     """
     axis = numeric_axis(table)
-    height = _HEIGHT if axis else max(_HEIGHT, 0.5 + len(table.rows) * (0.1 + 0.22 * len(table.keys)))
-    figure, axes = _canvas(height)
-    scale, title = 1.0, table.objective.title
-    if table.by_time:
-        scale, unit = (1e3, "ms") if max(table.scores.values()) < 1 else (1.0, "s")
-        title = f"time per {'sample' if table.per_sample else 'step'} ({unit})"
+    figure, axes = _canvas(_HEIGHT if axis else max(_HEIGHT, 0.5 + 0.5 * len(table.scored)))
     if axis is None:
-        _bars(axes, table, scale)
-        axes.set_xlabel(title)
+        _bars(axes, table)
+        axes.set_xlabel(table.objective.title)
     else:
-        _curves(axes, table, axis, scale)
-        axes.set(xlabel=axis, ylabel=title)
-    subject = ("/".join(dict.fromkeys(_texts(table, key))) for key in ("model", "parallel", "device"))
-    axes.set_title(", ".join(filter(None, subject)), loc="left", fontsize="medium")
+        _curves(axes, table, axis)
+        axes.set(xlabel=axis, ylabel=table.objective.title)
+    subjects = [row.summary.get(key) for key in ("model", "parallel", "device") for row in table.scored]
+    axes.set_title(", ".join(dict.fromkeys(filter(None, subjects))), loc="left", fontsize="medium")
     _add_legend(figure, axes)
     return figure
 
@@ -51,7 +45,7 @@ def loss_figure(table: Table) -> Figure | None:
     rows = [row for row in table.rows if len(row.curve) > 1]
     if not rows:
         return None
-    figure, axes = _canvas(0.75 * _HEIGHT)
+    figure, axes = _canvas(_HEIGHT)
     for row, colour, style in zip(rows, cycle(_COLOURS), cycle(("-", "--", ":")), strict=False):
         axes.plot(*zip(*row.curve[:: max(1, len(row.curve) // _POINTS)], strict=True), style, c=colour, label=row.label)
     # One that diverges would flatten all others.
@@ -69,23 +63,23 @@ def numeric_axis(table: Table) -> str | None:
     """
     counts = {}
     for key in table.keys:
-        numbers = {_number(row, key) for row in table.scores}
+        numbers = {_number(row, key) for row in table.scored}
         if key != "seed" and None not in numbers and len(numbers) > 1:
             counts[key] = len(numbers)
     return CHUNKS if CHUNKS in counts else max(counts, key=counts.get, default=None)
 
 
-def ideal_costs(table: Table, rows: list[Row]) -> list[float] | None:
-    """Return the costs of a pipeline's rows if splitting the batch into micro-batches cost nothing.
+def ideal_times(rows: list[Row]) -> list[float] | None:
+    """Return the times of a pipeline's rows if splitting the batch into micro-batches cost nothing.
 
     That is W / (1 - ideal bubble), or W (m + p - 1) / m for GPipe and 1F1B with m chunks and p stages. W, the time of
-    one stage, is the smallest cost x (1 - ideal bubble): the curve touches the row that comes nearest to its own ideal,
+    one stage, is the smallest time x (1 - ideal bubble): the curve touches the row that comes nearest to its own ideal,
     and no row lies below it. None if a row has no pipeline.
     """
     bubbles = [row.summary.get("ideal_bubble_fraction") for row in rows]
     if None in bubbles:
         return None
-    work = min(table.scores[row] * (1 - bubble) for row, bubble in zip(rows, bubbles, strict=True))
+    work = min(row.score * (1 - bubble) for row, bubble in zip(rows, bubbles, strict=True))
     return [work / (1 - bubble) for bubble in bubbles]
 
 
@@ -93,83 +87,58 @@ def _canvas(height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(_WIDTH, height), layout="constrained", dpi=150)
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
     return figure, axes
 
 
-def _curves(axes: Axes, table: Table, axis: str, scale: float) -> None:
+def _curves(axes: Axes, table: Table, axis: str) -> None:
     others = [key for key in table.keys if key != axis]
     groups: dict[str, list[Row]] = {}
-    for row in sorted(table.scores, key=lambda row: _number(row, axis)):
+    for row in sorted(table.scored, key=lambda row: _number(row, axis)):
         groups.setdefault(label(row.job, others) if others else "measured", []).append(row)
     for (name, rows), colour in zip(groups.items(), cycle(_COLOURS), strict=False):
-        x, y = [_number(row, axis) for row in rows], [table.scores[row] * scale for row in rows]
-        axes.errorbar(x, y, _whiskers(table, rows, scale), marker="o", color=colour, capsize=3, label=name, zorder=3)
-        if table.by_time and axis == CHUNKS and len(rows) > 1:
-            if (ideal := ideal_costs(table, rows)) is not None:
-                name = "ideal" if colour == _COLOURS[0] else None
-                colour = _IDEAL if len(groups) == 1 else colour
-                axes.plot(x, np.multiply(ideal, scale), "--", color=colour, linewidth=1.3, label=name, zorder=2)
+        x = [_number(row, axis) for row in rows]
+        y = [row.score for row in rows]
+        axes.errorbar(x, y, _spread(table, rows), marker="o", color=colour, capsize=3, label=name)
+        ideal = ideal_times(rows) if table.objective.name == TIME and axis == CHUNKS and len(rows) > 1 else None
+        if ideal is not None:
+            axes.plot(x, ideal, "--", color=colour, alpha=0.6, label=f"{name}, ideal" if others else "ideal")
     for row in table.best:
-        name = f"{_best(table)}: {row.label}, {table.show_score(row)}"
-        star = {"marker": "*", "color": _BEST, "markersize": 17, "markeredgecolor": "white", "zorder": 4}
-        axes.plot(_number(row, axis), table.scores[row] * scale, linestyle="none", label=name, **star)
-    lost = {_number(row, axis) for row in table.rows if not row.finished} - {None}
-    if lost:
-        bottom = {"transform": axes.get_xaxis_transform(), "label": "not finished"}
-        axes.plot(sorted(lost), [0.02] * len(lost), "x", color=_FAILED, **bottom)
-    ticks = sorted({_number(row, axis) for row in table.scores} | lost)
+        name = f"best: {row.label}, {table.show_score(row)}"
+        axes.plot(_number(row, axis), row.score, "*", color=_BEST, ms=17, mec="white", zorder=4, label=name)
+    if table.objective.name == TIME:
+        axes.set_ylim(bottom=0)
+    ticks = sorted({_number(row, axis) for row in table.scored})
     if ticks[0] > 0 and ticks[-1] / ticks[0] >= 8:
         axes.set_xscale("log")
-    if len(ticks) <= 12 and all(len(f"{tick:g}") <= 5 for tick in ticks):
+    if len(ticks) <= 12:
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.xaxis.minorticks_off()
-    scores = table.scores.values()
-    if min(scores) > 0 and max(scores) / min(scores) > 20:
-        axes.set_yscale("log")
-    elif table.by_time:
-        axes.set_ylim(bottom=0)
-    axes.grid(axis="y", color=_IDEAL, alpha=0.25, zorder=0)
 
 
-def _bars(axes: Axes, table: Table, scale: float) -> None:
-    rows = table.rows[::-1]
-    for place, row in enumerate(rows):
-        if row not in table.scores:
-            axes.text(0, place, f" {row.job.status}", color=_FAILED, va="center")
-            continue
-        best = row in table.best
-        style = {"color": _BEST if best else _COLOURS[0], "alpha": 0.85, "height": 0.65, "capsize": 3}
-        bar = axes.barh(place, table.scores[row] * scale, xerr=_whiskers(table, [row], scale), **style)
-        axes.bar_label(bar, [table.show_score(row) + f" ({_best(table)})" * best], padding=5)
-    axes.set_yticks(range(len(rows)), [row.label.replace(" ", "\n") for row in rows])
-    longest = max(table.costs(row)[2] if table.by_time else score for row, score in table.scores.items())
-    axes.set_xlim(0, 1.35 * scale * longest) if longest > 0 else axes.margins(x=0.35)
-    axes.set_ylim(-0.6, len(rows) - 0.4)
+def _bars(axes: Axes, table: Table) -> None:
+    rows = table.scored[::-1]
+    colours = [_BEST if row in table.best else _COLOURS[0] for row in rows]
+    names = [row.label.replace(" ", "\n") for row in rows]
+    bars = axes.barh(range(len(rows)), [row.score for row in rows], xerr=_spread(table, rows), color=colours, capsize=3)
+    axes.set_yticks(range(len(rows)), names)
+    axes.bar_label(bars, [table.show_score(row) + " (best)" * (row in table.best) for row in rows], padding=5)
+    axes.margins(x=0.35)
 
 
-def _best(table: Table) -> str:
-    return "best median" if table.by_time else "best"
-
-
-def _whiskers(table: Table, rows: list[Row], scale: float) -> np.ndarray | None:
-    """Distances from the median down to the 10th and up to the 90th percentile, [2, rows]; None unless by time."""
-    if not table.by_time:
+def _spread(table: Table, rows: list[Row]) -> np.ndarray | None:
+    """Distances from the median down to the 10th and up to the 90th percentile, [2, rows]; None unless of times."""
+    if table.objective.name != TIME or any(row.times is None for row in rows):
         return None
-    return np.diff([table.costs(row) for row in rows]).T * scale
+    return np.diff([row.times for row in rows]).T
 
 
 def _add_legend(figure: Figure, axes: Axes) -> None:
     """Add a legend above the axes, where it covers nothing."""
-    entries = list(zip(*axes.get_legend_handles_labels(), strict=True))
-    entries.sort(key=lambda entry: not isinstance(entry[0], ErrorbarContainer))  # measurements come first
-    if 0 < len(entries) <= _LEGEND:
-        handles, labels = zip(*entries, strict=True)
+    labels = axes.get_legend_handles_labels()[1]
+    if 0 < len(labels) <= _LEGEND:
         columns = 2 if max(map(len, labels)) < 40 else 1
-        figure.legend(handles, labels, loc="outside upper left", frameon=False, fontsize="small", ncols=columns)
-
-
-def _texts(table: Table, key: str) -> list[str]:
-    return [str(row.summary[key]) for row in table.rows if key in row.summary]
+        figure.legend(loc="outside upper left", frameon=False, fontsize="small", ncols=columns)
 
 
 def _number(row: Row, key: str) -> float | None:

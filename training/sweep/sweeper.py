@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
+from hydra.core.utils import JobReturn, configure_log, setup_globals
 from hydra.core.utils import run_job as run_hydra_job
 from hydra.errors import HydraException
 from omegaconf import OmegaConf, open_dict
@@ -103,8 +103,10 @@ def sweep(sweeper: Any, arguments: list[str]) -> Sequence[JobReturn]:
         for batch in batches(todo, sweeper.max_batch_size):
             returned = sweeper.launcher.launch([entry.overrides for entry in batch], batch[0].job.num)
             for entry, result in zip(batch, returned, strict=True):
-                if result.status != JobStatus.COMPLETED:
-                    _record_failure(entry, result)
+                try:
+                    _ = result.return_value
+                except Exception as error:  # of a job that could not record it, such as a killed process
+                    update_job(entry.folder, status=FAILED, error=str(error) or repr(error))
             results += returned
     except BaseException:
         with suppress(SystemExit):  # the exception that ended the sweep says more
@@ -143,9 +145,8 @@ def compose_all(compose: Callable[[list[str]], Any], jobs: Iterable[list[str]], 
             entries.append(Entry(job, overrides, folder, queued))
         except (HydraException, OmegaConfBaseException) as error:
             first_error = first_error or error
-            reasons = filter(None, (error, error.__cause__))
-            failed = job.but(status=FAILED, error="\n".join(str(reason).strip() for reason in reasons))
-            entries.append(Entry(failed, overrides, sweep_dir / str(num)))
+            reason = "\n".join(str(error).strip() for error in (error, error.__cause__) if error is not None)
+            entries.append(Entry(replace(job, status=FAILED, error=reason), overrides, sweep_dir / str(num)))
     if first_error is not None and all(entry.job.status == FAILED for entry in entries):
         raise first_error
     return entries
@@ -161,21 +162,21 @@ def open_folders(entries: list[Entry], sweep_dir: Path) -> list[Entry]:
     """
     before = [read_job(entry.folder) for entry in entries]
     for entry, earlier in zip(entries, before, strict=True):
-        if earlier is None and entry.folder.is_dir() and any(entry.folder.iterdir()):
-            raise TrainingError(f"{entry.folder} holds another run; choose another hydra.sweep.dir than {sweep_dir}")
-        if earlier is not None and not earlier.is_same(entry.job):
+        used = entry.folder.is_dir() and any(entry.folder.iterdir())
+        if used and (earlier is None or not earlier.is_same(entry.job)):
+            known = f" ({' '.join(earlier.overrides)})" if earlier is not None else ""
             raise TrainingError(
-                f"{entry.folder} holds another run ({' '.join(earlier.overrides)}; this job would be "
-                f"{' '.join(entry.job.overrides)}); choose another hydra.sweep.dir than {sweep_dir}, or repeat that "
-                "sweep's own command to continue it"
+                f"{entry.folder} holds another run{known} than {' '.join(entry.job.overrides)}; choose another "
+                f"hydra.sweep.dir than {sweep_dir}, or repeat that sweep's own command to continue it"
             )
     todo = []
     for entry, earlier in zip(entries, before, strict=True):
-        if earlier is not None and earlier.status == FINISHED:
+        status = None if earlier is None else earlier.status
+        if status == FINISHED:
             print(f"job {entry.job.num} is finished: {' '.join(entry.job.overrides)}")
             continue
-        if earlier is not None and entry.queued and earlier.status in (WAITING, RUNNING):
-            print(f"job {entry.job.num} is {earlier.status} (if it was lost, remove {entry.folder} to run it again)")
+        if entry.queued and status in (WAITING, RUNNING):
+            print(f"job {entry.job.num} is {status} (if it was lost, remove {entry.folder} to run it again)")
             continue
         entry.folder.mkdir(parents=True, exist_ok=True)
         write_job(entry.folder, entry.job)
@@ -193,17 +194,6 @@ def batches(entries: list[Entry], max_size: int | None) -> Iterator[list[Entry]]
         size = max_size or len(batch)
         for start in range(0, len(batch), size):
             yield batch[start : start + size]
-
-
-def _record_failure(entry: Entry, result: JobReturn) -> None:
-    """Record the failure of a job that could not do so itself, such as a killed process."""
-    recorded = read_job(entry.folder) or entry.job
-    if recorded.status != FAILED:
-        try:
-            reason = str(result.return_value)
-        except Exception as error:
-            reason = str(error) or repr(error)
-        write_job(entry.folder, recorded.but(status=FAILED, error=reason))
 
 
 def run_job(cfg: Any, hydra: Any, world: World | None) -> float | None:
@@ -236,7 +226,7 @@ def run_job(cfg: Any, hydra: Any, world: World | None) -> float | None:
     begin = time.monotonic()
 
     def end(status: str, error: str | None = None) -> None:
-        write_job(folder, job.but(status=status, error=error, seconds=time.monotonic() - begin))
+        update_job(folder, status=status, error=error, seconds=time.monotonic() - begin)
 
     try:
         execute(cfg, folder, world, hydra, isolated=True)
@@ -262,33 +252,19 @@ def run_job(cfg: Any, hydra: Any, world: World | None) -> float | None:
 
 
 def _begin(cfg: Any, hydra: Any, folder: Path, status: str) -> Job:
-    """Record a job and change its configuration: where it goes on from, and what loggers call it."""
+    """Record a job and change its configuration: where it goes on from, and its group and name in wandb."""
     job, earlier = Job(hydra.job.num, tuple(mask_secrets(typed_overrides(hydra))), status), read_job(folder)
     unfinished = earlier is not None and earlier.is_same(job) and earlier.status != FINISHED
     if unfinished and to_dict(cfg)["mode"] == "train" and (folder / METRICS).exists():
         after_restart(cfg, folder)
     write_job(folder, job)
-    show_as_group(cfg, Path(hydra.sweep.dir), job.num)
-    return job
-
-
-def show_as_group(cfg: Any, sweep_dir: Path, num: int) -> None:
-    """Make the jobs one group in wandb, named after the sweep's directory; each job is named by its own overrides.
-
-    Args:
-        cfg: The job's configuration, changed in place; what the user has set stays.
-        sweep_dir: The sweep's directory, with the record of every job.
-        num: The job's number.
-    """
-    jobs = [job for _, job in read_jobs(sweep_dir)]
+    jobs = [one for _, one in read_jobs(Path(hydra.sweep.dir))]
     keys = swept_keys(jobs)
     for section in sections(cfg).values():
-        if "group" not in section:
-            continue
-        if section.group is None:
-            section.group = sweep_dir.absolute().name
-        if section.name is None and keys:
-            section.name = next(label(job, keys) for job in jobs if job.num == num)[:120]
+        if "group" in section:
+            section.group = section.group or Path(hydra.sweep.dir).absolute().name
+            section.name = section.name or (label(job, keys)[:120] if keys else None)
+    return job
 
 
 def launch_array(hydra_context: Any, config: Any, jobs: Sequence[Sequence[str]], first: int) -> Sequence[JobReturn]:

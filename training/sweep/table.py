@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from training.reporting.job_record import FINISHED, Job, label, read_jobs, short
 from training.reporting.metrics import METRICS, SUMMARY, after_warmup, flat, read_object, read_records
 
 TIME, LOSS, TRAINING_LOSS = "step_time_s", "val_loss", "final_loss"
+ENOUGH_STEPS = 10  # after the warm-up: of fewer, the percentiles are the fastest and the slowest step
 
 # Keys, and sections with all their keys.
 _SPEED = (
@@ -26,22 +27,12 @@ _SPEED = (
     *(f"train.{key}" for key in ("compile", "activation_checkpointing", "precision", "deterministic", "tf32")),
     "train.cudnn_benchmark", "train.profile", "train.trace",
 )  # fmt: skip
-# Jobs are compared with those of the same model, and another seed is the same question once more.
-_NEITHER = ("model", "seed")
 _LARGER_IS_BETTER = re.compile(r"accuracy|_per_s$|(^|_)(f1|auc|precision|recall|top\d+)($|_)")
-PERCENTILES = (10, 50, 90)
-ENOUGH_STEPS = 10  # after the warm-up: of fewer, the percentiles are the fastest and the slowest step
-_SHOWN = (TIME, "val_loss", "final_loss", "samples_per_s", "tokens_per_s", "peak_memory_bytes", "bubble_fraction")
+_SHOWN = (TIME, LOSS, TRAINING_LOSS, "samples_per_s", "tokens_per_s", "peak_memory_bytes", "bubble_fraction")
 
 
-@dataclass(frozen=True)
-class Objective:
-    """A number that every finished job has.
-
-    Attributes:
-        name: A number of summary.json, or a metric of the validation such as val_accuracy. "val_loss" is the best.
-        larger_is_better: Whether the largest is the best.
-    """
+class Objective(NamedTuple):
+    """What jobs are compared by: a number of summary.json, or a metric of the validation; "val_loss" is the best."""
 
     name: str
     larger_is_better: bool
@@ -49,39 +40,43 @@ class Objective:
     @property
     def title(self) -> str:
         """The objective as the label of an axis."""
-        return {LOSS: "best validation loss", TRAINING_LOSS: "training loss of the last step"}.get(self.name, self.name)
+        titles = {TIME: "time per step (s)", LOSS: "best validation loss", TRAINING_LOSS: "last training loss"}
+        return titles.get(self.name, self.name)
 
-    def of(self, folder: Path) -> float | None:
-        """Return the number of the run in ``folder``; None where it has none."""
-        summary = read_object(folder / SUMMARY)
+    @property
+    def is_speed(self) -> bool:
+        """Whether it is the time per step, or follows from it."""
+        return self.name in (TIME, "samples_per_s", "tokens_per_s")
+
+    def of(self, summary: dict[str, Any], records: Sequence[dict[str, Any]]) -> float | None:
+        """Return the number of a run with this summary.json and metrics.jsonl; None where it has none."""
         value = summary.get("best_val_loss" if self.name == LOSS else self.name)
         if isinstance(value, list):  # one number per rank
             value = sum(value)
         if value is None and self.name.startswith("val_"):
-            values = filter(_is_number, (record.get(self.name) for record in read_records(folder / METRICS)))
-            value = (max if self.larger_is_better else min)(values, default=None)
-        return float(value) if _is_number(value) else None
+            found = (record[self.name] for record in records if record.get(self.name) is not None)
+            value = (max if self.larger_is_better else min)(found, default=None)
+        return float(value) if isinstance(value, int | float) else None
 
 
-def objective(
-    name: str | None, keys: Sequence[str], folders: Sequence[Path], direction: str | None = None
+def choose_objective(
+    name: str | None, direction: str | None, keys: Sequence[str], summaries: Sequence[dict[str, Any]]
 ) -> Objective:
     """Choose what to compare jobs by.
 
     Args:
         name: ``sweep.objective``; None: the time per step where only settings of speed vary, else the validation loss,
             or the training loss where nothing was validated.
+        direction: ``sweep.direction``; None: by the name, so that more accuracy and more speed are better.
         keys: The overrides that vary.
-        folders: The directories of the jobs.
-        direction: "minimize" or "maximize"; None: by the name, so that more accuracy and more speed are better.
+        summaries: The contents of the jobs' summary.json.
     """
     if name is None:
-        compared = [key for key in keys if key not in _NEITHER]
-        name = TIME if compared and all(map(is_of_speed, compared)) else LOSS
-        if name == LOSS and all(Objective(LOSS, False).of(folder) is None for folder in folders):
-            name = TRAINING_LOSS
-    larger = bool(_LARGER_IS_BETTER.search(name)) if direction is None else direction == "maximize"
-    return Objective(name, larger)
+        # Jobs are compared with those of the same model, and another seed is the same question once more.
+        compared = [key for key in keys if key not in ("model", "seed")]
+        validated = any(summary.get("best_val_loss") is not None for summary in summaries)
+        name = TIME if compared and all(map(is_of_speed, compared)) else LOSS if validated else TRAINING_LOSS
+    return Objective(name, bool(_LARGER_IS_BETTER.search(name)) if direction is None else direction == "maximize")
 
 
 def is_of_speed(key: str) -> bool:
@@ -95,18 +90,15 @@ def value_for_sweeper(cfg: Any, folder: Path) -> float | None:
     Raises:
         TrainingError: ``sweep.objective`` is none of the run's numbers.
     """
-    chosen = objective(cfg.sweep.objective, (), [folder])
-    value = chosen.of(folder)
+    summary = read_object(folder / SUMMARY)
+    objective = choose_objective(cfg.sweep.objective, None, (), [summary])
+    value = objective.of(summary, read_records(folder / METRICS))
     if value is None and cfg.sweep.objective is not None and cfg.mode == "train":
         raise TrainingError(
-            f"sweep.objective={chosen.name} is not among the numbers in {folder} (summary.json, metrics.jsonl); was "
+            f"sweep.objective={objective.name} is not among the numbers in {folder} (summary.json, metrics.jsonl); was "
             "the run evaluated? train.eval_every=0 evaluates at the end"
         )
     return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,8 +111,10 @@ class Row:
         label: The overrides that distinguish it from the other jobs.
         values: All its overrides by key.
         summary: The contents of summary.json; empty unless the job has finished.
-        times: Seconds of each step after the warm-up.
         curve: The step and the training loss of every step.
+        timed: The number of steps after the warm-up.
+        times: The 10th, 50th and 90th percentile of their seconds; None unless the job has finished and trained.
+        score: The objective; None where the job has none.
     """
 
     job: Job
@@ -128,8 +122,10 @@ class Row:
     label: str
     values: dict[str, str]
     summary: dict[str, Any]
-    times: list[float]
     curve: list[tuple[int, float]]
+    timed: int
+    times: np.ndarray | None
+    score: float | None
 
     @property
     def finished(self) -> bool:
@@ -137,34 +133,13 @@ class Row:
         return self.job.status == FINISHED
 
     @property
-    def model(self) -> str | None:
-        """The name of its model; None unless the job has finished."""
-        return self.summary.get("model")
-
-    @cached_property
-    def step_times(self) -> np.ndarray | None:
-        """The 10th, 50th and 90th percentile of seconds per step; None unless the job has finished and trained."""
-        return np.percentile(self.times, PERCENTILES) if self.finished and self.times else None
-
-    @property
-    def batch(self) -> int:
-        """Samples per step; 0 where the summary does not say."""
-        return round((self.summary.get("samples_per_s") or 0) * (self.summary.get("step_time_s") or 0))
-
-    @property
     def problem(self) -> str:
         """Why there is no result, in one line; empty for a finished job."""
-        if self.finished:
-            return ""
-        lines = [line for line in (self.job.error or "").splitlines() if line.strip()]
-        if not lines:
+        if not self.job.error:
             return {"waiting": "not started", "running": "no end is recorded"}.get(self.job.status, "")
-        starts = [n for n, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-        if not starts:
-            return lines[0].strip()
-        # The error follows the last frame; after it come its further lines and notes.
-        said = [line for line in lines[starts[-1] + 1 :] if not line.startswith(" ")]
-        return said[0].removeprefix("common.errors.") if said else lines[-1].strip()
+        # Of a traceback, the line behind its last frame.
+        raised = re.findall(r"^Traceback .*\n(?:[ \t].*\n)*(\S.*)", self.job.error, re.MULTILINE)
+        return (raised or self.job.error.strip().splitlines())[-1 if raised else 0].removeprefix("common.errors.")
 
     @property
     def status(self) -> str:
@@ -190,50 +165,21 @@ class Table:
     rows: list[Row]
     objective: Objective
 
-    @property
-    def by_time(self) -> bool:
-        """Whether the objective is the time per step, or per sample."""
-        return self.objective.name == TIME
-
-    @property
-    def by_speed(self) -> bool:
-        """Whether the objective is the time per step or follows from it."""
-        return self.objective.name in (TIME, "samples_per_s", "tokens_per_s")
-
     @cached_property
-    def per_sample(self) -> bool:
-        """Whether costs are times per sample, as the jobs' steps are of different sizes."""
-        batches = {row.batch for row in self.rows if row.step_times is not None}
-        return len(batches) > 1 and 0 not in batches
-
-    def costs(self, row: Row) -> np.ndarray:
-        """Return the 10th, 50th and 90th percentile of seconds per step, or per sample, of a row that was timed."""
-        return row.step_times / (row.batch if self.per_sample else 1)
-
-    @cached_property
-    def scores(self) -> dict[Row, float]:
-        """The objective of each job that has it."""
-        if self.by_time:
-            return {row: float(self.costs(row)[1]) for row in self.rows if row.step_times is not None}
-        found = {row: self.objective.of(row.folder) for row in self.rows if row.finished}
-        return {row: score for row, score in found.items() if score is not None}
+    def scored(self) -> list[Row]:
+        """The rows that have the objective."""
+        return [row for row in self.rows if row.score is not None]
 
     @cached_property
     def best(self) -> list[Row]:
         """The best job of each model of which several jobs have a score."""
         choose = max if self.objective.larger_is_better else min
-        models = dict.fromkeys(row.model for row in self.scores)
-        groups = [[row for row in self.scores if row.model == model] for model in models]
-        return [choose(rivals, key=self.scores.get) for rivals in groups if len(rivals) > 1]
+        groups = {row.summary["model"]: self.rivals(row) for row in self.scored}
+        return [choose(rivals, key=lambda row: row.score) for rivals in groups.values() if len(rivals) > 1]
 
     def rivals(self, row: Row) -> list[Row]:
         """Return the scored rows of the same model as ``row``, itself included."""
-        return [other for other in self.scores if other.model == row.model]
-
-    def overlapping(self, row: Row) -> list[Row]:
-        """Return the rivals of ``row``, the fastest, whose spread and its own overlap: they may be as fast."""
-        high = self.costs(row)[2]
-        return [other for other in self.rivals(row) if other is not row and self.costs(other)[0] <= high]
+        return [other for other in self.scored if other.summary["model"] == row.summary["model"]]
 
     @cached_property
     def references(self) -> dict[Row, Row]:
@@ -245,7 +191,7 @@ class Table:
                 learned = tuple(row.values.get(key) for key in self.keys if not is_of_speed(key))
                 groups.setdefault(learned, []).append(row)
         return {
-            row: next((other for other in rows if other.summary.get("parallel") in alone), rows[0])
+            row: next((other for other in rows if other.summary["parallel"] in alone), rows[0])
             for rows in groups.values()
             if len(rows) > 1
             for row in rows
@@ -266,117 +212,101 @@ class Table:
 
     def show_score(self, row: Row) -> str:
         """Format the score of a row that has one."""
-        return seconds(self.scores[row]) if self.by_time else f"{self.scores[row]:.4g}"
+        return seconds(row.score) if self.objective.name == TIME else f"{row.score:.4g}"
 
     @cached_property
     def cells(self) -> dict[Row, dict[str, str]]:
         """The overrides and results of each row as texts, by column; columns that no row fills are left out."""
-        cells = {row: self._results(row) for row in self.rows}
-        filled = [title for title in cells[self.rows[0]] if any(results[title] for results in cells.values())]
+        results = {row: self._results(row) for row in self.rows}
+        filled = [title for title in results[self.rows[0]] if any(texts[title] for texts in results.values())]
         return {
-            row: {
-                **{key: short(row.values.get(key, "")) for key in self.keys},
-                "status": row.status,
-                **{title: results[title] for title in filled},
-            }
-            for row, results in cells.items()
+            row: {key: short(row.values.get(key, "")) for key in self.keys}
+            | {"status": row.status, **{title: texts[title] for title in filled}}
+            for row, texts in results.items()
         }
 
     def _results(self, row: Row) -> dict[str, str]:
-        low, median, high = (None, None, None) if row.step_times is None else row.step_times
+        low, median, high = ("", "", "") if row.times is None else map(seconds, row.times)
         difference, ranks = self.loss_difference(row), row.summary.get("peak_memory_bytes")
         compared = {None: "", float("inf"): "other steps"}.get(difference, f"{difference or 0:.1g}")
         results = {
-            "time per step": seconds(median),
-            "10–90 %": _range(low, high),
-            "samples/s": _number(row, "samples_per_s"),
-            "tokens/s": _number(row, "tokens_per_s"),
-            "bubble": _percent(row, "bubble_fraction"),
-            "ideal bubble": _percent(row, "ideal_bubble_fraction"),
+            "time per step": median,
+            "10–90 %": f"{low} – {high}" if low else "",
+            "samples/s": _shown(row, "samples_per_s"),
+            "tokens/s": _shown(row, "tokens_per_s"),
+            "bubble": _shown(row, "bubble_fraction", ".1%"),
+            "ideal bubble": _shown(row, "ideal_bubble_fraction", ".1%"),
             "peak memory": f"{sum(ranks) / 2**30:.2f} GiB" if ranks else "",
-            "final loss": _number(row, "final_loss"),
+            "final loss": _shown(row, TRAINING_LOSS),
             "loss difference": "reference" if self.references.get(row) is row else compared,
-            "best val. loss": _number(row, "best_val_loss"),
+            "best val. loss": _shown(row, "best_val_loss"),
         }
         if self.objective.name not in _SHOWN:
-            results[self.objective.name] = self.show_score(row) if row in self.scores else ""
+            results[self.objective.name] = "" if row.score is None else self.show_score(row)
         return results
 
 
 def read_table(folder: Path, objective_name: str | None = None, direction: str | None = None) -> Table:
-    """Read what the jobs below ``folder`` have left.
-
-    Args:
-        folder: The sweep's directory.
-        objective_name: ``sweep.objective``; None: see ``objective``.
-        direction: ``sweep.direction``.
-    """
+    """Read what the jobs below ``folder`` have left; for the other arguments see ``choose_objective``."""
     jobs = read_jobs(folder)
     keys = swept_keys([job for _, job in jobs])
-    chosen = objective(objective_name, keys, [path for path, _ in jobs], direction)
-    return Table(folder, keys, [_read_row(path, job, keys) for path, job in jobs], chosen)
+    summaries = [read_object(path / SUMMARY) if job.status == FINISHED else {} for path, job in jobs]
+    objective = choose_objective(objective_name, direction, keys, summaries)
+    rows = [
+        _read_row(path, job, label(job, keys), summary, objective)
+        for (path, job), summary in zip(jobs, summaries, strict=True)
+    ]
+    return Table(folder, keys, rows, objective)
 
 
-def _read_row(folder: Path, job: Job, keys: list[str]) -> Row:
-    summary = read_object(folder / SUMMARY) if job.status == FINISHED else {}
-    steps = [record for record in read_records(folder / METRICS) if "step_time_s" in record]
-    times = after_warmup([step["step_time_s"] for step in steps if step["step_time_s"] is not None])
-    curve = [(step["step"], step["loss"]) for step in steps if step.get("loss") is not None]
-    return Row(job, folder, label(job, keys), values(job), summary, list(times), curve)
+def _read_row(folder: Path, job: Job, name: str, summary: dict[str, Any], objective: Objective) -> Row:
+    records = read_records(folder / METRICS)
+    timed = after_warmup([record["step_time_s"] for record in records if record.get("step_time_s") is not None])
+    return Row(
+        job,
+        folder,
+        name,
+        values(job),
+        summary,
+        curve=[(record["step"], record["loss"]) for record in records if record.get("loss") is not None],
+        timed=len(timed),
+        times=np.percentile(timed, (10, 50, 90)) if summary and timed else None,
+        score=objective.of(summary, records) if summary else None,
+    )
 
 
 def write_csv(table: Table, path: Path) -> None:
     """Write one line per job: its overrides, how it ended, and its summary with the spread of the step times."""
+    own = ("job", *dict.fromkeys(key for row in table.rows for key in row.values), "status", "error", "seconds")
     records = [dict(_record(table, row)) for row in table.rows]
-    first = ["job", *dict.fromkeys(key for row in table.rows for key in row.values), "status", "error", "seconds"]
-    columns = dict.fromkeys([*first, *(key for record in records for key in record)])
     with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, list(columns))
+        writer = csv.DictWriter(file, list(dict.fromkeys([*own, *(key for record in records for key in record)])))
         writer.writeheader()
         writer.writerows(records)
 
 
 def _record(table: Table, row: Row) -> Iterator[tuple[str, Any]]:
-    own = {"status": row.job.status, "error": row.problem, "seconds": row.job.seconds}
-    yield from {"job": row.job.num, **row.values, **own}.items()
     for key, value in flat(row.summary).items():
-        # An override of the same name has the same value.
-        columns = _columns(key, value).items()
-        yield from ((name, cell) for name, cell in columns if name not in {"job", *row.values, *own})
-        if key == "step_time_s" and row.step_times is not None:
-            yield "step_time_p10_s", float(row.step_times[0])
-            yield "step_time_p90_s", float(row.step_times[2])
+        if not isinstance(value, list):
+            yield key, value
+        elif value and all(isinstance(item, int | float) for item in value):  # one number per rank
+            yield from ((f"{key}_max", max(value)), (f"{key}_sum", sum(value)))
+        else:
+            yield key, json.dumps(value)
+    if row.times is not None:
+        yield from (("step_time_p10_s", row.times[0]), ("step_time_p90_s", row.times[2]))
     if (difference := table.loss_difference(row)) is not None:
         yield "loss_difference", difference
+    # Last: an override has the same name and the same value as a number of the summary.
+    yield from {"job": row.job.num, **row.values, "status": row.job.status, "error": row.problem}.items()
+    yield "seconds", row.job.seconds
 
 
-def _columns(key: str, value: Any) -> dict[str, Any]:
-    """A summary's field as columns: one number per rank becomes maximum and sum, any other list JSON."""
-    if not isinstance(value, list):
-        return {key: value}
-    if value and all(isinstance(item, int | float) for item in value):
-        return {f"{key}_max": max(value), f"{key}_sum": sum(value)}
-    return {key: json.dumps(value)}
-
-
-def seconds(value: float | None) -> str:
-    """Format a duration in seconds with its unit; "" for None."""
-    if value is None:
-        return ""
+def seconds(value: float) -> str:
+    """Format a duration in seconds with its unit."""
     return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s" if value < 100 else f"{value:.0f} s"
 
 
-def _range(low: float | None, high: float | None) -> str:
-    if low is None:
-        return ""
-    number, unit = seconds(low).split()
-    return f"{number if seconds(high).endswith(f' {unit}') else seconds(low)}–{seconds(high)}"
-
-
-def _number(row: Row, key: str) -> str:
+def _shown(row: Row, key: str, form: str = "") -> str:
     value = row.summary.get(key)
-    return "" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
-
-
-def _percent(row: Row, key: str) -> str:
-    return "" if row.summary.get(key) is None else f"{row.summary[key]:.1%}"
+    return "" if value is None else format(value, form or (",.0f" if abs(value) >= 100 else ".4g"))
