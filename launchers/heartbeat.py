@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.errors import LaunchError
@@ -41,7 +39,6 @@ class Note:
         step: The last step that is done.
         doing: What it began then.
         since: When, in seconds since the epoch.
-        pid: Its process.
         left: How it has left; empty while it runs.
         stack: Where its main thread stands, a line for each frame and the innermost first, if it stays long.
     """
@@ -49,7 +46,6 @@ class Note:
     step: int
     doing: str
     since: float
-    pid: int = 0
     left: str = ""
     stack: tuple[str, ...] = ()
 
@@ -74,7 +70,7 @@ def here() -> Note:
 
 
 @contextmanager
-def watched(world: World, store: Store, timeout_s: float, names: list[str], neighbours: set[int]) -> Iterator[None]:
+def watched(world: World, store: Store, timeout_s: float, names: list[str]) -> Iterator[None]:
     """Let the other ranks know what this one is doing while the block runs.
 
     Args:
@@ -82,7 +78,6 @@ def watched(world: World, store: Store, timeout_s: float, names: list[str], neig
         store: The store that the ranks share.
         timeout_s: How long ranks wait for each other, in seconds.
         names: What to call each rank, by rank.
-        neighbours: The ranks on this machine.
 
     Raises:
         LaunchError: The block has failed because other ranks were lost, and the reason is that some stand still.
@@ -92,7 +87,7 @@ def watched(world: World, store: Store, timeout_s: float, names: list[str], neig
     try:
         yield
     except Exception as error:  # not a request to stop, which all ranks follow together
-        if is_peer_error(error) and (reason := beats.explain(is_timeout(error), names, neighbours)) is not None:
+        if is_peer_error(error) and (reason := beats.explain(is_timeout(error), names)) is not None:
             raise LaunchError(reason) from None
         raise
     finally:
@@ -104,16 +99,14 @@ def read_notes(store: Store, ranks: Iterable[int]) -> dict[int, Note]:
     return {rank: Note(*json.loads(store.get(_key(rank)))) for rank in ranks if store.check([_key(rank)])}
 
 
-def describe_stall(notes: dict[int, Note], names: list[str], neighbours: set[int], timeout_s: float) -> str:
+def describe_stall(notes: dict[int, Note], names: list[str], timeout_s: float) -> str:
     """Say of the ranks for which all others have given up waiting where they stand."""
     lines, stacks = [], []
     for rank, at in sorted(notes.items()):
         since = f"since step {at.step}" if at.step else "before step 1"
         waited = f"for {at.silent_s:.0f} s (parallel.timeout_s={timeout_s:g})"
-        stopped = rank in neighbours and _is_stopped(at.pid)
-        by_whom = f"; process {at.pid} was stopped, as by SIGSTOP" if stopped else ""
-        lines.append(f"{names[rank]} has not moved {since} {waited}: {at.doing}{by_whom}")
-        if at.stack and not stopped:
+        lines.append(f"{names[rank]} has not moved {since} {waited}: {at.doing}")
+        if at.stack:
             stacks += [f"rank {rank} stands here (most recent call first):", *at.stack]
     return "\n".join(["\n".join(lines) + ". The other ranks have given up waiting for it", *stacks])
 
@@ -124,7 +117,6 @@ class _Beats:
     def __init__(self, rank: int, store: Store, timeout_s: float) -> None:
         self._rank, self._store, self._timeout_s = rank, store, timeout_s
         self._left, self._ended, self._one_at_a_time = "", threading.Event(), threading.Lock()
-        self._others: dict[int, Note] = {}
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -134,13 +126,12 @@ class _Beats:
         self._ended.set()
         self._thread.join(_TOLD_S)
 
-    def explain(self, waited: bool, names: list[str], neighbours: set[int]) -> str | None:
+    def explain(self, waited: bool, names: list[str]) -> str | None:
         """Name the ranks that stand still, in words.
 
         Args:
             waited: Whether this rank itself has waited in vain; else it has lost a connection.
             names: What to call each rank, by rank.
-            neighbours: The ranks on this machine.
 
         Returns:
             The words; None where no rank has waited in vain, or all have, or a rank was lost in another way.
@@ -151,7 +142,7 @@ class _Beats:
         asking.start()
         asking.join(_GIVE_UP_LATE_S + _GIVE_UP_S)
         if found:
-            return describe_stall(found[0], names, neighbours, self._timeout_s) if found[0] else None
+            return describe_stall(found[0], names, self._timeout_s) if found[0] else None
         if not waited:
             return None
         step = here().step
@@ -176,7 +167,7 @@ class _Beats:
                 return {}
             if asked_s > (_GIVE_UP_S if len(silent) == 1 else _GIVE_UP_LATE_S):
                 # All ranks end a step together, so one whose last note is older stands where this one waits for it.
-                return {rank: at if at.step >= mine.step else replace(mine, pid=at.pid) for rank, at in silent.items()}
+                return {rank: at if at.step >= mine.step else mine for rank, at in silent.items()}
             time.sleep(_POLL_S)
 
     def _beat(self) -> None:
@@ -192,7 +183,7 @@ class _Beats:
         with self._one_at_a_time, suppress(Exception):
             at = here()
             stack = _main_stack() if at.silent_s > self._timeout_s / 2 else ()
-            beat = [at.step, at.doing, at.since, os.getpid(), self._left, stack]
+            beat = [at.step, at.doing, at.since, self._left, stack]
             self._store.set(_key(self._rank), json.dumps(beat))
 
 
@@ -203,12 +194,3 @@ def _key(rank: int) -> str:
 def _main_stack() -> list[str]:
     frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])[-_STACK_FRAMES:]
     return [f'  File "{frame.filename}", line {frame.lineno} in {frame.name}' for frame in reversed(frames)]
-
-
-def _is_stopped(pid: int) -> bool:
-    """Return whether the process was stopped, as by SIGSTOP or a debugger; False where that is unknown (no /proc)."""
-    try:
-        # The name before it, in parentheses, may hold anything.
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except (OSError, IndexError):
-        return False

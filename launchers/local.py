@@ -196,7 +196,7 @@ class _Workers:
                 break
             self._poll()
         ranks = range(self._job.processes)
-        text = describe_stall(silent, [f"rank {rank}" for rank in ranks], set(ranks), self._timeout_s)
+        text = describe_stall(silent, [f"rank {rank}" for rank in ranks], self._timeout_s)
         return WorkerFailed(min(silent), "stall", text) if silent else None
 
     def _ended_early(self) -> list[int]:

@@ -1,48 +1,33 @@
 """Where the ranks of a run meet, a torch.distributed store, and whether their machines can reach each other.
 
-On one machine the store is a file in a folder that no other user can enter. Over several machines it is a TCP store
+For workers of ``run_workers`` the store is a file in a folder that no other user can enter, for others a TCP store
 without authentication (SECURITY.md).
 """
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import json
 import os
-import shutil
 import socket
-import stat
 import sys
-import tempfile
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from common.errors import LaunchError
 from launchers.heartbeat import watched
-from launchers.world import (
-    LOOPBACK,
-    STORE_FILE,
-    World,
-    has_local_rank,
-    is_loopback,
-    master_address,
-    restarts,
-)
+from launchers.world import LOOPBACK, STORE_FILE, World, is_loopback, master_address, restarts
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 _POLL_S = 0.05
 _NAME_S = 20.0  # how long rank 0's own name may be unknown: Kubernetes publishes a pod's after the pod has started
-_ANSWER_S = 20.0  # a store answers from a thread of its own, however busy its process is
 _PROBE_S = 5.0
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -57,8 +42,7 @@ def connect(world: World, timeout_s: float) -> Store | None:
 
     Those that ``run_workers`` has started meet in a file of its private folder. Others meet at MASTER_ADDR, where
     torchrun hosts a store, or else rank 0, on a socket that listens on MASTER_ADDR alone (torch's own would listen on
-    all interfaces). Where all of them are on one machine, they go on from there to a file in a private folder of rank
-    0's. Where MASTER_ADDR is a loopback address, ``use_loopback`` is called too.
+    all interfaces). Where MASTER_ADDR is a loopback address, ``use_loopback`` is called too.
 
     Args:
         world: This rank's place.
@@ -68,14 +52,14 @@ def connect(world: World, timeout_s: float) -> Store | None:
         The store; None where there is one rank only.
 
     Raises:
-        LaunchError: A rank does not come in time (it is named), two processes have the same rank, rank 0 cannot
-            listen, or its folder is not one that only this user can enter.
+        LaunchError: A rank does not come in time (it is named), two processes have the same rank, or rank 0 cannot
+            listen.
     """
     if world.size == 1:
         return None
     from torch.distributed import PrefixStore
 
-    deadline, number = time.monotonic() + timeout_s, next(_connections)
+    number = next(_connections)
     if world.origin == "local":
         use_loopback()
         store = local_store(where := os.environ[STORE_FILE], world.size, timeout_s, number)
@@ -93,28 +77,23 @@ def connect(world: World, timeout_s: float) -> Store | None:
             "give each its own rank"
         )
 
-    def lost(missing: list[int]) -> str:
-        return (
-            f"rank {world.rank} waited {timeout_s:g} s at {where} for {world.size} ranks: "
-            f"{world.size - len(missing)} came, missing: {', '.join(map(str, missing))}. "
-            "Start them with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, or allow more time"
-        )
-
-    _exchange(world, store, "here", None, deadline, lost)
-    shared = world.origin == "local" or world.local_size < world.size
-    return store if shared else _private_store(store, world, timeout_s)
+    _exchange(world, store, "here", None, timeout_s)
+    return store
 
 
-def _exchange(world: World, store: Store, what: str, mine: Any, deadline: float, lost: Callable) -> list:
-    """Gather what each rank gives, by rank; ``lost(ranks)`` says in words that ``ranks`` do not come in time.
-
-    It polls: a store's own wait() logs C++ frames when it times out.
-    """
+def _exchange(world: World, store: Store, what: str, mine: Any, timeout_s: float) -> list:
+    """Gather what each rank gives, by rank. It polls: a store's own wait() logs C++ frames when it times out."""
+    deadline = time.monotonic() + timeout_s
     keys = [f"{what}-{rank}" for rank in range(world.size)]
     store.set(keys[world.rank], json.dumps(mine))
     while not store.check(keys):
         if time.monotonic() > deadline:
-            raise LaunchError(lost([rank for rank, key in enumerate(keys) if not store.check([key])]))
+            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            raise LaunchError(
+                f"rank {world.rank} waited {timeout_s:g} s for {world.size} ranks: {world.size - len(missing)} came, "
+                f"missing: {', '.join(missing)}. Have they ended? Start them with the same MASTER_ADDR, MASTER_PORT "
+                "and WORLD_SIZE, or allow more time"
+            )
         time.sleep(_POLL_S)
     given = [json.loads(store.get(key)) for key in keys]
     store.add(f"seen-{what}", 1)
@@ -126,46 +105,13 @@ def _exchange(world: World, store: Store, what: str, mine: Any, deadline: float,
 
 def local_store(path: str | os.PathLike, ranks: int = -1, timeout_s: float = 300.0, connection: int = 0) -> Store:
     """Return the store that workers of ``run_workers`` meet in, also for the process that has started them."""
-    from torch.distributed import PrefixStore
+    from torch.distributed import FileStore, PrefixStore
 
     where = str(path)
     if where not in _opened:
-        _opened[where] = _open_file(where, ranks, timeout_s)
+        _opened[where] = FileStore(where, ranks)
+        _opened[where].set_timeout(timedelta(seconds=timeout_s))
     return PrefixStore(f"connection-{connection}", _opened[where])
-
-
-def _private_store(store: Store, world: World, timeout_s: float) -> Store:
-    """Go on from a store that others can reach to a file that they cannot; only its name goes through the first one."""
-    if world.rank == 0:
-        folder = tempfile.mkdtemp(prefix="launchers-")  # only this user can enter it
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        store.set("folder", folder)
-    else:
-        folder = store.get("folder").decode()
-        if not _is_private(folder):
-            raise LaunchError(
-                f"rank {world.rank} cannot use rank 0's folder {folder!r}, in which the ranks of one machine meet: it "
-                "must be there for all of them (the same TMPDIR, not in containers of their own) and this user's "
-                "alone. Where ranks do not share their files, set LOCAL_WORLD_SIZE to the number of those that do"
-            )
-    return _open_file(os.path.join(folder, "store"), world.size, timeout_s)
-
-
-def _is_private(folder: str) -> bool:
-    """Return whether it is a folder of this user that nobody else can enter."""
-    try:
-        status = os.lstat(folder)
-    except (OSError, ValueError):
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
-
-
-def _open_file(path: str, ranks: int, timeout_s: float) -> Store:
-    from torch.distributed import FileStore
-
-    store = FileStore(path, ranks)
-    store.set_timeout(timedelta(seconds=timeout_s))
-    return store
 
 
 def _open(world: World, host: str, port: int, timeout_s: float) -> Store:
@@ -177,22 +123,7 @@ def _open(world: World, host: str, port: int, timeout_s: float) -> Store:
         address, descriptor = listener.getsockname()[0], listener.detach()
         return TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
     address = _wait_for_listener(world, host, port, timeout_s)
-    joined: list[Store] = []
-
-    def join() -> None:
-        with suppress(Exception):
-            joined.append(TCPStore(address, port, None, False, timeout, wait_for_workers=False))
-
-    # A thread, as torch 2.13's client waits for ever, whatever its timeout, for a server that accepts and is silent.
-    joining = threading.Thread(target=join, name="join-store", daemon=True)
-    joining.start()
-    joining.join(min(timeout_s, _ANSWER_S))
-    if not joined:
-        raise LaunchError(
-            f"rank {world.rank} reached {host}:{port}, but no store of rank 0 answers there: does another program hold "
-            "MASTER_PORT? Choose a port that nothing uses"
-        )
-    return joined[0]
+    return TCPStore(address, port, None, False, timeout, wait_for_workers=False)
 
 
 def _listen_as_rank_0(world: World, host: str, port: int) -> socket.socket:
@@ -294,13 +225,12 @@ def rendezvous(world: World, timeout_s: float) -> Iterator[tuple[Store | None, l
         yield None, []
         return
     places: list[Place] = []
-    names, neighbours = [f"rank {rank}" for rank in range(world.size)], set(range(world.size))
+    names = [f"rank {rank}" for rank in range(world.size)]
     if world.origin != "local":
         places = find_peers(world, store, timeout_s)
         timeout_s = places[0].timeout_s  # rank 0 knows the configuration
         names = list(map(str, places))
-        neighbours = {place.rank for place in places if place.machine == places[world.rank].machine}
-    with watched(world, store, timeout_s, names, neighbours):
+    with watched(world, store, timeout_s, names):
         yield store, places
 
 
@@ -313,26 +243,16 @@ def find_peers(world: World, store: Store, timeout_s: float) -> list[Place]:
     Raises:
         LaunchError: On every rank and within ``timeout_s``, naming the pairs that cannot connect.
     """
-    deadline = time.monotonic() + timeout_s
-
-    def lost(missing: list[int]) -> str:
-        return (
-            f"rank {world.rank} heard nothing from rank {', '.join(map(str, missing))} any more: has it "
-            "ended, or lost its connection to rank 0?"
-        )
-
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     with listen(own_address(), 0) as listener:
         address, port = listener.getsockname()[:2]
         mine = [world.rank, world.local_rank == 0, node, address, port, timeout_s]
-        places = [Place(*place) for place in _exchange(world, store, "place", mine, deadline, lost)]
+        places = [Place(*place) for place in _exchange(world, store, "place", mine, timeout_s)]
         me = places[world.rank]
-        if world.origin == "environment" and world.local_size == 1 and not has_local_rank():
-            _check_one_rank_per_machine(places)
         leaders = [place for place in places if place.leader]
         others = [place for place in leaders if place != me] if me.leader else []
         failed = [f"{me} cannot connect to {place}: {why}" for place, why in _probe(others, timeout_s).items() if why]
-        failures = _exchange(world, store, "failures", failed, deadline, lost)
+        failures = _exchange(world, store, "failures", failed, timeout_s)
     if lines := [line for lines in failures for line in lines]:
         advice = (
             "Open the way between these machines (firewall, routes), or name the interface of the network that joins "
@@ -359,18 +279,6 @@ def _probe(places: list[Place], timeout_s: float) -> dict[Place, str]:
         return dict(zip(places, pool.map(ask, places), strict=True))
 
 
-def _check_one_rank_per_machine(places: list[Place]) -> None:
-    """Raise LaunchError where ranks that were given no LOCAL_RANK share a machine: they would share its first GPU."""
-    machines = Counter(place.machine for place in places)
-    machine, count = machines.most_common(1)[0]
-    if count > 1:
-        ranks = ", ".join(str(place.rank) for place in places if place.machine == machine)
-        raise LaunchError(
-            f"ranks {ranks} are all on {' '.join(machine)} and LOCAL_RANK is not set, which stands for one rank per "
-            "machine: set LOCAL_RANK and LOCAL_WORLD_SIZE for each rank, or start them with torchrun"
-        )
-
-
 def describe_places(places: list[Place]) -> str:
     """Describe which ranks are on which machine: "n1: ranks 0-1   n2: ranks 2-3"."""
     machines: dict[tuple[str, str], list[int]] = {}
@@ -395,17 +303,6 @@ def use_loopback() -> None:
     Without it both pick the interface of the machine's host name and listen to the network.
     """
     _use_interface("lo" if sys.platform == "linux" else "lo0")
-
-
-def check_interfaces() -> None:
-    """Raise LaunchError where gloo will not find the interface that it is told to use, or no address on it."""
-    if named := os.environ.get("GLOO_SOCKET_IFNAME"):
-        _address_of(named)
-    elif not any(map(_is_up, (LOOPBACK, "::1"))):
-        raise LaunchError(
-            f"the loopback interface of this machine is down (neither {LOOPBACK} nor ::1 answers), and the processes "
-            "of a run talk over it: ip link set lo up"
-        )
 
 
 def own_address() -> str:
@@ -441,14 +338,14 @@ def _use_interface(name: str) -> None:
 
 def _address_of(named: str) -> str:
     """Return the address on the first of the interfaces that GLOO_SOCKET_IFNAME names: ranks are known by that."""
-    addresses, names = _addresses(), named.split(",")
-    if unknown := [name for name in names if name not in addresses]:
-        raise LaunchError(
-            f"GLOO_SOCKET_IFNAME={named}: {', '.join(unknown)} is no interface of this machine with an IPv4 address; "
-            f"there are {_listed(addresses) or 'none'}; unset it, or name one of them (ranks of one machine use the "
-            "loopback interface by themselves)"
-        )
-    return addresses[names[0]]
+    addresses = _addresses()
+    for name in named.split(","):
+        if name not in addresses:
+            raise LaunchError(
+                f"GLOO_SOCKET_IFNAME={named}: {name} is no interface of this machine with an IPv4 address; there are "
+                f"{_listed(addresses)}; unset it, or name one of them"
+            )
+    return addresses[named.split(",")[0]]
 
 
 def _addresses() -> dict[str, str]:
@@ -465,14 +362,6 @@ def _addresses() -> dict[str, str]:
 
 def _listed(addresses: dict[str, str]) -> str:
     return ", ".join(f"{name} ({address})" for name, address in addresses.items())
-
-
-def _is_up(address: str) -> bool:
-    try:
-        with listen(address, 0) as listener, socket.create_connection(listener.getsockname()[:2], timeout=2.0):
-            return True
-    except OSError:
-        return False
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -59,8 +59,7 @@ class World:
 
         The names are torchrun's. MASTER_ADDR and MASTER_PORT must be set where there is more than one rank that
         run_workers has not started. LOCAL_RANK and LOCAL_WORLD_SIZE may be left out together: where MASTER_ADDR is a
-        loopback address all ranks are on this machine, else each has one to itself, such as a pod of Kubernetes
-        (``launchers.meeting`` finds those that share one).
+        loopback address all ranks are on this machine, else each has one to itself, such as a pod of Kubernetes.
 
         Args:
             environ: The environment variables.
@@ -81,18 +80,13 @@ class World:
             master_address(environ)
         if size == 1 or is_loopback(environ.get("MASTER_ADDR", "")):
             environ = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size), **environ}
-        elif not has_local_rank(environ):
+        elif not environ.get("LOCAL_RANK") and not environ.get("LOCAL_WORLD_SIZE"):
             environ = {**environ, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         local_rank, local_size = (_integer(environ, name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         _check_place("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
         if local_size > size:
             raise LaunchError(f"LOCAL_WORLD_SIZE={local_size} is more than WORLD_SIZE={size}, the whole run")
         return cls(rank, size, local_rank, local_size, origin)
-
-
-def has_local_rank(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether LOCAL_RANK or LOCAL_WORLD_SIZE says which of a machine's ranks this is."""
-    return bool(environ.get("LOCAL_RANK") or environ.get("LOCAL_WORLD_SIZE"))
 
 
 def master_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:

@@ -7,9 +7,8 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +18,11 @@ _ROOT = Path(__file__).resolve().parents[2]
 _TEMPLATE = _ROOT / "launchers" / "train.sbatch"
 _COMMAND_S = 30.0
 _SUBMIT_S = 300.0  # a job that is queued although sbatch was given up would be nobody's
-# Options of sbatch that launcher.sbatch cannot change, as the launcher follows the job by them.
+# What the launcher relies on to follow a job, or sets by options of its own.
 _OWN = {
-    "array": "a sweep (-m) is an array",
-    "error": "the command follows the job by its output, in the folder of the run (hydra.run.dir)",
-    "export": "ranks need the environment of this command; launcher.setup=['export NAME=VALUE'] adds to it",
-    "nodes": "set launcher.nodes",
-    "ntasks": "set launcher.nodes and launcher.tasks_per_node",
-    "ntasks-per-node": "set launcher.tasks_per_node",
-    "output": "the command follows the job by its output, in the folder of the run (hydra.run.dir)",
-    "parsable": "it is set already",
-    "signal": "set launcher.signal_s",
-    "test-only": "mode=plan shows what would run",
-    "time": "set launcher.time_min",
-    "wait": "set launcher.wait",
-    "wrap": "the job is launchers/train.sbatch; launcher.setup=[COMMAND] runs a command before",
-}
+    "array", "error", "export", "nodes", "ntasks", "ntasks-per-node", "output", "parsable", "signal", "test-only",
+    "time", "wait", "wrap",
+}  # fmt: skip
 
 
 @dataclass
@@ -50,7 +38,7 @@ class Job:
         done: Whether it has ended. Set by ``follow.wait``, as is all below.
         error: Why it has failed, None where it has not.
         said: What was last said about it.
-        since: When the queue first gave its last answer about it.
+        ended: When the queue first said that it has ended, or did not know it.
     """
 
     id: str
@@ -61,8 +49,7 @@ class Job:
     done: bool = False
     error: Exception | None = None
     said: str = ""
-    answer: Any = None
-    since: float = field(default_factory=time.monotonic)
+    ended: float | None = None
 
     @property
     def output(self) -> Path:
@@ -97,17 +84,20 @@ def submit(
         env: More environment variables for the ranks.
 
     Raises:
-        LaunchError: The queue refuses the jobs (with sbatch's own words), or the options contradict each other.
+        LaunchError: The queue refuses the jobs (with sbatch's own words), or their processes cannot be dealt to nodes.
     """
-    per_node = _tasks_per_node(options, processes)
-    check_options(options)
+    if processes % options.nodes:
+        raise LaunchError(
+            f"{processes} processes (parallel.dp x parallel.pp) cannot be dealt equally to launcher.nodes="
+            f"{options.nodes}; choose numbers where one divides the other"
+        )
     folder, count = Path(folder).absolute(), len(log_dirs)
     file = "%j" if count == 1 else "%A_%a"
     at_once = "" if options.max_parallel is None else f"%{options.max_parallel}"
     flags = {
         "job-name": name,
         "nodes": options.nodes,
-        "ntasks-per-node": per_node,
+        "ntasks-per-node": processes // options.nodes,
         "cpus-per-task": options.cpus_per_task,
         "mem": None if options.mem_gb is None else f"{int(options.mem_gb * 1024)}M",
         "gpus-per-node": options.gpus_per_node,
@@ -126,7 +116,6 @@ def submit(
     python = "python" if "container-image" in container else sys.executable
     script = folder / "job.sh"
     write_private(script, _script([python, "-u", *arguments], options.setup, env or {}, _words(container)))
-    _check_nodes(flags)
     done = ask(["sbatch", "--parsable", *_words(flags), str(script)], _SUBMIT_S)
     if done.returncode:
         raise LaunchError(f"the queue does not take the job: {done.stderr.strip().replace('sbatch: error: ', '')}")
@@ -137,16 +126,18 @@ def submit(
 
 def check_options(options: Any) -> None:
     """Check what does not depend on the number of processes. Raises LaunchError."""
+    if options.nodes < 1:
+        raise LaunchError(f"launcher.nodes={options.nodes} must be at least 1")
     if options.signal_s >= options.time_min * 60:
         raise LaunchError(
             f"launcher.signal_s={options.signal_s} is not below the time limit, launcher.time_min={options.time_min} "
             f"({options.time_min * 60} s); set it lower"
         )
-    if not isinstance(options.sbatch or {}, Mapping):
-        raise LaunchError(f"launcher.sbatch={options.sbatch} must be options and their values: {{constraint: a100}}")
-    for key in options.sbatch or {}:
-        if why := _OWN.get(str(key).replace("_", "-")):
-            raise LaunchError(f"launcher.sbatch.{key} is not allowed: {why}")
+    if refused := {str(key).replace("_", "-") for key in options.sbatch or {}} & _OWN:
+        raise LaunchError(
+            f"launcher.sbatch: {', '.join(sorted(refused))} cannot be set there: the launcher follows its jobs by what "
+            "it sets itself; launcher.nodes, .tasks_per_node, .time_min, .signal_s and .setup are its own options"
+        )
 
 
 def write_private(path: Path, text: str) -> None:
@@ -167,52 +158,6 @@ def ask(command: Sequence[str], timeout_s: float = _COMMAND_S) -> subprocess.Com
         ) from None
     except subprocess.TimeoutExpired:
         raise LaunchError(f"{command[0]} did not answer within {timeout_s:g} s") from None
-
-
-def _tasks_per_node(options: Any, processes: int) -> int:
-    nodes, given = options.nodes, options.tasks_per_node
-    if nodes < 1:
-        raise LaunchError(f"launcher.nodes={nodes} must be at least 1")
-    if given is not None and given * nodes != processes:
-        raise LaunchError(
-            f"launcher.nodes={nodes} x launcher.tasks_per_node={given} = {given * nodes} processes, but the run has "
-            f"{processes} (parallel.dp x parallel.pp); leave launcher.tasks_per_node out, or change one of them"
-        )
-    if processes % nodes:
-        raise LaunchError(
-            f"{processes} processes (parallel.dp x parallel.pp) cannot be dealt equally to launcher.nodes={nodes}; "
-            "choose numbers where one divides the other"
-        )
-    return processes // nodes
-
-
-def _check_nodes(flags: Mapping[str, Any]) -> None:
-    """Check that nodes have the processors that are asked for: the queue may keep a job that none can run for ever."""
-    if flags.get("overcommit") or flags.get("clusters") or not str(flags["cpus-per-task"] or 1).isdigit():
-        return
-    cpus = sorted(_node_cpus(flags.get("partition")), reverse=True)
-    nodes, per_node, per_process = flags["nodes"], flags["ntasks-per-node"], int(flags["cpus-per-task"] or 1)
-    needed = per_node * per_process
-    enough = sum(count >= needed for count in cpus)
-    if enough < min(nodes, len(cpus)):
-        most = cpus[min(nodes, len(cpus)) - 1] // per_node
-        raise LaunchError(
-            f"launcher.nodes={nodes} needs {needed} CPUs per node, for {per_node} process{'es' * (per_node > 1)} of "
-            f"launcher.cpus_per_task={per_process}, but {enough} of the partition's {len(cpus)} nodes have as many and "
-            f"the largest has {cpus[0]}; "
-            + (f"set launcher.cpus_per_task={most} at most" if most else "set launcher.nodes higher")
-        )
-
-
-def _node_cpus(partition: str | None) -> list[int]:
-    """Return the CPUs of each node of ``partition`` (None: the default one); of no node if the queue does not say."""
-    partition = partition or os.environ.get("SBATCH_PARTITION")
-    try:
-        done = ask(["sinfo", "--noheader", "--Node", "--format=%c|%P|%N", *_words({"partition": partition})])
-    except LaunchError:
-        return []
-    rows = [line.strip().split("|") for line in done.stdout.splitlines() if re.match(r"\s*\d+\|", line)]
-    return list({node: int(cpus) for cpus, name, node in rows if partition or name.endswith("*")}.values())
 
 
 def _words(flags: Mapping[str, Any]) -> list[str]:

@@ -99,20 +99,12 @@ def requeued(world: World, max_requeues: int = MAX_REQUEUES) -> Iterator[None]:
             ) from stopped
         if world.rank == 0:
             print(f"{stopped}; the job waits in the queue to go on", flush=True)
-            requeue(job_id())
+            done = ask(["scontrol", "requeue", job_id()])
+            # Below 0 where SLURM has stopped scontrol, as all processes of the job, before it returned.
+            if done.returncode > 0:
+                raise LaunchError(f"scontrol requeue: {done.stderr.strip()}") from stopped
         time.sleep(_KILLED_S)
         raise LaunchError(f"{stopped}, but the queue has not ended this attempt within {_KILLED_S:g} s") from stopped
-
-
-def requeue(job: str) -> None:
-    """Stop the processes of ``job`` and put it into the queue again. Raises LaunchError where the queue refuses.
-
-    SLURM holds it back for the lifetime of a credential, two minutes by default.
-    """
-    done = ask(["scontrol", "requeue", job])
-    # Below 0 where the job itself asks: scontrol is one of the processes that are stopped, maybe before it returns.
-    if done.returncode > 0:
-        raise LaunchError(f"scontrol requeue {job}: {done.stderr.strip()}")
 
 
 def _report_path(folder: Path, job: str, rank: int) -> Path:

@@ -1,18 +1,15 @@
 """Ranks note in their store what they are doing, and one that has waited in vain reads who stands still."""
 
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from launchers import LaunchError, World, heartbeat, meeting
+from launchers import LaunchError, World, heartbeat
 from launchers.failure import is_peer_error
-from launchers.heartbeat import Note, describe_stall, note, read_notes, watched
-from launchers.meeting import find_peers
-from launchers.world import LOOPBACK
+from launchers.heartbeat import Note, describe_stall, note, watched
 
-NAMES, HERE = ["rank 0", "rank 1"], {0, 1}
+NAMES = ["rank 0", "rank 1"]
 TIMED_OUT = RuntimeError("[unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete")
 CLOSED = RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1")
 
@@ -28,7 +25,7 @@ def store(monkeypatch):
 
 def run(store, rank, error=None, wait_s=0.0, step=7, doing="reading data", timeout_s=6.0):
     """One rank, which raises ``error`` after ``wait_s``; a test has several in threads, with one note between them."""
-    with watched(World(rank, 2, rank, 2, "local"), store, timeout_s, NAMES, HERE):
+    with watched(World(rank, 2, rank, 2, "local"), store, timeout_s, NAMES):
         note(step, doing)
         time.sleep(wait_s)
         if error is not None:
@@ -70,14 +67,11 @@ def test_nobody_is_named_where_nobody_stands_still(store, ranks):
 
 
 def test_a_connection_closed_by_a_rank_that_gave_up_is_no_cause_either(store):
-    names, heres = ["rank 0", "rank 1", "rank 2"], {0, 1, 2}
-    with (
-        watched(World(2, 3, 2, 3, "local"), store, 6.0, names, heres),
-        ThreadPoolExecutor(2) as pool,
-    ):
+    names = ["rank 0", "rank 1", "rank 2"]
+    with watched(World(2, 3, 2, 3, "local"), store, 6.0, names), ThreadPoolExecutor(2) as pool:
 
         def fail(rank, error):
-            with watched(World(rank, 3, rank, 3, "local"), store, 6.0, names, heres):
+            with watched(World(rank, 3, rank, 3, "local"), store, 6.0, names):
                 raise error
 
         for one in [pool.submit(fail, 0, TIMED_OUT), pool.submit(fail, 1, CLOSED)]:
@@ -91,26 +85,9 @@ def test_a_store_that_does_not_answer_names_rank_0_in_time(store, monkeypatch):
         run(store, 1, error=TIMED_OUT)
 
 
-def test_the_last_note_of_a_rank_is_in_the_store(store):
-    run(store, 1, step=3, doing="evaluating")
-    at = read_notes(store, range(2))
-    assert list(at) == [1] and at[1].left
-    assert (at[1].step, at[1].doing, at[1].pid) == (3, "evaluating", os.getpid())
-
-
 def test_before_the_first_step_and_on_other_machines_a_stall_is_described_too():
-    text = describe_stall({1: Note(0, "starting", time.time() - 31)}, ["rank 0 (a, 1.2.3.4)", "rank 1 (b)"], {0}, 30.0)
+    text = describe_stall({1: Note(0, "starting", time.time() - 31)}, ["rank 0 (a, 1.2.3.4)", "rank 1 (b)"], 30.0)
     assert text == (
         "rank 1 (b) has not moved before step 1 for 31 s (parallel.timeout_s=30): starting. "
         "The other ranks have given up waiting for it"
     )
-
-
-def test_ranks_that_share_a_machine_without_a_local_rank_are_refused(store, monkeypatch):
-    monkeypatch.setattr(meeting, "own_address", lambda: LOOPBACK)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    meet = lambda rank: find_peers(World(rank, 2, 0, 1, "environment"), store, 60)  # noqa: E731
-    with ThreadPoolExecutor(2) as pool:
-        for answer in [pool.submit(meet, rank) for rank in range(2)]:
-            with pytest.raises(LaunchError, match="ranks 0, 1 are all on .* and LOCAL_RANK is not set"):
-                answer.result(timeout=30)

@@ -26,9 +26,9 @@ STRIKES = {
 }
 WORDS = {
     "raise": ["error: rank 1 raised\nTraceback", "ValueError: bad luck"],
-    "leave": ["error: rank 3 left with exit code 0 before its work was done"],
-    "kill": ["error: rank 1 was killed by signal 9 (SIGKILL)"],
-    "cancel": ["error: job ", " was cancelled"],
+    "leave": ["error: job ", "ended without saying why, as when killed: rank 3"],
+    "kill": ["error: job ", "ended without saying why, as when killed: rank 1", "srun: "],
+    "cancel": ["error: job ", " ended as CANCELLED"],
     "memory": ["the queue does not take the job: ", "Memory specification can not be satisfied"],
 }
 

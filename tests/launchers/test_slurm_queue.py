@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 
 import pytest
@@ -12,10 +11,12 @@ from conf.schema import Slurm
 from launchers import World
 from launchers.slurm import follow, task
 from launchers.slurm import submit as submitting
-from launchers.slurm.follow import State, exit_codes, explain, update
+from launchers.slurm.follow import State, explain, update
 from launchers.slurm.submit import Job
 from launchers.stopping import Stopped
 
+RAISED = {"message": "ValueError: bad luck", "peer": False, "timestamp": 2.0}
+PEER = {"message": "Connection closed by peer", "peer": True, "timestamp": 1.0}
 NASTY = "a 'b' \"c\" $(touch struck)\ntouch struck; `touch struck`"
 ECHO = "import json, os, sys; json.dump([sys.argv[1:], os.environ['TEXT'], os.environ['EARLY']], sys.stdout)"
 
@@ -46,7 +47,7 @@ def test_no_value_becomes_a_shell_line(answer, tmp_path):
     commands = answer(stdout="7\n")
     comment = NASTY.replace("\n", " ")
     submit(tmp_path, Slurm(setup=["export EARLY=yes"], sbatch={"comment": comment}), env={"TEXT": NASTY, "A;B": "x"})
-    _, command = commands
+    (command,) = commands
     assert f"--job-name={NASTY}" in command and f"--comment={comment}" in command, "no shell reads these"
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -81,7 +82,7 @@ def test_a_job_that_the_queue_forgot_after_its_end_is_done(monkeypatch, tmp_path
     jobs = [Job("7", tmp_path, tmp_path, ranks, time_min=1) for ranks in (1, 2)]
     follow.wait(jobs, 0.05, print)
     assert jobs[0].error is None
-    assert "job 7 has vanished from the queue without an end" in str(jobs[1].error), "rank 1 has left no report"
+    assert "job 7 vanished from the queue; ended without saying why, as when killed: rank 1" in str(jobs[1].error)
 
 
 @pytest.fixture
@@ -111,23 +112,7 @@ def test_a_report_that_a_shared_file_system_shows_late_is_waited_for(time_passes
         else:
             time_passes(60)
             update(job, State("COMPLETED", "None", "n1"), print)
-            assert "rank 1 left with exit code 0 before its work was done" in str(job.error)
-
-
-def test_a_job_that_cannot_start_as_things_are_is_cancelled_when_that_has_lasted_five_minutes(
-    answer, time_passes, tmp_path
-):
-    commands, said = answer(), []
-    job, reason = Job("7", tmp_path, tmp_path, 2, time_min=1), "QOSMaxNodePerJobLimit"
-    for seconds, name in ((0, reason), (200, reason), (200, "Resources"), (100, reason), (299, reason)):
-        time_passes(seconds)
-        update(job, State("PENDING", name, ""), said.append)
-    assert not job.done and commands == []
-    time_passes(1)
-    update(job, State("PENDING", reason, ""), said.append)
-    assert commands == [["scancel", "7"]]
-    assert f"job 7 does not start: it has waited for {reason} for 5 min" in str(job.error)
-    assert len(said) == 3 and said[0].endswith("; it is cancelled if that lasts 5 min)")
+            assert "ended without saying why, as when killed: rank 1" in str(job.error)
 
 
 def test_why_a_job_waits_is_shown_whenever_it_changes(tmp_path):
@@ -139,65 +124,44 @@ def test_why_a_job_waits_is_shown_whenever_it_changes(tmp_path):
     assert said == [*waited, "job 7 runs on n1", "job 7 waits in the queue (BeginTime)"]
 
 
-@pytest.mark.parametrize("state", ["FAILED", "OUT_OF_MEMORY"])
-def test_of_ranks_out_of_memory_and_those_that_were_ended_after_them_the_first_are_named(tmp_path, state):
-    said = "srun: error: n1: task 2: Out Of Memory\nsrun: error: n1: tasks 0-1,3: Terminated\n"
+KILLED = "srun: error: n1: task 1: Killed"
+
+
+@pytest.mark.parametrize(
+    ("state", "reports", "said", "words"),
+    [
+        (State("FAILED", "NonZeroExitCode", "n1"), [PEER, RAISED], "", "rank 1 raised\nValueError: bad luck"),
+        (State("FAILED", "NonZeroExitCode", "n1"), [PEER, None], KILLED, "job 7 ended as FAILED (NonZeroExitCode); "
+         f"ended without saying why, as when killed: rank 1. From {{folder}}/7.err:\n{KILLED}"),
+        (State("CANCELLED", "None", "n1"), [None, None], "", "job 7 ended as CANCELLED (None); ended without saying"),
+        (State("FAILED", "None", "n1"), [None, None], "srun: error: n1: task 0: Out Of Memory", "launcher.mem_gb"),
+        (State("TIMEOUT", "TimeLimit", "n1"), [RAISED, None], "", "set launcher.time_min or launcher.signal_s higher"),
+        (State("COMPLETED", "None", "n1"), [{}, None], "", "ended without saying why, as when killed: rank 1"),
+    ],
+)  # fmt: skip
+def test_why_a_job_ended_is_its_first_failure_or_what_the_queue_says(tmp_path, state, reports, said, words):
+    for rank, report in enumerate(reports):
+        if report is not None:
+            (tmp_path / f"7_{rank}.json").write_text(json.dumps(report))
     (tmp_path / "7.err").write_text(said)
-    error = str(explain(Job("7", tmp_path, tmp_path, 4, time_min=1), State(state, "OutOfMemory", "n1")))
-    assert error.startswith("job 7 (rank 2) was killed for using more memory than it asked for; set launcher.mem_gb")
-
-
-def test_exit_codes_are_read_from_what_srun_says_of_the_last_attempt():
-    text = """\
-srun: error: n1: tasks 0-1: Terminated
-slurmstepd-n1: error: *** JOB 5 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO JOB REQUEUE ***
-srun: error: n2: task 2: Exited with exit code 3
-srun: launch/slurm: _step_signal: Terminating StepId=1.0
-srun: error: n1: tasks 0-1: Terminated
-srun: error: n2: task 3: Killed
-"""
-    assert exit_codes(text) == {2: 3, 0: -15, 1: -15, 3: -9}
-
-
-SINFO = "8|all*|n1\n8|all*|n2\n64|big|n3\n"
-OF_ITS_OWN = ("output", "nodes", "ntasks_per_node", "wrap", "export", "test-only")
+    assert words.format(folder=tmp_path) in str(explain(Job("7", tmp_path, tmp_path, 2, time_min=1), state))
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (Slurm(cpus_per_task=64), "launcher.nodes=1 needs 128 CPUs per node, for 2 processes of "
-         "launcher.cpus_per_task=64, but 0 of the partition's 2 nodes have as many and the largest has 8; set "
-         "launcher.cpus_per_task=4 at most"),
-        (Slurm(sbatch={"cpus_per_task": 5}), "10 CPUs per node, for 2 processes of launcher.cpus_per_task=5"),
-        (Slurm(nodes=2, cpus_per_task=32, partition="all,big"), "1 of the partition's 3 nodes have as many and the "
-         "largest has 64; set launcher.cpus_per_task=8 at most"),
         (Slurm(signal_s=300, time_min=5), "launcher.signal_s=300 is not below the time limit"),
-        (Slurm(tasks_per_node=3), "launcher.nodes=1 x launcher.tasks_per_node=3 = 3 processes, but the run has 2"),
+        (Slurm(nodes=0), "launcher.nodes=0 must be at least 1"),
+        (Slurm(sbatch={"output": "x", "ntasks_per_node": 2}), "launcher.sbatch: ntasks-per-node, output cannot be set"),
         (Slurm(nodes=3), "2 processes .* cannot be dealt equally to launcher.nodes=3"),
-        *((Slurm(sbatch={key: "x"}), f"launcher.sbatch.{key} is not allowed: ") for key in OF_ITS_OWN),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_an_error_before_anything_is_queued(answer, tmp_path, options, words):
-    commands = answer(stdout=SINFO)
-    with pytest.raises(LaunchError, match=words):
-        submit(tmp_path, options)
-    assert "sbatch" not in [command[0] for command in commands]
-
-
-@pytest.mark.parametrize(
-    ("options", "sinfo"),
-    [
-        (Slurm(nodes=2, cpus_per_task=4, partition="few"), "8|few|n1\n"),  # which may get a second node
-        (Slurm(cpus_per_task=4), SINFO),
-        (Slurm(cpus_per_task=4, partition="big"), SINFO),
-        (Slurm(cpus_per_task=64, sbatch={"overcommit": True}), SINFO),
     ],
 )
-def test_processors_that_nodes_have_or_may_get_are_asked_for(answer, tmp_path, options, sinfo):
-    commands = answer(stdout=sinfo)
-    submit(tmp_path, options)
-    assert commands[-1][0] == "sbatch"
+def test_what_cannot_be_is_an_error_before_anything_is_queued(answer, tmp_path, options, words):
+    commands = answer()
+    with pytest.raises(LaunchError, match=words):
+        submitting.check_options(options)
+        submit(tmp_path, options)
+    assert commands == []
 
 
 def test_a_container_is_an_option_of_srun_and_its_python_runs(answer, tmp_path):
@@ -231,13 +195,11 @@ def test_a_job_that_was_queued_again_and_has_trained_no_step_is_not_queued_again
     assert commands == [["scontrol", "requeue", "7"]] * queued
 
 
-def test_a_requeue_that_is_refused_says_why_and_one_that_is_stopped_with_its_job_has_not_failed(answer):
-    for code in (0, -signal.SIGTERM):
-        answer(code)
-        task.requeue("7")
+def test_a_requeue_that_is_refused_says_why(answer, monkeypatch):
     answer(1, stderr="Invalid job id specified")
-    with pytest.raises(LaunchError, match="scontrol requeue 7: Invalid job id"):
-        task.requeue("7")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with pytest.raises(LaunchError, match="scontrol requeue: Invalid job id"), task.requeued(World.alone()):
+        raise Stopped("stopped", steps=1)
 
 
 def test_a_machine_without_slurm_is_told_so(monkeypatch, tmp_path):

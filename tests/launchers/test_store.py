@@ -49,10 +49,9 @@ def test_two_ranks_started_by_hand_meet_and_listen_on_loopback_only(port):
 @pytest.mark.parametrize(
     ("rank", "size", "here", "port_is_held", "words"),
     [
-        (0, 3, 3, False, "rank 0 waited 1 s at 127.0.0.1:{port} for 3 ranks: 1 came, missing: 1, 2"),
+        (0, 3, 3, False, "rank 0 waited 1 s for 3 ranks: 1 came, missing: 1, 2"),
         (1, 2, 2, False, "rank 1 waited 1 s for rank 0 on 127.0.0.1:{port}"),
         (0, 2, 2, True, "MASTER_PORT={port}.*in use"),
-        (1, 2, 2, True, "no store of rank 0 answers.*MASTER_PORT"),  # the one that holds it is silent
         (0, 2, 1, False, "the 1 ranks on other machines cannot reach"),
     ],
 )

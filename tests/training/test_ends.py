@@ -20,11 +20,7 @@ STOPPED = (
     "stopped after step {step} of 10000000, saved in {folder}/checkpoints/step-{step:08d}; "
     "go on with the same command and train.resume=auto hydra.run.dir={folder}"
 )
-STALLED = [
-    "error: rank {rank} has not moved since step ",
-    f"(parallel.timeout_s={TIMEOUT_S})",
-    "process {pid} was stopped, as by SIGSTOP",
-]
+STALLED = ["error: rank {rank} has not moved since step ", f"(parallel.timeout_s={TIMEOUT_S})"]
 STALLS = f"parallel.timeout_s={TIMEOUT_S}"
 
 
@@ -59,16 +55,15 @@ CASES = [
 
 @pytest.mark.parametrize("layout, whom, name, code, words", CASES)
 def test_a_signal_ends_the_run_with_its_code_and_the_cause_and_nobody_is_left(start, layout, whom, name, code, words):
-    run, signum, pid = start(*f"parallel={layout}".split()), signal.Signals[name], None
+    run, signum = start(*f"parallel={layout}".split()), signal.Signals[name]
     if whom == "group":
         os.killpg(run.process.pid, signum)
     else:
-        pid = run.process.pid if whom == "launcher" else run.workers()[whom].pid
-        os.kill(pid, signum)
+        os.kill(run.process.pid if whom == "launcher" else run.workers()[whom].pid, signum)
     ended = run.wait(END_S.get(signum, 60))
     assert ended.code == code, ended.console
     for said in words:
-        assert said.format(rank=whom, pid=pid) in ended.stderr
+        assert said.format(rank=whom) in ended.stderr
     assert "Traceback" not in ended.console or whom == "launcher", "what the others saw of it is not the cause"
     nobody_is_left(run)
     assert not (run.folder / "summary.json").exists()
