@@ -6,13 +6,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import local_cluster
 import psutil
 import pytest
-from commandline import wait_until
-from local_cluster import LocalCluster, missing
-
-from launchers import LaunchError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,23 +53,3 @@ def test_a_cluster_runs_jobs_on_loopback_only_and_nothing_is_left_of_it(cluster,
         run([*command, "stop", folder])
     assert not [process for process in daemons(folder) if process.is_running()]
     assert not folder.exists()
-
-
-@pytest.mark.slurm
-def test_nothing_is_left_of_a_cluster_whose_test_session_was_killed(cluster, tmp_path):
-    session = "import sys, time, clusters\nwith clusters.started(sys.argv[1]): print('up', flush=True), time.sleep(600)"
-    command = [sys.executable, "-c", session, str(tmp_path / "c")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "up\n"
-        assert len(daemons(tmp_path / "c")) >= 4
-        process.kill()
-    wait_until(lambda: not daemons(tmp_path / "c") and not (tmp_path / "c").exists(), 60, "an end of all daemons")
-
-
-def test_what_the_machine_lacks_is_said(monkeypatch, tmp_path):
-    monkeypatch.setattr(local_cluster, "_find", lambda program: None if program == "munged" else f"/bin/{program}")
-    assert missing() == "munged not found; on Debian: apt-get install slurm-wlm munge"
-    monkeypatch.setattr(local_cluster, "_find", lambda program: f"/bin/{program}")
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(LaunchError, match="no local SLURM here: starting SLURM's daemons needs root"):
-        LocalCluster(tmp_path).start()

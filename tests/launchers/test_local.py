@@ -93,16 +93,6 @@ def test_the_rank_that_failed_first_is_named_soon(tmp_path, capfd, entry, args, 
     assert kind != "exception" or "".join(capfd.readouterr()) == "", "the traceback is in the error alone"
 
 
-def test_one_server_can_fork_the_workers_of_several_calls(tmp_path):
-    for attempt in ("first", "second"):
-        (tmp_path / attempt).mkdir()
-        run_workers(launched.meet, (str(tmp_path / attempt),), 2, tmp_path / "logs")
-    with pytest.raises(WorkerFailed, match="bad luck on 1"):
-        run_workers(launched.raise_on, (1,), 2, tmp_path / "logs")
-    sums = [json.loads(path.read_text())["sum"] for path in tmp_path.glob("*/[01].json")]
-    assert sums == [21, 21, 21, 21]
-
-
 def test_with_restarts_a_failed_group_starts_anew(tmp_path):
     run_workers(launched.fail_once, (str(tmp_path),), 2, tmp_path / "logs", max_restarts=1)
     assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["2.0", "2.0"]

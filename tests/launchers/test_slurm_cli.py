@@ -2,7 +2,6 @@
 
 import os
 import re
-import resource
 import sys
 
 import pytest
@@ -34,12 +33,9 @@ def test_two_nodes_give_the_losses_of_one_machine(cluster, recipe, local_losses,
 def test_without_waiting_the_command_returns_at_once_and_says_how_to_follow(cluster, tmp_path):
     toy = [*TOY, "logger=none", "train.steps=2", "launcher.wait=false"]
     layouts = {"ddp": ["parallel=ddp", "parallel.dp=2"], "single": ["launcher.nodes=1", "parallel=single"]}
-    spent = []
     for name, layout in layouts.items():
         folder = tmp_path / name
-        before = processor_seconds()
         run = train(cluster, [*TWO_NODES, *toy, *layout], folder)
-        spent.append(processor_seconds() - before)
         assert run.code == 0, run.console
         job = re.search(r"^job (\d+) is queued", run.stdout, re.MULTILINE).group(1)
         assert f"follow: tail -F {folder}/slurm/{job}.out" in run.stdout
@@ -47,14 +43,6 @@ def test_without_waiting_the_command_returns_at_once_and_says_how_to_follow(clus
         assert not (folder / "summary.json").exists(), "returned before the job's end"
         wait_until((folder / "summary.json").exists, 90, "the job's end")
         wait_until(lambda: queue(cluster) == "", 60, "an empty queue")
-    # The better of two: a machine with other work to do slows a process by its caches too.
-    assert min(spent) < 5
-
-
-def processor_seconds():
-    """Of commands that have ended. How long they took depends on what else the machine does."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def test_a_batch_script_of_ones_own_gives_the_same_losses(cluster, recipe, local_losses, tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """What a run must not do: listen to the network, write secrets down, write elsewhere, unpickle what it was given."""
 
-import ast
 import json
 import os
 import re
@@ -134,10 +133,10 @@ def test_no_secret_is_in_what_a_sweep_or_a_failed_run_leaves(tmp_path):
 @pytest.mark.parametrize(
     "key, name",
     [
-        *(("train.precision", name) for name in TAKEN),
-        *((key, "DB_PASS") for key in ("train.steps", "data.root", "optim._target_", "checkpoint")),
+        ("train.precision", "SLACK_WEBHOOK"), ("train.steps", "PIN"), ("data.root", "DB_PASS"),
+        ("optim._target_", "DB_PASS"), ("checkpoint", "OPENAI_KEY"),
     ],
-)
+)  # fmt: skip
 def test_an_error_shows_where_a_value_came_from_and_not_the_value(name, key, tmp_path, monkeypatch, capsys):
     from train import main
 
@@ -168,29 +167,6 @@ def test_names_of_a_users_choice_make_no_files_elsewhere(tmp_path):
 
 
 # -- pickles -------------------------------------------------------------------------------------------------------
-
-# A data set whose hashes are checked first, and what a command hands its own workers through nameless socket pairs.
-UNPICKLING = {"data/cifar10.py", "training/setup.py"}
-
-
-UNPICKLERS = re.compile(
-    r"((c?pickle|torch|joblib|dill|shelve|marshal)\.(load|loads|open)|.*Unpickler"
-    # What torch.distributed sends as pickles.
-    r"|.*\.(all_gather_object|gather_object|broadcast_object_list|scatter_object_list|(send|recv)_object_list))"
-)
-
-
-def test_no_other_code_unpickles():
-    found = set()
-    for package in ("common", "models", "data", "parallel", "training", "launchers", "conf", "hydra_plugins"):
-        for path in (ROOT / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                call = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-                allows = isinstance(node, ast.keyword) and node.arg == "allow_pickle"
-                if allows or UNPICKLERS.fullmatch(call):
-                    found.add(path.relative_to(ROOT).as_posix())
-    assert found <= UNPICKLING
-
 
 # Runs in a process of its own, whose every way to a pickle is closed once all is imported.
 CLOSED = """

@@ -1,20 +1,13 @@
-"""SIGTERM, SIGUSR1 and SIGUSR2 have a run save and leave with a code that means "queue me again", wherever it is."""
-
-import random
-import time
+"""A run that is told to stop saves at its next border, wherever it is, and goes on from there."""
 
 import pytest
-from commandline import Started, train
-from composed import losses, records, run, steps
+from composed import records, run
 
 from launchers import stopping
-from launchers.stopping import EXIT_CODE, Stopped
+from launchers.stopping import Stopped
 from training import evaluate
 
 SHORT = ["train.epochs=null", "train.steps=6", "train.eval_every=3", "train.eval_batches=3"]
-
-
-# -- in this process: at every border -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -95,37 +88,3 @@ def test_an_evaluation_asks_about_once_a_second_however_many_batches_it_has(tmp_
     few = ["train.epochs=null", "train.steps=1", "train.global_batch_size=1", "data.samples=3000"]
     run(tmp_path, *few)
     assert len(asked) < 100, "before the run, in its step, and now and then in thousands of batches"
-
-
-# -- the command line, at any moment ---------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["single", "ddp", "pipelined", "pipe_ddp"])
-def test_stopped_at_random_moments_and_resumed_a_run_has_the_losses_of_one_that_was_not(tmp_path, text, layout):
-    recipe = [
-        f"parallel={layout}", "model=gpt2", "model.size=tiny", "model.n_layer=2", *text, "train.steps=150",
-        "logger=none", "device=cpu", "parallel.threads=1", "train.global_batch_size=8", "train.precision=fp32",
-        "train.eval_every=10",
-    ]  # fmt: skip
-    whole = train(recipe, tmp_path / "whole", timeout_s=280)
-    moments, resumed = random.Random(layout), None
-    for attempt in range(6):
-        one = Started([*recipe, "train.resume=auto"], tmp_path / "run", tag=f"attempt{attempt}")
-        try:
-            deadline = time.monotonic() + moments.uniform(0.3, whole.seconds / 3)
-            while time.monotonic() < deadline and one.process.poll() is None:
-                time.sleep(0.02)
-            if one.process.poll() is None and one.heeds():
-                one.process.terminate()
-                begin = time.monotonic()
-                resumed = one.wait(60)
-                assert time.monotonic() - begin < 30
-                assert resumed.code in (EXIT_CODE, 0), resumed.console
-        finally:
-            one.kill()
-    resumed = train([*recipe, "train.resume=auto"], tmp_path / "run", timeout_s=280, tag="last")
-    assert resumed.code == 0 or "the checkpoint is at step 150" in resumed.stderr, resumed.console
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert without_times(records(tmp_path / "run")) == without_times(records(tmp_path / "whole"))
-    assert [line["step"] for line in steps(tmp_path / "run")] == list(range(1, 151))

@@ -7,7 +7,6 @@ import psutil
 import pytest
 from commandline import Started, wait_until
 
-from launchers.world import launcher_start
 from training.app import _typed_timeout
 
 LAUNCH = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -16,12 +15,6 @@ RECIPE = [
     "train.eval_every=null",
 ]  # fmt: skip
 START_S = 120
-
-
-def test_the_name_of_the_default_directory_follows_from_torchrun_itself():
-    under_torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "1"}
-    assert launcher_start(under_torchrun) == launcher_start(under_torchrun)
-    assert launcher_start({}) is None
 
 
 @pytest.mark.parametrize(
