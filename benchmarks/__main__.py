@@ -1,8 +1,8 @@
 """Everything that is measured here, one table or picture each.
 
-    python -m benchmarks NAME [--quick] [OPTION …]     (--help after a NAME lists its options)
+    python -m benchmarks NAME [PART …] [--quick] [--rounds N] [--output FOLDER]     (--help after a NAME explains it)
 
---quick goes through a benchmark at tiny sizes, and writes nothing into benchmarks/results/.
+Tables go to benchmarks/results/. --quick goes through a benchmark at tiny sizes, and leaves its tables elsewhere.
 """
 
 from __future__ import annotations
@@ -14,29 +14,48 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from benchmarks.table import RESULTS, TRIALS, Benchmark
+
 NAMES = (
     "ddp", "exporting", "faults", "first_run", "gpt2", "gpu", "jsonl", "overhead", "parity", "pipelining", "promise",
     "published_figures", "readme", "sampling",
 )  # fmt: skip
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the benchmark that the first argument names with the others, and return its exit code."""
+def run(arguments: Sequence[str]) -> None:
+    """Run the benchmark that the first argument names with the others, and write its tables."""
     listed = "\n".join(f"{name:18} {_first_line(name)}" for name in NAMES)
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description=f"{__doc__}\n{listed}", usage="%(prog)s NAME [--quick] [OPTION …]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = _parser("python -m benchmarks", f"{__doc__}\n{listed}")
     parser.add_argument("name", choices=NAMES, metavar="NAME")
     name = parser.parse_args(arguments[:1]).name
     module = import_module(f"benchmarks.{name}")
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks {name}", description=module.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    for flags, option in module.OPTIONS.items():
-        parser.add_argument(*flags.split(), **option)
-    return module.main(parser.parse_args(arguments[1:])) or 0
+    chosen = _options(name, module.__doc__, module.BENCHMARK, arguments[1:])
+    for table in module.BENCHMARK.measure(chosen):
+        table.write(chosen.output)
+
+
+def _options(name: str, about: str, benchmark: Benchmark, arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _parser(f"python -m benchmarks {name}", about)
+    parser.set_defaults(parts=[])
+    if benchmark.parts:
+        parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(benchmark.parts)}; default: all")
+    parser.add_argument("--quick", "--dry-run", action="store_true", help="tiny sizes, to check that it runs")
+    if benchmark.rounds:
+        parser.add_argument("--rounds", type=int, help=f"default: {benchmark.rounds}, and 1 with --quick")
+    parser.add_argument("--output", type=Path, help="folder for the tables; default: benchmarks/results")
+    chosen = parser.parse_args(arguments)
+    if unknown := [part for part in chosen.parts if part not in benchmark.parts]:
+        parser.error(f"{unknown[0]} is not one of the parts: {', '.join(benchmark.parts)}")
+    if benchmark.rounds:
+        chosen.rounds = chosen.rounds or (1 if chosen.quick else benchmark.rounds)
+    chosen.output = chosen.output or (TRIALS if chosen.quick else RESULTS)
+    return chosen
+
+
+def _parser(command: str, about: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=command, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def _first_line(name: str) -> str:
@@ -45,4 +64,4 @@ def _first_line(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    run(sys.argv[1:])

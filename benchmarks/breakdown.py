@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 CATEGORIES = ("matmul", "attention", "cross entropy", "optimizer", "copies", "elementwise")
@@ -21,54 +20,38 @@ _OPTIMIZER = re.compile(r"adam|sgd|optimizer|foreach|multi_tensor", re.IGNORECAS
 _COPY = re.compile(r"memcpy|memset", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Breakdown:
-    """Where the time of a window went.
+def breakdown(path: Path, window: str) -> dict[str, float]:
+    """Return the seconds of each of ``CATEGORIES``, "idle" ones in which nothing was computed, and their "total".
 
-    Attributes:
-        total: Its length in seconds.
-        seconds: Of each of ``CATEGORIES``. Kernels that overlap count each.
-        idle: Seconds in which nothing was computed.
+    Kernels that overlap count each.
+
+    Args:
+        path: Of the file that ``export_chrome_trace`` wrote.
+        window: The name of the ``record_function`` around what is looked at; the device has ended its work in it.
+
+    Raises:
+        ValueError: The trace has no such window, or nothing was computed in it.
     """
-
-    total: float
-    seconds: dict[str, float]
-    idle: float
-
-    @classmethod
-    def read(cls, path: Path, window: str) -> Breakdown:
-        """Read a trace.
-
-        Args:
-            path: Of the file that ``export_chrome_trace`` wrote.
-            window: The name of the ``record_function`` around what is looked at; the device has ended its work in it.
-
-        Raises:
-            ValueError: The trace has no such window, or nothing was computed in it.
-        """
-        events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
-        frames = [e for e in events if e.get("cat") == "user_annotation" and e["name"] == window]
-        if not frames:
-            raise ValueError(f"the trace has no event {window!r}")
-        start, end = frames[0]["ts"], frames[0]["ts"] + frames[0]["dur"]
-        events = [e for e in events if start <= e["ts"] < end and e["name"] != window]
-        operators = list(_operators(events))
-        device = [e for e in events if e.get("cat") in _DEVICE]
-        seconds = dict.fromkeys(CATEGORIES, 0.0)
-        if device:
-            launched_by = {o.id: o.names for o in operators if o.id is not None}
-            for event in device:
-                names = (event["name"], *launched_by.get(event["args"].get("External id"), ()))
-                seconds[category(names)] += event["dur"] / 1e6
-            busy = [(e["ts"], e["ts"] + e["dur"]) for e in device]
-        else:
-            for operator in operators:
-                seconds[category(operator.names)] += operator.own / 1e6
-            busy = [(o.start, o.end) for o in operators]
-        if not busy:
-            raise ValueError(f"nothing was computed in {window!r}")
-        total = (end - start) / 1e6
-        return cls(total, seconds, total - _covered(busy, end) / 1e6)
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
+    frame = next((e for e in events if e.get("cat") == "user_annotation" and e["name"] == window), None)
+    if frame is None:
+        raise ValueError(f"the trace has no event {window!r}")
+    end = frame["ts"] + frame["dur"]
+    events = [e for e in events if frame["ts"] <= e["ts"] < end and e["name"] != window]
+    operators = [e for e in events if e.get("cat") in ("cpu_op", "user_annotation")]
+    _nest(operators)
+    launched_by = {e.get("args", {}).get("External id"): e["names"] for e in operators}
+    kernels = [e for e in events if e.get("cat") in _DEVICE]
+    for kernel in kernels:
+        kernel["own"] = kernel["dur"]
+        kernel["names"] = (kernel["name"], *launched_by.get(kernel["args"].get("External id", ""), ()))
+    computed = kernels or operators
+    if not computed:
+        raise ValueError(f"nothing was computed in {window!r}")
+    seconds = dict.fromkeys(CATEGORIES, 0.0)
+    for event in computed:
+        seconds[category(event["names"])] += event["own"] / 1e6
+    return seconds | {"idle": (frame["dur"] - _covered(computed, end)) / 1e6, "total": frame["dur"] / 1e6}
 
 
 def category(names: Sequence[str]) -> str:
@@ -85,43 +68,25 @@ def category(names: Sequence[str]) -> str:
     return "optimizer" if _OPTIMIZER.search(everything) else "elementwise"
 
 
-@dataclass
-class _Operator:
-    """An operator on the host; ``own`` is its time without that of those that it called, all in microseconds."""
-
-    id: int | None
-    names: tuple[str, ...]
-    start: float
-    end: float
-    own: float
-
-
-def _operators(events: list[dict]) -> Iterator[_Operator]:
-    """Yield the host's operators, each with its own name and those of the ones around it, of the same thread."""
-    by_thread: dict[tuple, list[dict]] = {}
-    for event in events:
-        if event.get("cat") in ("cpu_op", "user_annotation"):
-            by_thread.setdefault((event["pid"], event["tid"]), []).append(event)
-    for of_thread in by_thread.values():
-        around: list[_Operator] = []
-        for event in sorted(of_thread, key=lambda e: (e["ts"], -e["dur"])):
-            start, end = event["ts"], event["ts"] + event["dur"]
-            while around and around[-1].end <= start:
-                around.pop()
-            outer = around[-1] if around else None
-            if outer is not None:
-                outer.own -= min(end, outer.end) - start
-            names = (event["name"], *(outer.names if outer else ()))
-            operator = _Operator(event.get("args", {}).get("External id"), names, start, end, end - start)
-            around.append(operator)
-            yield operator
+def _nest(operators: list[dict]) -> None:
+    """Give each of the host's operators its ``names``, those around it included, and its ``own`` microseconds."""
+    around: dict[tuple, list[dict]] = {}  # by thread
+    for event in sorted(operators, key=lambda e: (e["ts"], -e["dur"])):
+        outer = around.setdefault((event["pid"], event["tid"]), [])
+        while outer and outer[-1]["ts"] + outer[-1]["dur"] <= event["ts"]:
+            outer.pop()
+        event["own"], event["names"] = event["dur"], (event["name"],)
+        if outer:
+            caller = outer[-1]
+            caller["own"] -= min(event["ts"] + event["dur"], caller["ts"] + caller["dur"]) - event["ts"]
+            event["names"] += caller["names"]
+        outer.append(event)
 
 
-def _covered(intervals: list[tuple[float, float]], end: float) -> float:
-    """Return the length of the union of ``intervals``, as far as it lies before ``end``."""
+def _covered(events: list[dict], end: float) -> float:
+    """Return the length of the union of the events, as far as it lies before ``end``."""
     covered, reached = 0.0, float("-inf")
-    for first, last in sorted(intervals):
-        last = min(last, end)
+    for first, last in sorted((e["ts"], min(e["ts"] + e["dur"], end)) for e in events):
         covered += max(0.0, last - max(first, reached))
         reached = max(reached, last)
     return covered

@@ -1,6 +1,6 @@
 """Two replicas against one, one core (or GPU) and one thread each, and the cost of the gradients' exchange.
 
-    python -m benchmarks ddp [--rounds 7] [--batch 16] [--quick]
+    python -m benchmarks ddp [--rounds 7] [--quick]
 
 A small Transformer with the same batch per replica in every run; all runs take turns in the same two processes:
 
@@ -14,12 +14,15 @@ A small Transformer with the same batch per replica in every run; all runs take 
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from benchmarks import figure, ranks, table
-from benchmarks.timing import Spread, paired, take_turns
+from benchmarks import figure, ranks
+from benchmarks.table import Benchmark, Table
+from benchmarks.timing import Spread, paired, tabulate, take_turns
 from benchmarks.trainer import TRANSFORMER, configured, in_turns
 from parallel.devices import synchronize
 
@@ -27,28 +30,18 @@ ONE, APART = "1 replica", "2 processes apart"
 BUCKETS = (1, 5, 25, 100)  # MiB
 
 
-OPTIONS = {
-    **table.QUICK,
-    "--rounds": dict(type=int, default=7),
-    "--batch": dict(type=int, default=16, help="sequences of 128 tokens per replica and step"),
-    "--precision": dict(default="fp32"),
-}
-
-
-def main(chosen: Namespace) -> None:
-    """Measure, and writes results/ddp.csv and .png."""
-    batch, rounds = (2, 2) if chosen.quick else (chosen.batch, chosen.rounds)
-    common = [*TRANSFORMER, "logger=none", f"train.precision={chosen.precision}", f"device={ranks.device_type()}"]
+def measure(chosen: Namespace) -> Iterator[Table]:
+    """Yield the table of all runs."""
+    batch = 2 if chosen.quick else 16  # sequences of 128 tokens per replica and step
+    common = [*TRANSFORMER, "logger=none", "train.precision=fp32", f"device={ranks.device_type()}"]
     common += ["model.d_model=32", "data.seq_len=16"] if chosen.quick else []
     setup = configured(common)  # prepares the tokens once, and not on both ranks
-    rows = tabulate(ranks.run(in_turns, layouts(common, batch), rounds, ONE), batch)
+    rows = rows_of(ranks.run(in_turns, layouts(common, batch), chosen.rounds, ONE), batch)
     size = sum(p.numel() for p in setup.chain.skeleton().parameters())
     alone = ranks.run(all_reduce, size)
     exchange = f"{size * 4 / 1e6:.1f} MB of gradients; one all-reduce of them alone: {alone:.4f} s"
-    print(f"{exchange}\n")
-    about = {"batch": batch, "rounds": rounds, "precision": chosen.precision, "exchange": exchange}
-    path = table.write("ddp", rows, chosen.quick, **about)
-    figure.bars(path.with_suffix(".png"), rows, [row["run"] for row in rows[2:]], width=10.0, title=title(rows))
+    about = {"batch": batch, "rounds": chosen.rounds, "precision": "fp32", "exchange": exchange}
+    yield Table("ddp", rows, about, draw)
 
 
 def layouts(common: list[str], batch: int) -> dict[str, list[str]]:
@@ -71,30 +64,34 @@ def all_reduce(rank: int, size: int) -> float:
     return Spread.of(take_turns({"": exchange}, 10, barrier=dist.barrier)[""]).median
 
 
-def tabulate(seconds: dict[str, list[float]], batch: int) -> list[dict]:
+def rows_of(seconds: dict[str, list[float]], batch: int) -> list[dict]:
     """Return the rows of the table; ratios are medians over rounds, in which all runs met the same noise."""
-    rows = []
-    for name, values in seconds.items():
-        spread = Spread.of(values)
+
+    def columns(name: str, spread: Spread) -> dict[str, str]:
         replicas = 1 if name == ONE else 2
-        exposed = 1 - 1 / paired(seconds, APART, name)
-        rows.append(
-            {
-                "run": name,
-                **spread.columns(),
-                "sequences/s": f"{replicas * batch / spread.median:.2f}",
-                "times one replica": f"{replicas / paired(seconds, ONE, name):.2f}",
-                "all-reduce": "" if name in (ONE, APART) else f"{exposed:.1%}",
-            }
-        )
-    return rows
+        return {
+            "sequences/s": f"{replicas * batch / spread.median:.2f}",
+            "times one replica": f"{replicas / paired(seconds, ONE, name):.2f}",
+            "all-reduce": "" if name in (ONE, APART) else f"{1 - 1 / paired(seconds, APART, name):.1%}",
+        }
+
+    return tabulate(seconds, columns)
 
 
 def title(rows: list[dict]) -> str:
     """Return what the table shows, in one line."""
-    gains = [float(row["times one replica"]) for row in rows if row["all-reduce"]]
-    exposed = max(float(row["all-reduce"].rstrip("%")) for row in rows if row["all-reduce"])
+    replicas = [row for row in rows if row["all-reduce"]]
+    gains = [float(row["times one replica"]) for row in replicas]
+    exposed = max(float(row["all-reduce"].rstrip("%")) for row in replicas)
     return (
         f"Two replicas do {min(gains):.2f} to {max(gains):.2f} times the work of one; "
         f"waiting for the all-reduce takes at most {exposed:.1f} % of a step"
     )
+
+
+def draw(path: Path, rows: list[dict]) -> None:
+    """Draw a bar for each run."""
+    figure.bars(path, rows, [row["run"] for row in rows[2:]], width=10.0, title=title(rows))
+
+
+BENCHMARK = Benchmark(measure, rounds=7)

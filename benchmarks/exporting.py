@@ -3,8 +3,7 @@
     python -m benchmarks exporting [--quick]
 
 Each model is trained for a step as conf/ has it (ResNet-50 on images of 224 pixels), exported by ``train.py``, and
-computed by torch.export's program or by ONNX Runtime on the CPU. A format that needs extras that are not installed is
-left out.
+computed by torch.export's program or by ONNX Runtime on the CPU.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from __future__ import annotations
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks import table
+from benchmarks.table import Benchmark, Table
 from benchmarks.trainer import composed
 from conf import options
 from training.export.served import ServedModel, serve, session_of
@@ -26,59 +25,43 @@ from training.modes import restore
 
 FORMATS = {"torch_export": "model.pt2", "onnx": "model.onnx", "triton": "1/model.onnx"}
 SIZES = {"resnet50": ["data.image_size=224"]}
-QUICK = {"resnet50": ["data.image_size=32"], "gpt2": ["model.size=tiny"]}
+QUICK = {"resnet50": ["data.image_size=64"], "gpt2": ["model.size=tiny"]}
 TRAINING = [
     "logger=none", "device=cpu", "train.epochs=null", "train.steps=1", "train.eval_every=null",
     "train.global_batch_size=2", "train.precision=fp32",
 ]  # fmt: skip
 
 
-OPTIONS = table.QUICK
-
-
-def main(chosen: Namespace) -> None:
-    """Measure, and writes results/exporting.csv."""
+def measure(chosen: Namespace) -> Iterator[Table]:
+    """Yield the table of all models."""
     sizes = QUICK if chosen.quick else SIZES
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in options("model"):
-            rows += measure(name, sizes.get(name, []), Path(folder))
-    table.write("exporting", rows, chosen.quick)
+        rows = (row for name in options("model") for row in exported(name, sizes.get(name, []), Path(folder)))
+        yield Table("exporting", rows)
 
 
-def measure(name: str, sizes: list[str], folder: Path) -> list[dict]:
-    """Train a model, exports it in each format and returns a row for each."""
+def exported(name: str, sizes: list[str], folder: Path) -> Iterator[dict]:
+    """Train a model, export it in each format, and yield a row for each."""
     line = [f"model={name}", *sizes, *TRAINING]
     _run(line, folder / name)
     line += ["mode=export", f"checkpoint='{folder / name}'"]
     restored = restore(composed(line), "cpu")
     model = serve(name, restored.data, restored.strategy)
-    rows = []
     for form, file in FORMATS.items():
         place = folder / f"{name}-{form}"
         start = time.perf_counter()
         _run([*line, f"export.format={form}"], place)
         seconds = time.perf_counter() - start
-        home = place / "export" / (name if form == "triton" else "")
-        compared = compare(model, runner(home / file, model))
+        path = place / "export" / (name if form == "triton" else "") / file
+        run = torch.export.load(path).module() if path.suffix == ".pt2" else session_of(path, model)
         size = sum(path.stat().st_size for path in (place / "export").rglob("*") if path.is_file())
-        rows.append(
-            {
-                "`model=`": f"`{name}`",
-                "format": f"`{form}`",
-                **compared,
-                "MB": f"{size / 1e6:.2f}",
-                "seconds": f"{seconds:.1f}",
-            }
-        )
-    return rows
-
-
-def runner(path: Path, model: ServedModel) -> Callable[..., Tensor]:
-    """Return what computes the outputs of a file."""
-    if path.suffix == ".pt2":
-        return torch.export.load(path).module()
-    return session_of(path, model)
+        yield {
+            "`model=`": f"`{name}`",
+            "format": f"`{form}`",
+            **compare(model, run),
+            "MB": f"{size / 1e6:.2f}",
+            "seconds": f"{seconds:.1f}",
+        }
 
 
 @torch.no_grad()
@@ -98,3 +81,6 @@ def _run(line: list[str], folder: Path) -> None:
 
     if train([*line, f"hydra.run.dir='{folder}'"]):
         raise SystemExit(f"train.py {' '.join(line)} failed")
+
+
+BENCHMARK = Benchmark(measure)

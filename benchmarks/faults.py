@@ -1,29 +1,24 @@
 """Hundreds of faults: runs that are killed, stopped, stalled and damaged, and how each of them ends.
 
-    python -m benchmarks faults [--quick] [--only kill] [--work FOLDER]
+    python -m benchmarks faults [PART …] [--quick]
 
 Each rank is killed (SIGKILL) at each point of a step and in each phase of a save, under each strategy; a run is told
 to stop at random moments; files of its newest checkpoint are damaged; one rank's gradient is not a number; one rank
 stalls; a run of 20,000 steps ends with the memory and the descriptors with which it began. Steps lost: steps
-recomputed after the restart. Bits equal: the final checkpoint's files and all losses are
-those of an undisturbed run (NaN: the replicas' weights are equal). About twenty minutes on two cores.
-
---work  keeps the results of each group of faults: the same command continues an interrupted one
+recomputed after the restart. Bits equal: the final checkpoint's files and all losses are those of an undisturbed run
+(NaN: the replicas' weights are equal). About twenty minutes on two cores. With a PART, the table is only printed.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 import signal
 import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import table
+from benchmarks.table import Benchmark, Table, markdown
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -36,31 +31,24 @@ _AT_ONCE = 12  # kills that one run meets
 _SIGNALS = {"single": 8, "ddp": 6, "pipe_ddp": 6}
 
 
-OPTIONS = {
-    **table.QUICK,
-    "--only": dict(default="", help="the beginning of the groups' names"),
-    "--work": dict(type=Path, help="folder for the runs"),
-}
-
-
-def main(chosen: Namespace) -> None:
-    """Run all faults and writes results/faults.csv; exits with code 1 if a run ended in another way than it should."""
+def measure(chosen: Namespace) -> Iterator[Table]:
+    """Yield the table of all faults; exits with code 1 if a run ended in another way than it should."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the current run too
-    work = chosen.work or Path(tempfile.mkdtemp(prefix="faults-"))
-    work.mkdir(parents=True, exist_ok=True)
     trials: list[Trial] = []
     for name, group in groups(chosen.quick):
-        if not name.startswith(chosen.only):
+        if chosen.parts and name.partition("-")[0] not in chosen.parts:
             continue
-        new = _recorded(work / f"{name}.json", group)
+        with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+            new = group(Path(folder))
         trials += new
         bad = [trial for trial in new if trial.problem]
         print(f"{name}: {len(new)} faults, {len(bad)} with problems", file=sys.stderr, flush=True)
         for trial in bad:
             print(f"    {trial.fault}: {trial.problem}", file=sys.stderr, flush=True)
-    if chosen.work is None:
-        shutil.rmtree(work, ignore_errors=True)
-    table.write("faults", rows(trials), chosen.quick or bool(chosen.only))
+    if chosen.parts:
+        print(markdown(rows(trials)))
+    else:
+        yield Table("faults", rows(trials))
     if any(trial.problem or not trial.survived or trial.equal is False for trial in trials):
         raise SystemExit(1)
 
@@ -84,21 +72,9 @@ def groups(quick: bool) -> Iterator[tuple[str, Callable[[Path], list[Trial]]]]:
     yield "soak-single", lambda f: [soak(1_000 if quick else 20_000, f)]
 
 
-def _recorded(path: Path, group: Callable[[Path], list[Trial]]) -> list[Trial]:
-    """The trials of ``group``, from the file ``path`` if it has run before."""
-    if path.exists():
-        return [Trial(**entry) for entry in json.loads(path.read_text())]
-    folder = path.with_suffix("")
-    shutil.rmtree(folder, ignore_errors=True)  # of an interrupted group
-    folder.mkdir()
-    trials = group(folder)
-    path.write_text(json.dumps([asdict(trial) for trial in trials]))
-    if not any(trial.problem for trial in trials):
-        shutil.rmtree(folder, ignore_errors=True)
-    return trials
-
+BENCHMARK = Benchmark(measure, parts=("kill", "nan", "stall", "term", "damage", "soak"))
 
 if __name__ == "__main__":
     from benchmarks.__main__ import run
 
-    sys.exit(run(["faults", *sys.argv[1:]]))
+    run(["faults", *sys.argv[1:]])

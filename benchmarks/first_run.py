@@ -14,21 +14,21 @@ import statistics
 import tempfile
 import time
 from argparse import Namespace
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from benchmarks import figure, table
+from benchmarks import figure
 from benchmarks.command_line import read_metrics, run
+from benchmarks.table import Benchmark, Table
 
 COMMAND = ("parallel=pipe_ddp", "model=gpt2")
 TINY = ("model.size=tiny", "train.steps=8", "logger=none")
 SMOOTHED = 3  # steps that a point of the smoothed curve is the mean of
 
 
-OPTIONS = table.QUICK
-
-
-def main(chosen: Namespace) -> None:
-    """Measure, and writes results/first_run.csv, first_run.json and first_run.png."""
+def measure(chosen: Namespace) -> Iterator[Table]:
+    """Yield the table of the command's parts, with what it has learned."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         start = time.time()
@@ -53,12 +53,12 @@ def main(chosen: Namespace) -> None:
     }
     rows = [{"part": name, "seconds": f"{value:.1f}"} for name, value in parts.items()]
     rates = [step["tokens_per_s"] for step in steps[1:]]
-    about = {"losses": losses, **learned, "tokens/s": statistics.median(rates)}
-    path = table.write("first_run", rows, chosen.quick, command=" ".join(("train.py", *COMMAND)), **about)
-    draw(path.with_suffix(".png"), losses, learned)
+    about = {"command": " ".join(("train.py", *COMMAND)), "losses": losses, **learned}
+    about["tokens/s"] = statistics.median(rates)
+    yield Table("first_run", rows, about, partial(draw, losses=losses, learned=learned))
 
 
-def draw(path: Path, losses: list[float], learned: dict[str, float]) -> None:
+def draw(path: Path, _: list[dict], losses: list[float], learned: dict[str, float]) -> None:
     """Draw the loss by step, smoothed too, and what it can be compared with."""
     with figure.drawing(path, width=7.0) as (axes,):
         axes.plot(range(1, len(losses) + 1), losses, "o", color=figure.GREY, markersize=4, label="loss of each step")
@@ -70,3 +70,6 @@ def draw(path: Path, losses: list[float], learned: dict[str, float]) -> None:
         axes.set(xlabel="step", ylabel="nats per token")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(frameon=False)
+
+
+BENCHMARK = Benchmark(measure)

@@ -1,6 +1,6 @@
 """GPT-2 124M on this machine's best device: tokens/s, MFU, and what each optimization is worth.
 
-    python -m benchmarks gpt2 [--rounds 2] [--steps N] [--batch B] [--tokens T] [--quick] [--compile no]
+    python -m benchmarks gpt2 [--rounds 2] [--quick]
 
 The first row is a tutorial's loop: float32, logits, F.cross_entropy, AdamW with its defaults. The second has every
 lever pulled (torch.compile on a GPU only: on a CPU it is a row of its own); each further row moves one of them. Every
@@ -14,15 +14,16 @@ known, else that of a large product of bf16 matrices measured here; both are pri
 from __future__ import annotations
 
 import re
-import statistics
 import sys
 from argparse import Namespace
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
-from benchmarks import table
-from benchmarks.timing import Spread, in_new_process, take_turns
+from benchmarks.table import Benchmark, Table
+from benchmarks.timing import Spread, in_new_process, tabulate, take_turns
 from benchmarks.trainer import PlainLoop, Trainer, adamw, configured, same_model, token_loss
 from common.errors import PlanError
 from models.gpt2_sizes import SIZES, Size
@@ -32,33 +33,12 @@ from parallel.devices import check_compiler, keep_freed_memory, synchronize
 DATASHEET = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "4090": 165e12}
 PADDED, PLAIN = 50304, 50257
 WARM_UP = 3
-ALL, PLAIN_LOOP = "all levers", "plain loop"
-
-
-@dataclass(frozen=True)
-class Levers:
-    """The optimizations of one row.
-
-    Attributes:
-        microbatch: Sequences that pass through the model at a time.
-        precision: As in train.precision.
-        fused: Whether AdamW is one kernel.
-        vocabulary: Tokens of the model, padded to a multiple of 128 or not.
-        compiled: Whether torch.compile is used.
-        tutorial: Whether the loop is the tutorial's.
-    """
-
-    microbatch: int
-    precision: str = "bf16"
-    fused: bool = True
-    vocabulary: int = PADDED
-    compiled: bool = False
-    tutorial: bool = False
+ALL, OURS, PLAIN_LOOP = "all levers", "this project", "plain loop"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained.
+    """What is trained, and the optimizations of a row.
 
     Attributes:
         size: As in model.size.
@@ -66,6 +46,12 @@ class Job:
         tokens: Tokens per sequence.
         steps: The number of measured steps per process.
         device: "cpu" or "cuda".
+        microbatch: Sequences that pass through the model at a time.
+        precision: As in train.precision.
+        fused: Whether AdamW is one kernel.
+        vocabulary: Tokens of the model, padded to a multiple of 128 or not.
+        compiled: Whether torch.compile is used.
+        tutorial: Whether the loop is the tutorial's.
         words: More of the command line.
     """
 
@@ -74,60 +60,48 @@ class Job:
     tokens: int
     steps: int
     device: str
+    microbatch: int
+    precision: str = "bf16"
+    fused: bool = True
+    vocabulary: int = PADDED
+    compiled: bool = False
+    tutorial: bool = False
     words: tuple[str, ...] = ("train.grad_clip=null",)
 
 
-OPTIONS = {
-    **table.QUICK,
-    "--rounds": dict(type=int, default=2, help="processes for each row"),
-    "--steps": dict(type=int, help="measured in each process; 20 on a GPU, else 2"),
-    "--batch": dict(type=int, help="sequences per step; 64 on a GPU, else 8"),
-    "--tokens": dict(type=int, help="tokens per sequence; 1024 on a GPU, else 256"),
-    "--compile": dict(choices=["auto", "no"], default="auto", help="auto: if it works here"),
-}
-
-
-def main(chosen: Namespace) -> None:
-    """Measure, and writes results/gpt2.csv and .png."""
-    from benchmarks import figure  # here, because matplotlib need not be there for what benchmarks.gpu takes from here
-
+def measure(chosen: Namespace) -> Iterator[Table]:
+    """Yield the table of all levers."""
     gpu = torch.cuda.is_available()
-    job = Job(
-        "tiny" if chosen.quick else "124M",
-        batch=chosen.batch or (64 if gpu else 8),
-        tokens=64 if chosen.quick else chosen.tokens or (1024 if gpu else 256),
-        steps=1 if chosen.quick else chosen.steps or (20 if gpu else 2),
-        device="cuda" if gpu else "cpu",
-    )
-    ways = rows_to_measure(job.batch, gpu, compiler=chosen.compile == "auto" and has_compiler())
+    size, steps, width = ("tiny", 1, 512) if chosen.quick else ("124M", 20, 8192) if gpu else ("124M", 2, 2048)
+    batch, tokens = 64 if gpu else 8, 64 if chosen.quick else 1024 if gpu else 256
+    job = Job(size, batch, tokens, steps, "cuda" if gpu else "cpu", microbatch=batch)
+    ways = rows_to_measure(job, has_compiler())
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(1 if chosen.quick else chosen.rounds):
-        for name, levers in ways.items():
-            seconds[name] += in_new_process(measure, job, levers)[ALL]
-            print(f"{name}: {statistics.median(seconds[name]):.3f} s", file=sys.stderr, flush=True)
-    measured = in_new_process(measured_peak, job.device, 512 if chosen.quick else 8192 if gpu else 2048)
+    for _ in range(chosen.rounds):
+        for name, way in ways.items():
+            seconds[name] += in_new_process(timed, way)[OURS]
+            print(f"{name}: {Spread.of(seconds[name]).median:.3f} s", file=sys.stderr, flush=True)
+    measured = in_new_process(measured_peak, job.device, width)
     peak = datasheet_peak() or measured
-    rows = tabulate(seconds, ways, job, peak)
-    work = f"{flop_per_token(SIZES[job.size], job.tokens, PADDED) / 1e6:.1f} MFLOP a token (6N + 12LHQT)"
+    work = f"{flop_per_token(SIZES[size], tokens, PADDED) / 1e6:.1f} MFLOP a token (6N + 12LHQT)"
     source = "datasheet" if datasheet_peak() else "measured"
     peaks = f"peak {peak / 1e12:.4g} TFLOP/s in bf16 ({source}); measured {measured / 1e12:.4g}"
     print(f"{work}; {peaks}\n")
-    path = table.write("gpt2", rows, chosen.quick, **asdict(job), work=work, peak=peaks)
-    shown = [row for row in rows if row["MFU"]]
-    figure.bars(path.with_suffix(".png"), shown, [ALL], width=12.0, title=title(shown))
+    about = {"size": size, "batch": batch, "tokens": tokens, "steps": steps, "device": job.device}
+    yield Table("gpt2", rows_of(seconds, ways, peak), {**about, "work": work, "peak": peaks}, draw)
 
 
-def rows_to_measure(batch: int, gpu: bool, compiler: bool) -> dict[str, Levers]:
+def rows_to_measure(job: Job, compiler: bool) -> dict[str, Job]:
     """Return what each row of the table measures, by its name."""
-    best = Levers(microbatch=batch, compiled=gpu and compiler)
+    best = replace(job, compiled=job.device == "cuda" and compiler)
     rows = {
-        "a tutorial's loop, fp32": Levers(batch, "fp32", fused=False, vocabulary=PLAIN, tutorial=True),
+        "a tutorial's loop, fp32": replace(job, precision="fp32", fused=False, vocabulary=PLAIN, tutorial=True),
         ALL: best,
         "without bf16": replace(best, precision="fp32"),
         "without fused AdamW": replace(best, fused=False),
         f"without padding (vocabulary {PLAIN})": replace(best, vocabulary=PLAIN),
-        f"micro-batch {batch // 2}": replace(best, microbatch=batch // 2),
-        f"micro-batch {batch // 4}": replace(best, microbatch=batch // 4),
+        f"micro-batch {job.batch // 2}": replace(best, microbatch=job.batch // 2),
+        f"micro-batch {job.batch // 4}": replace(best, microbatch=job.batch // 4),
     }
     if compiler:
         rows["without compile" if best.compiled else "with compile"] = replace(best, compiled=not best.compiled)
@@ -144,29 +118,27 @@ def has_compiler() -> bool:
     return True
 
 
-def measure(job: Job, levers: Levers, beside_plain: bool = False) -> dict[str, list[float]]:
+def timed(job: Job, beside_plain: bool = False) -> dict[str, list[float]]:
     """Return the seconds of each measured step, and of those of a plain loop in turns with them if it is wanted."""
     keep_freed_memory()
-    trainer = Trainer(configured([*command_line(job, levers), "parallel=single"]))
-    steps = {ALL: trainer.step}
-    if levers.tutorial:
+    trainer = Trainer(configured([*command_line(job), "parallel=single"]))
+    steps = {OURS: trainer.step}
+    if job.tutorial:
         (stage,) = trainer.strategy.stages
-        steps[ALL] = PlainLoop(trainer, token_loss(stage.layers), adamw(stage.layers, fused=False)).step
+        steps[OURS] = PlainLoop(trainer, token_loss(stage.layers), adamw(stage.layers, fused=False)).step
     if beside_plain:
         model = same_model(trainer)
-        steps[PLAIN_LOOP] = PlainLoop(trainer, token_loss(model), adamw(model), levers.compiled).step
+        steps[PLAIN_LOOP] = PlainLoop(trainer, token_loss(model), adamw(model), job.compiled).step
     return take_turns(steps, job.steps, min(job.steps, WARM_UP))
 
 
-def command_line(job: Job, levers: Levers) -> list[str]:
+def command_line(job: Job) -> list[str]:
     """Return the overrides of train.py, without the layout."""
     return [
-        "model=gpt2", f"model.size={job.size}", f"model.vocab_size={levers.vocabulary}",
-        f"parallel.chunks={job.batch // levers.microbatch}", f"train.global_batch_size={job.batch}",
-        f"data.seq_len={job.tokens}", f"train.precision={levers.precision}", f"train.compile={levers.compiled}",
-        f"device={job.device}", "logger=none", *job.words,
-        *([] if levers.fused else ["optim.fused=false"]),
-        *([f"model.block_size={job.tokens}"] if job.tokens > SIZES[job.size].block_size else []),
+        "model=gpt2", f"model.size={job.size}", f"model.vocab_size={job.vocabulary}",
+        f"parallel.chunks={job.batch // job.microbatch}", f"train.global_batch_size={job.batch}",
+        f"data.seq_len={job.tokens}", f"train.precision={job.precision}", f"train.compile={job.compiled}",
+        f"device={job.device}", "logger=none", *job.words, *([] if job.fused else ["optim.fused=false"]),
     ]  # fmt: skip
 
 
@@ -178,7 +150,7 @@ def measured_peak(device: str, width: int, dtype: torch.dtype = torch.bfloat16) 
         torch.mm(a, b)
         synchronize(a.device)
 
-    return 2 * width**3 / min(take_turns({ALL: product}, 10, WARM_UP)[ALL])
+    return 2 * width**3 / min(take_turns({"": product}, 10, WARM_UP)[""])
 
 
 def datasheet_peak() -> float | None:
@@ -191,31 +163,27 @@ def datasheet_peak() -> float | None:
 
 def flop_per_token(size: Size, tokens: int, vocabulary: int) -> float:
     """Return 6 N + 12 L H Q T for sequences of ``tokens``; N counts the tied head once and no positions."""
-    width = size.n_embd
-    block = 12 * width**2 + 13 * width  # four matrices with their biases, two norms
-    parameters = size.n_layer * block + 2 * width + vocabulary * width
-    return 6 * parameters + 12 * size.n_layer * width * tokens
+    parameters = size.parameters(vocabulary) - size.block_size * size.n_embd
+    return 6 * parameters + 12 * size.n_layer * size.n_embd * tokens
 
 
-def rates(spread: Spread, job: Job, size: Size, vocabulary: int, peak: float) -> dict[str, str]:
+def rates(spread: Spread, job: Job, peak: float) -> dict[str, str]:
     """Return tokens/s and MFU as columns of a table."""
     rate = job.batch * job.tokens / spread.median
-    work = flop_per_token(size, job.tokens, vocabulary)
+    work = flop_per_token(SIZES[job.size], job.tokens, job.vocabulary)
     return {"tokens/s": f"{rate:,.0f}", "MFU": f"{rate * work / peak:.1%}"}
 
 
-def tabulate(seconds: dict[str, list[float]], ways: dict[str, Levers], job: Job, peak: float) -> list[dict]:
+def rows_of(seconds: dict[str, list[float]], ways: dict[str, Job], peak: float) -> list[dict]:
     """Return the rows of the table; the FLOP of a token are those of the row's vocabulary."""
-    spreads = {name: Spread.of(values) for name, values in seconds.items()}
-    return [
-        {
-            "run": name,
-            **spread.columns(),
-            **rates(spread, job, SIZES[job.size], ways[name].vocabulary, peak),
-            "time against all levers": f"{spread.median / spreads[ALL].median:.2f}x",
-        }
-        for name, spread in spreads.items()
-    ]
+    best = Spread.of(seconds[ALL]).median
+    return tabulate(
+        seconds,
+        lambda name, spread: {
+            **rates(spread, ways[name], peak),
+            "time against all levers": f"{spread.median / best:.2f}x",
+        },
+    )
 
 
 def title(rows: list[dict]) -> str:
@@ -226,3 +194,13 @@ def title(rows: list[dict]) -> str:
         f"All levers: {rows[1]['tokens/s']} tokens/s, {tutorial[1]:.1f} times as many as {tutorial[0]};\n"
         f"a step takes {most:.1f} times as long {dearest}, and at most {rest[0][1]:.2f} times in the other rows"
     )
+
+
+def draw(path: Path, rows: list[dict]) -> None:
+    """Draw a bar for each row."""
+    from benchmarks import figure  # here, because matplotlib need not be there for what benchmarks.gpu takes from here
+
+    figure.bars(path, rows, [ALL], width=12.0, title=title(rows))
+
+
+BENCHMARK = Benchmark(measure, rounds=2)

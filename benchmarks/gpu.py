@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
@@ -33,31 +33,29 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
-from benchmarks import table
-from benchmarks.breakdown import CATEGORIES, Breakdown
+from benchmarks.breakdown import breakdown
 from benchmarks.gpt2 import (
-    ALL,
+    OURS,
     PADDED,
     PLAIN_LOOP,
     Job,
-    Levers,
     command_line,
     datasheet_peak,
     has_compiler,
-    measure,
     measured_peak,
     rates,
+    timed,
 )
 from benchmarks.ranks import Workers
-from benchmarks.timing import Spread, paired, take_turns
+from benchmarks.table import Benchmark, Table
+from benchmarks.timing import paired, tabulate, take_turns
 from benchmarks.trainer import Loss, PlainLoop, Trainer, adamw, configured, same_model, token_loss
 from data.images import load_torchvision
-from models.gpt2_sizes import SIZES, with_sizes
 from parallel.devices import keep_freed_memory, synchronize
 from training.reporting import describe
 
 LIMIT_S = 600
-OURS, TORCHVISION = "this project", "torchvision, plain loop"
+TORCHVISION = "torchvision, plain loop"
 # (sequences in a micro-batch, micro-batches a step): 131,072 tokens a step. Compiling takes a minute for each size.
 EAGER = ((4, 32), (8, 16), (16, 8), (32, 4), (64, 2))
 COMPILED = ((16, 8), (32, 4), (32, 16))  # and 524,288 tokens a step
@@ -72,15 +70,8 @@ def card(toy: bool) -> Iterator[dict]:
     found = {"python": machine["python"], "torch": torch.__version__, "cuda": torch.version.cuda}
     if not toy:
         gpu = torch.cuda.get_device_properties(0)
-        found |= {
-            "GPU": gpu.name,
-            "GPUs": torch.cuda.device_count(),
-            "compute capability": f"{gpu.major}.{gpu.minor}",
-            "multiprocessors": gpu.multi_processor_count,
-            "memory, GiB": f"{gpu.total_memory / 2**30:.1f}",
-            "cudnn": torch.backends.cudnn.version(),
-            **_from_driver("driver_version", "power.limit", "clocks.max.sm", "clocks.max.memory"),
-        }
+        found |= {"GPUs": torch.cuda.device_count(), "multiprocessors": gpu.multi_processor_count}
+        found |= {"cudnn": torch.backends.cudnn.version(), **_from_driver()}
     found |= {package.name: package.version for package in distributions() if package.name in PACKAGES}
     found |= {"CPU": machine["cpu"]["model"], "cores": machine["cpu"]["cores"]}
     yield from ({"what": what, "value": value} for what, value in found.items())
@@ -129,41 +120,33 @@ def gpt2_compiled(toy: bool) -> Iterator[dict]:
 
 def _ladder(toy: bool, cases: Sequence[tuple[int, int]], compiled: bool) -> Iterator[dict]:
     peak = (None if toy else datasheet_peak()) or measured_peak(_device(toy), 64 if toy else 8192)
-    size = with_sizes("tiny", {"n_layer": 1}) if toy else SIZES["124M"]
     for microbatch, chunks in cases:
         _free_memory()
-        levers = Levers(microbatch, vocabulary=512 if toy else PADDED, compiled=compiled)
         try:
-            with _random_tokens(toy, microbatch * chunks) as job:
-                seconds = measure(job, levers, beside_plain=True)
+            with _job(toy, microbatch, chunks, compiled) as job:
+                seconds = timed(job, beside_plain=True)
         except torch.OutOfMemoryError:
             print(f"micro-batch {microbatch}: out of memory", flush=True)
             continue
-        about = {"micro-batch": microbatch, "micro-batches": chunks, "compiled": compiled}
-        for name, values in seconds.items():
-            spread = Spread.of(values)
-            faster = f"{paired(seconds, name, PLAIN_LOOP):.2f}x"
-            yield {
-                "run": OURS if name == ALL else name,
-                **about,
-                **spread.columns(),
-                **rates(spread, job, size, levers.vocabulary, peak),
-                "as fast as the plain loop": faster,
-            }
+        for row in tabulate(seconds, lambda _, spread, job=job: rates(spread, job, peak)):
+            about = {"micro-batch": microbatch, "micro-batches": chunks, "compiled": compiled}
+            yield row | about | {"as fast as the plain loop": f"{paired(seconds, row['run'], PLAIN_LOOP):.2f}x"}
 
 
 @contextmanager
-def _random_tokens(toy: bool, sequences: int) -> Iterator[Job]:
+def _job(toy: bool, microbatch: int, chunks: int, compiled: bool = False) -> Iterator[Job]:
     """Yield what is trained on tokens of no text, enough for the batches of a ``Trainer``."""
     size, tokens, vocabulary, steps = ("tiny", 16, 512, 1) if toy else ("124M", 1024, PADDED, 10)
+    batch = microbatch * chunks
     with tempfile.TemporaryDirectory() as folder:
-        drawn = np.random.default_rng(1).integers(vocabulary, size=3 * sequences * (tokens + 1), dtype=np.uint16)
+        drawn = np.random.default_rng(1).integers(vocabulary, size=3 * batch * (tokens + 1), dtype=np.uint16)
         drawn.tofile(Path(folder) / "train.bin")
         words = (
             "data=tokens", f"data.root={folder}", "data.format=nanogpt", f"data.cache_dir={folder}/cache",
-            f"data.vocab_size={vocabulary}", "train.eval_every=null", *["model.n_layer=1"] * toy,
+            f"data.vocab_size={vocabulary}", "train.eval_every=null", *["model.n_layer=2"] * toy,
         )  # fmt: skip
-        yield Job(size, sequences, tokens, steps, _device(toy), words)
+        device = _device(toy)
+        yield Job(size, batch, tokens, steps, device, microbatch, vocabulary=vocabulary, compiled=compiled, words=words)
 
 
 def where_it_goes(toy: bool) -> Iterator[dict]:
@@ -171,25 +154,24 @@ def where_it_goes(toy: bool) -> Iterator[dict]:
     microbatch, chunks, steps, warm_up = (2, 2, 1, 1) if toy else (32, 4, 3, 4)
     for compiled in (False, True) if not toy and has_compiler() else (False,):
         _free_memory()
-        with _random_tokens(toy, microbatch * chunks) as job:
-            levers = Levers(microbatch, vocabulary=512 if toy else PADDED, compiled=compiled)
-            trainer = Trainer(configured([*command_line(job, levers), "parallel=single"]))
+        with _job(toy, microbatch, chunks, compiled) as job:
+            trainer = Trainer(configured([*command_line(job), "parallel=single"]))
         model = same_model(trainer)
         plain = PlainLoop(trainer, token_loss(model), adamw(model), compiled)
         for name, step in ((OURS, trainer.step), (PLAIN_LOOP, plain.step)):
-            found = _profiled(step, steps, warm_up, trainer.strategy.device)
+            seconds = _profiled(step, steps, warm_up, trainer.strategy.device)
+            total = seconds.pop("total")
             yield {
                 "run": name,
                 "micro-batch": microbatch,
                 "compiled": compiled,
-                "seconds a step": f"{found.total / steps:.4f}",
-                "tokens/s, profiled": f"{job.batch * job.tokens * steps / found.total:,.0f}",
-                **{category: f"{found.seconds[category] / found.total:.1%}" for category in CATEGORIES},
-                "idle": f"{found.idle / found.total:.1%}",
+                "seconds a step": f"{total / steps:.4f}",
+                "tokens/s, profiled": f"{job.batch * job.tokens * steps / total:,.0f}",
+                **{category: f"{value / total:.1%}" for category, value in seconds.items()},
             }
 
 
-def _profiled(step: Callable[[int], object], steps: int, warm_up: int, device: torch.device) -> Breakdown:
+def _profiled(step: Callable[[int], object], steps: int, warm_up: int, device: torch.device) -> dict[str, float]:
     for number in range(1, warm_up + 1):
         step(number)
     synchronize(device)
@@ -201,7 +183,7 @@ def _profiled(step: Callable[[int], object], steps: int, warm_up: int, device: t
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(path))
-        return Breakdown.read(path, WINDOW)
+        return breakdown(path, WINDOW)
 
 
 def resnet50(toy: bool) -> Iterator[dict]:
@@ -234,18 +216,11 @@ def _images(
         print(f"no row of torchvision's plain loop: {error}", flush=True)
     # cuDNN tries its algorithms in the first steps.
     seconds = take_turns(steps, 1 if toy else 10, 1 if toy else 5)
-    for run, values in seconds.items():
-        spread = Spread.of(values)
-        yield {
-            "run": run,
-            "images": name,
-            "batch": batch,
-            "compiled": compiled,
-            **spread.columns(),
-            "images/s": f"{batch / spread.median:,.1f}",
-            "seconds for 3 batches": f"{3 * spread.median:.3f}",
-            "as fast as torchvision's": f"{paired(seconds, run, TORCHVISION):.2f}x" if TORCHVISION in seconds else "",
-        }
+    for row in tabulate(seconds, lambda _, spread: {"images/s": f"{batch / spread.median:,.1f}"}):
+        about = {"images": name, "batch": batch, "compiled": compiled}
+        about["seconds for 3 batches"] = f"{3 * float(row['seconds a step (median)']):.3f}"
+        other = f"{paired(seconds, row['run'], TORCHVISION):.2f}x" if TORCHVISION in seconds else ""
+        yield row | about | {"as fast as torchvision's": other}
 
 
 def _torchvision(trainer: Trainer, criterion: Loss, compiled: bool) -> PlainLoop:
@@ -267,23 +242,18 @@ def _squared_error(output: Tensor, classes: Tensor) -> Tensor:
 
 def pipelines(toy: bool) -> Iterator[dict]:
     """Yield a row for one, two and four stages; they are dealt to the GPUs in turn, where there are several."""
-    sequences, chunks, reference = (8, 4, None) if toy else (64, 8, None)
-    with _random_tokens(toy, sequences) as job:
-        levers = Levers(sequences // chunks, vocabulary=512 if toy else PADDED)
-        words = [word.replace("n_layer=1", "n_layer=2") for word in command_line(job, levers)]
+    microbatch, chunks, reference = (2, 4, None) if toy else (8, 8, None)
+    with _job(toy, microbatch, chunks) as job:
         for stages in (1, 2, 4):
             layout = ["parallel=single"] if stages == 1 else ["parallel=pipelined", f"parallel.pp={stages}"]
-            with closing(Workers(Trainer.build, [*words, *layout], size=stages, device=job.device)) as workers:
-                spread = Spread.of(take_turns({"": workers.step}, 1 if toy else 8, 1 if toy else 2)[""])
-            reference = reference or spread.median
-            yield {
-                "run": " ".join([*layout, f"parallel.chunks={chunks}"]),
-                "processes": stages,
-                "GPUs": min(stages, torch.cuda.device_count()),
-                **spread.columns(),
-                "tokens/s": f"{sequences * job.tokens / spread.median:,.0f}",
-                "as fast as one process": f"{reference / spread.median:.2f}x",
-            }
+            words = [*command_line(job), *layout]
+            with closing(Workers(Trainer.build, words, size=stages, device=job.device)) as workers:
+                seconds = take_turns({" ".join(layout): workers.step}, 1 if toy else 8, 1 if toy else 2)
+            (row,) = tabulate(seconds, lambda _, spread: {"tokens/s": f"{job.batch * job.tokens / spread.median:,.0f}"})
+            median = float(row["seconds a step (median)"])
+            reference = reference or median
+            about = {"processes": stages, "GPUs": min(stages, torch.cuda.device_count()), "chunks": chunks}
+            yield row | about | {"as fast as one process": f"{reference / median:.2f}x"}
 
 
 def _device(toy: bool) -> str:
@@ -301,17 +271,15 @@ def _peak(what: str, value: float, unit: str, share: str = "") -> dict:
     return {"what": what, "value": f"{value:.4g}", "unit": unit, "of the datasheet": share}
 
 
-def _from_driver(*facts: str) -> dict[str, str]:
+def _from_driver() -> dict[str, str]:
+    facts = ("name", "compute_cap", "memory.total", "driver_version", "power.limit", "clocks.max.sm", "clocks.max.mem")
     command = ["nvidia-smi", f"--query-gpu={','.join(facts)}", "--format=csv,noheader", "--id=0"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {}
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
     return dict(zip(facts, answer.strip().split(", "), strict=False))
 
 
 # Each yields the rows of its table; True: at toy size, on the CPU.
-PARTS: Mapping[str, Callable[[bool], Iterable[dict]]] = {
+PARTS: Mapping[str, Callable[[bool], Iterator[dict]]] = {
     "card": card,
     "peaks": peaks,
     "gpt2": gpt2,
@@ -320,43 +288,21 @@ PARTS: Mapping[str, Callable[[bool], Iterable[dict]]] = {
     "resnet50": resnet50,
     "pipelines": pipelines,
 }
-OPTIONS = {
-    **table.QUICK,
-    "parts": dict(nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default"),
-    "--output": dict(type=Path, help="folder for the tables; benchmarks/results by default"),
-}
 
 
-def main(chosen: Namespace) -> int:
-    """Measure the parts that the command line names; return the exit code."""
-    if unknown := [part for part in chosen.parts if part not in PARTS]:
-        raise SystemExit(f"error: {unknown[0]} is not one of the parts: {', '.join(PARTS)}")
+def measure(chosen: Namespace) -> Iterator[Table]:
+    """Yield the tables of the parts; of several, each is measured by a process of its own, which writes its table."""
     if not chosen.quick and not torch.cuda.is_available():
         raise SystemExit(
             "error: this machine has no GPU that torch can use; --dry-run goes through every part on the CPU"
         )
-    folder = chosen.output or table.folder_of(chosen.quick)
     parts = chosen.parts or list(PARTS)
     if chosen.quick or len(parts) == 1:
-        for part in parts:
-            measure_part(part, chosen.quick, folder)
-        return 0
-    failed = [part for part in parts if not _in_own_process(part, folder)]
-    if failed:
-        print(f"error: parts that failed: {', '.join(failed)}; their rows so far are in {folder}", file=sys.stderr)
-    return 1 if failed else 0
-
-
-def measure_part(part: str, toy: bool, folder: Path) -> None:
-    """Print and write the rows of a part, each as soon as it is there."""
-    keep_freed_memory()
-    path, rows = folder / f"gpu_{part}.csv", []
-    about = {"part": part, "cuda": torch.version.cuda, "dry run, whose numbers mean nothing": toy}
-    for row in PARTS[part](toy):
-        rows.append(row)
-        table.save(path, rows, **about)
-        print(f"{part}: {', '.join(f'{key} {value}' for key, value in row.items() if value != '')}", flush=True)
-    print(f"\n{table.markdown(rows)}\nwritten to {path}\n", flush=True)
+        keep_freed_memory()
+        about = {"cuda": torch.version.cuda, "dry run, whose numbers mean nothing": chosen.quick}
+        yield from (Table(f"gpu_{part}", PARTS[part](chosen.quick), {"part": part, **about}) for part in parts)
+    elif failed := [part for part in parts if not _in_own_process(part, chosen.output)]:
+        raise SystemExit(f"error: parts that failed: {', '.join(failed)}; their rows so far are in {chosen.output}")
 
 
 def _in_own_process(part: str, folder: Path) -> bool:
@@ -367,3 +313,6 @@ def _in_own_process(part: str, folder: Path) -> bool:
     except subprocess.TimeoutExpired:
         print(f"error: {part} took longer than {LIMIT_S} s and was ended", file=sys.stderr)
         return False
+
+
+BENCHMARK = Benchmark(measure, parts=tuple(PARTS))

@@ -1,10 +1,10 @@
 """The index of JSON-lines files: rows/s built and read, and memory of a process, for 10^5 to 10^7 rows.
 
-    python -m benchmarks jsonl [--rows 100000 1000000 10000000] [--reads 300000]
+    python -m benchmarks jsonl [--rounds 5] [--quick]
 
 Each size is a file of its own in a temporary folder, about 190 bytes per row. It was written just before and so is in
-the page cache: the program is measured, not the disk. Each measurement is a process of its own on one core, five times
-in turns; the table has the median, and in brackets slowest and fastest.
+the page cache: the program is measured, not the disk. Each measurement is a process of its own on one core, in turns;
+the table has the median, and in brackets slowest and fastest.
 
 index, rows/s    from the opened file to the index in the cache folder, flushed to disk
 random, rows/s   rows.texts() of 64 rows each at random places: read, parsed, the text extracted
@@ -23,54 +23,35 @@ import statistics
 import tempfile
 import time
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks import table
+from benchmarks.table import Benchmark, Table
 from benchmarks.timing import in_new_process
 from data.jsonl import Rows
 
-REPEATS = 5
 BATCH = 64
 ROWS_AT_ONCE = 100_000
-BYTES_A_ROW = 200  # of the file and, 8 bytes twice, of the index while it is replaced
 WORDS = "the of and a to in is that it was for on are as with his they at be this from have or by one had not".split()
 
 
-OPTIONS = {
-    **table.QUICK,
-    "--rows": dict(type=int, nargs="+", default=[10**5, 10**6, 10**7]),
-    "--reads": dict(type=int, default=300_000),
-}
-
-
-def main(chosen: Namespace) -> None:
-    """Measure, and writes results/jsonl.csv."""
-    if chosen.quick:
-        chosen.rows, chosen.reads = [10**3, 10**4], 10**3
-
-    measured: dict[int, list[dict[str, float]]] = {rows: [] for rows in chosen.rows}
+def measure(chosen: Namespace) -> Iterator[Table]:
+    """Yield the table of all sizes."""
+    sizes, reads = ((10**3, 10**4), 10**3) if chosen.quick else ((10**5, 10**6, 10**7), 300_000)
+    measured: dict[int, list[dict[str, float]]] = {rows: [] for rows in sizes}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        check_space(folder, sum(chosen.rows))
-        files = {rows: generate(folder / f"{rows}.jsonl", rows) for rows in chosen.rows}
-        for turn in range(REPEATS):
+        files = {rows: generate(folder / f"{rows}.jsonl", rows) for rows in sizes}
+        for turn in range(chosen.rounds):
             for rows, path in files.items():
                 cache = folder / f"cache-{turn}"
                 built = in_new_process(build, path, cache)
-                measured[rows].append(built | in_new_process(read, path, cache, chosen.reads, turn))
+                measured[rows].append(built | in_new_process(read, path, cache, reads, turn))
                 shutil.rmtree(cache)
-        sizes = {rows: path.stat().st_size for rows, path in files.items()}
-    lines = [row_of(rows, sizes[rows], measured[rows]) for rows in chosen.rows]
-    table.write("jsonl", lines, chosen.quick, reads=chosen.reads, repeats=REPEATS, **{"rows a read": BATCH})
-
-
-def check_space(folder: Path, rows: int) -> None:
-    """Raise SystemExit if the files would fill the disk."""
-    needed, free = rows * BYTES_A_ROW * 1.2, shutil.disk_usage(folder).free
-    if free < needed:
-        raise SystemExit(f"{folder}: {free / 2**30:.1f} GiB are free, {needed / 2**30:.1f} are needed; set TMPDIR")
+        lines = [row_of(rows, path.stat().st_size, measured[rows]) for rows, path in files.items()]
+    yield Table("jsonl", lines, {"reads": reads, "repeats": chosen.rounds, "rows a read": BATCH})
 
 
 def generate(path: Path, rows: int) -> Path:
@@ -148,3 +129,6 @@ def row_of(rows: int, size: int, measured: list[dict[str, float]]) -> dict:
         "own memory, MiB": spread("own", 1),
         "grown, MiB": spread("grown", 1),
     }
+
+
+BENCHMARK = Benchmark(measure, rounds=5)

@@ -1,12 +1,12 @@
 """What this project adds: around a training step, and before the first one.
 
-    python -m benchmarks overhead [--rounds 8] [--repeats 5] [--quick]
+    python -m benchmarks overhead [--rounds 8] [--quick]
 
 Loop: GPT-2 124M, 8 x 256 tokens, steps of ``training.loop.Loop`` (prefetch, gradient norm, metrics, progress) against
 the same forward, backward and update with nothing around them, in turns in one process.
 
 Start: the real command line, from its start to its first step, by the times of the files that the run writes; and
-commands that train nothing. Each is a process of its own, ``--repeats`` times in turns, after one that is left out.
+commands that train nothing. Each is a process of its own, five times in turns, after one that is left out.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from benchmarks import table
 from benchmarks.command_line import ROOT, run
-from benchmarks.timing import Spread, paired, take_turns
+from benchmarks.table import Benchmark, Table
+from benchmarks.timing import paired, tabulate, take_turns
 from benchmarks.trainer import Trainer, configured
 from parallel.devices import autocast, keep_freed_memory
 from training.checkpoint.save import Checkpointer
@@ -54,26 +54,18 @@ RUNS = {
     "toy parallel=pipe_ddp (4 processes)": ["parallel=pipe_ddp"],
 }
 PARTS = ("Python, Hydra, composition", "imports, checks, plan", "processes, building", "first step")
+STARTS = 5  # of each command
 
 
-OPTIONS = {
-    **table.QUICK,
-    "--rounds": dict(type=int, default=8, help="steps of the loop, and of the bare step"),
-    "--repeats": dict(type=int, default=5, help="starts of each command"),
-}
-
-
-def main(chosen: Namespace) -> None:
-    """Measure, and writes results/overhead_loop.csv and overhead_start.csv."""
-    if chosen.quick:
-        chosen.rounds, chosen.repeats = 2, 1
-
+def measure(chosen: Namespace) -> Iterator[Table]:
+    """Yield the table of the loop, then that of the start."""
     seconds = loop_and_bare(TINY if chosen.quick else SIZE, chosen.rounds)
-    rows = [{"run": name, **Spread.of(values).columns()} for name, values in seconds.items()]
     overhead = paired(seconds, BARE, LOOP) - 1
     print(f"overhead of the loop over the bare step: {overhead:+.1%} (median of {chosen.rounds} pairs)\n")
-    table.write("overhead_loop", rows, chosen.quick, overhead=round(overhead, 4), threads=torch.get_num_threads())
-    table.write("overhead_start", starts(chosen.repeats), chosen.quick, repeats=chosen.repeats)
+    about = {"overhead": round(overhead, 4), "threads": torch.get_num_threads()}
+    yield Table("overhead_loop", tabulate(seconds), about)
+    repeats = min(chosen.rounds, STARTS)
+    yield Table("overhead_start", starts(repeats), {"repeats": repeats})
 
 
 def loop_and_bare(size: Sequence[str], rounds: int) -> dict[str, list[float]]:
@@ -165,3 +157,6 @@ def until_first_step(overrides: list[str]) -> list[float]:
         written = [os.path.getmtime(run_dir / name) for name in (".hydra/config.yaml", "environment.json")]
         moments = [start, written[0], checked, written[1], os.path.getmtime(run_dir / "metrics.jsonl")]
     return [after - before for before, after in zip(moments, moments[1:], strict=False)]
+
+
+BENCHMARK = Benchmark(measure, rounds=8)

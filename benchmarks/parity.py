@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 
 from omegaconf import OmegaConf
 
-from benchmarks import table
 from benchmarks.command_line import ROOT, read_metrics, run_directory
+from benchmarks.table import Benchmark, Table
 
 SINGLE = ["parallel=single"]
 MICROBATCHES = 4
@@ -60,13 +61,10 @@ MORE_LAYOUTS = {
 }
 
 
-OPTIONS: dict[str, dict] = {}
-
-
-def main(chosen: Namespace) -> None:
-    """Run everything and writes results/parity.csv."""
+def measure(chosen: Namespace) -> Iterator[Table]:
+    """Yield the table of all models, of the first one if ``quick``."""
     rows = []
-    recipes = {model: RECIPES.get(model, []) for model in models()}
+    recipes = {model: RECIPES.get(model, []) for model in models()[: 1 if chosen.quick else None]}
     for model, recipe in recipes.items():
         settings = merged(COMMON, [f"model={model}"], recipe)
         reference = None
@@ -78,7 +76,7 @@ def main(chosen: Namespace) -> None:
             rows.append(about | compare(result, reference))
             print(*rows[-1].values(), file=sys.stderr)
     words = {model: " ".join(recipe) for model, recipe in recipes.items()}
-    table.write("parity", rows, microbatches=MICROBATCHES, every_model=" ".join(COMMON), **words)
+    yield Table("parity", rows, {"microbatches": MICROBATCHES, "every_model": " ".join(COMMON), **words})
 
 
 def merged(*lists: list[str]) -> dict[str, str]:
@@ -131,3 +129,6 @@ def compare(result: list[dict], reference: list[dict]) -> dict:
         "gradient norm": difference("grad_norm"),
         "validation loss": difference("val_loss"),
     }
+
+
+BENCHMARK = Benchmark(measure)

@@ -1,7 +1,7 @@
 """Pipelining on two cores (or two GPUs): this project, torchgpipe, fairscale, and no pipeline, in one run.
 
     pip install --no-deps -r benchmarks/requirements.txt
-    python -m benchmarks pipelining [--models resnet50 transformer] [--rounds 7] [--quick]
+    python -m benchmarks pipelining [PART …] [--rounds 7] [--quick]
 
 Every contender has processes of its own, each on one core with one thread. First each is swept over its numbers of
 chunks; then the best of each take turns with ``pipelined``, a few at a time, and the table has the median, fastest and
@@ -26,10 +26,13 @@ import math
 import statistics
 import sys
 from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from benchmarks import figure, peers, ranks, table
+from benchmarks.table import Benchmark, Table
 from benchmarks.timing import Spread, paired, take_turns
 from benchmarks.trainer import TRANSFORMER, Trainer, configured
 from parallel.balance import equal_stages, seconds_per_layer
@@ -111,32 +114,24 @@ class Way:
         return {"run": self.name, "schedule": schedule, "chunks": self.chunks, "split": split}
 
 
-OPTIONS = {
-    **table.QUICK,
-    "--models": dict(nargs="+", default=list(CASES), choices=list(CASES)),
-    "--rounds": dict(type=int, default=7),
-}
-
-
-def main(chosen: Namespace) -> None:
-    """Measure, and writes results/pipelining.csv and pipelining_sweep.csv with a figure each."""
+def measure(chosen: Namespace) -> Iterator[Table]:
+    """Yield the table of the sweep, then that of the best; rows of models that are not measured now stay."""
+    models = chosen.parts or list(CASES)
     rows, swept = [], []
-    for model in chosen.models:
+    for model in models:
         case = (QUICK if chosen.quick else CASES)[model]
         configured(_overrides(case, Way("single")))  # downloads and prepares the data once, and not on both ranks
         contest = Contest(case)
-        groups = contest.finals(1 if chosen.quick else chosen.rounds)
+        groups = contest.finals(chosen.rounds)
         swept += [{"model": model, **row} for row in sweep_rows(contest.swept)]
         rows += [{"model": model, **row} for row in final_rows(groups, case.batch)]
-    measured = {model: {"rounds": chosen.rounds, **asdict(CASES[model])} for model in chosen.models}
+    measured = {model: {"rounds": chosen.rounds, **asdict(CASES[model])} for model in models}
     if not chosen.quick:
         rows, swept = _with_other_models(rows, "pipelining"), _with_other_models(swept, "pipelining_sweep")
         measured = {**table.facts("pipelining")["measured"], **measured}
     about = {"device": ranks.device_type(), "cores": ranks.cores(), "measured": measured}
-    path = table.write("pipelining_sweep", swept, chosen.quick, **about)
-    figure.chunks(path.with_suffix(".png"), swept)
-    path = table.write("pipelining", rows, chosen.quick, **about)
-    figure.speed(path.with_suffix(".png"), rows)
+    yield Table("pipelining_sweep", swept, about, draw_sweep)
+    yield Table("pipelining", rows, about, draw_speed)
 
 
 def _with_other_models(rows: list[dict], name: str) -> list[dict]:
@@ -293,3 +288,67 @@ def final_rows(groups: list[dict[Way, list[float]]], batch: int) -> list[dict]:
             }
             rows.setdefault(way.name, measured)
     return list(rows.values())
+
+
+# What ``pipelined`` is compared with, by what it stands for. (The others of the table are variants of ``pipelined``.)
+_CONTENDERS = {
+    "one core": ("single",),
+    "both cores without a pipeline": ("single, 2 threads",),
+    "other pipelines": ("torchgpipe, tuned", "fairscale, tuned", "torchgpipe", "fairscale"),
+}
+
+
+def draw_speed(path: Path, rows: Sequence[Mapping]) -> None:
+    """Draw how many times as fast ``pipelined`` is as each contender."""
+    factors = {(row["model"], row["run"]): float(row["pipelined is faster by"].rstrip("x")) for row in rows}
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    groups = {
+        about: [run for run in runs if any((model, run) in factors for model in models)]
+        for about, runs in _CONTENDERS.items()
+    }
+    shown = [run for runs in groups.values() for run in runs]
+    with figure.drawing(path, width=9.0) as (axes,):
+        for model, marker in zip(models, "osD^v<>", strict=False):
+            points = [(factors[model, run], shown.index(run)) for run in shown if (model, run) in factors]
+            axes.plot(*zip(*points, strict=True), marker, label=model, markersize=8)
+        axes.axvline(1.0, color="black", linewidth=1)
+        axes.set_yticks(range(len(shown)), shown)
+        axes.set_ylim(len(shown) - 0.5, -0.5)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("how many times as fast parallel=pipelined is (1: equally fast)")
+        axes.grid(axis="y", color="#dddddd")
+        ranges = []
+        for about, runs in groups.items():
+            found = [factors[model, run] for run in runs for model in models if (model, run) in factors]
+            ranges += [f"{min(found):.1f} to {max(found):.1f}x as fast as {about}"] * bool(found)
+        axes.set_title("A pipeline on two cores is " + ",\n".join(ranges), fontsize="medium")
+        axes.legend(frameon=False)
+
+
+def draw_sweep(path: Path, swept: Sequence[Mapping]) -> None:
+    """Draw the seconds per step over the number of chunks, one panel per model."""
+    models = list(dict.fromkeys(row["model"] for row in swept))
+    with figure.drawing(path, width=4.5 * len(models), mosaic=[models]) as axes:
+        best = []
+        for model, panel in zip(models, axes, strict=True):
+            curves: dict[str, list[tuple[float, float]]] = {}
+            for row in swept:
+                if row["model"] == model and row["run"].startswith("pipelined"):
+                    curve = curves.setdefault(row["schedule"], [])
+                    curve.append((float(row["chunks"]), float(row["seconds a step"])))
+            for name, curve in curves.items():
+                panel.plot(*zip(*sorted(curve), strict=True), "o-", label=name, linewidth=1.5)
+            best.append(min((seconds, count) for curve in curves.values() for count, seconds in curve)[1])
+            ticks = sorted({count for curve in curves.values() for count, _ in curve})
+            panel.set_xscale("log", base=2)
+            panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            panel.minorticks_off()
+            panel.set_ylim(0, 1.08 * max(seconds for curve in curves.values() for _, seconds in curve))
+            panel.set(xlabel="chunks", ylabel="seconds a step", title=model)
+            panel.legend(frameon=False, fontsize="small", loc="lower left")
+        low, high = min(best), max(best)
+        most = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        axes[0].figure.suptitle(f"A few micro-batches are enough on two cores: the fastest steps have {most} chunks")
+
+
+BENCHMARK = Benchmark(measure, rounds=7, parts=tuple(CASES))

@@ -1,6 +1,6 @@
 """The README's picture: a pipeline at work, and the loss under every strategy with its difference from one device's.
 
-    python -m benchmarks promise
+    python -m benchmarks promise [--quick]
 
 trains a Transformer in a balanced pipeline, and a smaller one with dropout under each strategy, and writes
 results/promise.png.
@@ -11,13 +11,16 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks import figure, table
+from benchmarks import figure
 from benchmarks.command_line import run_directory
 from benchmarks.parity import COMMON, SINGLE, layouts, merged, trained
+from benchmarks.table import Benchmark, Table
 from benchmarks.trainer import TRANSFORMER
 from parallel.timeline import Interval
 from training.reporting.timeline import diagram
@@ -37,11 +40,9 @@ _TRACED = [
 _EQUAL = 1e-9  # where a difference of 0 is drawn
 
 
-OPTIONS: dict[str, dict] = {}
-
-
-def main(chosen: Namespace) -> None:
-    """Train under each strategy and draws."""
+def measure(chosen: Namespace) -> Iterator[Table]:
+    """Train under each strategy, and yield the picture alone."""
+    words = [*_WORDS, "train.steps=3"] if chosen.quick else _WORDS
     with run_directory(*_TRACED) as folder:
         ranks = step(folder / "timeline.json")
         summary = json.loads((folder / "summary.json").read_text())
@@ -49,11 +50,11 @@ def main(chosen: Namespace) -> None:
     print(f"bubble {bubbles[0]:.1%}, ideal {bubbles[1]:.1%}", file=sys.stderr)
     curves = {}
     for layout in [SINGLE, *layouts()]:
-        records = trained(merged(COMMON, _WORDS), layout, 1 if layout == SINGLE else _MICROBATCHES)
+        records = trained(merged(COMMON, words), layout, 1 if layout == SINGLE else _MICROBATCHES)
         losses = [record["loss"] for record in records if "loss" in record]
         print(layout[0], losses[-1], file=sys.stderr)
         curves[layout[0].partition("=")[2]] = losses
-    draw(table.RESULTS / "promise.png", ranks, bubbles, curves)
+    yield Table("promise", [], draw=partial(draw, ranks=ranks, bubbles=bubbles, curves=curves))
 
 
 def step(path: Path) -> dict[int, list[Interval]]:
@@ -72,7 +73,11 @@ def step(path: Path) -> dict[int, list[Interval]]:
 
 
 def draw(
-    path: Path, ranks: dict[int, list[Interval]], bubbles: tuple[float, float], curves: dict[str, list[float]]
+    path: Path,
+    _: list[dict],
+    ranks: dict[int, list[Interval]],
+    bubbles: tuple[float, float],
+    curves: dict[str, list[float]],
 ) -> None:
     """Draw the picture into the file ``path``."""
     mosaic = [["pipeline", "loss"], ["pipeline", "difference"]]
@@ -102,3 +107,6 @@ def draw(
         below.set_title("every other strategy: |difference from single| / loss", fontsize="medium")
         below.set(xlabel="step")
         below.legend(frameon=False, ncols=4, fontsize="small", loc="upper center")
+
+
+BENCHMARK = Benchmark(measure)

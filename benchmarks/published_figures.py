@@ -1,6 +1,6 @@
 """The figures of PyTorch's tutorial on model parallelism, measured here: seconds over the split size.
 
-    python -m benchmarks published_figures [--repeats 5] [--quick]
+    python -m benchmarks published_figures [--rounds 4] [--quick]
 
 ResNet-50 on batches of 120 random 128x128 images, squared error, SGD; two stages, up to layer2 and from layer3 on
 (``parallel.balance=[11,11]``), on two GPUs if the machine has them, else in two processes on one core each. Published,
@@ -16,32 +16,27 @@ from __future__ import annotations
 import math
 import statistics
 from argparse import Namespace
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from benchmarks import figure, ranks, table
+from benchmarks import figure, ranks
+from benchmarks.table import Benchmark, Table
 from benchmarks.timing import Spread
 from benchmarks.trainer import in_turns
 
 SPLITS = (1, 3, 5, 8, 10, 12, 20, 40, 60)  # images in a micro-batch, as published
 SINGLE, NAIVE, PIPELINED = "single device", "model parallel", "pipelined"
+GPUS = ranks.device_type() == "cuda"
 
 
-OPTIONS = {
-    **table.QUICK,
-    "--repeats": dict(type=int, default=None, help="batches measured of each; 10 on GPUs, else 4"),
-}
-
-
-def main(chosen: Namespace) -> None:
-    """Measure, and writes results/published_figures.csv and .png."""
-    gpus = ranks.device_type() == "cuda"
-    repeats = 1 if chosen.quick else chosen.repeats or (10 if gpus else 4)
+def measure(chosen: Namespace) -> Iterator[Table]:
+    """Yield the table of all split sizes."""
     batch, image, splits = (24, 64, (4, 12)) if chosen.quick else (120, 128, SPLITS)
-    seconds = ranks.run(in_turns, layouts(batch, image, splits), repeats, SINGLE)
-    where = "two GPUs" if gpus else "two cores, one thread a process"
-    rows = tabulate(seconds, batch)
-    path = table.write("published_figures", rows, chosen.quick, batch=batch, repeats=repeats, where=where)
-    draw(path.with_suffix(".png"), rows, where)
+    seconds = ranks.run(in_turns, layouts(batch, image, splits), chosen.rounds, SINGLE)
+    where = "two GPUs" if GPUS else "two cores, one thread a process"
+    about = {"batch": batch, "repeats": chosen.rounds, "where": where}
+    yield Table("published_figures", rows_of(seconds, batch), about, partial(draw, where=where))
 
 
 def layouts(batch: int, image: int, splits: tuple[int, ...]) -> dict[str, list[str]]:
@@ -56,7 +51,7 @@ def layouts(batch: int, image: int, splits: tuple[int, ...]) -> dict[str, list[s
     return {SINGLE: [*common, "parallel=single"], **runs}
 
 
-def tabulate(seconds: dict[str, list[float]], batch: int) -> list[dict]:
+def rows_of(seconds: dict[str, list[float]], batch: int) -> list[dict]:
     """Return one row per run; ``against single`` is the gain in throughput over one device."""
     single = Spread.of(seconds[SINGLE]).median
     rows = []
@@ -93,3 +88,6 @@ def draw(path: Path, rows: list[dict], where: str) -> None:
         axes.set_ylabel("seconds a batch: mean and standard deviation")
         axes.set_title(f"ResNet-50, {where}: pipelining is faster from {min(faster, default=math.inf)} images on")
         axes.legend(frameon=False)
+
+
+BENCHMARK = Benchmark(measure, rounds=10 if GPUS else 4)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from benchmarks import table
@@ -20,13 +19,11 @@ PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
-OPTIONS: dict[str, dict] = {}
-
-
-def main(chosen: Namespace) -> None:
+def update(chosen: Namespace) -> Iterable[table.Table]:
     """Update README.md and the pages in docs/."""
     for page in PAGES:
         page.write_text(updated(page.read_text()))
+    return ()
 
 
 def updated(text: str) -> str:
@@ -35,7 +32,21 @@ def updated(text: str) -> str:
     Raises:
         KeyError: If the text has a table that is not in ``TABLES``.
     """
-    return _BLOCK.sub(lambda match: f"{match[1]}{match[2]}{table.markdown(TABLES[match[1]]())}\n", text)
+    return _BLOCK.sub(lambda match: f"{match[1]}{match[2]}{table.markdown(rows_of(match[1]))}\n", text)
+
+
+def rows_of(name: str) -> list[dict]:
+    """Return the rows of a table as the pages show it."""
+    shown = TABLES[name]
+    if callable(shown):
+        return shown()
+    rows = table.read(name)
+    shown = shown or {column: column for column in rows[0]}
+    return [{title: _cell(row, columns) for title, columns in shown.items()} for row in rows]
+
+
+def _cell(row: Mapping[str, str], columns: str | tuple[str, ...]) -> str:
+    return row[columns] if isinstance(columns, str) else " ".join(row[column] for column in columns).strip()
 
 
 def parity() -> list[dict]:
@@ -75,13 +86,6 @@ def speed() -> list[dict]:
     return [{"model": model, **{other: factors[model, other] for other in others}} for model in models]
 
 
-def some_columns(name: str, *columns: str, **titles: str | tuple[str, ...]) -> list[dict]:
-    """Return the rows of a table with some of its columns; ``titles``: the column, or several, of each new title."""
-    shown = {column: (column,) for column in columns}
-    shown |= {title: (of,) if isinstance(of, str) else of for title, of in titles.items()}
-    return [{title: " ".join(row[c] for c in of).strip() for title, of in shown.items()} for row in table.read(name)]
-
-
 def _strategy(row: dict) -> str:
     return row["run"].split()[0].removeprefix("parallel=")
 
@@ -93,34 +97,31 @@ def _largest(rows: list[dict]) -> str:
     return ", ".join(f"{difference:.0e}" if difference else "0" for difference in (loss, norm))
 
 
-_PIPELINING = {
-    "chunks": ("chunks", "schedule"),
-    "layers of each stage": "split",
-    "seconds a step": "seconds a step (median)",
-    "samples/s": "samples/s",
-    "`pipelined` is faster by": "pipelined is faster by",
-}
-_JSONL = {
-    "rows": "rows",
-    "index built, rows/s": "index, rows/s",
-    "rows read at random, rows/s": "random, rows/s",
-    "memory, MiB": "grown, MiB",
-}
-TABLES: dict[str, Callable[[], list[dict]]] = {
+def _same(*columns: str) -> dict[str, str]:
+    return {column: column for column in columns}
+
+
+# Of each table the column, or several, that stand under a title; None: all of results/NAME.csv; or what makes the rows.
+TABLES: dict[str, Mapping[str, str | tuple[str, ...]] | None | Callable[[], list[dict]]] = {
     "parity": parity,
     "schedules": schedules,
-    "pipelining": partial(some_columns, "pipelining", "model", "run", **_PIPELINING),
-    "speed": speed,
-    "published_figures": partial(
-        some_columns, "published_figures",
-        "run", "split size", "mean", "standard deviation", "images/s", "against single",
-    ),
-    "jsonl": partial(some_columns, "jsonl", **_JSONL),
-    "faults": partial(
-        some_columns, "faults", "fault", "strategy", "tried", "survived", "steps lost", "bits equal"
-    ),
-    **{
-        name: partial(table.read, name)
-        for name in ("first_run", "ddp", "overhead_loop", "overhead_start", "gpt2", "exporting", "sampling")
+    "pipelining": {
+        **_same("model", "run"),
+        "chunks": ("chunks", "schedule"),
+        "layers of each stage": "split",
+        "seconds a step": "seconds a step (median)",
+        "samples/s": "samples/s",
+        "`pipelined` is faster by": "pipelined is faster by",
     },
-}  # fmt: skip
+    "speed": speed,
+    "published_figures": _same("run", "split size", "mean", "standard deviation", "images/s", "against single"),
+    "jsonl": {
+        "rows": "rows",
+        "index built, rows/s": "index, rows/s",
+        "rows read at random, rows/s": "random, rows/s",
+        "memory, MiB": "grown, MiB",
+    },
+    "faults": _same("fault", "strategy", "tried", "survived", "steps lost", "bits equal"),
+    **dict.fromkeys(("first_run", "ddp", "overhead_loop", "overhead_start", "gpt2", "exporting", "sampling")),
+}
+BENCHMARK = table.Benchmark(update)

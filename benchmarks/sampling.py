@@ -1,6 +1,6 @@
 """Tokens/s of GPT-2: with and without its keys and values kept, and of transformers' generate on the same weights.
 
-    python -m benchmarks sampling [--rounds 3] [--tokens 64] [--quick]
+    python -m benchmarks sampling [--rounds 3] [--quick]
 
 All contenders take turns in one process and draw the likeliest token each time, so that they can be compared token for
 token. Of 124M parameters with random weights, in fp32, on the CPU.
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import statistics
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks import table
+from benchmarks.table import Benchmark, Table
 from benchmarks.timing import take_turns
 from data.images import load_torchvision
 from models.generate import Draws, generate
@@ -26,34 +26,29 @@ OURS, WHOLE, THEIRS = "keys and values kept", "the whole text for each token", "
 Tokens = list[list[int]]
 
 
-OPTIONS = {
-    **table.QUICK,
-    "--rounds": dict(type=int, default=3),
-    "--tokens": dict(type=int, default=64, help="drawn for each prompt"),
-}
+def measure(chosen: Namespace) -> Iterator[Table]:
+    """Yield the table for one prompt and for four."""
+    size, tokens = ("tiny", 8) if chosen.quick else ("124M", 64)
+    about = {"size": size, "prompt": PROMPT, "tokens": tokens, "threads": torch.get_num_threads()}
+    rows = (row for batch in (1, 4) for row in rows_of(size, batch, tokens, chosen.rounds))
+    yield Table("sampling", rows, about)
 
 
-def main(chosen: Namespace) -> None:
-    """Measure, and writes results/sampling.csv."""
-    size, tokens = ("tiny", 8) if chosen.quick else ("124M", chosen.tokens)
-    rows = []
-    for batch in (1, 4):
-        drawn: dict[str, Tokens] = {}
-        seconds = take_turns(contenders(size, batch, tokens, drawn), 1 if chosen.quick else chosen.rounds)
-        theirs = statistics.median(seconds[THEIRS])
-        rows += [
-            {
-                "prompts": batch,
-                "run": name,
-                "tokens/s": f"{batch * tokens / statistics.median(times):.1f}",
-                "against transformers": f"{theirs / statistics.median(times):.2f}x",
-                "same tokens": "yes" if drawn[name] == drawn[OURS] else "no",
-            }
-            for name, times in seconds.items()
-        ]
-    table.write(
-        "sampling", rows, chosen.quick, size=size, prompt=PROMPT, tokens=tokens, threads=torch.get_num_threads()
-    )
+def rows_of(size: str, batch: int, tokens: int, rounds: int) -> list[dict]:
+    """Return the rows for ``batch`` prompts."""
+    drawn: dict[str, Tokens] = {}
+    seconds = take_turns(contenders(size, batch, tokens, drawn), rounds)
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    return [
+        {
+            "prompts": batch,
+            "run": name,
+            "tokens/s": f"{batch * tokens / median:.1f}",
+            "against transformers": f"{medians[THEIRS] / median:.2f}x",
+            "same tokens": "yes" if drawn[name] == drawn[OURS] else "no",
+        }
+        for name, median in medians.items()
+    ]
 
 
 def contenders(size: str, batch: int, count: int, drawn: dict[str, Tokens]) -> dict[str, Callable[[int], None]]:
@@ -85,3 +80,6 @@ def contenders(size: str, batch: int, count: int, drawn: dict[str, Tokens]) -> d
         return lambda number: drawn.__setitem__(name, run())
 
     return {name: timed(name, run) for name, run in runs.items()}
+
+
+BENCHMARK = Benchmark(measure, rounds=3)

@@ -1,55 +1,84 @@
-"""What all benchmarks share around their measurements: CSV files and Markdown tables."""
+"""What a benchmark is, and what it leaves: a CSV file, a JSON file and a picture for each of its tables."""
 
 from __future__ import annotations
 
 import csv
 import datetime
 import json
+import sys
 import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from training.reporting import describe
 
 RESULTS = Path(__file__).parent / "results"
-QUICK = {"--quick --dry-run": {"action": "store_true", "help": "tiny sizes, to check that it runs"}}
+TRIALS = Path(tempfile.gettempdir()) / "benchmarks-quick"  # where runs leave their tables whose numbers mean nothing
 
 
-def write(name: str, rows: list[dict], quick: bool = False, **about) -> Path:
-    """Print the rows as Markdown and writes them to results/NAME.csv.
+@dataclass(frozen=True)
+class Table:
+    """Results, as they are written into a folder.
 
-    results/NAME.json gets the date, the hardware, the versions and ``about``.
-
-    Args:
-        name: The table's name.
-        rows: At least one row; all have the same columns.
-        quick: Whether this is a trial run, whose numbers mean nothing; its files go to a temporary directory.
-        **about: What else is to be known of the measurement; fit for JSON.
-
-    Returns:
-        The path of the CSV file.
+    Attributes:
+        name: Of the files: NAME.csv, NAME.png, and NAME.json with the date, the hardware, the versions and ``about``.
+        rows: All with the same columns. Of an iterator, each is written as soon as it is measured.
+        about: What else is to be known of the measurement; fit for JSON.
+        draw: Draws all rows into the file that it is given.
     """
-    print(markdown(rows))
-    path = folder_of(quick) / f"{name}.csv"
-    save(path, rows, **about)
-    print(f"written to {path}\n")
-    return path
+
+    name: str
+    rows: Iterable[dict]
+    about: Mapping[str, object] = field(default_factory=dict)
+    draw: Callable[[Path, list[dict]], None] | None = None
+
+    def write(self, folder: Path) -> None:
+        """Print the rows as Markdown, write and draw them."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path, rows = folder / f"{self.name}.csv", []
+        for row in self.rows:
+            rows.append(row)
+            _save(path, rows)
+            if len(rows) == 1:
+                _save_facts(path.with_suffix(".json"), self.about)
+            if isinstance(self.rows, Iterator):
+                print(f"{self.name}:", *row.values(), file=sys.stderr, flush=True)
+        if rows:
+            print(f"{markdown(rows)}\nwritten to {path}\n", flush=True)
+        if self.draw is not None:
+            self.draw(path.with_suffix(".png"), rows)
+            print(f"figure: {path.with_suffix('.png')}")
 
 
-def folder_of(quick: bool) -> Path:
-    """Return where tables are written: the results, or a temporary directory for those of a trial run."""
-    return Path(tempfile.gettempdir()) / "benchmarks-quick" if quick else RESULTS
+@dataclass(frozen=True)
+class Benchmark:
+    """What ``python -m benchmarks NAME`` runs: the ``BENCHMARK`` of the module, whose docstring is the help page.
+
+    Attributes:
+        measure: Yields the tables. It gets the chosen options: ``quick`` (tiny sizes), ``rounds``, ``parts`` (those to
+            measure; none: all of them) and ``output`` (the folder of the tables).
+        rounds: The number of rounds if none is chosen; None: it does not repeat itself.
+        parts: What can be measured alone.
+    """
+
+    measure: Callable[[Namespace], Iterable[Table]]
+    rounds: int | None = None
+    parts: Sequence[str] = ()
 
 
-def save(path: Path, rows: list[dict], **about) -> None:
-    """Write the rows to ``path``, and date, hardware, versions and ``about`` to the JSON file beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _save(path: Path, rows: list[dict]) -> None:
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0].keys())
         writer.writeheader()
         writer.writerows(rows)
+
+
+def _save_facts(path: Path, about: Mapping[str, object]) -> None:
     machine = {key: value for key, value in describe().items() if key != "command"}
-    about = {"date": datetime.date.today().isoformat(), **about, "machine": machine}
-    path.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
+    facts = {"date": datetime.date.today().isoformat(), **about, "machine": machine}
+    path.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def read(name: str) -> list[dict[str, str]]:

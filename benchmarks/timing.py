@@ -81,6 +81,14 @@ def take_turns(
     return seconds
 
 
+def tabulate(
+    seconds: Mapping[str, Sequence[float]], more: Callable[[str, Spread], Mapping[str, object]] = lambda *_: {}
+) -> list[dict]:
+    """Return a row for each contender: its name, its spread, and the columns that ``more`` makes of both."""
+    spreads = {name: Spread.of(values) for name, values in seconds.items()}
+    return [{"run": name, **spread.columns(), **more(name, spread)} for name, spread in spreads.items()]
+
+
 def paired(seconds: Mapping[Key, Sequence[float]], one: Key, other: Key) -> float:
     """Return how many times as long ``other`` takes as ``one``: the median of the ratios within each round."""
     return statistics.median(b / a for a, b in zip(seconds[one], seconds[other], strict=True))
