@@ -12,6 +12,7 @@ from parallel.host_group import HostGroup
 
 def register() -> str:
     """A backend like NCCL, whose operations do not make the host wait. Returns its name for init_process_group."""
+
     class Uncounted(dist.Work):
         def __init__(self, work) -> None:
             super().__init__()

@@ -17,6 +17,7 @@ TOLERANCE = 1e-5  # relative, in float32
 SINGLE = Layout("single")
 TOY, GPT2 = RECIPES["toy"], RECIPES["gpt2"]
 
+
 def test_dropout_changes_the_training_so_that_parity_with_it_means_something(trained):
     (without,) = trained(SINGLE, dataclasses.replace(GPT2, dropout=0.0))
     (with_dropout,) = trained(SINGLE, GPT2)
@@ -24,9 +25,7 @@ def test_dropout_changes_the_training_so_that_parity_with_it_means_something(tra
         assert_same_training([with_dropout], without, 1e-3)
 
 
-@pytest.mark.parametrize(
-    "layout", [Layout("ddp", dp=2, chunks=4), Layout("pipe_ddp", dp=2, pp=2, chunks=4)], ids=str
-)
+@pytest.mark.parametrize("layout", [Layout("ddp", dp=2, chunks=4), Layout("pipe_ddp", dp=2, pp=2, chunks=4)], ids=str)
 @pytest.mark.parametrize("model", ["toy", "gpt2"])
 def test_a_training_batch_with_padding_divides_by_what_counts(trained, layout, model):
     """The padded sample is one replica's: a mean of the replicas' means would be wrong."""
@@ -131,9 +130,7 @@ def test_a_fused_optimizer_trains_the_same_in_bf16(trained, layout):
     assert fused[0].losses == pytest.approx(usual[0].losses, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    "layout", [Layout("ddp", dp=2, chunks=4), Layout("pipe_ddp", dp=2, pp=2, chunks=4)], ids=str
-)
+@pytest.mark.parametrize("layout", [Layout("ddp", dp=2, chunks=4), Layout("pipe_ddp", dp=2, pp=2, chunks=4)], ids=str)
 def test_an_overflow_on_one_stage_halves_the_loss_scale_and_skips_the_step_on_every_rank(trained, layout):
     recipe = dataclasses.replace(GPT2, precision="fp16", steps=4, eval_every=None, overflow_at_step=2)
     for result in trained(layout, recipe):

@@ -34,9 +34,7 @@ def test_a_list_gives_each_stage_its_number_of_layers():
     assert partition_layers(NAMES, 2, [5, 2], COSTS) == [["a", "b", "c", "d", "e"], ["f", "g"]]
 
 
-@pytest.mark.parametrize(
-    "costs", [[5, 1, 1, 1, 8], [1, 2, 3, 4, 5, 6], [0, 0, 0, 7], [3, 0, 3, 0, 3, 0]], ids=str
-)
+@pytest.mark.parametrize("costs", [[5, 1, 1, 1, 8], [1, 2, 3, 4, 5, 6], [0, 0, 0, 7], [3, 0, 3, 0, 3, 0]], ids=str)
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
 def test_no_other_cut_has_a_smaller_largest_block(costs, parts):
     def largest(lengths):

@@ -35,6 +35,8 @@ OPTIMIZERS = {
 }
 
 SPLIT = ("interleaved_zero_bubble", "planned")
+
+
 @pytest.mark.parametrize(
     "layout, names",
     [

@@ -66,7 +66,7 @@ def test_the_ranks_of_a_host_share_its_clock_and_other_hosts_are_moved_by_their_
         Recording("b", 1050.0, [[work(1012, 1013)]]),
     ]
     ranks = on_one_clock(recordings)
-    assert [(i.start, i.end) for (i,), in ranks] == [(10, 11), (11, 12), (13, 14), (12, 13)]
+    assert [(i.start, i.end) for ((i,),) in ranks] == [(10, 11), (11, 12), (13, 14), (12, 13)]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b"])

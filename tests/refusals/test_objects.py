@@ -151,7 +151,8 @@ AT_ONCE = {
     "a word as metrics": (lambda: chain(Loss(summed, "accuracy")), "Loss.metrics='accuracy' must be a tuple"),
     "a metric called loss": (lambda: chain(Loss(summed, ("loss",))), "has the name 'loss'"),
     "targets beyond the vocabulary": (
-        lambda: data(LABELS[:, None], LABELS[:, None] + 3, vocab_size=3), "the targets hold tokens from 3 to 4",
+        lambda: data(LABELS[:, None], LABELS[:, None] + 3, vocab_size=3),
+        "the targets hold tokens from 3 to 4",
     ),
     "an option of another model": (lambda: train("model.hidden=3", model=chain()), "'model.hidden=3' has no effect"),
     "an option of other data": (lambda: train("data.samples=3", data=data()), "'data.samples=3' has no effect"),

@@ -57,9 +57,7 @@ def test_help_names_values_that_exist(page):
 
     models = ["model=gpt2", "model=transformer", "model=convnet", "model=gpt2 data=text", "model=gpt2 data=jsonl"]
     trees = [compose(*words.split()) for words in models]
-    listed = (
-        page.partition("Values (")[2].partition("\n")[2].partition("Examples")[0].replace("(model=gpt2)", "")
-    )
+    listed = page.partition("Values (")[2].partition("\n")[2].partition("Examples")[0].replace("(model=gpt2)", "")
     values = re.findall(r"(?<![\w./=])((?:\w+\.)*\w+)=", listed)
     assert len(values) > 15
     for value in values:

@@ -323,20 +323,22 @@ def test_a_stream_that_cannot_be_written_does_not_end_training(kind):
     progress.close()
 
 
-@pytest.mark.parametrize("seconds, text", [
-    (0, "0 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (80, "1 min 20 s"), (7500, "2 h 5 min"),
-    (273600, "3 d 4 h")])
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(0, "0 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (80, "1 min 20 s"), (7500, "2 h 5 min"), (273600, "3 d 4 h")],
+)
 def test_durations_are_told_in_two_units(seconds, text):
     assert duration(seconds) == text
 
 
 def test_peak_memory_grows_with_what_was_allocated_and_does_not_fall_again():
     # In a process of its own: this one may have had a higher peak already.
-    script = ("from training.reporting.summary import peak_memory_bytes as peak\nbefore = peak('cpu')\n"
-              "x = bytearray(b'x') * 200_000_000\nfull = peak('cpu')\ndel x\n"
-              "assert peak('cpu') > 0.99 * full\nprint(full - before)")
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, text=True,
-                          capture_output=True, check=True)
+    script = (
+        "from training.reporting.summary import peak_memory_bytes as peak\nbefore = peak('cpu')\n"
+        "x = bytearray(b'x') * 200_000_000\nfull = peak('cpu')\ndel x\n"
+        "assert peak('cpu') > 0.99 * full\nprint(full - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, text=True, capture_output=True, check=True)
     assert 190e6 < int(done.stdout) < 260e6
 
 

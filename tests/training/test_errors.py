@@ -128,9 +128,7 @@ def spoilt_on_rank(tree, folder, meeting, rank, backward):
         ("pipe_ddp", 3, True, "the gradient that layer 'relu' (ReLU) gives on rank 3;"),
     ],
 )
-def test_numbers_that_are_not_finite_name_the_first_layer_and_the_rank(
-    ranks, tmp_path, layout, rank, backward, place
-):
+def test_numbers_that_are_not_finite_name_the_first_layer_and_the_rank(ranks, tmp_path, layout, rank, backward, place):
     processes, where = LAYOUTS[layout]
     length = ["train.epochs=null", "train.steps=3", "train.max_skipped=0", "train.eval_every=null"]
     task = for_rank(tmp_path, *QUICK, *length, f"parallel={layout}", *where)

@@ -176,19 +176,12 @@ def test_what_is_no_json_is_an_error_that_shows_how_to_write_it(recipe):
         ("model.n_layer=1", {}, r"transformer.h.1.\S+ is not the model's"),
         ("model.n_layer=3", {}, r"h.2.ln_1.weight is missing"),
         ("seed=1", {"wte": torch.zeros(50305, 32)}, r"wte.weight has \(50305, 32\), the model \(50304, 32\)"),
-        ("seed=1", {"ln_f": torch.zeros(32).long()}, r"ln_f.weight does not hold floating-point numbers"),
     ],
 )
 def test_weights_that_do_not_fit_the_model_are_named(recipe, altered, words, changed, says):
     folder = altered(lambda state: state.update({f"transformer.{name}.weight": t for name, t in changed.items()}))
     with pytest.raises(TrainingError, match=says):
         prepare(config(*recipe, words, f"model.init_from='{folder}'"))
-
-
-def test_a_weight_that_is_not_finite_is_named(recipe, altered, tmp_path):
-    folder = altered(lambda state: state["transformer.h.1.ln_1.bias"][3:5].fill_(torch.nan))
-    with pytest.raises(TrainingError, match=r"transformer.h.1.ln_1.bias in .* has 2 numbers of 32 that are not finite"):
-        run(tmp_path / "run", *recipe, f"model.init_from='{folder}'", *NO_STEP)
 
 
 def test_the_published_file_has_no_prefix(recipe, published, tmp_path):
@@ -204,7 +197,6 @@ def test_the_published_file_has_no_prefix(recipe, published, tmp_path):
     [
         ("nowhere", lambda path: None, "nowhere does not exist"),
         ("folder", os.mkdir, "holds no model.safetensors"),
-        ("pipe.safetensors", os.mkfifo, "pipe.safetensors is not a regular file"),
         ("model.bin", Path.touch, "model.bin is a pickle.*convert.*save_file.*weights_only=True"),
     ],
 )

@@ -79,7 +79,8 @@ def test_each_gets_a_record_of_its_own_and_one_that_fails_is_warned_about_once(c
     assert [r.getMessage() for r in caplog.records] == [
         f"{name} failed ({error}). Training goes on without it; metrics.jsonl has every number"
         for name, error in {
-            "Unreachable": "ConnectionError: the server does not answer", "Broken": "OSError: no space"
+            "Unreachable": "ConnectionError: the server does not answer",
+            "Broken": "OSError: no space",
         }.items()
     ]
 

@@ -35,8 +35,11 @@ def test_a_commit_is_found_with_its_dirty_flag_and_only_for_files_that_it_holds(
     assert git_state(tmp_path / "code.py") == (None, None)
 
     def git(*command):
-        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *command],
-                       check=True, capture_output=True)
+        subprocess.run(
+            ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *command],
+            check=True,
+            capture_output=True,
+        )
 
     git("init")
     (tmp_path / "code.py").write_text("1\n")
@@ -54,23 +57,37 @@ def test_a_machine_without_git_is_described_all_the_same(monkeypatch):
     assert describe(["train.py"])["git_commit"] is None
 
 
-@pytest.mark.parametrize("given, shown", [
-    (["logger.api_key=0123abcd"], ["logger.api_key=***"]),
-    (["--token=0123abcd"], ["--token=***"]),
-    (["+parallel.env.WANDB_API_KEY=0123abcd"], ["+parallel.env.WANDB_API_KEY=***"]),
-    (["parallel.env={HF_TOKEN:0123abcd,THREADS:2}"], ["parallel.env={HF_TOKEN:***,THREADS:2}"]),
-    (["db.password='a b'"], ["db.password=***"]),
-    (["data.root=https://me:pass1@host/x"], ["data.root=https://me:***@host/x"]),
-    (["note=hf_abcdefghijklmnopqrst"], ["note=***"]),
-    (["note=" + "0a" * 20], ["note=***"]),
-])
+@pytest.mark.parametrize(
+    "given, shown",
+    [
+        (["logger.api_key=0123abcd"], ["logger.api_key=***"]),
+        (["--token=0123abcd"], ["--token=***"]),
+        (["+parallel.env.WANDB_API_KEY=0123abcd"], ["+parallel.env.WANDB_API_KEY=***"]),
+        (["parallel.env={HF_TOKEN:0123abcd,THREADS:2}"], ["parallel.env={HF_TOKEN:***,THREADS:2}"]),
+        (["db.password='a b'"], ["db.password=***"]),
+        (["data.root=https://me:pass1@host/x"], ["data.root=https://me:***@host/x"]),
+        (["note=hf_abcdefghijklmnopqrst"], ["note=***"]),
+        (["note=" + "0a" * 20], ["note=***"]),
+    ],
+)
 def test_secrets_on_the_command_line_are_masked(given, shown):
     assert mask_secrets(given) == shown
 
 
-@pytest.mark.parametrize("argument", [
-    "data=tokens", "data.max_tokens=100000", "data.pad_token=50256", "model=gpt2", "optim.lr=1e-3",
-    "tokenizer=gpt2", "data.root=/data/" + "0a" * 20 + "/x", "parallel.balance=[7,7]", "logger.tags=[a,b]"])
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "data=tokens",
+        "data.max_tokens=100000",
+        "data.pad_token=50256",
+        "model=gpt2",
+        "optim.lr=1e-3",
+        "tokenizer=gpt2",
+        "data.root=/data/" + "0a" * 20 + "/x",
+        "parallel.balance=[7,7]",
+        "logger.tags=[a,b]",
+    ],
+)
 def test_ordinary_arguments_are_left_alone(argument):
     assert mask_secrets([argument]) == [argument]
 
@@ -98,4 +115,7 @@ def test_the_command_is_recorded_as_it_was_typed_and_not_as_hydra_got_it():
 def test_secrets_in_a_configuration_are_masked_at_any_depth():
     config = {"env": {"HF_TOKEN": "0123abcd", "THREADS": 2}, "tokens": [1, 2], "list": [{"secret": "s"}]}
     assert mask_secrets(config) == {
-        "env": {"HF_TOKEN": "***", "THREADS": 2}, "tokens": [1, 2], "list": [{"secret": "***"}]}
+        "env": {"HF_TOKEN": "***", "THREADS": 2},
+        "tokens": [1, 2],
+        "list": [{"secret": "***"}],
+    }

@@ -143,7 +143,9 @@ def test_a_json_file_is_replaced_whole_or_not_at_all(tmp_path, disk, caplog):
 def test_secrets_are_masked_in_every_json_file(tmp_path):
     write_json(tmp_path / "job.json", {"overrides": ["model=toy", "+logger.api_key=0123abcd"], "steps": 2})
     assert json.loads((tmp_path / "job.json").read_text()) == {
-        "overrides": ["model=toy", "+logger.api_key=***"], "steps": 2}
+        "overrides": ["model=toy", "+logger.api_key=***"],
+        "steps": 2,
+    }
 
 
 @pytest.mark.parametrize("and_made_again", [False, True])

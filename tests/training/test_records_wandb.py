@@ -35,8 +35,13 @@ def read_back(run_dir):
     """All records of the offline runs in `run_dir`, oldest run first."""
     found = []
     for file in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")):
-        shown = subprocess.run([sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)],
-                               capture_output=True, text=True, check=True, timeout=60)
+        shown = subprocess.run(
+            [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
         found += [json.loads(line) for line in shown.stdout.splitlines()]
     return found
 
@@ -66,8 +71,14 @@ run.finish({"final_loss": 0.2})
 
 def test_an_offline_run_is_silent_stays_in_its_folder_and_can_be_read_back(tmp_path, home):
     run_dir = tmp_path / "run"
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(run_dir)], cwd=ROOT, stdin=subprocess.DEVNULL,
-                          capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(run_dir)],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert losses(run_dir) == {step: pytest.approx(1 / step) for step in range(1, 6)}
     found = read_back(run_dir)
@@ -109,8 +120,9 @@ both.finish()
 
 def test_a_service_that_is_killed_costs_one_warning_and_nothing_else(tmp_path):
     pytest.importorskip("psutil")
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, capture_output=True,
-                          text=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
     assert done.returncode == 0 and done.stdout == ""
     (said,) = done.stderr.splitlines()
     assert said.startswith("WandbRun failed (") and said.endswith(

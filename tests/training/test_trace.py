@@ -21,8 +21,10 @@ def gpipe(start=0.0, slow=1.0):
     second = [("receive_activation", 1, 0, 0, 1.1), ("forward", 1, 0, 1.1, 2.1)]
     second += [("receive_activation", 1, 1, 2.1, 2.1), ("forward", 1, 1, 2.1, 3.1)]
     second += [("backward", 1, 0, 3.1, 5.1), ("backward", 1, 1, 5.1, 7.1)]
-    return [[Interval(k, s, m, start + slow * a / 1e3, start + slow * b / 1e3) for k, s, m, a, b in r]
-            for r in (first, second)]
+    return [
+        [Interval(k, s, m, start + slow * a / 1e3, start + slow * b / 1e3) for k, s, m, a, b in r]
+        for r in (first, second)
+    ]
 
 
 BUBBLE = 1 - 12 / (2 * 9.3)
@@ -64,14 +66,20 @@ def test_the_picture_has_a_row_for_each_stage_and_a_number_on_each_block():
 
 def test_a_rank_of_several_stages_is_one_row_and_its_stages_differ_in_shade():
     def rank(*stages):
-        return [Interval(kind, s, 0, t / 100, (t + 1) / 100) for t, (kind, s) in enumerate(
-            [(kind, s) for kind in ("forward", "backward_input", "backward_weight") for s in stages])]
+        return [
+            Interval(kind, s, 0, t / 100, (t + 1) / 100)
+            for t, (kind, s) in enumerate(
+                [(kind, s) for kind in ("forward", "backward_input", "backward_weight") for s in stages]
+            )
+        ]
 
     figure = draw({0: rank(0, 2), 1: rank(1, 3)}, "", "")
     rows = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert rows == ["stages 0, 2\n(rank 0)", "stages 1, 3\n(rank 1)"]
-    *blocks, idle = [(text.get_text(), patch.get_facecolor()) for text, patch in
-                     zip(figure.legends[0].get_texts(), figure.legends[0].get_patches(), strict=True)]
+    *blocks, idle = [
+        (text.get_text(), patch.get_facecolor())
+        for text, patch in zip(figure.legends[0].get_texts(), figure.legends[0].get_patches(), strict=True)
+    ]
     assert [name for name, _ in blocks] == [
         f"{kind} (stages {span})"
         for kind in ("forward", "backward, inputs", "backward, weights")
@@ -100,8 +108,9 @@ def test_the_chrome_trace_names_its_tracks_and_holds_five_steps_around_the_drawn
     content = json.loads((written / "timeline.json").read_text())
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in content["traceEvents"] if e["name"] == "thread_name"}
     tracks = ["rank {}: stage 0", "rank {}: receives", "rank {}: stage 1", "rank {}: receives"]
-    assert list(names.values()) == [t.format(r) for ranks in ((0, 0, 1, 1), (2, 2, 3, 3))
-                                    for t, r in zip(tracks, ranks, strict=True)]
+    assert list(names.values()) == [
+        t.format(r) for ranks in ((0, 0, 1, 1), (2, 2, 3, 3)) for t, r in zip(tracks, ranks, strict=True)
+    ]
     processes = [e["args"]["name"] for e in content["traceEvents"] if e["name"] == "process_name"]
     assert processes == ["replica 0", "replica 1"]
     events = [e for e in content["traceEvents"] if e["ph"] == "X"]
@@ -114,8 +123,11 @@ def test_events_of_the_chrome_trace_are_in_microseconds_and_never_overlap_on_a_t
     content = json.loads((written / "timeline.json").read_text())
     events = [e for e in content["traceEvents"] if e["ph"] == "X"]
     assert min(e["ts"] for e in events) == 0
-    (drawn,) = [e for e in events if e["args"] == {"step": 5, "microbatch": 1, "stage": 1}
-                and e["name"] == "backward 1" and e["pid"] == 1]
+    (drawn,) = [
+        e
+        for e in events
+        if e["args"] == {"step": 5, "microbatch": 1, "stage": 1} and e["name"] == "backward 1" and e["pid"] == 1
+    ]
     assert (drawn["ts"], drawn["dur"]) == pytest.approx((1.1 * 5100, 1.1 * 2000), abs=0.01)
     for track in {(e["pid"], e["tid"]) for e in events}:
         times = sorted((e["ts"], e["dur"]) for e in events if (e["pid"], e["tid"]) == track)

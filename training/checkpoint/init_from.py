@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.errors import TrainingError
 from common.files import expand_home, parse_json
@@ -55,15 +55,11 @@ def check_start(model: Any, chain: Chain) -> Weights:
         TrainingError: Tensors are missing, of another size, or not the model's; the message names them.
     """
     weights = Weights(model, chain)
-    problems = []
-    for name, tensor in weights.expected.items():
-        if name not in weights:
-            problems.append(f"{name} is missing")
-        elif (shape := weights.shape(name)) != (expected := tuple(tensor.shape)):
-            problems.append(f"{name} has {shape}, the model {expected}")
-        elif tensor.is_floating_point() and not weights.is_floating_point(name):
-            problems.append(f"{name} does not hold floating-point numbers")
-    problems += [f"{name} is not the model's" for name in weights.unexpected_keys()]
+    shapes = {name: weights.shape(name) for name in weights}
+    wanted = {name: tuple(tensor.shape) for name, tensor in weights.expected.items()}
+    problems = [f"{name} is missing" for name in wanted if name not in shapes]
+    problems += [f"{n} has {shape}, the model {wanted[n]}" for n, shape in shapes.items() if shape != wanted[n]]
+    problems += [f"{name} is not the model's" for name in weights.unexpected]
     if problems:
         more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise TrainingError(
@@ -73,11 +69,12 @@ def check_start(model: Any, chain: Chain) -> Weights:
     return weights
 
 
-class Weights(Mapping[str, Tensor]):
+class Weights(dict):
     """The tensors of the file under this project's names. Each is read when it is looked up.
 
     Attributes:
         expected: The model's tensors by name, without memory; a tied one once.
+        unexpected: The names of tensors in the file that the model does not have.
         added: The tokens after GPT-2's own whose rows the file has.
     """
 
@@ -87,62 +84,35 @@ class Weights(Mapping[str, Tensor]):
         Raises:
             TrainingError: There is no such file, or it holds another model.
         """
-        self._path = expand_home(model.init_from)
-        files = _files(self._path)
+        files = _files(expand_home(model.init_from))
         self._file_of = {name: path for path in files for name in _open(path).keys()}
         self._format, self._embedding = chain.hugging_face, chain.embedding
         self.added: tuple[str, ...] = ()
         if self._format is not None:
-            _check_config(model, self._format.config, files[0].parent)
+            _check_heads(model, self._format.config, files[0].parent)
             self.added = _known_tokens(model, files[0].parent)
-        skeleton = chain.skeleton().state_dict(keep_vars=True)
-        self.expected = {name: tensor for name, tensor in skeleton.items() if name not in chain.tied}
-        self._keys = {name: key for name in self.expected if (key := self._key(name)) in self._file_of}
+        self.expected = {name: t for name, t in chain.skeleton().state_dict().items() if name not in chain.tied}
+        super().__init__({name: key for name in self.expected if (key := self._key(name)) in self._file_of})
+        redundant = self._format.is_redundant if self._format is not None else lambda name: False
+        used = set(self.values())
+        self.unexpected = [name for name in self._file_of if name not in used and not redundant(name)]
 
     def __getitem__(self, name: str) -> Tensor:
-        key = self._keys[name]
+        key = super().__getitem__(name)
         tensor = _open(self._file_of[key]).get_tensor(key)
-        values = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no isfinite of its own
-        # A buffer may be a mask of -inf.
-        usable = values.isfinite() if isinstance(self.expected[name], nn.Parameter) else ~values.isnan()
-        if not usable.all():
-            raise TrainingError(
-                f"model.init_from: {key} in {self._file_of[key]} has {(~usable).sum():,} numbers of {tensor.numel():,} "
-                "that are not finite (NaN or infinite); give weights that were trained without"
-            )
         if self._format is None:
             return tensor
         tensor = self._format.convert(name, tensor)
         return pad(tensor, len(self.expected[name])) if name == self._embedding else tensor
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._keys  # Mapping's own would read the tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of ``self[name]``, from the file's header."""
-        key = self._keys[name]
+        key = super().__getitem__(name)
         tensor = torch.empty(_open(self._file_of[key]).get_slice(key).get_shape(), device="meta")
         shape = tuple(tensor.shape if self._format is None else self._format.convert(name, tensor).shape)
         wanted = tuple(self.expected[name].shape)
         may_grow = self._format is not None and name == self._embedding
         return wanted if may_grow and shape[1:] == wanted[1:] and shape[0] < wanted[0] else shape
-
-    def is_floating_point(self, name: str) -> bool:
-        """Return whether ``self[name]`` holds floating-point numbers, from the file's header."""
-        key = self._keys[name]
-        return _open(self._file_of[key]).get_slice(key).get_dtype().startswith(("F", "BF"))
-
-    def unexpected_keys(self) -> list[str]:
-        """Return the names of tensors in the file that the model does not have."""
-        used = set(self._keys.values())
-        redundant = self._format.is_redundant if self._format is not None else lambda name: False
-        return [name for name in self._file_of if name not in used and not redundant(name)]
 
     def _key(self, name: str) -> str:
         if self._format is None:
@@ -183,24 +153,19 @@ def _files(path: Path) -> list[Path]:
 def _open(path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
-    if not path.is_file():
-        raise TrainingError(f"model.init_from: {path} is not a regular file")
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise TrainingError(f"model.init_from: {path} cannot be read as safetensors: {error}") from error
 
 
-def _check_config(model: Any, wanted: Mapping[str, Any], folder: Path) -> None:
-    """Check what config.json says and shapes do not: the number of heads, and the kind of model."""
+def _check_heads(model: Any, wanted: Mapping[str, Any], folder: Path) -> None:
+    """Check what config.json says and shapes do not: the number of heads."""
     try:
-        config = parse_json((folder / "config.json").read_bytes())
-        heads, kind = config.get("n_head"), config.get("model_type", wanted["model_type"])
-    except (OSError, ValueError, AttributeError):
+        heads = parse_json((folder / "config.json").read_bytes())["n_head"]
+    except (OSError, ValueError, LookupError, TypeError):
         return
-    if kind != wanted["model_type"]:
-        raise TrainingError(f"model.init_from={model.init_from} is a model of type {kind}, not {wanted['model_type']}")
-    if isinstance(heads, int) and heads != wanted["n_head"]:
+    if heads != wanted["n_head"]:
         raise TrainingError(
             f"model.init_from={model.init_from} has {heads} heads, the model {wanted['n_head']}; "
             f"set model.n_head={heads}"
