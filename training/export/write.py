@@ -31,7 +31,7 @@ WEIGHTS = "model.safetensors"
 EXAMPLE = "example.safetensors"
 _EXAMPLES = 2
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-_KINDS = {"auto": "KIND_AUTO", "cpu": "KIND_CPU", "cuda": "KIND_GPU"}
+_KINDS = {"cpu": "KIND_CPU", "cuda": "KIND_GPU"}
 
 
 def check_export(cfg: Any) -> None:
@@ -43,14 +43,8 @@ def check_export(cfg: Any) -> None:
             f"export.format={form} needs {' and '.join(missing)}, not installed here: "
             "pip install -r requirements-serving.txt"
         )
-    if form != "triton":
-        return
-    if cfg.export.max_batch_size < 1:
+    if form == "triton" and cfg.export.max_batch_size < 1:
         raise TrainingError(f"export.max_batch_size={cfg.export.max_batch_size} must be at least 1")
-    if cfg.device not in _KINDS:
-        raise TrainingError(
-            f"device={cfg.device}: Triton runs models on device=cpu or cuda; auto leaves it to the server"
-        )
 
 
 def write(cfg: Any, folder: Path, data: DataSet, strategy: Strategy) -> str:
@@ -71,7 +65,9 @@ def write(cfg: Any, folder: Path, data: DataSet, strategy: Strategy) -> str:
             else:
                 model = serve(cfg.model.name, data, strategy)
                 if form == "triton":
-                    said = write_repository(draft, model, cfg.export.max_batch_size, _KINDS[cfg.device])
+                    said = write_repository(
+                        draft, model, cfg.export.max_batch_size, _KINDS.get(cfg.device, "KIND_AUTO")
+                    )
                 else:
                     write_texts(draft, model.texts)
                     onnx = form == "onnx"
