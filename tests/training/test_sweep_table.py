@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from composed import compose
+from omegaconf import open_dict
 from sweep_jobs import chunk_sweep, leave
 
 from training.sweep.figure import ideal_times, loss_figure, numeric_axis, score_figure
-from training.sweep.report import results
+from training.sweep.report import SweepReport, results
 from training.sweep.table import read_table, write_csv
 
 
@@ -136,9 +138,13 @@ def test_without_any_validation_the_training_loss_ranks(tmp_path):
     assert table.objective.name == "final_loss" and table.best == [table.rows[1]]
 
 
-def test_a_direction_that_is_asked_for_wins_over_the_name(tmp_path):
+def test_a_direction_that_is_asked_for_wins_over_the_name(tmp_path, capsys):
     sweep = rates(tmp_path, (1, 1.0, 8.0), (3, 2.0, 5.0))
-    assert read_table(sweep, "val_loss", "maximize").best[0].job.num == 0
+    cfg = compose("sweep.objective=val_loss", "sweep.direction=maximize")
+    with open_dict(cfg):
+        cfg.hydra = {"sweep": {"dir": str(sweep)}}
+    SweepReport().on_multirun_end(cfg)
+    assert "Best: optim.lr=1 with val_loss 8;" in capsys.readouterr().out
 
 
 def test_losses_over_a_rate_are_drawn_without_an_ideal_and_named_on_the_axis(tmp_path):

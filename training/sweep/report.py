@@ -32,8 +32,9 @@ class SweepReport(Callback):
         """Write the report into the sweep's directory."""
         # With launcher.wait=false the jobs are still queued or running.
         waited = OmegaConf.select(config, "launcher.wait", default=True)
-        chosen = OmegaConf.select(config, "sweep.objective"), OmegaConf.select(config, "sweep.direction")
-        if not report(Path(config.hydra.sweep.dir), waited, *chosen):
+        direction = OmegaConf.select(config, "sweep.direction")
+        direction = getattr(direction, "name", direction)  # a Direction, of conf/schema.py
+        if not report(Path(config.hydra.sweep.dir), waited, OmegaConf.select(config, "sweep.objective"), direction):
             raise SystemExit(1)
 
 
