@@ -31,7 +31,6 @@ from parallel.devices import keep_freed_memory, parameter_dtype, share_cores
 from parallel.host_group import NCCL, choose_backend
 from parallel.plan import Plan
 from parallel.strategy import Options, Strategy, build_strategy
-from parallel.timeline import WORK
 from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.init_from import start
 from training.checkpoint.load import load
@@ -42,7 +41,7 @@ from training.identity import changes, check_ranks, follows_total
 from training.loop import Loop
 from training.optimizer import Optimizer
 from training.reporting import SUMMARY, jsonable
-from training.reporting.console import describe_results, numbers, what_to_type, why_idle
+from training.reporting.console import describe_results, numbers, what_to_type
 from training.reporting.recorder import Loggers, Recorder, sections
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
 from training.setup import Setup, build_setup
@@ -296,7 +295,7 @@ def _report(
 
         intervals = [rank.intervals for rank in ranks]
         write_timeline(run_dir, setup.plan, setup.cfg.model.name, intervals, outcome.steps)
-    headline, *rest = describe_results(summary, run_dir, setup.extents, _idle(setup, world, ranks)).split("\n")
+    headline, *rest = describe_results(summary, run_dir, setup.extents, _idle(setup, world)).split("\n")
     if outcome.checkpoint is not None and setup.cfg.model._target_ != GIVEN:
         link = hydra_word(str(outcome.checkpoint.parents[1]))
         length = [f"train.steps={2 * outcome.steps}", *["train.epochs=null"] * (setup.cfg.train.epochs is not None)]
@@ -315,15 +314,12 @@ def _rate_at_end(setup: Setup, step: int) -> list[str]:
     return ["scheduler=constant", *(f"{key}.lr={lr * factor:.6g}" for key, lr in rates.items() if lr is not None)]
 
 
-def _idle(setup: Setup, world: World, ranks: list[RankResult]) -> str:
-    """Return why the stages idle more than the schedule has them, see ``why_idle``."""
-    plan = setup.plan
-    if not plan.pipelined:
+def _idle(setup: Setup, world: World) -> str:
+    """Return why a pipeline idles far more than its schedule has it, where that is known."""
+    cores = usable_cores()
+    if setup.plan.device_type != "cpu" or world.local_size <= cores:
         return ""
-    steps = [ranks[rank].intervals for rank in plan.mesh(0).pipeline(0)]
-    busy = [sum(i.end - i.start for step in own for i in step if i.kind in WORK) for own in steps]
-    cores = usable_cores() if plan.device_type == "cpu" else None
-    return why_idle(busy, setup.cfg.parallel.balance == "uniform", world.local_size, cores)
+    return f"{world.local_size} processes take turns on {cores} core{'s' * (cores > 1)}"
 
 
 def kept(cfg: Any) -> dict[str, Any]:

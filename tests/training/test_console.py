@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 import train
 from common.machine import styled
 from conf.composition import hydra_word
-from training.reporting.console import describe_configuration, describe_results, number, numbers, what_to_type, why_idle
+from training.reporting.console import describe_results, number, numbers, what_to_type
 from training.reporting.recorder import Progress, duration
 from training.reporting.summary import Outcome
 
@@ -105,7 +104,7 @@ def test_numbers_have_one_format_everywhere():
     )
 
 
-UNEVEN = "one stage takes 2.5 times as long as another: parallel.balance=time evens them out"
+IDLE = "4 processes take turns on 2 cores"
 
 
 @pytest.mark.parametrize(
@@ -113,12 +112,10 @@ UNEVEN = "one stage takes 2.5 times as long as another: parallel.balance=time ev
     [
         ({}, {}, "trained 20 steps: loss 10.988 -> 5.988"),
         ({"skipped_steps": 19}, {}, "trained 20 steps, 19 of them skipped: loss 10.988 -> 5.988"),
-        ({}, {"extents": {"test": "2 of 73 batches"}}, "best validation loss 0.01235"),
         ({}, {"extents": {"test": "2 of 73 batches"}}, "test loss 6.000 (2 of 73 batches)"),
-        ({}, {"idle": UNEVEN}, SPEED + "   bubble 24.0% (ideal 20.0%)"),
-        ({"bubble_fraction": 0.45}, {}, SPEED + "   bubble 45.0% (ideal 20.0%)"),
-        ({"bubble_fraction": 0.45}, {"idle": UNEVEN}, SPEED + f"   bubble 45.0% (ideal 20.0%; {UNEVEN})"),
-        ({"bubble_fraction": None}, {"idle": UNEVEN}, SPEED),
+        ({}, {"idle": IDLE}, SPEED + "   bubble 24.0% (ideal 20.0%)"),
+        ({"bubble_fraction": 0.45}, {"idle": IDLE}, SPEED + f"   bubble 45.0% (ideal 20.0%; {IDLE})"),
+        ({"bubble_fraction": None}, {"idle": IDLE}, SPEED),
         ({}, {}, "files: /runs/a"),
     ],
 )
@@ -126,14 +123,7 @@ def test_results_have_a_line_each(changes, options, line):
     assert line in describe_results({**SUMMARY, **changes}, Path("/runs/a"), **options).splitlines()
 
 
-def test_a_bubble_far_above_the_ideal_has_a_reason_where_that_is_known():
-    assert why_idle([1.0, 2.5], uniform=True, processes=2, cores=2) == UNEVEN
-    assert why_idle([1.0, 2.5], uniform=False, processes=2, cores=2) == "", "it is the user's own balance"
-    assert why_idle([1.0, 1.1], uniform=True, processes=2, cores=None) == ""
-    assert why_idle([1.0, 2.5], uniform=True, processes=4, cores=2) == "4 processes take turns on 2 cores"
-
-
-@pytest.mark.parametrize("name", ["plain", "a space", "lr=0.1", "one, two", "(brackets)", "it's"])
+@pytest.mark.parametrize("name", ["a space, and (brackets)", "lr=0.1", "it's"])
 def test_printed_paths_come_through_the_shell_and_hydra_as_they_are(name):
     """``lr=0.1`` is how sweeps name their directories."""
     link = f"/runs/{name}/checkpoints/latest"
@@ -142,12 +132,6 @@ def test_printed_paths_come_through_the_shell_and_hydra_as_they_are(name):
         overrides = OverridesParser.create().parse_overrides(shlex.split(line.partition(":")[2])[2:])
         found = {override.key_or_group: override.value() for override in overrides}
         assert (found[key], found["model.hidden"]) == (link, 20)
-
-
-def test_a_long_list_of_differences_is_wrapped_between_words():
-    lines = describe_configuration({"model": "gpt2"}, [f"train.key_{i}=some-value" for i in range(20)]).splitlines()
-    assert lines[0] == "model=gpt2" and len(lines) > 2 and max(map(len, lines)) <= 120
-    assert all("train.key_" in word for line in lines[1:] for word in line.split())
 
 
 def test_a_terminal_of_some_width_gets_a_bar_and_one_of_none_gets_lines(terminal):
@@ -217,7 +201,6 @@ def test_a_run_without_a_reader_finishes(tmp_path, monkeypatch):
     [
         pytest.param("single", ">&- 2>&- <&-", id="all descriptors closed", marks=pytest.mark.slow),
         pytest.param("ddp", ">/dev/full 2>&1", id="a full disk under all ranks"),
-        pytest.param("ddp", "2>&1 | true; exit ${PIPESTATUS[0]}", id="a closed pipe", marks=pytest.mark.slow),
     ],
 )
 def test_a_console_that_is_closed_or_full_changes_no_exit_code(tmp_path, layout, console):
@@ -281,21 +264,10 @@ def test_time_left_forgets_a_slow_first_step_and_follows_a_change_of_pace(total,
     assert progress.seconds_left() == pytest.approx(left)
 
 
-def test_a_terminal_gets_one_bar_with_step_loss_rate_and_time_left():
-    stream = Terminal()
-    progress = Progress(4, stream=stream)
-    for step in range(1, 5):
-        time.sleep(0.11)  # tqdm draws ten times a second at most
-        progress.update(record(step))
-    progress.close()
-    shown = stream.getvalue()
-    assert "step 4/4" in shown and "loss 8.123" in shown and "612 tokens/s" in shown and "s left" in shown
-    assert shown.count("\n") == 1
-
-
 def test_a_resumed_run_starts_its_bar_where_it_left_off():
     shown = run(Terminal(), 50, first_step=41)
     assert "step 40/50" in shown and "step 50/50" in shown and "step 0/50" not in shown
+    assert "loss 8.123" in shown and "612 tokens/s" in shown and shown.count("\n") == 1
 
 
 def test_a_message_gets_a_line_of_its_own_above_the_bar():
@@ -311,24 +283,9 @@ def test_a_message_gets_a_line_of_its_own_above_the_bar():
     assert plain.getvalue() == "checkpoint saved\n"
 
 
-@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
-def test_a_stream_that_cannot_be_written_does_not_end_training(kind):
-    class Full(kind):
-        def write(self, text):
-            raise OSError(28, "No space left on device")
-
-    progress = Progress(2, stream=Full())
-    progress.update(record(1))
-    progress.say("still here")
-    progress.close()
-
-
-@pytest.mark.parametrize(
-    "seconds, text",
-    [(0, "0 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (80, "1 min 20 s"), (7500, "2 h 5 min"), (273600, "3 d 4 h")],
-)
-def test_durations_are_told_in_two_units(seconds, text):
-    assert duration(seconds) == text
+def test_durations_are_told_in_two_units():
+    told = {59.4: "59 s", 59.6: "1 min 0 s", 7500: "2 h 5 min", 273600: "3 d 4 h"}
+    assert {seconds: duration(seconds) for seconds in told} == told
 
 
 def test_peak_memory_grows_with_what_was_allocated_and_does_not_fall_again():

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import resource
-import shutil
 from contextlib import contextmanager
 
 import numpy as np
@@ -95,26 +94,6 @@ def test_an_unwritable_path_does_not_raise(tmp_path, caplog):
     assert "cannot write" in caplog.text and "lacks 1 records" in caplog.text
 
 
-def test_a_really_full_disk_is_survived(small_disk, caplog):
-    mount = small_disk("32k")
-    ballast = mount / "ballast"
-    ballast.write_bytes(bytes(24_000))
-    file = MetricsFile(mount / "metrics.jsonl")
-    for step in range(1, 301):
-        file.write({"step": step, "text": "x" * 60})
-    held = len(records(mount / "metrics.jsonl"))
-    assert 0 < held < 300
-    assert write_json(mount / "summary.json", {"steps": 300}) is False
-    assert sorted(entry.name for entry in mount.iterdir()) == ["ballast", "metrics.jsonl"]
-    file.truncate_after(held - 1)  # needs no space
-    assert len(records(mount / "metrics.jsonl")) == held - 1
-    ballast.unlink()
-    for step in range(held, 201):
-        file.write({"step": step, "text": "x" * 60})
-    assert [record["step"] for record in records(mount / "metrics.jsonl")] == list(range(1, 201))
-    file.close()
-
-
 def test_resuming_at_a_step_drops_the_records_behind_it(path):
     file = MetricsFile(path)
     file.truncate_after(3)
@@ -146,21 +125,3 @@ def test_secrets_are_masked_in_every_json_file(tmp_path):
         "overrides": ["model=toy", "+logger.api_key=***"],
         "steps": 2,
     }
-
-
-@pytest.mark.parametrize("and_made_again", [False, True])
-def test_a_file_that_is_removed_is_begun_anew_and_said_once(path, caplog, and_made_again):
-    caplog.set_level(logging.WARNING, logger="training")
-    file = MetricsFile(path)
-    for step in (1, 2):
-        file.write({"step": step})
-    shutil.rmtree(path.parent)
-    if and_made_again:
-        path.parent.mkdir()
-        path.touch()
-    for step in (3, 4):
-        file.write({"step": step})
-    file.close()
-    assert [record["step"] for record in records(path)] == [3, 4]
-    (warning,) = caplog.records
-    assert f"{path} was removed" in warning.getMessage()

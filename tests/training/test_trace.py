@@ -88,11 +88,6 @@ def test_a_rank_of_several_stages_is_one_row_and_its_stages_differ_in_shade():
     assert len({colour for _, colour in blocks}) == 6
 
 
-def test_numbers_that_do_not_fit_their_blocks_are_left_out():
-    step = [Interval("forward", 0, m, m / 1e3, (m + 1) / 1e3) for m in range(500)]
-    assert not list(draw({0: step}, "", "").axes[0].texts)
-
-
 def test_a_transfer_begins_when_the_sender_is_done():
     found = {(t.kind, t.microbatch): t for t in transfers([i for rank in gpipe() for i in rank])}
     assert len(found) == 4
@@ -134,15 +129,6 @@ def test_events_of_the_chrome_trace_are_in_microseconds_and_never_overlap_on_a_t
         assert all(ts + dur <= after + 0.01 for (ts, dur), (after, _) in zip(times, times[1:], strict=False))
 
 
-def test_receives_that_overlap_lie_on_tracks_of_their_own(plan, tmp_path):
-    first, second = gpipe()
-    second.append(Interval("receive_activation", 1, 2, 0.0005, 0.002))
-    write_timeline(tmp_path, plan, "toy", [[first], [second]] * 2, last_step=1)
-    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    names = [e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 0]
-    assert names.count("rank 1: receives") == 2
-
-
 def test_measured_and_ideal_bubble_stand_side_by_side(written, plan):
     other = json.loads((written / "timeline.json").read_text())["otherData"]
     assert other["bubble_fraction"] == pytest.approx(
@@ -180,8 +166,7 @@ def test_a_pipelined_run_leaves_both_files(ranks, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunks", [4, 8])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule, chunks", [("gpipe", 4), ("1f1b", 8)])
 def test_a_balanced_pipeline_idles_no_more_than_its_schedule_must(tmp_path, schedule, chunks):
     """Two stages of four equal blocks. Anything else that runs on the cores is in the measurement: three tries."""
     import numpy as np

@@ -20,8 +20,7 @@ _RESULTS = {
     "test_perplexity": "test perplexity",
 }
 _WIDTH = 120
-# A bubble is far above the ideal by this much, as a fraction and as a factor; stages take unequal times by this factor.
-_FAR_ABOVE, _TIMES_ABOVE, _UNEQUAL = 0.1, 1.5, 1.2
+_FAR_ABOVE, _TIMES_ABOVE = 0.1, 1.5  # of a bubble whose reason is told: by how much it is above the ideal
 
 
 def number(name: str, value: float) -> str:
@@ -150,8 +149,8 @@ def describe_results(
 ) -> str:
     """Return a run's results, its speed, and where its files are.
 
-    ``extents`` is how much of the split "val" or "test" was evaluated, where that was not all of it; for ``idle`` see
-    ``why_idle``.
+    ``extents`` is how much of the split "val" or "test" was evaluated, where that was not all of it; ``idle`` is why
+    a bubble may be far above the ideal.
     """
     lines = []
     if summary["first_loss"] is not None:
@@ -179,23 +178,6 @@ def what_to_type(link: str, length: Sequence[str], typed: Sequence[str], python:
     where = [word for word in typed if not word.startswith("callbacks")]
     evaluate = command("mode=eval", f"checkpoint={link}", *where)
     return f"evaluate: {evaluate}\ngo on:    {command(f'train.resume={link}', *length, *typed)}"
-
-
-def why_idle(busy: Sequence[float], uniform: bool, processes: int, cores: int | None) -> str:
-    """Return why the ranks of a pipeline idle more than its schedule has them, and what to do; empty if unknown.
-
-    Args:
-        busy: The seconds for which each rank computed.
-        uniform: Whether stages have equally many layers because nothing else was asked for.
-        processes: How many processes compute on this machine.
-        cores: How many cores they share; None where they compute on GPUs.
-    """
-    if cores is not None and processes > cores:
-        return f"{processes} processes take turns on {cores} core{'s' * (cores > 1)}"
-    factor = max(busy) / min(busy) if busy and min(busy) else 1.0
-    if uniform and factor > _UNEQUAL:
-        return f"one stage takes {factor:.1f} times as long as another: parallel.balance=time evens them out"
-    return ""
 
 
 def _speed(summary: Mapping[str, Any], idle: str) -> list[str]:

@@ -109,7 +109,6 @@ class Progress:
     """The one line that a user watches: a bar on a terminal, plain lines everywhere else.
 
     Shows step, loss, throughput and time left.
-    A stream that fails (closed, or a file on a full disk) is ignored.
     """
 
     def __init__(
@@ -148,11 +147,12 @@ class Progress:
         ]
         text = "  ".join(part for part in parts if part)
         if self._bar is not None:
-            self._quietly(self._move_bar, step, text)
+            self._bar.set_description_str(text, refresh=False)
+            self._bar.update(step - self._bar.n)
         else:
             self._last_line = now
             width = max(4, len(str(self._total)))
-            self._quietly(self._print, f"step {step:>{width}}/{self._total}  {text}")
+            self.say(f"step {step:>{width}}/{self._total}  {text}")
 
     def seconds_left(self) -> float | None:
         """Return the seconds until the last step at the pace of the last ``STEPS_IN_AVERAGE`` steps.
@@ -169,48 +169,30 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print ``text`` on a line of its own, above the bar where there is one."""
-        self._quietly(self._print, text)
-
-    def close(self) -> None:
-        """Leave the bar as it is and move to a new line. A second call does nothing."""
-        if self._bar is not None:
-            self._quietly(self._bar.refresh)
-            self._quietly(self._bar.close)
-            self._bar = None
-
-    def _open_bar(self):
-        """Return the bar, or None on a terminal that cannot be written to."""
-        from tqdm import tqdm
-
-        # miniters=1: with steps of uneven length the bar would otherwise stand still for a while.
-        try:
-            return tqdm(
-                total=self._total,
-                initial=self._first - 1,
-                file=self._stream,
-                dynamic_ncols=True,
-                miniters=1,
-                leave=True,
-                colour=None if os.environ.get("NO_COLOR") else "green",
-                bar_format="step {n_fmt}/{total_fmt} |{bar:20}| {desc}",
-            )
-        except (OSError, ValueError):
-            return None
-
-    def _move_bar(self, step: int, text: str) -> None:
-        self._bar.set_description_str(text, refresh=False)
-        self._bar.update(step - self._bar.n)
-
-    def _print(self, text: str) -> None:
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         else:
             print(text, file=self._stream, flush=True)
 
-    @staticmethod
-    def _quietly(action, *arguments) -> None:
-        with suppress(OSError, ValueError):  # there is no other place to report it
-            action(*arguments)
+    def close(self) -> None:
+        """Leave the bar as it is and move to a new line. A second call does nothing."""
+        if self._bar is not None:
+            self._bar.refresh()
+            self._bar.close()
+            self._bar = None
+
+    def _open_bar(self):
+        from tqdm import tqdm
+
+        return tqdm(
+            total=self._total,
+            initial=self._first - 1,
+            file=self._stream,
+            dynamic_ncols=True,
+            miniters=1,  # with steps of uneven length the bar would otherwise stand still for a while
+            colour=None if os.environ.get("NO_COLOR") else "green",
+            bar_format="step {n_fmt}/{total_fmt} |{bar:20}| {desc}",
+        )
 
 
 def duration(seconds: float) -> str:

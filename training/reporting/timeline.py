@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from statistics import median, median_low
+from statistics import median_low
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -113,7 +114,8 @@ def diagram(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -
     first, last = work_span(everything)
     span = 1e3 * (last - first)
     stages = [sorted({i.stage for i in step}) for step in ranks.values()]
-    sizes = _font_sizes(everything, points_a_second=72 * width / (last - first))
+    points = 72 * width / span  # per millisecond
+    digits = len(str(max(i.microbatch for i in everything)))
     legend: dict[tuple[int, int], tuple[str, str]] = {}
 
     for row, (own, step) in enumerate(zip(stages, ranks.values(), strict=True)):
@@ -125,8 +127,11 @@ def diagram(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -
                 legend[WORK.index(kind), loop] = _NAMES[kind] + _stages_at(loop, stages), colour
                 left, right = 1e3 * (start - first), 1e3 * (end - first)
                 _bar(axes, left, right, row + _TOP, _BLOCK, facecolor=colour, edgecolor="white", lw=0.6)
-                middle = (left + right) / 2, row + _TOP + _BLOCK / 2
-                _number(axes, *middle, str(microbatch), colour, sizes(kind, end - start))
+                size = min(11.0, (right - left) * points / (0.75 * digits))
+                if size >= _SMALLEST:
+                    ink = "white" if sum(np.multiply(colour, (0.30, 0.59, 0.11))) < 0.5 else "black"
+                    middle = (left + right) / 2, row + _TOP + _BLOCK / 2
+                    axes.text(*middle, microbatch, color=ink, fontsize=size, ha="center", va="center_baseline")
     row_of = {stage: row for row, own in enumerate(stages) for stage in own}
     moves = transfers(everything)
     for colour, ends in ((_WAITING, lambda t: (t.posted, t.ready)), (_SENT, lambda t: (t.ready, t.used))):
@@ -143,31 +148,6 @@ def diagram(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -
 
 def _bar(axes: Axes, left: float, right: float, top: float, height: float, lw: float = 0.0, **colours) -> None:
     axes.add_patch(Rectangle((left, top), right - left, height, lw=lw, **colours))
-
-
-def _number(axes: Axes, x: float, y: float, text: str, ground: Colour, size: float | None) -> None:
-    if size is None:
-        return
-    dark = sum(weight * c for weight, c in zip((0.30, 0.59, 0.11), ground, strict=True)) < 0.5
-    axes.text(x, y, text, color="white" if dark else "black", fontsize=size, ha="center", va="center_baseline")
-
-
-def _font_sizes(step: Sequence[Interval], points_a_second: float) -> Callable[[str, float], float | None]:
-    """Return a function from a block's kind and duration in seconds to the font size of its number.
-
-    Each kind has one size, which fits its median block; a block that is too short for it gets None.
-    """
-    digits = len(str(max(i.microbatch for i in step)))
-    sizes = {}
-    for kind in {i.kind for i in step}:
-        typical = median(i.end - i.start for i in step if i.kind == kind)
-        sizes[kind] = min(11.0, typical * points_a_second / (0.75 * digits))
-
-    def size(kind: str, seconds: float) -> float | None:
-        fits = 0.62 * digits * sizes[kind] <= seconds * points_a_second
-        return sizes[kind] if fits and sizes[kind] >= _SMALLEST else None
-
-    return size
 
 
 def _finish(axes: Axes, span: float, labels: list[str]) -> None:
