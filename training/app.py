@@ -160,7 +160,7 @@ def _checked(cfg: Any, hydra: Any) -> Any:
 def _prepared(cfg: Any, run_dir: Path, world: World | None) -> Setup:
     # Only now: they import torch.
     from parallel.devices import import_compiler_late
-    from training.checkpoint.resume import after_restart
+    from training.checkpoint.load import after_restart
     from training.reporting.run_directory import started_again
     from training.setup import prepare
     from training.slurm_job import prepare_here
@@ -330,7 +330,7 @@ def _work(world: World, tree: dict, run_dir: str, given: bytes | None) -> None:
     """What each local worker runs. After a restart it resumes from the newest checkpoint."""
     from launchers.world import restarts
     from parallel.devices import import_compiler_late
-    from training.checkpoint.resume import after_restart
+    from training.checkpoint.load import after_restart
     from training.reporting import SUMMARY
     from training.run import run
     from training.setup import unpack_given

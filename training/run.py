@@ -33,8 +33,7 @@ from parallel.plan import Plan
 from parallel.strategy import Options, Strategy, build_strategy
 from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.init_from import start
-from training.checkpoint.load import load
-from training.checkpoint.resume import resume
+from training.checkpoint.load import load, resume
 from training.checkpoint.save import Checkpointer
 from training.evaluate import evaluate_split, not_finite
 from training.identity import changes, check_ranks, follows_total
@@ -94,8 +93,12 @@ def run(
             timeout_s=cfg.parallel.timeout_s,
             config=kept(cfg),
         )
-        resumed = resume(cfg.train.resume, checkpoints) if cfg.train.resume is not None else None
-        done = resumed.step if resumed is not None else 0
+        resumed, done = None, 0
+        if cfg.train.resume is not None:
+            resumed = resume(cfg.train.resume, checkpoints.folder, strategy, optimizer)
+        if resumed is not None:
+            checkpoints.resumed_from(resumed)
+            done = resumed.step
         if resumed is None and (cfg.model.init_from is not None or cfg.model.get("extra_tokens")):
             start(cfg.model, setup.chain, strategy)
         _check_steps_left(setup, strategy, run_dir, done)

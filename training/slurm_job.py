@@ -113,7 +113,7 @@ def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
     """Run one rank's part of the job (see launchers.slurm.task.work)."""
     from launchers.failure import is_peer_error
     from launchers.meeting import describe_places, rendezvous
-    from training.checkpoint.resume import after_restart
+    from training.checkpoint.load import after_restart
     from training.run import run
     from training.setup import describe
 

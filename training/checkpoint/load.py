@@ -1,17 +1,33 @@
-"""Reading a rank's tensors from a checkpoint, whatever layout has saved it."""
+"""Reading a rank's tensors from a checkpoint, whatever layout has saved it, and from which one a run goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from common.errors import CheckpointError
+from parallel.mesh import Mesh
 from parallel.strategy import Strategy
-from training.checkpoint.files import Checkpoint
+from training.checkpoint.files import (
+    BEST,
+    LATEST,
+    UNUSED,
+    Checkpoint,
+    remove,
+    step_folders,
+    step_name,
+    step_of,
+    update_link,
+)
+
+AUTO = "auto"
+T = TypeVar("T")
 
 
 class Optimizer(Protocol):
@@ -40,14 +56,8 @@ def load(path: Path, strategy: Strategy, optimizer: Optimizer | None = None, ver
     """
     from safetensors import SafetensorError
 
-    checkpoint = problem = None
-    try:
-        checkpoint = Checkpoint.find(path, verify and strategy.mesh.rank == 0)
-    except CheckpointError as error:
-        problem = str(error)
-    problems = strategy.mesh.gather(problem)
-    if any(problems):
-        raise CheckpointError(next(filter(None, problems)))
+    first = strategy.mesh.rank == 0
+    checkpoint = _together(strategy.mesh, lambda: Checkpoint.find(path, verify and first))
     # An older checkpoint names the optimizer of the matrices only.
     if optimizer is not None and checkpoint.optimizer not in (optimizer.kind, optimizer.kind.partition(" for ")[0]):
         raise CheckpointError(
@@ -123,3 +133,92 @@ def _load_optimizer(tensors: Tensors, strategy: Strategy, optimizer: Optimizer) 
             if kind != "step" and "#" not in kind and name in tensors and value.dtype == tensors[name].dtype:
                 value.dtype = parameter.dtype
         optimizer.load_state_of(parameter, state)
+
+
+# -- resuming --------------------------------------------------------------------------------------------------------
+
+
+def resume(wanted: str, folder: Path, strategy: Strategy, optimizer: Optimizer) -> Checkpoint | None:
+    """Load the checkpoint that ``train.resume`` names. All ranks call it; rank 0 chooses and prints.
+
+    Args:
+        wanted: A path; "auto" for the newest checkpoint of this run directory that is whole, bit for bit (a warning
+            names the damaged ones).
+        folder: The ``checkpoints`` folder of this run directory.
+        strategy: The model to load into.
+        optimizer: Its optimizer.
+
+    Returns:
+        The checkpoint that was loaded; None for a run that starts from the beginning.
+
+    Raises:
+        CheckpointError: On every rank: the checkpoint that was named is damaged, or does not fit.
+    """
+    first = strategy.mesh.rank == 0
+    path = _together(strategy.mesh, lambda: _choose(wanted, folder) if first else None)
+    path = strategy.mesh.gather(path)[0]
+    loaded = None if path is None else load(Path(path), strategy, optimizer, verify=False)
+    if first and folder.is_dir() and (loaded is None or loaded.folder.parent == folder.resolve()):
+        try:
+            _make_newest(folder, loaded, quiet=wanted == AUTO)
+        except OSError as error:
+            _warn(f"{folder} cannot be changed: {error}")
+    return loaded
+
+
+def _together(mesh: Mesh, work: Callable[[], T]) -> T:
+    """Return what ``work`` gives; a CheckpointError on one rank is raised on every rank."""
+    value = problem = None
+    try:
+        value = work()
+    except CheckpointError as error:
+        problem = str(error)
+    if (problem := next(filter(None, mesh.gather(problem)), None)) is not None:
+        raise CheckpointError(problem)
+    return value
+
+
+def _choose(wanted: str, folder: Path) -> str | None:
+    if wanted == AUTO:
+        chosen = Checkpoint.newest(folder, True, lambda why: _warn(f"{why}; it is not used, and kept as {UNUSED}…"))
+    else:
+        chosen = Checkpoint.find(Path(wanted), verify=True)
+    if chosen is None:
+        print(f"train.resume=auto: no checkpoint in {folder} to go on from; this run starts at step 1", flush=True)
+        return None
+    print(f"going on from {chosen.folder}", flush=True)
+    return str(chosen.folder)
+
+
+def _make_newest(folder: Path, loaded: Checkpoint | None, quiet: bool) -> None:
+    """Make a checkpoint the newest one of its run. Newer ones, damaged or skipped on purpose, are renamed."""
+    step = 0
+    if loaded is not None:
+        step, best = loaded.step, loaded.progress.get("best_step")
+        update_link(folder, LATEST, loaded.folder.name)
+        if best is not None and (folder / step_name(best)).is_dir():
+            update_link(folder, BEST, step_name(best))
+    for newer in step_folders(folder):
+        if step_of(newer) > step:
+            renamed = newer.with_name(UNUSED + newer.name)
+            if renamed.exists():
+                remove(renamed)
+            os.replace(newer, renamed)
+            if not quiet:  # the damaged ones have been named already
+                _warn(f"{newer} is kept as {renamed.name}: this run goes on from step {step}")
+    for name in (LATEST, BEST):
+        if (folder / name).is_symlink() and not (folder / name).exists():
+            (folder / name).unlink()
+
+
+def after_restart(cfg: Any, run_dir: Path) -> None:
+    """Change ``train.resume`` for a run that its launcher has started again.
+
+    The run continues from its own newest checkpoint; before it has one, from what ``train.resume`` names.
+    """
+    if cfg.train.resume is None or Checkpoint.newest(run_dir / "checkpoints") is not None:
+        cfg.train.resume = AUTO
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -40,7 +40,7 @@ from launchers.slurm.follow import wait
 from launchers.stopping import Stopped
 from training.app import completed, execute, without_options_of_checkpoint
 from training.autotune import choose_chunks, recall
-from training.checkpoint.resume import after_restart
+from training.checkpoint.load import after_restart
 from training.reporting.job_record import (
     FAILED,
     FINISHED,
