@@ -91,6 +91,13 @@ def log_path(log_dir: str | os.PathLike, rank: int) -> Path:
     return Path(log_dir) / f"rank_{rank:04d}.log"
 
 
+def remove_empty_log(log_dir: str | os.PathLike, rank: int) -> None:
+    """Remove the log of a rank that has said nothing."""
+    path = log_path(log_dir, rank)
+    if path.exists() and path.stat().st_size == 0:
+        path.unlink()
+
+
 def is_peer_error(error: BaseException) -> bool:
     """Return whether ``error`` reports no more than that another process was lost, or does not answer."""
     from torch.distributed import DistBackendError, DistNetworkError, DistStoreError

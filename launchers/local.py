@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 
 from common.errors import LaunchError
 from common.machine import changed_environment
-from launchers.failure import Death, WorkerFailed, log_path, read_report, root_cause
+from launchers.failure import Death, WorkerFailed, read_report, remove_empty_log, root_cause
 from launchers.heartbeat import describe_stall, read_notes
 from launchers.meeting import local_store
 from launchers.stopping import SIGNALS, Stopped, StopSignals
@@ -85,11 +85,11 @@ def run_workers(
         Stopped: The workers said that they were told to stop. It is a KeyboardInterrupt too.
     """
     log_dir = os.path.abspath(log_dir)
-    os.makedirs(log_dir, exist_ok=True)
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignals(stoppable))
         private_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="launchers-", ignore_cleanup_errors=True))
-        stack.callback(_remove_empty_logs, log_dir, processes)
+        for rank in range(1, processes):
+            stack.callback(remove_empty_log, log_dir, rank)
         start_fork_server([entry.__module__])
         if stop.wanted:
             raise Stopped("stopped before the first step")
@@ -222,10 +222,3 @@ def _without_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
-
-
-def _remove_empty_logs(log_dir: str, processes: int) -> None:
-    for rank in range(1, processes):
-        path = log_path(log_dir, rank)
-        if path.exists() and path.stat().st_size == 0:
-            path.unlink()

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -127,16 +127,8 @@ def _open(world: World, host: str, port: int, timeout_s: float) -> Store:
 
 
 def _listen_as_rank_0(world: World, host: str, port: int) -> socket.socket:
-    deadline = time.monotonic() + _NAME_S
     try:
-        while True:
-            try:
-                listener = listen(host, port)
-                break
-            except socket.gaierror:
-                if time.monotonic() > deadline:
-                    raise
-            time.sleep(_POLL_S)
+        listener = _retry(lambda left_s: listen(host, port), socket.gaierror, _NAME_S)
     except OSError as error:
         raise LaunchError(
             f"rank 0 cannot listen on MASTER_ADDR={host} MASTER_PORT={port}: {error}. "
@@ -155,20 +147,28 @@ def _listen_as_rank_0(world: World, host: str, port: int) -> socket.socket:
 
 
 def _wait_for_listener(world: World, host: str, port: int, timeout_s: float) -> str:
-    # Python asks first: torch's client logs pages of C++ frames while nobody answers.
+    def ask(left_s: float) -> str:
+        with socket.create_connection((host, port), timeout=left_s) as probe:
+            return probe.getpeername()[0]
+
+    try:
+        return _retry(ask, OSError, timeout_s)  # torch's client logs pages of C++ frames while nobody answers
+    except OSError as error:
+        raise LaunchError(
+            f"rank {world.rank} waited {timeout_s:g} s for rank 0 on {host}:{port}, to meet all {world.size} ranks "
+            f"there: {error}. Start rank 0 with the same MASTER_ADDR and MASTER_PORT, or allow more time"
+        ) from error
+
+
+def _retry(attempt: Callable[[float], Any], kind: type[OSError], timeout_s: float) -> Any:
+    """Return what ``attempt(seconds left)`` returns once it raises no error of ``kind``, which is raised in the end."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            left = max(0.1, deadline - time.monotonic())
-            with socket.create_connection((host, port), timeout=left) as probe:
-                return probe.getpeername()[0]
-        except OSError as error:
+            return attempt(max(0.1, deadline - time.monotonic()))
+        except kind:
             if time.monotonic() + _POLL_S > deadline:
-                raise LaunchError(
-                    f"rank {world.rank} waited {timeout_s:g} s for rank 0 on {host}:{port}, to meet "
-                    f"all {world.size} ranks there: {error}. Start rank 0 with the same MASTER_ADDR and "
-                    "MASTER_PORT, or allow more time"
-                ) from error
+                raise
         time.sleep(_POLL_S)
 
 
@@ -315,8 +315,14 @@ def own_address() -> str:
         LaunchError: There is no such interface, or none that leads to MASTER_ADDR.
     """
     host, port = master_address()
+    addresses = _addresses()
     if named := os.environ.get("GLOO_SOCKET_IFNAME"):
-        return _address_of(named)
+        if (first := named.split(",")[0]) not in addresses:
+            raise LaunchError(
+                f"GLOO_SOCKET_IFNAME={named} names no interface of this machine with an IPv4 address; there are "
+                f"{_listed(addresses)}; unset it, or name one of them"
+            )
+        return addresses[first]
     if is_loopback(host):
         return LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -325,7 +331,7 @@ def own_address() -> str:
         except OSError as error:
             raise LaunchError(f"this machine has no way to MASTER_ADDR={host}: {error}") from error
         address = probe.getsockname()[0]
-    for name in (name for name, its_address in _addresses().items() if its_address == address):
+    for name in (name for name, its_address in addresses.items() if its_address == address):
         _use_interface(name)
     return address
 
@@ -334,18 +340,6 @@ def _use_interface(name: str) -> None:
     for variable in _INTERFACES:
         if not os.environ.get(variable):
             os.environ[variable] = name
-
-
-def _address_of(named: str) -> str:
-    """Return the address on the first of the interfaces that GLOO_SOCKET_IFNAME names: ranks are known by that."""
-    addresses = _addresses()
-    for name in named.split(","):
-        if name not in addresses:
-            raise LaunchError(
-                f"GLOO_SOCKET_IFNAME={named}: {name} is no interface of this machine with an IPv4 address; there are "
-                f"{_listed(addresses)}; unset it, or name one of them"
-            )
-    return addresses[named.split(",")[0]]
 
 
 def _addresses() -> dict[str, str]:

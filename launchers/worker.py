@@ -112,7 +112,7 @@ def _work(job: Job, rank: int, entry: Callable, args: tuple) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *stopping.SIGNALS})
     if rank > 0:
-        redirect_output(log_path(job.log_dir, rank))
+        redirect_output(job.log_dir, rank)
     report = job.report_path(rank)
     try:
         use_loopback()
@@ -126,9 +126,10 @@ def _work(job: Job, rank: int, entry: Callable, args: tuple) -> NoReturn:
     _leave(0)  # a thread or a process group left behind must not hold it up
 
 
-def redirect_output(path: str | os.PathLike) -> None:
-    """Send file descriptors 1 and 2 to `path`: native code and child processes do not know sys.stdout."""
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+def redirect_output(log_dir: str | os.PathLike, rank: int) -> None:
+    """Send file descriptors 1 and 2 to the rank's log: native code and child processes do not know sys.stdout."""
+    os.makedirs(log_dir, exist_ok=True)
+    log = os.open(log_path(log_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

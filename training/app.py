@@ -370,7 +370,6 @@ def follow(world: World, arguments: Sequence[str] = ()) -> None:
     """
     from datetime import timedelta
 
-    from launchers.failure import log_path
     from launchers.meeting import rendezvous
     from launchers.worker import redirect_output
     from training.run import run
@@ -380,9 +379,7 @@ def follow(world: World, arguments: Sequence[str] = ()) -> None:
         store.wait([_KEY], timedelta(seconds=timeout_s))
         job = json.loads(store.get(_KEY))
         check_received(job["cfg"], arguments)
-        logs = Path(job["run_dir"]) / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        redirect_output(log_path(logs, world.rank))
+        redirect_output(Path(job["run_dir"]) / "logs", world.rank)
         try:
             with _requeued(world):
                 run(to_config(job["cfg"]), Path(job["run_dir"]), world, store)

@@ -173,12 +173,11 @@ def _try(cfg: Any, chunks: int) -> Trial | None:
 
 def _work(world: World, tree: dict, folder: str, given: bytes | None) -> None:
     """What each worker of a trial runs: rank 0 is silent too."""
-    from launchers.failure import log_path
     from launchers.worker import redirect_output
     from training.run import run
 
     if world.rank == 0:
-        redirect_output(log_path(Path(folder) / "logs", 0))
+        redirect_output(Path(folder) / "logs", 0)
     unpack_given(given)
     run(to_config(tree), Path(folder), world)
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from common.errors import LaunchError
 from launchers import stopping
-from launchers.failure import log_path, read_report, write_report
+from launchers.failure import read_report, remove_empty_log, write_report
 from launchers.slurm.submit import ask
 from launchers.stopping import Stopped
 from launchers.worker import PEER_DELAY_S, redirect_output
@@ -60,10 +60,8 @@ def work(entry: Callable[[World], None], folder: Path, log_dir: Path, max_requeu
     world = World.detect() or World.alone()
     report = _report_path(folder, job_id(), world.rank)
     report.unlink(missing_ok=True)
-    log = log_path(log_dir, world.rank)
     if world.rank > 0:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        redirect_output(log)
+        redirect_output(log_dir, world.rank)
     try:
         with requeued(world, max_requeues):
             entry(world)
@@ -71,8 +69,8 @@ def work(entry: Callable[[World], None], folder: Path, log_dir: Path, max_requeu
         _leave(report, error)
     report.write_text("{}")
     sys.stdout.flush()
-    if world.rank > 0 and log.stat().st_size == 0:
-        log.unlink()
+    if world.rank > 0:
+        remove_empty_log(log_dir, world.rank)
 
 
 @contextmanager

@@ -5,7 +5,13 @@ import signal
 import time
 
 import pytest
+from commandline import wait_until
 from slurm_commands import TOY, TWO_NODES, Job, ask, queue
+
+from conf.schema import Slurm
+from launchers import Interrupted, LaunchError
+from launchers.slurm.follow import wait
+from launchers.slurm.submit import submit
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
@@ -67,3 +73,34 @@ def test_the_command_says_why_within_a_minute_and_ends_with_code_1(ended, name):
 def test_nothing_stays_in_the_queue_and_no_accounting_was_asked(ended, cluster):
     assert queue(cluster) == ""
     assert "accounting_storage/none" in ask(cluster, "scontrol", "show", "config")
+
+
+def start(folder, count=1, processes=4, **changes):
+    options = Slurm(**{"nodes": 2, "mem_gb": 0.2, "time_min": 5, "poll_s": 0.5, **changes})
+    return submit(["-c", "import time; time.sleep(60)"], [folder] * count, options, processes, folder / "slurm", "test")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"partition": "nowhere"}, "invalid partition"),
+        ({"sbatch": {"constraint": "gold"}}, "the queue does not take the job: "),
+    ],
+)
+def test_what_the_queue_refuses_is_an_error_at_once(cluster, tmp_path, changes, words):
+    with pytest.raises(LaunchError, match=words):
+        start(tmp_path, **changes)
+    assert queue(cluster) == ""
+
+
+def test_ctrl_c_cancels_what_was_queued(cluster, tmp_path):
+    jobs = start(tmp_path, count=2)
+    assert [job.id.partition("_")[2] for job in jobs] == ["0", "1"], "one array"
+    tell = lambda line: os.kill(os.getpid(), signal.SIGINT) if "runs on" in line else None  # noqa: E731
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(Interrupted, match=f"stopped by SIGINT; jobs {jobs[0].id}, {jobs[1].id} cancelled"):
+            wait(jobs, 0.3, tell)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    wait_until(lambda: queue(cluster) == "", 30, "an empty queue")
