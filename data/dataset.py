@@ -130,40 +130,25 @@ def once(prepare: Callable[[DataSet], None]) -> Callable[[DataSet], None]:
 
 
 def to_tensor(name: str, given: Any) -> Tensor:
-    """Return a tensor or an array as a tensor on the CPU, with the same memory where that can be.
-
-    Args:
-        name: What it is, for the error.
-        given: [n, ...].
+    """Return a tensor or an array, [n, ...], as a tensor on the CPU, with the same memory where that can be.
 
     Raises:
-        DataError: It is neither, or its numbers are of a kind that cannot be trained on.
+        DataError: It is neither, or not of numbers that torch computes with; ``name`` says which.
     """
     import torch
 
-    if isinstance(given, np.ndarray) and given.dtype.kind in "biufc":  # torch takes neither reversed nor swapped ones
-        given = np.asarray(given, given.dtype.newbyteorder("="))
-        given = given.copy() if min(given.strides, default=0) < 0 else given
     try:
-        tensor = torch.as_tensor(given).detach()
-    except (TypeError, ValueError, RuntimeError):
-        kind = f" of {given.dtype}" if isinstance(given, np.ndarray) else ""
+        tensor = torch.as_tensor(given).detach().cpu()
+    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         raise DataError(
-            f"{name}: {type(given).__name__}{kind} is no tensor; give a torch.Tensor or a numpy array of numbers; for "
-            "a model with several inputs, a tuple of them"
+            f"{name}: {type(given).__name__} is no tensor ({error}); give a torch.Tensor or a numpy array of numbers; "
+            "for a model with several inputs, a tuple of them"
         ) from None
-    dense = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
-    if not dense or tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize < 2):
-        kind = "" if dense else "quantized " if tensor.is_quantized else "sparse, nested or meta "
-        raise DataError(
-            f"{name}: a {kind}tensor of {str(tensor.dtype).removeprefix('torch.')} cannot be trained on; give a dense "
-            "one of float32 (or float16, bfloat16, float64) or of whole numbers"
-        )
     if tensor.dim() == 0:
         raise DataError(f"{name}: one number is no sample; give a tensor whose first dimension counts the samples")
     if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch computes next to nothing with these
         tensor = tensor.to(torch.int64)
-    return tensor.cpu()
+    return tensor
 
 
 class InMemory(Source):

@@ -7,13 +7,11 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.errors import DataError
 from common.machine import usable_cores
 
 if TYPE_CHECKING:
@@ -41,16 +39,12 @@ class Document:
 
     def blocks(self) -> Iterator[bytes]:
         """Yield the bytes, 1 MiB at a time."""
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(self.start)
-                left = len(self)
-                while left > 0 and (block := file.read(min(left, _BLOCK_BYTES))):
-                    left -= len(block)
-                    yield block
-        except OSError as error:
-            reason = error.strerror or error
-            raise DataError(f"cannot read {self.path}: {reason}. Check the file and data.root=") from error
+        with open(self.path, "rb") as file:
+            file.seek(self.start)
+            left = len(self)
+            while left > 0 and (block := file.read(min(left, _BLOCK_BYTES))):
+                left -= len(block)
+                yield block
 
     def text(self) -> Iterator[str]:
         """Yield the text, about 1 MiB at a time, with its line ends as they are."""
@@ -97,17 +91,10 @@ def find_files(root: Path, skip_folders: Collection[str] = (), suffix: str = "")
 
 def text_problem(document: Document) -> str | None:
     """Return why a document is not text (a byte 0, or not UTF-8), in words; None if it is."""
-    position = document.start
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    for block in chain(document.blocks(), [b""]):
-        if b"\0" in block:
-            return f"byte {position + block.index(0)} is 0, as in a binary file"
-        try:
-            decoder.decode(block, final=not block)
-        except UnicodeDecodeError as error:
-            return f"not UTF-8 near byte {position} ({error.reason})"
-        position += len(block)
-    return None
+    try:
+        return "a byte is 0, as in a binary file" if any("\0" in text for text in document.text()) else None
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 ({error.reason})"
 
 
 def split_documents(documents: Sequence[Document]) -> dict[str, list[Document]]:
@@ -120,32 +107,23 @@ def split_documents(documents: Sequence[Document]) -> dict[str, list[Document]]:
         chosen = {"valid": documents[9::20], "test": documents[19::20]}
         rest = [document for i, document in enumerate(documents) if i % 20 not in (9, 19)]
         return {"train": rest, **{split: list(part) for split, part in chosen.items()}}
-    cut = [split_by_position(document, (0.90, 0.05, 0.05)) for document in documents]
+    cut = [_split_by_length(document) for document in documents]
     names = ("train", "valid", "test")
     return {split: [parts[i] for parts in cut if len(parts[i])] for i, split in enumerate(names)}
 
 
 def only_text(documents: Sequence[Document]) -> tuple[list[Document], list[str]]:
     """Return the documents that are UTF-8 text, and for each of the others its path and what is wrong with it."""
-    good, bad = [], []
-    for document in documents:
-        problem = text_problem(document)
-        if problem is None:
-            good.append(document)
-        else:
-            bad.append(f"{document.path}: {problem}")
-    return good, bad
+    problems = {document: text_problem(document) for document in documents}
+    bad = [f"{document.path}: {problem}" for document, problem in problems.items() if problem]
+    return [document for document, problem in problems.items() if not problem], bad
 
 
-def split_by_position(document: Document, shares: Iterable[float]) -> list[Document]:
-    """Cut a document at the line ends next to some shares of its length, such as (0.9, 0.05, 0.05).
-
-    The parts cover the document without overlap; some are empty if it has few lines.
-    """
-    cuts, total = [document.start], 0.0
-    for share in list(shares)[:-1]:
-        total += share
-        cuts.append(max(cuts[-1], _next_line(document, document.start + int(total * len(document)))))
+def _split_by_length(document: Document) -> list[Document]:
+    """Cut a document at the line ends next to 90 % and 95 % of its length. Of a few lines, some parts are empty."""
+    cuts = [document.start]
+    for share in (0.90, 0.90 + 0.05):
+        cuts.append(max(cuts[-1], _next_line(document, document.start + int(share * len(document)))))
     cuts.append(document.end)
     return [Document(document.path, start, end) for start, end in zip(cuts[:-1], cuts[1:], strict=True)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import socket
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ import numpy as np
 from common.errors import DataError
 from common.files import expand_home
 from common.machine import check_memory
-from data.cache import cached_folder, fetch
+from data.cache import cached_folder, downloading
 from data.dataset import DataSet, Source, check_at_least, once
 from data.loader import permute
 
@@ -27,16 +26,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("training")
 
-# The operators of torchvision's compiled extension that its Python code registers against.
-_SCHEMAS = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-)
 _declared: list = []  # declarations end when their Library is deleted
 # (images uint8 [b, c, h, w], indices int64 [b], epoch) -> images of the same shape
 Augment = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 
-_ANSWER_S = 8.0  # a server may take to answer, or to send the next byte
 _LUMA = (0.299, 0.587, 0.114)  # red, green and blue in a grey value (ITU-R BT.601)
 
 
@@ -153,21 +146,8 @@ class PublishedImages(ImageData):
     def _download(self, folder: Path) -> None:
         """Have torchvision download the files, whose hashes it checks."""
         name = type(self).__name__
-        before = socket.getdefaulttimeout()
-        socket.setdefaulttimeout(_ANSWER_S)
-        try:
-            fetch(name, lambda: _torchvision(name, self.way_out)(folder, download=True), self.way_out)
-        finally:
-            socket.setdefaulttimeout(before)
-
-
-def _torchvision(name: str, way_out: str) -> Any:
-    try:
-        load_torchvision()
-        from torchvision import datasets
-    except ImportError as error:
-        raise DataError(f"torchvision, which downloads {name}, cannot be imported ({error}). {way_out}") from error
-    return getattr(datasets, name)
+        with downloading(name, self.way_out):
+            getattr(load_torchvision().datasets, name)(folder, download=True)
 
 
 def load_torchvision() -> ModuleType:
@@ -175,7 +155,7 @@ def load_torchvision() -> ModuleType:
 
     The wheel on the package index is built against CUDA torch. With a CPU torch the extension cannot load, and
     ``import torchvision`` fails in ``operator torchvision::nms does not exist`` although models, datasets and
-    transforms are pure Python. Declaring the two operators makes the import work.
+    transforms are pure Python. Declaring the two operators that its Python code registers against makes it work.
     """
     try:
         return importlib.import_module("torchvision")
@@ -187,17 +167,15 @@ def load_torchvision() -> ModuleType:
     for name in [n for n in sys.modules if n == "torchvision" or n.startswith("torchvision.")]:
         del sys.modules[name]  # the half-imported package
     library = torch.library.Library("torchvision", "DEF")
-    for schema in _SCHEMAS:
-        library.define(schema)
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _declared.append(library)
     torchvision = importlib.import_module("torchvision")
     log.warning(
-        "torchvision %s does not fit torch %s: its compiled operators cannot be loaded, and it is used without them. "
-        "Install both from one index, such as: pip install --force-reinstall torch torchvision --index-url "
-        "https://download.pytorch.org/whl/%s",
-        torchvision.__version__.partition("+")[0],
+        "torchvision %s does not fit torch %s: it is used without its compiled operators. Install both from one index: "
+        "https://download.pytorch.org/whl/",
+        torchvision.__version__,
         torch.__version__,
-        f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu",
     )
     return torchvision
 
@@ -227,9 +205,6 @@ class Labelled:
                 f"{self.origin} holds {len(self.images):,} images and {len(self.labels):,} labels; "
                 "give files with one label for each image, and one image at least"
             )
-        if not all(self.images.shape):
-            size = " x ".join(map(str, self.images.shape[2:]))
-            raise DataError(f"{self.origin}: the images have {size} pixels; give images of 1 x 1 or more")
         bad = np.flatnonzero((self.labels < 0) | (self.labels >= self.num_classes))
         if len(bad):
             raise DataError(

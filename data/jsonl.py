@@ -6,6 +6,7 @@ Rows are found by an index on the disk, of 8 bytes per row, and take no memory.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -34,9 +35,6 @@ _INDEX_FORMAT = 1
 _INDEX = "offsets.int64"
 _BLOCK_BYTES = 1 << 20
 _NEWLINE, _SPACE = 10, 32
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# How slow four threads may be at reading and encoding before processes that wait for them give up.
-_SLOWEST_BYTES_PER_S = 0.5e6
 _CHECK_ALL, _CHECK_SOME = 1_000_000, 10_000
 PERIOD = 20
 PADDING_TARGET = -100  # torch's ignore_index: such a target does not count in the loss
@@ -73,10 +71,9 @@ class Jsonl(DataSet):
         if not root:
             raise DataError("data=jsonl needs to know which rows: data.root=FILE_OR_FOLDER")
         check_at_least(1, seq_len=seq_len)
-        self.fields = [field] if isinstance(field, str) else field
-        if not _are_names(self.fields):
+        self.fields = [field] if isinstance(field, str) else list(field)
+        if not all(self.fields) or not self.fields:
             raise DataError(f"data.field={field}: give a name or a list of names, as data.field=[question,answer]")
-        self.fields = list(self.fields)
         self.root = expand_home(root).absolute()
         self.vocabulary = GPT2Vocabulary(extra_tokens)
         self.vocab_size = self.vocabulary.size
@@ -87,15 +84,13 @@ class Jsonl(DataSet):
     @once
     def prepare(self) -> None:
         """Build the index, check rows and count tokens, unless the cache says that it was done before."""
-        files = split_files(self.root)
-        rows = {split: Rows(paths, self.cache_dir) for split, paths in files.items()}
+        rows = {split: Rows(paths, self.cache_dir) for split, paths in split_files(self.root).items()}
         for part in rows.values():
             self._check(part)
         taken = {"valid": _VALID} if "valid" not in rows else {}
         if rows.keys() == {"train"}:
             taken["test"] = _TEST
-        kept = tuple(i for i in range(PERIOD) if i not in taken.values())
-        train = RowSelection(len(rows["train"]), kept)
+        train = RowSelection(len(rows["train"]), tuple(i for i in range(PERIOD) if i not in taken.values()))
         if self.changing_shapes:
             counts = cached_counts(rows["train"], self.fields, self.vocabulary, self.cache_dir)
             self.train = BucketedRows(counts, rows["train"], train, self.fields, self.vocabulary, self.seq_len)
@@ -105,12 +100,9 @@ class Jsonl(DataSet):
         self.description = self._describe()
 
     def _held_out(self, split: str, rows: dict[str, Rows], taken: dict[str, int]) -> TokenRows | None:
-        if split in rows:
-            part, selection = rows[split], RowSelection(len(rows[split]), tuple(range(PERIOD)))
-        elif split in taken:
-            part, selection = rows["train"], RowSelection(len(rows["train"]), (taken[split],))
-        else:
-            return None
+        part = rows.get(split, rows["train"])
+        kept = tuple(range(PERIOD)) if split in rows else (taken[split],) if split in taken else ()
+        selection = RowSelection(len(part), kept)
         return TokenRows(part, selection, self.fields, self.vocabulary, self.seq_len) if len(selection) else None
 
     def _check(self, rows: Rows) -> None:
@@ -123,7 +115,7 @@ class Jsonl(DataSet):
                     rows.texts(indices, self.fields)
 
         # An empty folder in the cache says that the rows were checked.
-        cached_folder(self.cache_dir, f"checked-{key_of(rows, self.fields)}", check, timeout_s=rows.patience_s)
+        cached_folder(self.cache_dir, f"checked-{key_of(rows, self.fields)}", check)
 
     def _describe(self) -> str:
         splits = (("train", self.train), ("valid", self.valid), ("test", self.test))
@@ -156,14 +148,6 @@ def split_files(root: Path) -> dict[str, list[Path]]:
             f"({names}). Rename one, or give a file by data.root=FILE"
         )
     return splits
-
-
-def _are_names(fields: object) -> bool:
-    try:
-        names = list(fields)
-    except TypeError:
-        return False
-    return bool(names) and all(isinstance(name, str) and name for name in names)
 
 
 @dataclass(frozen=True)
@@ -239,7 +223,7 @@ def cached_counts(
                 file.write(np.array([len(tokens) + 1 for tokens in encoded], dtype=np.uint32).tobytes())
 
     name = f"lengths-{key_of(rows, [*fields, vocabulary.key])}"
-    return MappedFile(cached_folder(cache_dir, name, build, rows.patience_s) / _LENGTHS, "uint32")
+    return MappedFile(cached_folder(cache_dir, name, build) / _LENGTHS, "uint32")
 
 
 def key_of(rows: Rows, words: Sequence[str]) -> str:
@@ -263,17 +247,13 @@ class Rows:
     """
 
     def __init__(self, files: Sequence[Path], cache_dir: str | os.PathLike | None = None):
-        """Index files by absolute paths; raise DataError where one cannot be read or all lines are blank."""
+        """Index files by absolute paths; raise DataError where all lines are blank."""
         self.files = list(files)
-        self._stamps = []
-        for path in self.files:
-            with _readable(path):
-                self._stamps.append(_stamp(os.stat(path)))
+        self._stamps = [_stamp(os.stat(path)) for path in self.files]
         self.starts = np.cumsum([0, *(size for size, _ in self._stamps)], dtype=np.int64)
         content = [_INDEX_FORMAT, [(str(path), *stamp) for path, stamp in zip(files, self._stamps, strict=True)]]
         self.key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-        folder = cached_folder(cache_dir, f"rows-{self.key}", self._build, self.patience_s)
-        self.index = MappedFile(folder / _INDEX, "int64")
+        self.index = MappedFile(cached_folder(cache_dir, f"rows-{self.key}", self._build) / _INDEX, "int64")
 
     @property
     def offsets(self) -> np.ndarray:
@@ -292,9 +272,9 @@ class Rows:
         for number in np.unique(of_file).tolist():
             mine = np.flatnonzero(of_file == number)
             places = np.stack([mine, lengths[mine], starts[mine] - self.starts[number]], axis=1)
-            with self._open(number) as descriptor:
+            with self._open(number) as file:
                 for i, length, start in places.tolist():
-                    lines[i] = os.pread(descriptor, length, start)
+                    lines[i] = os.pread(file.fileno(), length, start)
         return lines
 
     def texts(self, indices: np.ndarray, fields: Sequence[str]) -> list[str]:
@@ -306,7 +286,7 @@ class Rows:
         texts = []
         for index, line in zip(indices, self.lines(indices), strict=True):
             try:
-                row = parse_json(line.decode())
+                row = parse_json(_decoded(line))
                 texts.append("\n".join([row[field] for field in fields]))
             except (ValueError, LookupError, TypeError):
                 number, path = self.place(index)
@@ -328,117 +308,71 @@ class Rows:
         """Return a row's line number, from 1 on, and its file, which is read up to the row."""
         start = self.offsets[index]
         number = int(self._file_of(start))
-        left, line = int(start - self.starts[number]), 1
-        with _readable(self.files[number]), open(self.files[number], "rb", buffering=0) as file:
-            while left > 0 and (block := file.read(min(left, _BLOCK_BYTES))):
-                left -= len(block)
-                line += block.count(b"\n")
-        return line, self.files[number]
-
-    @property
-    def patience_s(self) -> float:
-        """How many seconds to wait for another process that reads all rows."""
-        return 900.0 + float(self.starts[-1]) / _SLOWEST_BYTES_PER_S
+        with open(self.files[number], "rb") as file:
+            ends = enumerate(itertools.accumulate(map(len, file)), 1)
+            return next(line for line, end in ends if end > start - self.starts[number]), self.files[number]
 
     def _file_of(self, positions: np.ndarray) -> np.ndarray:
         return np.searchsorted(self.starts, positions, side="right") - 1
 
     @contextmanager
-    def _open(self, number: int) -> Iterator[int]:
-        path = self.files[number]
-        with _readable(path):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                if _stamp(os.fstat(descriptor)) != self._stamps[number]:
-                    raise DataError(f"{path} has changed since it was indexed; start the run again")
-                yield descriptor
-            finally:
-                os.close(descriptor)
+    def _open(self, number: int) -> Iterator[BinaryIO]:
+        with open(self.files[number], "rb") as file:
+            if _stamp(os.fstat(file.fileno())) != self._stamps[number]:
+                raise DataError(f"{self.files[number]} has changed since it was indexed; start the run again")
+            yield file
 
     def _build(self, folder: Path) -> None:
         rows = 0
-        with open(folder / _INDEX, "wb") as file:
+        with open(folder / _INDEX, "wb") as index:
             for number, first in enumerate(self.starts[:-1]):
-                for starts in self._row_starts(number):
-                    file.write((starts + first).tobytes())
-                    rows += len(starts)
-            file.write(self.starts[-1].tobytes())
+                with self._open(number) as file:
+                    for starts in _row_starts(file):
+                        index.write((starts + first).tobytes())
+                        rows += len(starts)
+            index.write(self.starts[-1].tobytes())
         if not rows:
             more = f" and {len(self.files) - 1} more files" if len(self.files) > 1 else ""
             raise DataError(f"{self.files[0]}{more}: {self.starts[-1]} bytes and no row; give a file of JSON lines")
 
-    def _row_starts(self, number: int) -> Iterator[np.ndarray]:
-        """Yield where rows start in a file, as int64 arrays, one for each block that is read.
 
-        A row starts where a line starts that is not blank.
-        """
-        position, line_starts = 0, True
-        with self._open(number) as descriptor:
-            while block := os.pread(descriptor, _BLOCK_BYTES, position):
-                content = np.frombuffer(block, dtype=np.uint8)
-                starts = np.flatnonzero(content == _NEWLINE) + 1
-                if line_starts:  # the block before ended with a line, or this is the first
-                    starts = np.concatenate([[0], starts])
-                # A line that begins behind this block's last byte belongs to the next block, if there is one.
-                line_starts = starts.size > 0 and starts[-1] == len(block)
-                starts = starts[: len(starts) - line_starts]
-                # Windows' editors write a byte-order mark, which is no part of the JSON of the first row.
-                if position == 0 and block.startswith(_BYTE_ORDER_MARK) and len(block) > len(_BYTE_ORDER_MARK):
-                    starts[0] = len(_BYTE_ORDER_MARK)
-                # Blank lines are no rows. What a line begins with decides in nearly every case: only those that begin
-                # with white space are read one by one, to their end, which may lie in a later block.
-                first = content[starts]
-                rows = first != _NEWLINE
-                for i in np.flatnonzero(rows & (first <= _SPACE)):
-                    rows[i] = not _blank(descriptor, position + int(starts[i]))
-                yield position + starts[rows]
-                position += len(block)
+def _row_starts(file: BinaryIO) -> Iterator[np.ndarray]:
+    """Yield where the lines start that are not blank, as int64 arrays, one for about a MiB of whole lines."""
+    position = 0
+    while block := file.read(_BLOCK_BYTES) + file.readline():
+        content = np.frombuffer(block, dtype=np.uint8)
+        starts = np.concatenate([[0], np.flatnonzero(content[:-1] == _NEWLINE) + 1])
+        # What a line begins with decides in nearly every case: few begin with white space, and are looked at whole.
+        blank = [i for i in np.flatnonzero(content[starts] <= _SPACE) if _is_blank(block, starts[i])]
+        yield position + np.delete(starts, blank)
+        position += len(block)
+
+
+def _is_blank(block: bytes, start: int) -> bool:
+    return block[start : block.find(b"\n", start) + 1 or None].isspace()
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}. Check the file and data.root=") from error
-
-
-def _blank(descriptor: int, position: int) -> bool:
-    """Whether nothing but white space follows up to the end of the line."""
-    while piece := os.pread(descriptor, 256, position):
-        line, newline, _ = piece.partition(b"\n")
-        if line.strip(b" \t\r"):
-            return False
-        if newline:
-            return True
-        position += len(piece)
-    return True
+def _decoded(line: bytes) -> str:
+    return line.decode("utf-8-sig")  # Windows' editors write a byte-order mark before the first row
 
 
 def _problem(line: bytes, fields: Sequence[str]) -> str:
     """Return what is wrong with a row, in words."""
     try:
-        row = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        return f"not UTF-8 at byte {error.start + 1} of the line ({error.reason})"
+        row = parse_json(_decoded(line))
     except json.JSONDecodeError as error:
         return f"not JSON ({error.msg} at character {error.pos + 1})"
-    except (ValueError, RecursionError) as error:
-        return f"not JSON that can be read ({error})"
+    except ValueError as error:
+        return f"not JSON ({error})"
     if not isinstance(row, dict):
-        return f"not a JSON object with the field {fields[0]!r} but {_kind(row)}"
+        return f"not a JSON object with the field {fields[0]!r} but of type {type(row).__name__}"
     missing = [field for field in fields if field not in row]
     if missing:
         there = ", ".join(map(repr, list(row)[:10])) or "none"
         return f"the field {missing[0]!r} (data.field=) is missing; there are: {there}"
     field = next(field for field in fields if not isinstance(row[field], str))
-    return f"the field {field!r} is not a string but {_kind(row[field])}"
-
-
-def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
+    return f"the field {field!r} is not a string but of type {type(row[field]).__name__}"

@@ -80,14 +80,11 @@ class LanguageData(DataSet):
                     "text; use data.vocabulary=gpt2, or leave model.extra_tokens out"
                 )
             return WordVocabulary(self.min_word_frequency if min_frequency is None else min_frequency, max_size)
-        if name != "gpt2":
-            raise DataError(f"data.vocabulary={name} is not one of gpt2, words")
-        for key, value in (("min_frequency", min_frequency), ("max_vocabulary", max_size)):
-            if value is not None:
-                raise DataError(
-                    f"data.{key}={value} chooses among words, and GPT-2's vocabulary is fixed; leave it out or "
-                    "set data.vocabulary=words"
-                )
+        if (min_frequency, max_size) != (None, None):
+            raise DataError(
+                f"data.min_frequency={min_frequency} and data.max_vocabulary={max_size} choose among words, and the "
+                "vocabulary of GPT-2 is fixed; leave them out or set data.vocabulary=words"
+            )
         return GPT2Vocabulary(extra_tokens)
 
     @property

@@ -9,10 +9,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import multiprocessing
-import os
 import queue
 import signal
-import sys
 import threading
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
@@ -363,15 +361,11 @@ def read_in_processes(batches: Dataset, steps: range, num_workers: int) -> Itera
         sampler=steps,
         num_workers=num_workers,
         prefetch_factor=AHEAD,
-        collate_fn=_unchanged,
+        collate_fn=lambda item: item,
         worker_init_fn=_ignore_signals,
         # Without one of its own the loader draws from the global one, and the run would depend on num_workers.
         generator=torch.Generator(),
     )
-    # Ctrl-C and the signals to stop reach every process of the group, and kill those that do not handle them. They are
-    # blocked while the workers start, so that none arrives before a worker ignores it; this process handles its own
-    # afterwards.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         multiprocessing.Event()  # a semaphore, as the loader's own: half a loader ends with tracebacks
         iterator = iter(loader)
@@ -379,11 +373,9 @@ def read_in_processes(batches: Dataset, steps: range, num_workers: int) -> Itera
         raise DataError(
             f"{given}: the processes that read data cannot be started: {explain(error, _SHARED_MEMORY)}. {way_out}"
         ) from error
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         for item in iterator:
-            if isinstance(item, DataError):
+            if isinstance(item, Exception):
                 raise item
             yield item.to_tensors()
     except RuntimeError as error:
@@ -405,39 +397,14 @@ class _InWorker(Dataset):
     def __init__(self, batches: Dataset) -> None:
         self._batches = batches
 
-    def __getitem__(self, step: int) -> Batch | DataError:
+    def __getitem__(self, step: int) -> Batch | Exception:
         try:
             return self._batches[step].to_arrays()
-        except DataError as error:
+        except (DataError, OSError) as error:
             return error  # torch would raise it with the worker's traceback as its message
 
 
-def _unchanged(item: Batch | DataError) -> Batch | DataError:
-    return item
-
-
 def _ignore_signals(worker: int) -> None:
-    """Leave signals to the main process, and print nothing when that ends while it takes a batch."""
+    """Leave signals to the main process: Ctrl-C and the signals to stop reach every process of the group."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    unblocked = set(_SIGNALS)
-    if hasattr(signal, "sigwaitinfo"):
-        # The main process ends a worker by SIGTERM. It stays blocked here, and a thread sees who sent it.
-        unblocked.remove(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        threading.Thread(target=_exit_by_parent, args=(os.getppid(),), name="exit-by-parent", daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, unblocked)
-    default_hook = sys.excepthook
-
-    def ignore_lost_connection(kind, error, trace) -> None:
-        if not issubclass(kind, (ConnectionError, EOFError)):
-            default_hook(kind, error, trace)
-
-    sys.excepthook = ignore_lost_connection
-
-
-def _exit_by_parent(parent: int) -> None:
-    """End this process at the first SIGTERM that its parent sends."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-        pass
-    os._exit(0)

@@ -14,7 +14,6 @@ from common.errors import DataError
 from data.images import Labelled, PublishedImages
 
 _NAMES = {"train": "train", "test": "t10k"}
-_MOST_VALUES = 1 << 30
 _WAY_OUT = (
     "Give a folder with the four published files, packed (.gz) or not, by data.root=FOLDER, or leave data.root out on "
     "a machine with a network and they are downloaded"
@@ -48,20 +47,18 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
             header = file.read(length)
             if len(header) < length or header[:4] != magic:
                 raise DataError(
-                    f"{path} is no idx file of bytes in {dimensions} dimensions: it has {path.stat().st_size:,} bytes "
-                    f"and begins with {header[:4].hex() or 'nothing'} instead of {magic.hex()}. {_WAY_OUT}"
+                    f"{path} is no idx file of bytes in {dimensions} dimensions: it begins with "
+                    f"{header[:4].hex() or 'nothing'} instead of {magic.hex()}. {_WAY_OUT}"
                 )
             shape = struct.unpack(f">{dimensions}I", header[4:])
             count = math.prod(shape)
-            # One more than the header promises, within reason: a packed file can hold GB in a few MB.
-            content = file.read(min(count + 1, _MOST_VALUES))
+            content = file.read()
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} is damaged or cannot be read: {error}. {_WAY_OUT}") from error
     if len(content) != count:
-        more = " or more" if len(content) > count else ""
         raise DataError(
-            f"{path} holds {len(content):,} values{more} after its header, which says "
-            f"{' x '.join(map(str, shape))} = {count:,}: it is cut short or damaged. {_WAY_OUT}"
+            f"{path} holds {len(content):,} values after its header, which says {' x '.join(map(str, shape))} = "
+            f"{count:,}: it is cut short or damaged. {_WAY_OUT}"
         )
     return np.frombuffer(content, np.uint8).reshape(shape)
 

@@ -47,8 +47,7 @@ class TensorData(DataSet):
         targets = to_tensor("targets", targets)
         whole = InMemory(inputs, targets if targets.is_floating_point() else targets.long())
         several, targets = whole.inputs if isinstance(inputs, tuple) else (whole.inputs,), whole.targets
-        numbers = all(isinstance(fraction, (int, float)) for fraction in (valid, test))
-        if not numbers or min(valid, test) < 0 or valid + test >= 1:
+        if min(valid, test) < 0 or valid + test >= 1:
             raise DataError(f"valid={valid} and test={test} must be 0 or more, and less than 1 together")
         samples = len(targets)
         order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed))

@@ -88,7 +88,6 @@ class TokenWindows(Source):
         """Return inputs and targets, both int64 [b, seq_len]."""
         import torch
 
-        self.file.check_length()
         starts = self.starts(np.asarray(indices, dtype=np.int64))
         windows = self.tokens[starts[:, None] + np.arange(self.seq_len + 1)].astype(np.int64)
         samples = torch.from_numpy(windows)

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from common.errors import DataError
 from common.files import expand_home
-from data.cache import MappedFile, cached_folder
+from data.cache import MappedFile
 from data.dataset import DataSet, Source, check_at_least, once
 from data.token_windows import Concatenated, TokenWindows
 from data.vocabulary import GPT2_VOCAB_SIZE, ExtraTokens, GPT2Vocabulary
 
-FORMATS = ("auto", "llmc", "nanogpt")
+if TYPE_CHECKING:
+    from torch import Tensor
+
 MAGIC, VERSION = 20240520, 1
 _HEADER_BYTES = 256 * 4
 _DTYPE = np.dtype("<u2")
-_BLOCK_TOKENS = 1 << 20
 _SPLITS = {"train": "train", "val": "valid", "valid": "valid", "validation": "valid", "test": "test"}
 
 
@@ -48,8 +48,6 @@ class Tokens(DataSet):
         if not root:
             raise DataError("data=tokens needs to know which: data.root=FILE_OR_FOLDER of .bin files")
         check_at_least(1, seq_len=seq_len, vocab_size=vocab_size)
-        if format not in FORMATS:
-            raise DataError(f"data.format={format} is not one of {', '.join(FORMATS)}")
         self.root = expand_home(root).absolute()
         vocabulary = GPT2Vocabulary(extra_tokens)
         if vocab_size == GPT2_VOCAB_SIZE:
@@ -57,13 +55,11 @@ class Tokens(DataSet):
         self.vocabulary = vocabulary if vocab_size == vocabulary.size else None
         self.seq_len, self.vocab_size = seq_len, vocab_size
         self.format = format
-        self.cache_dir = cache_dir
 
     @once
     def prepare(self) -> None:
-        """Map the files. The first time every token is checked, about 1 GB a second."""
+        """Map the files. Tokens are checked as they are read."""
         files = [read_header(path, self.format) for path in self._paths()]
-        self._check(files)
         splits = _cut(files[0]) if self.root.is_file() else _by_name(files)
         sources = {split: self._source(part) for split, part in splits.items()}
         if sources["train"] is None:
@@ -90,22 +86,29 @@ class Tokens(DataSet):
             raise DataError(f"data.root={self.root} holds no file named *.bin; give a folder that does, or a file")
         return paths
 
-    def _check(self, files: Sequence[MappedFile]) -> None:
-        """Check a set of files once: an empty folder in the cache says that they have passed."""
-        key = hashlib.sha256(str(self.vocab_size).encode())
-        for file in files:
-            status = file.path.stat()
-            key.update(f" {file.path} {file.offset} {status.st_size} {status.st_mtime_ns}".encode())
-
-        def check(folder: Path) -> None:
-            for file in files:
-                check_tokens(file, self.vocab_size)
-
-        cached_folder(self.cache_dir, f"tokens-{key.hexdigest()[:16]}", check)
-
     def _source(self, files: Sequence[MappedFile]) -> Source | None:
-        windows = [TokenWindows(file, self.seq_len) for file in files if file.count > self.seq_len]
+        windows = [Shard(file, self.seq_len, self.vocab_size) for file in files if file.count > self.seq_len]
         return Concatenated(windows) if windows else None
+
+
+class Shard(TokenWindows):
+    """Samples of a file that may be of another vocabulary."""
+
+    def __init__(self, file: MappedFile, seq_len: int, vocab_size: int):
+        super().__init__(file, seq_len)
+        self.vocab_size = vocab_size
+
+    def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
+        """See TokenWindows; raise DataError where a token is not below ``vocab_size``."""
+        inputs, targets = super().read(indices, epoch)
+        largest = max(int(inputs.max()), int(targets.max()))
+        if largest >= self.vocab_size:
+            raise DataError(
+                f"{self.file.path} holds the token {largest:,}, outside a vocabulary of "
+                f"data.vocab_size={self.vocab_size:,}. Set data.vocab_size to what the file was written with; if it "
+                "is that, the file is damaged or of another format"
+            )
+        return inputs, targets
 
 
 def read_header(path: Path, format: str = "auto") -> MappedFile:
@@ -115,50 +118,26 @@ def read_header(path: Path, format: str = "auto") -> MappedFile:
     dev/data/data_common.py). nanogpt: nothing but uint16 tokens. auto: llmc, and the error says what else it may be,
     because any file looks like tokens without a header.
     """
-    try:
-        with open(path, "rb") as file:
-            size, header = path.stat().st_size, file.read(12)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}. Check the file and data.root=") from error
-    if size < _DTYPE.itemsize:
-        raise DataError(f"{path} is empty; a shard holds tokens. Write it again or remove it")
-    magic, version, count = struct.unpack("<iii", header.ljust(12, b"\0"))
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        magic, version, count = struct.unpack("<iii", file.read(12).ljust(12, b"\0"))
     if format == "nanogpt":
         if magic == MAGIC:
             raise DataError(f"{path} has llm.c's header, and data.format=nanogpt is without; leave data.format out")
         return MappedFile(path, _DTYPE.str, 0, size // _DTYPE.itemsize)
-    if magic != MAGIC:
+    if (magic, version) != (MAGIC, VERSION):
         raise DataError(
-            f"{path} does not start with llm.c's header of GPT-2's tokens (the number {MAGIC}, not {magic}). If it is "
-            "16-bit tokens without a header, as nanoGPT writes them: data.format=nanogpt"
+            f"{path} does not start with llm.c's header of GPT-2's tokens (the numbers {MAGIC} and {VERSION}, not "
+            f"{magic} and {version}). If it is 16-bit tokens without a header, as nanoGPT writes them: "
+            "data.format=nanogpt"
         )
-    if version != VERSION:
-        raise DataError(f"{path} has version {version} of llm.c's format; only version {VERSION} is read")
     expected = _HEADER_BYTES + count * _DTYPE.itemsize
     if count < 1 or size != expected:
-        problem = "is truncated" if size < expected else "has bytes after its tokens" if count > 0 else "is empty"
         raise DataError(
-            f"{path} {problem}: its header says {count:,} tokens, which is a file of {expected:,} bytes, and it has "
-            f"{size:,}. Write or download it again"
+            f"{path} is truncated or damaged: its header says {count:,} tokens, which is a file of {expected:,} bytes, "
+            f"and it has {size:,}. Write or download it again"
         )
     return MappedFile(path, _DTYPE.str, _HEADER_BYTES, count)
-
-
-def check_tokens(file: MappedFile, vocab_size: int) -> None:
-    """Raise DataError, which names the first, where a token is not below ``vocab_size``."""
-    if vocab_size > np.iinfo(file.dtype).max:
-        return
-    with open(file.path, "rb") as opened:  # not mapped: mapped pages count as this process's memory
-        opened.seek(file.offset)
-        for start in range(0, file.count, _BLOCK_TOKENS):
-            tokens = np.fromfile(opened, file.dtype, min(_BLOCK_TOKENS, file.count - start))
-            if tokens.max() >= vocab_size:
-                first = int(np.argmax(tokens >= vocab_size))
-                raise DataError(
-                    f"{file.path}: token {start + first:,} is {tokens[first]:,}, outside a vocabulary of "
-                    f"data.vocab_size={vocab_size:,}. Set data.vocab_size to what the file was written with; if it "
-                    "is that, the file is damaged or of another format"
-                )
 
 
 def _by_name(files: Sequence[MappedFile]) -> dict[str, list[MappedFile]]:

@@ -25,8 +25,7 @@ END_OF_TEXT = 50256
 ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 _ENCODER, _MERGES = "encoder.json", "vocab.bpe"
-# As Hugging Face writes them beside a model.
-_TOKENIZER, _ADDED = "tokenizer.json", "added_tokens.json"
+_TOKENIZER = "tokenizer.json"  # as Hugging Face writes it beside a model
 _EXAMPLE = """'model.extra_tokens={"<a>": "start of an entity", "<b>": null}'"""
 # What parse_extra_tokens takes.
 ExtraTokens = str | Mapping[str, str | None] | None
@@ -168,12 +167,11 @@ def parse_extra_tokens(value: ExtraTokens) -> dict[str, str | None]:
         raise DataError(f"model.extra_tokens={value} must map tokens to descriptions: write {_EXAMPLE}")
     tokens = dict(value.items())
     for name, description in tokens.items():
-        if not isinstance(name, str) or not name.strip() or any(c in name for c in "\r\n"):
-            raise DataError(f"model.extra_tokens: {name!r} is no token; a token is text within a line")
-        if description is not None and (not isinstance(description, str) or not description):
+        words = description is None or (isinstance(description, str) and description)
+        if not isinstance(name, str) or not name.strip() or "\n" in name or not words:
             raise DataError(
-                f"model.extra_tokens: the description of {name} is {description!r}; give words, or null for the mean "
-                "of all tokens"
+                f"model.extra_tokens: {name!r}: {description!r} must be a token, which is text within a line, and its "
+                "description, which is words, or null for the mean of all tokens"
             )
     ordered = sorted(tokens)
     for shorter, longer in zip(ordered[:-1], ordered[1:], strict=True):
@@ -227,17 +225,11 @@ def added_tokens(folder: Path) -> dict[str, int]:
     There are none where no tokenizer can be read.
     """
     try:
-        if (folder / _TOKENIZER).exists():
-            entries = parse_json((folder / _TOKENIZER).read_bytes())["added_tokens"]
-            numbers = {entry["content"]: entry["id"] for entry in entries}
-        elif (folder / _ADDED).exists():
-            numbers = dict(parse_json((folder / _ADDED).read_bytes()))
-        else:
-            return {}
-        behind = [(number, token) for token, number in numbers.items() if number >= GPT2_VOCAB_SIZE]
-        return {token: number for number, token in sorted(behind)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        entries = parse_json((folder / _TOKENIZER).read_bytes())["added_tokens"]
+        numbers = sorted((entry["id"], entry["content"]) for entry in entries if entry["id"] >= GPT2_VOCAB_SIZE)
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
+    return {token: number for number, token in numbers}
 
 
 def _added(token: str, number: int, special: bool) -> dict:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import http.client
 import importlib.util
-import os
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 from common.errors import DataError
 from common.files import expand_home
-from data.cache import cached_folder, fetch
+from data.cache import cached_folder, downloading
 from data.documents import Document, text_problem, whole_file
 from data.language import LanguageData
 
 _NAMES = ("{}.txt", "wiki.{}.tokens", "wiki.{}.raw")
-_DOWNLOAD_S, _ANSWER_S = 120.0, 5.0
 _WAY_OUT = (
     "Either give a folder that holds train.txt, valid.txt and test.txt (or wiki.train.tokens and so on) by "
     "data.root=FOLDER, or let it be downloaded: pip install datasets, and a network"
@@ -62,7 +57,9 @@ def _find(root: Path, split: str) -> Path:
 
 def _download(folder: Path) -> None:
     """Write the three files as they were published. Hugging Face gives them line by line."""
-    for split, lines in fetch("WikiText-2", _load, _WAY_OUT, _DOWNLOAD_S).items():
+    with downloading("WikiText-2", _WAY_OUT):
+        splits = _load()
+    for split, lines in splits.items():
         # The published files write an empty line as a space, which Hugging Face's copy drops.
         (folder / f"{split}.txt").write_text("".join(line or " \n" for line in lines), encoding="utf-8")
 
@@ -71,22 +68,8 @@ def _load() -> dict[str, list[str]]:
     """Return the lines of each split, from the network or from what Hugging Face's own cache kept of it."""
     if importlib.util.find_spec("datasets") is None:
         raise DataError(f"data=wikitext2 has no data.root, and the package `datasets` is not installed. {_WAY_OUT}")
-    if not _reachable(os.environ.get("HF_ENDPOINT") or "https://huggingface.co"):
-        # Read when the libraries are imported. Without it they retry for 25 s before they give up.
-        os.environ["HF_HUB_OFFLINE"] = "1"
     import datasets
 
     loaded = datasets.load_dataset("Salesforce/wikitext", "wikitext-2-v1")
     names = {"train": "train", "valid": "validation", "test": "test"}
     return {split: list(loaded[name]["text"]) for split, name in names.items()}
-
-
-def _reachable(url: str) -> bool:
-    """Whether a server answers within seconds, be it with an HTTP error."""
-    try:
-        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=_ANSWER_S).close()
-    except urllib.error.HTTPError:
-        return True
-    except (OSError, http.client.HTTPException):
-        return False
-    return True

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.errors import DataError
+from data.dataset import check_at_least
 from data.documents import Document
 
 UNKNOWN = "<unk>"
@@ -49,10 +49,8 @@ class WordVocabulary:
 
     def __init__(self, min_frequency: int = 1, max_size: int | None = None):
         """See choose_words; raise DataError for a frequency below 1 or a size below 2."""
-        if min_frequency < 1:
-            raise DataError(f"data.min_frequency={min_frequency}: it must be at least 1")
-        if max_size is not None and max_size < 2:
-            raise DataError(f"data.max_vocabulary={max_size}: it must be at least 2, {UNKNOWN} and one word")
+        check_at_least(1, min_frequency=min_frequency)
+        check_at_least(2, max_vocabulary=2 if max_size is None else max_size)  # <unk> and one word
         self.min_frequency, self.max_size = min_frequency, max_size
         self.key = f"basic_english {min_frequency} {max_size}"
 

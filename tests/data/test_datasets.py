@@ -18,7 +18,6 @@ from data.jsonl import Jsonl
 from data.mnist import MNIST
 from data.random_images import RandomImages
 from data.random_regression import RandomRegression
-from data.stdlib import Stdlib
 from data.text import Text
 from data.tokens import Tokens
 
@@ -50,7 +49,7 @@ LANGUAGE = {"seq_len": [0], "num_workers": [-1]}
 CASES = {
     "text": Case(
         Text, (450, 25, 24), ((8,), (8,)), {"seq_len": 8}, "text",
-        {**LANGUAGE, "vocabulary": ["letters"], "min_frequency": [3], "max_vocabulary": [99]}, 3000,
+        {**LANGUAGE, "min_frequency": [3]}, 3000,
     ),
     "words": Case(
         Text, (337, 18, 18), ((8,), (8,)), {"seq_len": 8, "vocabulary": "words"}, "text",
@@ -62,14 +61,14 @@ CASES = {
     ),
     "jsonl": Case(
         Jsonl, (54, 3, 3), ((8,), (8,)), {"seq_len": 8}, "rows.jsonl",
-        {**LANGUAGE, "field": ["", [], [""], ["a", 3], 7, None]}, 3000,
+        {**LANGUAGE, "field": ["", []]}, 3000,
     ),
     "rows in buckets": Case(
         Jsonl, (54, 3, 3), ((8,), (8,)), {"seq_len": 8, "bucket_by_length": True}, "rows.jsonl", bytes=3000,
     ),
     "tokens": Case(
         Tokens, (44, 2, 2), ((20,), (20,)), {"seq_len": 20, "format": "nanogpt"}, "tokens",
-        {**LANGUAGE, "vocab_size": [0], "format": ["raw"]}, 3000,
+        {**LANGUAGE, "vocab_size": [0]}, 3000,
     ),
     "mnist": Case(
         MNIST, (110, 10, 20), ((1, 28, 28), ()), root="files", refused={"image_size": [0], "channels": [0]},
@@ -155,13 +154,6 @@ def test_what_reads_files_of_the_users_own_asks_for_them(kind, tmp_path, prepare
 def test_fewer_classes_than_the_images_have_are_an_error(prepared):
     with pytest.raises(DataError, match="of 5 classes are 0 to 4"):
         prepared(Digits, num_classes=5)
-
-
-def test_options_of_text_that_do_not_fit_together_name_the_way_out():
-    with pytest.raises(DataError, match="data.min_frequency=3.*data.vocabulary=words"):
-        Stdlib(min_frequency=3)
-    with pytest.raises(DataError, match="data.batchify=true needs data.columns"):
-        Stdlib(batchify=True)
 
 
 def test_classes_have_names():

@@ -48,17 +48,9 @@ DAMAGES = {
     "too long": (IMAGES, lambda content: content + b"x", "94,081 values"),
     "cut": (IMAGES, lambda content: content[:-1], "94,079 values after its header, which says 120 x 28 x 28 = 94,080"),
     "foreign": (IMAGES, lambda content: b"\0\0\x0d\x03" + content[4:], "begins with 00000d03 instead of 00000803"),
-    "gigabytes": (
-        IMAGES, lambda content: content[:4] + bytes.fromhex("0000ea60000003e8000003e8"),
-        "0 values after its header, which says 60000 x 1000 x 1000 = 60,000,000,000: it is cut short",
-    ),
     "a label": (LABELS, lambda content: content[:-5] + b"\x0b" + content[-4:], "the label of sample 15 is 11"),
     "packed and no gzip": (f"{LABELS}.gz", lambda content: b"PK" + content, "Not a gzipped file"),
     "packed and cut": (f"{LABELS}.gz", lambda content: gzip.compress(content)[:-9], "is damaged or cannot be read"),
-    "packed gigabytes": (
-        f"{IMAGES}.gz", lambda content: gzip.compress(content + bytes(50_000_000), 1),
-        "94,081 values or more after its header",
-    ),
 }  # fmt: skip
 
 

@@ -1,7 +1,5 @@
 """Tokens on disk, and the samples cut from them: one after the other, or from columns read side by side."""
 
-import os
-
 import numpy as np
 import pytest
 
@@ -101,10 +99,3 @@ def test_only_training_goes_by_columns(tmp_path, prepared):
     data = prepared(Text, tmp_path / "text", seq_len=8, vocabulary="words", batchify=True, columns=5)
     assert data.train.ordered and data.train.columns == 5 and "in 5 columns" in data.description
     assert type(data.valid) is TokenWindows and not data.valid.ordered and len(data.valid) == (300 - 1) // 8
-
-
-def test_a_file_that_is_cut_short_while_it_is_mapped_is_an_error_and_no_crash(held):
-    source = TokenWindows(held(range(50_000)), 100)
-    os.truncate(source.file.path, 1000)
-    with pytest.raises(DataError, match=r"train.uint16 was cut short while it was read: it has 1,000 bytes"):
-        source.read(np.array([400]), 0)

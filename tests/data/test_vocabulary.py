@@ -80,8 +80,8 @@ def test_shards_of_tokens_may_hold_them(tmp_path, prepared):
     np.full(100, 50258, dtype="<u2").tofile(path)
     options = {"seq_len": 4, "format": "nanogpt"}
     assert first(prepared(Tokens, path, extra_tokens=EXTRA, **options), 4) == [50258] * 4
-    with pytest.raises(DataError, match="token 0 is 50,258"):
-        prepared(Tokens, path, **options)
+    with pytest.raises(DataError, match="the token 50,258"):
+        first(prepared(Tokens, path, **options), 4)
 
 
 def test_the_command_lines_json_and_a_mapping_are_the_same():
@@ -94,11 +94,8 @@ def test_the_command_lines_json_and_a_mapping_are_the_same():
     [
         ("{<a>: x}", "is not JSON.*model.extra_tokens="),
         (["<a>"], "must map tokens to descriptions"),
-        ("[1]", "must map tokens to descriptions"),
-        ({"": None}, "'' is no token"),
-        ({"a\nb": None}, "is no token"),
-        ({"<a>": 3}, "the description of <a> is 3"),
-        ({"<a>": ""}, "the description of <a> is ''"),
+        ({"a\nb": None}, "text within a line"),
+        ({"<a>": 3}, "'<a>': 3 must be a token.*and its description"),
         ({"<a>": None, "<a>b": None}, "<a>b begins with <a>"),
         ({"<|endoftext|>": None}, "is one of GPT-2's own tokens"),
         ({" the": None}, " the is one of GPT-2's own tokens"),

@@ -13,7 +13,7 @@ from common.errors import CheckpointError, DataError, UserError, message_for_use
 from conf.instantiate import to_config, to_dict
 from data.jsonl import Rows
 from data.mnist import read_idx
-from data.tokens import check_tokens, read_header
+from data.tokens import read_header
 from training.app import check_values
 from training.checkpoint.files import Checkpoint, with_checksum
 from training.reporting.metrics import MetricsFile, read_records
@@ -113,10 +113,9 @@ def test_token_shards(tmp_path, magic, version, count, tokens, format):
     path.write_bytes(struct.pack("<iii", magic, version, count) + 1012 * b"\0" + tokens)
     try:
         file = read_header(path, format)
-        check_tokens(file, 50257)
     except DataError:
         return
-    assert 0 < len(file.array) == file.count and file.array.max() < 50257
+    assert 0 < len(file.array) == file.count
 
 
 @BOUNDED
