@@ -357,7 +357,7 @@ DATA = {
         _row(ROWS, "type list", content=b"[]\n" * 40),
         _row(ROWS + " data.field=question", "'question'", "data.field", "'text'", content=rows()),
         _row(ROWS, "NoneType", content=b'{"text": null}\n' * 40),
-        _row(ROWS, "not UTF-8", content=b'{"text": "\xff\xfe"}\n' * 40),
+        _row(ROWS, "byte 0xff", content=b'{"text": "\xff\xfe"}\n' * 40),
         _row(ROWS, "not JSON", content=DEEP + b"\n"),
         _row(ROWS, content=('{"text": "a"}\n' * 40).encode("utf-16")),
         _row(ROWS, content=b'{"text": ' + b"1" * 1_000_000 + b"}\n"),
