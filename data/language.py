@@ -79,7 +79,10 @@ class LanguageData(DataSet):
                     "model.extra_tokens grows GPT-2's vocabulary, and data.vocabulary=words takes its words from the "
                     "text; use data.vocabulary=gpt2, or leave model.extra_tokens out"
                 )
-            return WordVocabulary(self.min_word_frequency if min_frequency is None else min_frequency, max_size)
+            min_frequency = self.min_word_frequency if min_frequency is None else min_frequency
+            check_at_least(1, min_frequency=min_frequency)
+            check_at_least(2, max_vocabulary=2 if max_size is None else max_size)  # <unk> and one word
+            return WordVocabulary(min_frequency, max_size)
         if (min_frequency, max_size) != (None, None):
             raise DataError(
                 f"data.min_frequency={min_frequency} and data.max_vocabulary={max_size} choose among words, and the "

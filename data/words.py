@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from data.dataset import check_at_least
 from data.documents import Document
 
 UNKNOWN = "<unk>"
@@ -48,9 +47,7 @@ class WordVocabulary:
     start = None
 
     def __init__(self, min_frequency: int = 1, max_size: int | None = None):
-        """See choose_words; raise DataError for a frequency below 1 or a size below 2."""
-        check_at_least(1, min_frequency=min_frequency)
-        check_at_least(2, max_vocabulary=2 if max_size is None else max_size)  # <unk> and one word
+        """See choose_words."""
         self.min_frequency, self.max_size = min_frequency, max_size
         self.key = f"basic_english {min_frequency} {max_size}"
 
