@@ -11,8 +11,6 @@ from composed import config, records, run_layout, saved
 from composed import run as train
 
 from common.errors import TrainingError
-from conf.composition import as_typed, expand_lists
-from conf.composition import compose as compose_line
 from conf.instantiate import add_to_path
 from training.run import run as run_config
 
@@ -107,17 +105,6 @@ def test_a_resumed_run_knows_how_long_it_has_not_been_better(tmp_path):
     assert manifest["progress"]["callbacks"]["early_stop"]["since"] == 2
     again = early_stop("train.resume=auto")
     assert run_config(again, tmp_path)["steps"] == 4
-
-
-def test_options_are_named_in_a_list_and_each_has_a_section_of_its_own():
-    cfg = compose_line(["callbacks=[early_stop,gradient_histogram]", "callbacks.early_stop.patience=7"])
-    assert set(cfg.callbacks) == {"early_stop", "gradient_histogram"}
-    assert cfg.callbacks.early_stop.patience == 7
-
-
-def test_commands_that_are_printed_name_them_as_they_were_typed():
-    typed = ["seed=1", "logger=[wandb,csv]", "callbacks=[early_stop]"]
-    assert as_typed(expand_lists(typed)) == typed
 
 
 def test_a_metric_that_no_evaluation_has_is_an_error_that_lists_the_others(tmp_path):

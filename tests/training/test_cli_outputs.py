@@ -58,11 +58,6 @@ def test_metrics_hold_one_record_per_evaluation_with_exactly_these_fields(gpt2):
     assert order == sorted(order) and len(order) == 8
 
 
-def test_metrics_of_numbers_have_no_tokens(toy):
-    assert [types(line) for line in toy.steps] == [{k: t for k, t in STEP.items() if k != "tokens_per_s"}] * 312
-    assert types(toy.metrics[-1]) == {"step": int, "val_loss": float}
-
-
 def test_the_summary_has_all_its_fields_with_plausible_values(gpt2):
     summary = gpt2.summary
     assert {key: type(summary[key]) for key in SUMMARY} == SUMMARY
@@ -78,7 +73,11 @@ def test_the_summary_has_all_its_fields_with_plausible_values(gpt2):
     assert summary["tokens_per_s"] == pytest.approx(16 * 32 / summary["step_time_s"])
 
 
-def test_the_summary_has_the_memory_of_each_rank_and_the_bubble_of_the_pipeline(gpt2):
+def test_the_summary_has_the_memory_of_each_rank_and_the_stages_and_the_bubble_of_the_pipeline(gpt2):
+    first, second = gpt2.summary["stages"]
+    assert first["layers"] == ["embedding", "h.0", "h.1", "h.2"]
+    assert second["layers"] == ["h.3", "h.4", "h.5", "head"]
+    assert first["parameters"] + second["parameters"] == TINY_PARAMETERS + 50304 * 64  # a copy of the head
     peaks = gpt2.summary["peak_memory_bytes"]
     assert len(peaks) == 4
     assert all(type(peak) is int and 100 * 2**20 < peak < 4 * 2**30 for peak in peaks)
@@ -86,14 +85,9 @@ def test_the_summary_has_the_memory_of_each_rank_and_the_bubble_of_the_pipeline(
     assert gpt2.summary["ideal_bubble_fraction"] == pytest.approx(1 / 5)  # (pp - 1) / (chunks + pp - 1)
 
 
-def test_the_summary_says_which_layers_each_stage_has(gpt2):
-    first, second = gpt2.summary["stages"]
-    assert first["layers"] == ["embedding", "h.0", "h.1", "h.2"]
-    assert second["layers"] == ["h.3", "h.4", "h.5", "head"]
-    assert first["parameters"] + second["parameters"] == TINY_PARAMETERS + 50304 * 64  # a copy of the head
-
-
-def test_the_summary_of_one_process_has_null_where_there_is_no_pipeline(toy):
+def test_a_run_of_one_process_on_numbers_has_neither_tokens_nor_a_pipeline(toy):
+    assert [types(line) for line in toy.steps] == [{k: t for k, t in STEP.items() if k != "tokens_per_s"}] * 312
+    assert types(toy.metrics[-1]) == {"step": int, "val_loss": float}
     summary = toy.summary
     assert set(SUMMARY) <= set(summary)
     nothing = ("schedule", "bubble_fraction", "ideal_bubble_fraction", "tokens_per_s")
@@ -175,11 +169,6 @@ def test_the_printed_command_goes_on_with_the_training(toy, tmp_path):
     first = execute(printed(toy, "go on:"), tmp_path).metrics[0]
     assert first["step"] == toy.summary["steps"] + 1
     assert first["loss"] < toy.summary["first_loss"] / 2
-
-
-@pytest.mark.slow
-def test_the_printed_commands_work_for_a_pipeline_too(gpt2, tmp_path):
-    assert execute(printed(gpt2, "go on:") + " train.steps=7 logger=none", tmp_path).summary["steps"] == 7
 
 
 # -- directories: one for each run, and never another's --------------------------------------------------------------

@@ -165,11 +165,10 @@ def test_the_start_shows_what_differs_from_the_defaults_or_all_of_it(tmp_path, c
     assert "seed: 1337" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--cfg", "job"]])
-def test_a_reader_that_leaves_early_is_no_error(arguments):
+def test_a_reader_that_leaves_early_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, str(ROOT / "train.py"), *arguments]
+    command = [sys.executable, str(ROOT / "train.py"), "--cfg", "job"]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment(), timeout=200)
     os.close(writer)
     assert done.stderr == ""

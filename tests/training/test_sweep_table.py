@@ -147,13 +147,6 @@ def test_a_direction_that_is_asked_for_wins_over_the_name(tmp_path, capsys):
     assert "Best: optim.lr=1 with val_loss 8;" in capsys.readouterr().out
 
 
-def test_losses_over_a_rate_are_drawn_without_an_ideal_and_named_on_the_axis(tmp_path):
-    figure = score_figure(read_table(rates(tmp_path, (1e-4, 1.0, 8.0), (1e-3, 1.0, 5.0))))
-    (axes,) = figure.axes
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("optim.lr", "best validation loss")
-    assert {text.get_text() for text in figure.legends[0].get_texts()} == {"measured", "best: optim.lr=0.001, 5"}
-
-
 def test_jobs_that_train_the_same_say_how_far_their_losses_are_from_those_of_single(tmp_path):
     losses = {"ddp": (2.0, 1.0 + 1e-7), "single": (2.0, 1.0), "fsdp": (2.0 + 4e-7, 1.0), "pipelined": (2.0,)}
     jobs = [(name, rate, curve) for rate in (1, 2) for name, curve in losses.items()]
