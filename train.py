@@ -1,10 +1,9 @@
 """Train any model under any parallel strategy: python train.py parallel=pipe_ddp model=gpt2 (--help lists the rest)."""
 
-from common.machine import open_standard_descriptors, unfailing_output
+from common.machine import unfailing_output
 from launchers import stopping
 
 if __name__ == "__main__":
-    open_standard_descriptors()  # before anything else is opened
     stopping.install_handlers()  # before the imports below, which take seconds: a signal during them is not lost
 
 import sys
@@ -16,15 +15,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from conf import help_page
-from conf.composition import (
-    check_dashes,
-    check_keys,
-    compose,
-    compose_and_run,
-    is_override,
-    quote_values,
-    with_schema,
-)
+from conf.composition import check_keys, compose, compose_and_run, is_override, quote_values, with_schema
 from launchers import World
 from training.app import clear_errors, completed, execute, follow, saved_config
 
@@ -48,7 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 from training.reporting.run_directory import locked_directories
 
                 words = quote_values(arguments)
-                check_dashes(words)
                 saved = saved_config(words)
                 if saved is not None and {"--cfg", "-c"} & set(words):  # of which Hydra would show the files' part
                     print(OmegaConf.to_yaml(compose(list(filter(is_override, words)), words, saved=saved)))

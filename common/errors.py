@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bdb
-import errno
 import os
 import sys
 import traceback
@@ -11,14 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-_WAYS_OUT = {
-    errno.ENAMETOOLONG: "choose a shorter one",
-    errno.EMFILE: "allow this process more open files: ulimit -n 1024",
-    errno.ENOSPC: "free some space, or choose another disk",
-    errno.EDQUOT: "free some space, or choose another disk",
-    errno.EACCES: "check its permissions",
-    errno.ENOENT: "check the path",
-}
 _NEED_LESS = (
     "Smaller micro-batches (more parallel.chunks), train.activation_checkpointing=true, parallel=fsdp, or a smaller "
     "train.global_batch_size, model or data set need less; mode=plan estimates what each rank will hold"
@@ -71,8 +62,8 @@ def message_for_user(error: BaseException) -> str | None:
         return _with_notes(str(error), error)
     if isinstance(error, OSError) and not isinstance(error, ConnectionError) and error.errno is not None:
         where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-        way_out = _WAYS_OUT.get(error.errno, "check the file, its disk and its permissions")
-        return f"{where}{(error.strerror or str(error)).lower()}; {way_out}"
+        said = (error.strerror or str(error)).lower()
+        return f"{where}{said}; check the path, its permissions and the space on its disk"
     if is_out_of_memory(error):
         said = str(error).strip().partition("\n")[0].partition(" See documentation")[0]
         said = said[said.find("DefaultCPUAllocator") :] if "DefaultCPUAllocator" in said else said
@@ -82,12 +73,9 @@ def message_for_user(error: BaseException) -> str | None:
         # The debugger knows where it stopped. At the end of a function that frame has left the traceback already.
         *_, (quitting, _) = traceback.walk_tb(error.__traceback__)
         frame = quitting.f_locals.get("frame", quitting)
-        file, line = frame.f_code.co_filename, frame.f_lineno
-        if sys.stdin is not None and sys.stdin.isatty():
-            return f"the debugger was left in {file}, line {line}"
         return (
-            f"breakpoint() in {file}, line {line}, found no terminal: workers have none. Start a run of "
-            "one process from a terminal: parallel=single, or parallel=model_parallel for several stages"
+            f"the debugger ended in {frame.f_code.co_filename}, line {frame.f_lineno}. Workers have no terminal: "
+            "start a run of one process, parallel=single, or parallel=model_parallel for several stages"
         )
     return None
 
@@ -130,10 +118,9 @@ def exit_is_failure() -> Iterator[None]:
     except SystemExit as leaving:
         frames = traceback.extract_tb(leaving.__traceback__)
         at = [frame for frame in frames if not frame.filename.endswith("exit_hooks.py")][-1]  # wandb's own sys.exit
-        code = "" if leaving.code is None else repr(leaving.code)
         raise TrainingError(
-            f"sys.exit({code}) was called in {at.filename}, line {at.lineno} ({at.name}): the run is not finished. A "
-            "callback ends a run early by run.stop(reason)"
+            f"sys.exit() was called in {at.filename}, line {at.lineno}: the run is not finished. A callback ends a run "
+            "early by run.stop(reason)"
         ) from leaving
 
 

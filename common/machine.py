@@ -48,14 +48,6 @@ def available_memory() -> float:
     return min(available)
 
 
-def check_working_directory() -> None:
-    """Check that the folder in which this process was started still exists. Raises UserError."""
-    try:
-        os.getcwd()
-    except OSError as error:
-        raise UserError(f"the working directory is gone ({error.strerror}): cd to another one") from None
-
-
 def check_memory(needed: float, what: str, way_out: str) -> None:
     """Check that ``needed`` bytes fit into the memory of this machine.
 
@@ -161,13 +153,3 @@ def unfailing_output() -> Iterator[None]:
                 with suppress(*_FAILURES, AttributeError):  # what stands for a stream may have no descriptor
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
                     stream.flush()
-
-
-def open_standard_descriptors() -> None:
-    """Open those of the descriptors 0, 1 and 2 that are closed, on /dev/null.
-
-    Otherwise the first file or socket that the process opens gets the number, and is printed to.
-    """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:  # the lowest number that is free
-        pass
-    os.close(descriptor)

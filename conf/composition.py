@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from common.errors import UserError
 from common.files import expand_home
-from common.machine import changed_environment, check_working_directory
+from common.machine import changed_environment
 from conf import CHOSEN, FOLDER, ON_TOP, TRAINED, masking
 from conf.instantiate import add_to_path, literal, targets, why_foreign
 from conf.messages import unknown_key
@@ -33,11 +33,6 @@ from launchers.world import launcher_start
 
 GROUPS = (*CHOSEN, "parallel", "launcher", "logger")  # of which a run needs an option each
 _LISTED = {"logger@loggers.": "logger", "callback@callbacks.": "callbacks"}  # groups of which several may be chosen
-
-_HYDRA_OPTIONS = (
-    "--help --hydra-help --version --cfg --resolve --package --run --multirun --shell-completion --config-path "
-    "--config-name --config-dir --info"
-).split()
 
 
 class Refused(BaseException):
@@ -58,10 +53,10 @@ def compose_and_run(task: Callable[[Any, Any], Any], arguments: Sequence[str], b
 
     Raises:
         HydraException: Where the configuration cannot be composed.
-        UserError: Where the working directory is gone, or Hydra's logging cannot be set up.
+        UserError: Where Hydra's logging cannot be set up.
         SystemExit: After an answer of Hydra's own (--cfg job).
     """
-    check_working_directory()
+    masking.named.update(masking.references(arguments))
     folders = code_folders(arguments)
     # A rank that torchrun starts again finds the directory of the attempt before.
     start = launcher_start() or (time.time(), secrets.token_hex(3))
@@ -101,6 +96,7 @@ def compose_and_run(task: Callable[[Any, Any], Any], arguments: Sequence[str], b
 
 def named(cfg: DictConfig, choices: Mapping[str, str | None], folders: Sequence[str] = ()) -> DictConfig:
     """Say in which folders code may be, and give a model whose file does not say its name that of its option."""
+    masking.named.update(masking.references(OmegaConf.to_container(cfg, resolve=False)))
     cfg.import_from = [*(cfg.import_from or ()), *folders]
     if OmegaConf.is_dict(cfg.model) and "_target_" in cfg.model and cfg.model.get("name") is None:
         name = choices.get("model") or str(cfg.model._target_).rpartition(".")[2]
@@ -110,7 +106,6 @@ def named(cfg: DictConfig, choices: Mapping[str, str | None], folders: Sequence[
 
 def _register_resolvers(began: float, run_id: str) -> None:
     register()
-    masking.register()
     OmegaConf.register_new_resolver("run_id", lambda: run_id, replace=True)
     OmegaConf.register_new_resolver("began", lambda form: time.strftime(form, time.localtime(began)), replace=True)
 
@@ -149,11 +144,7 @@ def check_keys(cfg: DictConfig, path: str = "") -> DictConfig:
 
 
 def differences(cfg: DictConfig, hydra: Any) -> tuple[dict[str, str], list[str]]:
-    """Return what a configuration has besides the defaults of its options: what was typed, and what experiments set.
-
-    It is the option of each group, and "key=value" for each value. What was taken from the environment is shown as it
-    was written.
-    """
+    """Return the option of each group, and what else was typed, as it was: a value may be secret."""
     choices, typed = hydra.runtime.choices, typed_overrides(hydra)
     if "model" not in choices:  # composed before: --config-dir RUN/.hydra --config-name config
         return {group: cfg[group].name for group in ("model", "parallel", "launcher")}, typed
@@ -162,34 +153,8 @@ def differences(cfg: DictConfig, hydra: Any) -> tuple[dict[str, str], list[str]]
     for start, shown in _LISTED.items():
         if further := [option for group, option in choices.items() if group.startswith(start)]:
             chosen[shown] = f"[{','.join([*([chosen[shown]] if shown in chosen else []), *further])}]"
-    tree = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
-    words = {key_of(word): word.lstrip("+") for word in typed}
-    keys = {key: word for key, word in words.items() if key not in chosen and not key.startswith("hydra")}
-    for source in hydra.runtime.config_sources if any(key in chosen for key in ON_TOP) else ():
-        for group in ON_TOP:
-            file = Path(source.path, group, f"{chosen.get(group)}.yaml")
-            if source.schema == "file" and file.is_file():
-                set_there = leaves(OmegaConf.to_container(OmegaConf.load(file), resolve=False))
-                keys = {key: "" for key in set_there if key not in keys} | keys
-    return chosen, [_change(tree, key, word) for key, word in keys.items()]
-
-
-def _change(tree: Any, key: str, word: str) -> str:
-    """Return "key=value" as the configuration has it; as it was typed where that is a mapping or gone."""
-    for name in key.split("."):
-        tree = tree.get(name, word) if isinstance(tree, dict) else word
-    return word if tree is word or isinstance(tree, dict) else f"{key}={_word(tree)}"
-
-
-def leaves(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return the values of a file by dotted key, without its defaults list; an empty mapping is a value."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            found |= leaves(value, f"{path}{name}.")
-        elif f"{path}{name}" != "defaults":
-            found[f"{path}{name}"] = value
-    return found
+    options = {*GROUPS, *ON_TOP, "callback"}
+    return chosen, [word for word in typed if key_of(word) not in options and not word.startswith("hydra")]
 
 
 def composed_by(hydra: Any, cfg: Any) -> dict[str, Any]:
@@ -202,12 +167,6 @@ def composed_by(hydra: Any, cfg: Any) -> dict[str, Any]:
         "typed": [key_of(word) for word in typed_overrides(hydra)],
         "derived": derived,
     }
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{','.join(map(_word, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def compose(
@@ -225,7 +184,6 @@ def compose(
         HydraException: Where it cannot be composed.
     """
     register()
-    masking.register()
     GlobalHydra.instance().clear()
     folder = config_folder(arguments)
     path = str(folder).replace("\\", "\\\\").replace("'", "\\'")
@@ -272,18 +230,18 @@ def _for_jobs(overrides: list[str]) -> list[str]:
     Hydra composes once without what is swept, and would refuse ``data.seq_len`` of the default model's data. As a sweep
     over one value it is left out there too.
     """
+
+    def for_job(one: Override) -> str:
+        key, _, value = one.input_line.partition("=")
+        is_plain = "." in key and value and not one.is_delete() and not one.is_sweep_override()
+        is_plain = is_plain and one.value() is not None and not key.startswith("hydra")
+        return f"{key}=choice({value})" if is_plain else one.input_line
+
     with suppress(HydraException):  # Hydra says what is wrong
         parsed = OverridesParser.create().parse_overrides(overrides)
         if any(one.is_sweep_override() and "." not in one.key_or_group for one in parsed):
-            return [_for_job(one) for one in parsed]
+            return [for_job(one) for one in parsed]
     return overrides
-
-
-def _for_job(one: Override) -> str:
-    key, _, value = one.input_line.partition("=")
-    is_hydras_own = "." not in key or key.startswith("hydra")
-    keeps = is_hydras_own or one.is_delete() or one.is_sweep_override() or not value or one.value() is None
-    return one.input_line if keeps else f"{key}=choice({value})"
 
 
 # -- the words of a command line ---------------------------------------------------------------------------------------
@@ -291,7 +249,7 @@ def _for_job(one: Override) -> str:
 
 def typed_overrides(hydra: Any) -> list[str]:
     """Return what the user typed for a job, with its interpolations as they are: a value may be secret, or missing."""
-    return as_typed(OmegaConf.to_container(hydra.overrides, resolve=False)["task"])
+    return OmegaConf.to_container(hydra.overrides, resolve=False)["task"]
 
 
 def config_folder(arguments: Sequence[str]) -> Path | None:
@@ -316,15 +274,6 @@ def key_of(word: str) -> str:
     return re.split(r"[=@]", word.lstrip("+~"))[0]
 
 
-def check_dashes(arguments: Sequence[str]) -> None:
-    """Raise UserError where a setting is written with dashes."""
-    for argument in arguments:
-        option, equals, _ = argument.partition("=")
-        if option.startswith("--") and not any(known.startswith(option) for known in _HYDRA_OPTIONS):
-            setting = argument[2:] if equals else f"{argument[2:]}=VALUE"
-            raise UserError(f"{argument}: settings are written without dashes: {setting}")
-
-
 def expand_lists(arguments: Sequence[str]) -> list[str]:
     """``logger=[wandb,csv]`` and ``callbacks=[early_stop]`` as options of their groups, each in a section of its own.
 
@@ -335,30 +284,6 @@ def expand_lists(arguments: Sequence[str]) -> list[str]:
         UserError: A group that a run needs is null.
     """
     return [word for argument in arguments for word in _expand(argument)]
-
-
-def as_typed(overrides: Sequence[str]) -> list[str]:
-    """Return what was typed, of the overrides that Hydra was given: the reverse of what this module does to words."""
-    overrides = [f"{word[1:]}=null" if word[1:] in ON_TOP and word[0] == "~" else word for word in overrides]
-    # In prompts a reference is text, for which OmegaConf wants a backslash.
-    overrides = [_refer(word) if re.match(r"\+*sample[.=]", word) else word for word in overrides]
-    words: list[str] = []
-    names: dict[str, list[str]] = {"logger": [], "callbacks": []}
-    for override in overrides:
-        added = re.fullmatch(r"\+(logger|callback)@(?:loggers|callbacks)\.[\w-]+=([\w-]+)", override)
-        if added is None:
-            words.append(override)
-        else:
-            names["logger" if added[1] == "logger" else "callbacks"].append(added[2])
-    if names["logger"]:
-        first = next((word.partition("=")[2] for word in words if word.startswith("logger=")), "wandb")
-        words = [word for word in words if not word.startswith("logger=")]
-        names["logger"].insert(0, first)
-    return [*words, *(f"{key}=[{','.join(some)}]" for key, some in names.items() if some)]
-
-
-def _refer(word: str) -> str:
-    return re.sub(r"(?<!\\)(\\+)\$\{", lambda match: match[1][: len(match[1]) // 2] + "${", word)
 
 
 def _expand(argument: str) -> list[str]:
@@ -394,7 +319,7 @@ def quote_values(arguments: Sequence[str]) -> list[str]:
     """Command-line arguments with those values quoted that Hydra's grammar would misread.
 
     ``sample.prompt=...`` is any text, unless the user has quoted it. ``sample.prompts=...`` is JSON, a list of texts.
-    ``${`` in a prompt is text.
+    ``${`` is text in both.
     ``model.extra_tokens=...`` is JSON, ``{"<a>": "start of an entity"}``: Hydra's own mappings cannot have such keys.
     """
     return [_quote_value(argument) for argument in arguments]
@@ -404,19 +329,13 @@ def _quote_value(argument: str) -> str:
     key, equals, value = argument.partition("=")
     name = key.lstrip("+")
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-    if name == "sample.prompt" and equals:
-        return f"{key}={literal(value) if is_quoted else quoted(literal(value))}"
-    content = _json(value) if name in ("sample.prompts", "model.extra_tokens") else None
-    if isinstance(content, dict):
-        return f"{key}={quoted(value)}"
-    if isinstance(content, list) and all(isinstance(item, str) for item in content):
-        return f"{key}=[{','.join(quoted(literal(item)) for item in content)}]"
-    return f"{key}={literal(value)}" if name in ("sample", "sample.prompts") else argument
-
-
-def _json(value: str) -> Any:
-    """Return what JSON text means; None where it is something else."""
-    try:
-        return json.loads(value)
-    except ValueError:
-        return None
+    if name == "sample.prompt" and equals and not is_quoted:
+        return f"{key}={quoted(literal(value))}"
+    if name in ("sample.prompts", "model.extra_tokens"):
+        with suppress(ValueError):
+            content = json.loads(value)
+            if isinstance(content, dict):
+                return f"{key}={quoted(value)}"
+            if isinstance(content, list) and all(isinstance(item, str) for item in content):
+                return f"{key}=[{','.join(quoted(literal(item)) for item in content)}]"
+    return argument

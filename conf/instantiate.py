@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -107,7 +106,7 @@ def literal(node: Any) -> Any:
 def to_dict(cfg: Any) -> dict:
     """Return a dict of dicts, lists, numbers and strings, with interpolations resolved and enum members by name.
 
-    What was taken from the environment is listed under ``conf.masking.KEY``, where there is any.
+    The variables that it refers to, if any, are listed under ``conf.masking.KEY``.
 
     Raises:
         omegaconf.errors.OmegaConfBaseException: For a value that is missing or that cannot be resolved.
@@ -117,18 +116,16 @@ def to_dict(cfg: Any) -> dict:
     tree = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True, throw_on_missing=True)
     if masking.KEY in tree:
         return tree
-    references = OmegaConf.to_container(cfg, resolve=False)
-    taken = masking.taken(references) if "${oc.env:" in str(references) else {}
-    return {**tree, masking.KEY: taken} if taken else tree
+    variables = masking.references(OmegaConf.to_container(cfg, resolve=False))
+    return {**tree, masking.KEY: variables} if variables else tree
 
 
 def to_config(tree: dict) -> Any:
     """Give plain data the look of a configuration, for reading: ``cfg.train.steps``. The reverse of ``to_dict``.
 
-    From now on this process shows nothing of what the tree says was taken from the environment.
+    From now on this process shows nothing of what the variables hold that the tree refers to.
     """
-    if masking.KEY in tree:
-        masking.note(tree[masking.KEY])
+    masking.named.update(tree.get(masking.KEY, ()))
     return OmegaConf.create(literal(tree) if "${" in str(tree) else tree)
 
 
@@ -140,28 +137,17 @@ def environment(cfg: Any) -> dict[str, str]:
     return {str(name): str(value) for name, value in wanted.items()}
 
 
-def _hidden(module: str) -> str:
-    """Return the end of an error about a module: where on the path it is, if a package of the same name hides it."""
-    top, *below = module.split(".")
-    shown = list(getattr(sys.modules.get(top), "__path__", ()))
-    packages = [Path(folder or ".").absolute() / top for folder in sys.path]
-    for place in [package.joinpath(*below) for package in packages if str(package) not in shown]:
-        if shown and (place.is_dir() or place.with_suffix(".py").is_file()):
-            return f"; {place} is hidden by the package {shown[0]}: give its folder {top!r} another name"
-    return ""
-
-
 def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the ``_target_`` of a configuration section with the section's other keys as keyword arguments.
 
-    Sections inside it that name a target are built first. Targets at any depth are checked before any of them is
-    called (see ``resolve``); ``args`` and ``kwargs``, further arguments of the target, are passed as they are.
+    Sections inside it that name a target are built first; ``args`` and ``kwargs``, further arguments of the target, are
+    passed as they are.
 
     Raises:
-        TrainingError: For a target that is not allowed or does not exist, a parameter that it does not have, and a
-            ``ValueError`` that it raises. Other errors of the user's making come out as they are.
+        TrainingError: For a target that does not exist, a parameter that it does not have, and a ``ValueError`` that it
+            raises. Other errors of the user's making come out as they are.
     """
-    return _instantiate(node, args, kwargs)
+    return _build(to_dict(node), args, kwargs)
 
 
 def build(role: str, section: Any, *args: Any, **kwargs: Any) -> Any:
@@ -174,14 +160,7 @@ def build(role: str, section: Any, *args: Any, **kwargs: Any) -> Any:
         TrainingError: See ``target_of``, ``check_role`` and ``instantiate``.
     """
     target_of(role, section)
-    return check_role(role, _instantiate(section, args, kwargs, role), section["_target_"])
-
-
-def _instantiate(node: Any, args: tuple, kwargs: Mapping[str, Any], where: str = "") -> Any:
-    tree = to_dict(node)
-    for target in targets(tree):
-        resolve(target)
-    return _build(tree, args, kwargs, where)
+    return check_role(role, _build(to_dict(section), args, kwargs, role), section["_target_"])
 
 
 def target_of(role: str, section: Any) -> Any:
@@ -193,8 +172,6 @@ def target_of(role: str, section: Any) -> Any:
     if not hasattr(section, "keys") or "_target_" not in section:
         raise TrainingError(f"{role}: {section} is no section with a _target_; {_role(role).way_out}")
     target = resolve(section["_target_"])
-    if inspect.isabstract(target):
-        raise TrainingError(f"{role}: {section['_target_']} is what others are made of; {_role(role).way_out}")
     if inspect.isclass(target):
         _check_fits(role, target, section["_target_"])
     return target
@@ -329,15 +306,6 @@ def _as_number_or_text(value: Any, kind: type, key: str) -> Any:
         raise TrainingError(f"{key}: {problem}") from None
 
 
-def _sections(node: Any) -> list[dict]:
-    """Return all dicts of a tree, its own root included."""
-    sections = [node] if isinstance(node, dict) else []
-    for item in node.values() if isinstance(node, dict) else node:
-        if isinstance(item, (dict, list)):
-            sections += _sections(item)
-    return sections
-
-
 def resolve(target: Any) -> Any:
     """Return the class or function that ``target`` ("package.module.name") names.
 
@@ -350,8 +318,10 @@ def resolve(target: Any) -> Any:
     try:
         item = getattr(import_module(module), name)
     except (AttributeError, ImportError, ValueError) as error:
-        yours = ", or start where its package is, or name its folder in PYTHONPATH" if not is_ours(target) else ""
-        raise TrainingError(f"_target_={target} names nothing: {error}{_hidden(module)}{yours}") from error
+        hint = "start where its package is, or name its folder in PYTHONPATH"
+        if is_ours(target):
+            hint = "a folder of your own with the name of a package of this project or of torch is not looked into"
+        raise TrainingError(f"_target_={target} names nothing: {error}; {hint}") from error
     if not inspect.isclass(item) and not inspect.isfunction(item):
         raise TrainingError(f"_target_={target} is neither a class nor a function")
     package = getattr(item, "requires", None)  # of a class that works with a package which is not always there
@@ -362,7 +332,10 @@ def resolve(target: Any) -> Any:
 
 def targets(node: Any) -> list[Any]:
     """Return all targets that a tree names, at any depth."""
-    return [section["_target_"] for section in _sections(node) if "_target_" in section]
+    if not isinstance(node, (dict, list)):
+        return []
+    own = [node["_target_"]] if isinstance(node, dict) and "_target_" in node else []
+    return own + [target for item in (node.values() if isinstance(node, dict) else node) for target in targets(item)]
 
 
 def why_foreign(target: Any) -> str | None:

@@ -18,33 +18,18 @@ from omegaconf import OmegaConf
 from models.gpt2_sizes import parameters_of, published_rate
 
 
-class Device(Enum):
-    """Where to compute; auto: the best available device."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-    mps = "mps"
+def _choice(name: str, words: str) -> type[Enum]:
+    return Enum(name, {word: word for word in words.split()}, module=__name__)
 
 
-class Mode(Enum):
-    """What to do."""
-
-    train = "train"
-    eval = "eval"
-    plan = "plan"
-    export = "export"
-    sample = "sample"
-
-
-class Precision(Enum):
-    """The dtype of the computation; auto: bf16 where the device is fast at it, else fp32."""
-
-    auto = "auto"
-    fp64 = "fp64"
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
+Device = _choice("Device", "auto cpu cuda mps")
+Mode = _choice("Mode", "train eval plan export sample")
+Precision = _choice("Precision", "auto fp64 fp32 bf16 fp16")
+Format = _choice("Format", "safetensors torch_export onnx triton")
+Direction = _choice("Direction", "minimize maximize")
+Order = _choice("Order", "dp_pp pp_dp")
+CommHook = _choice("CommHook", "none bf16 fp16 hierarchical hierarchical_bf16")
+Schedule = _choice("Schedule", "gpipe 1f1b interleaved_1f1b looped_bfs interleaved_zero_bubble planned")
 
 
 @dataclass
@@ -91,28 +76,12 @@ class Sample:
     cache: bool = True  # keep keys and values from token to token; false computes the whole text for each, to compare
 
 
-class Format(Enum):
-    """What mode=export writes."""
-
-    safetensors = "safetensors"
-    torch_export = "torch_export"
-    onnx = "onnx"
-    triton = "triton"
-
-
 @dataclass
 class Export:
     """For mode=export."""
 
     format: Format = Format.safetensors  # weights; a program for torch.export.load; a model; a repository for a server
     max_batch_size: int = 8  # of a repository for Triton: samples that the server may compute together
-
-
-class Direction(Enum):
-    """Which way an objective is better."""
-
-    minimize = "minimize"
-    maximize = "maximize"
 
 
 @dataclass
@@ -128,12 +97,12 @@ class Root:
     """The whole configuration."""
 
     seed: int = 1337
-    device: Device = Device.auto
-    mode: Mode = Mode.train
+    device: Device = Device.auto  # where to compute; auto: the best available device
+    mode: Mode = Mode.train  # what to do
     checkpoint: str | None = None  # for mode=eval, export and sample: a checkpoint or a run directory
     export_to: str = "export"  # for mode=export: a new folder; a relative path is in the run directory
     export: Export = field(default_factory=Export)
-    print_config: bool = False  # print the whole configuration at the start, not only what differs from the defaults
+    print_config: bool = False  # print the whole configuration at the start, not only what was typed
     sample: Sample = field(default_factory=Sample)
     train: Train = field(default_factory=Train)
     sweep: Sweep = field(default_factory=Sweep)
@@ -150,27 +119,6 @@ class Root:
     launcher: Any = None
     allow: Any = None  # has no effect: what is typed may name any class
     import_from: Any = None  # folders in which Python looks for code too; found by itself (composition.code_folders)
-
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "planned")
-Schedule = Enum("Schedule", {name: name for name in SCHEDULES})
-
-
-class Order(Enum):
-    """How ranks are numbered."""
-
-    dp_pp = "dp_pp"
-    pp_dp = "pp_dp"
-
-
-class CommHook(Enum):
-    """How gradients are sent between replicas: the dtype, or within nodes first and then between them."""
-
-    none = "none"
-    bf16 = "bf16"
-    fp16 = "fp16"
-    hierarchical = "hierarchical"
-    hierarchical_bf16 = "hierarchical_bf16"
 
 
 @dataclass
@@ -227,7 +175,6 @@ class Slurm:
     max_parallel: int | None = None  # jobs of a sweep that run at the same time; null: all
     poll_s: float = 2.0  # seconds between two queries of the queue
     allow_mixed: bool = False  # warn, instead of refusing, where ranks differ in code, versions or data
-
 
 
 @cache  # once per process

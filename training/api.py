@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from common.errors import TrainingError, UserError
-from conf.composition import check_dashes, check_keys, compose, compose_and_run, quote_values
+from conf.composition import check_keys, compose, compose_and_run, quote_values
 from conf.instantiate import check_role
 from launchers import World
 from models.given import GIVEN, set_given
@@ -75,7 +75,6 @@ def load_config(*overrides: str) -> Any:
     _check_words(overrides)
     with _clear_errors():
         words = quote_values(overrides)
-        check_dashes(words)
         return compose(words, saved=saved_config(words))
 
 
@@ -127,7 +126,6 @@ def train(
             raise SystemExit  # as on the command line, what follows is rank 0's
         with locked_directories(), _clear_errors():
             words = quote_values(overrides)
-            check_dashes(words)
             saved = saved_config(words)
             return compose_and_run(partial(_run, config, objects, world), words, saved.words if saved else ())
     finally:

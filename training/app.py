@@ -84,7 +84,7 @@ def execute(
         cfg: The configuration.
         run_dir: The run directory, which exists.
         world: The ranks that exist already; None where this process starts what the run needs.
-        hydra: Hydra's own section, to show what differs from the defaults and to keep how the run was composed; None
+        hydra: Hydra's own section, to show what was typed and to keep how the run was composed; None
             for a configuration that was made in another way.
         isolated: Run in separate processes even where one is enough, so that nothing is left here for the next job.
 
@@ -456,7 +456,7 @@ def completed(cfg: Any, hydra: Any, saved: SavedConfig | None = None) -> tuple[A
 
 
 def to_text(cfg: Any, hydra: Any) -> str:
-    """What a run says of its configuration: what differs from the defaults; with print_config=true, all of it.
+    """What a run says of its configuration: what was typed; with print_config=true, all of it.
 
     Args:
         cfg: The configuration as it was composed. Its references are not resolved: what was taken from the environment

@@ -20,7 +20,7 @@ from common.errors import TrainingError, UserError, add_note, exit_is_failure, i
 from common.files import read_yaml
 from common.machine import styled, usable_cores
 from conf import COMMAND, TRAINED
-from conf.composition import as_typed, hydra_word
+from conf.composition import hydra_word
 from conf.instantiate import add_to_path, build, environment, is_ours, to_dict
 from conf.masking import mask_secrets
 from launchers import World
@@ -351,7 +351,7 @@ def _where_typed(run_dir: Path) -> list[str]:
     except UserError:
         return []  # they are but a hint
     own = [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"]
-    return own + [word for word in as_typed(typed) if _is_where(word) or not all(map(is_ours, _NAMED.findall(word)))]
+    return own + [word for word in typed if _is_where(word) or not all(map(is_ours, _NAMED.findall(word)))]
 
 
 def _is_where(word: str) -> bool:

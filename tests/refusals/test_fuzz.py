@@ -9,14 +9,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from common.errors import CheckpointError, DataError, UserError, message_for_user
-from conf.instantiate import to_config, to_dict
+from common.errors import CheckpointError, DataError
 from data.jsonl import Rows
 from data.mnist import read_idx
 from data.tokens import read_header
-from training.app import check_values
 from training.checkpoint.files import Checkpoint, with_checksum
-from training.reporting.metrics import MetricsFile, read_records
 
 BOUNDED = settings(
     max_examples=100,
@@ -26,9 +23,6 @@ BOUNDED = settings(
     phases=(Phase.explicit, Phase.generate),  # without shrinking, which takes minutes
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-# Configurations are checked in a second or so, on a machine that others keep busy.
-FEW = settings(BOUNDED, max_examples=60)
-
 WHOLE_NUMBERS = st.integers(-(2**70), 2**70) | st.integers(-3, 130) | st.sampled_from([0, -1, 1, 2**31, 2**63])
 NUMBERS = WHOLE_NUMBERS | st.floats() | st.just(1e308)
 JSON = st.recursive(
@@ -36,42 +30,6 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
-WHOLE = (
-    "train.steps", "train.global_batch_size", "train.max_skipped", "train.spike_rollback", "train.profile",
-    "train.eval_every", "train.eval_batches", "train.checkpoint_every", "train.keep_checkpoints", "parallel.dp",
-    "parallel.pp", "parallel.chunks", "parallel.threads", "data.seed", "seed", "sample.tokens",
-)  # fmt: skip
-REAL = (
-    "train.epochs", "train.grad_clip", "train.clip_value", "train.spike_factor", "parallel.timeout_s",
-    "parallel.bucket_mb", "optim.lr", "optim.momentum", "optim.weight_decay", "data.noise", "sample.temperature",
-)  # fmt: skip
-# Of the type that the schema lets pass.
-VALUES = st.tuples(st.sampled_from(WHOLE), WHOLE_NUMBERS) | st.tuples(st.sampled_from(REAL), NUMBERS.map(float))
-
-
-@pytest.fixture(scope="module")
-def tree():
-    from composed import config
-
-    return to_dict(config("data.samples=200", "parallel=ddp"))
-
-
-@FEW
-@given(st.lists(VALUES, min_size=1, max_size=3).map(dict))
-def test_numbers_of_a_configuration(tree, values):
-    from training.setup import prepare
-
-    changed = json.loads(json.dumps(tree))
-    for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        (changed[section] if section else changed)[name] = value
-    try:
-        check_values(changed)
-        prepare(to_config(changed))
-    except Exception as error:
-        assert message_for_user(error) is not None, f"{values}: {error!r}"
-
-
 ENTRIES = ("format", "step", "seed", "optimizer", "layout", "tied", "loss_scale", "progress", "files")
 
 
@@ -150,23 +108,3 @@ def test_idx_files(tmp_path, kind, dimensions, shape, content, packed):
     except DataError:
         return
     assert array.size == len(content) and array.ndim == 3
-
-
-@BOUNDED
-@given(st.lists(st.binary(max_size=30) | JSON.map(lambda value: json.dumps(value).encode()), max_size=8))
-def test_records_of_metrics(tmp_path, lines):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b"\n".join(lines))
-    assert all(isinstance(record, dict) for record in read_records(path))
-    MetricsFile(path).truncate_after(3)
-    for record in read_records(path):
-        assert record.get("step", 0) <= 3
-
-
-@BOUNDED
-@given(JSON)
-def test_any_tree_for_a_configuration(value):
-    try:
-        check_values({"train": value})
-    except UserError as error:
-        assert str(error).startswith(("train", "the name of train"))

@@ -1,6 +1,5 @@
 """A machine, a user or a terminal that lacks something: one line says what, and nothing hangs."""
 
-import os
 import pwd
 import resource
 import subprocess
@@ -37,18 +36,6 @@ def test_a_user_without_a_home_folder(tmp_path, monkeypatch, capsys):
     assert main(["model=gpt2", "model.size=tiny", "logger=none"]) == 1
     said = capsys.readouterr().err
     assert "HOME is not set" in said and "data.cache_dir=FOLDER" in said
-
-
-def test_a_working_directory_that_is_gone(tmp_path, monkeypatch, capsys):
-    from train import main
-
-    monkeypatch.chdir(tmp_path)  # which goes back in the end
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    os.chdir(gone)
-    gone.rmdir()
-    assert main(TOY) == 1
-    assert "the working directory is gone" in capsys.readouterr().err
 
 
 def test_too_few_open_files(tmp_path):

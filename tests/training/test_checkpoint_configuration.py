@@ -56,7 +56,7 @@ def test_the_console_shows_what_was_typed_and_not_all_that_the_checkpoint_brings
     chosen = "model=transformer data=text optim=adamw scheduler=cosine_warmup"
     assert choices == f"{chosen} parallel=single launcher=local logger=none"
     shown = " ".join(changes.split()).replace(str(words), "RUN").split()
-    assert sorted(shown) == sorted([*typed[1:], "checkpoint=RUN"])
+    assert sorted(shown) == sorted([*typed[1:], "checkpoint='RUN'"])
 
 
 def test_the_keys_that_it_brings_have_their_names(words):

@@ -155,7 +155,7 @@ def test_colour_is_for_terminals_that_show_it_and_users_who_want_it(terminal, mo
     assert styled("x", "red", stream) == "x"
 
 
-def test_the_start_shows_what_differs_from_the_defaults_or_all_of_it(tmp_path, capsys):
+def test_the_start_shows_what_was_typed_or_all_of_it(tmp_path, capsys):
     line = ["debug=limit", "data.samples=99", "logger=none", "device=cpu"]
     assert train.main([*line, f"hydra.run.dir={tmp_path}/short"]) == 0
     shown = capsys.readouterr().out.split()

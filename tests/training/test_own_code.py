@@ -8,7 +8,7 @@ from composed import config, records
 from omegaconf import OmegaConf
 
 from common.errors import TrainingError, UserError
-from conf.composition import _for_jobs, check_received
+from conf.composition import check_received
 from training import train
 from training.evaluate import record_of
 from training.setup import prepare
@@ -108,9 +108,10 @@ def test_a_job_of_an_array_finds_them_too(mine, tmp_path, monkeypatch):
 
     queued = []
     monkeypatch.setattr("training.sweep.sweeper._run_all", queued.extend)
-    words = ["-m", *mine, "model=deep", "launcher=slurm", "launcher.gpus_per_node=0", "seed=1,2", *QUICK]
+    # A width is nothing that the model has which Hydra composes with first, without what is swept.
+    words = ["-m", *mine, "model=deep,deep", "model.width=4", "launcher=slurm", "launcher.gpus_per_node=0", *QUICK]
     main([*words, f"hydra.sweep.dir={tmp_path}/sweep"])
-    assert [(one.tree["seed"], one.tree["model"]["name"]) for one in queued] == [(1, "deep"), (2, "deep")]
+    assert [(one.tree["model"]["name"], one.tree["model"]["width"]) for one in queued] == [("deep", 4)] * 2
     assert all(str(tmp_path / "mine") in one.tree["import_from"] for one in queued)
 
 
@@ -165,19 +166,6 @@ def test_a_loss_that_the_last_layer_computes_cannot_be_replaced(text):
 def test_perplexity_is_of_the_tokens_loss_and_not_of_the_total_with_other_terms():
     assert record_of({"loss": 3.0, "token_loss": 0.0}, "val", language=True)["val_perplexity"] == 1.0
     assert record_of({"loss": 0.0}, "val", language=True)["val_perplexity"] == 1.0
-
-
-@pytest.mark.parametrize(
-    "typed, given",
-    [
-        ("model=gpt2,toy data.seq_len=64 seed=1", "model=gpt2,toy data.seq_len=choice(64) seed=1"),
-        ("model=gpt2 data.seq_len=64,32", "model=gpt2 data.seq_len=64,32"),
-        ("model=a,b parallel.balance=[7,7] x.y=1,2 hydra.sweep.dir=x", None),
-    ],
-)
-def test_a_sweep_over_models_leaves_settings_of_their_sections_to_the_jobs(typed, given):
-    given = given or "model=a,b parallel.balance=choice([7,7]) x.y=1,2 hydra.sweep.dir=x"
-    assert _for_jobs(typed.split()) == given.split()
 
 
 @pytest.mark.parametrize("name", ["val_loss", "step_time_s", "val_nonsense"])

@@ -78,11 +78,6 @@ def test_the_version_of_tiktoken_is_no_secret():
     assert mask_secrets({"tiktoken": "0.12.0", "my_token": "0.12.0"}) == {"tiktoken": "0.12.0", "my_token": "***"}
 
 
-def test_the_command_is_recorded_as_it_was_typed_and_not_as_hydra_got_it():
-    given = ["train.py", "logger=none", "+logger@loggers.csv=csv", "seed=1,2"]
-    assert describe(given)["command"] == ["train.py", "seed=1,2", "logger=[none,csv]"]
-
-
 def test_secrets_in_a_configuration_are_masked_at_any_depth():
     config = {"env": {"HF_TOKEN": "0123abcd", "THREADS": 2}, "tokens": [1, 2], "list": [{"secret": "s"}]}
     assert mask_secrets(config) == {

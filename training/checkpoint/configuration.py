@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import CheckpointError, TrainingError
 from conf import CHOSEN, FOLDER, ON_TOP, TRAINED, options
-from conf.composition import config_folder, is_override, leaves
+from conf.composition import config_folder, is_override
 from conf.instantiate import PACKAGES, literal, targets, why_foreign
 from models.chain import Chain
 from training.checkpoint.files import MANIFEST, Checkpoint
@@ -103,7 +103,7 @@ class SavedConfig:
         values = {f"{section}.{key}": value for section in sections for key, value in config[section].items()}
         values |= {key: config[key] for key in ("seed", "recipe") if key in config}
         new = [self._read(key, choices.get(key)) for key in ON_TOP if self._is_new(key, choices.get(key))]
-        winning = {*typed, *(leaf for file in new for leaf in leaves(file))}
+        winning = {*typed, *(leaf for file in new for leaf in _leaves(file))}
         with flag_override(cfg, ["struct", "readonly"], False):
             for group in sections[1:]:
                 same_target = raw[group].get("_target_") == config[group].get("_target_")
@@ -143,6 +143,17 @@ class SavedConfig:
                 if file.is_file():
                     return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
         return {}
+
+
+def _leaves(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return the values of a file by dotted key, without its defaults list; an empty mapping is a value."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            found |= _leaves(value, f"{path}{name}.")
+        elif f"{path}{name}" != "defaults":
+            found[f"{path}{name}"] = value
+    return found
 
 
 def _groups_of(file: Mapping[str, Any]) -> set[str]:

@@ -20,7 +20,6 @@ from typing import Any, Protocol, TextIO
 
 from common.errors import UserError
 from common.machine import terminal_width, usable_cores
-from conf.composition import as_typed
 from conf.masking import mask_secrets
 from training.reporting.console import number
 from training.reporting.metrics import METRICS, SUMMARY, MetricsFile, read_records, write_json
@@ -225,7 +224,7 @@ def describe(command: list[str] | None = None) -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": _gpus(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "command": mask_secrets(as_typed(sys.argv if command is None else command)),
+        "command": mask_secrets(sys.argv if command is None else command),
     }
 
 

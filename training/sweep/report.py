@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from conf.composition import as_typed, config_folder
+from conf.composition import config_folder
 from conf.masking import mask_secrets
 from training.reporting.job_record import FINISHED, RUNNING, WAITING
 from training.reporting.metrics import read_object
@@ -58,7 +58,7 @@ def report(folder: Path, ended: bool = True, objective: str | None = None, direc
     print("\n".join(["", *results(table), describe(table)]))
     try:
         write_csv(table, folder / CSV)
-        command = shlex.join(["python", Path(sys.argv[0]).name, *mask_secrets(as_typed(sys.argv[1:]))])
+        command = shlex.join(["python", Path(sys.argv[0]).name, *mask_secrets(sys.argv[1:])])
         (folder / PAGE).write_text(page(table, command), encoding="utf-8")
         if table.scored:
             from training.sweep.figure import score_figure
@@ -119,7 +119,7 @@ def _command_of(row: Row) -> str:
     """The command that runs a job again by itself, with the options of one's own that the sweep has."""
     own = config_folder(sys.argv[1:])
     options = [] if own is None else [f"--config-dir={own}"]
-    words = [word for word in as_typed(row.job.overrides) if word != "train.resume=auto"]
+    words = [word for word in row.job.overrides if word != "train.resume=auto"]
     return shlex.join(["python", "train.py", *options, *words])
 
 

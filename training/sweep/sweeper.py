@@ -25,7 +25,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import TrainingError, UserError, format_exception
 from conf.composition import (
-    as_typed,
     check_keys,
     code_folders,
     expand_lists,
@@ -135,7 +134,7 @@ def compose_all(compose: Callable[[list[str]], Any], jobs: Iterable[list[str]], 
     """
     entries, first_error = [], None
     for num, overrides in enumerate(jobs):
-        job = Job(num, tuple(mask_secrets(as_typed(without_options_of_checkpoint(overrides)))))
+        job = Job(num, tuple(mask_secrets(without_options_of_checkpoint(overrides))))
         try:
             cfg = compose(overrides)
             with open_dict(cfg):
