@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf, flag_override
 
-from common.errors import LaunchError, TrainingError, exit_is_failure, printable
+from common.errors import TrainingError, exit_is_failure, printable
 from common.machine import changed_environment, check_memory, styled
 from conf import COMMAND
 from conf.composition import check_received, composed_by, differences, hydra_word
@@ -30,11 +29,10 @@ if TYPE_CHECKING:
 
 ALONE = ("export", "sample")  # modes that need one process whatever the strategy is
 _KEY = "job"
-_LONGEST_TIMEOUT_S = 1e7
 # What workers import, torch.distributed.pipelining and the compiler among it: once, not in each of them.
 _PRELOAD = ("training.app", "training.run", "parallel.pipe_stage")
 _AGAIN = "start it again with the same command"
-_FEWEST_FILES, _FILES_PER_RANK, _ENOUGH_FILES = 64, 16, 1024  # that a process may open
+_OPEN_FILES = 4096  # that a process may have: a launcher holds several of each worker
 
 
 @contextmanager
@@ -92,7 +90,8 @@ def execute(
         UserError: For what the user can act on.
         Stopped: For a run that was told to stop.
     """
-    composed, cfg = cfg, _checked(cfg, hydra)
+    _allow_open_files()
+    composed, cfg = cfg, _plain(cfg, hydra)
     if cfg.mode == "plan" or cfg.mode in ALONE:
         stopping.at_once()
     if cfg.mode in ALONE:
@@ -102,35 +101,14 @@ def execute(
         return
     _start_fork_server(cfg, world, isolated)
     setup = _prepared(cfg, run_dir, world)
-    from training.setup import describe
-
-    if hydra is not None and cfg.mode in ("train", "eval"):
-        print(to_text(composed, hydra), end="\n\n", flush=True)
-    print(describe(setup), flush=True)
+    _describe(setup, composed, hydra)
     if cfg.mode == "plan":
-        _print_memory(setup)
         return
-    processes, entropy = setup.plan.processes, setup.data.unigram_entropy
-    queued = _is_queued(cfg, world)
-    if not queued and (world is None or world.local_size == world.size):  # all of it on this machine
-        check_process(processes)
-        check_need(setup)
+    queued, entropy = _is_queued(cfg, world), setup.data.unigram_entropy
+    if not queued:
+        _check_memory(setup, world)
     try:
-        if queued:
-            from training.slurm_job import run_as_job
-
-            run_as_job(setup, run_dir)
-        elif world is not None:
-            _lead(setup, run_dir, world)
-        elif stopping.wanted():
-            raise Stopped("stopped before the first step")
-        elif processes == 1 and not isolated and not _restarts(cfg):
-            from training.run import run
-
-            run(cfg, run_dir, setup=setup)
-        else:
-            del setup  # workers build their own
-            _start_workers(cfg, run_dir, processes)
+        _run(setup, run_dir, world, isolated)
     except Stopped as stopped:
         where = shlex.quote(f"hydra.run.dir={hydra_word(str(run_dir))}")
         resume = f"go on with the same command and train.resume=auto {where}"
@@ -141,17 +119,34 @@ def execute(
         print(closing_sample(cfg, run_dir, entropy), end="", flush=True)
 
 
+def _run(setup: Setup, run_dir: Path, world: World | None, isolated: bool) -> None:
+    """Run what was prepared: as a job, as rank 0 of existing ranks, in this process, or on workers."""
+    cfg = setup.cfg
+    if _is_queued(cfg, world):
+        from training.slurm_job import run_as_job
+
+        run_as_job(setup, run_dir)
+    elif world is not None:
+        _lead(setup, run_dir, world)
+    elif stopping.wanted():
+        raise Stopped("stopped before the first step")
+    elif setup.plan.processes == 1 and not isolated and not _restarts(cfg):
+        from training.run import run
+
+        run(cfg, run_dir, setup=setup)
+    else:
+        _start_workers(cfg, run_dir, setup.plan.processes)
+
+
 # -- before the run --------------------------------------------------------------------------------------------------
 
 
-def _checked(cfg: Any, hydra: Any) -> Any:
-    """Return the configuration as plain data, with how it was composed, checked as far as that goes without torch."""
+def _plain(cfg: Any, hydra: Any) -> Any:
+    """Return the configuration as plain data, with how it was composed."""
     check_sections(cfg)
     tree = to_dict(cfg)
     if hydra is not None:
         tree[COMMAND] = composed_by(hydra, cfg)
-    check_values(tree)
-    check_process()
     cfg = to_config(tree)
     add_to_path(cfg.import_from or ())
     return cfg
@@ -206,9 +201,6 @@ def _start_fork_server(cfg: Any, world: World | None, isolated: bool) -> None:
             start_fork_server(_PRELOAD)
 
 
-# -- checks of any value, and of this machine ------------------------------------------------------------------------
-
-
 def check_sections(cfg: Any) -> None:
     """Check that every section of a composed configuration is one, whatever a file or a program has put there.
 
@@ -225,47 +217,32 @@ def check_sections(cfg: Any) -> None:
             )
 
 
-def check_values(tree: Any, key: str = "") -> None:
-    """Check the values of a plain configuration, whatever their keys.
-
-    Raises:
-        TrainingError: A number is not finite or does not fit into 64 bits, or a text holds a NUL byte.
-    """
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    for name, item in items:
-        where = f"{key}.{name}" if key and isinstance(tree, dict) else f"{key}[{name}]" if key else str(name)
-        if isinstance(item, (dict, list)):
-            check_values(item, where)
-        elif isinstance(item, str) and "\0" in item:
-            raise TrainingError(f"{where} holds a NUL byte, which no file and no text can have: take it out")
-        elif isinstance(item, float) and not math.isfinite(item):
-            raise TrainingError(f"{where}={item} is not finite: give a number, or null where the key may be left empty")
-        elif isinstance(item, int) and not -(2**63) <= item < 2**63:
-            raise TrainingError(f"{where} is a number of more than 64 bits: give a smaller one")
-
-
-def check_process(processes: int = 1) -> None:
-    """Check that this process and its workers may open enough files; raise the limit where that is allowed.
-
-    Raises:
-        LaunchError: The user's limits are too low.
-    """
+def _allow_open_files() -> None:
+    """Let this process and its workers have as many open files as they may have, up to what any run needs."""
     import resource  # not on Windows
 
-    wanted = _FEWEST_FILES + _FILES_PER_RANK * processes
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    if hard != unlimited and hard < wanted:
-        raise LaunchError(
-            f"this process may open {hard} files (ulimit -n), and a run of {processes} processes needs {wanted}; allow "
-            f"more: ulimit -n {max(_ENOUGH_FILES, wanted)}"
-        )
-    enough = max(_ENOUGH_FILES, wanted)
-    if soft != unlimited and soft < enough:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (enough if hard == unlimited else min(enough, hard), hard))
+    if 0 <= soft < _OPEN_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES if hard < 0 else min(_OPEN_FILES, hard), hard))
 
 
-def check_need(setup: Any) -> None:
+def _describe(setup: Setup, composed: Any, hydra: Any) -> None:
+    """Print the configuration and the plan; with mode=plan, the memory of every rank too."""
+    from training.setup import describe
+
+    if hydra is not None and setup.cfg.mode in ("train", "eval"):
+        print(to_text(composed, hydra), end="\n\n", flush=True)
+    print(describe(setup), flush=True)
+    if setup.cfg.mode == "plan":
+        from parallel.shape_inference import estimate_memory
+        from training.optimizer import states_of
+        from training.reporting.console import describe_memory
+
+        estimates = estimate_memory(setup.plan, setup.chain, setup.sample, states_of(setup.cfg.optim))
+        print("\n" + describe_memory(estimates))
+
+
+def _check_memory(setup: Setup, world: World | None) -> None:
     """Check that a run whose ranks are all on this machine fits into its memory, before any of them is started.
 
     Counted is what is certain: processes, weights, gradients and optimizer states, of which GPUs hold all but the
@@ -279,6 +256,8 @@ def check_need(setup: Any) -> None:
     from training.setup import certain_tensors
 
     plan, cfg = setup.plan, setup.cfg
+    if world is not None and world.local_size < world.size:
+        return
     needed = plan.processes * PROCESS_BYTES
     if plan.device_type == "cpu":
         copies = plan.dp / plan.mesh(0).shards
@@ -293,15 +272,6 @@ def check_need(setup: Any) -> None:
 
 
 # -- the ways to run -------------------------------------------------------------------------------------------------
-
-
-def _print_memory(setup: Setup) -> None:
-    from parallel.shape_inference import estimate_memory
-    from training.optimizer import states_of
-    from training.reporting.console import describe_memory
-
-    states = states_of(setup.cfg.optim)
-    print("\n" + describe_memory(estimate_memory(setup.plan, setup.chain, setup.sample, states)))
 
 
 def _start_workers(cfg: Any, run_dir: Path, processes: int) -> None:
@@ -395,11 +365,8 @@ def follow(world: World, arguments: Sequence[str] = ()) -> None:
 def _typed_timeout(arguments: Sequence[str]) -> float:
     from conf.schema import Parallel
 
-    typed = [word.partition("=")[2] for word in arguments if word.startswith("parallel.timeout_s=")]
-    with suppress(LookupError, ValueError):
-        if 0 < float(typed[-1]) < _LONGEST_TIMEOUT_S:
-            return float(typed[-1])
-    return Parallel.timeout_s
+    typed = re.findall(r"^parallel\.timeout_s=(\d+)", "\n".join(arguments), re.MULTILINE)
+    return float(typed[-1]) if typed else Parallel.timeout_s
 
 
 def _requeued(world: World) -> AbstractContextManager:
