@@ -1,45 +1,153 @@
-"""What a first batch shows before any process starts: what the data set gives, and that model and loss can take it."""
+"""What a first batch shows before any process starts: splits, kinds of numbers, labels, and what the loss returns."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import DataError, PlanError, TrainingError, UserError, add_note
-from data.dataset import Batch, Source
-from models.chain import checked
-from models.losses import check_sums
+from data.dataset import Batch, DataSet, InMemory, Source
+from models.chain import Tensors, as_tuple, checked
+from models.losses import IGNORED, check_sums
 from parallel.shape_inference import Accesses, reads_numbers
+
+_aten = torch.ops.aten
+# What takes numbers of one kind only; on the meta device they take any.
+_PRODUCTS = {
+    _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution,
+    _aten.native_layer_norm, _aten.native_group_norm, _aten.native_batch_norm,
+}  # fmt: skip
+_MOST_OUTPUTS = 10**7  # numbers that the model gives for a micro-batch, for the loss to be computed with labels
 
 
 def check_splits(setup: Any) -> None:
     """Check what the data set's ``prepare()`` has left. Raises DataError."""
     data = setup.data
     for split in ("train", "valid", "test"):
-        source = getattr(data, split, None)
+        source = getattr(data, split, ...)
         if not isinstance(source, Source) and (split == "train" or source is not None):
+            left = f"no {split}" if source is ... else f"{split}={str(source):.60}"
             raise DataError(
-                f"{type(data).__name__}.prepare() left {split}={str(source):.60}; it must leave a data.dataset.Source, "
-                "such as InMemory(inputs, targets), in train, valid and test (or None in the last two)"
+                f"{type(data).__name__}.prepare() left {left}; it must leave a data.dataset.Source, such as "
+                "InMemory(inputs, targets), in train, valid and test (or None in the last two)"
             )
+    if not isinstance(getattr(data, "description", None), str):
+        raise DataError(f"{type(data).__name__}.prepare() left no description: one line that says what the data is")
 
 
 def check_read(setup: Any) -> None:
     """Check what the data give for one sample. Raises DataError."""
     source = setup.data.train
     given = source.read(np.zeros(1, dtype=np.int64), 0)
-    try:
-        batch = Batch(*given)
-        right = all(isinstance(one, Tensor) and len(one) == 1 for one in (*batch.input_tensors, batch.targets))
-    except TypeError:
-        right = False
-    if not right:
-        raise DataError(
-            f"{type(source).__name__}.read() must return (inputs, targets): tensors with one row for each index, or a "
-            f"tuple of them as inputs. For one index it returned {str(given):.200}"
+    if isinstance(given, (tuple, list)) and len(given) == 2:
+        inputs = given[0] if isinstance(given[0], tuple) else (given[0],)
+        if inputs and all(isinstance(one, Tensor) and one.dim() > 0 and len(one) == 1 for one in (*inputs, given[1])):
+            return
+    kinds = ", ".join(_kind(one) for one in given) if isinstance(given, (tuple, list)) else _kind(given)
+    raise DataError(
+        f"{type(source).__name__}.read() returned {kinds} for one index; it must return (inputs, targets): tensors "
+        "with one row for each index, or a tuple of them as inputs"
+    )
+
+
+def _kind(given: Any) -> str:
+    return f"a tensor {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+
+
+class RealKinds(TorchDispatchMode):
+    """Refuses what the meta device lets pass: whole numbers in a product with weights, tokens beyond an embedding."""
+
+    def __init__(self, meta: Batch, samples: Sequence[Batch]) -> None:
+        """Look at the inputs."""
+        super().__init__()
+        columns = zip(*(batch.input_tensors for batch in samples), strict=True)
+        self._range = {id(one): _range(column) for one, column in zip(meta.input_tensors, columns, strict=True)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Check an operation, and do it."""
+        operation = func.overloadpacket
+        if operation in _PRODUCTS:
+            dtypes = {arg.dtype for arg in args if isinstance(arg, Tensor)}
+            whole = [str(dtype).removeprefix("torch.") for dtype in dtypes if not dtype.is_floating_point]
+            if whole and len(dtypes) > len(whole):
+                raise TypeError(f"it computes with floating-point numbers and gets {whole[0]}: give inputs.float()")
+        elif operation is _aten.embedding and (limits := self._range.get(id(args[1]))) is not None:
+            rows = len(args[0])
+            if not 0 <= limits[0] <= limits[1] < rows:
+                raise IndexError(f"it embeds 0 to {rows - 1} and gets whole numbers from {limits[0]} to {limits[1]}")
+        return func(*args, **(kwargs or {}))
+
+
+def known_samples(data: DataSet, sample: Batch) -> list[Batch]:
+    """All samples where they are tensors in memory, split by split, the training's first; else those read already."""
+    splits = (data.train, data.valid, data.test)
+    held = [one for one in splits if getattr(type(one), "read", None) is InMemory.read and len(one) > 0]
+    return [Batch(one.inputs, one.targets) for one in held] if held and held[0] is data.train else [sample]
+
+
+def _range(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
+    if any(one.is_floating_point() or one.dtype == torch.bool or one.numel() == 0 for one in tensors):
+        return None
+    return min(int(one.min()) for one in tensors), max(int(one.max()) for one in tensors)
+
+
+def check_loss_value(loss: Any, sums: Any, trained: bool) -> None:
+    """Check what a loss gave for a batch on the meta device.
+
+    Raises:
+        ModelError: It is not ``Sums``.
+        TrainingError: No parameter can get a gradient from it.
+    """
+    check_sums(loss, sums)
+    if trained and not sums.loss.requires_grad:
+        raise TrainingError(
+            f"the loss {type(loss).__name__} does not depend on the model's output by a differentiable way: leave out "
+            "detach(), item(), argmax() and no_grad()"
         )
+
+
+def check_targets(loss: Any, output: Tensors, size: int, targets: Tensor) -> None:
+    """Compute the loss of made-up outputs with the targets themselves, the largest and the smallest among them.
+
+    Args:
+        loss: The loss.
+        output: What the model gives for a micro-batch, on the meta device.
+        size: Samples of a micro-batch.
+        targets: Those that are known, [n, ...].
+
+    Raises:
+        TrainingError: The loss cannot take the targets.
+    """
+    if sum(tensor.numel() for tensor in as_tuple(output)) > _MOST_OUTPUTS:
+        return
+    whole = not targets.is_floating_point() and targets.numel() > 0
+    if whole:
+        each = targets.flatten(1) if targets.dim() > 1 else targets[:, None]
+        counted = each != IGNORED
+        if not counted.any():
+            return
+        low, high = each.masked_fill(~counted, int(each.max())).amin(1), each.amax(1)
+        lowest, highest = int(low.min()), int(high.max())
+        targets = targets[torch.stack([high.argmax(), low.argmin()]).repeat(size)[:size]]
+    else:
+        targets = targets[torch.arange(size) % len(targets)]
+    generator = torch.Generator().manual_seed(0)
+    made_up = [torch.rand(t.shape, generator=generator).to(t.dtype) for t in as_tuple(output)]
+    try:
+        loss(tuple(made_up) if isinstance(output, tuple) else made_up[0], targets, None)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        span = f" from {lowest} to {highest}" if whole else ""
+        shapes = " and ".join(str(list(t.shape)) for t in as_tuple(output))
+        raise TrainingError(
+            f"the loss {type(loss).__name__} cannot take this data's targets, "
+            f"{str(targets.dtype).removeprefix('torch.')} {list(targets.shape)}{span}, with the model's output {shapes}"
+            f": {error}"
+        ) from None
 
 
 def check_shapes(setup: Any) -> None:
@@ -49,28 +157,36 @@ def check_shapes(setup: Any) -> None:
         UserError: A layer cannot take what it is given, its output cannot be passed on, what it leaves behind would
             depend on the layout, or its shapes depend on numbers where they must be known before. It is named.
     """
-    chain, sample = setup.chain, setup.sample.to("meta")
-    needs_shapes = setup.plan.pipelined or setup.cfg.train.compile or setup.cfg.mode == "plan"
+    loss, batch = setup.chain.loss, setup.sample
+    samples, sample = known_samples(setup.data, batch), batch.to("meta")
     tensors, at, known = sample.input_tensors, "", True
+    needs_shapes = setup.plan.pipelined or setup.cfg.train.compile or setup.cfg.mode == "plan"
     try:
-        for name, layer in chain.skeleton().items():
-            at = f"layer {name!r} ({type(layer).__name__}): "
-            with Accesses(layer) as accesses:
-                try:
-                    output = layer(*tensors)
-                except (NotImplementedError, TypeError) as error:  # .tolist(), .numpy(), .cpu()
-                    known = known and not any(word in str(error) for word in ("meta tensor", "meta device"))
-                    raise
-                finally:
-                    known = known and not accesses.data_dependent
-                    if needs_shapes and not known:
-                        raise reads_numbers(name, layer)
-            if setup.cfg.mode != "eval" and accesses.changed() is not None:
-                _check_changed(setup, at, layer, tensors)
-            at = ""
-            tensors = checked(name, layer, output)
-        at = f"loss {type(chain.loss).__name__}: "
-        check_sums(chain.loss, chain.loss(output, sample.targets, None))
+        with RealKinds(sample, samples):
+            for name, layer in setup.chain.skeleton().items():
+                at = f"layer {name!r} ({type(layer).__name__}): "
+                with Accesses(layer) as accesses:
+                    try:
+                        output = layer(*tensors)
+                    except (NotImplementedError, TypeError) as error:  # .tolist(), .numpy(), .cpu()
+                        known = known and not any(word in str(error) for word in ("meta tensor", "meta device"))
+                        raise
+                    finally:
+                        known = known and not accesses.data_dependent
+                        if needs_shapes and not known:
+                            raise reads_numbers(name, layer)
+                if setup.cfg.mode != "eval" and accesses.changed() is not None:  # or has a cache been filled?
+                    with Accesses(layer) as accesses:
+                        layer(*tensors)
+                    _check_changed(setup, at, accesses.changed())
+                at = ""
+                tensors = checked(name, layer, output)
+        at = f"loss {type(loss).__name__}: "
+        check_loss_value(loss, loss(output, sample.targets, None), setup.plan.parameters > 0)
+        if (samples[0].targets == IGNORED).all():
+            raise TrainingError(f"no target counts: all {len(samples[0]):,} samples to train on are {IGNORED}, ignored")
+        for one in samples:
+            check_targets(loss, output, len(batch), one.targets)
     except UserError:
         raise
     except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, IndexError) as error:
@@ -92,14 +208,9 @@ def check_shapes(setup: Any) -> None:
         raise
 
 
-def _check_changed(setup: Any, at: str, layer: nn.Module, tensors: tuple[Tensor, ...]) -> None:
-    """Refuse a layer that changes its tensors in a second forward too (the first may fill a cache), if that is cut.
-
-    Once per step for the whole batch is what ``single`` does by default, and what users of torch expect.
-    """
-    with Accesses(layer) as accesses:
-        layer(*tensors)
-    plan, train, tensor = setup.plan, setup.cfg.train, accesses.changed()
+def _check_changed(setup: Any, at: str, tensor: str | None) -> None:
+    """Once per step for the whole batch is what ``single`` does by default, and what users of torch expect."""
+    plan, train = setup.plan, setup.cfg.train
     cut = {f"parallel.dp={plan.dp}": plan.dp > 1, f"parallel.chunks={plan.chunks}": plan.chunks > 1}
     cut["train.activation_checkpointing=true"] = train.activation_checkpointing
     cut[f"parallel={plan.strategy}"] = bool(plan.devices) and len(plan.stages) == 1

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from common.errors import UserError
 from conf.instantiate import to_config, to_dict
-from data.dataset import DataSet, Source
+from data.dataset import DataSet, InMemory, Source
 from data.tensors import TensorData
 from models.chain import Chain, LayerSpec
 from models.given import set_given
@@ -188,6 +188,7 @@ BEFORE_THE_RUN = {
     "a sum that is a vector": (chain(Loss(lambda o, t: Sums(o[:, 0], o.sum()))), data(), r"of shape \(8,\) as its"),
     "a count that is an int": (chain(Loss(lambda o, t: Sums(summed(o, t), 8))), data(), "returned int as its count"),
     "metrics without sums": (chain(Loss(lambda o, t: Sums(o.sum(), o.sum()), ("a",))), data(), r"1 metrics \(a\)"),
+    "a detached loss": (chain(Loss(lambda o, t: Sums(o.sum().detach(), o.sum()))), data(), "differentiable"),
     "everything frozen": (chain(layers=frozen()), data(), "no parameters to train: all 58 are frozen"),
     "nothing to train": (chain(layers=nn.Sequential(nn.ReLU())), data(), "its layers have none"),
     "a layer of a list": (
@@ -197,19 +198,34 @@ BEFORE_THE_RUN = {
         Chain([LayerSpec("a", partial(nn.Linear, 4, 2))], ClassCrossEntropy(), tied={"a.weight": "b.weight"}),
         data(), "ties b.weight, which is no parameter",
     ),
+    "labels beyond the classes": (chain(), data(targets=LABELS + 1), "int64 .* from 1 to 2.*Target 2 is out of bounds"),
+    "one label beyond in the test split": (
+        chain(), Given(train=InMemory(INPUTS, LABELS), valid=None, test=InMemory(INPUTS, LABELS + 7), description="x"),
+        "from 7 to 8",
+    ),
     "labels that are floats": (chain(), data(targets=LABELS.float()), r"float32 \(loss .*targets.long\(\)"),
     "labels in a column": (chain(), data(targets=LABELS[:, None]), r"\(1,\) int64 .*give targets\[:, 0\]"),
     "labels as vectors": (chain(), data(targets=F.one_hot(LABELS).float()), r"targets.argmax\(dim=1\)"),
+    "all labels ignored": (chain(), data(targets=torch.full_like(LABELS, -100)), "no target counts: all 32 samples"),
     "targets of another shape": (chain(SquaredError()), data(targets=INPUTS[:, 0]), r"\(8, 2\), the targets are"),
+    "whole numbers": (chain(), data(LABELS[:, None].expand(40, 4)), r"'0' \(Linear\).*int64: give inputs.float\(\)"),
+    "truth values": (chain(), data(INPUTS > 0), "gets bool"),
+    "tokens beyond the embedding": (
+        chain(layers=nn.Sequential(nn.Embedding(10, 2), nn.Flatten())), data(LABELS[:, None] * 12),
+        "embeds 0 to 9 and gets whole numbers from 0 to 12",
+    ),
     "numbers for tokens": (chain(layers=nn.Sequential(nn.Embedding(10, 2), nn.Flatten())), data(), "'0' .Embedding"),
     "another width": (chain(), data(torch.randn(40, 5)), r"samples \(5,\) float32"),
     "two inputs for one": (chain(), data((INPUTS, INPUTS)), "takes 2 positional arguments but 3"),
     "a split that is a generator": (chain(), Given(train=(x for x in INPUTS)), "left train=<generator"),
-    "no split": (chain(), Given(), "left train=None;"),
-    "a source of inputs": (chain(), source(INPUTS[:1]), r"Reads.read\(\) must return .* it returned tensor\("),
-    "a source of dicts": (chain(), source({"x": INPUTS[:1]}), "must return"),
-    "a source of arrays": (chain(), source(INPUTS[:1].numpy(), LABELS[:1].numpy()), "must return"),
-    "a source without rows": (chain(), source(INPUTS[0], LABELS[0]), "one row for each index"),
+    "no split": (chain(), Given(), "left no train;"),
+    "a source of inputs": (chain(), source(INPUTS[:1]), r"Reads.read\(\) returned a tensor \[1, 4\] for one index"),
+    "a source of dicts": (chain(), source({"x": INPUTS[:1]}), "returned a dict"),
+    "a source of arrays": (chain(), source(INPUTS[:1].numpy(), LABELS[:1].numpy()), "returned a ndarray, a ndarray"),
+    "a source without rows": (chain(), source(INPUTS[0], LABELS[0]), r"\[4\], a tensor \[\] for one index"),
+    "no description": (
+        chain(), Given(train=InMemory(INPUTS, LABELS), valid=None, test=None), "left no description",
+    ),
 }  # fmt: skip
 
 
