@@ -2,7 +2,6 @@
 
     python -m benchmarks gpu [PART …] [--dry-run] [--output FOLDER]
 
-card            what the GPU is, and the versions
 peaks           measured bandwidth of copies, and the fastest products of matrices
 gpt2            tokens/s and MFU of GPT-2 124M at 1,024 tokens, by micro-batch size, beside nanoGPT's loop
 gpt2_compiled   the same with torch.compile, and the 524,288 tokens a step of experiment=gpt2_524k
@@ -18,22 +17,23 @@ and images are random. --dry-run goes through every part on the CPU at toy size,
 from __future__ import annotations
 
 import gc
+import re
 import subprocess
 import sys
 import tempfile
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from importlib.metadata import distributions
 from pathlib import Path
+from shutil import which
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from benchmarks.breakdown import breakdown
 from benchmarks.gpt2 import (
     OURS,
     PADDED,
@@ -52,29 +52,24 @@ from benchmarks.timing import paired, tabulate, take_turns
 from benchmarks.trainer import Loss, PlainLoop, Trainer, adamw, configured, same_model, token_loss
 from data.images import load_torchvision
 from parallel.devices import keep_freed_memory, synchronize
-from training.reporting import describe
 
 LIMIT_S = 600
 TORCHVISION = "torchvision, plain loop"
 # (sequences in a micro-batch, micro-batches a step): 131,072 tokens a step. Compiling takes a minute for each size.
 EAGER = ((4, 32), (8, 16), (16, 8), (32, 4), (64, 2))
 COMPILED = ((16, 8), (32, 4), (32, 16))  # and 524,288 tokens a step
-WINDOW = "profiled steps"
-PACKAGES = ("triton", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "hydra-core")
+# Of kernels and, on a CPU, of operators; the first that is found in a name counts.
+CATEGORIES = {
+    kind: re.compile(names, re.IGNORECASE)
+    for kind, names in {
+        "copies": r"memcpy|memset",
+        "attention": r"attention|sdpa|flash|fmha",
+        "matmul": r"gemm|nvjet|xmma|cutlass|splitk|(^|::|_)(add|b|badd)?mm$|matmul|aten::linear",
+        "cross entropy": r"cross_?entropy|soft_?max|nll_?loss|^_row$",  # the last: models/cross_entropy_kernel.py
+        "optimizer": r"adam|sgd|optimizer|foreach|multi_tensor",
+    }.items()
+}
 CLASSES = 1000
-
-
-def card(toy: bool) -> Iterator[dict]:
-    """Yield one row per fact about the GPU and the versions."""
-    machine = describe()
-    found = {"python": machine["python"], "torch": torch.__version__, "cuda": torch.version.cuda}
-    if not toy:
-        gpu = torch.cuda.get_device_properties(0)
-        found |= {"GPUs": torch.cuda.device_count(), "multiprocessors": gpu.multi_processor_count}
-        found |= {"cudnn": torch.backends.cudnn.version(), **_from_driver()}
-    found |= {package.name: package.version for package in distributions() if package.name in PACKAGES}
-    found |= {"CPU": machine["cpu"]["model"], "cores": machine["cpu"]["cores"]}
-    yield from ({"what": what, "value": value} for what, value in found.items())
 
 
 def peaks(toy: bool) -> Iterator[dict]:
@@ -172,18 +167,28 @@ def where_it_goes(toy: bool) -> Iterator[dict]:
 
 
 def _profiled(step: Callable[[int], object], steps: int, warm_up: int, device: torch.device) -> dict[str, float]:
+    """Return the seconds of each category, of idleness and in all; kernels that overlap count each."""
     for number in range(1, warm_up + 1):
         step(number)
     synchronize(device)
     activities = list(supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA})
-    with profile(activities=activities) as recorded, record_function(WINDOW):
+    with profile(activities=activities) as recorded:
+        start = time.perf_counter()
         for number in range(1, steps + 1):
             step(number)
         synchronize(device)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        recorded.export_chrome_trace(str(path))
-        return breakdown(path, WINDOW)
+        total = time.perf_counter() - start
+    seconds = dict.fromkeys([*CATEGORIES, "elementwise"], 0.0)
+    for event in recorded.key_averages():
+        if not event.is_user_annotation and event.device_type.name.lower() == device.type:
+            own = event.self_cpu_time_total if device.type == "cpu" else event.self_device_time_total
+            seconds[category(event.key)] += own / 1e6
+    return {**seconds, "idle": max(0.0, total - sum(seconds.values())), "total": total}
+
+
+def category(name: str) -> str:
+    """Return what a kernel, or an operator on a CPU, computes, by its name."""
+    return next((kind for kind, names in CATEGORIES.items() if names.search(name)), "elementwise")
 
 
 def resnet50(toy: bool) -> Iterator[dict]:
@@ -271,16 +276,15 @@ def _peak(what: str, value: float, unit: str, share: str = "") -> dict:
     return {"what": what, "value": f"{value:.4g}", "unit": unit, "of the datasheet": share}
 
 
-def _from_driver() -> dict[str, str]:
-    facts = ("name", "compute_cap", "memory.total", "driver_version", "power.limit", "clocks.max.sm", "clocks.max.mem")
-    command = ["nvidia-smi", f"--query-gpu={','.join(facts)}", "--format=csv,noheader", "--id=0"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
-    return dict(zip(facts, answer.strip().split(", "), strict=False))
+def _driver() -> str | None:
+    """Return the driver's version, the power limit and the highest clocks of the GPU; None without a driver."""
+    facts = "driver_version,power.limit,clocks.max.sm,clocks.max.memory"
+    command = ["nvidia-smi", f"--query-gpu={facts}", "--format=csv,noheader", "--id=0"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() if which("nvidia-smi") else None
 
 
 # Each yields the rows of its table; True: at toy size, on the CPU.
 PARTS: Mapping[str, Callable[[bool], Iterator[dict]]] = {
-    "card": card,
     "peaks": peaks,
     "gpt2": gpt2,
     "gpt2_compiled": gpt2_compiled,
@@ -299,7 +303,8 @@ def measure(chosen: Namespace) -> Iterator[Table]:
     parts = chosen.parts or list(PARTS)
     if chosen.quick or len(parts) == 1:
         keep_freed_memory()
-        about = {"cuda": torch.version.cuda, "dry run, whose numbers mean nothing": chosen.quick}
+        about = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": _driver()}
+        about |= {"dry run, whose numbers mean nothing": chosen.quick}
         yield from (Table(f"gpu_{part}", PARTS[part](chosen.quick), {"part": part, **about}) for part in parts)
     elif failed := [part for part in parts if not _in_own_process(part, chosen.output)]:
         raise SystemExit(f"error: parts that failed: {', '.join(failed)}; their rows so far are in {chosen.output}")

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -20,7 +21,6 @@ from parallel.devices import keep_freed_memory, local_device
 from parallel.host_group import choose_backend
 
 RANKS = 2
-TIMEOUT_S = 3600.0
 _ALL_CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 # One heap for all threads: otherwise each thread of another library keeps gigabytes in a heap of its own.
 _HEAPS = "MALLOC_ARENA_MAX"
@@ -48,26 +48,15 @@ class Workers:
     So the memory of one contender is in no other's way.
     """
 
-    def __init__(
-        self,
-        build: Callable,
-        *args: Any,
-        size: int = 1,
-        threads: int = 1,
-        all_cores: bool = False,
-        keep_memory: bool = True,
-        device: str | None = None,
-    ) -> None:
-        """Start the processes and waits until all have called ``build``.
+    def __init__(self, build: Callable, *args: Any, size: int = 1, keep_memory: bool = True, **place: Any) -> None:
+        """Start the processes and wait until all have called ``build``.
 
         Args:
             build: A function or class at the top level of a module; returns an object with ``step(number)``.
             *args: Its arguments; they must be picklable.
             size: The number of processes.
-            threads: The number of threads that one operation uses.
-            all_cores: Whether a process may run on the cores of all ranks; else each stays on its own.
             keep_memory: Whether freed memory is kept (``parallel.devices``); else the C library's defaults hold.
-            device: "cpu" or "cuda", where processes share GPUs if there are fewer of them; ``device_type()`` if None.
+            **place: Where a process runs; see ``_settle``.
         """
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
@@ -76,8 +65,8 @@ class Workers:
         with changed_environment({"OMP_NUM_THREADS": "1", _HEAPS: "1" if keep_memory else None}):
             for rank in range(size):
                 ours, theirs = spawn.Pipe()
-                place = _Place(rank, size, f"{self._folder.name}/store", threads, all_cores, keep_memory, device)
-                process = spawn.Process(target=_serve, args=(theirs, place, build, args), daemon=True)
+                settle = partial(_settle, rank, size, f"{self._folder.name}/store", keep_memory, **place)
+                process = spawn.Process(target=_serve, args=(theirs, settle, partial(build, rank, *args)), daemon=True)
                 process.start()
                 theirs.close()
                 self._pipes.append(ours)
@@ -88,7 +77,7 @@ class Workers:
         """Call ``step(number)`` in all processes at once; returns rank 0's result.
 
         Raises:
-            RuntimeError: If a process has died or does not answer.
+            RuntimeError: If a process has died.
         """
         for pipe in self._pipes:
             with suppress(BrokenPipeError):  # the process has died, which _wait reports
@@ -96,7 +85,7 @@ class Workers:
         return self._wait()
 
     def close(self) -> None:
-        """Kills the processes: the clean-up of the compared libraries may wait for their threads for ever."""
+        """Kill the processes: the clean-up of the compared libraries may wait for their threads for ever."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -106,10 +95,7 @@ class Workers:
     def _wait(self) -> Any:
         answers: dict[Connection, Any] = {}
         while len(answers) < len(self._pipes):
-            ready = wait(set(self._pipes) - answers.keys(), TIMEOUT_S)
-            if not ready:
-                raise RuntimeError(f"waited {TIMEOUT_S:g} s for the workers to answer")
-            for pipe in ready:
+            for pipe in wait(set(self._pipes) - answers.keys()):
                 try:
                     answers[pipe] = pipe.recv()
                 except (EOFError, ConnectionResetError):
@@ -119,39 +105,49 @@ class Workers:
         return answers[self._pipes[0]]
 
 
-@dataclass(frozen=True)
-class _Place:
-    """One of ``Workers``'s processes; ``store`` is the file through which the ranks meet."""
-
-    rank: int
-    size: int
-    store: str
-    threads: int
-    all_cores: bool
-    keep_memory: bool
-    device: str | None
-
-
-def _serve(pipe: Connection, place: _Place, build: Callable, args: tuple) -> None:
-    device = place.device or device_type()
-    if device == "cuda":
-        local_device(device, place.rank)
-    else:
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, cores() if place.all_cores else {cores()[place.rank % len(cores())]})
-        if place.keep_memory:
-            keep_freed_memory()
-    torch.set_num_threads(place.threads)
-    if place.size > 1:
-        use_loopback()
-        store = dist.FileStore(place.store, place.size)
-        backend, options = choose_backend(device, place.rank, place.size, place.rank, store)
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, **options)
-    built = build(place.rank, *args)
+def _serve(pipe: Connection, settle: Callable[[], None], build: Callable) -> None:
+    settle()
+    built = build()
     pipe.send(None)
     with suppress(EOFError):  # the benchmark has ended
         while True:
             pipe.send(built.step(pipe.recv()))
+
+
+def _settle(
+    rank: int,
+    size: int,
+    store: str,
+    keep_memory: bool,
+    threads: int = 1,
+    all_cores: bool = False,
+    device: str | None = None,
+) -> None:
+    """Put this process on its core or GPU, and connect it with the other ranks.
+
+    Args:
+        rank: Of this process.
+        size: The number of ranks.
+        store: The file through which they meet.
+        keep_memory: Whether freed memory is kept.
+        threads: The number of threads that one operation uses.
+        all_cores: Whether it may run on the cores of all ranks; else it stays on its own.
+        device: "cpu" or "cuda", where processes share GPUs if there are fewer of them; ``device_type()`` if None.
+    """
+    device = device or device_type()
+    if device == "cuda":
+        local_device(device, rank)
+    else:
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, cores() if all_cores else {cores()[rank % len(cores())]})
+        if keep_memory:
+            keep_freed_memory()
+    torch.set_num_threads(threads)
+    if size > 1:
+        use_loopback()
+        meeting = dist.FileStore(store, size)
+        backend, options = choose_backend(device, rank, size, rank, meeting)
+        dist.init_process_group(backend, store=meeting, rank=rank, world_size=size, **options)
 
 
 @dataclass(frozen=True)

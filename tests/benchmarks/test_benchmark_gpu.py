@@ -1,7 +1,6 @@
-"""The benchmark gpu: its dry run on the CPU goes through every part; where a step goes is read from a trace."""
+"""The benchmark gpu: its dry run on the CPU goes through every part."""
 
 import csv
-import json
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import torch
 
 from benchmarks import gpt2, gpu
 from benchmarks.__main__ import run as benchmark
-from benchmarks.breakdown import CATEGORIES, breakdown, category
 from benchmarks.trainer import PlainLoop, Trainer, adamw, configured, same_model, token_loss
 
 ROOT = Path(__file__).parents[2]
@@ -43,20 +41,10 @@ def check_rates(rows: list[dict], column: str) -> None:
 
 def check_shares(rows: list[dict]) -> None:
     for row in rows:
-        shares = {name: float(row[name].rstrip("%")) for name in (*CATEGORIES, "idle")}
+        shares = {name: float(row[name].rstrip("%")) for name in (*gpu.CATEGORIES, "elementwise", "idle")}
         # On a CPU operators follow each other, so that the shares are of a whole; threads of other tests are not seen.
         assert sum(shares.values()) == pytest.approx(100, abs=2)
-        assert all(shares[name] > 0 for name in ("matmul", "attention", "cross entropy", "optimizer", "elementwise"))
-
-
-def test_a_part_writes_its_rows_with_date_card_and_versions(tmp_path, capsys):
-    for part in ("card", "peaks"):
-        benchmark(["gpu", part, "--dry-run", "--output", str(tmp_path)])
-        about = json.loads((tmp_path / f"gpu_{part}.json").read_text())
-        assert about["date"] and about["machine"]["packages"]["torch"] and "gpus" in about["machine"]
-    assert {"what": "torch", "value": torch.__version__} in rows_of(tmp_path, "card")
-    assert all(float(row["value"]) > 0 for row in rows_of(tmp_path, "peaks"))
-    assert "| what | value |" in capsys.readouterr().out
+        assert all(shares[name] > 0 for name in ("matmul", "attention", "elementwise"))
 
 
 def test_parts_of_a_gpu_are_measured_in_processes_that_are_ended_in_time(tmp_path, monkeypatch, capsys):
@@ -71,15 +59,17 @@ def test_parts_of_a_gpu_are_measured_in_processes_that_are_ended_in_time(tmp_pat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(SystemExit, match="parts that failed: peaks; their rows so far are in"):
-        benchmark(["gpu", "card", "peaks", "gpt2", "--output", str(tmp_path)])
-    assert commands == [["benchmarks", "gpu", part, "--output", str(tmp_path)] for part in ("card", "peaks", "gpt2")]
+        benchmark(["gpu", "pipelines", "peaks", "gpt2", "--output", str(tmp_path)])
+    assert commands == [
+        ["benchmarks", "gpu", part, "--output", str(tmp_path)] for part in ("pipelines", "peaks", "gpt2")
+    ]
     assert "peaks took longer than 600 s" in capsys.readouterr().err
 
 
 def test_without_a_gpu_the_error_names_the_dry_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="no GPU that torch can use; --dry-run goes through every part"):
-        benchmark(["gpu", "card"])
+        benchmark(["gpu", "peaks"])
 
 
 def test_the_plain_loop_trains_as_this_project_does():
@@ -148,53 +138,21 @@ def test_resnet50_stands_beside_torchvision_s(tmp_path):
     check_rates(rows, "images/s")
 
 
-# -- where a step goes --------------------------------------------------------------------------------------------
-
-
-def event(cat, name, ts, dur, tid=1, **args):
-    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": dur, "args": args}
-
-
-def test_kernels_are_told_by_their_names_and_by_the_operators_that_launched_them(tmp_path):
-    trace = [
-        event("user_annotation", "steps", 0.0, 100.0),
-        event("gpu_user_annotation", "steps", 0.0, 100.0, tid=7),
-        event("cpu_op", "aten::mm", 1.0, 2.0, **{"External id": 1}),
-        event("kernel", "nvjet_tst_128x256", 10.0, 30.0, tid=7, **{"External id": 1}),
-        event("cpu_op", "_FusedCrossEntropy", 4.0, 6.0, **{"External id": 2}),
-        event("cpu_op", "aten::exp_", 5.0, 1.0, **{"External id": 3}),
-        event("kernel", "vectorized_elementwise_kernel", 40.0, 10.0, tid=7, **{"External id": 3}),
-        event("cpu_op", "aten::mm", 7.0, 1.0, **{"External id": 4}),
-        event("kernel", "nvjet_tst_256x128", 50.0, 10.0, tid=7, **{"External id": 4}),
-        event("kernel", "triton_poi_fused_gelu", 60.0, 5.0, tid=7),  # launched by compiled code, of no operator
-        event("kernel", "pytorch_flash::flash_fwd_kernel<cutlass::bfloat16_t>", 62.0, 8.0, tid=9),
-        event("gpu_memcpy", "Memcpy HtoD", 80.0, 5.0, tid=7),
-        event("kernel", "after_the_window", 200.0, 5.0, tid=7),
-    ]
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": trace}))
-    # 60 of kernels, of which 3 overlap, and 5 of a copy: 35 are idle.
-    assert {name: round(seconds * 1e6) for name, seconds in breakdown(path, "steps").items()} == {
-        "matmul": 40, "attention": 8, "cross entropy": 10, "optimizer": 0, "copies": 5, "elementwise": 5,
-        "idle": 35, "total": 100,
-    }  # fmt: skip
-    with pytest.raises(ValueError, match="no event 'others'"):
-        breakdown(path, "others")
-
-
 @pytest.mark.parametrize(
-    "names, expected",
+    "name, expected",
     [
-        (["cutlass_80_tensorop_bf16_s16816gemm", "aten::addmm"], "matmul"),
-        (["fmha_cutlassB_f32", "aten::_efficient_attention_backward"], "attention"),
-        (["triton_red_fused__log_softmax_nll_loss_forward_3"], "cross entropy"),
-        (["multi_tensor_apply_kernel<FusedAdamMathFunctor>", "aten::_fused_adamw_"], "optimizer"),
-        (["vectorized_layer_norm_kernel", "aten::native_layer_norm"], "elementwise"),
-        (["aten::copy_", "aten::to", "aten::linear"], "elementwise"),
+        ("cutlass_80_tensorop_bf16_s16816gemm", "matmul"),
+        ("aten::addmm", "matmul"),
+        ("pytorch_flash::flash_fwd_kernel<cutlass::bfloat16_t>", "attention"),
+        ("triton_red_fused__log_softmax_nll_loss_forward_3", "cross entropy"),
+        ("_row", "cross entropy"),  # this project's own
+        ("multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("Memcpy HtoD", "copies"),
+        ("vectorized_layer_norm_kernel", "elementwise"),
     ],
 )
-def test_categories(names, expected):
-    assert category(names) == expected
+def test_kernels_are_told_by_their_names(name, expected):
+    assert gpu.category(name) == expected
 
 
 def test_without_a_compiler_the_row_for_compile_is_left_out_with_its_reason(monkeypatch, capsys):
