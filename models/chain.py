@@ -19,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from models.losses import Loss, check_loss
 from models.seeds import by_sample, derive_seed, seeded
 
 _MOST_LAYERS = 10_000  # each is a Python object several times over
+CPU = torch.device("cpu")
 
 
 Tensors = Tensor | tuple[Tensor, ...]  # what passes between layers
@@ -122,8 +124,6 @@ class LayerSpec:
     build: Callable[[], nn.Module]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not all(self.name.split(".")):
-            raise ModelError(f"layer {self.name!r}: a name is a text such as 'h.0', without empty parts")
         if isinstance(self.build, nn.Module) or not callable(self.build):
             raise ModelError(
                 f"layer {self.name!r}: build={type(self.build).__name__} must be a function that makes the layer, such "
@@ -146,9 +146,6 @@ def reset_parameters(name: str, module: nn.Module) -> None:
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-
-
-_NO_LAYERS = Layers([])
 
 
 @dataclass(frozen=True)
@@ -188,17 +185,11 @@ class Chain:
     fingerprint: str = ""
 
     def __post_init__(self) -> None:
-        wrong = [self.layers] if not isinstance(self.layers, Sequence) else self.layers
-        for layer in wrong:
+        for layer in self.layers:
             if not isinstance(layer, LayerSpec):
                 raise ModelError(
                     f"a chain is made of a list of LayerSpec(name, build), not of a {type(layer).__name__}; layers "
                     "that exist become a chain by models.sequential.chain_of(nn.Sequential(...), loss)"
-                )
-        for key, kind in (("tied", Mapping), ("limits", Mapping), ("initialise", Callable)):
-            if not isinstance(getattr(self, key), kind):
-                raise ModelError(
-                    f"a chain's {key} must be a {kind.__name__}, not a {type(getattr(self, key)).__name__}"
                 )
         check_loss(self.loss)
         names = self.names
@@ -207,14 +198,10 @@ class Chain:
         repeated = [name for name, count in Counter(names).items() if count > 1]
         if repeated:
             raise ModelError(f"layer names must differ; more than once: {sorted(repeated)}")
-        known = set(names)
         for name in names:
-            parents = name.split(".")[:-1]
-            outer = [above for i in range(len(parents)) if (above := ".".join(parents[: i + 1])) in known]
+            outer = [above for above in accumulate(name.split(".")[:-1], "{}.{}".format) if above in names]
             if outer:
                 raise ModelError(f"layer {name!r} would be a part of layer {outer[0]!r}: give one of them another name")
-            if hasattr(_NO_LAYERS, name.partition(".")[0]):
-                raise ModelError(f"layer {name!r} has the name of an attribute of modules: choose another")
 
     @property
     def names(self) -> list[str]:
@@ -251,44 +238,34 @@ class Chain:
         dtype: torch.dtype = torch.float32,
         built: Callable[[str, nn.Module], None] = lambda name, layer: None,
     ) -> Layers:
-        """Build layers with their initial weights. Nothing else takes memory.
+        """Build layers with their initial weights.
 
-        A tied weight whose owner is in another stage is drawn here once more, under the owner's name::
+        A tied weight whose owner is in another stage is drawn here once more, with the owner's layer::
 
             stage 0                        stage 1
             embedding.wte.weight  ------>  head.lm_head.weight
-            the owner: drawn from          a copy: memory first, then the numbers that
-            (seed, "embedding.wte")        (seed, "embedding.wte") gives there too
+            the owner: drawn from          a copy: of an embedding that is built here too for a moment,
+            (seed, "embedding.wte")        from the same (seed, "embedding.wte")
 
-        Where both are in one stage, the alias becomes the owner's parameter. Weights are drawn on the CPU in float32
-        whatever the device and dtype (of floating-point weights), so that all runs start from the same numbers.
+        Where both are in one stage, the alias becomes the owner's parameter. Nothing else takes memory. Weights are
+        drawn on the CPU in float32 whatever the device and dtype (of floating-point weights), so that all runs start
+        from the same numbers.
 
         ``built`` is called with each layer and its name before the next one takes memory. The weights of a layer that
         shares one with another of these are not final then.
         """
         layers = self.skeleton(names)
-        owner_of = {  # alias -> owner in another stage
-            alias: original
-            for alias, original in self.tied.items()
-            if is_within(alias, names) and not is_within(original, names)
-        }
-        copies = {layers.get_parameter(alias) for alias in owner_of}
-        initialised: set[Tensor] = set()
         for layer_name, layer in layers.items():
             constructed = self._constructed(layer_name, layer, seed)
             for name, module in layer.named_modules(prefix=layer_name):
-                own = set(_own_tensors(module).values())
-                if own <= initialised:  # nothing of its own, or an alias of what is initialised already
-                    continue
-                initialised |= own
-                if own <= copies:
-                    module.to_empty(device="cpu", recurse=False)
-                else:
+                owners = [self.tied.get(f"{name}.{key}", "") for key in _own_tensors(module)]
+                if not all(is_within(owner, names) for owner in owners):  # else it has nothing that is not an alias
                     self._fill(name, module, constructed, derive_seed(seed, name))
-                _move(module, device, dtype)
-            for alias, original in owner_of.items():
-                if is_within(alias, [layer_name]):
-                    copy, initial = layers.get_parameter(alias), self._initial(original, seed)
+                    _move(module, device, dtype)
+            for alias, owner in self.tied.items():
+                if is_within(alias, [layer_name]) and not is_within(owner, names):
+                    owner_layer = [name for name in self.names if is_within(owner, [name])]
+                    copy, initial = layers.get_parameter(alias), self.build(owner_layer, seed, CPU).get_parameter(owner)
                     with torch.no_grad():
                         copy.copy_(initial).requires_grad_(initial.requires_grad)
             built(layer_name, layer)
@@ -299,16 +276,6 @@ class Chain:
         """Return the names of the parameters that several of these layers share, aliases and originals."""
         pairs = [pair for pair in self.tied.items() if all(is_within(name, names) for name in pair)]
         return sorted({name for pair in pairs for name in pair})
-
-    def _initial(self, parameter: str, seed: int) -> Tensor:
-        """Return the initial value of a parameter of any layer; nothing but its module takes memory."""
-        module_name, _, attribute = parameter.rpartition(".")
-        (layer_name,) = [name for name in self.names if is_within(parameter, [name])]
-        layers = self.skeleton([layer_name])
-        module = layers.get_submodule(module_name)
-        constructed = self._constructed(layer_name, layers[layer_name], seed)
-        self._fill(module_name, module, constructed, derive_seed(seed, module_name))
-        return getattr(module, attribute)
 
     def _constructed(self, name: str, layer: nn.Module, seed: int) -> dict[str, nn.Module]:
         """Return a layer's modules by name, on the CPU, if only its constructor can tell its numbers; else nothing."""

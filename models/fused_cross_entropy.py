@@ -12,7 +12,6 @@ The forward therefore already does the element-wise half of the backward; withou
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
 
 import torch
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.losses import IGNORED, Sums, mask_targets
+from models.seeds import works
 
 # Rows to a block. CPU: 16 x 50,304 x 4 bytes is 3 MiB, measured fastest of 16, 64, 256 on one and two threads.
 # Elsewhere large blocks, which bound the float32 copy to 1.6 GB.
@@ -66,7 +66,8 @@ def _kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether Triton can build the kernel here, for which it needs a C compiler, and the numbers are torch's."""
     if dtype == torch.float64:
         return False
-    try:
+
+    def check() -> None:
         from models.cross_entropy_kernel import cross_entropy_rows
 
         logits = torch.linspace(-4.0, 4.0, 3 * 5000, device=device).view(3, 5000).to(dtype)
@@ -75,12 +76,8 @@ def _kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
         losses = _by_blocks(expected, targets, True, OTHER_ROWS), cross_entropy_rows(logits, targets, True).sum()
         torch.testing.assert_close(*losses, rtol=1e-3, atol=0.0)
         torch.testing.assert_close(logits[::2], expected[::2], rtol=2e-2, atol=1e-6)
-    except Exception as error:  # of Triton's, the compiler's, the driver's
-        if not isinstance(error, ImportError):
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            warnings.warn(f"cross entropy without its Triton kernel, which is slower: {reason}", stacklevel=2)
-        return False
-    return True
+
+    return works("cross entropy", check)
 
 
 class _FusedCrossEntropy(torch.autograd.Function):

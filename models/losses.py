@@ -7,7 +7,6 @@ is right for padding, for token budgets and for a short last evaluation batch al
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -75,11 +74,7 @@ def check_loss(loss: Any) -> None:
             "metrics. In the place of nn.CrossEntropyLoss: models.losses.ClassCrossEntropy(), of tokens "
             "TokenCrossEntropy(); of nn.MSELoss: SquaredError(); one of your own: docs/extending.md, 'A metric'"
         )
-
-    names = loss.metrics
-    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise ModelError(f"{type(loss).__name__}.metrics={names!r} must be a tuple of names, such as ('accuracy',)")
-    if "loss" in names:
+    if "loss" in loss.metrics:
         raise ModelError(f"{type(loss).__name__}.metrics has the name 'loss', which is the loss's own: choose another")
 
 

@@ -20,7 +20,7 @@ import hashlib
 import math
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -224,17 +224,10 @@ _OURS = {nn.Dropout: Dropout, nn.Dropout1d: Dropout1d, nn.Dropout2d: Dropout2d, 
 def by_sample(name: str, layer: nn.Module) -> nn.Module:
     """Make the dropout of a layer dropout by sample, in place, and tell each module its name."""
     for full_name, module in layer.named_modules(prefix=name):
-        ours = next((ours for theirs, ours in _OURS.items() if type(module).forward is theirs.forward), None)
-        if ours is not None:
-            module.__class__ = _derived(ours, type(module))
+        module.__class__ = _OURS.get(type(module), type(module))
         if isinstance(module, BySample):
             module.full_name = full_name
     return layer
-
-
-@cache
-def _derived(ours: type, theirs: type) -> type:
-    return ours if theirs in _OURS else type(theirs.__name__, (ours, theirs), {})
 
 
 def _threshold(p: float) -> int:
@@ -284,12 +277,22 @@ class _InKernel(torch.autograd.Function):
 @cache
 def _kernel_works(device: torch.device) -> bool:
     """Return whether Triton can build the kernel here, and it drops out what it should."""
-    try:
+
+    def check() -> None:
         ones = torch.ones(4, 5003, device=device)
         torch.testing.assert_close(_in_kernel(ones, 2**62 + 1, 7, 4, 0.25), _mask(ones.clone(), 2**62 + 1, 7, 4, 0.25))
+
+    return works("dropout", check)
+
+
+def works(what: str, check: Callable[[], None]) -> bool:
+    """Return whether a Triton kernel passes a check; warn where it is there and does not."""
+    try:
+        check()
+    except ImportError:
+        return False
     except Exception as error:  # of Triton's, the compiler's, the driver's
-        if not isinstance(error, ImportError):
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            warnings.warn(f"dropout without its Triton kernel, which is slower: {reason}", stacklevel=2)
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        warnings.warn(f"{what} without its Triton kernel, which is slower: {reason}", stacklevel=3)
         return False
     return True

@@ -68,21 +68,13 @@ def chain_of(net: nn.Sequential, loss: Loss, **fields: Any) -> Chain:
 
 def _check_sequential(net: Any) -> None:
     """Check that the children of ``net`` are what it computes, in their order."""
-    inner = getattr(net, "module", None) or getattr(net, "_orig_mod", None)
-    if isinstance(net, nn.Module) and isinstance(inner, nn.Module) and not isinstance(net, nn.Sequential):
-        raise ModelError(
-            f"chain_of was given a model inside of a {type(net).__name__}: give the nn.Sequential itself; parallel=ddp "
-            "and train.compile=true do the rest"
-        )
     if not isinstance(net, nn.Sequential) or type(net).forward is not nn.Sequential.forward:
         given = f"the class {net.__name__}" if isinstance(net, type) else f"a {type(net).__name__}"
-        own = ", whose forward need not be its children one after the other" if isinstance(net, nn.Module) else ""
         raise ModelError(
-            f"chain_of takes an nn.Sequential, not {given}{own}: write nn.Sequential(*layers), or a Chain of layers "
-            "(docs/extending.md, 'A model')"
+            f"chain_of takes an nn.Sequential, not {given}, whose forward need not be its children one after the "
+            "other: write nn.Sequential(*layers), or a Chain of layers (docs/extending.md, 'A model'); parallel=ddp "
+            "and train.compile=true wrap it by themselves"
         )
-    if any(parameter.is_meta for parameter in net.parameters()):
-        raise ModelError("this model is on the meta device and has no weights: make it without torch.device('meta')")
 
 
 def _as_ours(name: str, norm: nn.Module) -> StepBatchNorm:

@@ -121,20 +121,10 @@ def test_in_place_it_changes_its_input():
     assert torch.equal(x, dropped(layer(lambda: nn.Dropout(0.5)), ones(4, 8)))
 
 
-class Renamed(nn.Dropout):
-    pass
-
-
-class WithAForwardOfItsOwn(nn.Dropout):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 1
-
-
-def test_what_torch_s_forward_drops_out_is_dropped_out_by_sample_and_nothing_else():
-    net = layer(lambda: nn.Sequential(nn.Dropout(0.5), Renamed(0.5), WithAForwardOfItsOwn(0.5), nn.AlphaDropout(0.5)))
-    assert [isinstance(module, seeds.BySample) for module in net] == [True, True, False, False]
-    assert isinstance(net[1], Renamed) and [m.full_name for m in net[:2]] == ["h.0.0", "h.0.1"]
-    assert torch.equal(dropped(net[2], ones(2, 3)), 2 * ones(2, 3))
+def test_what_torch_s_dropout_drops_out_is_dropped_out_by_sample_and_nothing_else():
+    net = layer(lambda: nn.Sequential(nn.Dropout(0.5), nn.AlphaDropout(0.5)))
+    assert [isinstance(module, seeds.BySample) for module in net] == [True, False]
+    assert net[0].full_name == "h.0.0"
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
