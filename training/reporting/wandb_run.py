@@ -59,9 +59,8 @@ class WandbRun:
                 "config": run_config,
             }
         )
-        online = getattr(mode, "value", mode) == "online"
         with _service_ended_on_error():
-            self._run = (self._start_online() if online else None) or self._start("offline")
+            self._run = (self._start_online() if mode == "online" else None) or self._start("offline")
 
     def log(self, record: dict, step: int) -> None:
         """Log the values of a record as train/loss, val/loss and so on; records of the same step are merged."""
@@ -96,12 +95,8 @@ class WandbRun:
             reason = "no API key is set up on this machine; run `wandb login` once"
         except Exception as error:
             reason = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
-        log.warning(
-            "wandb cannot log online (%s). This run logs offline instead; upload it later with: "
-            "wandb sync %s/offline-run-*",
-            reason,
-            shlex.quote(str(self._run_dir / "wandb")),
-        )
+        log.warning("wandb cannot log online (%s). This run logs offline instead; upload it later with: "
+                    "wandb sync %s/offline-run-*", reason, shlex.quote(str(self._run_dir / "wandb")))  # fmt: skip
         _end_service()  # it still holds the failed run, and would refuse its id to the offline one
         return None
 
@@ -135,15 +130,9 @@ def _private_environment(run_dir: Path, mode: str) -> contextlib.AbstractContext
     No setting does this. The environment is restored, so that no other child inherits it: neither these variables nor
     the address of the service (WANDB_SERVICE), which a child's wandb would use instead of starting its own.
     """
-    changes: dict[str, str | None] = {
-        "WANDB_SILENT": "true",
-        "WANDB_ERROR_REPORTING": "false",
-        "WANDB_MODE": mode,
-        "WANDB_SERVICE": None,
-    }
-    for kind in ("cache", "data", "artifact"):
-        changes[f"WANDB_{kind.upper()}_DIR"] = str(run_dir / "wandb" / kind)
-    return changed_environment(changes)
+    settings = {"SILENT": "true", "ERROR_REPORTING": "false", "MODE": mode, "SERVICE": None}
+    folders = {f"{kind.upper()}_DIR": str(run_dir / "wandb" / kind) for kind in ("cache", "data", "artifact")}
+    return changed_environment({f"WANDB_{name}": value for name, value in {**settings, **folders}.items()})
 
 
 @contextlib.contextmanager
