@@ -34,8 +34,9 @@ def score_figure(table: Table) -> Figure:
     else:
         _curves(axes, table, axis)
         axes.set(xlabel=axis, ylabel=table.objective.title)
-    subjects = [row.summary.get(key) for key in ("model", "parallel", "device") for row in table.scored]
-    axes.set_title(", ".join(dict.fromkeys(filter(None, subjects))), loc="left", fontsize="medium")
+    subjects = [{row.summary.get(key) for row in table.scored} - {None} for key in ("model", "parallel", "device")]
+    title = ", ".join(subject.pop() for subject in subjects if len(subject) == 1)  # what all jobs have in common
+    axes.set_title(title, loc="left", fontsize="medium")
     _add_legend(figure, axes)
     return figure
 
@@ -88,6 +89,7 @@ def _canvas(height: float) -> tuple[Figure, Axes]:
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
     return figure, axes
 
 

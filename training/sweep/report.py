@@ -152,8 +152,8 @@ def _figures(table: Table) -> Iterator[tuple[str, str]]:
     caption = f"{table.objective.title}: {'larger' if table.objective.larger_is_better else 'smaller'} is better"
     if table.objective.name == TIME:
         caption += (
-            ". Medians after the warm-up; whiskers from the 10th to the 90th percentile. Ideal: if splitting the batch "
-            "cost nothing but the schedule's bubble"
+            ". Medians after the warm-up, with whiskers from the 10th to the 90th percentile. Ideal, of pipelines: if "
+            "splitting the batch cost nothing but the schedule's bubble"
         )
     yield caption, _svg(score_figure(table))
     if (losses := loss_figure(table)) is not None:
