@@ -180,13 +180,15 @@ def _typed(overrides: Any) -> dict[str, Override]:
 
 
 def _config_of(path: Path) -> dict[str, Any] | None:
-    """Return the configuration that a checkpoint keeps, as far as it is read at all; None if it keeps none."""
+    """Return the configuration that a checkpoint keeps; None if it keeps none."""
     checkpoint = Checkpoint.find(path)
     config = checkpoint.config
-    if config is None:
-        return None
-    sections = [config.get(name) if isinstance(config, dict) else None for name in (*TRAINED, "choices")]
-    if not all(isinstance(section, dict) for section in sections[:-1]) or not isinstance(sections[0].get("name"), str):
+    try:
+        sections = [] if config is None else [config.get("choices", {}), *(config[name] for name in TRAINED)]
+        usable = config is None or isinstance(config["model"]["name"], str)
+    except (LookupError, TypeError, AttributeError):
+        usable = False
+    if not usable or not all(isinstance(section, dict) for section in sections):
         raise CheckpointError(f"{checkpoint.folder / MANIFEST} is damaged: config in it cannot be right")
     return config
 
