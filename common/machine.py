@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, TextIO
 
 from common.errors import UserError
@@ -31,20 +31,15 @@ def available_memory() -> float:
     Infinite where neither is known.
     """
     available = [float("inf")]
-    try:
+    with suppress(OSError, KeyError, ValueError):
         fields = dict([line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines()])
         available.append(int(fields["MemAvailable"].split()[0]) * 1024)
-    except (OSError, KeyError, ValueError):
-        pass
     for folder in _control_groups():
-        try:
+        with suppress(OSError, KeyError, ValueError):  # without a limit, memory.max reads "max"
             limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
             # What the kernel has cached of files counts as used, and makes way.
             fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            used -= int(fields["inactive_file"])
-        except (OSError, ValueError, KeyError):  # without a limit, memory.max reads "max"
-            continue
-        available.append(limit - used)
+            available.append(limit - used + int(fields["inactive_file"]))
     return min(available)
 
 
@@ -62,16 +57,14 @@ def check_memory(needed: float, what: str, way_out: str) -> None:
         )
 
 
-def _control_groups() -> Iterator[Path]:
-    """Yield the folders of this process's control groups (version 2), from its own to the outermost that is seen."""
-    top = Path("/sys/fs/cgroup")
+def _control_groups() -> list[Path]:
+    """Return the folders of this process's control groups (version 2), from its own to the outermost that is seen."""
     try:
-        own = next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
-    except (OSError, StopIteration):
-        own = "/"
-    path = PurePosixPath(own.lstrip("/"))
-    for part in (path, *path.parents):
-        yield top / part
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    own = Path("/sys/fs/cgroup", *[line[3:].lstrip("/") for line in lines if line.startswith("0::")])
+    return [own, *own.parents[:-3]]
 
 
 @contextmanager

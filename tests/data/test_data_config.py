@@ -31,13 +31,6 @@ def test_every_option_names_a_data_set_and_sets_what_it_takes(composed, path):
     assert isinstance(instantiate(config), kind)
 
 
-@pytest.mark.parametrize("name", ["stdlib", "text", "wikitext2"])
-def test_text_is_gpt2s_tokens_unless_the_model_or_the_user_wants_words(composed, name):
-    assert composed(f"data={name}", "model=transformer").vocabulary == "words"
-    assert composed(f"data={name}", "model=transformer", "data.vocabulary=gpt2").vocabulary == "gpt2"
-    assert composed(f"data={name}", "model=toy").vocabulary == "gpt2"
-
-
 def test_the_columns_of_a_text_follow_the_global_batch(composed):
     config = composed("data=wikitext2", "data.vocabulary=words", "data.batchify=true", "train.global_batch_size=20")
     assert config.columns == 20

@@ -189,9 +189,6 @@ LAYOUTS = {
     "train.compile=true": Refusal(
         "train.compile=true", "C++ compiler", "CXX", "train.compile=false", env={"CXX": f"{NOWHERE}/g++"}
     ),
-    "GLOO_SOCKET_IFNAME=nowhere0": [
-        Refusal("parallel=ddp 'parallel.env={GLOO_SOCKET_IFNAME: nowhere0}'", "unset"),
-    ],
     "512 processes": Refusal("parallel=ddp parallel.dp=512 train.global_batch_size=512", "GiB", "free"),
 }  # fmt: skip
 
