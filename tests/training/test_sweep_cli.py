@@ -53,7 +53,6 @@ def test_the_table_has_overrides_and_results_and_is_printed_at_the_end(three):
 def test_each_job_has_processes_of_its_own_even_where_one_is_enough(three):
     """Then its peak memory is its own."""
     assert three.stdout.count("1 process on cpu") == 2
-    assert (three.folder / "0" / "logs").is_dir() and (three.folder / "2" / "logs").is_dir(), "of workers"
     first, _, last = jobs(three.folder)
     peaks = [int(row["peak_memory_bytes_sum"]) for row in (first, last)]
     assert peaks[1] < 1.1 * peaks[0]
