@@ -15,11 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import Layout, train
+from cases import Layout, assert_same_training, train
+from cells import GPU_LAYOUTS, ONE_GPU, PUBLISHED, on_gpus
 from commandline import train as train_command
-from comparing import assert_same_training
 from composed import config
-from test_cuda_parity import LAYOUTS, RECIPES, SINGLE
 
 from parallel.shape_inference import estimate_memory
 from training.optimizer import states_of
@@ -49,7 +48,7 @@ SOON_S = 60
 
 
 def on_device(model: str, **changes):
-    return dataclasses.replace(RECIPES[model], device=DEVICE, **changes)
+    return on_gpus(model, device=DEVICE, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -71,21 +70,21 @@ def on_one_device(device_ranks):
 
     def run(recipe):
         if recipe not in known:
-            (known[recipe],) = device_ranks.run(1, train, SINGLE, recipe)
+            (known[recipe],) = device_ranks.run(1, train, ONE_GPU, recipe)
         return known[recipe]
 
     return run
 
 
-@pytest.mark.parametrize("model", RECIPES)
+@pytest.mark.parametrize("model", PUBLISHED)
 def test_twelve_steps_are_those_of_the_cpu(on_one_device, ranks, model):
     recipe = on_device(model, steps=12, eval_every=6, dropout=0.0)
-    (reference,) = ranks.run(1, train, SINGLE, dataclasses.replace(recipe, device="cpu"))
+    (reference,) = ranks.run(1, train, ONE_GPU, dataclasses.replace(recipe, device="cpu"))
     assert_same_training([on_one_device(recipe)], reference, TOLERANCE)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
-@pytest.mark.parametrize("layout", [SINGLE, *LAYOUTS], ids=str)
+@pytest.mark.parametrize("layout", [ONE_GPU, *GPU_LAYOUTS], ids=str)
 @pytest.mark.parametrize("model", ["gpt2", "transformer"])
 def test_dropout_is_the_same_under_every_layout(device_ranks, on_one_device, model, layout, recompute):
     recipe = on_device(model, dropout=0.2)

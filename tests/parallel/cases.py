@@ -96,10 +96,10 @@ class Result:
     loss_scales: list[float] = field(default_factory=list)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
-    copies: dict[str, torch.Tensor] = field(default_factory=dict)  # tied parameters under the names of both ends
+    tied: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # other names' copies, by the canonical name
     evaluations: list[list[float]] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
-    parameters: int = 0
+    parameters: int = 0  # the numbers of elements
     intervals: list[list[Interval]] = field(default_factory=list)
     waits: list[dict[str, int]] = field(default_factory=list)  # for a pretend GPU, by step
 
@@ -197,10 +197,10 @@ def train(layout: Layout, recipe: Recipe) -> Result:
             sums = strategy.eval_step(_pad_last(batch_at(0)).chunks(plan.dp)[share])
             result.evaluations.append(strategy.all_sum(sums))
     result.state = _copy(strategy, strategy.state_dict())
-    ends = {*strategy.chain.tied, *strategy.chain.tied.values()}
     for stage in strategy.stages:
-        everything = stage.layers.named_parameters(remove_duplicate=False)
-        result.copies |= _copy(strategy, {name: parameter for name, parameter in everything if name in ends})
+        everything = dict(stage.layers.named_parameters(remove_duplicate=False))
+        copies = _copy(strategy, {name: everything[name] for name in everything.keys() & strategy.chain.tied.keys()})
+        result.tied += [(strategy.chain.tied[name], tensor) for name, tensor in copies.items()]
     result.intervals = list(strategy.timeline.steps) if strategy.timeline is not None else []
     strategy.close()
     return result
@@ -248,3 +248,57 @@ def _overflow(strategy: Strategy) -> torch.utils.hooks.RemovableHandle | None:
     if first.layers.names[0] != strategy.chain.names[0]:
         return None
     return next(first.parameters()).register_hook(lambda gradient: gradient * math.inf)
+
+
+# -- how far a run was from another ----------------------------------------------------------------------------------
+
+
+def weights_of(run: list[Result]) -> dict[str, torch.Tensor]:
+    """The whole model's weights, put together from all ranks; replicas and tied copies must hold the same bits."""
+    whole: dict[str, torch.Tensor] = {}
+    for result in run:
+        for name, tensor in result.state.items():
+            if name in whole:
+                assert torch.equal(whole[name], tensor), f"replicas differ in {name}"
+            whole[name] = tensor
+    for name, tensor in (copy for result in run for copy in result.tied):
+        assert torch.equal(whole[name], tensor), f"the copies of {name} differ"
+    return whole
+
+
+def assert_same_training(run: list[Result], reference: Result, tolerance: float) -> None:
+    """Losses and gradient norms of every step, evaluations, and every final weight tensor by norm, relative.
+
+    Weights that hardly move would agree by standing still, so each is also compared by how far it moved, to a
+    hundred times the tolerance (the last bits of a weight of 1 are many of its small movement).
+    """
+    for rank, result in enumerate(run):
+        assert result.losses == run[0].losses, f"rank {rank} has other losses than rank 0"
+        assert result.norms == run[0].norms, f"rank {rank} has other gradient norms than rank 0"
+        assert result.evaluations == run[0].evaluations, f"rank {rank} has other evaluations than rank 0"
+    far = {
+        "loss": _farthest(run[0].losses, reference.losses),
+        "gradient norm": _farthest(run[0].norms, reference.norms),
+    }
+    for (loss, count, *_), (wanted_loss, wanted_count, *_) in zip(
+        run[0].evaluations, reference.evaluations, strict=True
+    ):
+        assert count == wanted_count, f"an evaluation counted {count} terms, not {wanted_count}"
+        far["evaluation"] = max(far.get("evaluation", 0.0), _farthest([loss], [wanted_loss]))
+    weights = weights_of(run)
+    assert weights.keys() == reference.state.keys()
+    for name, wanted in reference.state.items():
+        if not wanted.numel():
+            continue
+        rounding = torch.finfo(wanted.dtype).eps if wanted.is_floating_point() else 0.0
+        wanted, start = wanted.double(), reference.initial[name].double()
+        error, moved = (weights[name].double() - wanted).norm(), (wanted - start).norm()
+        # A bias before a BatchNorm has no gradient but rounding, and moves by that.
+        moved = max(moved, 1000 * rounding * wanted.norm())
+        far[name] = max(error / wanted.norm(), error / moved / 100).item()
+    wrong = {what: distance for what, distance in far.items() if not distance <= tolerance}
+    assert not wrong, f"farther than {tolerance} from single, relative: {wrong}"
+
+
+def _farthest(values: list[float], wanted: list[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(values, wanted, strict=True))

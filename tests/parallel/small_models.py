@@ -1,24 +1,29 @@
-"""What the tests of strategies train: small models, and batches from which they learn in a few steps."""
+"""What the tests of strategies train: small models, and batches from which they learn in a few steps.
+
+The layers of ``unet`` and ``translator`` pass tuples of tensors on: skip connections; two inputs, a mask, a loss.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from unittest import mock
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from tuple_models import TUPLE_MODELS
 
 from conf.composition import compose
 from conf.instantiate import to_config, to_dict
 from data.dataset import Batch
-from models.chain import Chain
+from models.batchnorm import BatchNorm2d
+from models.chain import Chain, LayerSpec
 from models.classifier import classifier
 from models.convnet import convnet
 from models.gpt2 import gpt2
-from models.losses import ClassCrossEntropy, SquaredError
+from models.losses import ClassCrossEntropy, SquaredError, Sums, TokenCrossEntropy
 from models.resnet50 import GROUPS, resnet50
 from models.sequential import chain_of
 from models.toy import toy
@@ -29,13 +34,15 @@ if TYPE_CHECKING:
     from cases import Recipe
 
 VOCABULARY, TOKENS = 512, 32
+WORDS, LENGTH, WIDTH = 40, 6, 16
 
 
 def short_resnet() -> Chain:
-    """ResNet-50 with 5 of its 16 blocks, each kind of them, narrower but for the last."""
-    blocks = {"layer1": (2, 16, 1), "layer2": (1, 32, 2), "layer3": (1, 64, 2), "layer4": (1, 512, 2)}
+    """ResNet-50 with 5 of its 16 blocks, each kind of them, narrower."""
+    blocks = {"layer1": (2, 16, 1), "layer2": (1, 32, 2), "layer3": (1, 64, 2), "layer4": (1, 128, 2)}
     with mock.patch.dict(GROUPS, blocks):
-        return resnet50()
+        chain = resnet50()
+    return replace(chain, layers=[*chain.layers[:-1], LayerSpec("fc", lambda: nn.Linear(512, 10))])
 
 
 class Partly(nn.Module):
@@ -83,6 +90,171 @@ def torchs_encoder() -> Chain:
     return chain_of(nn.Sequential(*layers), ClassCrossEntropy())
 
 
+class Down(nn.Module):
+    """(x [b, c, s, s], *skips) -> (x at half the size, x, *skips)."""
+
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(before, after, 3, padding=1, bias=False)
+        self.norm = BatchNorm2d(after)
+
+    def forward(self, x: Tensor, *skips: Tensor) -> tuple[Tensor, ...]:
+        x = F.relu(self.norm(self.convolution(x)))
+        return F.avg_pool2d(x, 2), x, *skips
+
+
+class Middle(nn.Module):
+    """(x, *skips) -> (x, *skips): the skips pass through untouched."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor, *skips: Tensor) -> tuple[Tensor, ...]:
+        return F.relu(self.convolution(x)), *skips
+
+
+class Up(nn.Module):
+    """(x, skip, *skips) -> (x at twice the size, *skips)."""
+
+    def __init__(self, before: int, skip: int, after: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(before + skip, after, 3, padding=1)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, skip: Tensor, *skips: Tensor) -> tuple[Tensor, ...]:
+        x = torch.cat([F.interpolate(x, scale_factor=2.0), skip], dim=1)
+        return self.dropout(F.relu(self.convolution(x))), *skips
+
+
+def unet() -> Chain:
+    """Images [b, 3, 8, 8] -> [b, 1, 8, 8], in channels_last."""
+    return Chain(
+        [
+            LayerSpec("down1", lambda: Down(3, 6)),
+            LayerSpec("down2", lambda: Down(6, 8)),
+            LayerSpec("middle", lambda: Middle(8)),
+            LayerSpec("up2", lambda: Up(8, 8, 8)),
+            LayerSpec("up1", lambda: Up(8, 6, 6)),
+            LayerSpec("head", lambda: nn.Conv2d(6, 1, 1)),
+        ],
+        loss=SquaredError(),
+        channels_last=True,
+    )
+
+
+def unet_batch(size: int, step: int) -> Batch:
+    images = torch.randn(size, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+    return Batch(images, images.sum(dim=1, keepdim=True).abs())
+
+
+class Attention(nn.Module):
+    """Single-headed attention of x [b, t, c] to memory [b, s, c], where mask [b, s] is 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
+        scores = self.query(x) @ self.key(memory).transpose(1, 2) / WIDTH**0.5
+        scores = scores + (1 - mask.to(scores.dtype)).unsqueeze(1) * -100.0
+        return self.norm(x + self.dropout(scores.softmax(dim=-1) @ self.value(memory)))
+
+
+class EmbedSource(nn.Module):
+    """(source, target) [b, t] int64 -> (hidden [b, t, c], mask [b, t], target, an auxiliary loss of 0).
+
+    Only the first has a gradient; the last gets one in the next layer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+
+    def forward(self, source: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        return self.embedding(source), (source > 0).float(), target, torch.zeros((), device=source.device)
+
+
+class Encoder(nn.Module):
+    """(hidden, mask, target, auxiliary) -> the same: hidden states changed, and a mean over the micro-batch added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, hidden: Tensor, mask: Tensor, target: Tensor, auxiliary: Tensor) -> tuple[Tensor, ...]:
+        hidden = self.attention(hidden, hidden, mask)
+        return hidden, mask, target, auxiliary + hidden.float().mean((0, 1)).square().sum()
+
+
+class EmbedTarget(nn.Module):
+    """(memory, mask, target, auxiliary) -> the same, target as hidden [b, t, c]: of no tensor that has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+
+    def forward(self, memory: Tensor, mask: Tensor, target: Tensor, auxiliary: Tensor) -> tuple[Tensor, ...]:
+        return memory, mask, self.embedding(target), auxiliary
+
+
+class Decoder(nn.Module):
+    """(memory, mask, hidden, auxiliary) -> the same, hidden states changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, memory: Tensor, mask: Tensor, hidden: Tensor, auxiliary: Tensor) -> tuple[Tensor, ...]:
+        return memory, mask, self.attention(hidden, memory, mask), auxiliary
+
+
+class Words(nn.Module):
+    """(memory, mask, hidden, auxiliary) -> (logits [b, t, words], auxiliary)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, memory: Tensor, mask: Tensor, hidden: Tensor, auxiliary: Tensor) -> tuple[Tensor, Tensor]:
+        return self.projection(hidden), auxiliary
+
+
+class WithAuxiliaryLoss:
+    """Cross entropy of the logits, and a tenth of the auxiliary loss for each token."""
+
+    metrics: tuple[str, ...] = ()
+
+    def __call__(self, output: tuple[Tensor, Tensor], targets: Tensor, weights: Tensor | None) -> Sums:
+        logits, auxiliary = output
+        sums = TokenCrossEntropy()(logits, targets, weights)
+        return Sums(sums.loss + 0.1 * auxiliary * sums.count, sums.count)
+
+
+def translator() -> Chain:
+    """Two token inputs [b, t] -> logits of the next target token; its embedding and projection are tied."""
+    return Chain(
+        [
+            LayerSpec("embed_source", EmbedSource),
+            LayerSpec("encoder", Encoder),
+            LayerSpec("embed_target", EmbedTarget),
+            LayerSpec("decoder1", Decoder),
+            LayerSpec("decoder2", Decoder),
+            LayerSpec("words", Words),
+        ],
+        loss=WithAuxiliaryLoss(),
+        tied={"words.projection.weight": "embed_target.embedding.weight"},
+    )
+
+
+def translator_batch(size: int, step: int) -> Batch:
+    draws = torch.rand(size, 2 * LENGTH + 1, generator=torch.Generator().manual_seed(step))
+    tokens = (draws.pow(3) * WORDS).long()
+    source, target = tokens[:, :LENGTH], tokens[:, LENGTH:]
+    return Batch((source, target[:, :-1]), target[:, 1:])
+
+
 class Island(nn.Linear):
     """A layer that computes in float32 whatever the precision is."""
 
@@ -105,9 +277,10 @@ def chain_and_batches(recipe: Recipe) -> tuple[Chain, Callable[[int], Batch]]:
         return chain, lambda step: _features(recipe.global_batch, step)
     if recipe.model == "torch's encoder":
         return torchs_encoder(), lambda step: _features(recipe.global_batch, 0)
-    if recipe.model in TUPLE_MODELS:
-        build_chain, batch = TUPLE_MODELS[recipe.model]
-        return build_chain(), lambda step: batch(recipe.global_batch, step)
+    if recipe.model == "unet":
+        return unet(), lambda step: unet_batch(recipe.global_batch, step)
+    if recipe.model == "translator":
+        return translator(), lambda step: translator_batch(recipe.global_batch, step)
     if recipe.model in IMAGES:
         channels, size, build_chain = IMAGES[recipe.model]
         return build_chain(), lambda step: _image_batch(recipe.global_batch, channels, size, step)

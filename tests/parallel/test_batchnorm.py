@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Layout, Recipe
-from comparing import assert_same_training, weights_of
+from cases import Layout, Recipe, assert_same_training, weights_of
 from torch import nn
 
 from models.batchnorm import BatchNorm2d

@@ -2,29 +2,56 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
-from cases import trainings
+from cases import assert_same_training, trainings
 from cells import CELLS, Cell
-from comparing import assert_same_training
+
+from parallel.schedules import SCHEDULES
+from parallel.timeline import WORK
 
 
 def params(device: str):
     return [cell.param for cell in {str(cell): cell for cell in CELLS if cell.device == device}.values()]
 
 
-def assert_it_is_the_wanted_one(cell: Cell, trained: dict) -> None:
-    (reference,) = trained[cell.wanted.device](cell.reference, cell.wanted)
+def assert_it_is_the_wanted_one(cell: Cell, trained: dict) -> list:
+    reference, *_ = trained[cell.wanted.device](cell.reference, cell.wanted)
     # A comparison of two runs that stand still would say nothing. (The sequential one has new batches at each step.)
     assert reference.losses[-1] < reference.losses[0] or cell.recipe.model == "sequential", "nothing was learned"
     run = trained[cell.device](cell.layout, replace(cell.recipe, device=cell.device))
     assert_same_training(run, reference, cell.tolerance)
-    for rank, result in enumerate(run if cell.device == "cuda" else ()):
-        assert sum(result.waits[-1].values()) == 1, f"rank {rank} waited for its GPU: {result.waits}"
+    if cell.layout.pipelined:
+        assert_all_work_is_noted(cell, run)
     if cell.rounded is not None:
         with pytest.raises(AssertionError, match="farther than"):
             assert_same_training(run, reference, cell.rounded)
+    return run
+
+
+def assert_all_work_is_noted(cell: Cell, run: list) -> None:
+    """The timeline has a forward and a backward of each stage and micro-batch, one after the other on a rank."""
+    layout, stages = cell.layout, cell.layout.pp * (1 + SCHEDULES[cell.layout.schedule].looped)
+    last, dp, chunks = stages - 1, layout.dp, layout.chunks
+    for step in range(cell.recipe.steps):
+        noted = Counter(
+            (i.kind.removesuffix("_input"), i.stage, i.microbatch) for result in run for i in result.intervals[step]
+        )
+        wanted = [(kind, s, m) for kind in ("forward", "backward") for s in range(stages) for m in range(chunks)]
+        wanted += [("receive_activation", s, m) for s in range(1, stages) for m in range(chunks)]
+        wanted += [("receive_gradient", s, m) for s in range(last) for m in range(chunks)]
+        late = {key: count for key, count in noted.items() if key[0] == "backward_weight"}
+        assert noted == {**dict.fromkeys(wanted, dp), **late}
+        for result in run:
+            begun = {(i.kind.removesuffix("_input"), i.stage, i.microbatch): i.start for i in result.intervals[step]}
+            work = [(i.start, i.end) for i in result.intervals[step] if i.kind in WORK]
+            assert all(end <= start for (_, end), (start, _) in zip(work, work[1:], strict=False))
+            for kind, stage, microbatch, start, end in result.intervals[step]:
+                if kind not in WORK:  # it ends as the work begins that it was for
+                    user = "forward" if kind == "receive_activation" else "backward"
+                    assert start <= end == begun[user, stage, microbatch]
 
 
 @pytest.mark.parametrize("cell", params("cpu"))
@@ -39,4 +66,7 @@ def trained_on_gpus(gpus):
 
 @pytest.mark.parametrize("cell", params("cuda"))
 def test_on_pretended_gpus_it_is_the_training_of_one_of_them(trained, trained_on_gpus, cell):
-    assert_it_is_the_wanted_one(cell, {"cpu": trained, "cuda": trained_on_gpus})
+    for rank, result in enumerate(assert_it_is_the_wanted_one(cell, {"cpu": trained, "cuda": trained_on_gpus})):
+        waits = sum(result.waits[-1].values())
+        assert waits == 1 or cell.layout.name == "data_parallel", f"rank {rank} waited for its GPU: {result.waits}"
+        assert all(tensor.dtype.itemsize >= 4 for tensor in result.state.values())

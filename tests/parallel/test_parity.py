@@ -7,9 +7,8 @@ import math
 
 import pytest
 import torch
-from cases import Layout, Recipe
+from cases import Layout, Recipe, assert_same_training, weights_of
 from cells import RECIPES
-from comparing import assert_same_training, weights_of
 from probes import in_bf16
 
 TOLERANCE = 1e-5  # relative, in float32

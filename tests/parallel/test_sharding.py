@@ -6,9 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from cases import Layout, Recipe, parallel_section
+from cases import Layout, Recipe, parallel_section, weights_of
 from cells import RECIPES
-from comparing import weights_of
 from probes import bytes_of_state, gathers, gradients_after_an_evaluation, losses_of_optimizers
 from torch import nn
 
