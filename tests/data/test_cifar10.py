@@ -84,12 +84,10 @@ def test_files_that_are_not_the_published_ones_are_refused_and_not_unpickled(pre
     assert not (tmp_path / "harm").exists()
 
 
-@pytest.mark.parametrize("name", ["data_batch_3", "test_batch"])
-@pytest.mark.parametrize("keep", [0, 100])
-def test_a_file_cut_short_is_named(prepared, known, name, keep):
-    path = known / name
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(DataError, match=rf"{name} \({keep} bytes, MD5 .* is damaged"):
+def test_a_file_cut_short_is_named(prepared, known):
+    path = known / "data_batch_3"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(DataError, match=r"data_batch_3 \(100 bytes, MD5 .* is damaged"):
         prepared(CIFAR10, known)
 
 

@@ -36,7 +36,3 @@ def test_the_columns_of_a_text_follow_the_global_batch(composed):
     assert config.columns == 20
     data = instantiate(config)
     assert data.columns == 20 and data.vocab_size is None
-
-
-def test_random_regression_follows_the_seed_of_the_run(composed):
-    assert composed("data=random_regression", "seed=7").seed == 7

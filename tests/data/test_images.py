@@ -30,12 +30,6 @@ def test_holding_out_takes_the_same_share_of_each_class_and_every_sample_once():
     assert all(map(np.array_equal, hold_out(labels, 100), (rest, held_out)))
 
 
-@pytest.mark.parametrize("count", [0, 1, 7])
-def test_exactly_as_many_are_held_out_as_asked_for(count):
-    rest, held_out = hold_out(np.arange(7) % 2, count)
-    assert (len(rest), len(held_out)) == (7 - count, count)
-
-
 def test_batches_are_normalised_floats_and_class_indices_of_the_rows_of_a_split():
     images = stored()
     split = Images(images, np.array([7, 3, 4]), [127.5] * 3, [64.0] * 3, (3, 8, 8))

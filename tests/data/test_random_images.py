@@ -25,21 +25,3 @@ def test_a_sample_depends_on_seed_split_and_index_alone(drawn):
     assert torch.equal(inputs, everything[[19, 3]]) and torch.equal(targets, classes[[19, 3]])
     for other in (drawn(seed=1).train, data.valid, data.test):
         assert not torch.equal(other.read(np.arange(20), epoch=0)[0], everything)
-
-
-def test_a_sample_of_a_split_that_fits_is_drawn_once(drawn, monkeypatch):
-    small, large = drawn().train, drawn(samples=10**9).train
-    for source in (small, large):
-        source.read(np.array([5, 2]), epoch=0)[0].zero_()  # what is kept is no part of a batch
-    count, generator = [], np.random.SFC64
-
-    def counted(seed):
-        count.append(seed)
-        return generator(seed)
-
-    monkeypatch.setattr(np.random, "SFC64", counted)
-    images, classes = small.read(np.array([2, 5, 2]), epoch=1)
-    assert not count
-    images_again, classes_again = large.read(np.array([2, 5, 2]), epoch=1)
-    assert len(count) == 3
-    assert torch.equal(images, images_again) and torch.equal(classes, classes_again)

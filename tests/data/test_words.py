@@ -14,11 +14,6 @@ from data.wikitext2 import WikiText2
 from data.words import basic_english, choose_words, count_words, encode_words
 
 
-@pytest.fixture
-def words_of(prepared):
-    return lambda root, **options: prepared(Text, root, **{"seq_len": 2, "vocabulary": "words"} | options)
-
-
 def tokens_of(source) -> list[int]:
     return source.read(np.arange(len(source)), 0)[0].flatten().tolist()
 
@@ -74,15 +69,6 @@ def test_reading_in_pieces_does_not_change_the_words(tmp_path, monkeypatch):
     assert count_words([whole_file(tmp_path / "text")]) == counts == Counter(basic_english(text))
     tokens = encoded([tmp_path / "text"], words)
     assert [words[token] for token in tokens] == basic_english(text)
-
-
-def test_words_are_counted_once_and_again_for_another_frequency_or_size(tmp_path, words_of, monkeypatch):
-    (tmp_path / "text").write_text("a b\n" * 50 + "c\n" + "a b\n" * 50)
-    assert words_of(tmp_path / "text").vocabulary.words == ["<unk>", "a", "b"]
-    assert words_of(tmp_path / "text", min_frequency=1).vocabulary.words == ["<unk>", "a", "b", "c"]
-    assert words_of(tmp_path / "text", max_vocabulary=2).vocabulary.words == ["<unk>", "a"]
-    monkeypatch.setattr("data.words.count_words", lambda _: pytest.fail("counted a second time"))
-    assert words_of(tmp_path / "text").vocabulary.words == ["<unk>", "a", "b"]
 
 
 @pytest.mark.slow

@@ -54,12 +54,6 @@ def test_building_a_stage_builds_nothing_else():
     assert built == ["b", "c"]
 
 
-def test_building_leaves_the_global_random_state_untouched():
-    before = torch.get_rng_state()
-    tiny().build(tiny().names, 7, CPU)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_weights_do_not_depend_on_the_global_random_state():
     torch.manual_seed(0)
     first = toy().build(["net1"], 7, CPU)["net1"].weight
@@ -127,11 +121,9 @@ def test_such_layers_start_from_the_same_numbers_in_any_cut(names):
     "optimizer",
     [
         lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
-        lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True),
         lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=True),
     ],
-    ids=["fused AdamW", "foreach AdamW", "SGD", "fused SGD"],
+    ids=["fused AdamW", "SGD"],
 )
 def test_the_head_s_cast_weight_is_kept_for_a_step_and_follows_the_optimizer_after_it(optimizer):
     last = Stage(tiny(), ["head"], seed=7, device=CPU)

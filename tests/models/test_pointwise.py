@@ -24,8 +24,8 @@ def alike(images, bias, dtype=torch.float64, stride=1):
 
 @pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("stride", [1, 2, 3])
-@pytest.mark.parametrize("count", [1, 3, 15, 16, 20])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("count", [1, 15, 16])
 def test_outputs_and_gradients_are_those_of_a_convolution(count, stride, dtype, memory_format):
     images = torch.randn(count, 5, 7, 4).to(memory_format=memory_format)
     for bias in (True, False):
