@@ -148,6 +148,12 @@ def to_tensor(name: str, given: Any) -> Tensor:
         raise DataError(f"{name}: one number is no sample; give a tensor whose first dimension counts the samples")
     if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch computes next to nothing with these
         tensor = tensor.to(torch.int64)
+    dense = tensor.layout is torch.strided and not tensor.is_quantized
+    if not dense or tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize < 2):
+        raise DataError(
+            f"{name}: {'' if dense else 'sparse or quantized '}{str(tensor.dtype).removeprefix('torch.')} cannot be "
+            "trained on; give a dense tensor of float32 (or float16, bfloat16, float64) or of whole numbers"
+        )
     return tensor
 
 

@@ -124,6 +124,8 @@ class LayerSpec:
     build: Callable[[], nn.Module]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not all(self.name.split(".")):
+            raise ModelError(f"layer {self.name!r}: a name is a text such as 'h.0', without empty parts")
         if isinstance(self.build, nn.Module) or not callable(self.build):
             raise ModelError(
                 f"layer {self.name!r}: build={type(self.build).__name__} must be a function that makes the layer, such "
@@ -146,6 +148,9 @@ def reset_parameters(name: str, module: nn.Module) -> None:
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+
+
+_NO_LAYERS = Layers([])
 
 
 @dataclass(frozen=True)
@@ -185,7 +190,7 @@ class Chain:
     fingerprint: str = ""
 
     def __post_init__(self) -> None:
-        for layer in self.layers:
+        for layer in self.layers if isinstance(self.layers, Sequence) else [self.layers]:
             if not isinstance(layer, LayerSpec):
                 raise ModelError(
                     f"a chain is made of a list of LayerSpec(name, build), not of a {type(layer).__name__}; layers "
@@ -202,6 +207,8 @@ class Chain:
             outer = [above for above in accumulate(name.split(".")[:-1], "{}.{}".format) if above in names]
             if outer:
                 raise ModelError(f"layer {name!r} would be a part of layer {outer[0]!r}: give one of them another name")
+            if hasattr(_NO_LAYERS, name.partition(".")[0]):
+                raise ModelError(f"layer {name!r} has the name of an attribute of modules: choose another")
 
     @property
     def names(self) -> list[str]:

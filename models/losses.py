@@ -74,6 +74,8 @@ def check_loss(loss: Any) -> None:
             "metrics. In the place of nn.CrossEntropyLoss: models.losses.ClassCrossEntropy(), of tokens "
             "TokenCrossEntropy(); of nn.MSELoss: SquaredError(); one of your own: docs/extending.md, 'A metric'"
         )
+    if isinstance(loss.metrics, str) or not all(isinstance(name, str) for name in loss.metrics):
+        raise ModelError(f"{type(loss).__name__}.metrics={loss.metrics!r} must be names, such as ('accuracy',)")
     if "loss" in loss.metrics:
         raise ModelError(f"{type(loss).__name__}.metrics has the name 'loss', which is the loss's own: choose another")
 

@@ -28,6 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from common.errors import LaunchError
+
 
 @dataclass
 class Mesh:
@@ -133,7 +135,13 @@ class Mesh:
         longest = int(max(self._gather_tensors(torch.tensor([len(mine)], device=device), group)))
         padded = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8).to(device)
         messages = self._gather_tensors(padded, group)
-        return [json.loads(message.cpu().numpy().tobytes()) for message in messages]  # which ignores the spaces
+        try:  # JSON ignores the spaces behind it
+            return [json.loads(message.cpu().numpy().tobytes()) for message in messages]
+        except ValueError as error:
+            raise LaunchError(
+                f"a rank sent a message that is not JSON ({error}): the network has changed it, or another program "
+                "talks to this run's ports (SECURITY.md). Start the run again"
+            ) from None
 
     def _gather_tensors(self, mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
         received = [torch.zeros_like(mine) for _ in range(self.size)]

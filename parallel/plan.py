@@ -18,6 +18,7 @@ from parallel.schedules import SCHEDULES, check_chunks, ideal_bubble, stages_per
 from parallel.strategies import StrategyInfo, names_where, strategy_info, suggest
 
 HIERARCHICAL = ("hierarchical", "hierarchical_bf16")  # values of parallel.comm_hook
+_MOST_THREADS = 1024  # of a process; with very many, OpenMP ends it by a segmentation fault
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,8 @@ def _check_shape(parallel, info: StrategyInfo) -> None:
         if value is not None and not value > 0:
             least = "at least 1" if isinstance(value, int) else "above 0"
             raise PlanError(f"parallel.{key}={value} must be {least}")
+    if (parallel.threads or 0) > _MOST_THREADS:
+        raise PlanError(f"parallel.threads={parallel.threads} must be at most {_MOST_THREADS:,}")
     name = parallel.name
     if not info.replicas and parallel.dp not in (None, 1):
         other = suggest(replicas=True, stages=info.stages)

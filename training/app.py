@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -365,8 +365,10 @@ def follow(world: World, arguments: Sequence[str] = ()) -> None:
 def _typed_timeout(arguments: Sequence[str]) -> float:
     from conf.schema import Parallel
 
-    typed = re.findall(r"^parallel\.timeout_s=(\d+)", "\n".join(arguments), re.MULTILINE)
-    return float(typed[-1]) if typed else Parallel.timeout_s
+    typed = [word.partition("=")[2] for word in arguments if word.startswith("parallel.timeout_s=")]
+    with suppress(ValueError):  # rank 0 says what is wrong with it
+        return float(typed[-1]) if typed else Parallel.timeout_s
+    return Parallel.timeout_s
 
 
 def _requeued(world: World) -> AbstractContextManager:

@@ -301,9 +301,15 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
         TrainingError: One has no learning rate, or refuses the section's numbers, such as a negative one.
     """
     for section in filter(None, (config, config.get("others"))):
-        target_of("optim", section)
+        kind = target_of("optim", section)
         if "lr" not in section:
             raise TrainingError(f"optim: {section['_target_']} needs a learning rate (lr), which the schedule changes")
+        closure = inspect.signature(getattr(kind, "step", kind)).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise TrainingError(
+                f"optim: {section['_target_']} evaluates the loss several times per step (a closure), which training "
+                "in micro-batches does not; use another optimizer"
+            )
         one = ("", nn.Parameter(torch.zeros(1, 1)))
         _build({"decay_vectors": True, **section, "rates": None}, [one], fused=False)
 
@@ -348,9 +354,13 @@ def check_layout(config: Mapping[str, Any], plan: Plan, chain: Chain) -> None:
 
 
 def check_rates(rates: Mapping[str, float] | None, chain: Chain) -> None:
-    """Check the names in ``optim.rates``; raise TrainingError where the model has no parameter in such a module."""
+    """Check ``optim.rates``; raise TrainingError for a factor below 0, or a module in which there is no parameter."""
+    if not isinstance(rates or {}, Mapping):
+        raise TrainingError(f"optim.rates={rates} must be factors by module, such as {{fc: 10, layer4.0: 0.1}}")
     names = [name for name, _ in chain.skeleton().named_parameters()]
-    for module in rates or {}:
+    for module, factor in (rates or {}).items():
+        if not isinstance(factor, (int, float)) or factor < 0:
+            raise TrainingError(f"optim.rates.{module}={factor} must be a number of at least 0")
         if not any(_is_in(name, module) for name in names):
             parts = sorted({part for name in names for part in name.split(".")[:-1]})
             known = [part for part in parts if not part.isdecimal()] or parts

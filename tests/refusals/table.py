@@ -89,7 +89,6 @@ VALUES = {
     "model.hidden": Refusal("model.hidden=1.5"),
     "train.grad_clip": [
         Refusal("train.grad_clip=much"),
-        Refusal("train.grad_clip=inf"),
         Refusal("train.grad_clip=0", "train.grad_clip=0", "above 0"),
     ],
     "train.spike_factor": Refusal("train.spike_factor=1", "train.spike_factor=1.0 must be above 1"),
@@ -110,12 +109,17 @@ VALUES = {
         Refusal("optim._target_=torch.optim.Adma", "_target_=torch.optim.Adma names nothing"),
         Refusal("optim=adamw optim.betas=[0.9]", "AdamW cannot take these values"),
         Refusal("optim=muon optim.others=null", "2D parameters", "optim.others"),
+        Refusal("optim._target_=torch.optim.LBFGS", "LBFGS", "closure"),
     ],
     "names nothing: write the dotted name of a class": [
         Refusal("optim._target_=7", "_target_=7 "),
         Refusal("optim._target_=nothing", "_target_=nothing "),
     ],
-    "optim.rates": Refusal("+optim.rates={net3:2}", "the model has no module 'net3'; it has net1, net2"),
+    "optim.rates": [
+        Refusal("+optim.rates={net3:2}", "the model has no module 'net3'; it has net1, net2"),
+        Refusal("+optim.rates={net1:-1}", "net1=-1 must be a number of at least 0"),
+        Refusal("+optim.rates=10", "optim.rates=10 must be factors by module"),
+    ],
     "scheduler": [
         Refusal("scheduler=cosine_warmup scheduler.warmup_steps=-1", "scheduler.warmup_steps=-1"),
         Refusal("scheduler=cosine_warmup scheduler.min_ratio=1.1", "scheduler.min_ratio=1.1"),

@@ -1,7 +1,6 @@
 """A machine, a user or a terminal that lacks something: one line says what, and nothing hangs."""
 
 import pwd
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -36,10 +35,3 @@ def test_a_user_without_a_home_folder(tmp_path, monkeypatch, capsys):
     assert main(["model=gpt2", "model.size=tiny", "logger=none"]) == 1
     said = capsys.readouterr().err
     assert "HOME is not set" in said and "data.cache_dir=FOLDER" in said
-
-
-def test_too_few_open_files(tmp_path):
-    few = 20
-    done = command(cwd=tmp_path, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (few, few)))
-    assert "20 files (ulimit -n)" in refused(done)
-    assert not list(tmp_path.rglob("metrics.jsonl"))
