@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+
+_PLAIN = (type(None), bool, int, str)  # as JSON has them
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
@@ -79,6 +82,23 @@ def parse_json(text: bytes | str) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def jsonable(value: Any) -> Any:
+    """Return a copy of a value made of what JSON knows; NaN and infinity become None."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)  # an IntEnum is written as its number
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): item if type(item) in _PLAIN else jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [item if type(item) in _PLAIN else jsonable(item) for item in value]
+    if hasattr(value, "tolist"):  # tensors, numpy arrays and numpy numbers
+        return jsonable(value.tolist())
+    return str(value)
 
 
 def read_yaml(path: Path) -> Any:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from common.errors import TrainingError
+from common.files import jsonable
 from conf.instantiate import build
 from data.dataset import Batch
 from data.loader import TrainBatches, train_loader
@@ -30,7 +31,6 @@ from training.evaluate import evaluate_split, not_finite
 from training.first_not_finite import first_not_finite
 from training.identity import recipe
 from training.optimizer import Optimizer
-from training.reporting import jsonable
 from training.reporting.console import numbers
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome
@@ -129,8 +129,9 @@ class Loop:
     def progress(self) -> dict:
         """Return what a checkpoint keeps of the loop, so that a resumed run continues as this one would."""
         numbers = {key: getattr(self.outcome, key) for key in _RESUMED}
-        states = {"skipping": self.skipping.state_dict(), "callbacks": self.callbacks.state_dict()}
-        return jsonable({**numbers, "recipe": self.recipe, **states})
+        called = self.callbacks.state_dict() if self.callbacks.all else {}
+        kept = {**numbers, "recipe": self.recipe, "skipping": self.skipping.state_dict(), "callbacks": called}
+        return jsonable(kept)
 
     def restore(self, progress: dict, path: Path | None) -> None:
         """Continue an earlier run.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from common.errors import TrainingError, UserError, add_note, exit_is_failure, is_out_of_memory
-from common.files import read_yaml
+from common.files import jsonable, read_yaml
 from common.machine import styled, usable_cores
 from conf import COMMAND, TRAINED
 from conf.composition import hydra_word
@@ -39,7 +39,7 @@ from training.evaluate import evaluate_split, not_finite
 from training.identity import changes, check_ranks, follows_total
 from training.loop import Loop
 from training.optimizer import Optimizer
-from training.reporting import SUMMARY, jsonable
+from training.reporting import SUMMARY
 from training.reporting.console import describe_results, numbers, what_to_type
 from training.reporting.recorder import Loggers, Recorder, sections
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise

@@ -38,7 +38,6 @@ from parallel.sharding import Rows, rows_of
 from parallel.strategy import Strategy
 from training.checkpoint.files import (
     BEST,
-    FORMAT,
     LATEST,
     MANIFEST,
     Checkpoint,
@@ -91,9 +90,28 @@ class Checkpointer:
             warn: Takes a sentence about a save in the background that has failed.
         """
         self.folder, self.strategy, self.optimizer, self.warn = Path(folder), strategy, optimizer, warn
-        self._every, self.keep, self._timeout_s, self._config = every, keep, timeout_s, config
-        self.mesh = strategy.mesh
-        if self.mesh.rank == 0:
+        self._every, self.keep, self._timeout_s = every, keep, timeout_s
+        self._mesh, plan = strategy.mesh, strategy.plan
+        self.rank, self._alone = self._mesh.rank, self._mesh.size == 1
+        # What this rank writes: nothing, its rows of files, or also what each file has once.
+        self._writes, self.first = self._mesh.copy == 0, self._mesh.shard == 0
+        self._writers = plan.pp * self._mesh.shards
+        self._about = {
+            "seed": strategy.options.seed,
+            "optimizer": optimizer.kind,
+            "layout": {
+                "parallel": plan.strategy,
+                "dp": plan.dp,
+                "pp": plan.pp,
+                "shards": self._mesh.shards,
+                "chunks": plan.chunks,
+                "precision": plan.precision,
+                "stages": [list(stage.layers) for stage in plan.stages],
+            },
+            "tied": dict(strategy.chain.tied),
+            "config": config,
+        }
+        if self.rank == 0:
             for draft in self.folder.glob(".*.tmp"):
                 if draft.is_dir() and not draft.is_symlink():
                     shutil.rmtree(draft, ignore_errors=True)
@@ -143,14 +161,18 @@ class Checkpointer:
         """
         self.wait_pending()
         self._newest = step
-        final, manifest = self.folder / step_name(step), self._manifest(step, progress or {})
+        final, progress = self.folder / step_name(step), progress or {}
         if step == self._saved:
-            if self.mesh.rank == 0:
-                self._amend(final, manifest["progress"])
+            if self.rank == 0:
+                self._amend(final, progress)
             return final
-        files = files_of(self.strategy, self.optimizer)
-        copies = None if wait else copy_tensors(files, self.mesh.pp * self.mesh.shards, self._buffers)
-        self._connect(files)
+        scale = self.strategy.loss_scale
+        scaled = {"scale": scale.scale, "good_steps": scale.good_steps}
+        manifest = {"step": step, **self._about, "loss_scale": scaled, "progress": progress}
+        files = files_of(self.strategy, self.optimizer) if self._writes else {}
+        copies = None if wait else copy_tensors(files, self._writers, self._buffers)
+        if not self._alone and self.group is None:
+            self.group = self._new_group(files)
         self._pending = _Save(self, manifest, copies or files, awaited=wait)
         self._pending.start()
         if wait:
@@ -167,10 +189,10 @@ class Checkpointer:
         if save is None:
             return None
         save.join()
-        answers = self.mesh.gather((save.error, save.lost))
+        answers = self.gather((save.error, save.lost))
         if any(lost for _, lost in answers):
             self.group = None  # it cannot be used any more
-            if self.mesh.rank == 0:  # a rank that was late may have written to it again
+            if self.rank == 0:  # a rank that was late may have written to it again
                 shutil.rmtree(save.draft, ignore_errors=True)
         failure = next((error for error, _ in answers if error is not None), None)
         if failure is None:
@@ -190,28 +212,9 @@ class Checkpointer:
         if self._pending is not None:
             self._pending.join(_CLOSE_S)
 
-    def _manifest(self, step: int, progress: dict) -> dict[str, Any]:
-        strategy = self.strategy
-        plan = strategy.plan
-        return {
-            "format": FORMAT,
-            "step": step,
-            "seed": strategy.options.seed,
-            "optimizer": self.optimizer.kind,
-            "layout": {
-                "parallel": plan.strategy,
-                "dp": plan.dp,
-                "pp": plan.pp,
-                "shards": strategy.mesh.shards,
-                "chunks": plan.chunks,
-                "precision": plan.precision,
-                "stages": [list(stage.layers) for stage in plan.stages],
-            },
-            "tied": dict(strategy.chain.tied),
-            "loss_scale": {"scale": strategy.loss_scale.scale, "good_steps": strategy.loss_scale.good_steps},
-            "progress": progress,
-            "config": self._config,
-        }
+    def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list:
+        """Return every rank's value, by rank."""
+        return [value] if self._alone else self._mesh.gather(value, group=group)
 
     def _amend(self, final: Path, progress: dict) -> None:
         """Update the progress of a checkpoint that is saved already: an evaluation may have followed."""
@@ -224,12 +227,10 @@ class Checkpointer:
         except (OSError, CheckpointError) as error:
             self.warn(f"{final} could not be brought up to date: {error}; {free_space(final)}")
 
-    def _connect(self, files: Files) -> None:
-        """Make the group of the saving threads, when it is first needed."""
-        if self.group is None and self.mesh.size > 1:
-            most = max(self.mesh.gather(sum(rows.tensor.nbytes for part in files.values() for rows in part.values())))
-            patience = timedelta(seconds=self._timeout_s + most / _SLOWEST_DISK)
-            self.group = dist.new_group(backend="gloo", timeout=patience)
+    def _new_group(self, files: Files) -> dist.ProcessGroup:
+        """Make the group of the saving threads."""
+        most = max(self.gather(sum(rows.tensor.nbytes for part in files.values() for rows in part.values())))
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s + most / _SLOWEST_DISK))
 
 
 class _Save(threading.Thread):
@@ -247,7 +248,6 @@ class _Save(threading.Thread):
         self.error: str | None = None
         self.lost = False
         self._checkpoints, self._manifest, self._files, self._awaited = checkpoints, manifest, files, awaited
-        self._mesh, self._group = checkpoints.mesh, checkpoints.group
 
     def run(self) -> None:
         if sys.platform == "linux":  # there, threads have priorities: training comes first
@@ -258,7 +258,7 @@ class _Save(threading.Thread):
             self._together("published it", partial(self._publish, files))
         except CheckpointError as error:
             self.error = f"the checkpoint of step {self.step} could not be written: {error}"
-            if self._mesh.rank == 0:
+            if self._checkpoints.rank == 0:
                 shutil.rmtree(self.draft, ignore_errors=True)
             if not self._awaited:
                 self._checkpoints.warn(f"{self.error}; training goes on, the last good checkpoint stays")
@@ -277,7 +277,7 @@ class _Save(threading.Thread):
         except Exception as failure:
             error = f"{failure}; {free_space(self.draft.parent)}"
         try:
-            answers = self._mesh.gather((value, error), group=self._group)
+            answers = self._checkpoints.gather((value, error), group=self._checkpoints.group)
         except Exception as failure:
             self.lost = True
             cause = str(failure).rpartition("] ")[2]  # without the line of gloo's source
@@ -290,15 +290,15 @@ class _Save(threading.Thread):
     def _write(self) -> None:
         """Write this rank's rows."""
         for name, rows in self._files.items():
-            write_file(self.draft / name, rows, self._mesh.shard == 0)
+            write_file(self.draft / name, rows, self._checkpoints.first)
 
     def _describe(self) -> dict[str, dict]:
         """Return size and sha256 of the files whose first writer this rank is."""
-        return {name: describe(self.draft / name) for name in self._files if self._mesh.shard == 0}
+        return {name: describe(self.draft / name) for name in self._files if self._checkpoints.first}
 
     def _publish(self, described: list[dict[str, dict]]) -> None:
         """Complete the draft and give it its name, on rank 0. Raises OSError; older checkpoints are untouched then."""
-        if self._mesh.rank != 0:
+        if self._checkpoints.rank != 0:
             return
         files = {name: entry for part in described for name, entry in sorted(part.items())}
         folder, final = self.draft.parent, self.draft.with_name(step_name(self.step))
@@ -320,12 +320,7 @@ def is_due(every: int | None, step: int, last: bool) -> bool:
 
 
 def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
-    """Return what this rank saves: its rows of its stages' tensors, if it belongs to the first copy of the model.
-
-    A tied parameter is saved only by the stage that owns its canonical name.
-    """
-    if strategy.mesh.copy != 0:
-        return {}
+    """Return this rank's rows of its stages' tensors; a tied parameter only where its canonical name is."""
     tied, files = strategy.chain.tied, {}
     for index, stage in zip(strategy.indices, strategy.stages, strict=True):
         weights = {name: tensor for name, tensor in stage.layers.state_dict().items() if name not in tied}

@@ -3,7 +3,7 @@
 A lost server, a full disk or a closed terminal ends no training run: it is reported once, and the run goes on.
 """
 
-from training.reporting.metrics import METRICS, SUMMARY, MetricsFile, jsonable, write_json
+from training.reporting.metrics import METRICS, SUMMARY, MetricsFile, write_json
 from training.reporting.recorder import CsvLogger, NoLogger, Progress, describe
 from training.reporting.wandb_run import WandbRun
 
@@ -16,6 +16,5 @@ __all__ = [
     "Progress",
     "WandbRun",
     "describe",
-    "jsonable",
     "write_json",
 ]

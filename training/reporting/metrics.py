@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import math
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -14,14 +13,13 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from common.files import explain, parse_json, write_atomically
+from common.files import explain, jsonable, parse_json, write_atomically
 from conf.masking import mask_secrets
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 
 _LONGEST_LINE = 1 << 16  # bytes
-_PLAIN = (type(None), bool, int, str)  # written as they are
 
 log = logging.getLogger("training")
 
@@ -183,23 +181,6 @@ def after_warmup(seconds: Sequence[float]) -> Sequence[float]:
     """
     steps = len(seconds)
     return seconds[max(2, steps // 10) if steps >= 4 else 0 :]
-
-
-def jsonable(value: Any) -> Any:
-    """Return a copy of a value made of what JSON knows; NaN and infinity become None."""
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, int):
-        return int(value)  # an IntEnum is written as its number
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): item if type(item) in _PLAIN else jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [item if type(item) in _PLAIN else jsonable(item) for item in value]
-    if hasattr(value, "tolist"):  # tensors, numpy arrays and numpy numbers
-        return jsonable(value.tolist())
-    return str(value)
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
