@@ -36,16 +36,22 @@ def run(arguments: Sequence[str]) -> None:
 
 def _options(name: str, about: str, benchmark: Benchmark, arguments: Sequence[str]) -> argparse.Namespace:
     parser = _parser(f"python -m benchmarks {name}", about)
-    parser.set_defaults(parts=[])
+    parser.set_defaults(parts=[], only=[])
     if benchmark.parts:
-        parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(benchmark.parts)}; default: all")
+        about_parts = f"a part, or how parts begin; all of them: {', '.join(benchmark.parts)}"
+        parser.add_argument("parts", nargs="*", metavar="PART", help=about_parts)
+        parser.add_argument("--only", action="append", metavar="PART", help="likewise")
     parser.add_argument("--quick", "--dry-run", action="store_true", help="tiny sizes, to check that it runs")
     if benchmark.rounds:
         parser.add_argument("--rounds", type=int, help=f"default: {benchmark.rounds}, and 1 with --quick")
     parser.add_argument("--output", type=Path, help="folder for the tables; default: benchmarks/results")
     chosen = parser.parse_args(arguments)
-    if unknown := [part for part in chosen.parts if part not in benchmark.parts]:
-        parser.error(f"{unknown[0]} is not one of the parts: {', '.join(benchmark.parts)}")
+    words, chosen.parts = [*chosen.parts, *chosen.only], []
+    for word in words:
+        found = [word] if word in benchmark.parts else [part for part in benchmark.parts if part.startswith(word)]
+        if not found:
+            parser.error(f"{word} is not one of the parts: {', '.join(benchmark.parts)}")
+        chosen.parts += found
     if benchmark.rounds:
         chosen.rounds = chosen.rounds or (1 if chosen.quick else benchmark.rounds)
     chosen.output = chosen.output or (TRIALS if chosen.quick else RESULTS)

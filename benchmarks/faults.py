@@ -1,12 +1,13 @@
 """Hundreds of faults: runs that are killed, stopped, stalled and damaged, and how each of them ends.
 
-    python -m benchmarks faults [PART …] [--quick]
+    python -m benchmarks faults [PART …] [--quick]     (PART, or --only PART: kill, kill-ddp, nan, …)
 
 Each rank is killed (SIGKILL) at each point of a step and in each phase of a save, under each strategy; a run is told
 to stop at random moments; files of its newest checkpoint are damaged; one rank's gradient is not a number; one rank
 stalls; a run of 20,000 steps ends with the memory and the descriptors with which it began. Steps lost: steps
 recomputed after the restart. Bits equal: the final checkpoint's files and all losses are those of an undisturbed run
-(NaN: the replicas' weights are equal). About twenty minutes on two cores. With a PART, the table is only printed.
+(NaN: the replicas' weights are equal). About twenty minutes on two cores. With a PART, the table goes
+where that of --quick goes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.table import Benchmark, Table, markdown
+from benchmarks.table import RESULTS, TRIALS, Benchmark, Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -29,6 +30,10 @@ from faults.trials import DAMAGES, damage, every_kill, interrupt, kill, moments,
 STRATEGIES = ("ddp", "pipelined", "pipe_ddp", "fsdp")
 _AT_ONCE = 12  # kills that one run meets
 _SIGNALS = {"single": 8, "ddp": 6, "pipe_ddp": 6}
+PARTS = (
+    *(f"{kind}-{strategy}" for kind in ("kill", "nan", "stall") for strategy in STRATEGIES),
+    *(f"term-{strategy}" for strategy in _SIGNALS), "damage-single", "soak-single",
+)  # fmt: skip
 
 
 def measure(chosen: Namespace) -> Iterator[Table]:
@@ -36,7 +41,7 @@ def measure(chosen: Namespace) -> Iterator[Table]:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the current run too
     trials: list[Trial] = []
     for name, group in groups(chosen.quick):
-        if chosen.parts and name.partition("-")[0] not in chosen.parts:
+        if not name.startswith(tuple(chosen.parts or PARTS)):
             continue
         with tempfile.TemporaryDirectory(prefix="faults-") as folder:
             new = group(Path(folder))
@@ -45,10 +50,9 @@ def measure(chosen: Namespace) -> Iterator[Table]:
         print(f"{name}: {len(new)} faults, {len(bad)} with problems", file=sys.stderr, flush=True)
         for trial in bad:
             print(f"    {trial.fault}: {trial.problem}", file=sys.stderr, flush=True)
-    if chosen.parts:
-        print(markdown(rows(trials)))
-    else:
-        yield Table("faults", rows(trials))
+    if chosen.parts and chosen.output == RESULTS:
+        chosen.output = TRIALS  # results/ has the table of all faults
+    yield Table("faults", rows(trials))
     if any(trial.problem or not trial.survived or trial.equal is False for trial in trials):
         raise SystemExit(1)
 
@@ -72,7 +76,7 @@ def groups(quick: bool) -> Iterator[tuple[str, Callable[[Path], list[Trial]]]]:
     yield "soak-single", lambda f: [soak(1_000 if quick else 20_000, f)]
 
 
-BENCHMARK = Benchmark(measure, parts=("kill", "nan", "stall", "term", "damage", "soak"))
+BENCHMARK = Benchmark(measure, parts=PARTS)
 
 if __name__ == "__main__":
     from benchmarks.__main__ import run
