@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import multiprocessing
+import os
 import queue
 import signal
 import threading
@@ -361,11 +362,13 @@ def read_in_processes(batches: Dataset, steps: range, num_workers: int) -> Itera
         sampler=steps,
         num_workers=num_workers,
         prefetch_factor=AHEAD,
-        collate_fn=lambda item: item,
-        worker_init_fn=_ignore_signals,
+        collate_fn=_unchanged,
+        worker_init_fn=_end_with_parent,
         # Without one of its own the loader draws from the global one, and the run would depend on num_workers.
         generator=torch.Generator(),
     )
+    # They are blocked while the workers start, so that none arrives before a worker ignores it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         multiprocessing.Event()  # a semaphore, as the loader's own: half a loader ends with tracebacks
         iterator = iter(loader)
@@ -373,6 +376,8 @@ def read_in_processes(batches: Dataset, steps: range, num_workers: int) -> Itera
         raise DataError(
             f"{given}: the processes that read data cannot be started: {explain(error, _SHARED_MEMORY)}. {way_out}"
         ) from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         for item in iterator:
             if isinstance(item, Exception):
@@ -404,7 +409,27 @@ class _InWorker(Dataset):
             return error  # torch would raise it with the worker's traceback as its message
 
 
-def _ignore_signals(worker: int) -> None:
+def _unchanged(item: Batch | Exception) -> Batch | Exception:
+    return item
+
+
+def _end_with_parent(worker: int) -> None:
     """Leave signals to the main process: Ctrl-C and the signals to stop reach every process of the group."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    unblocked = set(_SIGNALS)
+    if hasattr(signal, "sigtimedwait"):  # not on macOS
+        # The main process ends a worker by SIGTERM. It stays blocked here, and a thread sees who sent it.
+        unblocked.remove(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        threading.Thread(target=_watch_parent, args=(os.getppid(),), name="watch-parent", daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, unblocked)
+
+
+def _watch_parent(parent: int) -> None:
+    """End this process once its parent says so or is gone: torch's own check does not see a batch that nobody takes."""
+    while os.getppid() == parent:
+        sent = signal.sigtimedwait({signal.SIGTERM}, 1.0)
+        if sent is not None and sent.si_pid == parent:
+            break
+    os._exit(0)

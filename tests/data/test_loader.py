@@ -3,8 +3,11 @@
 import multiprocessing.synchronize
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -208,6 +211,12 @@ def test_a_limited_evaluation_takes_samples_spread_evenly_over_the_split_and_alw
     assert all(batch.weights.all() for batch in batches)
 
 
+def test_a_limited_evaluation_is_the_same_on_any_number_of_replicas():
+    whole = torch.cat([batch.inputs for batch in EvalBatches(numbered(33), 8, limit=2)]).tolist()
+    parts = [list(EvalBatches(numbered(33), 8, rank, 2, limit=2)) for rank in range(2)]
+    assert [x for pair in zip(*parts, strict=True) for batch in pair for x in batch.inputs.tolist()] == whole
+
+
 def test_batches_need_no_shared_memory():
     """A batch through /dev/shm is a file there; Docker's holds 64 MB, and what does not fit is lost."""
     before = psutil.disk_usage("/dev/shm").used
@@ -218,6 +227,30 @@ def test_batches_need_no_shared_memory():
         assert batch.inputs.shape == (4, 5_000_000)
         most = max(most, psutil.disk_usage("/dev/shm").used - before)
     assert most < 40e6
+
+
+READ_AND_WAIT = """
+import sys, time, psutil, torch
+sys.path.insert(0, sys.argv[1])
+from data.dataset import InMemory
+from data.loader import TrainBatches, train_loader
+source = InMemory(torch.zeros(12, 1_000_000), torch.zeros(12))
+loader = train_loader(TrainBatches(source, 4, seed=1), 1, 100, num_workers=1)
+next(loader)
+time.sleep(1)  # the next batch fills the pipe
+print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_that_is_killed_leaves_no_reading_process_with_a_batch_that_nobody_takes():
+    root = str(Path(__file__).resolve().parents[2])
+    with subprocess.Popen([sys.executable, "-c", READ_AND_WAIT, root], stdout=subprocess.PIPE, text=True) as reading:
+        workers = [psutil.Process(int(pid)) for pid in reading.stdout.readline().split()]
+        reading.kill()
+    assert workers
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive
 
 
 def test_without_room_for_semaphores_the_error_names_shared_memory_and_the_way_out(monkeypatch):
