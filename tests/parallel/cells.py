@@ -42,7 +42,6 @@ PUBLISHED = ("toy", "resnet50", "transformer", "gpt2", "classifier", "convnet")
 # BatchNorm, and an auxiliary loss, are taken over the micro-batch: one process with the same ones is compared.
 BY_MICROBATCH = ("resnet50", "whole resnet50", "convnet", "sequential", "unet", "translator", "torch's encoder", *ADDED)
 SPLIT = tuple(name for name in SCHEDULES if SCHEDULES[name].splits_backward)
-FLAT = ("gpipe", "1f1b")
 
 
 @dataclass(frozen=True)
@@ -103,26 +102,25 @@ def layouts() -> Iterable[Cell]:
     """The toy and GPT-2 under every schedule, order of ranks, partition and number of replicas."""
     yield cell("gpt2", Layout("single", chunks=8))
     yield cell("toy", Layout("model_parallel", pp=3, chunks=4))
-    for s in FLAT:
-        yield cell("toy", Layout("pipe_ddp", dp=2, pp=3, chunks=3, schedule=s))
+    yield cell("toy", Layout("pipe_ddp", dp=2, pp=3, chunks=3, schedule="1f1b"))
     yield cell("toy", Layout("pipelined", pp=2))
     yield cell("toy", Layout("pipelined", pp=2, chunks=4, balance=(1, 2)))
     # Five rows for three ranks.
     yield from (cell("toy", Layout(name, dp=3, pp=pp, chunks=2)) for name, pp in (("fsdp", 1), ("pipe_fsdp", 2)))
     yield cell("gpt2", Layout("model_parallel", pp=4, chunks=4))
     yield cell("gpt2", Layout("ddp", dp=4, chunks=2))
-    for pp in (2, 4):  # four stages are dear: under one schedule here, under the others with `pytest -m slow`
-        for s in (*FLAT, "interleaved_1f1b"):
-            yield cell("gpt2", Layout("pipelined", pp=pp, chunks=8, schedule=s), slow=pp == 4)
-            yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=pp, chunks=4, schedule=s), slow=pp == 4 and s != "1f1b")
-    yield from (cell("gpt2", Layout("pipelined", pp=2, chunks=8, schedule=s)) for s in ("looped_bfs", *SPLIT))
-    yield from (cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule=s)) for s in ("looped_bfs", *SPLIT))
+    for s in SCHEDULES:
+        yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule=s))
+    for s in ("gpipe", "1f1b", "interleaved_1f1b"):  # four stages are dear
+        yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=4, chunks=4, schedule=s), slow=s != "1f1b")
+    yield from (cell("gpt2", Layout("pipelined", pp=2, chunks=8, schedule=s)) for s in ("interleaved_1f1b", *SPLIT))
+    yield cell("gpt2", Layout("pipelined", pp=4, chunks=8, schedule="interleaved_1f1b"), slow=True)
     yield cell("gpt2", Layout("pipe_ddp", dp=4, pp=2, chunks=2, schedule="1f1b"), slow=True)
     yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule="1f1b", order="pp_dp"))
     yield cell("gpt2", Layout("pipelined", pp=2, chunks=4, schedule="1f1b", balance="size"))
     yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=4), precision="fp64", slow=True)
     # Images in channels_last cross the first two borders, what a pooling flattened the third.
-    for s in (name for name in SCHEDULES if SCHEDULES[name].looped):
+    for s in ("interleaved_1f1b", "planned"):
         yield cell("resnet50", Layout("pipelined", pp=2, chunks=4, schedule=s, balance=(5, 2, 3, 1)))
 
 
@@ -141,9 +139,9 @@ def shared() -> Iterable[Cell]:
 
 def sent() -> Iterable[Cell]:
     """What replicas send each other: rounded, in groups first, in small buckets."""
-    for layout in (Layout("ddp", dp=2, chunks=2), Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule="1f1b")):
-        for hook, tolerance in (("bf16", 2e-2), ("fp16", 2e-3)):
-            yield cell("gpt2", replace(layout, comm_hook=hook), tolerance, rounded=1e-6)
+    yield cell("gpt2", Layout("ddp", dp=2, chunks=2, comm_hook="bf16"), 2e-2, rounded=1e-6)
+    layout = Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule="1f1b", comm_hook="fp16")
+    yield cell("gpt2", layout, 2e-3, rounded=1e-6)
     grouped = {"comm_hook": "hierarchical"}
     yield cell("gpt2", Layout("ddp", dp=4, shard=2, **grouped))
     yield cell("gpt2", Layout("ddp", dp=2, chunks=2, **grouped))  # one node: there is nothing between nodes
@@ -170,10 +168,10 @@ def unusual() -> Iterable[Cell]:
     for name in ("ddp", "fsdp"):
         wanted = replace(RECIPES["sequential sometimes"], fused=True)
         yield cell("sequential sometimes", Layout(name, dp=2), reference=Layout("single", chunks=2), wanted=wanted)
-    for model in ("unet", "translator"):
+    for model, schedules in (("unet", ("looped_bfs", *SPLIT)), ("translator", ("gpipe", "interleaved_1f1b"))):
         yield cell(model, Layout("model_parallel", pp=3, chunks=4))
         yield cell(model, Layout("ddp", dp=2, chunks=2))
-        yield from (cell(model, Layout("pipelined", pp=2, chunks=4, schedule=s)) for s in SCHEDULES)
+        yield from (cell(model, Layout("pipelined", pp=2, chunks=4, schedule=s)) for s in schedules)
         yield cell(model, Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule="interleaved_1f1b"))
         for balance in ((1, 5), (5, 1)):
             yield cell(model, Layout("pipelined", pp=2, chunks=4, schedule="1f1b", balance=balance))
@@ -185,9 +183,8 @@ def unusual() -> Iterable[Cell]:
     # Global batch 32: replica 0 works on samples 0-7 while replica 1 works on 16-23, so one process needs the samples
     # in that order.
     interleaved = {"reference": Layout("single", chunks=2), "wanted": replace(RECIPES["convnet"], interleaved=True)}
-    for layout in (Layout("ddp", dp=2, chunks=2), Layout("pipe_ddp", dp=2, pp=2, chunks=2)):
-        for recompute in (False, True):
-            yield cell("convnet", layout, sync_batchnorm=True, recompute=recompute, **interleaved)
+    for recompute, layout in enumerate((Layout("ddp", dp=2, chunks=2), Layout("pipe_ddp", dp=2, pp=2, chunks=2))):
+        yield cell("convnet", layout, sync_batchnorm=True, recompute=bool(recompute), **interleaved)
 
 
 # The ways of running that GPUs have: one process's, and these.
@@ -223,17 +220,19 @@ def pretended() -> Iterable[Cell]:
         # In attention a GPU draws other numbers.
         yield gpu_cell(model, ONE_GPU, wanted={"device": "cpu"}, dropout=0.0, slow=model != "gpt2")
     for layout in GPU_LAYOUTS:
-        rounded = {"precision": "bf16", "reference": layout.same_cut, "slow": layout.pipelined}
+        rounded = {"precision": "bf16", "reference": layout.same_cut, "slow": layout.name != "ddp"}
         yield gpu_cell("gpt2", layout, 2e-2, **rounded)
+    yield gpu_cell("gpt2", layout, 2e-2, **{**rounded, "precision": "fp16"}, loss_scale=1024.0)
     for s in SCHEDULES:
         yield gpu_cell("gpt2", Layout("pipelined", pp=2, chunks=4, schedule=s), steps=5, slow=s != "planned")
     # Its threads know nothing of the run's autocast, its copies of the head share what the head remembers, and each
     # drops out of its own samples what one GPU drops out of them.
     for precision, tolerance in (("fp32", 1e-5), ("bf16", 2e-2)):
-        yield gpu_cell("gpt2", Layout("data_parallel", chunks=4), tolerance, precision=precision)
+        slow = precision == "fp32"
+        yield gpu_cell("gpt2", Layout("data_parallel", chunks=4), tolerance, precision=precision, slow=slow)
     for hook, tolerance in (("none", 1e-5), ("bf16", 1e-3)):
         layout = Layout("ddp", dp=2, chunks=2, comm_hook=hook)
-        on_cpus = {"reference": layout, "wanted": {"device": "cpu"}}
+        on_cpus = {"reference": layout, "wanted": {"device": "cpu"}, "slow": hook != "none"}
         yield gpu_cell("convnet", layout, tolerance, sync_batchnorm=True, **on_cpus)
 
 

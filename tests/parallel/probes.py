@@ -12,23 +12,13 @@ from parallel.sharding import local
 from training.optimizer import Optimizer
 
 
-def norms_of_one_step(recipe: Recipe, layout: Layout) -> tuple[float, float]:
-    """(whole norm, norm of this rank's tied gradient) of one step."""
+def norms(recipe: Recipe, layout: Layout, limit: float) -> tuple[float, ...]:
+    """(norm that one step reported, that of this rank's tied gradient, norm measured after the step), and the whole and
+    the tied one after clipping to ``limit``."""
     strategy, outcome = _one_step(recipe, layout)
-    return outcome.grad_norm, _tied_norm(strategy)
-
-
-def measured_norms(recipe: Recipe, layout: Layout) -> tuple[float, float]:
-    """(norm that one step reported, norm measured after it)."""
-    strategy, outcome = _one_step(recipe, layout)
-    return outcome.grad_norm, strategy.grad_norm()
-
-
-def clipped_norms(recipe: Recipe, layout: Layout, limit: float) -> tuple[float, float]:
-    """(whole norm, norm of this rank's tied gradient) after clipping to ``limit``."""
-    strategy, outcome = _one_step(recipe, layout)
+    before = outcome.grad_norm, _tied_norm(strategy), strategy.grad_norm()
     strategy.clip_grad_norm_(limit, outcome.grad_norm)
-    return strategy.grad_norm(), _tied_norm(strategy)
+    return *before, strategy.grad_norm(), _tied_norm(strategy)
 
 
 def _one_step(recipe: Recipe, layout: Layout):

@@ -9,11 +9,13 @@ import pytest
 import torch
 from cases import Layout, Recipe, assert_same_training, weights_of
 from cells import RECIPES
-from probes import in_bf16
+from probes import in_bf16, norms
+from small_models import VOCABULARY, chain_and_batches
 
 TOLERANCE = 1e-5  # relative, in float32
 
 SINGLE = Layout("single")
+PIPE_DDP = Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule="1f1b")
 TOY, GPT2 = RECIPES["toy"], RECIPES["gpt2"]
 
 
@@ -24,32 +26,21 @@ def test_dropout_changes_the_training_so_that_parity_with_it_means_something(tra
         assert_same_training([with_dropout], without, 1e-3)
 
 
-@pytest.mark.parametrize("layout", [Layout("ddp", dp=2, chunks=4), Layout("pipe_ddp", dp=2, pp=2, chunks=4)], ids=str)
-@pytest.mark.parametrize("model", ["toy", "gpt2"])
-def test_a_training_batch_with_padding_divides_by_what_counts(trained, layout, model):
+@pytest.mark.parametrize(
+    "layout", [SINGLE, Layout("ddp", dp=2, chunks=4), Layout("pipe_ddp", dp=2, pp=2, chunks=4)], ids=str
+)
+def test_a_training_batch_with_padding_divides_by_what_counts(trained, layout):
     """The padded sample is one replica's: a mean of the replicas' means would be wrong."""
-    padded = dataclasses.replace({"toy": TOY, "gpt2": GPT2}[model], padded=True, steps=5)
-    (reference,) = trained(SINGLE, padded)
-    assert_same_training(trained(layout, padded), reference, TOLERANCE)
+    (reference,) = trained(SINGLE, dataclasses.replace(GPT2, cut=True, steps=5))
+    assert_same_training(trained(layout, dataclasses.replace(GPT2, padded=True, steps=5)), reference, TOLERANCE)
 
 
-@pytest.mark.parametrize("recipe", [TOY, GPT2], ids=["toy", "gpt2"])
-def test_a_padded_sample_trains_as_one_that_is_not_there(trained, recipe):
-    (reference,) = trained(SINGLE, dataclasses.replace(recipe, cut=True, steps=5))
-    assert_same_training(trained(SINGLE, dataclasses.replace(recipe, padded=True, steps=5)), reference, TOLERANCE)
-
-
-def test_evaluation_counts_every_sample_once_and_no_padding(trained):
-    for result in trained(Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule="1f1b"), GPT2):
+def test_an_evaluation_counts_every_sample_once_and_leaves_the_training_as_it_was(trained):
+    undisturbed = trained(PIPE_DDP, dataclasses.replace(GPT2, eval_every=None))
+    disturbed = trained(PIPE_DDP, GPT2)
+    for result in disturbed:
         assert [count for _, count in result.evaluations] == [(16 - 1) * 32] * 2
-
-
-def test_evaluation_in_the_middle_of_training_leaves_the_training_as_it_was(trained):
-    layout = Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule="1f1b")
-    undisturbed = trained(layout, dataclasses.replace(GPT2, eval_every=None))
-    disturbed = trained(layout, GPT2)
-    assert disturbed[0].losses == undisturbed[0].losses
-    assert_equal_bits(weights_of(disturbed), weights_of(undisturbed))
+    assert_same_bits(disturbed, undisturbed)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -61,33 +52,67 @@ def test_a_stage_with_gradients_twice_too_large_is_seen(trained, stage):
         assert_same_training(trained(layout, wrong), reference, TOLERANCE)
 
 
+def test_counting_a_tied_weight_twice_would_be_seen_and_clipping_brings_the_whole_norm_to_the_limit(ranks):
+    recipe = dataclasses.replace(GPT2, global_batch=8, dropout=0.0)
+    ((reported, tied, again, *_),) = ranks.run(1, norms, recipe, Layout("single", chunks=4), 0.1)
+    assert math.hypot(reported, tied) > 1.01 * reported  # the norm of its gradient is a large part of the whole
+    for reported, _, again, clipped, tied in ranks.run(4, norms, recipe, Layout("pipe_ddp", dp=2, pp=2, chunks=2), 0.1):
+        assert again == pytest.approx(reported, rel=1e-6)
+        assert clipped == pytest.approx(0.1, rel=1e-4) and tied < 0.1
+
+
+def test_the_ranks_of_a_replica_hold_every_layer_once_and_one_more_copy_of_the_tied_weight(trained):
+    chain, _ = chain_and_batches(GPT2)
+    model, tied = sum(p.numel() for p in chain.skeleton().parameters()), VOCABULARY * 64
+    run = trained(PIPE_DDP, GPT2)
+    for replica in run[:2], run[2:]:
+        assert sum(result.parameters for result in replica) == model + tied
+        assert all(result.parameters < model for result in replica)
+        assert [name for result in replica for name in result.layers] == [*chain.names]
+        for result in replica:
+            assert all(name.startswith(tuple(f"{layer}." for layer in result.layers)) for name in result.state)
+
+
 @pytest.mark.parametrize(
-    "layout",
-    [Layout("single", chunks=8), Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule="1f1b")],
+    "model, layout",
+    [("gpt2", Layout("single", chunks=8)), ("gpt2", PIPE_DDP)]
+    + [
+        (model, Layout("pipelined", pp=2, chunks=4, schedule="interleaved_zero_bubble"))
+        for model in ("unet", "translator")
+    ],
     ids=str,
 )
-def test_activation_recomputation_gives_the_same_bits(trained, layout):
-    plain, recomputed = trained(layout, GPT2), trained(layout, dataclasses.replace(GPT2, recompute=True))
-    assert recomputed[0].losses == plain[0].losses
-    assert recomputed[0].norms == plain[0].norms
-    assert_equal_bits(weights_of(recomputed), weights_of(plain))
+def test_activation_recomputation_gives_the_same_bits(trained, model, layout):
+    recipe = RECIPES[model]
+    assert_same_bits(trained(layout, dataclasses.replace(recipe, recompute=True)), trained(layout, recipe))
 
 
-PIPE_DDP = Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule="1f1b")
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_first_half_precision_step_is_as_exact_as_in_float32(trained, precision):
+@pytest.mark.parametrize(
+    "model, precision, layout",
+    [
+        ("gpt2", "bf16", PIPE_DDP),
+        ("gpt2", "fp16", PIPE_DDP),
+        ("translator", "bf16", Layout("pipelined", pp=2, chunks=4, schedule="1f1b")),
+        # A cast that autocast keeps from the first micro-batch would get its gradient after its layer was reduced.
+        ("gpt2", "bf16", Layout("fsdp", dp=2, chunks=4)),
+        ("gpt2", "bf16", Layout("fsdp", dp=2, chunks=4, reshard=False)),
+        ("gpt2", "bf16", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="interleaved_zero_bubble")),
+    ],
+    ids=str,
+)
+def test_the_first_half_precision_step_is_as_exact_as_in_float32(trained, model, precision, layout):
     """Equal weights and micro-batches pass through the same arithmetic; only the float32 sums have another order."""
-    recipe = dataclasses.replace(GPT2, precision=precision, steps=1, eval_every=1)
-    (reference,) = trained(PIPE_DDP.same_cut, recipe)
-    (in_float32,) = trained(PIPE_DDP.same_cut, dataclasses.replace(recipe, precision="fp32"))
+    recipe = dataclasses.replace(RECIPES[model], precision=precision, steps=1, eval_every=1)
+    (reference,) = trained(layout.same_cut, recipe)
+    (in_float32,) = trained(layout.same_cut, dataclasses.replace(recipe, precision="fp32"))
     assert reference.losses != in_float32.losses, "autocast was not at work"
-    assert reference.losses == pytest.approx(in_float32.losses, rel=1e-3)
-    run = trained(PIPE_DDP, recipe)
+    assert reference.losses == pytest.approx(in_float32.losses, rel=1e-2)
+    run = trained(layout, recipe)
     assert run[0].losses == pytest.approx(reference.losses, rel=TOLERANCE)
     assert run[0].norms == pytest.approx(reference.norms, rel=TOLERANCE)
-    assert_close(weights_of(run), reference.state, TOLERANCE)
+    if model == "gpt2" and layout is PIPE_DDP:
+        assert_close(weights_of(run), reference.state, TOLERANCE)
+    assert all(tensor.dtype == reference.state[name].dtype for name, tensor in weights_of(run).items())
 
 
 @pytest.mark.parametrize(
@@ -159,6 +184,7 @@ def assert_close(weights: dict[str, torch.Tensor], wanted: dict[str, torch.Tenso
     assert max(far.values()) <= tolerance, {name: d for name, d in far.items() if d > tolerance}
 
 
-def assert_equal_bits(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
-    assert some.keys() == others.keys()
-    assert [name for name in some if not torch.equal(some[name], others[name])] == []
+def assert_same_bits(run: list, wanted: list) -> None:
+    assert (run[0].losses, run[0].norms) == (wanted[0].losses, wanted[0].norms)
+    some, others = weights_of(run), weights_of(wanted)
+    assert [name for name in others if not torch.equal(some[name], others[name])] == []

@@ -1,8 +1,13 @@
-"""Layouts that cannot run are refused before anything starts, with the numbers and a way out."""
+"""What follows from a layout: ranks, stages, groups and bubble; and what cannot run, refused with a way out.
+
+What is refused in other words by the command line's own table (``tests/refusals/table.py``) is not said here.
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,20 +15,35 @@ import torch
 from cases import Layout, parallel_section
 
 from common.errors import PlanError
+from conf.composition import compose
+from conf.schema import Schedule
 from models.gpt2 import gpt2
 from models.sequential import chain_of
 from models.toy import toy
 from parallel.devices import Hardware, gpus_in_common
 from parallel.host_group import choose_backend
-from parallel.plan import Plan, make_plan
+from parallel.mesh import Mesh
+from parallel.plan import Plan, block_partition, make_plan, partition_layers
+from parallel.schedules import SCHEDULES, ideal_bubble, in_flight, stages_per_rank
 from parallel.shape_inference import check_gpus
+from parallel.strategies import STRATEGIES, strategy_class
+from parallel.strategy import Strategy
 from training.optimizer import states_of
 from training.reporting.console import describe_plan
 from training.setup import certain_tensors
 
 
 def plan(
-    layout: Layout, chain=None, *, batch=24, device="cpu", precision="fp32", world=None, hardware=None, **changes
+    layout: Layout,
+    chain=None,
+    *,
+    batch=24,
+    device="cpu",
+    precision="fp32",
+    world=None,
+    nodes=1,
+    hardware=None,
+    **changes,
 ) -> Plan:
     return make_plan(
         parallel_section(layout, **changes),
@@ -32,6 +52,7 @@ def plan(
         device=device,
         precision=precision,
         world_size=world,
+        nodes=nodes,
         hardware=hardware,
     )
 
@@ -46,7 +67,7 @@ def refused(layout: Layout, *parts: str, **more) -> str:
     return message
 
 
-@pytest.mark.parametrize("pp, chunks", [(2, 5), (4, 9), (3, 7), (4, 13)])
+@pytest.mark.parametrize("pp, chunks", [(3, 7), (4, 9)])
 def test_interleaved_chunks_that_make_no_equal_rounds_and_every_way_out_works(pp, chunks):
     chain = gpt2(size="tiny")
     layout = Layout("pipelined", pp=pp, chunks=chunks, schedule="interleaved_1f1b", stages_per_rank=1)
@@ -63,16 +84,6 @@ def test_interleaved_stages_are_two_a_rank_unless_told_otherwise():
     looped = plan(Layout("pipelined", pp=2, chunks=4, schedule="interleaved_1f1b"), gpt2(size="tiny"))
     assert [stage.index for stage in looped.stages_of(1)] == [1, 3]
     assert len(looped.stages) == 4
-
-
-def test_another_number_of_processes_than_the_layout_needs():
-    refused(
-        Layout("pipe_ddp", dp=2, pp=2, chunks=2),
-        "parallel.dp=2 x parallel.pp=2 = 4 processes",
-        "but 3 were started (WORLD_SIZE)",
-        "start 4",
-        world=3,
-    )
 
 
 def test_replicas_left_open_are_as_many_as_the_started_processes_allow_and_two_on_a_cpu():
@@ -104,11 +115,6 @@ def test_parameters_that_are_not_trained_are_not_counted():
     net[0].weight.requires_grad_(False)
     layout = plan(Layout("model_parallel", pp=2), chain_of(net, toy().loss))
     assert layout.parameters == 9 and [stage.parameters for stage in layout.stages] == [4, 5]
-
-
-def test_a_gpu_that_is_not_there(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refused(Layout("single"), "device=cuda but this machine has none", "here are: cpu", "device=auto", device="cuda")
 
 
 def test_more_ranks_than_gpus(monkeypatch):
@@ -210,3 +216,132 @@ def test_processes_and_micro_batches_follow_from_the_layout():
     for layout, wanted in sizes.items():
         made = plan(layout)
         assert (made.processes, made.microbatch_size) == wanted
+
+
+# -- strategies and schedules ------------------------------------------------------------------------------------------
+
+
+def test_strategies_and_schedules_are_those_of_the_configuration():
+    options = list((Path(__file__).resolve().parents[2] / "conf" / "parallel").glob("*.yaml"))
+    assert {compose([f"parallel={path.stem}"]).parallel.name for path in options} == STRATEGIES.keys()
+    assert all(issubclass(strategy_class(name), Strategy) for name in STRATEGIES)
+    assert [schedule.value for schedule in Schedule] == [*SCHEDULES]
+
+
+@pytest.mark.parametrize(
+    "schedule, ranks, chunks, per_rank, bubble",
+    [
+        ("gpipe", 4, 4, 1, 3 / 7),
+        ("gpipe", 2, 1, 1, 1 / 2),
+        ("gpipe", 1, 4, 1, 0.0),
+        ("1f1b", 4, 8, 1, 3 / 11),
+        ("interleaved_1f1b", 4, 8, 2, 3 / 19),
+        ("looped_bfs", 2, 4, 2, 1 / 9),
+        ("interleaved_zero_bubble", 2, 4, 2, 1 / 25),
+        ("planned", 2, 4, 2, 1 / 25),
+    ],
+)
+def test_ideal_bubbles(schedule, ranks, chunks, per_rank, bubble):
+    assert ideal_bubble(schedule, ranks, chunks, per_rank) == pytest.approx(bubble)
+
+
+def test_1f1b_holds_fewer_micro_batches_than_gpipe_and_fewest_at_the_end_and_none_more_than_there_are():
+    assert [in_flight("gpipe", 4, 8, 1, rank) for rank in range(4)] == [8, 8, 8, 8]
+    assert [in_flight("1f1b", 4, 8, 1, rank) for rank in range(4)] == [4, 3, 2, 1]
+    for schedule, chunks, rank in itertools.product(SCHEDULES, (2, 3, 4, 8), range(2)):
+        assert 1 <= in_flight(schedule, 2, chunks, stages_per_rank(schedule, None), rank) <= chunks
+
+
+# -- the grid of ranks, and groups of replicas -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "order, pipelines, replicas",
+    [
+        ("dp_pp", [[0, 1, 2], [3, 4, 5]], [[0, 3], [1, 4], [2, 5]]),
+        ("pp_dp", [[0, 2, 4], [1, 3, 5]], [[0, 1], [2, 3], [4, 5]]),
+    ],
+)
+def test_the_grid_of_two_replicas_and_three_stages(order, pipelines, replicas):
+    mesh = Mesh(dp=2, pp=3, order=order)
+    assert [mesh.pipeline(replica) for replica in range(2)] == pipelines
+    assert [mesh.replicas(position) for position in range(3)] == replicas
+    for rank in range(6):
+        seen = Mesh(2, 3, rank, order)
+        assert rank in pipelines[seen.replica] and rank in replicas[seen.position]
+
+
+@pytest.mark.parametrize(
+    "layout, nodes, words",
+    [
+        (Layout("hsdp", dp=4, shard=3), 1, "parallel.shard=3 does not divide parallel.dp=4 replicas into equal groups; "
+                                           "groups can have 2, 4"),
+        (Layout("hsdp", dp=4), 4, "shares nothing (each of 4 nodes has one); set parallel.shard=4"),
+        (Layout("hsdp", dp=6), 4, "the 6 replicas do not lie on 4 nodes in equal groups; set parallel.shard"),
+        (Layout("fsdp", dp=4, shard=1), 1, "shares nothing (parallel.shard=1); set parallel.shard=4"),
+        (Layout("ddp", dp=4, shard=2), 1, "parallel.shard=2 is the size of the groups of parallel=fsdp or"),
+        (Layout("ddp", dp=4, reshard=True), 1, "parallel.reshard=true is for parallel=fsdp or"),
+        (Layout("fsdp", dp=4, comm_hook="bf16"), 1, "parallel.comm_hook=bf16 is for replicas with parameters of"),
+        (Layout("fsdp", dp=4, comm_hook="hierarchical"), 1, "parallel=hsdp reduces gradients that way by itself"),
+        (Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="planned", reshard=True), 1,
+         "parallel.reshard=true with parallel.schedule=planned is refused"),
+    ],
+)  # fmt: skip
+def test_groups_that_cannot_be_are_refused_with_the_numbers(layout, nodes, words):
+    refused(layout, words, chain=gpt2(size="tiny", n_layer=4), nodes=nodes)
+
+
+@pytest.mark.parametrize(
+    "layout, nodes, group",
+    [
+        (Layout("fsdp", dp=4), 2, 4),
+        (Layout("hsdp", dp=4), 1, 4),
+        (Layout("hsdp", dp=4), 2, 2),
+        (Layout("pipe_fsdp", dp=4, pp=2), 2, 4),
+        (Layout("ddp", dp=4, comm_hook="hierarchical"), 2, 2),
+        (Layout("pipe_ddp", dp=4, pp=2, comm_hook="hierarchical"), 2, 2),  # two pipelines on each node
+        (Layout("pipe_ddp", dp=4, pp=2, order="pp_dp", comm_hook="hierarchical"), 2, 4),  # a node for each stage
+        (Layout("ddp", dp=4), 2, 1),
+    ],
+    ids=str,
+)
+def test_groups_are_all_replicas_or_those_of_a_node(layout, nodes, group):
+    assert plan(layout, gpt2(size="tiny"), nodes=nodes).group == group
+
+
+# -- how layers are dealt to stages ------------------------------------------------------------------------------------
+
+COSTS = dict.fromkeys("abcdefg", 1) | {"a": 9, "g": 9}
+
+
+@pytest.mark.parametrize(
+    "balance, stages, counts",
+    [
+        ("uniform", 3, [3, 2, 2]),
+        ("uniform", 7, [1] * 7),
+        ("size", 3, [1, 5, 1]),
+        ("size", 7, [1] * 7),
+        ([5, 2], 2, [5, 2]),
+    ],
+)
+def test_layers_are_dealt_in_order_each_once(balance, stages, counts):
+    runs = partition_layers(list(COSTS), stages, balance, list(COSTS.values()))
+    assert [name for run in runs for name in run] == list(COSTS)
+    assert [len(run) for run in runs] == counts
+
+
+@pytest.mark.parametrize("costs", [[5, 1, 1, 1, 8], [0, 0, 0, 7], [3, 0, 3, 0, 3, 0]], ids=str)
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_no_other_cut_has_a_smaller_largest_block(costs, parts):
+    def largest(lengths):
+        ends = list(itertools.accumulate(lengths))
+        return max(sum(costs[end - n : end]) for n, end in zip(lengths, ends, strict=True))
+
+    everything = [c for c in itertools.product(range(1, len(costs) + 1), repeat=parts) if sum(c) == len(costs)]
+    assert largest(block_partition(costs, parts)) == min(map(largest, everything))
+
+
+@pytest.mark.parametrize("balance", [[7], [3, 3], [7, 0], [8, -1], [3.5, 3.5], [True, 6]], ids=str)
+def test_a_list_that_does_not_fit_is_an_error_with_one_that_does(balance):
+    with pytest.raises(PlanError, match=r"must be 2 whole numbers above 0 .*sum 7.*parallel\.balance=\[4,3\]"):
+        partition_layers(list(COSTS), 2, balance, list(COSTS.values()))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from models.chain import Chain, LayerSpec
-from models.losses import SquaredError
+from models.losses import SquaredError, Sums
 from parallel.stage import Stage
 
 CPU = torch.device("cpu")
@@ -99,3 +99,24 @@ def test_images_in_channels_last_and_their_gradients_cross_a_border_as_they_lie_
     out.square().sum().backward()
     sent.backward(received.grad)
     assert [gradient.is_contiguous(memory_format=torch.channels_last) for gradient in gradients] == [True]
+
+
+class OfTwo(nn.Module):
+    """Owns the loss, and takes two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(10, 5)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * scale.unsqueeze(1)
+
+    def loss(self, x: torch.Tensor, scale: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None) -> Sums:
+        return SquaredError()(self(x, scale), targets, weights)
+
+
+def test_a_layer_that_owns_the_loss_gets_what_the_layer_before_returned():
+    made = stage(Chain([LayerSpec("scaled", OfTwo)], loss=SquaredError()))
+    x, scale, targets = drawn(4, 10), drawn(4), drawn(4, 5)
+    loss = made(x, scale, samples=(0, 4), targets=targets)
+    assert loss.item() == pytest.approx(SquaredError()(made.layers(x, scale), targets, None).loss.item())

@@ -67,6 +67,17 @@ def test_activations_grow_with_the_batch_and_tracing_moves_no_random_number():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+class Nested(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict:
+        return {"x": x}
+
+
+def test_a_layer_that_returns_something_else_is_an_error_that_names_it():
+    chain = Chain([LayerSpec("odd", Nested), LayerSpec("last", nn.ReLU)], loss=SquaredError())
+    with pytest.raises(TypeError, match="returned a dict; return a tensor or a flat tuple of tensors"):
+        trace(chain, Batch(torch.ones(4, 8), torch.ones(4)), "fp32", "cpu")
+
+
 class Drop(nn.Module):
     """Drops out what a function makes of its input [b, t, c]."""
 
