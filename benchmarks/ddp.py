@@ -78,20 +78,9 @@ def rows_of(seconds: dict[str, list[float]], batch: int) -> list[dict]:
     return tabulate(seconds, columns)
 
 
-def title(rows: list[dict]) -> str:
-    """Return what the table shows, in one line."""
-    replicas = [row for row in rows if row["all-reduce"]]
-    gains = [float(row["times one replica"]) for row in replicas]
-    exposed = max(float(row["all-reduce"].rstrip("%")) for row in replicas)
-    return (
-        f"Two replicas do {min(gains):.2f} to {max(gains):.2f} times the work of one; "
-        f"waiting for the all-reduce takes at most {exposed:.1f} % of a step"
-    )
-
-
 def draw(path: Path, rows: list[dict]) -> None:
     """Draw a bar for each run."""
-    figure.bars(path, rows, [row["run"] for row in rows[2:]], width=10.0, title=title(rows))
+    figure.bars(path, rows, [row["run"] for row in rows[2:]], width=10.0)
 
 
 BENCHMARK = Benchmark(measure, rounds=7)

@@ -33,7 +33,7 @@ def drawing(path: Path, width: float, mosaic: Sequence = "a", heights: Sequence 
     figure.savefig(path)
 
 
-def bars(path: Path, rows: Sequence[Mapping], ours: Sequence[str], width: float, title: str) -> None:
+def bars(path: Path, rows: Sequence[Mapping], ours: Sequence[str], width: float) -> None:
     """Draw the median of each row as a bar, with whiskers from fastest to slowest.
 
     Args:
@@ -41,7 +41,6 @@ def bars(path: Path, rows: Sequence[Mapping], ours: Sequence[str], width: float,
         rows: Of a table.
         ours: The runs that are coloured.
         width: In inches.
-        title: What the bars show.
     """
     names, spreads = [row["run"] for row in rows], [Spread.read(row) for row in rows]
     medians = [spread.median for spread in spreads]
@@ -57,4 +56,3 @@ def bars(path: Path, rows: Sequence[Mapping], ours: Sequence[str], width: float,
         else:
             axes.set_xticks(range(len(rows)), [name.replace(", ", ",\n").replace(" (", "\n(") for name in names])
         axes.set_ylabel("seconds a step")
-        axes.set_title(title)

@@ -186,21 +186,11 @@ def rows_of(seconds: dict[str, list[float]], ways: dict[str, Job], peak: float) 
     )
 
 
-def title(rows: list[dict]) -> str:
-    """Return what the table shows, in one line."""
-    tutorial, _, *others = ((row["run"], float(row["time against all levers"].rstrip("x"))) for row in rows)
-    (dearest, most), *rest = sorted(others, key=lambda other: other[1], reverse=True)
-    return (
-        f"All levers: {rows[1]['tokens/s']} tokens/s, {tutorial[1]:.1f} times as many as {tutorial[0]};\n"
-        f"a step takes {most:.1f} times as long {dearest}, and at most {rest[0][1]:.2f} times in the other rows"
-    )
-
-
 def draw(path: Path, rows: list[dict]) -> None:
     """Draw a bar for each row."""
     from benchmarks import figure  # here, because matplotlib need not be there for what benchmarks.gpu takes from here
 
-    figure.bars(path, rows, [ALL], width=12.0, title=title(rows))
+    figure.bars(path, rows, [ALL], width=12.0)
 
 
 BENCHMARK = Benchmark(measure, rounds=2)

@@ -8,10 +8,8 @@ the table has the median, and in brackets slowest and fastest.
 
 index, rows/s    from the opened file to the index in the cache folder, flushed to disk
 random, rows/s   rows.texts() of 64 rows each at random places: read, parsed, the text extracted
-a CPU second     the same by the processor time of the process, for machines that others use as well
-own memory, MiB  what only this process uses (anonymous or written pages) after the reads; the index and the file are
-                 pages of the system's cache, which all processes share and the system reclaims when it needs them
-grown, MiB       the part of it that was added since before the index was opened
+grown, MiB       what only this process uses (anonymous or written pages) after the reads, and not before; the index and
+                 the file are pages of the system's cache, which all share and the system reclaims when it needs them
 """
 
 from __future__ import annotations
@@ -72,10 +70,9 @@ def generate(path: Path, rows: int) -> Path:
 def build(path: Path, cache: Path) -> dict[str, float]:
     """Build the index of the file."""
     use_one_core()
-    start = clocks()
+    start = time.perf_counter()
     rows = Rows([path], cache)
-    seconds, cpu_seconds = clocks() - start
-    return {"index": len(rows) / seconds, "index cpu": len(rows) / cpu_seconds}
+    return {"index": len(rows) / (time.perf_counter() - start)}
 
 
 def read(path: Path, cache: Path, reads: int, seed: int) -> dict[str, float]:
@@ -84,17 +81,10 @@ def read(path: Path, cache: Path, reads: int, seed: int) -> dict[str, float]:
     before = own_memory()
     rows = Rows([path], cache)
     batches = np.random.default_rng(seed).integers(0, len(rows), (reads // BATCH, BATCH))
-    start = clocks()
+    start = time.perf_counter()
     for indices in batches:
         rows.texts(indices, ["text"])
-    seconds, cpu_seconds = clocks() - start
-    own, count = own_memory(), batches.size
-    return {"random": count / seconds, "random cpu": count / cpu_seconds, "own": own, "grown": own - before}
-
-
-def clocks() -> np.ndarray:
-    """Return the time and the processor time of this process in seconds, [2]."""
-    return np.array([time.perf_counter(), time.process_time()])
+    return {"random": batches.size / (time.perf_counter() - start), "grown": own_memory() - before}
 
 
 def use_one_core() -> None:
@@ -123,10 +113,7 @@ def row_of(rows: int, size: int, measured: list[dict[str, float]]) -> dict:
         "rows": f"{rows:,}",
         "bytes a row": f"{size / rows:.0f}",
         "index, rows/s": spread("index"),
-        "index, rows a CPU second": spread("index cpu"),
         "random, rows/s": spread("random"),
-        "random, rows a CPU second": spread("random cpu"),
-        "own memory, MiB": spread("own", 1),
         "grown, MiB": spread("grown", 1),
     }
 

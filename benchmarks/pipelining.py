@@ -290,23 +290,15 @@ def final_rows(groups: list[dict[Way, list[float]]], batch: int) -> list[dict]:
     return list(rows.values())
 
 
-# What ``pipelined`` is compared with, by what it stands for. (The others of the table are variants of ``pipelined``.)
-_CONTENDERS = {
-    "one core": ("single",),
-    "both cores without a pipeline": ("single, 2 threads",),
-    "other pipelines": ("torchgpipe, tuned", "fairscale, tuned", "torchgpipe", "fairscale"),
-}
+# What ``pipelined`` is compared with. (The others of the table are variants of ``pipelined``.)
+_CONTENDERS = ("single", "single, 2 threads", "torchgpipe, tuned", "fairscale, tuned", "torchgpipe", "fairscale")
 
 
 def draw_speed(path: Path, rows: Sequence[Mapping]) -> None:
     """Draw how many times as fast ``pipelined`` is as each contender."""
     factors = {(row["model"], row["run"]): float(row["pipelined is faster by"].rstrip("x")) for row in rows}
     models = list(dict.fromkeys(row["model"] for row in rows))
-    groups = {
-        about: [run for run in runs if any((model, run) in factors for model in models)]
-        for about, runs in _CONTENDERS.items()
-    }
-    shown = [run for runs in groups.values() for run in runs]
+    shown = [run for run in _CONTENDERS if any((model, run) in factors for model in models)]
     with figure.drawing(path, width=9.0) as (axes,):
         for model, marker in zip(models, "osD^v<>", strict=False):
             points = [(factors[model, run], shown.index(run)) for run in shown if (model, run) in factors]
@@ -317,11 +309,6 @@ def draw_speed(path: Path, rows: Sequence[Mapping]) -> None:
         axes.set_xlim(left=0)
         axes.set_xlabel("how many times as fast parallel=pipelined is (1: equally fast)")
         axes.grid(axis="y", color="#dddddd")
-        ranges = []
-        for about, runs in groups.items():
-            found = [factors[model, run] for run in runs for model in models if (model, run) in factors]
-            ranges += [f"{min(found):.1f} to {max(found):.1f}x as fast as {about}"] * bool(found)
-        axes.set_title("A pipeline on two cores is " + ",\n".join(ranges), fontsize="medium")
         axes.legend(frameon=False)
 
 
@@ -329,7 +316,6 @@ def draw_sweep(path: Path, swept: Sequence[Mapping]) -> None:
     """Draw the seconds per step over the number of chunks, one panel per model."""
     models = list(dict.fromkeys(row["model"] for row in swept))
     with figure.drawing(path, width=4.5 * len(models), mosaic=[models]) as axes:
-        best = []
         for model, panel in zip(models, axes, strict=True):
             curves: dict[str, list[tuple[float, float]]] = {}
             for row in swept:
@@ -338,7 +324,6 @@ def draw_sweep(path: Path, swept: Sequence[Mapping]) -> None:
                     curve.append((float(row["chunks"]), float(row["seconds a step"])))
             for name, curve in curves.items():
                 panel.plot(*zip(*sorted(curve), strict=True), "o-", label=name, linewidth=1.5)
-            best.append(min((seconds, count) for curve in curves.values() for count, seconds in curve)[1])
             ticks = sorted({count for curve in curves.values() for count, _ in curve})
             panel.set_xscale("log", base=2)
             panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -346,9 +331,6 @@ def draw_sweep(path: Path, swept: Sequence[Mapping]) -> None:
             panel.set_ylim(0, 1.08 * max(seconds for curve in curves.values() for _, seconds in curve))
             panel.set(xlabel="chunks", ylabel="seconds a step", title=model)
             panel.legend(frameon=False, fontsize="small", loc="lower left")
-        low, high = min(best), max(best)
-        most = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-        axes[0].figure.suptitle(f"A few micro-batches are enough on two cores: the fastest steps have {most} chunks")
 
 
 BENCHMARK = Benchmark(measure, rounds=7, parts=tuple(CASES))
