@@ -86,27 +86,25 @@ def step(folder, number):
     return folder / "checkpoints" / f"step-{number:08d}"
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
-def test_auto_takes_the_one_before_a_damaged_one_and_says_so(copy, whole, capsys, damage):
-    path = damage(step(copy, 6))
-    run(copy, *RECIPE, "train.resume=auto")
-    said = capsys.readouterr()
-    (warning,) = [line for line in said.err.splitlines() if "it is not used" in line]
-    assert warning.startswith("warning: ") and str(path) in warning
-    assert f"going on from {step(copy, 4)}" in said.out
-    assert [line["step"] for line in records(copy) if "loss" in line] == [1, 2, 3, 4, 5, 6]
-    assert losses(copy) == losses(whole)
-    assert os.readlink(copy / "checkpoints" / "latest") == "step-00000006"
+def test_whatever_is_damaged_the_newest_whole_one_is_found_and_the_damaged_one_named(whole, tmp_path):
+    for damage in DAMAGES:
+        folder = shutil.copytree(whole / "checkpoints", tmp_path / damage.__name__, symlinks=True)
+        path, said = damage(folder / "step-00000006"), []
+        assert Checkpoint.newest(folder, verify=True, warn=said.append).step == 4, damage
+        assert len(said) == 1 and str(path) in said[0]
 
 
 def test_auto_goes_back_as_far_as_it_must(copy, whole, capsys):
-    truncate(step(copy, 6))
-    flip_a_bit(step(copy, 4))
+    paths = truncate(step(copy, 6)), flip_a_bit(step(copy, 4))
     run(copy, *RECIPE, "train.resume=auto")
     said = capsys.readouterr()
-    assert said.err.count("it is not used") == 2
+    warnings = [line for line in said.err.splitlines() if "it is not used" in line]
+    assert len(warnings) == 2 and all(w.startswith("warning: ") for w in warnings)
+    assert all(str(path) in warning for path, warning in zip(paths, warnings, strict=True))
     assert f"going on from {step(copy, 2)}" in said.out
+    assert [line["step"] for line in records(copy) if "loss" in line] == [1, 2, 3, 4, 5, 6]
     assert losses(copy) == losses(whole)
+    assert os.readlink(copy / "checkpoints" / "latest") == "step-00000006"
 
 
 def test_auto_starts_anew_where_none_is_whole(copy, whole, capsys):
