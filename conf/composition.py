@@ -26,12 +26,14 @@ from common.errors import UserError
 from common.files import expand_home
 from common.machine import changed_environment
 from conf import CHOSEN, FOLDER, ON_TOP, TRAINED, masking
-from conf.instantiate import add_to_path, literal, targets, why_foreign
+from conf.instantiate import add_to_path, is_ours, literal, targets, why_foreign
 from conf.messages import unknown_key
 from conf.schema import Root, register
 from launchers.world import launcher_start
 
 GROUPS = (*CHOSEN, "parallel", "launcher", "logger")  # of which a run needs an option each
+# What a checkpoint does not keep.
+_WHERE = ("device", "parallel", "launcher", "logger", "loggers", "callbacks", "import_from")
 _LISTED = {"logger@loggers.": "logger", "callback@callbacks.": "callbacks"}  # groups of which several may be chosen
 
 
@@ -158,15 +160,25 @@ def differences(cfg: DictConfig, hydra: Any) -> tuple[dict[str, str], list[str]]
 
 
 def composed_by(hydra: Any, cfg: Any) -> dict[str, Any]:
-    """Return how a configuration was composed: options of groups, keys typed, and keys derived from other values."""
-    choices = OmegaConf.to_container(hydra.runtime.choices)
+    """Return how a configuration was composed: options of groups, keys typed, and keys derived from other values.
+
+    Under "where" are the words that a checkpoint does not keep, or may not name.
+    """
+    choices, typed = OmegaConf.to_container(hydra.runtime.choices), typed_overrides(hydra)
     tree = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
     derived = [f"{name}.{key}" for name in TRAINED for key, value in tree[name].items() if "${" in str(value)]
+    own = [f"--config-dir={one.path}" for one in hydra.runtime.config_sources if one.provider == "command-line"]
     return {
         "choices": {group: choices.get(group) for group in (*CHOSEN, *ON_TOP)},
-        "typed": [key_of(word) for word in typed_overrides(hydra)],
+        "typed": [key_of(word) for word in typed],
         "derived": derived,
+        "where": masking.mask_secrets([*own, *(word for word in typed if _is_where(word))]),
     }
+
+
+def _is_where(word: str) -> bool:
+    named_code = re.findall(r"_target_\W+([\w.]+)", word)
+    return re.split(r"[.=]", word.lstrip("+~"))[0] in _WHERE or not all(map(is_ours, named_code))
 
 
 def compose(

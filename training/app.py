@@ -91,7 +91,7 @@ def execute(
         Stopped: For a run that was told to stop.
     """
     _allow_open_files()
-    composed, cfg = cfg, _plain(cfg, hydra)
+    composed, cfg = cfg, plain(cfg, hydra)
     if cfg.mode == "plan" or cfg.mode in ALONE:
         stopping.at_once()
     if cfg.mode in ALONE:
@@ -141,7 +141,7 @@ def _run(setup: Setup, run_dir: Path, world: World | None, isolated: bool) -> No
 # -- before the run --------------------------------------------------------------------------------------------------
 
 
-def _plain(cfg: Any, hydra: Any) -> Any:
+def plain(cfg: Any, hydra: Any) -> Any:
     """Return the configuration as plain data, with how it was composed."""
     check_sections(cfg)
     tree = to_dict(cfg)

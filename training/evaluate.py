@@ -32,15 +32,17 @@ def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str,
     """
     plan, mesh = strategy.plan, strategy.mesh
     batches = EvalBatches(source, plan.global_batch_size, mesh.replica, mesh.dp, limit=limit)
-    vote = _StopVote(strategy)
-    total = None
+    total, begin, asked = None, time.perf_counter(), 1
     read = read_ahead(batches, pin_memory=strategy.device.type == "cuda", timeout_s=strategy.options.timeout_s)
     for done, batch in enumerate(read, 1):
         heartbeat.note(heartbeat.here().step, f"evaluating, batch {done} of {len(batches)}")
         sums = strategy.eval_step(batch)
         total = sums if total is None else total + sums
-        if done < len(batches) and vote.stops(done):
-            raise Stopped(f"stopped in an evaluation, after batch {done} of {len(batches)}")
+        if done == asked < len(batches):  # all ranks agree on the number of batches until the next time
+            stops, seconds = strategy.sum_of(stopping.wanted(), (time.perf_counter() - begin) / mesh.size)
+            if stops:
+                raise Stopped(f"stopped in an evaluation, after batch {done} of {len(batches)}")
+            asked += max(1, int(_ASK_EVERY_S * done / max(seconds, 1e-6)))
     loss, count, *metrics = strategy.all_sum(total)
     named = {"loss": loss, **dict(zip(strategy.chain.loss.metrics, metrics, strict=True))}
     return {name: value / count if count else math.nan for name, value in named.items()}
@@ -55,26 +57,6 @@ def not_finite(record: Mapping[str, float], batch: int) -> str | None:
         f"warning: {', '.join(wrong)}: in an evaluation, the weights or BatchNorm's running statistics give numbers "
         f"that are not finite; train with a lower optim.lr, or with more than train.global_batch_size={batch}"
     )
-
-
-class _StopVote:
-    """Lets the ranks ask each other about once a second whether to stop.
-
-    They ask after the first batch, and agree each time on the number of batches until the next time.
-    """
-
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
-        self._next, self._begin = 1, time.perf_counter()
-
-    def stops(self, done: int) -> bool:
-        """Return whether to stop after ``done`` batches; all ranks call it with the same number."""
-        if done < self._next:
-            return False
-        seconds = time.perf_counter() - self._begin
-        stops, seconds = self._strategy.sum_of(stopping.wanted(), seconds / self._strategy.mesh.size)
-        self._next = done + max(1, int(_ASK_EVERY_S * done / max(seconds, 1e-6)))
-        return stops > 0
 
 
 def extents(data: DataSet, global_batch_size: int, limit: int | None) -> dict[str, str]:

@@ -23,7 +23,6 @@ from parallel.devices import autocast, share_cores
 from parallel.plan import make_plan
 from parallel.strategy import Options, Strategy, build_strategy
 from training.checkpoint.configuration import check_fits, checkpoint_of
-from training.checkpoint.files import Checkpoint
 from training.checkpoint.load import load
 from training.export.write import check_export, write
 from training.reporting.console import describe_sample
@@ -75,7 +74,6 @@ def restore(cfg: Any, device: str) -> Restored:
         CheckpointError: Where there is no checkpoint, or one that is damaged or of another model.
     """
     path = checkpoint_of(cfg)
-    Checkpoint.find(path)  # before anything takes time
     share_cores(1, cfg.parallel.threads)
     chain, data = model_and_data(cfg)
     check_fits(path, chain, cfg)
@@ -99,18 +97,13 @@ def export(cfg: Any, run_dir: Path) -> str:
         TrainingError: For a folder that exists, and as ``training.export.write`` does.
         CheckpointError: For a checkpoint that cannot be read, or a folder that cannot be written.
     """
-    folder = _export_folder(run_dir, cfg.export_to)
+    folder = Path(run_dir).absolute() / expand_home(cfg.export_to)
+    if folder.exists():
+        raise TrainingError(f"{folder} exists already; choose another export_to=")
     check_export(cfg)
     restored = restore(cfg, "cpu")
     written = write(cfg, folder, restored.data, restored.strategy)
     return f"exported {cfg.model.name} after step {restored.step} to {folder}: {written}"
-
-
-def _export_folder(run_dir: Path, name: str) -> Path:
-    folder = Path(run_dir).absolute() / expand_home(name)
-    if folder.exists():
-        raise TrainingError(f"{folder} exists already; choose another export_to=")
-    return folder
 
 
 def sample(cfg: Any) -> str:

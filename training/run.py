@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,14 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 
-from common.errors import TrainingError, UserError, add_note, exit_is_failure, is_out_of_memory
-from common.files import jsonable, read_yaml
-from common.machine import styled, usable_cores
+from common.errors import TrainingError, add_note, exit_is_failure, is_out_of_memory
+from common.files import jsonable
+from common.machine import styled
 from conf import COMMAND, TRAINED
 from conf.composition import hydra_word
-from conf.instantiate import add_to_path, build, environment, is_ours, to_dict
+from conf.instantiate import add_to_path, build, environment, to_dict
 from conf.masking import mask_secrets
 from launchers import World
 from launchers.meeting import rendezvous
@@ -44,10 +42,6 @@ from training.reporting.console import describe_results, numbers, what_to_type
 from training.reporting.recorder import Loggers, Recorder, sections
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
 from training.setup import Setup, build_setup
-
-# What a checkpoint does not keep.
-_WHERE = ("device", "parallel", "launcher", "logger", "loggers", "callbacks", "import_from")
-_NAMED = re.compile(r"_target_\W+([\w.]+)")
 
 
 @exit_is_failure()
@@ -120,7 +114,7 @@ def run(
             checkpoints.close()
             recorder.close(summary)
         if world.rank == 0:
-            _report(setup, world, run_dir, outcome, summary, ranks)
+            _report(setup, run_dir, outcome, summary, ranks)
         return summary
 
 
@@ -289,21 +283,20 @@ def _summary(
     return summarise(strategy, outcome, test, ranks, model, setup.sample, setup.data.seq_len)
 
 
-def _report(
-    setup: Setup, world: World, run_dir: Path, outcome: Outcome, summary: dict, ranks: list[RankResult]
-) -> None:
+def _report(setup: Setup, run_dir: Path, outcome: Outcome, summary: dict, ranks: list[RankResult]) -> None:
     """Write the timeline, if it was asked for, and print the results."""
     if setup.cfg.train.trace and setup.plan.pipelined:
         from training.reporting.timeline import write_timeline  # it imports matplotlib
 
         intervals = [rank.intervals for rank in ranks]
         write_timeline(run_dir, setup.plan, setup.cfg.model.name, intervals, outcome.steps)
-    headline, *rest = describe_results(summary, run_dir, setup.extents, _idle(setup, world)).split("\n")
+    headline, *rest = describe_results(summary, run_dir, setup.extents).split("\n")
     if outcome.checkpoint is not None and setup.cfg.model._target_ != GIVEN:
         link = hydra_word(str(outcome.checkpoint.parents[1]))
         length = [f"train.steps={2 * outcome.steps}", *["train.epochs=null"] * (setup.cfg.train.epochs is not None)]
         length += _rate_at_end(setup, outcome.steps)
-        rest.append(what_to_type(link, length, _where_typed(run_dir), python=given_objects() is not None))
+        where = setup.cfg.get(COMMAND, {}).get("where", [])
+        rest.append(what_to_type(link, length, where, python=given_objects() is not None))
     print("\n".join([styled(headline, "bold", sys.stdout), *rest]), flush=True)
 
 
@@ -315,14 +308,6 @@ def _rate_at_end(setup: Setup, step: int) -> list[str]:
     rates = {"optim": optim.lr, "optim.others": (optim.get("others") or {}).get("lr")}
     factor = schedule.factor(step, setup.total_steps, setup.per_epoch)
     return ["scheduler=constant", *(f"{key}.lr={lr * factor:.6g}" for key, lr in rates.items() if lr is not None)]
-
-
-def _idle(setup: Setup, world: World) -> str:
-    """Return why a pipeline idles far more than its schedule has it, where that is known."""
-    cores = usable_cores()
-    if setup.plan.device_type != "cpu" or world.local_size <= cores:
-        return ""
-    return f"{world.local_size} processes take turns on {cores} core{'s' * (cores > 1)}"
 
 
 def kept(cfg: Any) -> dict[str, Any]:
@@ -340,19 +325,3 @@ def _public(value: dict, masked: dict) -> dict:
     """``value`` without the keys whose values were masked."""
     nested = {key: _public(item, masked[key]) for key, item in value.items() if isinstance(item, dict)}
     return {key: nested.get(key, item) for key, item in value.items() if key in nested or item == masked[key]}
-
-
-def _where_typed(run_dir: Path) -> list[str]:
-    """Return what the user typed of what a checkpoint does not keep or may not name, by the run directory."""
-    try:
-        # Not resolved: a value may refer to a secret of the environment.
-        typed = OmegaConf.to_container(read_yaml(run_dir / ".hydra" / "overrides.yaml"), resolve=False)
-        sources = read_yaml(run_dir / ".hydra" / "hydra.yaml").hydra.runtime.config_sources
-    except UserError:
-        return []  # they are but a hint
-    own = [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"]
-    return own + [word for word in typed if _is_where(word) or not all(map(is_ours, _NAMED.findall(word)))]
-
-
-def _is_where(word: str) -> bool:
-    return re.split(r"[.=]", word.lstrip("+~"))[0] in _WHERE

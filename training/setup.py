@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.cuda import get_device_properties
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from common.errors import TrainingError, UserError
@@ -32,7 +33,6 @@ from parallel.shape_inference import check_gpus, drawing_by_microbatch
 from parallel.strategies import names_where, strategy_info
 from training.callbacks import build as build_callbacks
 from training.checkpoint.configuration import check_fits, checkpoint_of
-from training.checkpoint.files import Checkpoint
 from training.checkpoint.init_from import check_start, vocabulary_with
 from training.evaluate import extents
 from training.first_batch import check_read, check_shapes, check_splits
@@ -41,7 +41,6 @@ from training.reporting.recorder import sections
 from training.reporting.summary import check_objective
 
 BALANCES = ("time", "size")  # values of parallel.balance that are measured
-_MOST_EPOCHS = 1e9
 
 
 @dataclass
@@ -127,7 +126,7 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: H
     Raises:
         UserError: For a configuration that cannot run, with the numbers and a way out.
     """
-    for check in (check_train, environment, _check_checkpoint, _check_sections):
+    for check in (check_train, environment, _check_sections):
         check(cfg)
     chain, data = model_and_data(cfg)
     for check in (_check_names, _check_weights, check_length):
@@ -171,10 +170,8 @@ def check_train(cfg: Any) -> None:
             raise TrainingError(f"train.{key}={value} must be at least {least}")
     for key in ("epochs", "grad_clip", "clip_value"):
         value = train[key]
-        if value is not None and not value > 0:
-            raise TrainingError(f"train.{key}={value} must be above 0")
-    if train.epochs is not None and train.epochs > _MOST_EPOCHS:
-        raise TrainingError(f"train.epochs={train.epochs:g} must be at most {_MOST_EPOCHS:g}")
+        if value is not None and not 0 < value < math.inf:
+            raise TrainingError(f"train.{key}={value} must be above 0, and finite")
     if train.spike_factor is not None and not train.spike_factor > 1:
         raise TrainingError(f"train.spike_factor={train.spike_factor} must be above 1, such as 3")
     if train.spike_rollback is not None and train.spike_factor is None:
@@ -187,11 +184,6 @@ def check_train(cfg: Any) -> None:
             "train.cudnn_benchmark=true takes whichever algorithm was fastest this time, train.deterministic=true the "
             "same one every time: switch one of them off"
         )
-
-
-def _check_checkpoint(cfg: Any) -> None:
-    if (saved := _saved(cfg)) is not None:
-        Checkpoint.find(saved)
 
 
 def _saved(cfg: Any) -> Path | None:
@@ -264,18 +256,12 @@ def _check_optimizer_layout(setup: Setup) -> None:
 
 def _check_gpus(setup: Setup) -> None:
     if setup.plan.gpus is not None and not setup.plan.devices:
-        check_gpus(setup.plan, certain_tensors(setup.cfg), _gpu_memory)
+        check_gpus(setup.plan, certain_tensors(setup.cfg), lambda gpu: get_device_properties(gpu).total_memory)
 
 
 def certain_tensors(cfg: Any) -> int:
     """Return how many tensors of a parameter's size a run holds at least: the weight, its gradient, its state."""
     return 2 + states_of(cfg.optim, unknown=0) if cfg.mode == "train" else 1
-
-
-def _gpu_memory(index: int) -> int:
-    import torch
-
-    return torch.cuda.get_device_properties(index).total_memory
 
 
 def _check_changing_shapes(setup: Setup) -> None:

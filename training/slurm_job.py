@@ -115,7 +115,7 @@ def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
     from launchers.meeting import describe_places, rendezvous
     from training.checkpoint.load import after_restart
     from training.run import run
-    from training.setup import describe
+    from training.setup import describe, prepare
 
     begin = time.monotonic()
     if restarts() > 0:
@@ -123,8 +123,13 @@ def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
     try:
         with rendezvous(world, cfg.parallel.timeout_s) as (store, places):
             add_to_path(cfg.import_from or ())
-            setup = _prepare_alike(cfg, world, store)
-            if world.rank == 0:
+            if world.rank > 0:  # what rank 0 has measured counts for all
+                store.wait([_BALANCE], timedelta(seconds=cfg.parallel.timeout_s))
+                cfg.parallel.balance, setup = json.loads(store.get(_BALANCE)), None
+            else:
+                setup = prepare(cfg, world.size, world.nodes)
+                if store is not None:
+                    store.set(_BALANCE, json.dumps(to_dict(cfg.parallel)["balance"]))
                 hold(run_dir, EARLIER_ATTEMPT_S if restarts() > 0 else 0.0)
                 update_job(run_dir, status=RUNNING)
                 print("\n".join(filter(None, [describe(setup), describe_places(places)])), flush=True)
@@ -137,20 +142,6 @@ def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
         raise
     if world.rank == 0:
         update_job(run_dir, status=FINISHED, seconds=time.monotonic() - begin)
-
-
-def _prepare_alike(cfg: Any, world: World, store: Any) -> Any:
-    """Prepare a rank of the job. What is measured, rank 0 measures for all."""
-    from training.setup import prepare
-
-    measured = store is not None and cfg.parallel.balance == "time"
-    if measured and world.rank > 0:
-        store.wait([_BALANCE], timedelta(seconds=cfg.parallel.timeout_s))
-        cfg.parallel.balance = json.loads(store.get(_BALANCE))
-    setup = prepare(cfg, world.size, world.nodes)
-    if measured and world.rank == 0:
-        store.set(_BALANCE, json.dumps(to_dict(cfg.parallel)["balance"]))
-    return setup
 
 
 def _config_path(folder: Path, index: int) -> Path:

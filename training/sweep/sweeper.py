@@ -32,12 +32,12 @@ from conf.composition import (
     named,
     typed_overrides,
 )
-from conf.instantiate import add_to_path, to_config, to_dict
+from conf.instantiate import to_config, to_dict
 from conf.masking import mask_secrets
 from launchers import Interrupted, World
 from launchers.slurm.follow import wait
 from launchers.stopping import Stopped
-from training.app import completed, execute, without_options_of_checkpoint
+from training.app import completed, execute, plain, without_options_of_checkpoint
 from training.autotune import choose_chunks, recall
 from training.checkpoint.load import after_restart
 from training.reporting.job_record import (
@@ -294,8 +294,7 @@ def _check(cfg: Any) -> CheckedRun | None:
     folder = Path(hydra.runtime.output_dir)
     _begin(cfg, hydra, folder, WAITING)
     try:
-        cfg = to_config(to_dict(cfg))
-        add_to_path(cfg.import_from or ())
+        cfg = plain(cfg, hydra)
         if cfg.train.resume is not None:
             recall(cfg, folder)
         if cfg.parallel.chunks == "auto":
