@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -91,7 +91,9 @@ class Loop:
         run_dir = self.checkpoints.folder.parent
         clock = time.perf_counter()
         profiled = _profiler(config.profile, run_dir, strategy.mesh.rank) if config.profile else nullcontext()
-        with profiled as advance, self._anomaly_detection():
+        # It names the operation whose backward gave a NaN.
+        anomaly = torch.autograd.detect_anomaly(check_nan=True) if config.detect_anomaly else nullcontext()
+        with profiled as advance, anomaly:
             for step, batch in self._batches(first_step):
                 heartbeat.note(step - 1, f"in step {step}")
                 result = strategy.train_step(batch, step, stopping.wanted(), self.skipping.loss_limit)
@@ -257,9 +259,6 @@ class Loop:
             pin_memory=self.strategy.device.type == "cuda",
             timeout_s=setup.cfg.parallel.timeout_s,
         )
-
-    def _anomaly_detection(self) -> AbstractContextManager:
-        return torch.autograd.detect_anomaly(check_nan=True) if self.config.detect_anomaly else nullcontext()
 
 
 class Skipping:

@@ -133,7 +133,6 @@ def test_the_help_page_lists_what_was_added(house):
     [
         ("model.widht=3", "did you mean model.width?"),
         ("model.width=wide", "model.width: Value 'wide' of type 'str' could not be converted to Integer"),
-        ("optim.momentun=0.1", "did you mean optim.momentum?"),
         ("data.root=/no/such/file", "data.root=/no/such/file does not exist"),
     ],
 )

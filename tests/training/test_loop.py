@@ -107,14 +107,6 @@ def test_a_jump_of_the_loss_is_skipped_where_that_is_asked_for_and_never_saved(t
     assert checkpoints(guarded) == [6, 11, 18, 20], "that of step 12 is that of the step before"
 
 
-def test_steps_that_are_skipped_leave_the_checkpoints_before_them(tmp_path, spoil):
-    spoil("jump", 15, 16, 17)
-    run(tmp_path, *TWENTY, "train.checkpoint_every=1", "train.keep_checkpoints=2", "train.steps=17", GUARDED)
-    assert checkpoints(tmp_path) == [13, 14]
-    assert (tmp_path / "checkpoints" / "latest").resolve().name == "step-00000014"
-    assert len(losses(tmp_path)) == 17
-
-
 def test_jumps_in_a_row_lead_back_to_the_newest_checkpoint(tmp_path, spoil, capsys, monkeypatch):
     spoil("jump", 15, 16)
     run(tmp_path, *TWENTY, GUARDED, "train.spike_rollback=2", "optim.momentum=0.9")
@@ -197,9 +189,8 @@ def same(one, other):
 
 @pytest.mark.parametrize(
     "layout, rank, what",
-    [("ddp", 1, "loss"), ("ddp", 1, "gradient"), ("pipelined", 1, "loss"), ("pipelined", 0, "gradient"),
-     ("pipe_ddp", 3, "loss"), ("pipe_ddp", 2, "gradient")],
-)  # fmt: skip
+    [("ddp", 1, "gradient"), ("pipelined", 1, "loss"), ("pipe_ddp", 2, "gradient")],
+)
 def test_a_nan_on_one_rank_has_all_ranks_skip_that_step(ranks, tmp_path, layout, rank, what):
     size, where = LAYOUTS[layout]
     recipe = ["model=convnet", *SHORT, "train.steps=4", "train.global_batch_size=16", "optim=adamw", *EVERY_STEP]
@@ -232,7 +223,6 @@ def moves(folder):
         (["train.grad_clip=0.01"], 0.01, None),
         (["train.clip_value=0.001"], None, 0.001),
         (["train.clip_value=0.001", "train.grad_clip=0.005"], 0.005, None),  # by value first
-        (["train.clip_value=0.001", "train.grad_clip=1.0"], None, 0.001),
     ],
 )
 def test_clipping_bounds_how_far_a_step_moves_the_weights(tmp_path, words, norm, largest):
@@ -258,7 +248,7 @@ def test_a_norm_below_the_clip_is_left_alone(tmp_path):
 # -- evaluations, checkpoints, seeds ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("every, expected", [("2", [2, 4, 5]), ("5", [5]), ("7", [5]), ("0", [5]), ("null", [])])
+@pytest.mark.parametrize("every, expected", [("2", [2, 4, 5]), ("0", [5]), ("null", [])])
 def test_evaluations_and_checkpoints_come_as_often_as_asked_and_at_the_end(tmp_path, every, expected):
     rhythm = [f"train.eval_every={every}", f"train.checkpoint_every={every}", "train.keep_checkpoints=9"]
     summary = run(tmp_path, "train.epochs=null", "train.steps=5", *rhythm)
@@ -286,11 +276,6 @@ def test_the_best_evaluation_is_kept_and_is_not_always_the_last(tmp_path):
     found = [line["val_loss"] for line in records(tmp_path) if "val_loss" in line]
     assert summary["best_val_loss"] == min(found)
     assert min(found) < found[-1], "a rate this high makes it worse: else this test shows nothing"
-
-
-def test_a_run_takes_the_steps_that_its_recipe_says(tmp_path):
-    summary = run(tmp_path, "data.samples=330", "train.epochs=0.5", "train.steps=9")
-    assert (summary["steps"], len(steps(tmp_path)), summary["skipped_steps"]) == (3, 3, 0)
 
 
 def test_overfit_learns_one_batch_of_a_language_by_heart(tmp_path, text):

@@ -115,11 +115,6 @@ def test_a_job_of_an_array_finds_them_too(mine, tmp_path, monkeypatch):
     assert all(str(tmp_path / "mine") in one.tree["import_from"] for one in queued)
 
 
-def test_their_keys_are_those_that_their_files_list(mine, tmp_path):
-    with pytest.raises(UserError, match="did you mean model.width"):
-        train(*mine, "model=deep", "model.widht=3", f"hydra.run.dir={tmp_path}/run")
-
-
 def test_a_class_of_the_folder_in_which_the_command_is_typed_is_named_by_its_target(mine, tmp_path, monkeypatch):
     """What older commands typed, ``allow=``, changes nothing."""
     monkeypatch.chdir(tmp_path / "mine")
