@@ -12,7 +12,6 @@ import numpy as np
 from training.checkpoint.files import with_checksum
 
 Make = Callable[[Path], object]
-DEEP = b"[" * 100_000
 MANIFEST = {
     "format": 2,
     "step": 1,

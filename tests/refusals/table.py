@@ -44,11 +44,9 @@ class Refusal:
 WORDS = {
     "no key train.stepz": [
         Refusal("train.stepz=5", "did you mean train.steps?"),
-        Refusal("++train.stepz=3", "did you mean train.steps?"),
         Refusal("-m ++train.stepz=3 seed=1,2 hydra.sweep.dir=sweep", "did you mean train.steps?"),
     ],
     "no key paralel": Refusal("+paralel=ddp", "did you mean parallel?"),
-    "no key parallel.dpp": Refusal("+parallel.dpp=2", "did you mean parallel.pp or parallel.dp?"),
     "optim.mometum": Refusal("+optim.mometum=0.9", "did you mean optim.momentum?"),
     "'model/gpt3'": Refusal("model=gpt3", "gpt2", "toy"),
     "'please' cannot be read": Refusal("please", "write KEY=VALUE"),
@@ -57,7 +55,6 @@ WORDS = {
     "experiment/own": [
         Refusal(OWN + "experiment=own", file=file("experiment/own.yaml", b"train: [1,\n")),
         Refusal(OWN + "experiment=own", "train.stepz", file=option("experiment/own", "train: {stepz: 1}")),
-        Refusal(OWN + "experiment=own", file=option("experiment/own", "- 1")),
         Refusal(OWN + "experiment=own", file=option("experiment/own", "train: !!python/object/apply:os.system [id]")),
     ],
     "hydra.run.dir is empty": Refusal("hydra.run.dir="),
@@ -75,30 +72,20 @@ WORDS = {
 VALUES = {
     "train.steps": [
         Refusal("train.steps=many", "'many'", "Integer"),
-        Refusal("train.steps=1.5", "'1.5'", "Integer"),
         Refusal("train.steps=0", "train.steps=0", "at least 1"),
         Refusal("train.epochs=null", "train.epochs", "train.steps=100"),
         Refusal("train.steps=[1,"),
     ],
     "nothing": Refusal("train.steps='${nothing}'"),
-    "NO_SUCH_VARIABLE": Refusal("train.steps='${oc.env:NO_SUCH_VARIABLE}'"),
     "data.samples": [
         Refusal("data.samples=0", "error: data.samples=0: it must be at least 1"),
         Refusal("data.samples=100000000000", "data.samples=100000000000", "GiB", "free"),
     ],
-    "model.hidden": Refusal("model.hidden=1.5"),
-    "train.grad_clip": [
-        Refusal("train.grad_clip=much"),
-        Refusal("train.grad_clip=0", "train.grad_clip=0", "above 0"),
-    ],
+    "train.grad_clip": Refusal("train.grad_clip=0", "train.grad_clip=0", "above 0"),
     "train.spike_factor": Refusal("train.spike_factor=1", "train.spike_factor=1.0 must be above 1"),
     "train.spike_rollback=2": Refusal("train.spike_rollback=2", "needs train.spike_factor"),
     "train.eval_every": Refusal("train.eval_every=-1", "train.eval_every=-1", "at least 0"),
-    "data.num_workers": Refusal("data.num_workers=-1", "at least 0"),
-    "seed": Refusal("seed=-1", "at least 0"),
-    "train.precision": [
-        Refusal("train.precision=fp8", "fp8", "auto", "fp64", "fp32", "bf16", "fp16"),
-    ],
+    "train.precision": Refusal("train.precision=fp8", "fp8", "auto", "fp64", "fp32", "bf16", "fp16"),
     "device=cuda": Refusal("device=cuda", "this machine has none; here are: cpu"),
     "optim": [
         Refusal("optim.lr=-1", "-1"),
@@ -111,10 +98,7 @@ VALUES = {
         Refusal("optim=muon optim.others=null", "2D parameters", "optim.others"),
         Refusal("optim._target_=torch.optim.LBFGS", "LBFGS", "closure"),
     ],
-    "names nothing: write the dotted name of a class": [
-        Refusal("optim._target_=7", "_target_=7 "),
-        Refusal("optim._target_=nothing", "_target_=nothing "),
-    ],
+    "names nothing: write the dotted name of a class": Refusal("optim._target_=nothing", "_target_=nothing "),
     "optim.rates": [
         Refusal("+optim.rates={net3:2}", "the model has no module 'net3'; it has net1, net2"),
         Refusal("+optim.rates={net1:-1}", "net1=-1 must be a number of at least 0"),
@@ -122,20 +106,14 @@ VALUES = {
     ],
     "scheduler": [
         Refusal("scheduler=cosine_warmup scheduler.warmup_steps=-1", "scheduler.warmup_steps=-1"),
-        Refusal("scheduler=cosine_warmup scheduler.min_ratio=1.1", "scheduler.min_ratio=1.1"),
         Refusal("scheduler=step scheduler.every=0", "scheduler.every=0 must be at least 1"),
-        Refusal("scheduler._target_=torch.nn.ReLU", "torch.nn.ReLU is not a schedule"),
     ],
     "logger": [
         Refusal("logger=null", "logger=none for none"),
         Refusal("logger=wandb logger.mode=onlien", "'onlien', expected one of [offline, online]"),
-        Refusal("logger._target_=torch.nn.ReLU", "torch.nn.ReLU is not a logger"),
     ],
     "early_stop": Refusal("callbacks=[early_stop] callbacks.early_stop.patience=0", "patience=0 must be at least 1"),
-    "callback": [
-        Refusal("callbacks=[{_target_:models.losses.SquaredError}]", "is not a callback", "on_step"),
-        Refusal("callbacks=[early_stop] callbacks.early_stop.patienc=7", "did you mean callbacks.early_stop.patience?"),
-    ],
+    "callback": Refusal("callbacks=[{_target_:models.losses.SquaredError}]", "is not a callback", "on_step"),
 }  # fmt: skip
 
 # -- layouts -------------------------------------------------------------------------------------------------------
@@ -163,18 +141,10 @@ LAYOUTS = {
     "parallel.stages_per_rank=2": Refusal(
         PIPELINED + "parallel.stages_per_rank=2", "parallel.schedule=interleaved_1f1b"
     ),
-    "only 3 layers": Refusal(PIPELINED + "parallel.schedule=interleaved_1f1b parallel.chunks=4", "4 stages"),
-    "parallel.dp=2": [
-        Refusal("parallel.dp=2", "parallel=single has one replica", "parallel=ddp"),
-    ],
-    "parallel.pp=2": [
-        Refusal("parallel.pp=2", "parallel=single has one stage", "parallel=pipelined"),
-    ],
-    "parallel.pp=1 is one stage": [
-        Refusal(PIPELINED + "parallel.pp=1", "use parallel=single,"),
-    ],
+    "parallel.dp=2": Refusal("parallel.dp=2", "parallel=single has one replica", "parallel=ddp"),
+    "parallel.pp=2": Refusal("parallel.pp=2", "parallel=single has one stage", "parallel=pipelined"),
+    "parallel.pp=1 is one stage": Refusal(PIPELINED + "parallel.pp=1", "use parallel=single,"),
     "parallel=data_parallel": Refusal("parallel=data_parallel", "GPU", "device=cpu", "parallel=ddp"),
-    "parallel.pp=0": Refusal(PIPELINED + "parallel.pp=0", "at least 1"),
     "parallel.balance": [
         Refusal(PIPELINED + "parallel.balance=fair", "uniform", "size", "parallel.balance=[2,1]"),
         Refusal(PIPELINED + "parallel.balance=[2,2]", "2 whole numbers", "the sum 3", "parallel.balance=[2,1]"),
@@ -207,47 +177,20 @@ MODELS = {
     "model.loss=mse": Refusal("model.loss=mse", "write 'model.loss={_target_: models.losses.SquaredError}'"),
     "MSELoss is no loss": Refusal("model.loss='{_target_: torch.nn.MSELoss}'", "SquaredError()"),
     "model.size": Refusal("model=gpt2 model.size=125M", "125M", "124M, 350M, 774M, 1558M, tiny"),
-    "model.n_layer": [
-        Refusal(GPT2 + "model.n_layer=0", "model.n_layer=0 must be at least 1"),
-    ],
-    "n_embd": [
-        Refusal(GPT2 + "model.n_embd=100 model.n_head=12", "n_head=12", "the nearest width that does is 96"),
-    ],
+    "model.n_layer": Refusal(GPT2 + "model.n_layer=0", "model.n_layer=0 must be at least 1"),
+    "n_embd": Refusal(GPT2 + "model.n_embd=100 model.n_head=12", "n_head=12", "the nearest width that does is 96"),
     "model.dropout": Refusal(GPT2 + "model.dropout=1.0", "model.dropout=1.0 must lie in [0, 1)"),
-    "model.vocab_size": [
-        Refusal(GPT2 + "model.vocab_size=100", "50257", "model.vocab_size=100", "model.vocab_size=50257 or more"),
-    ],
-    "d_model": [
-        Refusal(TRANSFORMER + "model.d_model=25 model.n_head=5", "the nearest width that does is 20", file=GOOD_TEXT),
-    ],
-    "model.d_hid=-1": Refusal(TRANSFORMER + "model.d_hid=-1", "must be at least 1", file=GOOD_TEXT),
-    "channels=0": Refusal("model=convnet model.in_channels=0", "must be at least 1"),
-    "num_classes=0": Refusal("model=resnet50 model.num_classes=0", "must be at least 1"),
+    "model.vocab_size=100": Refusal(GPT2 + "model.vocab_size=100", "model.vocab_size=50257 or more"),
     "model.num_classes": Refusal("model=convnet model.num_classes=5", "label of sample 5 is 5", "0 to 4"),
-    "model.image_size": [
-        Refusal("model=convnet model.image_size=3", "halved twice: it must be at least 4"),
-    ],
+    "model.image_size": Refusal("model=convnet model.image_size=3", "halved twice: it must be at least 4"),
     "model.loss": Refusal("model=resnet50 model.loss=hinge", "hinge", "mse, cross_entropy"),
     "data.seq_len=300": Refusal(GPT2 + "data.seq_len=300", "256 positions", "data.seq_len=256", "model.block_size=300"),
-    "model=gpt2": [
-        Refusal("model=gpt2 data=random_regression", "numbers", "leave data= out"),
-        Refusal(
-            GPT2 + "model.vocab_size=100000000000 data=tokens data.root=HERE/x.bin", "GiB", "free", file=GOOD_SHARD,
-        ),
-    ],
-    "model=transformer": Refusal("model=transformer data=digits", "numbers", "leave data= out"),
+    "model=gpt2": Refusal("model=gpt2 data=random_regression", "numbers", "leave data= out"),
     "model=toy": [
-        Refusal("data=text data.root=.", "tokens", "leave data= out"),
         Refusal("data.in_features=7", "7", "10"),
         Refusal("model.hidden=100000000000", "GiB", "free", "smaller"),
     ],
-    "model=resnet50": [
-        Refusal("model=resnet50 data=stdlib", "tokens"),
-        Refusal("model=resnet50 data=digits data.image_size=32 data.channels=1", "(1, 32, 32)"),
-    ],
-    "data.image_size=10000000": Refusal(
-        "model=convnet data=random_images data.channels=1 data.image_size=10000000", "GiB", "free"
-    ),
+    "model=resnet50": Refusal("model=resnet50 data=digits data.image_size=32 data.channels=1", "(1, 32, 32)"),
     "micro-batch of 10000 samples": Refusal(
         "model=convnet train.global_batch_size=10000 data=random_images data.channels=1 data.samples=20000 "
         "data.image_size=4000", "GiB", "free", "parallel.chunks",
@@ -263,13 +206,11 @@ def _row(words: str, *says: str, content: bytes) -> Refusal:
     return Refusal(words, *says, file=file(name, content))
 
 
-_LABELS, _PIXELS = idx((20,), bytes(range(10)) * 2), idx((20, 4, 4), bytes(320))
 DATA = {
     "train.global_batch_size=64": Refusal("data.samples=20", "20 samples", "20"),
-    "largest batch that fits is": [
-        Refusal("model=convnet parallel=ddp train.global_batch_size=2000", "1439 samples", "is 1438"),
-        _row(ROWS + " parallel=ddp train.global_batch_size=16", "9 samples", "is 8", content=rows(count=10)),
-    ],
+    "largest batch that fits is": Refusal(
+        "model=convnet parallel=ddp train.global_batch_size=2000", "1439 samples", "is 1438"
+    ),
     "data.root": [
         Refusal(GPT2 + "data=text", "data.root=FILE_OR_FOLDER"),
         Refusal(GPT2 + f"data=text data.root={NOWHERE}", f"data.root={NOWHERE}", "does not exist", "folder"),
@@ -286,38 +227,28 @@ DATA = {
     "HERE/x.jsonl line 1": [
         _row(ROWS, "type int", content=b"1\n" * 40),
         _row(ROWS + " data.field=question", "'question'", "data.field", "'text'", content=rows()),
-        _row(ROWS, "NoneType", content=b'{"text": null}\n' * 40),
         _row(ROWS, "byte 0xff", content=b'{"text": "\xff\xfe"}\n' * 40),
     ],
     "HERE/x.jsonl": [
         _row(ROWS, "is empty", "JSON lines", content=b""),
         _row(ROWS, "no row", content=b"\n" * 40),
     ],
-    "data.field": [
-        _row(ROWS + " data.field=[1,2]", content=rows()),
-    ],
     "HERE/x.bin": [
-        _row(SHARD, "header", content=b""),
         _row(SHARD, "llm.c's header", "20240520", "data.format=nanogpt", content=b"PK\x03\x04" + bytes(5000)),
-        _row(SHARD, "and 7", content=shard(np.zeros(10), version=7)),
         _row(SHARD + " parallel=ddp", "truncated", "5,000 tokens", "3,024", content=shard(np.zeros(1000), says=5000)),
         _row(SHARD, "the token 60,000", "data.vocab_size=50,257", content=shard(np.array([1, 2, 60000] * 400))),
         _row(SHARD + " data.format=nanogpt", "leave data.format out", content=shard(np.zeros(100))),
     ],
     "HERE/x.txt": [
         _row(TEXT, "is empty", "file of text", content=b""),
-        _row(TEXT, "no text", "byte is 0", content=b"abc\0def"),
         _row(TEXT, "no text", "not UTF-8", content=b"\xff" * 100),
     ],
     "data.seq_len": [_row(TEXT, "tokens", content=b"a")],
-    "HERE/train-images-idx3-ubyte": [
-        Refusal(MNIST, file=mnist(images=idx((20, 4, 4), bytes(319)))),
-    ],
+    "HERE/train-images-idx3-ubyte": Refusal(MNIST, file=mnist(images=idx((20, 4, 4), bytes(319)))),
     "HERE/train-labels-idx1-ubyte": Refusal(
         MNIST, "sample 7 is 12", "0 to 9", "data.num_classes",
         file=mnist(labels=idx((20,), bytes([*range(7), 12, *range(8, 10)] * 2))),
     ),
-    "0 images": Refusal(MNIST, file=mnist(idx((0, 4, 4), b""), idx((0,), b""))),
     "20 images": Refusal(MNIST, "10 labels", file=mnist(labels=idx((10,), bytes(10)))),
 }  # fmt: skip
 
@@ -331,7 +262,6 @@ CHECKPOINTS = {
     "mode=sample": Refusal(SAMPLE, "model=toy is no language model", file=manifest(config=CONFIG)),
     "sample.tokens=0": Refusal(SAMPLE + "sample.tokens=0", "must be at least 1", file=TINY),
     "sample.temperature=-1.0": Refusal(SAMPLE + "sample.temperature=-1", "must be 0", file=TINY),
-    "sample.top_k=0": Refusal(SAMPLE + "sample.top_k=0", "must be at least 1", file=TINY),
     "sample.top_p=0.0": Refusal(SAMPLE + "sample.top_p=0", "must lie in (0, 1]", file=TINY),
     "sample.prompts": [
         Refusal(SAMPLE + "sample.prompts=[]", "is empty", file=TINY),
@@ -339,24 +269,16 @@ CHECKPOINTS = {
     ],
     "checkpoint=PATH": [
         Refusal("mode=eval", "mode=eval"),
-        Refusal("mode=export", "mode=export"),
         Refusal(GPT2 + "mode=sample", "mode=sample"),
     ],
-    f"no checkpoint at {NOWHERE}": [
-        Refusal(f"mode=eval checkpoint={NOWHERE}", "manifest.json"),
-        Refusal(f"parallel=pipelined train.resume={NOWHERE}", "manifest.json"),
-    ],
-    "too long": [
-        Refusal("mode=eval checkpoint=" + 300 * "a", "check the path"),
-        Refusal(GPT2 + "data=text data.root=" + 300 * "a", "check the path"),
-    ],
+    f"no checkpoint at {NOWHERE}": Refusal(f"mode=eval checkpoint={NOWHERE}", "manifest.json"),
+    "too long": Refusal("mode=eval checkpoint=" + 300 * "a", "check the path"),
     "manifest.json": [
         Refusal(EVAL, "cannot be read", file=manifest(b"")),
         Refusal(EVAL, "not the manifest", file=manifest(b'{"format": 99}')),
         Refusal(EVAL, "damaged", "checksum", file=manifest(json.dumps(MANIFEST).encode())),
         # Whole by its checksum, and not what this program writes.
         Refusal(RESUME, "damaged", file=manifest(step=[1])),
-        Refusal(RESUME, "damaged", file=manifest(files=None)),
         Refusal(RESUME, "config", file=manifest(config={**CONFIG, "optim": ["torch.optim.SGD"]})),
     ],
     "os.system": Refusal(

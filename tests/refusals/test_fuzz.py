@@ -5,13 +5,11 @@ import struct
 from contextlib import suppress
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from common.errors import CheckpointError, DataError
 from data.jsonl import Rows
-from data.mnist import read_idx
 from data.tokens import read_header
 from training.checkpoint.files import Checkpoint, with_checksum
 
@@ -51,14 +49,6 @@ def test_manifests(tmp_path, changes, sealed):
 
 
 @BOUNDED
-@given(st.binary(max_size=300))
-def test_bytes_for_a_manifest(tmp_path, content):
-    (tmp_path / "manifest.json").write_bytes(content)
-    with pytest.raises(CheckpointError):
-        Checkpoint(tmp_path)
-
-
-@BOUNDED
 @given(
     st.sampled_from([20240520, 20240801, 0, -1]) | st.integers(-(2**31), 2**31 - 1),
     st.sampled_from([1]) | st.integers(-(2**31), 2**31 - 1),
@@ -87,24 +77,3 @@ def test_json_lines(tmp_path, lines):
     except DataError:
         return
     assert all(isinstance(text, str) for text in texts)
-
-
-@BOUNDED
-@given(
-    st.integers(0, 255) | st.just(8),
-    st.integers(0, 4) | st.just(3),
-    st.lists(st.integers(0, 5) | st.integers(0, 2**32 - 1), min_size=4, max_size=4),
-    st.binary(max_size=130),
-    st.booleans(),
-)
-def test_idx_files(tmp_path, kind, dimensions, shape, content, packed):
-    import gzip
-
-    path = tmp_path / f"x{'.gz' if packed else ''}"
-    whole = bytes((0, 0, kind, dimensions)) + struct.pack(">4I", *shape)[: 4 * dimensions] + content
-    path.write_bytes(gzip.compress(whole) if packed else whole)
-    try:
-        array = read_idx(path, 3)
-    except DataError:
-        return
-    assert array.size == len(content) and array.ndim == 3

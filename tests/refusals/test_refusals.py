@@ -1,5 +1,6 @@
 """What cannot be done is one line that names it, with the numbers and the way out, before anything has begun."""
 
+import pwd
 import shlex
 
 import psutil
@@ -42,3 +43,18 @@ def test_what_cannot_be_done_is_refused(names, refusal, tmp_path, monkeypatch, c
     assert "step 1" not in printed.out and ranks() == before, "something was begun"
     assert list(place.iterdir()) == [], "something was left behind"
     assert not list(tmp_path.glob("cache/**/*.tmp")), "half of something was built"
+
+
+def test_a_user_without_a_home_folder(tmp_path, monkeypatch, capsys):
+    from train import main
+
+    def nobody(*args):
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    assert main(["model=gpt2", "model.size=tiny", "logger=none"]) == 1
+    said = capsys.readouterr().err
+    assert "HOME is not set" in said and "data.cache_dir=FOLDER" in said
