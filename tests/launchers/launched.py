@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -65,24 +64,6 @@ def raise_on(world, rank):
     all_reduce(1)
 
 
-def wrap_lost_peer(world):
-    """Rank 1 breaks off a second after closing its connections; rank 0 gives the news a name of its own."""
-    import torch.distributed as dist
-
-    join_group(world)
-    all_reduce(1)
-    if world.rank == 1:
-        try:
-            raise ValueError("the first error")
-        finally:
-            dist.destroy_process_group()
-            time.sleep(1)
-    try:
-        all_reduce(1)
-    except RuntimeError as error:
-        raise RuntimeError("step 7 failed") from error
-
-
 def killed(world):
     """Rank 1 is killed while rank 0 waits for it in an all-reduce."""
     join_group(world)
@@ -110,17 +91,6 @@ def fail_once(world, folder):
         marker.touch()
         raise ValueError("first attempt")
     Path(folder, f"sum-{world.rank}").write_text(str(all_reduce(1)))
-
-
-def linger(world, folder, stubborn):
-    """Starts a child process, says so, and waits. A stubborn worker ignores SIGTERM, as does its child."""
-    if stubborn:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    child = subprocess.Popen(["sleep", "60"])
-    ready = Path(folder, f"{world.rank}.part")
-    ready.write_text(f"{os.getpid()} {child.pid}")
-    ready.rename(Path(folder, f"{world.rank}.pids"))
-    time.sleep(60)
 
 
 def return_with_thread_running(world):

@@ -81,7 +81,7 @@ def missing() -> str | None:
 
 
 class LocalCluster:
-    """A cluster of nodes n1, n2, …; a context manager, or call start() and stop().
+    """A cluster of nodes n1, n2, …
 
     Args:
         folder: For the cluster's files; absent or empty.
@@ -98,13 +98,6 @@ class LocalCluster:
     def environment(self) -> dict[str, str]:
         """What SLURM's commands need to find the cluster."""
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
-
-    def __enter__(self) -> LocalCluster:
-        self.start()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self.stop()
 
     def start(self) -> None:
         """Start all daemons and return when every node is idle.
@@ -226,10 +219,8 @@ def main() -> None:
     parser.add_argument("action", choices=("start", "stop"))
     parser.add_argument("folder", type=Path, help="its configuration, state and logs")
     parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--cpus", type=int, default=8, help="of each node; may be more than the machine has")
-    parser.add_argument("--memory", type=int, default=8192, help="of each node, in MB")
     arguments = parser.parse_args()
-    cluster = LocalCluster(arguments.folder, arguments.nodes, arguments.cpus, arguments.memory)
+    cluster = LocalCluster(arguments.folder, arguments.nodes)
     if arguments.action == "stop":
         cluster.stop()
         shutil.rmtree(cluster.folder, ignore_errors=True)

@@ -1,5 +1,7 @@
-"""``launcher=slurm`` and ``sbatch launchers/train.sbatch``, as a user types them, give the losses of one machine."""
+"""``launcher=slurm`` and ``sbatch launchers/train.sbatch``, as a user types them, give the losses of one machine. Of a
+sweep is made one array with one table, and a job that fails does not end the others."""
 
+import json
 import os
 import re
 import sys
@@ -8,7 +10,7 @@ import pytest
 from commandline import Run, environment, wait_until
 from slurm_commands import TOY, TWO_NODES, Job, ask, queue
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
 
 def train(cluster, overrides, folder):
@@ -32,17 +34,15 @@ def test_two_nodes_give_the_losses_of_one_machine(cluster, recipe, local_losses,
 
 def test_without_waiting_the_command_returns_at_once_and_says_how_to_follow(cluster, tmp_path):
     toy = [*TOY, "logger=none", "train.steps=2", "launcher.wait=false"]
-    layouts = {"ddp": ["parallel=ddp", "parallel.dp=2"], "single": ["launcher.nodes=1", "parallel=single"]}
-    for name, layout in layouts.items():
-        folder = tmp_path / name
-        run = train(cluster, [*TWO_NODES, *toy, *layout], folder)
-        assert run.code == 0, run.console
-        job = re.search(r"^job (\d+) is queued", run.stdout, re.MULTILINE).group(1)
-        assert f"follow: tail -F {folder}/slurm/{job}.out" in run.stdout
-        assert f"scancel {job}" in run.stdout
-        assert not (folder / "summary.json").exists(), "returned before the job's end"
-        wait_until((folder / "summary.json").exists, 90, "the job's end")
-        wait_until(lambda: queue(cluster) == "", 60, "an empty queue")
+    folder = tmp_path / "run"
+    run = train(cluster, [*TWO_NODES, *toy, "launcher.nodes=1", "parallel=single"], folder)
+    assert run.code == 0, run.console
+    job = re.search(r"^job (\d+) is queued", run.stdout, re.MULTILINE).group(1)
+    assert f"follow: tail -F {folder}/slurm/{job}.out" in run.stdout
+    assert f"scancel {job}" in run.stdout
+    assert not (folder / "summary.json").exists(), "returned before the job's end"
+    wait_until((folder / "summary.json").exists, 90, "the job's end")
+    wait_until(lambda: queue(cluster) == "", 60, "an empty queue")
 
 
 def test_a_batch_script_of_ones_own_gives_the_same_losses(cluster, recipe, local_losses, tmp_path, monkeypatch):
@@ -58,3 +58,50 @@ def test_a_batch_script_of_ones_own_gives_the_same_losses(cluster, recipe, local
     assert ask(cluster, *show).strip() == "COMPLETED", output.read_text()
     assert Run(0, "", "", 0.0, folder).losses == pytest.approx(local_losses(), rel=1e-6)
     assert "n1: ranks 0-1   n2: ranks 2-3" in output.read_text()
+
+
+# -- sweeps ------------------------------------------------------------------------------------------------------------
+
+SWEEP = [*TOY, "parallel=pipelined", "train.steps=3", "train.global_batch_size=16", *TWO_NODES]
+GRIDS = {
+    "good": ["parallel.chunks=1,2,4"],
+    # One of each pair cannot be cut, which is known before; one of the others fails in its job.
+    "bad": ["parallel.chunks=2,3", "optim.lr=0.01,1e30", "train.steps=20", "train.max_skipped=0", "logger=none"],
+}
+
+
+@pytest.fixture(scope="module")
+def sweeps(cluster, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweeps")
+    started = {
+        name: Job(cluster, ["-m", *SWEEP, *grid, f"hydra.sweep.dir={folder / name}"], folder / name, own_folder=False)
+        for name, grid in GRIDS.items()
+    }
+    try:
+        yield {name: sweep.wait(200) for name, sweep in started.items()}
+    finally:
+        for sweep in started.values():
+            sweep.kill()
+
+
+def statuses(sweep, count):
+    return [json.loads((sweep.folder / str(n) / "job.json").read_text())["status"] for n in range(count)]
+
+
+def test_the_jobs_are_one_array_which_ends_with_one_table_and_code_0(sweeps, cluster):
+    sweep = sweeps["good"]
+    assert sweep.code == 0, sweep.console
+    assert re.search(r"^jobs (\d+)_0, \1_1, \1_2 queued", sweep.stdout, re.MULTILINE)
+    assert statuses(sweep, 3) == ["finished"] * 3
+    assert (sweep.folder / "sweep.csv").read_text().count("\n") == 4
+    assert queue(cluster) == ""
+
+
+def test_jobs_that_fail_here_or_there_are_shown_and_the_others_finish(sweeps):
+    sweep = sweeps["bad"]
+    assert sweep.code == 1
+    assert statuses(sweep, 4) == ["finished", "failed", "failed", "failed"]
+    assert re.search(r"^jobs (\d+)_0, \1_1 queued", sweep.stdout, re.MULTILINE)
+    assert "train.global_batch_size=16 cannot be cut into dp=1 x chunks=3" in sweep.stderr
+    assert "not finite for 1 steps in a row" in sweep.stderr, "of the job that failed in its processes"
+    assert (sweep.folder / "sweep.csv").read_text().count("\n") == 5

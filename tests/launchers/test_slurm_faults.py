@@ -9,7 +9,7 @@ from commandline import wait_until
 from slurm_commands import TOY, TWO_NODES, Job, ask, queue
 
 from conf.schema import Slurm
-from launchers import Interrupted, LaunchError
+from launchers import Interrupted
 from launchers.slurm.follow import wait
 from launchers.slurm.submit import submit
 
@@ -75,26 +75,9 @@ def test_nothing_stays_in_the_queue_and_no_accounting_was_asked(ended, cluster):
     assert "accounting_storage/none" in ask(cluster, "scontrol", "show", "config")
 
 
-def start(folder, count=1, processes=4, **changes):
-    options = Slurm(**{"nodes": 2, "mem_gb": 0.2, "time_min": 5, "poll_s": 0.5, **changes})
-    return submit(["-c", "import time; time.sleep(60)"], [folder] * count, options, processes, folder / "slurm", "test")
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"partition": "nowhere"}, "invalid partition"),
-        ({"sbatch": {"constraint": "gold"}}, "the queue does not take the job: "),
-    ],
-)
-def test_what_the_queue_refuses_is_an_error_at_once(cluster, tmp_path, changes, words):
-    with pytest.raises(LaunchError, match=words):
-        start(tmp_path, **changes)
-    assert queue(cluster) == ""
-
-
 def test_ctrl_c_cancels_what_was_queued(cluster, tmp_path):
-    jobs = start(tmp_path, count=2)
+    options, sleep = Slurm(nodes=2, mem_gb=0.2, time_min=5, poll_s=0.5), ["-c", "import time; time.sleep(60)"]
+    jobs = submit(sleep, [tmp_path] * 2, options, 4, tmp_path / "slurm", "test")
     assert [job.id.partition("_")[2] for job in jobs] == ["0", "1"], "one array"
     tell = lambda line: os.kill(os.getpid(), signal.SIGINT) if "runs on" in line else None  # noqa: E731
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

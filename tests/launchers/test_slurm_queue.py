@@ -75,16 +75,6 @@ def test_every_option_reaches_sbatch(answer, tmp_path):
     assert not [word for word in commands[-1] if "exclusive" in word]
 
 
-def test_a_job_that_the_queue_forgot_after_its_end_is_done(monkeypatch, tmp_path):
-    monkeypatch.setattr(follow, "look", lambda jobs: {})
-    monkeypatch.setattr(follow, "_SETTLE_S", 0.1)
-    (tmp_path / "7_0.json").write_text("{}")
-    jobs = [Job("7", tmp_path, tmp_path, ranks, time_min=1) for ranks in (1, 2)]
-    follow.wait(jobs, 0.05, print)
-    assert jobs[0].error is None
-    assert "job 7 vanished from the queue; ended without saying why, as when killed: rank 1" in str(jobs[1].error)
-
-
 @pytest.fixture
 def time_passes(monkeypatch):
     """The clock of jobs that are followed; ``time_passes(60)`` sets it forward."""
@@ -181,25 +171,24 @@ def test_a_container_is_an_option_of_srun_and_its_python_runs(answer, tmp_path):
     assert words[3:9] == [image, mounts, "--no-container-mount-home", "env", "--block-signal=USR2", "python"]
 
 
-@pytest.mark.parametrize(("restarts", "steps", "queued"), [(0, 0, True), (1, 3, True), (1, 0, False)])
+@pytest.mark.parametrize(
+    ("restarts", "steps", "refusal", "words"),
+    [
+        (1, 3, "", "has not ended this attempt"),
+        (1, 0, "", "has trained no step since"),
+        (0, 0, "Invalid job id", "scontrol requeue: Invalid job id"),
+    ],
+)
 def test_a_job_that_was_queued_again_and_has_trained_no_step_is_not_queued_again(
-    answer, monkeypatch, restarts, steps, queued
+    answer, monkeypatch, restarts, steps, refusal, words
 ):
-    commands = answer()
+    commands = answer(bool(refusal), stderr=refusal)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
     monkeypatch.setattr(task, "_KILLED_S", 0.0)
-    words = "has not ended this attempt" if queued else "has trained no step since"
     with pytest.raises(LaunchError, match=words), task.requeued(World.alone()):
         raise Stopped("stopped", steps=steps)
-    assert commands == [["scontrol", "requeue", "7"]] * queued
-
-
-def test_a_requeue_that_is_refused_says_why(answer, monkeypatch):
-    answer(1, stderr="Invalid job id specified")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    with pytest.raises(LaunchError, match="scontrol requeue: Invalid job id"), task.requeued(World.alone()):
-        raise Stopped("stopped", steps=1)
+    assert commands == [["scontrol", "requeue", "7"]] * (steps > 0 or restarts == 0)
 
 
 def test_a_machine_without_slurm_is_told_so(monkeypatch, tmp_path):

@@ -68,10 +68,14 @@ def wandb_id(folder):
 
 
 @pytest.mark.parametrize("name", ["limit", "preempted", "at once"])
-def test_it_goes_on_to_its_end_without_a_gap(lives, name):
-    run, _ = lives[name]
+def test_it_goes_on_to_its_end_without_a_gap_and_stays_one_run_in_wandb(lives, cluster, name):
+    run, before = lives[name]
     assert run.code == 0, run.console
     assert [line["step"] for line in run.steps] == list(range(1, STEPS + 1)), "no gap, nothing twice"
+    assert queue(cluster) == ""
+    if name != "at once":
+        assert re.search(rf"stopped after step \d+ of {STEPS}, saved in ", run.console), "before it was killed"
+        assert before is not None and wandb_id(run.folder) == before
 
 
 def test_at_its_limit_it_has_saved_and_queued_itself_again(lives):
@@ -79,18 +83,3 @@ def test_at_its_limit_it_has_saved_and_queued_itself_again(lives):
     stops = [int(step) for step in re.findall(rf"stopped after step (\d+) of {STEPS}, saved in ", run.console)]
     assert stops == sorted(set(stops)) and stops[0] > 20
     assert "the job waits in the queue to go on" in run.stdout
-
-
-def test_a_preempted_job_has_saved_before_it_was_killed(lives):
-    assert re.search(rf"stopped after step \d+ of {STEPS}, saved in ", lives["preempted"][0].console)
-
-
-@pytest.mark.parametrize("name", ["limit", "preempted"])
-def test_it_stays_one_run_in_wandb(lives, name):
-    run, before = lives[name]
-    assert before is not None
-    assert wandb_id(run.folder) == before
-
-
-def test_the_queue_is_empty_then(lives, cluster):
-    assert queue(cluster) == ""

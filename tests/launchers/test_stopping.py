@@ -4,11 +4,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from commandline import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SIGNALS = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 # Reads lines, and answers each by whether a stop is wanted.
 PROCESS = """
@@ -26,9 +25,9 @@ for line in sys.stdin:
 def process():
     started = []
 
-    def start(before="", prefix=()):
+    def start(before=""):
         one = subprocess.Popen(
-            [*prefix, sys.executable, "-c", PROCESS.format(before=before)],
+            [sys.executable, "-c", PROCESS.format(before=before)],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         started.append(one)
@@ -54,26 +53,9 @@ def until(process, answer, timeout_s=20):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("signum", SIGNALS)
-def test_a_signal_is_noted_and_nothing_else_happens(process, signum):
+def test_what_comes_right_after_a_signal_is_the_same_request(process):
     one = process()
     assert ask(one) == "False None"
-    one.send_signal(signum)
-    until(one, f"True {int(signum)}")
-
-
-def test_a_second_signal_ends_the_process_with_a_code_that_names_it(process):
-    one = process("stopping.SAME_REQUEST_S = 0.5")
-    one.send_signal(signal.SIGTERM)
-    until(one, f"True {int(signal.SIGTERM)}")
-    time.sleep(0.7)
-    one.send_signal(signal.SIGTERM)
-    assert one.wait(20) == 128 + signal.SIGTERM
-    assert "error: stopped by SIGTERM at once" in one.stderr.read()
-
-
-def test_what_comes_right_after_is_the_same_request(process):
-    one = process()
     for signum in SIGNALS:
         one.send_signal(signum)
     time.sleep(0.5)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 import launched
 import pytest
 
-from launchers import LaunchError, World, connect, meeting, use_loopback
+from launchers import LaunchError, World, connect, use_loopback
 from launchers.meeting import listen
 from launchers.world import is_loopback
 
@@ -61,24 +60,6 @@ def test_why_ranks_do_not_meet_is_said_in_time(port, rank, size, here, port_is_h
         with pytest.raises(LaunchError, match=words.format(port=port)):
             connect(World(rank, size, rank, here, "environment"), timeout_s=1)
     assert time.monotonic() - start < 30
-
-
-def test_rank_0_waits_for_its_own_name_to_be_known(port, monkeypatch):
-    answers, known = iter([socket.gaierror(-2, "Name or service not known")] * 3), socket.getaddrinfo
-
-    def getaddrinfo(host, *args, **kwargs):
-        if host == "train-0.train":
-            for error in answers:
-                raise error
-        return known("127.0.0.1", *args, **kwargs)
-
-    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    with pytest.raises(LaunchError, match="which the 1 ranks on other machines cannot reach"):  # the name is known
-        meeting._listen_as_rank_0(World(0, 2, 0, 1, "environment"), "train-0.train", port)
-
-
-def test_alone_there_is_no_store():
-    assert connect(World.alone(), timeout_s=1) is None
 
 
 def test_an_interface_that_the_user_chose_is_kept(monkeypatch):
