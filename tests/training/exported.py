@@ -21,6 +21,13 @@ ONNX = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")),
     reason="onnx, onnxscript and onnxruntime are extras: pip install -r requirements-serving.txt",
 )
+
+
+def serving(test):
+    """A test for `pytest -m serving`."""
+    return pytest.mark.serving(ONNX(test))
+
+
 # Overrides, and the input's name and shape without the batch.
 MODELS = {
     "toy": ([], "inputs", (10,)),

@@ -1,17 +1,22 @@
-"""A checkpoint is enough: evaluation, samples, exports and resuming take their configuration from it."""
+"""A checkpoint is enough: evaluation, samples, exports and resuming take their configuration from it. The same command
+resumes the same training; what is not typed comes from the checkpoint; what is typed wins."""
 
 import json
+import shlex
+import shutil
 
 import pytest
-from composed import QUIET, config, run, steps
+from composed import QUIET, config, losses, run, saved, steps
+from omegaconf import open_dict
 
 from common.errors import CheckpointError, TrainingError
-from conf.composition import compose, quote_values
+from conf import CHOSEN, TRAINED, options
+from conf.composition import compose, composed_by, quote_values
 from conf.instantiate import to_config, to_dict
 from train import main
-from training.app import saved_config
+from training.app import execute, saved_config
+from training.checkpoint.files import with_checksum
 from training.run import kept
-from training.run import run as training
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +45,6 @@ def test_a_checkpoint_brings_the_model_the_data_and_how_they_were_trained(words)
         assert cfg.parallel.name == "single"
 
 
-def test_what_is_typed_wins_over_the_checkpoint(words):
-    named = f"checkpoint='{words}'"
-    cfg = composed("mode=eval", named, "model=transformer", "train.eval_batches=3", "seed=1", "data.num_workers=2")
-    assert (cfg.train.eval_batches, cfg.seed, cfg.data.num_workers, cfg.model.d_model) == (3, 1, 2, 16)
-    cfg = composed(named, "mode=eval", "data=stdlib", "optim=sgd", "parallel=pipe_ddp", "debug=limit")
-    assert (cfg.data._target_, cfg.data.seq_len, cfg.optim._target_) == ("data.stdlib.Stdlib", 256, "torch.optim.SGD")
-    assert (cfg.parallel.name, cfg.train.eval_batches, cfg.model.d_model) == ("pipe_ddp", 1, 16)
-
-
 def test_the_console_shows_what_was_typed_and_not_all_that_the_checkpoint_brings(words, tmp_path, capsys):
     typed = [f"checkpoint='{words}'", "mode=eval", "data.seq_len=16", "parallel.threads=1", "device=cpu"]
     assert main([*typed, "logger=none", f"hydra.run.dir={tmp_path}/run"]) == 0
@@ -57,18 +53,6 @@ def test_the_console_shows_what_was_typed_and_not_all_that_the_checkpoint_brings
     assert choices == f"{chosen} parallel=single launcher=local logger=none"
     shown = " ".join(changes.split()).replace(str(words), "RUN").split()
     assert sorted(shown) == sorted([*typed[1:], "checkpoint='RUN'"])
-
-
-def test_the_keys_that_it_brings_have_their_names(words):
-    with pytest.raises(Exception, match="model.dmodel"):
-        composed(f"checkpoint='{words}'", "model.dmodel=3")
-
-
-def test_a_resumed_run_needs_no_more_than_the_path(words, tmp_path):
-    cfg = composed(f"train.resume='{words}'", "train.steps=3")
-    assert (cfg.model.name, cfg.train.steps, cfg.train.resume) == ("transformer", 3, str(words))
-    training(cfg, tmp_path)
-    assert [line["step"] for line in steps(tmp_path)] == [3]
 
 
 def test_a_path_may_begin_with_the_home_folder(words, tmp_path, monkeypatch):
@@ -93,8 +77,6 @@ def test_another_model_is_a_contradiction_that_names_both(words, typed):
 
 @pytest.mark.parametrize("mode", ["eval", "sample", "export"])
 def test_sizes_that_do_not_fit_are_named_beside_those_of_the_checkpoint(words, tmp_path, mode):
-    from training.app import execute
-
     cfg = composed(f"mode={mode}", f"checkpoint='{words}'", "model.d_model=32")
     with pytest.raises(CheckpointError, match=r"model.d_model=16 in the checkpoint and 32 in this command"):
         execute(cfg, tmp_path, None)
@@ -118,8 +100,6 @@ def test_a_checkpoint_keeps_no_secret(words, monkeypatch):
 
 
 def test_a_reference_in_a_foreign_checkpoint_is_not_followed(tmp_path, monkeypatch):
-    from training.checkpoint.files import with_checksum
-
     monkeypatch.setenv("HOME_OF_SECRETS", "found out")
     run(tmp_path / "toy", "train.epochs=null", "train.steps=1")
     path = tmp_path / "toy" / "checkpoints" / "step-00000001" / "manifest.json"
@@ -130,7 +110,228 @@ def test_a_reference_in_a_foreign_checkpoint_is_not_followed(tmp_path, monkeypat
 
 
 def test_training_from_a_checkpoint_says_how_to_go_on(words, tmp_path):
-    from training.app import execute
-
     with pytest.raises(TrainingError, match="to go on with its training: train.resume="):
         execute(composed(f"checkpoint='{words}'"), tmp_path, None)
+
+
+# -- the same command --------------------------------------------------------------------------------------------------
+
+LAYOUT = {"parallel": "single", "dp": 1, "pp": 1, "chunks": 1, "precision": "fp32", "stages": [["net1"]]}
+
+
+class Pretended:
+    """A run directory with one checkpoint that has a configuration, and no weights."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def trained_by(self, *words, **changed):
+        """The sections that the run of a command line had; ``changed`` is written into its checkpoint instead."""
+        words = quote_values(words)
+        cfg = compose(words, words, with_hydra=True)
+        hydra = cfg.hydra
+        with open_dict(cfg):
+            del cfg["hydra"]
+        tree = to_dict(cfg)
+        config = kept(to_config({**tree, "command": composed_by(hydra, cfg)}))
+        for key, value in changed.items():
+            section, _, name = key.partition("__")
+            config[section][name] = value
+        return self.holds(config)
+
+    def holds(self, config):
+        """Writes the checkpoint."""
+        manifest = {"format": 2, "step": 1, "seed": 1, "optimizer": "torch.optim.SGD", "layout": LAYOUT, "tied": {}}
+        manifest |= {"loss_scale": {"scale": 1.0, "good_steps": 0}, "progress": {}, "files": {}, "config": config}
+        path = self.folder / "checkpoints" / "step-00000001"
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "manifest.json").write_text(json.dumps(with_checksum(manifest)))
+        return {"recipe": None, **{name: value for name, value in config.items() if name != "choices"}}
+
+    def resumed(self, *words):
+        """The sections of a command line that resumes it."""
+        arguments = quote_values([*words, f"train.resume='{self.folder}'"])
+        overrides = [word for word in arguments if not word.startswith("--")]
+        tree = to_dict(compose(overrides, arguments, saved=saved_config(arguments)))
+        tree["train"].pop("resume")
+        return json.loads(json.dumps({name: tree[name] for name in ("seed", "recipe", *TRAINED)}))
+
+
+@pytest.fixture
+def a_run(tmp_path):
+    return Pretended(tmp_path / "a run")
+
+
+def flat(tree, prefix=""):
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {name: value for key, item in tree.items() for name, value in flat(item, f"{prefix}.{key}").items()}
+
+
+def differing(one, other):
+    """The keys whose values are not the same, with both."""
+    one, other = flat(one), flat(other)
+    return {key: (one.get(key), other.get(key)) for key in {*one, *other} if one.get(key) != other.get(key)}
+
+
+# -- composition, key by key -----------------------------------------------------------------------------------------
+
+COMMANDS = {
+    "an optimizer typed over a model's rates": "model=gpt2 model.n_layer=4 model.n_embd=64 data.seq_len=48 "
+    "train.precision=fp32 scheduler=constant optim=adamw optim.lr=0.001",
+    "all groups typed": "model=transformer data=text data.root=x data.vocabulary=words optim=sgd optim.momentum=0.9 "
+    "scheduler=step scheduler.every=3 seed=7 train.grad_clip=0.5",
+    "keys added and taken away": "model=transformer optim=sgd optim.rates={fc:10,proj:3} ~optim.rates.proj",
+    "an optimizer in an optimizer": "model=toy optim=muon optim.others.lr=0.1 optim.rates={net1:0.5}",
+    "words of JSON": 'model=gpt2 model.extra_tokens={"<a>":"start"} model.size=tiny',
+    "an experiment and a debug group": "experiment=classifier_cifar10 debug=overfit train.steps=7",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_the_same_command_resumes_the_same_training(a_run, command):
+    trained = a_run.trained_by(*command.split())
+    assert not differing(trained, a_run.resumed(*command.split()))
+    assert not differing(trained, a_run.resumed()), "with nothing typed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", [f"{group}={name}" for group in ("model", "experiment") for name in options(group)])
+@pytest.mark.parametrize("more", ["", "optim=adamw optim.lr=0.001", "optim=sgd scheduler=constant", "debug=overfit"])
+def test_it_does_for_every_model_and_experiment_whatever_is_typed(a_run, chosen, more):
+    command = [chosen, *more.split(), "train.global_batch_size=4", "seed=3"]
+    trained = a_run.trained_by(*command)
+    assert not differing(trained, a_run.resumed(*command))
+    assert not differing(trained, a_run.resumed())
+
+
+def test_what_the_files_say_otherwise_now_does_not_count(a_run):
+    command = "model=gpt2 model.size=tiny optim=adamw".split()
+    older = {"optim__lr": 0.5, "optim__rates": {"mlp": 3.0}, "train__grad_clip": None, "data__seq_len": 24}
+    trained = a_run.trained_by(*command, **older)
+    assert not differing(trained, a_run.resumed(*command))
+    assert not differing(trained, a_run.resumed())
+
+
+def test_what_is_typed_wins_and_what_is_derived_from_it_follows(a_run):
+    a_run.trained_by("model=gpt2", "model.size=tiny", "optim.lr=0.5", "scheduler=constant", "seed=3")
+    resumed = a_run.resumed("train.global_batch_size=4", "optim.weight_decay=0.3", "scheduler=step")
+    assert (resumed["optim"]["weight_decay"], resumed["optim"]["lr"], resumed["seed"]) == (0.3, 0.5, 3)
+    assert resumed["data"]["columns"] == 4 and resumed["scheduler"]["_target_"] == "training.optimizer.Step"
+    other = a_run.resumed("optim=sgd")["optim"]
+    fresh = a_run.trained_by("model=gpt2", "model.size=tiny", "optim=sgd")["optim"]
+    assert not differing(other, fresh), "another option starts from its own defaults, and from what the model brings"
+
+
+def test_a_longer_first_run_keeps_the_rates_that_it_began_with(a_run):
+    trained = a_run.trained_by("model=gpt2")
+    resumed = a_run.resumed("model=gpt2", "train.steps=36")
+    assert set(differing(trained, resumed)) == {".train.steps"} and trained["recipe"] == "first_run"
+
+
+def test_an_experiment_that_the_run_had_not_wins_over_what_it_had(a_run):
+    a_run.trained_by("model=transformer", "data=text", "data.root=x", "optim.lr=0.5", "model.dropout=0.3")
+    resumed = a_run.resumed("experiment=transformer_wikitext2")
+    assert resumed["optim"]["lr"] == 2.5e-3 and resumed["data"]["_target_"] == "data.wikitext2.WikiText2"
+    a_run.trained_by("experiment=transformer_wikitext2", "optim.lr=0.5")
+    resumed = a_run.resumed("experiment=transformer_wikitext2", "debug=limit")
+    assert (resumed["optim"]["lr"], resumed["train"]["steps"], resumed["train"]["epochs"]) == (0.5, 3, None)
+
+
+def test_an_option_of_ones_own_is_needed_again_only_to_be_typed(a_run, tmp_path):
+    (tmp_path / "own" / "optim").mkdir(parents=True)
+    (tmp_path / "own" / "optim" / "mine.yaml").write_text("_target_: torch.optim.SGD\nlr: 0.3\nmomentum: 0.5\n")
+    command = ["model=toy", "optim=mine", "optim.lr=0.2", f"--config-dir={tmp_path}/own"]
+    cfg = compose(command[:3], command, with_hydra=True)
+    choices = composed_by(cfg.hydra, cfg)["choices"]
+    trained = {name: to_dict(cfg[name]) for name in TRAINED} | {"seed": 1337, "recipe": None}
+    trained["train"].pop("resume")
+    a_run.holds({**json.loads(json.dumps({k: v for k, v in trained.items() if k != "recipe"})), "choices": choices})
+    assert not differing(trained, a_run.resumed(*command))
+    assert not differing(trained, a_run.resumed())
+
+
+def test_a_checkpoint_chooses_among_options_and_does_nothing_else(a_run, monkeypatch, tmp_path):
+    trained = a_run.trained_by("model=toy", "optim.lr=0.3")
+    sections = {key: value for key, value in trained.items() if key != "recipe"}
+    for option in ("../../x", "${oc.env:HOME}", "adamw", ["a", "b"], "sgd hydra.run.dir=x", None):
+        a_run.holds({**sections, "choices": {**dict.fromkeys(CHOSEN, option), "experiment": option, "debug": option}})
+        words = saved_config([f"train.resume='{a_run.folder}'"]).words
+        assert set(words) <= {f"{group}={name}" for group in CHOSEN for name in options(group)}
+        assert not differing(trained, a_run.resumed())
+    a_run.holds({**sections, "launcher": {"setup": ["touch executed"]}, "hydra": {"callbacks": {"x": {}}}})
+    words = quote_values([f"train.resume='{a_run.folder}'"])
+    cfg = compose(words, words, with_hydra=True, saved=saved_config(words))
+    assert "setup" not in cfg.launcher and "x" not in cfg.hydra.callbacks
+    assert not differing(trained, a_run.resumed())
+
+
+# -- real runs -------------------------------------------------------------------------------------------------------
+
+RUN = "optim=adamw optim.lr=0.01 optim.rates={c_proj:0.2} scheduler=cosine_warmup train.steps=6 "
+RUN += "train.checkpoint_every=3 "
+RUN += "model=gpt2 model.n_layer=1 model.n_head=2 model.n_embd=16 model.block_size=16 model.dropout=0.1 data.seq_len=8 "
+RUN += "train.global_batch_size=4 train.precision=fp32 train.eval_every=null sample.at_end=0 logger=none device=cpu "
+RUN += "parallel.threads=1 train.keep_checkpoints=9"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An undisturbed run, and a copy of it as it was after the third step."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert main([*RUN.split(), f"hydra.run.dir={folder}/whole"]) == 0
+    shutil.copytree(folder / "whole", folder / "killed", symlinks=True)
+    for left in ("summary.json", "metrics.jsonl"):
+        (folder / "killed" / left).unlink()
+    shutil.rmtree(folder / "killed" / "checkpoints" / "step-00000006")
+    return folder
+
+
+def same_end(one, other):
+    one, other = saved(one, 6) | saved(one, 6, "optimizer"), saved(other, 6) | saved(other, 6, "optimizer")
+    return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+
+
+@pytest.mark.parametrize("typed", [RUN, "device=cpu parallel.threads=1 logger=none"], ids=["as before", "nothing"])
+def test_a_run_in_another_directory_goes_on_bit_for_bit(whole, tmp_path, capsys, typed):
+    assert main([*typed.split(), f"train.resume='{whole}/killed'", f"hydra.run.dir={tmp_path}/on"]) == 0
+    assert losses(tmp_path / "on") == losses(whole / "whole")[3:] and same_end(tmp_path / "on", whole / "whole")
+    assert "other settings" not in capsys.readouterr().err
+    chained = json.loads((tmp_path / "on" / "checkpoints" / "latest" / "manifest.json").read_text())["config"]
+    first = json.loads((whole / "whole" / "checkpoints" / "latest" / "manifest.json").read_text())["config"]
+    assert chained == first, "what is resumed can be resumed"
+
+
+# -- longer than it was ----------------------------------------------------------------------------------------------
+
+SHORT = ["model=toy", "train.epochs=null", "train.steps=4", "logger=none", "device=cpu", "parallel.threads=1"]
+
+
+def test_the_command_that_a_run_prints_goes_on_at_the_rate_at_which_its_schedule_has_ended(tmp_path, capsys):
+    assert main([*SHORT, "scheduler=cosine_warmup", f"hydra.run.dir={tmp_path}/a"]) == 0
+    (printed,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("go on:")]
+    assert main([*shlex.split(printed)[4:], f"hydra.run.dir={tmp_path}/b"]) == 0
+    rates = [step["lr"] for step in steps(tmp_path / "a") + steps(tmp_path / "b")]
+    assert rates[4:] == pytest.approx(rates[3:4] * 4, rel=1e-5) and len(rates) == 8
+    assert "scheduler._target_ training.optimizer.CosineWarmup -> " in capsys.readouterr().err
+    longer = [f"train.resume={tmp_path}/a", "train.steps=8", "logger=none", f"hydra.run.dir={tmp_path}/c"]
+    assert main(longer) == 0
+    assert "other settings than it had before: schedule.total 4 -> 8" in capsys.readouterr().err
+
+
+def test_an_evaluation_that_is_not_finite_is_said(tmp_path, capsys):
+    assert main([*SHORT, "train.steps=1", "optim.lr=1e38", f"hydra.run.dir={tmp_path}/a"]) == 0
+    console = "".join(capsys.readouterr())
+    assert "warning: val_loss is " in console and "warning: test_loss is " in console
+
+
+def test_a_composed_configuration_of_a_run_is_run_again(tmp_path, capsys):
+    assert main([*SHORT, "seed=5", "optim.lr=0.03", f"hydra.run.dir={tmp_path}/a"]) == 0
+    again = [f"--config-dir={tmp_path}/a/.hydra", "--config-name=config"]
+    assert main([*again, f"hydra.run.dir={tmp_path}/b"]) == 0
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert main([*again, f"hydra.run.dir={tmp_path}/b", "train.resume=auto", "train.steps=6"]) == 0
+    assert [step["step"] for step in steps(tmp_path / "b")] == [1, 2, 3, 4, 5, 6]
+    capsys.readouterr()
+    assert main([*again, "train.steps=many"]) == 1
+    assert "train.steps" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import yaml
-from commandline import Started, train
+from commandline import train
 
 from train import main
 from training.reporting import describe
@@ -144,51 +144,27 @@ def test_a_run_leaves_nothing_else(gpt2, toy):
     assert not [name for name in os.listdir(gpt2.folder / "checkpoints") if "tmp" in name]
 
 
-def printed(run, word):
-    """The command that the console gives behind ``word``."""
-    (line,) = [line for line in run.stdout.splitlines() if line.startswith(word)]
-    return line.partition(":")[2].strip()
-
-
-def execute(command, cwd):
-    """What a user gets who copies ``command`` into a shell; elsewhere, to leave nothing in the project."""
-    python, script, *overrides = shlex.split(command)
-    assert (python, script) == ("python", "train.py")
-    run = train(overrides, cwd / "again", cwd=cwd, own_folder=False)
-    assert run.code == 0, run.console
-    (run.folder,) = (cwd / "outputs").glob("*/*")
-    return run
-
-
-def test_the_printed_command_evaluates_the_checkpoint(toy, tmp_path):
-    again = execute(printed(toy, "evaluate:"), tmp_path)
-    assert again.summary["best_val_loss"] == pytest.approx(toy.summary["best_val_loss"], rel=1e-6)
-
-
-def test_the_printed_command_goes_on_with_the_training(toy, tmp_path):
-    first = execute(printed(toy, "go on:"), tmp_path).metrics[0]
-    assert first["step"] == toy.summary["steps"] + 1
-    assert first["loss"] < toy.summary["first_loss"] / 2
+def test_the_printed_command_evaluates_the_checkpoint(toy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (line,) = [line for line in toy.stdout.splitlines() if line.startswith("evaluate:")]
+    python, script, *overrides = shlex.split(line.partition(":")[2])
+    assert (python, script, main(overrides)) == ("python", "train.py", 0)
+    (summary,) = (tmp_path / "outputs").glob("*/*/summary.json")
+    again = json.loads(summary.read_text())
+    assert again["best_val_loss"] == pytest.approx(toy.summary["best_val_loss"], rel=1e-6)
 
 
 # -- directories: one for each run, and never another's --------------------------------------------------------------
 
 
-def test_two_runs_started_at_once_get_a_directory_each(tmp_path):
-    overrides = ["train.epochs=null", "train.steps=1", "train.eval_every=null", "logger=none"]
-    both = [Started(overrides, tmp_path / f"run{i}", cwd=tmp_path, own_folder=False) for i in (0, 1)]
-    try:
-        assert [one.wait().code for one in both] == [0, 0]
-    finally:
-        for one in both:
-            one.kill()
-    found = sorted((tmp_path / "outputs").glob("*/*"))
-    assert len(found) == 2
-    for folder in found:
-        # The time to the second, and what tells two of the same second apart.
-        assert re.fullmatch(r"\d\d-\d\d-\d\d-[0-9a-f]{6}", folder.name)
-        assert (folder / "summary.json").exists()
-    assert found[0].name[-6:] != found[1].name[-6:]
+def test_each_run_gets_a_directory_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert main(["train.epochs=null", "train.steps=1", "train.eval_every=null", "logger=none"]) == 0
+    names = [folder.parent.name for folder in (tmp_path / "outputs").glob("*/*/summary.json")]
+    # The time to the second, and what tells two of the same second apart.
+    assert all(re.fullmatch(r"\d\d-\d\d-\d\d-[0-9a-f]{6}", name) for name in names)
+    assert len({name[-6:] for name in names}) == 2
 
 
 def contents(folder):

@@ -1,62 +1,26 @@
 """What stands on the console: a run's page, numbers, hints, colour, the progress bar; and a console that breaks."""
 
-import errno
-import fcntl
 import io
 import os
-import pty
 import re
 import shlex
-import struct
-import subprocess
 import sys
-import termios
 from pathlib import Path
 
+import commandline
 import pytest
-from commandline import ROOT, TRAIN, environment
+from commandline import ROOT
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import train
 from common.machine import styled
 from conf.composition import hydra_word
-from training.reporting.console import describe_results, number, numbers, what_to_type
-from training.reporting.recorder import Progress, duration
+from training.reporting.console import what_to_type
+from training.reporting.recorder import Progress
 from training.reporting.summary import Outcome
 
 FEW = ["logger=none", "device=cpu", "train.epochs=null", "train.steps=3", "train.eval_every=1"]
-SUMMARY = {
-    "steps": 20,
-    "skipped_steps": 0,
-    "first_loss": 10.98765,
-    "final_loss": 5.98765,
-    "best_val_loss": 0.0123456,
-    "test_loss": 6.0,
-    "tokens_per_s": 1234.5,
-    "samples_per_s": 12.0,
-    "peak_memory_bytes": [2**30, 2**30],
-    "bubble_fraction": 0.24,
-    "ideal_bubble_fraction": 0.2,
-}
 PAGE = Path(__file__).parent / "pages" / "pipe_ddp.txt"
-SPEED = "1,234 tokens/s   peak memory 2.00 GiB over all ranks"
-
-
-@pytest.fixture
-def terminal():
-    """``terminal(columns)``: a stream to a terminal of that width, and a function that reads what it shows."""
-    opened = []
-
-    def make(columns):
-        reader, writer = pty.openpty()
-        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-        stream = os.fdopen(writer, "w")
-        opened.extend((stream, os.fdopen(reader, "rb", buffering=0)))
-        return stream, lambda: os.read(reader, 1 << 16).decode()
-
-    yield make
-    for stream in opened:
-        stream.close()
 
 
 def blanked(page: str) -> str:
@@ -95,30 +59,6 @@ def test_the_lines_that_the_readme_shows_are_of_that_page_in_its_order():
         assert all(type(place) is int for place in places) and places == sorted(places), places
 
 
-def test_numbers_have_one_format_everywhere():
-    assert number("loss", 10.98765) == "10.988" and number("val_loss", 0.0123456) == "0.01235"
-    assert number("test_accuracy", 0.97) == "97.00%"
-    assert number("val_perplexity", 52.1) == "52.1" and number("tokens_per_s", 12345.6) == "12,346"
-    assert numbers({"val_loss": 4.0, "val_perplexity": 54.6}, "2 of 73 batches") == (
-        "val_loss 4.000  val_perplexity 54.6  (2 of 73 batches)"
-    )
-
-
-@pytest.mark.parametrize(
-    "changes, options, line",
-    [
-        ({}, {}, "trained 20 steps: loss 10.988 -> 5.988"),
-        ({"skipped_steps": 19}, {}, "trained 20 steps, 19 of them skipped: loss 10.988 -> 5.988"),
-        ({}, {"extents": {"test": "2 of 73 batches"}}, "test loss 6.000 (2 of 73 batches)"),
-        ({}, {}, SPEED + "   bubble 24.0% (ideal 20.0%)"),
-        ({"bubble_fraction": None}, {}, SPEED),
-        ({}, {}, "files: /runs/a"),
-    ],
-)
-def test_results_have_a_line_each(changes, options, line):
-    assert line in describe_results({**SUMMARY, **changes}, Path("/runs/a"), **options).splitlines()
-
-
 @pytest.mark.parametrize("name", ["a space, and (brackets)", "lr=0.1", "it's"])
 def test_printed_paths_come_through_the_shell_and_hydra_as_they_are(name):
     """``lr=0.1`` is how sweeps name their directories."""
@@ -130,25 +70,13 @@ def test_printed_paths_come_through_the_shell_and_hydra_as_they_are(name):
         assert (found[key], found["model.hidden"]) == (link, 20)
 
 
-def test_a_terminal_of_some_width_gets_a_bar_and_one_of_none_gets_lines(terminal):
-    for columns, bar in ((100, True), (0, False)):
-        stream, shown = terminal(columns)
-        progress = Progress(3, stream=stream)
-        progress.update({"step": 1, "loss": 2.0, "samples_per_s": 5.0})
-        progress.close()
-        stream.flush()
-        text = shown()
-        assert ("|" in text) == bar and (bar or "5.00 samples/s" in text), "without tokens samples are counted"
-
-
-def test_colour_is_for_terminals_that_show_it_and_users_who_want_it(terminal, monkeypatch):
+def test_colour_is_for_terminals_that_show_it_and_users_who_want_it(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    stream, _ = terminal(80)
-    assert styled("x", "red", stream) == "\033[1;31mx\033[0m"
+    assert styled("x", "red", Terminal()) == "\033[1;31mx\033[0m"
     assert styled("x", "red", io.StringIO()) == "x"
     monkeypatch.setenv("NO_COLOR", "1")
-    assert styled("x", "red", stream) == "x"
+    assert styled("x", "red", Terminal()) == "x"
 
 
 def test_the_start_shows_what_was_typed_or_all_of_it(tmp_path, capsys):
@@ -161,51 +89,28 @@ def test_the_start_shows_what_was_typed_or_all_of_it(tmp_path, capsys):
     assert "seed: 1337" in capsys.readouterr().out
 
 
-def test_a_reader_that_leaves_early_is_no_error():
+def closed():
+    os.closerange(0, 3)
+    sys.stdin = sys.stdout = sys.stderr = None  # as Python does at its start
+
+
+def full():
+    for descriptor in (1, 2):
+        os.dup2(os.open("/dev/full", os.O_WRONLY), descriptor)
+
+
+def without_a_reader():
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, str(ROOT / "train.py"), "--cfg", "job"]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment(), timeout=200)
-    os.close(writer)
-    assert done.stderr == ""
+    for descriptor in (1, 2):
+        os.dup2(writer, descriptor)
 
 
-class Broken:
-    """Standard output whose reader is gone."""
-
-    encoding = "utf-8"
-
-    def write(self, text=""):
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
-
-    flush = write
-
-    def isatty(self):
-        return False
-
-
-def test_a_run_without_a_reader_finishes(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", Broken())
-    monkeypatch.setattr(sys, "stderr", Broken())
-    assert train.main([*FEW, f"hydra.run.dir={tmp_path}/run"]) == 0
-    assert (tmp_path / "run" / "summary.json").exists()
-
-
-@pytest.mark.parametrize(
-    "layout, console",
-    [
-        pytest.param("single", ">&- 2>&- <&-", id="all descriptors closed", marks=pytest.mark.slow),
-        pytest.param("ddp", ">/dev/full 2>&1", id="a full disk under all ranks"),
-    ],
-)
+@pytest.mark.parametrize("layout, console", [("single", closed), ("single", without_a_reader), ("ddp", full)])
 def test_a_console_that_is_closed_or_full_changes_no_exit_code(tmp_path, layout, console):
-    words = [*FEW, f"parallel={layout}", "launcher.max_restarts=1", f"hydra.run.dir={tmp_path}/run"]
-    script = f'"$0" "$@" {console}'
-    done = subprocess.run(
-        ["bash", "-c", script, sys.executable, str(TRAIN), *words],
-        cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
+    words = [*FEW, f"parallel={layout}", "launcher.max_restarts=1"]
+    ended = commandline.train(words, tmp_path / "run", before=console)
+    assert (ended.code, ended.console) == (0, "")
     assert (tmp_path / "run" / "summary.json").exists()
 
 
@@ -246,19 +151,6 @@ def test_a_file_gets_the_first_and_last_step_and_otherwise_a_line_every_five_sec
     assert lines[-1] == "step   40/40  loss 8.123  612 tokens/s"
 
 
-@pytest.mark.parametrize(
-    "total, seconds, left", [(100, [300] + [2] * 9, 90 * 2), (1000, [1] * 100 + [3] * 100, 800 * 3)]
-)
-def test_time_left_forgets_a_slow_first_step_and_follows_a_change_of_pace(total, seconds, left):
-    clock = Clock()
-    progress = Progress(total, stream=io.StringIO(), clock=clock)
-    for step, duration_of_step in enumerate(seconds, 1):
-        clock.now += duration_of_step
-        progress.update(record(step))
-        assert (progress.seconds_left() is None) == (step == 1)
-    assert progress.seconds_left() == pytest.approx(left)
-
-
 def test_a_resumed_run_starts_its_bar_where_it_left_off():
     shown = run(Terminal(), 50, first_step=41)
     assert "step 40/50" in shown and "step 50/50" in shown and "step 0/50" not in shown
@@ -276,22 +168,6 @@ def test_a_message_gets_a_line_of_its_own_above_the_bar():
     plain = io.StringIO()
     Progress(10, stream=plain).say("checkpoint saved")
     assert plain.getvalue() == "checkpoint saved\n"
-
-
-def test_durations_are_told_in_two_units():
-    told = {59.4: "59 s", 59.6: "1 min 0 s", 7500: "2 h 5 min", 273600: "3 d 4 h"}
-    assert {seconds: duration(seconds) for seconds in told} == told
-
-
-def test_peak_memory_grows_with_what_was_allocated_and_does_not_fall_again():
-    # In a process of its own: this one may have had a higher peak already.
-    script = (
-        "from training.reporting.summary import peak_memory_bytes as peak\nbefore = peak('cpu')\n"
-        "x = bytearray(b'x') * 200_000_000\nfull = peak('cpu')\ndel x\n"
-        "assert peak('cpu') > 0.99 * full\nprint(full - before)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, text=True, capture_output=True, check=True)
-    assert 190e6 < int(done.stdout) < 260e6
 
 
 def test_the_median_leaves_out_the_warm_up():

@@ -86,9 +86,3 @@ def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, caps
     hold(tmp_path)
     release(tmp_path)
     assert "cannot be locked (No locks available)" in capsys.readouterr().err
-
-
-def test_a_holder_that_is_about_to_end_is_waited_for(tmp_path, other):
-    other.kill()
-    hold(tmp_path / "run", patience_s=30)
-    release(tmp_path / "run")

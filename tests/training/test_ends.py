@@ -1,15 +1,22 @@
-"""Whatever ends a run from outside ends all of it, within its time: with its exit code, and with the cause by name."""
+"""Whatever ends a run ends all of it, within its time: with its exit code, and with the cause by name. One that is
+told to stop saves at its next border, wherever it is, and goes on from there."""
 
 import os
+import re
 import signal
 import time
 
+import numpy as np
+import psutil
 import pytest
 from commandline import Started, train, wait_until
+from composed import records
+from composed import run as train_here
 
-from launchers.stopping import EXIT_CODE, SAME_REQUEST_S
+from launchers import stopping
+from launchers.stopping import EXIT_CODE, SAME_REQUEST_S, Stopped
+from training import evaluate
 
-ENDLESS = ["train.epochs=null", "train.steps=10000000", "logger=none", "device=cpu", "parallel.threads=1"]
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 START_S = 120
 # Ranks that gave up tell each other within 4 s, and 15 more where some began to wait much later.
@@ -40,15 +47,11 @@ CASES = [
     # and what it says
     ("pipelined", "group", "SIGHUP", EXIT_CODE, []),
     pytest.param("pipelined", 1, "SIGUSR1", EXIT_CODE, [], marks=SLOW),
-    pytest.param("single data.num_workers=2", "group", "SIGTERM", EXIT_CODE, [], marks=SLOW),
     ("pipe_ddp", 2, "SIGKILL", 1, ["rank 2 was killed by signal 9 (SIGKILL)"]),
-    ("pipelined", "launcher", "SIGINT", 1, ["error: stopped by SIGINT; all workers have ended"]),
     ("pipelined", "group", "SIGINT", 1, ["error: stopped by SIGINT; all workers have ended"]),
     ("single data.num_workers=1", "group", "SIGINT", 1, ["error: stopped by SIGINT"]),
     ("pipelined", "launcher", "SIGKILL", -signal.SIGKILL, []),
     (f"pipelined {STALLS}", 1, "SIGSTOP", 1, STALLED),
-    pytest.param(f"ddp {STALLS}", 0, "SIGSTOP", 1, STALLED, marks=SLOW),
-    pytest.param(f"pipelined {STALLS}", 0, "SIGSTOP", 1, STALLED, marks=SLOW),
     pytest.param(f"pipe_ddp {STALLS}", 2, "SIGSTOP", 1, STALLED, marks=SLOW),
 ]
 
@@ -72,15 +75,15 @@ def test_a_signal_ends_the_run_with_its_code_and_the_cause_and_nobody_is_left(st
         has_stopped(run, ended, ended.steps[-1]["step"])
 
 
-def test_sigterm_to_the_launching_process_stops_all_ranks_and_the_run_goes_on_where_it_was(start, tmp_path):
+def test_sigterm_to_the_launching_process_stops_all_ranks_and_the_run_goes_on_where_it_was(start):
     run = start("parallel=ddp")
     run.process.terminate()
     ended = run.wait(60)
     assert ended.code == EXIT_CODE == 75, ended.console
     step = ended.steps[-1]["step"]
     has_stopped(run, ended, step)
-    more = [*ENDLESS, "parallel=ddp", f"train.steps={step + 2}", "train.resume=auto"]
-    resumed = train(more, run.folder, tag="resumed")
+    more = ["train.epochs=null", f"train.steps={step + 2}", "train.resume=auto", "logger=none", "device=cpu"]
+    resumed = train(["parallel=ddp", *more], run.folder, tag="resumed")
     assert resumed.code == 0, resumed.console
     assert [line["step"] for line in resumed.steps] == list(range(1, step + 3))
 
@@ -107,22 +110,52 @@ def test_a_second_signal_ends_all_processes_at_once(start):
     assert not (run.folder / "checkpoints" / "latest").exists()
 
 
+def has_checkpoint(run):
+    return any(run.folder.glob("**/checkpoints/latest"))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name, rank", [("SIGTERM", 1), ("SIGUSR1", 1), ("SIGSTOP", 0), ("SIGSTOP", 1)])
-def test_so_it_is_among_ranks_that_torchrun_has_started(start, name, rank):
+@pytest.mark.parametrize("name, whom", [("SIGUSR1", 1), ("SIGKILL", "torchrun"), ("SIGSTOP", 0)])
+def test_so_it_is_among_ranks_that_torchrun_has_started(start, name, whom):
     # Here rank 1 waits for rank 0's preparations, too.
     run = start("parallel=ddp", f"parallel.timeout_s={5 * TIMEOUT_S}", prefix=TORCHRUN)
     ranks = run.launched()
-    os.kill(ranks[rank].pid, signal.Signals[name])
-    ended = run.wait(5 * TIMEOUT_S + GIVEN_UP_S + 66)  # torchrun gives a stopped rank 30 s
+    os.kill(run.process.pid if whom == "torchrun" else ranks[whom].pid, signal.Signals[name])
+    lives = lambda rank: rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE  # noqa: E731
+    try:
+        ended = run.wait(5 * TIMEOUT_S + GIVEN_UP_S + 66)  # torchrun gives a stopped rank 30 s
+        wait_until(lambda: not any(map(lives, ranks)), 30, f"the end of {ranks}")
+    finally:
+        for rank in filter(lives, ranks):
+            rank.kill()
     if name == "SIGSTOP":
         assert ended.code != 0
-        assert f"error: rank {rank} (" in ended.stderr and "has not moved since step " in ended.stderr
+        assert "error: rank 0 (" in ended.stderr and "has not moved since step " in ended.stderr
     else:
-        step = ended.steps[-1]["step"]
-        assert f"stopped after step {step} of 10000000, saved in" in ended.stderr
+        step = run.wait().steps[-1]["step"]
+        assert f"stopped after step {step} of 10000000, saved in" in run.wait().stderr
         assert (run.folder / "checkpoints" / "latest").resolve().name == f"step-{step:08d}"
-    wait_until(lambda: not any(process.is_running() for process in ranks), 20, f"the end of {ranks}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own_folder", [True, False], ids=["a directory of the user's", "the default directory"])
+def test_a_run_that_torchrun_starts_again_goes_on_by_itself(tmp_path, own_folder):
+    words = ["parallel=ddp", "logger=none", "device=cpu", "train.epochs=null", "train.checkpoint_every=20"]
+    words += ["train.eval_every=null", "train.steps=3000"]
+    prefix = [*TORCHRUN, "--max-restarts", "1"]
+    one = Started(words, tmp_path / "run", prefix=prefix, cwd=tmp_path, own_folder=own_folder)
+    one.folder = tmp_path / ("run" if own_folder else "outputs")
+    try:
+        wait_until(lambda: has_checkpoint(one), START_S, "a checkpoint")
+        os.kill(one.launched()[1].pid, signal.SIGKILL)
+        ended = one.wait(180)
+        assert ended.code == 0, ended.console
+        (metrics,) = one.folder.glob("**/metrics.jsonl")
+        ended.folder = metrics.parent
+        assert [line["step"] for line in ended.steps] == list(range(1, 3001))
+        assert "going on from" in ended.stdout
+    finally:
+        one.kill()
 
 
 @pytest.mark.slow
@@ -148,3 +181,111 @@ def test_the_trials_of_chunk_counts_stop_too(start):
     assert ended.code == EXIT_CODE, ended.console
     assert "stopped before the first step; start it again with the same command" in ended.stderr
     nobody_is_left(run)
+
+
+# -- what only the workers can find out ------------------------------------------------------------------------------
+
+
+def exploding(folder):
+    words = ["parallel=pipelined", "train.epochs=null", "train.steps=50", "optim.lr=1e30", "train.max_skipped=3"]
+    return [*words, "launcher.max_restarts=3"], r"not finite for 4 steps in a row \(train.max_skipped=3\).*optim.lr"
+
+
+def corrupt_row(folder):
+    """Of more than a million rows 10,000 are looked at beforehand: here every other one is corrupt but those."""
+    good, bad = b'{"text": "a"}\n', b'{"text: "a"}!\n'
+    lines = np.tile(np.frombuffer(good, np.uint8), (1_000_001, 1))
+    corrupt = np.setdiff1d(np.arange(1, len(lines), 2), np.linspace(0, len(lines) - 1, 10_000, dtype=np.int64))
+    lines[corrupt] = np.frombuffer(bad, np.uint8)
+    path = folder / "rows.jsonl"
+    path.write_bytes(lines.tobytes())
+    words = ["model=gpt2", "model.size=tiny", "data=jsonl", f"data.root={path}", f"data.cache_dir={folder}/cache"]
+    more = ["data.seq_len=8", "train.global_batch_size=32", "parallel=ddp"]
+    return [*words, *more], rf"{path} line \d+: not JSON .* Correct the line"
+
+
+@pytest.mark.parametrize("cause", [exploding, corrupt_row])
+def test_what_only_the_workers_can_find_out_ends_the_run_with_its_numbers_and_advice(tmp_path, cause):
+    words, says = cause(tmp_path)
+    run = train([*words, "logger=none", "device=cpu"], tmp_path / "run")
+    assert run.code == 1, run.console
+    assert re.search(says, run.stderr.strip().splitlines()[-1]), run.stderr
+    assert "restart 1" not in run.stderr, "it would only come again"
+    assert not (run.folder / "summary.json").exists()
+
+
+# -- at every border ---------------------------------------------------------------------------------------------------
+
+SHORT = ["train.epochs=null", "train.steps=6", "train.eval_every=3", "train.eval_batches=3"]
+
+
+@pytest.fixture
+def wish(monkeypatch):
+    """``wish(n)``: from the n-th time on that it is asked, the loop hears that it should stop."""
+
+    def at(count):
+        asked = []
+
+        def wanted():
+            asked.append(None)
+            return len(asked) >= count
+
+        monkeypatch.setattr(stopping, "wanted", wanted)
+        monkeypatch.setattr(evaluate, "_ASK_EVERY_S", 0.0)
+        return asked
+
+    return at
+
+
+def written(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def without_times(lines):
+    return [{key: value for key, value in line.items() if not key.endswith("_s")} for line in lines]
+
+
+def test_stopped_at_any_border_and_resumed_a_run_has_the_records_of_one_that_was_not(tmp_path, wish, monkeypatch):
+    whole = train_here(tmp_path / "whole", *SHORT)
+    asked = wish(10**9)
+    train_here(tmp_path / "counted", *SHORT)
+    borders = len(asked)
+    assert borders > 12, "before the first step, at each of six, and within the evaluations"
+    for border in range(1, borders + 1):
+        folder = tmp_path / f"stopped-{border}"
+        wish(border)
+        try:
+            train_here(folder, *SHORT)
+        except Stopped as stopped:
+            assert not (folder / "summary.json").exists()
+            latest = folder / "checkpoints" / "latest"
+            if border == 1:
+                assert "stopped after step 0 of 6, nothing was new to save" in str(stopped)
+                assert not latest.exists()
+            else:
+                assert f"saved in {latest.resolve()}" in str(stopped)
+        monkeypatch.undo()
+        summary = train_here(folder, *SHORT, "train.resume=auto")
+        assert without_times(records(folder)) == without_times(records(tmp_path / "whole")), f"border {border}"
+        for key in ("steps", "first_loss", "final_loss", "best_val_loss", "test_loss"):
+            assert summary[key] == whole[key], f"{key}, border {border}"
+
+
+def test_a_run_that_is_resumed_and_stopped_at_once_has_nothing_new_to_save(tmp_path, wish, monkeypatch):
+    wish(4)
+    with pytest.raises(Stopped, match="stopped after step 3 of 6, saved in") as stopped:
+        train_here(tmp_path, *SHORT)
+    assert stopped.value.steps == 3
+    before = written(tmp_path / "checkpoints")
+    wish(1)
+    with pytest.raises(Stopped, match="stopped after step 3 of 6") as stopped:
+        train_here(tmp_path, *SHORT, "train.resume=auto")
+    assert stopped.value.steps == 0, "a job that gets no further is not queued again"
+    assert written(tmp_path / "checkpoints") == before
+
+
+def test_a_stop_without_checkpoints_on_the_way_saves_one(tmp_path, wish):
+    wish(3)
+    with pytest.raises(Stopped, match="stopped after step 2 of 6, saved in"):
+        train_here(tmp_path, *SHORT, "train.checkpoint_every=null")
+    assert (tmp_path / "checkpoints" / "latest").resolve().name == "step-00000002"

@@ -15,14 +15,13 @@ import torch.distributed as dist
 from composed import change_batches, config, for_rank, run, run_on_rank
 from torch import nn
 
-from common.errors import TrainingError, add_note, format_exception, message_for_user
+from common.errors import TrainingError, format_exception, message_for_user
 from data.dataset import Batch
 from parallel.strategy import Strategy
 from training.setup import prepare
 
 LAYOUTS = {
     "single": (1, ["parallel.chunks=2"]),
-    "model_parallel": (1, []),
     "fsdp": (2, ["parallel.dp=2"]),
     "pipelined": (2, ["parallel.pp=2", "parallel.chunks=2", "parallel.balance=[1,2]"]),
     "pipe_ddp": (4, ["parallel.dp=2", "parallel.pp=2", "parallel.balance=[1,2]"]),
@@ -72,9 +71,7 @@ def said_on_rank(tree, folder, meeting, fault, backward):
     [
         ("single", False, "forward of layer 'relu' [(]ReLU[)], micro-batch 1 with 32 samples, step 1"),
         ("single", True, "backward of layers net1 … net2, micro-batch 1 with 32 samples, step 1"),
-        ("model_parallel", False, "forward of layer 'relu' [(]ReLU[)], micro-batch 0 with 64 samples, step 2"),
         ("fsdp", False, "forward of layer 'relu' [(]ReLU[)], micro-batch 0 with 32 samples, step 2, rank 0"),
-        ("pipelined", True, "backward of layers relu … net2, micro-batch 1 with 32 samples, step 1, rank 1"),
         ("pipe_ddp", False, "forward of layer 'relu' [(]ReLU[)], micro-batch [15] with 8 samples, step 1, rank [1-3]"),
     ],
 )
@@ -120,9 +117,7 @@ def spoilt_on_rank(tree, folder, meeting, rank, backward):
 @pytest.mark.parametrize(
     "layout, rank, backward, place",
     [
-        ("single", 0, False, "the output of layer 'relu' (ReLU);"),
         ("single", 0, True, "the gradient that layer 'relu' (ReLU) gives;"),
-        ("fsdp", 1, False, "the output of layer 'relu' (ReLU) on rank 1;"),
         ("fsdp", 1, True, "the gradient that layer 'relu' (ReLU) gives on rank 1;"),
         ("pipelined", 1, False, "the output of layer 'relu' (ReLU) on rank 1;"),
         ("pipe_ddp", 3, True, "the gradient that layer 'relu' (ReLU) gives on rank 3;"),
@@ -167,12 +162,3 @@ def test_a_debugger_without_a_terminal_says_what_it_needs(monkeypatch):
     said = message_for_user(quitting.value)
     line = debug.__code__.co_firstlineno + 2
     assert said.startswith(f"breakpoint() in {__file__}, line {line}, ") and "parallel=single" in said
-
-
-def test_notes_are_printed_where_python_does_not(monkeypatch):
-    error = ValueError("x")
-    add_note(error, "raised in step 3")
-    for version in ((3, 10), (3, 13)):
-        monkeypatch.setattr("sys.version_info", version)
-        said = format_exception(error, None)
-        assert "raised in step 3" in said

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from composed import config
-from exported import MODELS, ONNX, Exporter, assert_same, batches, translator_of_the_docs, two_inputs
+from exported import MODELS, ONNX, Exporter, assert_same, batches, serving, translator_of_the_docs, two_inputs
 from safetensors.torch import load_file
+from triton_server import TritonServer, installed
 
 from common.errors import CheckpointError, TrainingError
 from training.app import execute
@@ -52,8 +55,7 @@ def test_a_program_of_torch_export_computes_the_same_for_any_batch(export, expor
             program(torch.tensor([[1, token, 50256]]))
 
 
-@ONNX
-@pytest.mark.serving
+@serving
 @pytest.mark.parametrize("name", MODELS)
 def test_a_repository_for_triton_holds_a_model_that_computes_the_same(export, exporter, name):
     import onnx
@@ -95,8 +97,7 @@ def test_a_repository_for_triton_holds_a_model_that_computes_the_same(export, ex
     assert name in (folder / "README.md").read_text()
 
 
-@ONNX
-@pytest.mark.serving
+@serving
 def test_an_onnx_model_refuses_what_is_no_token(export):
     import onnxruntime
 
@@ -127,30 +128,7 @@ def test_the_configuration_for_triton_lists_both_inputs_of_a_model(translator):
     assert tensors == [("source", "INT64", "8"), ("target", "INT64", "8"), ("outputs", "FP32", "8, 16")]
 
 
-@ONNX
-@pytest.mark.serving
-def test_a_repository_for_triton_holds_a_model_with_two_inputs(translator, tmp_path):
-    import onnxruntime
-
-    write.write_repository(tmp_path, translator, 6, "KIND_CPU")
-    session = onnxruntime.InferenceSession(str(tmp_path / "translator" / "1" / "model.onnx"))
-    assert [(given.name, given.shape) for given in session.get_inputs()] == [
-        ("source", ["batch", 8]),
-        ("target", ["batch", 8]),
-    ]
-    for batch in (1, 5):
-        source, target = two_inputs(batch)
-        (answer,) = session.run(["outputs"], {"source": source.numpy(), "target": target.numpy()})
-        assert_same(torch.from_numpy(answer), translator.answer(source, target))
-    assert "`source`, INT64 [batch, 8] and `target`, INT64 [batch, 8]" in (tmp_path / "README.md").read_text()
-    _, inputs, outputs = serve_check.read_example(tmp_path)
-    assert [*inputs] == ["source", "target"]
-    wanted = translator.answer(*(torch.from_numpy(tensor) for tensor in inputs.values()))
-    assert_same(torch.from_numpy(outputs["outputs"]), wanted)
-
-
-@ONNX
-@pytest.mark.serving
+@serving
 def test_labels_and_tokenizers_are_beside_the_model(export):
     folder, _ = export("classifier", "triton")
     assert 'label_filename: "labels.txt"' in (folder / "classifier" / "config.pbtxt").read_text()
@@ -201,3 +179,102 @@ def test_a_full_disk_is_an_error_that_leaves_nothing_behind(exporter, small_disk
     with pytest.raises(CheckpointError, match="could not be written: .*MiB are free at"):
         execute(config(*line), disk, None)
     assert left(disk) == []
+
+
+# -- on a real Triton server: loaded, asked by HTTP and gRPC, batched, and refused what is wrong --------------------
+
+SERVED = ("gpt2", "resnet50", "convnet")
+OUTPUT = "logits"
+
+
+@pytest.fixture(scope="module")
+def client():
+    """``client("grpc")``: the module of Triton's own client."""
+    pytest.importorskip("tritonclient", reason="tritonclient is an extra: pip install -r requirements-serving.txt")
+    import tritonclient.grpc
+    import tritonclient.http
+
+    return {"http": tritonclient.http, "grpc": tritonclient.grpc}.__getitem__
+
+
+@pytest.fixture(scope="module")
+def repositories(exporter, tmp_path_factory):
+    installed()  # or there is nothing to export for
+    folder = tmp_path_factory.mktemp("repositories")
+    write.write_repository(folder / "translator", translator_of_the_docs(), 8, "KIND_CPU")
+    exported = {name: exporter.export(name, "triton", folder / name, "device=cpu") for name in SERVED}
+    return exported | {"translator": folder / "translator"}
+
+
+@pytest.fixture(scope="module")
+def server(repositories, client, tmp_path_factory):
+    started = TritonServer(list(repositories.values()), tmp_path_factory.mktemp("triton"))
+    yield started
+    started.close()
+
+
+def ask(client, server, protocol, name, inputs):
+    takes = MODELS[name][1]
+    given = serve_check.ask(protocol, getattr(server, protocol), name, {takes: inputs.numpy()}, OUTPUT)
+    return torch.from_numpy(given.copy())
+
+
+@serving
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+@pytest.mark.parametrize("name", SERVED)
+def test_the_server_answers_what_torch_computes(client, server, exporter, name, protocol):
+    for inputs in batches(name):
+        assert_same(ask(client, server, protocol, name, inputs), exporter.reference(name, inputs))
+
+
+@serving
+def test_requests_that_come_together_are_computed_together(client, server, exporter):
+    """Counted by the server: computations, and the samples in them."""
+    before = [server.metric(name, "resnet50") for name in ("nv_inference_count", "nv_inference_exec_count")]
+    inputs = torch.randn(32, 1, *MODELS["resnet50"][2], generator=torch.Generator().manual_seed(2))
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda one: ask(client, server, "grpc", "resnet50", one), inputs))
+    assert_same(torch.cat(answers), exporter.reference("resnet50", inputs.flatten(0, 1)))
+    after = [server.metric(name, "resnet50") for name in ("nv_inference_count", "nv_inference_exec_count")]
+    samples, computations = (new - old for new, old in zip(after, before, strict=True))
+    assert samples == 32
+    assert computations < 32, "some computation had a batch larger than one"
+
+
+# -- the check that a user runs ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checked(server, monkeypatch, capsys):
+    """``checked(folder)``: exit code and output of the command."""
+
+    def run(folder, **addresses):
+        where = {"http": server.http, "grpc": server.grpc, **addresses}
+        options = [f"--{protocol}={address}" for protocol, address in where.items()]
+        monkeypatch.setattr(sys, "argv", ["serve_check", str(folder), *options])
+        return serve_check.main(), capsys.readouterr()
+
+    return run
+
+
+@serving
+@pytest.mark.parametrize("name", [*SERVED, "translator"])
+def test_serve_check_says_that_both_protocols_answer(checked, repositories, name):
+    code, said = checked(repositories[name])
+    assert code == 0, said.err
+    assert [line.split()[0] for line in said.out.splitlines()] == ["http", "grpc"]
+    assert said.out.count(f"{name} answers; largest difference ") == 2
+
+
+@serving
+def test_serve_check_names_what_is_wrong(checked, repositories, exporter, tmp_path):
+    code, said = checked(repositories["gpt2"], http="127.0.0.1:9")
+    assert code == 1 and said.err.startswith("error: http 127.0.0.1:9: gpt2: ")
+    code, said = checked(tmp_path)
+    assert code == 1 and "is no model repository of mode=export export.format=triton" in said.err
+    classifier = exporter.export("classifier", "triton", tmp_path / "other")
+    code, said = checked(classifier)
+    assert code == 1 and "classifier" in said.err, "a model that the server does not have"
+    (classifier / "classifier").rename(classifier / "convnet")
+    code, said = checked(classifier)
+    assert code == 1 and "error: http" in said.err

@@ -10,7 +10,7 @@ from composed import compose, config
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from conf.composition import hydra_word, quote_values, quoted
+from conf.composition import quote_values, quoted
 from conf.instantiate import instantiate, to_dict
 
 
@@ -25,10 +25,6 @@ TEXTS = ["", "a b", "it's", 'say "x"', "\\", "end\\", "\\'", "a\\\\'b", "f(x, [1
 @pytest.mark.parametrize("text", TEXTS)
 def test_any_text_comes_through_quotes_unchanged(text):
     assert seen(quoted(text)) == text
-
-
-def test_a_path_needs_no_quotes():
-    assert hydra_word("/a/b-1.c") == "/a/b-1.c"
 
 
 def typed(line):
@@ -74,7 +70,3 @@ def test_a_plain_mapping_works_as_well_where_its_words_are_plain():
     cfg = config("model=gpt2", "model.extra_tokens={entity_begins: start of it, entity_ends: null}")
     assert to_dict(cfg.data.extra_tokens) == {"entity_begins": "start of it", "entity_ends": None}
     assert instantiate(cfg.data).vocabulary.extra == ("entity_begins", "entity_ends")
-
-
-def test_models_that_take_no_extra_tokens_leave_the_data_without():
-    assert typed("model=transformer").data.extra_tokens is None

@@ -8,9 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from composed import compose
 
-from conf.instantiate import instantiate
 from training.reporting import WandbRun
 from training.reporting.recorder import git_state
 
@@ -130,7 +128,9 @@ def test_a_service_that_is_killed_costs_one_warning_and_nothing_else(tmp_path):
     )
 
 
-def test_an_unreachable_server_turns_an_online_run_into_an_offline_one(tmp_path, monkeypatch, caplog, capfd):
+def test_without_a_key_or_an_answer_an_online_run_becomes_an_offline_one(tmp_path, monkeypatch, caplog, capfd):
+    WandbRun(tmp_path / "without a key", {}, mode="online").finish()
+    assert "wandb login" in caplog.text and [*tmp_path.glob("without a key/wandb/offline-run-*")]
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     started = time.monotonic()
@@ -141,20 +141,3 @@ def test_an_unreachable_server_turns_an_online_run_into_an_offline_one(tmp_path,
     assert losses(tmp_path) == {1: 0.5}
     assert "logs offline instead" in caplog.text and "wandb sync" in caplog.text
     assert "a" * 40 not in caplog.text + "".join(capfd.readouterr())
-
-
-def test_online_without_a_key_asks_nothing_and_logs_offline(tmp_path, caplog):
-    run = WandbRun(tmp_path, {}, mode="online")
-    run.finish()
-    assert "wandb login" in caplog.text
-    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
-
-
-@pytest.mark.parametrize("typed, group", [([], "gpt2"), (["logger.group=mine"], "mine")])
-def test_runs_of_one_model_are_one_group_unless_another_is_typed(tmp_path, monkeypatch, typed, group):
-    """Targets inside the configuration that is stored are left alone."""
-    seen, config = {}, {"model": {"name": "gpt2", "_target_": "os.getcwd"}}
-    monkeypatch.setattr(wandb, "init", lambda **given: seen.update(given))
-    section = compose("logger=wandb", "logger.tags=[a,b]", *typed).logger
-    assert isinstance(instantiate(section, run_dir=tmp_path, run_config=config, run_name="gpt2-ddp"), WandbRun)
-    assert (seen["group"], seen["name"], seen["tags"], seen["config"]) == (group, "gpt2-ddp", ["a", "b"], config)

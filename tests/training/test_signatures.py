@@ -1,10 +1,12 @@
-"""The YAML is the schema: the keys that an option lists are the parameters of what it builds."""
+"""The YAML is the schema: the keys that an option lists are the parameters of what it builds. What a checkpoint names
+is a class of this project or of torch."""
 
 import pytest
 from omegaconf import OmegaConf
 
+from common.errors import TrainingError
 from conf import FOLDER, OWN_KEYS, options
-from conf.instantiate import checked_arguments, parameters, resolve
+from conf.instantiate import checked_arguments, instantiate, parameters, resolve, why_foreign
 from conf.messages import explain
 
 GROUPS = ("model", "data", "optim", "scheduler", "logger", "callback")
@@ -40,3 +42,33 @@ def test_each_key_says_what_it_means(option):
 
 def test_an_error_of_the_program_is_not_explained():
     assert explain(KeyError("x")) is None
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "builtins.eval",
+        "torch.load",
+        "database.connect",
+        "training.run.os.system",
+        "data.text.Path.touch",
+        "torch.nn.init.normal_",
+        "data.cache.fetch",
+        "models.gpt2.gpt2.__globals__.get",
+    ],
+)
+def test_what_a_checkpoint_or_a_peer_names_is_a_public_class_of_this_project_or_of_torchs_layers(target):
+    try:
+        assert why_foreign(target) is not None
+    except TrainingError as error:
+        assert "names nothing" in str(error) or "neither" in str(error)
+
+
+def test_targets_among_further_arguments_are_data(tmp_path):
+    run_config = {"parallel": {"env": {"_target_": "os.system", "command": f"touch {tmp_path}/x"}}}
+    assert instantiate({"_target_": "training.reporting.NoLogger"}, run_config=run_config) is not None
+    assert not list(tmp_path.iterdir())
+
+
+def test_whole_numbers_are_real_ones_where_these_are_wanted_and_null_where_it_may_be():
+    assert repr(checked_arguments("torch.optim.SGD", {"lr": 1, "foreach": None})) == "{'lr': 1.0, 'foreach': None}"

@@ -1,13 +1,10 @@
 """Sweeps through the command line: independent jobs, one table of all, and continuing an interrupted sweep."""
 
 import csv
-import json
-import os
 import shutil
-import signal
 
 import pytest
-from commandline import Started, train, wait_until
+from commandline import train
 
 QUICK = ["-m", "train.epochs=null", "train.eval_every=null", "device=cpu"]
 GRID = [*QUICK, "train.steps=6", "parallel.chunks=1,3,2", "train.checkpoint_every=4"]
@@ -86,31 +83,11 @@ def test_a_job_that_cannot_be_composed_is_a_row_too_and_a_mistake_of_all_is_an_e
     mixed = sweep(tmp_path / "mixed", *short, "debug=null,nonsense")
     assert mixed.code == 1
     assert statuses(mixed.folder) == ["finished", "failed"]
-    assert [row["debug"] for row in jobs(mixed.folder)] == ["null", "nonsense"]
+    assert [row["debug"] for row in jobs(mixed.folder)] == ["", "nonsense"]
     assert "Could not find 'debug/nonsense'" in mixed.stderr
     wrong = sweep(tmp_path / "wrong", *short, "train.stepz=5", "seed=1,2")
     assert wrong.code == 1 and "stepz" in wrong.stderr
     assert not (tmp_path / "wrong").exists()
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_a_sweep_with_a_table_of_all_jobs(tmp_path):
-    folder = tmp_path / "sweep"
-    overrides = [*QUICK, "logger=none", "train.steps=6,10000000,7", f"hydra.sweep.dir={folder}"]
-    run = Started(overrides, folder, own_folder=False)
-    try:
-        metrics = folder / "1" / "metrics.jsonl"
-        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, 120, "the second job's steps")
-        os.killpg(run.process.pid, signal.SIGINT)
-        ended = run.wait(30)
-        assert ended.code == 1
-        assert statuses(folder) == ["finished", "interrupted", "waiting"]
-        assert "error: stopped by SIGINT; all workers have ended" in ended.stderr
-        assert "Traceback" not in ended.console
-        wait_until(lambda: not run.family(), 10, f"the end of {run.family()}")
-        assert json.loads((folder / "1" / "job.json").read_text())["seconds"] > 0
-    finally:
-        run.kill()
 
 
 def test_a_sweep_under_torchrun_is_refused(tmp_path):

@@ -1,17 +1,18 @@
-"""The table and the figures of a sweep, read from the files of its jobs."""
+"""The table and the figures of a sweep, read from the files of its jobs; which of these run when it is repeated."""
 
 import csv
 import json
-from dataclasses import replace
 
-import numpy as np
 import pytest
 from composed import compose
 from omegaconf import open_dict
 from sweep_jobs import chunk_sweep, leave
 
-from training.sweep.figure import ideal_times, loss_figure, numeric_axis, score_figure
+from common.errors import TrainingError
+from training.reporting.job_record import Job
+from training.sweep.figure import loss_figure, score_figure
 from training.sweep.report import SweepReport, results
+from training.sweep.sweeper import Entry, batches, open_folders
 from training.sweep.table import read_table, write_csv
 
 
@@ -29,12 +30,6 @@ def test_the_csv_has_a_row_per_job_in_order_with_overrides_and_results(tmp_path)
     assert rows[1]["error"] == "TrainingError: no memory <left> &" and rows[1]["step_time_s"] == ""
 
 
-def test_the_fastest_job_of_each_model_is_the_best(tmp_path):
-    for num, (model, seconds) in enumerate([("toy", 2.0), ("toy", 1.0), ("gpt2", 9.0), ("gpt2", 8.0)]):
-        leave(tmp_path, num, f"model={model}", f"parallel.pp={num % 2}", times=[seconds] * 6, model=model)
-    assert [row.job.num for row in read_table(tmp_path).best] == [1, 3]
-
-
 def test_the_best_job_comes_with_the_command_that_runs_it_again(tmp_path):
     for num, rate in enumerate(("0.1", "0.2")):
         leave(tmp_path, num, "model=toy", f"optim.lr={rate}", "train.resume=auto", times=[1.0 + num] * 6)
@@ -47,12 +42,6 @@ def test_a_job_that_skipped_steps_is_not_simply_finished(tmp_path):
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps({**summary, "steps": 6, "skipped_steps": 5}))
     assert read_table(tmp_path).rows[0].status == "finished, 5 of 6 steps skipped"
-
-
-def test_the_first_steps_do_not_count(tmp_path):
-    leave(tmp_path, 0, "seed=1", times=[50.0, 9.0, 1.0, 1.0, 1.0, 1.0])
-    (row,) = read_table(tmp_path).rows
-    assert row.times.tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -70,15 +59,6 @@ def test_a_job_without_result_says_why_in_a_line(tmp_path, status, error, shown)
     assert read_table(tmp_path).rows[0].problem == shown
 
 
-def test_the_ideal_curve_follows_the_bubble_and_no_job_is_below_it(tmp_path):
-    rows = read_table(chunk_sweep(tmp_path)).scored
-    chunks = np.array([float(row.values["parallel.chunks"]) for row in rows])
-    ideal = np.array(ideal_times(rows))
-    assert ideal / ideal[0] == pytest.approx((chunks + 1) / chunks / 2)  # (m + p - 1) / m with two stages
-    above = np.array([row.score for row in rows]) / ideal
-    assert above.min() == pytest.approx(1) and (above > 1 - 1e-9).all()
-
-
 def test_the_figure_shows_spread_best_and_ideal(tmp_path):
     figure = score_figure(read_table(chunk_sweep(tmp_path)))
     (legend,) = figure.legends
@@ -87,18 +67,6 @@ def test_the_figure_shows_spread_best_and_ideal(tmp_path):
     (axes,) = figure.axes
     assert axes.get_xlabel() == "parallel.chunks" and axes.get_ylabel() == "time per step (s)"
     assert [tick.get_text() for tick in axes.get_xticklabels()] == "1 3 5 6 10 12 20 30".split()
-
-
-def test_words_are_bars_numbers_an_axis_with_a_curve_for_each_word_and_seeds_neither(tmp_path):
-    for num, (strategy, dp) in enumerate([("ddp", 1), ("ddp", 2), ("pipe_ddp", 1), ("pipe_ddp", 2)]):
-        leave(tmp_path, num, f"parallel={strategy}", f"parallel.dp={dp}", f"seed={num}", times=[1.0] * 6)
-    table = replace(read_table(tmp_path), keys=["parallel", "parallel.dp"])
-    assert numeric_axis(table) == "parallel.dp"
-    labels = [text.get_text() for text in score_figure(table).legends[0].get_texts()]
-    assert {"parallel=ddp", "parallel=pipe_ddp"} <= set(labels)
-    table = replace(table, keys=["parallel", "seed"])
-    assert numeric_axis(table) is None
-    assert len(score_figure(table).axes[0].patches) == 4
 
 
 def rates(sweep, *results, key="optim.lr"):
@@ -118,10 +86,7 @@ def rates(sweep, *results, key="optim.lr"):
     [
         ("optim.lr", None, "val_loss", 1),
         ("parallel.chunks", None, "step_time_s", 0),
-        ("train.compile", None, "step_time_s", 0),
-        ("seed", None, "val_loss", 1),
         ("optim.lr", "step_time_s", "step_time_s", 0),
-        ("optim.lr", "samples_per_s", "samples_per_s", 0),
         ("parallel.chunks", "val_accuracy", "val_accuracy", 1),
     ],
 )
@@ -170,3 +135,49 @@ def test_a_job_that_diverges_does_not_flatten_the_curves_of_others(tmp_path):
         (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     bottom, top = loss_figure(read_table(tmp_path)).axes[0].get_ylim()
     assert bottom < 0.5 and top == 4.0
+
+
+# -- which jobs run when the command is repeated ----------------------------------------------------------------------
+
+
+def entries(sweep, *seeds, more=(), queued=False):
+    words = [[f"seed={seed}", *more] for seed in seeds]
+    return [Entry(Job(i, tuple(w)), w, sweep / str(i), queued) for i, w in enumerate(words)]
+
+
+def numbers(todo):
+    return [entry.job.num for entry in todo]
+
+
+@pytest.mark.parametrize("more", [(), ("train.resume=auto",)])
+def test_finished_jobs_are_left_out_and_said_so_and_others_run_again_in_their_folders(tmp_path, capsys, more):
+    leave(tmp_path, 0, "seed=1", times=[1.0] * 6)
+    (leave(tmp_path, 1, "seed=2", status="interrupted") / "metrics.jsonl").write_text("{}\n")
+    leave(tmp_path, 2, "seed=3", status="failed", error="no memory")
+    assert numbers(open_folders(entries(tmp_path, 1, 2, 3, 4, more=more), tmp_path)) == [1, 2, 3]
+    assert "job 0 is finished: seed=1" in capsys.readouterr().out
+    assert (tmp_path / "1" / "metrics.jsonl").exists(), "it goes on from what it has left"
+
+
+def test_jobs_that_nobody_waits_for_are_not_queued_twice(tmp_path, capsys):
+    leave(tmp_path, 0, "seed=1", status="running")
+    leave(tmp_path, 1, "seed=2", status="failed")
+    assert numbers(open_folders(entries(tmp_path, 1, 2, queued=True), tmp_path)) == [1]
+    assert "job 0 is running" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("theirs", ["another job", "a run of no sweep"])
+def test_another_run_s_folder_is_refused_before_anything_is_touched(tmp_path, theirs):
+    folder = leave(tmp_path, 1, "seed=7", times=[1.0] * 6)
+    if theirs == "a run of no sweep":
+        (folder / "job.json").unlink()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(TrainingError, match="holds another run"):
+        open_folders(entries(tmp_path, 1, 2), tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_launcher_is_given_jobs_whose_numbers_have_no_gaps(tmp_path):
+    todo = [entry for entry in entries(tmp_path, *range(8)) if entry.job.num not in (0, 3)]
+    assert [numbers(run) for run in batches(todo, None)] == [[1, 2], [4, 5, 6, 7]]
+    assert [numbers(run) for run in batches(todo, 3)] == [[1, 2], [4, 5, 6], [7]]

@@ -1,0 +1,374 @@
+"""Saving beside the training: what is written is the step's own, errors are told, the best and the newest stay.
+Resuming what is damaged: it is named, and the newest whole checkpoint is taken in its place."""
+
+import json
+import os
+import shutil
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from composed import QUIET, compose, losses, records, run, run_on_rank, saved, steps
+from safetensors.torch import load_file, save_file
+
+from common.errors import CheckpointError, TrainingError, UserError
+from conf.instantiate import to_dict
+from training import run as run_module
+from training.checkpoint import save
+from training.checkpoint.files import Checkpoint, is_usable, sha256, with_checksum
+from training.loop import Loop
+from training.optimizer import Optimizer
+
+STEPS = ["train.epochs=null", "train.steps=6", "optim.momentum=0.9"]
+EVERY_2 = [*STEPS, "train.checkpoint_every=2", "train.keep_checkpoints=9"]
+
+
+@pytest.fixture(scope="module")
+def plainly(tmp_path_factory):
+    """A run with checkpoints of steps 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("plainly")
+    run(folder, *EVERY_2)
+    return folder
+
+
+def same_bits(one, other, steps=(2, 4, 6)):
+    for step in steps:
+        for kind in ("model", "optimizer"):
+            ours, theirs = saved(one, step, kind), saved(other, step, kind)
+            assert ours.keys() == theirs.keys()
+            assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    return True
+
+
+def names(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("memory", [float("inf"), 0], ids=["enough", "too little for a copy"])
+def test_training_goes_on_while_a_copy_is_written_and_waits_where_there_is_none(tmp_path, plainly, monkeypatch, memory):
+    real, seen = save.write_file, []
+
+    def slowly(path, *args):
+        """The first checkpoint's files are written only after the training has done another step, if it ever does."""
+        if "step-00000002" in str(path):
+            deadline = time.monotonic() + (60 if memory else 0.5)
+            while records(tmp_path)[-1]["step"] < 3 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            seen.append(records(tmp_path)[-1]["step"])
+        return real(path, *args)
+
+    monkeypatch.setattr(save, "write_file", slowly)
+    monkeypatch.setattr(save, "available_memory", lambda: memory)
+    run(tmp_path, *EVERY_2)
+    assert min(seen) >= 3 if memory else max(seen) == 2
+    assert same_bits(tmp_path, plainly)
+    assert names(tmp_path) == ["best", "latest", "step-00000002", "step-00000004", "step-00000006"]
+
+
+def test_the_best_stays_however_old_it_is(tmp_path):
+    rhythm = ["train.eval_every=1", "train.checkpoint_every=1", "train.keep_checkpoints=1"]
+    summary = run(tmp_path, *STEPS, *rhythm, "optim.lr=3.0")
+    found = {line["step"]: line["val_loss"] for line in records(tmp_path) if "val_loss" in line}
+    best = min(found, key=found.get)
+    assert best < 6, "a rate this high makes it worse: else this test shows nothing"
+    assert names(tmp_path) == ["best", "latest", f"step-{best:08d}", "step-00000006"]
+    assert os.readlink(tmp_path / "checkpoints" / "best") == f"step-{best:08d}"
+    best_of = Checkpoint.find(tmp_path).progress
+    assert (best_of["best_step"], best_of["best_val_loss"]) == (best, found[best])
+    assert summary["best_val_loss"] == found[best]
+
+
+def test_an_evaluation_that_is_the_best_so_far_is_saved_though_no_checkpoint_is_due(tmp_path):
+    run(tmp_path, *STEPS, "train.eval_every=1", "train.checkpoint_every=0", "train.keep_checkpoints=9")
+    found = [(line["step"], line["val_loss"]) for line in records(tmp_path) if "val_loss" in line]
+    best = [s for i, (s, loss) in enumerate(found) if all(loss < earlier for _, earlier in found[:i])]
+    assert len(best) > 1, "else this test shows nothing"
+    assert [name for name in names(tmp_path) if name.startswith("step")] == [
+        f"step-{step:08d}" for step in sorted({*best, 6})
+    ]
+
+
+def test_the_summary_of_a_resumed_run_is_that_of_the_whole_run(tmp_path):
+    recipe = [*STEPS, "train.eval_every=1", "optim.lr=3.0"]
+    whole = run(tmp_path / "whole", *recipe)
+    run(tmp_path / "first", *recipe, "train.steps=4")
+    resumed = run(tmp_path / "rest", *recipe, f"train.resume='{tmp_path}/first'")
+    keys = ("steps", "first_loss", "final_loss", "best_val_loss", "test_loss")
+    assert {key: resumed[key] for key in keys} == {key: whole[key] for key in keys}
+
+
+def test_what_a_killed_run_left_half_written_is_cleaned_up(tmp_path):
+    folder = tmp_path / "checkpoints"
+    for name in (".step-00000004.tmp", ".step-00000002.removed.tmp"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "model-00.safetensors").write_bytes(b"half")
+    run(tmp_path, *STEPS)
+    assert names(tmp_path) == ["best", "latest", "step-00000006"]
+
+
+def test_losses_do_not_depend_on_saving(plainly, tmp_path):
+    run(tmp_path, *STEPS, "train.checkpoint_every=null")
+    assert losses(tmp_path) == losses(plainly)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+# -- several ranks ---------------------------------------------------------------------------------------------------
+
+
+def run_with_a_fault(tree, folder, meeting, rank, step, fault):
+    """On each rank of a pool: a run one rank of which cannot write the checkpoint of a step. What it says of it."""
+    real, warned = save.write_file, []
+
+    def faulty(path, *args):
+        if dist.get_rank() == rank and f"step-{step:08d}" in str(path) and path.name.startswith("model"):
+            if fault == "full":
+                raise OSError(28, "No space left on device")
+            time.sleep(fault)
+        return real(path, *args)
+
+    class Noted(save.Checkpointer):
+        warn = property(lambda self: warned.append, lambda self, _: None)
+
+    save.write_file, run_module.Checkpointer = faulty, Noted
+    try:
+        run_on_rank(tree, folder, meeting)
+        return warned
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        save.write_file, run_module.Checkpointer = real, save.Checkpointer
+
+
+FULL = "of step {step} could not be written: rank 1: [Errno 28] No space left"
+
+
+@pytest.mark.parametrize(
+    "layout, step, fault, says, left",
+    [
+        # The training goes on, and the next checkpoint is written; after the last one there is none.
+        ("pipelined", 2, "full", FULL, ["best", "latest", "step-00000004", "step-00000006"]),
+        ("fsdp", 2, "full", FULL, ["best", "latest", "step-00000004", "step-00000006"]),
+        ("pipelined", 6, "full", FULL, ["latest", "step-00000002", "step-00000004"]),
+        ("pipelined", 4, 6.0, "it waited until all ranks had written their files (parallel.timeout_s)",
+         ["best", "latest", "step-00000002", "step-00000006"]),
+    ],
+)  # fmt: skip
+def test_a_rank_that_cannot_write_is_named_by_all(ranks, tmp_path, layout, step, fault, says, left):
+    words = (*QUIET, *EVERY_2, f"parallel={layout}", "parallel.dp=null", "parallel.timeout_s=4")
+    tree = to_dict(compose(*words))
+    said = ranks.run(2, run_with_a_fault, tree, str(tmp_path), str(tmp_path / "meeting"), 1, step, fault)
+    for one in said:
+        (text,) = [one] if step == 6 else one
+        assert says.format(step=step) in text
+        assert "MiB are free at" in text or fault != "full"
+    assert names(tmp_path) == left
+
+
+# -- resuming what is damaged -----------------------------------------------------------------------------------------
+
+
+def truncate(folder):
+    path = folder / "model-00.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+    return path
+
+
+def zero(folder):
+    path = folder / "model-00.safetensors"
+    path.write_bytes(bytes(path.stat().st_size))
+    return path
+
+
+def flip_a_bit(folder):
+    path = folder / "optimizer-00.safetensors"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return path
+
+
+def delete_a_file(folder):
+    path = folder / "optimizer-00.safetensors"
+    path.unlink()
+    return path
+
+
+def break_the_manifest(folder):
+    path = folder / "manifest.json"
+    os.truncate(path, path.stat().st_size // 2)
+    return path
+
+
+def change_the_manifest(folder):
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"step": 6', '"step": 4'))
+    return path
+
+
+def delete_the_manifest(folder):
+    (folder / "manifest.json").unlink()
+    return folder
+
+
+DAMAGES = [
+    truncate, zero, flip_a_bit, delete_a_file, break_the_manifest, change_the_manifest, delete_the_manifest
+]  # fmt: skip
+
+
+@pytest.fixture
+def copy(plainly, tmp_path):
+    """The same, as if it had been killed after step 6; to be damaged."""
+    folder = shutil.copytree(plainly, tmp_path / "run", symlinks=True)
+    (folder / "summary.json").unlink()
+    return folder
+
+
+def step(folder, number):
+    return folder / "checkpoints" / f"step-{number:08d}"
+
+
+def test_whatever_is_damaged_the_newest_whole_one_is_found_and_the_damaged_one_named(plainly, tmp_path):
+    for damage in DAMAGES:
+        folder = shutil.copytree(plainly / "checkpoints", tmp_path / damage.__name__, symlinks=True)
+        path, said = damage(folder / "step-00000006"), []
+        assert Checkpoint.newest(folder, verify=True, warn=said.append).step == 4, damage
+        assert len(said) == 1 and str(path) in said[0]
+
+
+@pytest.mark.parametrize(
+    "damaged, begins", [((6, 4), "{folder}/step-00000002"), ((6, 4, 2), "this run starts at step 1")]
+)
+def test_auto_goes_back_as_far_as_it_must_and_says_so(copy, plainly, capsys, damaged, begins):
+    paths = [truncate(step(copy, number)) for number in damaged]
+    run(copy, *EVERY_2, "train.resume=auto")
+    said = capsys.readouterr()
+    warnings = [line for line in said.err.splitlines() if "it is not used" in line]
+    assert len(warnings) == len(paths)
+    assert all(line.startswith("warning: ") and str(path) in line for path, line in zip(paths, warnings, strict=True))
+    assert begins.format(folder=step(copy, 2).parent) in said.out
+    assert [line["step"] for line in records(copy) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert losses(copy) == losses(plainly)
+    assert os.readlink(copy / "checkpoints" / "latest") == "step-00000006"
+
+
+def test_a_damaged_one_that_was_asked_for_is_an_error_that_names_a_whole_one(copy, tmp_path):
+    path = flip_a_bit(step(copy, 6))
+    with pytest.raises(CheckpointError) as error:
+        run(tmp_path / "other", *EVERY_2, "train.steps=8", f"train.resume='{step(copy, 6)}'")
+    assert str(path) in str(error.value)
+    assert f"the newest whole one there is {step(copy, 4)}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "more, says",
+    [
+        ("model.hidden=20", r"net1.weight has \(10, 10\), expected \(20, 10\)"),
+        ("optim=adamw", r"was saved with optim torch.optim.SGD, this run has torch.optim.AdamW"),
+        ("seed=1337", "is at step 6 and the run ends at step 6; set train.steps higher"),
+    ],
+)
+def test_what_cannot_be_gone_on_from_is_an_error_that_says_why(plainly, tmp_path, more, says):
+    recipe = [word for word in EVERY_2 if more != "optim=adamw" or "momentum" not in word]
+    with pytest.raises(UserError, match=says):
+        run(tmp_path / "run", *recipe, more, f"train.resume='{plainly}'")
+
+
+def test_a_run_its_checkpoints_and_each_of_them_can_be_named(plainly):
+    for name in ("", "checkpoints", "checkpoints/latest", "checkpoints/best", "checkpoints/step-00000006"):
+        assert Checkpoint.find(plainly / name).step == 6
+
+
+def test_going_back_to_an_older_one_leaves_the_newer_ones_under_another_name(copy, plainly, capsys):
+    """Else a later train.resume=auto would go on from what this run has left behind."""
+    run(copy, *EVERY_2, f"train.resume='{step(copy, 2)}'")
+    assert losses(copy) == losses(plainly)
+    assert "is kept as unused-step-00000006" in capsys.readouterr().err
+    kept = {path.name for path in (copy / "checkpoints").iterdir() if path.is_dir() and not path.is_symlink()}
+    assert kept == {f"{prefix}step-{n:08d}" for n in (4, 6) for prefix in ("", "unused-")} | {"step-00000002"}
+
+
+def test_a_run_that_was_killed_after_its_last_checkpoint_is_completed(copy, plainly):
+    """All steps are done; the test split and the summary are not."""
+    resumed = run(copy, *EVERY_2, "train.resume=auto")
+    lines = (plainly / "metrics.jsonl").read_text()
+    assert (copy / "metrics.jsonl").read_text() == lines
+    assert resumed["steps"] == 6 and resumed["first_loss"] == losses(plainly)[0]
+    assert resumed["test_loss"] is not None
+
+
+# -- whole, and of no use ------------------------------------------------------------------------------------------
+
+
+def rewrite(folder, change):
+    """Changes the tensors of a checkpoint's model and makes the manifest fit."""
+    path = folder / "model-00.safetensors"
+    tensors = load_file(path)
+    save_file({name: change(tensor) for name, tensor in tensors.items()}, path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][path.name] = {"sha256": sha256(path), "bytes": path.stat().st_size}
+    (folder / "manifest.json").write_text(json.dumps(with_checksum(manifest)))
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda tensor: tensor.long(), "holds torch.int64, expected torch.float32"),
+        (lambda tensor: tensor.double() + 1e300, "holds torch.float64 beyond what torch.float32 can express"),
+    ],
+    ids=["int64", "too large"],
+)
+def test_tensors_of_another_kind_are_refused(copy, tmp_path, change, said):
+    rewrite(step(copy, 6), change)
+    with pytest.raises(CheckpointError, match=f"net1.* {said}"):
+        run(tmp_path / "other", *EVERY_2, f"train.resume={step(copy, 6)}")
+
+
+def test_a_mask_of_minus_infinity_is_finite_enough_and_so_is_an_optimizer_that_overflows():
+    assert is_usable("weight/exp_avg_sq", torch.tensor([float("inf")]))
+    assert is_usable("mask", torch.tensor([0.0, float("-inf")]))
+    assert not is_usable("weight", torch.tensor([0.0, float("inf")]))
+
+
+def test_a_run_whose_weights_are_not_finite_keeps_its_good_checkpoints(tmp_path, monkeypatch):
+    step_of_optimizer, done = Optimizer.step, []
+
+    def diverge(self, lr):
+        step_of_optimizer(self, lr)
+        done.append(lr)
+        if len(done) == 3:
+            next(iter(self._parts[0].optimizer.param_groups[0]["params"])).data.view(-1)[0] = float("nan")
+
+    monkeypatch.setattr(Optimizer, "step", diverge)
+    keep = ["train.checkpoint_every=1", "train.keep_checkpoints=1", "train.max_skipped=2"]
+    with pytest.raises(TrainingError, match="not finite for 3 steps in a row"):
+        run(tmp_path / "long", *EVERY_2, *keep)
+    done.clear()
+    with pytest.raises(CheckpointError, match="of step 3 could not be written: net1.weight is not finite"):
+        run(tmp_path / "short", *EVERY_2, *keep, "train.steps=3")
+    for name in ("long", "short"):
+        left = sorted(path.name for path in (tmp_path / name / "checkpoints").iterdir())
+        assert left == ["latest", "step-00000002"]
+
+
+LONG = ["train.epochs=null", "train.steps=12", "train.checkpoint_every=3", "train.eval_every=4"]
+
+
+def test_a_run_directory_that_is_deleted_is_begun_anew_and_said(tmp_path, monkeypatch, caplog):
+    record_step = Loop._record
+
+    def delete(self, step, *args, **kwargs):
+        if step == 8:
+            self.checkpoints.wait_pending()
+            shutil.rmtree(tmp_path / "run")
+        record_step(self, step, *args, **kwargs)
+
+    monkeypatch.setattr(Loop, "_record", delete)
+    run(tmp_path / "run", *LONG)
+    assert "metrics.jsonl was removed while this run writes to it" in caplog.text
+    assert [line["step"] for line in steps(tmp_path / "run")] == [8, 9, 10, 11, 12]
+    assert (tmp_path / "run" / "summary.json").exists()
+    assert (tmp_path / "run" / "checkpoints" / "latest").resolve().name == "step-00000012"
+    monkeypatch.undo()
+    run(tmp_path / "run", *LONG, "train.resume=auto", "train.steps=14")
+    assert [line["step"] for line in steps(tmp_path / "run")] == list(range(8, 15))
