@@ -89,7 +89,7 @@ def bare_step(setup: Setup) -> Callable[[int], None]:
 
     def step(number: int) -> None:
         batch = trainer.batch(number)
-        trainer.strategy.zero_grad()
+        trainer.strategy.gradients.clear()
         with autocast(setup.plan.precision, setup.plan.device_type):
             x = batch.inputs.to(trainer.strategy.device)
             for _, layer in body:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise, permutations
+from pkgutil import resolve_name
 
 import torch
 
@@ -13,7 +14,7 @@ from data.dataset import Batch
 from models.chain import Chain, as_tuple
 from parallel.devices import autocast, local_device, outside_autocast, parameter_dtype, share_cores, synchronize
 from parallel.plan import Plan, block_partition, even_split
-from parallel.schedules import in_flight, makespan
+from parallel.schedules import SCHEDULES, in_flight
 from parallel.shape_inference import trace
 from parallel.stage import Stage
 
@@ -98,7 +99,8 @@ def equal_stages(
     uniform, best = even_split(len(costs), stages), block_partition(costs, stages)
     if stages > ranks:
         best = _cheapest(cost, best, chunks)
-    if simulated := makespan(schedule):
+    if schedule is not None and SCHEDULES[schedule].makespan:
+        simulated = resolve_name(SCHEDULES[schedule].makespan)
 
         def cost(counts: Sequence[int]) -> float:
             return simulated(stage_costs(costs, counts), ranks, chunks)

@@ -12,6 +12,7 @@ What goes wrong in that package, and what is done about it here:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pkgutil import resolve_name
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from data.dataset import Batch
 from models.chain import Chain
 from parallel.mesh import Mesh
 from parallel.plan import Plan
-from parallel.schedules import SCHEDULES, schedule_class, stage_class
+from parallel.schedules import SCHEDULES
 from parallel.shape_inference import stage_borders
 from parallel.strategy import Options, Strategy
 from parallel.timeline import Timeline
@@ -41,13 +42,14 @@ class Pipeline(Strategy):
         super().__init__(plan, chain, mesh, devices, options, sample)
         self.timeline = Timeline(self.device.type)
         borders = stage_borders(plan, chain, sample)
-        kind = stage_class(plan.schedule)
+        schedule = SCHEDULES[plan.schedule]
+        stage_class, schedule_class = resolve_name(schedule.stage_class), resolve_name(schedule.class_name)
         self._pipe_stages = [
-            kind(self, stage, index, borders[index], borders[index + 1])
+            stage_class(self, stage, index, borders[index], borders[index + 1])
             for stage, index in zip(self.stages, self.indices, strict=True)
         ]
-        self._schedule = schedule_class(plan.schedule)(
-            self._pipe_stages if SCHEDULES[plan.schedule].looped else self._pipe_stages[0],
+        self._schedule = schedule_class(
+            self._pipe_stages if schedule.looped else self._pipe_stages[0],
             plan.chunks,
             loss_fn=_already_a_loss,
             scale_grads=False,

@@ -16,10 +16,8 @@ Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2019 and 2021 (PipeDream-fl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from pkgutil import resolve_name
 
 from common.errors import PlanError
 
@@ -31,7 +29,8 @@ class Schedule:
     Attributes:
         class_name: The module and name of the class that runs it.
         stage_class: The module and name of the class of its stages.
-        makespan: The module and name of the function that estimates a step's seconds, where an order is planned.
+        makespan: The module and name of the function that estimates a step's time from (costs of the stages, ranks,
+            chunks), where an order is planned.
         looped: Whether a rank runs several stages.
         rounds: Whether chunks are run in rounds of as many as there are ranks.
         splits_backward: Whether gradients of inputs and of weights are computed at different times.
@@ -127,19 +126,3 @@ def max_in_flight(ranks: int, chunks: int, per_rank: int, rank: int, spare: int)
 def _warm_up(ranks: int, per_rank: int, rank: int) -> int:
     """Return the number of forwards of interleaved 1F1B on ``rank`` before its first backward."""
     return (per_rank - 1) * ranks + 2 * (ranks - 1 - rank) + 1
-
-
-def schedule_class(schedule: str) -> type:
-    """Import the class that runs a schedule: torch's, or this project's that gives torch's another order."""
-    return resolve_name(SCHEDULES[schedule].class_name)
-
-
-def stage_class(schedule: str) -> type:
-    """Import the class of a schedule's stages."""
-    return resolve_name(SCHEDULES[schedule].stage_class)
-
-
-def makespan(schedule: str | None) -> Callable[[Sequence[float], int, int], float] | None:
-    """Return what estimates a step's time from (costs of the stages, ranks, chunks); None where no order is planned."""
-    known = SCHEDULES[schedule].makespan if schedule is not None else ""
-    return resolve_name(known) if known else None

@@ -7,7 +7,6 @@ A new strategy is a class (a subclass of ``parallel.strategy.Strategy``), an ent
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pkgutil import resolve_name
 
 from common.errors import PlanError
 
@@ -65,11 +64,6 @@ def strategy_info(name: str) -> StrategyInfo:
     return STRATEGIES[name]
 
 
-def strategy_class(name: str) -> type:
-    """Import the class of a strategy."""
-    return resolve_name(strategy_info(name).class_path)
-
-
 def names_where(**properties: bool) -> list[str]:
     """List the strategies with some properties."""
     return [
@@ -81,6 +75,6 @@ def names_where(**properties: bool) -> list[str]:
 
 def suggest(*, replicas: bool, stages: bool) -> str:
     """Name a strategy for an error message."""
-    return names_where(
-        replicas=replicas, stages=stages, stage_per_rank=stages, several_devices=False, gpu_only=False
-    )[0]
+    return names_where(replicas=replicas, stages=stages, stage_per_rank=stages, several_devices=False, gpu_only=False)[
+        0
+    ]

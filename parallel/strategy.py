@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,7 +31,7 @@ from parallel.plan import Plan
 from parallel.shape_inference import trace
 from parallel.sharding import Sharding, fill
 from parallel.stage import Stage, place_of
-from parallel.strategies import strategy_class
+from parallel.strategies import strategy_info
 
 if TYPE_CHECKING:
     from parallel.timeline import Timeline
@@ -320,10 +321,6 @@ class Strategy(ABC):
         """Clamp every gradient element to [-limit, limit]."""
         self.gradients.clamp(limit)
 
-    def zero_grad(self) -> None:
-        """Clear the last step's gradients."""
-        self.gradients.clear()
-
     def close(self) -> None:
         """Drop what refers to process groups, before they are destroyed."""
         self.stages.clear()
@@ -447,4 +444,5 @@ def build_strategy(
         devices = [torch.device(d) for d in plan.devices]
     else:
         devices = [local_device(plan.device_type, local_rank)]
-    return strategy_class(plan.strategy)(plan, chain, mesh, devices, options, sample)
+    strategy_class = resolve_name(strategy_info(plan.strategy).class_path)
+    return strategy_class(plan, chain, mesh, devices, options, sample)

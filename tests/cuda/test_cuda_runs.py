@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pretend_cuda
@@ -36,33 +37,24 @@ def group(monkeypatch):
     return done
 
 
-def setup() -> SimpleNamespace:
-    cfg = SimpleNamespace(parallel=SimpleNamespace(timeout_s=5.0))
-    return SimpleNamespace(cfg=cfg, plan=SimpleNamespace(device_type="cuda"))
-
-
-def store_with(rank_0: str) -> dist.Store:
+@pytest.mark.parametrize(
+    "gpu_of_rank_0, error, calls",
+    [
+        ("gpu-0", None, ["nccl", "barrier", "destroy"]),
+        ("gpu-1", None, ["host", "barrier", "destroy"]),  # theirs is one: not NCCL
+        ("gpu-0", MemoryError, ["nccl"]),  # a rank that fails does not wait for the others
+    ],
+)
+def test_a_rank_that_is_done_leaves_its_group_with_the_others(group, gpu_of_rank_0, error, calls):
     store = dist.HashStore()
-    store.set("gpu-0", rank_0)
-    return store
-
-
-def test_a_rank_that_fails_does_not_wait_for_nccl(group):
-    with pytest.raises(MemoryError), training_run._process_group(TWO, setup(), store_with("gpu-0")):
-        raise MemoryError
-    assert group == ["nccl"]
-
-
-def test_a_rank_that_is_done_leaves_nccl_with_the_others(group):
-    with training_run._process_group(TWO, setup(), store_with("gpu-0")):
-        pass
-    assert group == ["nccl", "barrier", "destroy"]
-
-
-def test_ranks_with_one_gpu_do_not_use_nccl(group):
-    with training_run._process_group(TWO, setup(), store_with("gpu-1")):
-        pass
-    assert group == ["host", "barrier", "destroy"]
+    store.set("gpu-0", gpu_of_rank_0)
+    setup = SimpleNamespace(
+        cfg=SimpleNamespace(parallel=SimpleNamespace(timeout_s=5.0)), plan=SimpleNamespace(device_type="cuda")
+    )
+    with pytest.raises(error) if error else nullcontext(), training_run._process_group(TWO, setup, store):
+        if error:
+            raise error
+    assert group == calls
 
 
 def test_a_rank_that_sees_one_gpu_takes_it(group, monkeypatch):

@@ -84,7 +84,7 @@ def test_where_a_rank_runs_several_stages_the_dearest_rank_costs_least():
     assert each[0] + each[2] == each[1] + each[3] == 5
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_looped_split_is_as_good_as_any_but_for_what_noise_would_decide(seed):
     costs = torch.rand(12, generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -106,7 +106,7 @@ def test_a_split_of_more_layers_than_every_split_is_tried_for_is_found_soon_and_
     assert max(sum(each[0::2]), sum(each[1::2])) <= 1.02 * sum(costs) / 2
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_stages_of_a_planned_pipeline_are_cut_for_its_order(seed):
     """Whose end is reckoned in orders that were planned for the true times, by another sum than the one that chose."""
     costs = torch.rand(14, generator=torch.Generator().manual_seed(seed)).tolist()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +27,7 @@ from parallel.mesh import Mesh
 from parallel.plan import Plan, block_partition, make_plan, partition_layers
 from parallel.schedules import SCHEDULES, ideal_bubble, in_flight, stages_per_rank
 from parallel.shape_inference import check_gpus
-from parallel.strategies import STRATEGIES, strategy_class
+from parallel.strategies import STRATEGIES
 from parallel.strategy import Strategy
 from training.optimizer import states_of
 from training.reporting.console import describe_plan
@@ -224,7 +225,7 @@ def test_processes_and_micro_batches_follow_from_the_layout():
 def test_strategies_and_schedules_are_those_of_the_configuration():
     options = list((Path(__file__).resolve().parents[2] / "conf" / "parallel").glob("*.yaml"))
     assert {compose([f"parallel={path.stem}"]).parallel.name for path in options} == STRATEGIES.keys()
-    assert all(issubclass(strategy_class(name), Strategy) for name in STRATEGIES)
+    assert all(issubclass(resolve_name(info.class_path), Strategy) for info in STRATEGIES.values())
     assert [schedule.value for schedule in Schedule] == [*SCHEDULES]
 
 
@@ -307,6 +308,22 @@ def test_groups_that_cannot_be_are_refused_with_the_numbers(layout, nodes, words
 )
 def test_groups_are_all_replicas_or_those_of_a_node(layout, nodes, group):
     assert plan(layout, gpt2(size="tiny"), nodes=nodes).group == group
+
+
+class Scale(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.factor * x
+
+
+def test_a_parameter_without_rows_is_refused_by_name():
+    chain = chain_of(torch.nn.Sequential(torch.nn.Linear(10, 5), Scale()), toy().loss)
+    refused(
+        Layout("fsdp", dp=2), "parallel=fsdp shares the rows of each parameter, and ", "factor is a single", chain=chain
+    )
 
 
 # -- how layers are dealt to stages ------------------------------------------------------------------------------------

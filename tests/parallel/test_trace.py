@@ -24,8 +24,7 @@ def traced(model: str, precision: str):
     return chain, batch, trace(chain, batch, precision, "cpu")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
-@pytest.mark.parametrize("model", ["toy", "gpt2"])
+@pytest.mark.parametrize("model, precision", [("toy", "fp64"), ("gpt2", "fp32"), ("gpt2", "bf16")])
 def test_every_border_is_what_a_real_forward_gives(model, precision):
     chain, batch, borders = traced(model, precision)
     dtype = parameter_dtype(precision)
