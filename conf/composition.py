@@ -152,11 +152,18 @@ def differences(cfg: DictConfig, hydra: Any) -> tuple[dict[str, str], list[str]]
         return {group: cfg[group].name for group in ("model", "parallel", "launcher")}, typed
     chosen = {group: choices[group] for group in (*GROUPS, *ON_TOP) if choices.get(group) is not None}
     chosen["model"] = cfg.model.name
-    for start, shown in _LISTED.items():
-        if further := [option for group, option in choices.items() if group.startswith(start)]:
-            chosen[shown] = f"[{','.join([*([chosen[shown]] if shown in chosen else []), *further])}]"
+    chosen |= _lists(choices)
     options = {*GROUPS, *ON_TOP, "callback"}
     return chosen, [word for word in typed if key_of(word) not in options and not word.startswith("hydra")]
+
+
+def _lists(choices: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the groups of which several options were chosen, as they are typed: ``logger=[wandb,csv]``."""
+    lists = {}
+    for start, shown in _LISTED.items():
+        if further := [option for group, option in choices.items() if group.startswith(start)]:
+            lists[shown] = f"[{','.join([*([choices[shown]] if shown in choices else []), *further])}]"
+    return lists
 
 
 def composed_by(hydra: Any, cfg: Any) -> dict[str, Any]:
@@ -168,11 +175,13 @@ def composed_by(hydra: Any, cfg: Any) -> dict[str, Any]:
     tree = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
     derived = [f"{name}.{key}" for name in TRAINED for key, value in tree[name].items() if "${" in str(value)]
     own = [f"--config-dir={one.path}" for one in hydra.runtime.config_sources if one.provider == "command-line"]
+    lists = _lists(choices)
+    own += [f"{group}={names}" for group, names in lists.items()]
     return {
         "choices": {group: choices.get(group) for group in (*CHOSEN, *ON_TOP)},
         "typed": [key_of(word) for word in typed],
         "derived": derived,
-        "where": masking.mask_secrets([*own, *(word for word in typed if _is_where(word))]),
+        "where": masking.mask_secrets([*own, *(w for w in typed if _is_where(w) and key_of(w) not in lists)]),
     }
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from common.errors import TrainingError, add_note, exit_is_failure, is_out_of_memory
 from common.files import jsonable
-from common.machine import styled
+from common.machine import styled, usable_cores
 from conf import COMMAND, TRAINED
 from conf.composition import hydra_word
 from conf.instantiate import add_to_path, build, environment, to_dict
@@ -114,7 +114,7 @@ def run(
             checkpoints.close()
             recorder.close(summary)
         if world.rank == 0:
-            _report(setup, run_dir, outcome, summary, ranks)
+            _report(setup, world, run_dir, outcome, summary, ranks)
         return summary
 
 
@@ -283,14 +283,16 @@ def _summary(
     return summarise(strategy, outcome, test, ranks, model, setup.sample, setup.data.seq_len)
 
 
-def _report(setup: Setup, run_dir: Path, outcome: Outcome, summary: dict, ranks: list[RankResult]) -> None:
+def _report(
+    setup: Setup, world: World, run_dir: Path, outcome: Outcome, summary: dict, ranks: list[RankResult]
+) -> None:
     """Write the timeline, if it was asked for, and print the results."""
     if setup.cfg.train.trace and setup.plan.pipelined:
         from training.reporting.timeline import write_timeline  # it imports matplotlib
 
         intervals = [rank.intervals for rank in ranks]
         write_timeline(run_dir, setup.plan, setup.cfg.model.name, intervals, outcome.steps)
-    headline, *rest = describe_results(summary, run_dir, setup.extents).split("\n")
+    headline, *rest = describe_results(summary, run_dir, setup.extents, _idle(setup, world)).split("\n")
     if outcome.checkpoint is not None and setup.cfg.model._target_ != GIVEN:
         link = hydra_word(str(outcome.checkpoint.parents[1]))
         length = [f"train.steps={2 * outcome.steps}", *["train.epochs=null"] * (setup.cfg.train.epochs is not None)]
@@ -308,6 +310,14 @@ def _rate_at_end(setup: Setup, step: int) -> list[str]:
     rates = {"optim": optim.lr, "optim.others": (optim.get("others") or {}).get("lr")}
     factor = schedule.factor(step, setup.total_steps, setup.per_epoch)
     return ["scheduler=constant", *(f"{key}.lr={lr * factor:.6g}" for key, lr in rates.items() if lr is not None)]
+
+
+def _idle(setup: Setup, world: World) -> str:
+    """Return why a pipeline idles far more than its schedule has it, where that is known."""
+    cores = usable_cores()
+    if setup.plan.device_type != "cpu" or world.local_size <= cores:
+        return ""
+    return f"{world.local_size} processes take turns on {cores} core{'s' * (cores > 1)}"
 
 
 def kept(cfg: Any) -> dict[str, Any]:

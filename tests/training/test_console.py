@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 import train
 from common.machine import styled
 from conf.composition import hydra_word
-from training.reporting.console import what_to_type
+from training.reporting.console import describe_results, what_to_type
 from training.reporting.recorder import Progress
 from training.reporting.summary import Outcome
 
@@ -179,3 +179,10 @@ def test_the_median_leaves_out_the_warm_up():
     assert Outcome(seconds=seconds).step_time_s == 1.5
     hundred = [7.0 if step < 10 else 1.0 if step < 55 else 2.0 for step in range(100)]
     assert Outcome(seconds=hundred).step_time_s == 1.5, "a tenth of 100 steps is warm-up"
+
+
+@pytest.mark.parametrize("bubble, shown", [(0.24, "24.0% (ideal 20.0%)"), (0.45, "45.0% (ideal 20.0%; too few cores)")])
+def test_a_bubble_far_above_the_ideal_comes_with_its_reason(bubble, shown):
+    summary = dict.fromkeys(("first_loss", "best_val_loss", "test_loss", "test_accuracy", "samples_per_s"))
+    speed = {"tokens_per_s": 5.0, "peak_memory_bytes": [1], "bubble_fraction": bubble, "ideal_bubble_fraction": 0.2}
+    assert f"bubble {shown}" in describe_results({**summary, **speed}, Path("run"), idle="too few cores")

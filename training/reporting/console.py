@@ -20,6 +20,7 @@ _RESULTS = {
     "test_perplexity": "test perplexity",
 }
 _WIDTH = 120
+_FAR_ABOVE, _TIMES_ABOVE = 0.1, 1.5  # of a bubble whose reason is told: by how much it is above the ideal
 
 
 def number(name: str, value: float) -> str:
@@ -143,10 +144,13 @@ def _span(layers: tuple[str, ...]) -> str:
     return layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]} ({len(layers)} layers)"
 
 
-def describe_results(summary: Mapping[str, Any], run_dir: Path, extents: Mapping[str, str] | None = None) -> str:
+def describe_results(
+    summary: Mapping[str, Any], run_dir: Path, extents: Mapping[str, str] | None = None, idle: str = ""
+) -> str:
     """Return a run's results, its speed, and where its files are.
 
-    ``extents`` is how much of the split "val" or "test" was evaluated, where that was not all of it.
+    ``extents`` is how much of the split "val" or "test" was evaluated, where that was not all of it; ``idle`` is why
+    a bubble may be far above the ideal.
     """
     lines = []
     if summary["first_loss"] is not None:
@@ -157,7 +161,7 @@ def describe_results(summary: Mapping[str, Any], run_dir: Path, extents: Mapping
         if summary.get(key) is not None:
             extent = (extents or {}).get("val" if "val" in key else "test") if key.endswith("loss") else None
             lines.append(f"{words} {number(key, summary[key])}" + (f" ({extent})" if extent else ""))
-    return "\n".join([*lines, *_speed(summary), f"files: {run_dir}"])
+    return "\n".join([*lines, *_speed(summary, idle), f"files: {run_dir}"])
 
 
 def what_to_type(link: str, length: Sequence[str], typed: Sequence[str], python: bool = False) -> str:
@@ -176,8 +180,8 @@ def what_to_type(link: str, length: Sequence[str], typed: Sequence[str], python:
     return f"evaluate: {evaluate}\ngo on:    {command(f'train.resume={link}', *length, *typed)}"
 
 
-def _speed(summary: Mapping[str, Any]) -> list[str]:
-    """Return the speed, the memory and the bubble."""
+def _speed(summary: Mapping[str, Any], idle: str) -> list[str]:
+    """Return the speed, the memory and the bubble, and why that is larger than the ideal."""
     name = "tokens_per_s" if summary["tokens_per_s"] is not None else "samples_per_s"
     if summary[name] is None:
         return []
@@ -186,4 +190,5 @@ def _speed(summary: Mapping[str, Any]) -> list[str]:
     bubble, ideal = summary["bubble_fraction"], summary["ideal_bubble_fraction"]
     if bubble is None:
         return [line]
-    return [f"{line}   bubble {bubble:.1%} (ideal {ideal:.1%})"]
+    reason = f"; {idle}" if idle and bubble > max(ideal + _FAR_ABOVE, ideal * _TIMES_ABOVE) else ""
+    return [f"{line}   bubble {bubble:.1%} (ideal {ideal:.1%}{reason})"]
