@@ -76,7 +76,9 @@ def compose_and_run(task: Callable[[Any, Any], Any], arguments: Sequence[str], b
             raise Refused(error) from None
 
     parser = get_args_parser()
-    parsed = parser.parse_intermixed_args(arguments)
+    parsed, unknown = parser.parse_known_intermixed_args(arguments)
+    if unknown:
+        raise UserError(f"{unknown[0]}: settings are written without dashes: {unknown[0].lstrip('-')}")
     typed = expand_lists(parsed.overrides)
     words = _for_jobs(typed) if parsed.multirun else typed
     parsed.overrides = [*brought, *words, *_directory(typed, *start)]

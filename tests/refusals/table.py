@@ -47,6 +47,7 @@ WORDS = {
         Refusal("-m ++train.stepz=3 seed=1,2 hydra.sweep.dir=sweep", "did you mean train.steps?"),
     ],
     "no key paralel": Refusal("+paralel=ddp", "did you mean parallel?"),
+    "--parallel=ddp": Refusal("--parallel=ddp", "without dashes: parallel=ddp"),
     "optim.mometum": Refusal("+optim.mometum=0.9", "did you mean optim.momentum?"),
     "'model/gpt3'": Refusal("model=gpt3", "gpt2", "toy"),
     "'please' cannot be read": Refusal("please", "write KEY=VALUE"),
