@@ -78,7 +78,8 @@ def compose_and_run(task: Callable[[Any, Any], Any], arguments: Sequence[str], b
     parser = get_args_parser()
     parsed, unknown = parser.parse_known_intermixed_args(arguments)
     if unknown:
-        raise UserError(f"{unknown[0]}: settings are written without dashes: {unknown[0].lstrip('-')}")
+        setting, value = unknown[0].lstrip("-"), "" if "=" in unknown[0] else "=VALUE"
+        raise UserError(f"{unknown[0]}: settings are written without dashes: {setting}{value}")
     typed = expand_lists(parsed.overrides)
     words = _for_jobs(typed) if parsed.multirun else typed
     parsed.overrides = [*brought, *words, *_directory(typed, *start)]
