@@ -186,7 +186,9 @@ def best_precision(device_type: str) -> str:
         return "bf16" if torch.cuda.get_device_capability()[0] >= 8 else "fp32"  # Ampere; older cards emulate it
     if device_type == "mps":
         return "fp32"
-    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    # Private names: where torch has them no more, fp32 is used, which is always right.
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    fast = any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
     chosen = os.environ.get(CPU_PRECISION) or ("bf16" if fast else "fp32")
     if chosen not in ("fp32", "bf16"):
         raise PlanError(f"the environment variable {CPU_PRECISION}={chosen} must be fp32 or bf16, or not set")
