@@ -48,7 +48,7 @@ def begin(start):
 def until(run, tmp_path, words):
     def said():
         assert run.process.poll() is None, f"it ended before '{words}'"
-        return words in (tmp_path / "run.console.err").read_text()
+        return any(words in (tmp_path / f"run.console.{kind}").read_text() for kind in ("out", "err"))
 
     wait_until(said, START_S, words)
 
