@@ -120,6 +120,9 @@ class Checkpointer:
         self._pending: _Save | None = None
         self._newest: int | None = 0  # the step whose weights need no saving: saved, on their way, or the initial ones
         self._saved: int | None = None  # the step of the newest checkpoint in this folder
+        if every is not None and not self._alone:
+            # Now: the last save may come after the store is gone, such as that of a torchrun that was killed.
+            self.group = self._new_group(files_of(strategy, optimizer) if self._writes else {})
 
     def after_step(
         self, step: int, counted: int, progress: Callable[[], dict], last: bool = False, best: bool = False
