@@ -63,21 +63,29 @@ def mask_secrets(value: Any, name: str = "") -> Any:
         ``value``, or a copy of it in which secrets are masked.
     """
     secrets = _secrets_of_environment()
-    # What a value or its name holds where there is something to mask: most of a configuration is looked at once.
+    # What "name=value" holds where there is something to mask. Each leaf is looked at by itself: in the text of a whole
+    # section Python has escaped what it holds.
     texts = [*secrets, *(os.environ[variable] for variable in named if os.environ.get(variable))]
-    parts = [_NAMES, _URL_PASSWORD.pattern, _SECRET_VALUE.pattern, *map(re.escape, texts)]
+    parts = [rf"{_NAMES}\s*[=:]", _URL_PASSWORD.pattern, _SECRET_VALUE.pattern, *map(re.escape, texts)]
     return _masked(value, name, secrets, re.compile("|".join(parts), re.IGNORECASE))
 
 
 def _masked(value: Any, name: str, secrets: list[str], suspect: re.Pattern) -> Any:
     if isinstance(value, dict):
         return {
-            key: _masked(item, str(key), secrets, suspect) if suspect.search(f"{key}={item}") else item
+            key: _masked(item, str(key), secrets, suspect)
+            if isinstance(item, (dict, list, tuple)) or suspect.search(f"{key}={item}")
+            else item
             for key, item in value.items()
             if key != KEY
         }
     if isinstance(value, (list, tuple)):
-        return [_masked(item, name, secrets, suspect) if suspect.search(f"{name}={item}") else item for item in value]
+        return [
+            _masked(item, name, secrets, suspect)
+            if isinstance(item, (dict, list, tuple)) or suspect.search(f"{name}={item}")
+            else item
+            for item in value
+        ]
     if name == "git_commit":  # forty hexadecimal digits, as a key of wandb has
         return value
     if _is_secret(name, str(value)):

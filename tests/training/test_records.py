@@ -180,3 +180,9 @@ def test_secrets_in_a_configuration_are_masked_at_any_depth():
     plain = {"tokens": [1, 2], "tiktoken": "0.12.0"}
     config = {"env": {"HF_TOKEN": "0123abcd", "THREADS": 2}, "list": [{"secret": "s"}], **plain}
     assert mask_secrets(config) == {"env": {"HF_TOKEN": "***", "THREADS": 2}, "list": [{"secret": "***"}], **plain}
+
+
+def test_secrets_are_masked_where_python_would_escape_what_is_around_or_in_them(monkeypatch):
+    monkeypatch.setenv("SERVICE_PASSWORD", "back\\slash'quote")
+    config = {"sample": {"prompt": "first\nhf_abcdefghijklmnopqrst", "names": ["a", "is back\\slash'quote"]}}
+    assert mask_secrets(config) == {"sample": {"prompt": "first\n***", "names": ["a", "is ***"]}}
