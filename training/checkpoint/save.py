@@ -120,9 +120,6 @@ class Checkpointer:
         self._pending: _Save | None = None
         self._newest: int | None = 0  # the step whose weights need no saving: saved, on their way, or the initial ones
         self._saved: int | None = None  # the step of the newest checkpoint in this folder
-        if every is not None and not self._alone:
-            # Now: the last save may come after the store is gone, such as that of a torchrun that was killed.
-            self.group = self._new_group(files_of(strategy, optimizer) if self._writes else {})
 
     def after_step(
         self, step: int, counted: int, progress: Callable[[], dict], last: bool = False, best: bool = False
@@ -143,6 +140,7 @@ class Checkpointer:
         Raises:
             CheckpointError: On every rank: that of the last step could not be written. Older ones are untouched.
         """
+        self._connect()  # now: at a last save the store may be gone, such as that of a torchrun that was killed
         if self._every is not None and best:
             return self.save(counted, progress(), wait=last)
         if not is_due(self._every, step, last):
@@ -172,10 +170,9 @@ class Checkpointer:
         scale = self.strategy.loss_scale
         scaled = {"scale": scale.scale, "good_steps": scale.good_steps}
         manifest = {"step": step, **self._about, "loss_scale": scaled, "progress": progress}
-        files = files_of(self.strategy, self.optimizer) if self._writes else {}
+        self._connect()
+        files = self._files()
         copies = None if wait else copy_tensors(files, self._writers, self._buffers)
-        if not self._alone and self.group is None:
-            self.group = self._new_group(files)
         self._pending = _Save(self, manifest, copies or files, awaited=wait)
         self._pending.start()
         if wait:
@@ -230,10 +227,16 @@ class Checkpointer:
         except (OSError, CheckpointError) as error:
             self.warn(f"{final} could not be brought up to date: {error}; {free_space(final)}")
 
-    def _new_group(self, files: Files) -> dist.ProcessGroup:
-        """Make the group of the saving threads."""
-        most = max(self.gather(sum(rows.tensor.nbytes for part in files.values() for rows in part.values())))
-        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s + most / _SLOWEST_DISK))
+    def _files(self) -> Files:
+        return files_of(self.strategy, self.optimizer) if self._writes else {}
+
+    def _connect(self) -> None:
+        """Make the group of the saving threads, unless there is one."""
+        if self._alone or self.group is not None:
+            return
+        own = sum(rows.tensor.nbytes for part in self._files().values() for rows in part.values())
+        patience = timedelta(seconds=self._timeout_s + max(self.gather(own)) / _SLOWEST_DISK)
+        self.group = dist.new_group(backend="gloo", timeout=patience)
 
 
 class _Save(threading.Thread):
