@@ -199,7 +199,7 @@ GPU_LAYOUTS = (
 
 def on_gpus(model: str, **changes) -> Recipe:
     """A short training of ``model`` on GPUs."""
-    batch = {"resnet50": 4, "convnet": 32}.get(model, 8)
+    batch = {"convnet": 32}.get(model, 8)
     return replace(RECIPES[model], **{"global_batch": batch, "steps": 3, "eval_every": 3, "device": "cuda", **changes})
 
 
