@@ -190,7 +190,7 @@ def composed_by(hydra: Any, cfg: Any) -> dict[str, Any]:
 
 def _is_where(word: str) -> bool:
     named_code = re.findall(r"_target_\W+([\w.]+)", word)
-    return re.split(r"[.=]", word.lstrip("+~"))[0] in _WHERE or not all(map(is_ours, named_code))
+    return key_of(word).partition(".")[0] in _WHERE or not all(map(is_ours, named_code))
 
 
 def compose(

@@ -139,7 +139,7 @@ def to_tensor(name: str, given: Any) -> Tensor:
 
     try:
         tensor = torch.as_tensor(given).detach().cpu()
-    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
             f"{name}: {type(given).__name__} is no tensor ({error}); give a torch.Tensor or a numpy array of numbers; "
             "for a model with several inputs, a tuple of them"

@@ -40,7 +40,7 @@ def chain_of(net: nn.Sequential, loss: Loss, **fields: Any) -> Chain:
     _check_sequential(net)
     try:
         source = copy.deepcopy(net).cpu()
-    except (TypeError, RuntimeError, NotImplementedError) as error:
+    except (TypeError, RuntimeError) as error:
         raise ModelError(f"this model cannot be copied: {error}") from error
     for name, module in list(source.named_modules()):
         if isinstance(module, nn.SyncBatchNorm):

@@ -104,11 +104,25 @@ def execute(
     _describe(setup, composed, hydra)
     if cfg.mode == "plan":
         return
-    queued, entropy = _is_queued(cfg, world), setup.data.unigram_entropy
+    queued, processes, entropy = _is_queued(cfg, world), setup.plan.processes, setup.data.unigram_entropy
     if not queued:
         _check_memory(setup, world)
     try:
-        _run(setup, run_dir, world, isolated)
+        if queued:
+            from training.slurm_job import run_as_job
+
+            run_as_job(setup, run_dir)
+        elif world is not None:
+            _lead(setup, run_dir, world)
+        elif stopping.wanted():
+            raise Stopped("stopped before the first step")
+        elif processes == 1 and not isolated and not _restarts(cfg):
+            from training.run import run
+
+            run(cfg, run_dir, setup=setup)
+        else:
+            del setup  # workers build their own
+            _start_workers(cfg, run_dir, processes)
     except Stopped as stopped:
         where = shlex.quote(f"hydra.run.dir={hydra_word(str(run_dir))}")
         resume = f"go on with the same command and train.resume=auto {where}"
@@ -117,25 +131,6 @@ def execute(
         from training.modes import closing_sample
 
         print(closing_sample(cfg, run_dir, entropy), end="", flush=True)
-
-
-def _run(setup: Setup, run_dir: Path, world: World | None, isolated: bool) -> None:
-    """Run what was prepared: as a job, as rank 0 of existing ranks, in this process, or on workers."""
-    cfg = setup.cfg
-    if _is_queued(cfg, world):
-        from training.slurm_job import run_as_job
-
-        run_as_job(setup, run_dir)
-    elif world is not None:
-        _lead(setup, run_dir, world)
-    elif stopping.wanted():
-        raise Stopped("stopped before the first step")
-    elif setup.plan.processes == 1 and not isolated and not _restarts(cfg):
-        from training.run import run
-
-        run(cfg, run_dir, setup=setup)
-    else:
-        _start_workers(cfg, run_dir, setup.plan.processes)
 
 
 # -- before the run --------------------------------------------------------------------------------------------------
