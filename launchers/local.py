@@ -33,7 +33,7 @@ _GIVE_UP_LATE_S = 15.0
 
 
 def start_fork_server(preload: Sequence[str] = ()) -> None:
-    """Start the process that forks workers; it imports torch and the modules ``preload`` while the caller goes on.
+    """Start the process that forks workers; it imports the modules ``preload`` and torch while the caller goes on.
 
     There is one, the standard library's; a second call does nothing. Its environment, by which libraries are imported,
     is that of its start. The modules must start no thread and touch no device.
@@ -43,7 +43,7 @@ def start_fork_server(preload: Sequence[str] = ()) -> None:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *SIGNALS})
     try:
         with changed_environment({"PYTHONPATH": os.pathsep.join(sys.path)}), _without_main():
-            multiprocessing.set_forkserver_preload([*_PRELOAD, *preload])
+            multiprocessing.set_forkserver_preload([*preload, *_PRELOAD])
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

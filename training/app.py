@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 ALONE = ("export", "sample")  # modes that need one process whatever the strategy is
 _KEY = "job"
-# What workers import, torch.distributed.pipelining and the compiler among it: once, not in each of them.
-_PRELOAD = ("training.app", "training.run", "parallel.pipe_stage")
 _AGAIN = "start it again with the same command"
 _OPEN_FILES = 4096  # that a process may have: a launcher holds several of each worker
 
@@ -193,7 +191,7 @@ def _start_fork_server(cfg: Any, world: World | None, isolated: bool) -> None:
     workers = several or isolated or _restarts(cfg) or parallel.chunks == "auto"
     if workers and world is None and cfg.launcher.name == "local" and cfg.mode != "plan":
         with changed_environment(environment(cfg)):
-            start_fork_server(_PRELOAD)
+            start_fork_server(["training.preload"])
 
 
 def check_sections(cfg: Any) -> None:
@@ -294,7 +292,6 @@ def _restarts(cfg: Any) -> int:
 def _work(world: World, tree: dict, run_dir: str, given: bytes | None) -> None:
     """What each local worker runs. After a restart it resumes from the newest checkpoint."""
     from launchers.world import restarts
-    from parallel.devices import import_compiler_late
     from training.checkpoint.load import after_restart
     from training.reporting import SUMMARY
     from training.run import run
@@ -302,8 +299,6 @@ def _work(world: World, tree: dict, run_dir: str, given: bytes | None) -> None:
 
     unpack_given(given)
     cfg, folder = to_config(tree), Path(run_dir)
-    if not cfg.train.compile:
-        import_compiler_late()
     if restarts() > 0:
         after_restart(cfg, folder)
         (folder / SUMMARY).unlink(missing_ok=True)  # not all ranks had left after it was written
