@@ -1,5 +1,6 @@
 """Train any model under any parallel strategy: python train.py parallel=pipe_ddp model=gpt2 (--help lists the rest)."""
 
+from common.errors import TrainingError
 from common.machine import unfailing_output
 from launchers import stopping
 
@@ -14,10 +15,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from conf import help_page
+from conf import COMMAND, help_page
 from conf.composition import check_keys, compose, compose_and_run, is_override, quote_values, with_schema
 from launchers import World
-from training.app import clear_errors, completed, execute, follow, saved_config
+from training.app import clear_errors, completed, execute, follow, plain, saved_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +59,14 @@ def run(cfg: Any, hydra_section: Any, saved: Any = None) -> float | None:
     with removed_if_unused(folder, hydra_section.output_subdir):
         cfg, hydra_section = completed(cfg, hydra_section, saved)
         cfg = check_keys(with_schema(cfg))
+        if cfg.mode.name == "verify" and hydra_section.mode.name == "RUN":
+            from training.verification.report import prove
+
+            cfg = plain(cfg, hydra_section)
+            report = prove(cfg, folder, cfg[COMMAND]["typed"])
+            if not report.ok:
+                raise TrainingError(f"model={cfg.model.name} is not the same in every layout; see above")
+            return None
         if hydra_section.mode.name == "MULTIRUN":
             from training.sweep.sweeper import run_job
 

@@ -23,7 +23,7 @@ def _choice(name: str, words: str) -> type[Enum]:
 
 
 Device = _choice("Device", "auto cpu cuda mps")
-Mode = _choice("Mode", "train eval plan export sample")
+Mode = _choice("Mode", "train eval plan export sample verify")
 Precision = _choice("Precision", "auto fp64 fp32 bf16 fp16")
 Format = _choice("Format", "safetensors torch_export onnx triton")
 Direction = _choice("Direction", "minimize maximize")
@@ -85,6 +85,16 @@ class Export:
 
 
 @dataclass
+class Verify:
+    """For mode=verify."""
+
+    processes: int | None = None  # the most that a layout may have; null: 4, on GPUs their number
+    steps: int = 5  # optimizer steps of each run
+    tolerance: float = 1e-5  # the largest relative difference that is none
+    timeout_s: float = 60.0  # how long a rank waits for another before its layout is ended
+
+
+@dataclass
 class Sweep:
     """What the jobs of a sweep (-m) are compared by, and what a sweeper such as optuna is told."""
 
@@ -106,6 +116,7 @@ class Root:
     sample: Sample = field(default_factory=Sample)
     train: Train = field(default_factory=Train)
     sweep: Sweep = field(default_factory=Sweep)
+    verify: Verify = field(default_factory=Verify)
     model: Any = None
     parallel: Any = None
     data: Any = None

@@ -133,7 +133,7 @@ class Stage(nn.Module):
             if self.recompute and torch.is_grad_enabled():
                 # The layer is seeded again in the recomputation, so there is no random state to preserve.
                 output = checkpoint(
-                    self._seeded,
+                    self.compute_layer,
                     name,
                     layer,
                     where,
@@ -143,10 +143,10 @@ class Stage(nn.Module):
                     context_fn=partial(_contexts, layer),
                 )
             else:
-                output = self._seeded(name, layer, where, *tensors)
+                output = self.compute_layer(name, layer, where, *tensors)
             tensors = tuple(map(self._in_order, output if isinstance(output, tuple) else (output,)))
         if owns_loss:
-            return self._seeded(last_name, last.loss, where, *tensors, targets, weights)
+            return self.compute_layer(last_name, last.loss, where, *tensors, targets, weights)
         return output if targets is None else self.chain.loss(output, targets, weights)
 
     def as_sent(self, x: Tensor) -> Tensor:
@@ -182,9 +182,10 @@ class Stage(nn.Module):
     def _is_image(self, x: Tensor) -> bool:
         return self.chain.channels_last and x.dim() == 4
 
-    def _seeded(
+    def compute_layer(
         self, name: str, layer: Callable, where: tuple[int, int] | None, *tensors: Tensor | None
     ) -> Tensors | Sums:
+        """Compute a layer, or the loss that it owns, with its random numbers; ``where``: first sample and count."""
         if not self.training or where is None:
             return layer(*tensors)
         first, count = where
@@ -243,7 +244,7 @@ def place_of(error: BaseException, layers: Sequence[str], first: int) -> str:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         seen, module = frame.f_locals, frame.f_globals.get("__name__")
         backward = backward or frame.f_code.co_name.startswith("backward")
-        if frame.f_code is Stage._seeded.__code__:
+        if frame.f_code is Stage.compute_layer.__code__:
             kind = type(getattr(seen["layer"], "__self__", seen["layer"])).__name__
             layer = f"layer {seen['name']!r} ({kind})"
         elif module in ("parallel.strategy", "parallel.local") and "samples" in seen:

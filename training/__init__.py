@@ -24,5 +24,6 @@ def _check_packages() -> None:
 _check_packages()
 
 from training.api import Result, load_config, train  # noqa: E402
+from training.verification import verify  # noqa: E402
 
-__all__ = ["Result", "load_config", "train"]
+__all__ = ["Result", "load_config", "train", "verify"]

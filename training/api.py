@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,6 +105,13 @@ def train(
         UserError: For what the command line would report as an error.
         KeyboardInterrupt: The run was interrupted; its processes have ended.
     """
+    return run_words(_trained, overrides, config, model, data)
+
+
+def run_words(
+    act: Callable[..., Any], overrides: Sequence[str], config: Any, model: Chain | None, data: DataSet | tuple | None
+) -> Any:
+    """Compose words as ``train`` takes them and return ``act(cfg, run_dir, world, hydra, model)``."""
     from training.reporting.run_directory import locked_directories
 
     _check_words(overrides)
@@ -127,7 +134,7 @@ def train(
         with locked_directories(), _clear_errors():
             words = quote_values(overrides)
             saved = saved_config(words)
-            return compose_and_run(partial(_run, config, objects, world), words, saved.words if saved else ())
+            return compose_and_run(partial(_run, act, config, objects, world), words, saved.words if saved else ())
     finally:
         set_given(None)
 
@@ -158,9 +165,8 @@ def _checked(overrides: Sequence[str], model: Any, data: Any) -> dict[str, Any]:
     return objects
 
 
-def _run(config: Any, objects: dict[str, Any], world: World | None, cfg: Any, hydra: Any) -> Result:
+def _run(act: Callable, config: Any, objects: dict[str, Any], world: World | None, cfg: Any, hydra: Any) -> Any:
     """Run ``config`` or, without one, what Hydra has composed, with the objects that were given."""
-    from training.reporting.metrics import SUMMARY, read_object
     from training.reporting.run_directory import mask_files, removed_if_unused
 
     run_dir = Path(hydra.runtime.output_dir)
@@ -175,8 +181,13 @@ def _run(config: Any, objects: dict[str, Any], world: World | None, cfg: Any, hy
             OmegaConf.save(cfg, file)
             mask_files([file])
             hydra = None  # it did not compose this
-        execute(cfg, run_dir, world, hydra)
-    model = objects.get("model")
+        return act(cfg, run_dir, world, hydra, objects.get("model"))
+
+
+def _trained(cfg: Any, run_dir: Path, world: World | None, hydra: Any, model: Chain | None) -> Result:
+    from training.reporting.metrics import SUMMARY, read_object
+
+    execute(cfg, run_dir, world, hydra)
     return Result(run_dir, read_object(run_dir / SUMMARY), model.tied if model is not None else {})
 
 

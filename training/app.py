@@ -90,6 +90,11 @@ def execute(
     """
     _allow_open_files()
     composed, cfg = cfg, plain(cfg, hydra)
+    if cfg.mode == "verify":
+        raise TrainingError(
+            "mode=verify is a command of its own, not a job of a sweep or of train(): python train.py mode=verify, or "
+            "from Python training.verify(...)"
+        )
     if cfg.mode == "plan" or cfg.mode in ALONE:
         stopping.at_once()
     if cfg.mode in ALONE:
@@ -278,7 +283,7 @@ def _start_workers(cfg: Any, run_dir: Path, processes: int) -> None:
         failures.append(failure)
         print(f"{failure}\nrestart {len(failures)} of {most} (launcher.max_restarts)", file=sys.stderr, flush=True)
 
-    run_workers(_work, args, processes, run_dir / "logs", most, True, timeout_s, on_restart=tell)
+    run_workers(work, args, processes, run_dir / "logs", most, True, timeout_s, on_restart=tell)
 
 
 def _is_queued(cfg: Any, world: World | None) -> bool:
@@ -289,7 +294,7 @@ def _restarts(cfg: Any) -> int:
     return cfg.launcher.get("max_restarts", 0) if cfg.mode == "train" else 0
 
 
-def _work(world: World, tree: dict, run_dir: str, given: bytes | None) -> None:
+def work(world: World, tree: dict, run_dir: str, given: bytes | None) -> None:
     """What each local worker runs. After a restart it resumes from the newest checkpoint."""
     from launchers.world import restarts
     from training.checkpoint.load import after_restart

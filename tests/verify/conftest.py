@@ -1,0 +1,6 @@
+"""Where ``zoo`` is found."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))

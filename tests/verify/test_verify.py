@@ -1,0 +1,159 @@
+"""mode=verify: broken models are named with their layer and reason, broken strategies with the first difference."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from commandline import train
+from zoo import ZOO, chain, elsewhere
+
+from models.given import set_given
+from training import load_config, verify
+from training.api import with_given
+from training.setup import prepare
+from training.verification.probes import probe
+
+generator = torch.Generator().manual_seed(0)
+DATA = torch.randn(32, 8, generator=generator), torch.randint(0, 3, (32,), generator=generator)
+WORDS = ("logger=none", "train.global_batch_size=8", "train.precision=fp64", "device=cpu", "verify.timeout_s=30")
+
+
+def findings(model):
+    from data.tensors import TensorData
+
+    objects = {"model": model, "data": TensorData(*DATA)}
+    set_given(objects)
+    try:
+        cfg = with_given(load_config(*WORDS, "parallel=single"), objects)
+        return dict(probe(prepare(cfg)))
+    finally:
+        set_given(None)
+
+
+@pytest.mark.parametrize("broken", ZOO, ids=lambda broken: broken.name)
+def test_a_broken_model_is_named_with_its_layer_and_the_reason(broken):
+    found = findings(broken.chain())
+    named = [one for one in found[broken.probe] if one.layer.split(" ")[0] == broken.layer]
+    assert any(broken.reason in one.text and one.fatal for one in named), found
+
+
+def test_a_sound_model_has_no_findings():
+    assert not any(found for found in findings(chain()).values())
+
+
+def test_every_layout_of_a_sound_model_holds_and_the_certificate_says_so(tmp_path):
+    report = verify(
+        *WORDS, "verify.steps=2", "verify.processes=2", f"hydra.run.dir={tmp_path}/v", model=chain(), data=DATA
+    )
+    assert report.ok, report
+    names = [outcome.name for outcome in report.compared]
+    for strategy in ("model_parallel", "ddp", "fsdp", "pipelined"):
+        assert any(f"parallel={strategy}" in name for name in names), names
+    said = json.loads((tmp_path / "v" / "certificate.json").read_text())
+    assert (
+        said["ok"] and max(one["differences"]["gradients"][0] for one in said["layouts"] if one["differences"]) < 1e-10
+    )
+    page = (tmp_path / "v" / "certificate.html").read_text()
+    assert "is the same in every layout" in page and "http" not in page.replace("http-equiv", "")
+
+
+def only(tmp_path, model, *words):
+    report = verify(*WORDS, "verify.steps=2", *words, f"hydra.run.dir={tmp_path}/v", model=model, data=DATA)
+    assert not report.ok
+    return report, report.failed[0]
+
+
+def test_the_layer_that_draws_from_numpy_is_where_ddp_first_differs(tmp_path):
+    broken = next(one for one in ZOO if one.name == "numpy noise")
+    report, failed = only(tmp_path, broken.chain(), "parallel=ddp", "parallel.dp=2", "parallel.chunks=2")
+    assert "first in the forward of b on rank" in failed.first and "its inputs are equal" in failed.first, failed.first
+    assert "Probe: gives other numbers for the same input" in failed.first
+
+
+def doubled():
+    from parallel.gradients import Gradients
+
+    finish = Gradients.finish
+
+    def broken(self):
+        finish(self)
+        for stage in self._stages:
+            for parameter in stage.layers.parameters() if stage.ends_chain else ():
+                parameter.grad *= 2
+
+    Gradients.finish = broken if "broken" not in finish.__qualname__ else finish
+
+
+def shifted():
+    from parallel.strategy import Strategy
+
+    placed = Strategy._placed
+
+    def broken(self, batch):
+        if self.mesh.replica == 1:
+            batch = batch.map(lambda tensor: torch.cat([tensor[:1], tensor[:-1]]))
+        return placed(self, batch)
+
+    Strategy._placed = broken if "broken" not in placed.__qualname__ else placed
+
+
+def lost():
+    from parallel.strategy import LocalStrategy
+
+    def broken(self, batch):
+        self.samples_of(batch)
+        for samples, chunk in list(zip(self.samples_of(batch).tolist(), batch.chunks(self.plan.chunks), strict=True))[
+            1:
+        ]:
+            self._model(*chunk.input_tensors, samples=samples, targets=chunk.targets, weights=chunk.weights).backward()
+
+    LocalStrategy.forward_backward = broken
+
+
+def stale():
+    step = torch.optim.SGD.step
+
+    def broken(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        kept = [p.detach().clone() for p in parameters]
+        step(self, closure)
+        for parameter, old in zip(parameters, kept, strict=True) if os.environ["RANK"] == "1" else ():
+            parameter.data.copy_(old)
+
+    torch.optim.SGD.step = broken if "broken" not in step.__qualname__ else step
+
+
+PIPE = ("parallel=pipelined", "parallel.pp=2", "parallel.chunks=4", "parallel.schedule=1f1b")
+DDP = ("parallel=ddp", "parallel.dp=2", "parallel.chunks=2")
+
+
+@pytest.mark.parametrize(
+    "patch, layout, says",
+    [
+        (doubled, PIPE, "first in the gradient of c.linear"),
+        (shifted, DDP, "first in the forward of a on rank 1, micro-batch 2"),
+        (lost, DDP, "micro-batch 0 (samples 0 to 1) was not computed"),
+        (stale, PIPE, "of step 2 on rank 1"),
+    ],
+    ids=["gradients doubled", "a batch shifted", "a micro-batch lost", "stale weights"],
+)
+def test_a_broken_strategy_is_found_and_the_first_difference_named(patch, layout, says, tmp_path):
+    _, failed = only(tmp_path, elsewhere(patch), *layout)
+    assert says in failed.first, failed.first
+
+
+def test_the_command_ends_with_code_1_where_a_probe_finds_something(tmp_path):
+    words = [
+        "mode=verify",
+        "model=toy",
+        "parallel=ddp",
+        "parallel.dp=2",
+        "verify.steps=1",
+        "verify.tolerance=0",
+        "logger=none",
+    ]
+    run = train(words, tmp_path / "run")
+    assert run.code == 1 and "is not the same in every layout" in run.stderr, run.console

@@ -1,0 +1,218 @@
+"""Models that are broken in one way each, and what breaks them: layers a, b and c, of which b is the broken one."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.chain import Chain, LayerSpec
+from models.losses import ClassCrossEntropy, Sums
+
+_GENERATOR = np.random.default_rng(0)
+
+
+class Numpy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * float(np.random.rand())
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * (1 + 0.1 * self.calls)
+
+
+class PythonDropout(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (
+            x * torch.tensor([random.random() > 0.5 for _ in range(x.shape[1])], device=x.device)
+            if self.training
+            else x
+        )
+
+
+class BatchMean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class MeanInEvaluation(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training else x - x.mean(0)
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu_(x) * 2
+
+
+class Initial(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(_GENERATOR.normal(size=8).tolist()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Detach(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach() * 2
+
+
+class Half(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.half()
+
+
+class AverageInEvaluation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.average += x.detach().mean(0)
+        return x
+
+
+class AverageInTraining(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.average.mul_(0.9).add_(x.detach().mean(0))
+        return x - self.average
+
+
+class WeightsChanged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.mul_(0.99)
+        return self.linear(x)
+
+
+class Cost(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(int(x.abs().sum()) % 3 + 1):
+            x = x * 1.1
+        return x
+
+
+class Last(nn.Module):
+    """Takes what comes in the dtype of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.to(self.linear.weight.dtype))
+
+
+class Contrastive:
+    """Each sample against the others of its batch."""
+
+    metrics: tuple[str, ...] = ()
+
+    def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
+        similar = output @ output.T
+        loss = F.cross_entropy(similar, torch.arange(len(output), device=output.device), reduction="sum")
+        return Sums(loss, torch.tensor(len(output), device=output.device))
+
+
+class MeanOfSome:
+    """A mean over the targets that are not padding, counted as one term for each sample."""
+
+    metrics: tuple[str, ...] = ()
+
+    def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
+        mean = F.cross_entropy(output, targets, ignore_index=1)
+        return Sums(mean * len(targets), torch.tensor(len(targets), device=output.device))
+
+
+class IgnoresWeights(ClassCrossEntropy):
+    def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
+        return super().__call__(output, targets, None)
+
+
+def chain(b: Callable[[], nn.Module] = nn.Tanh, loss=None, **more) -> Chain:
+    layers = [LayerSpec("a", partial(nn.Linear, 8, 8)), LayerSpec("b", b), LayerSpec("c", Last)]
+    return Chain(layers, loss=loss or ClassCrossEntropy(), **more)
+
+
+def shared() -> Chain:
+    weight = nn.Parameter(torch.eye(8))
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight
+
+    return Chain([LayerSpec("a", Shared), LayerSpec("b", Shared), LayerSpec("c", Last)], loss=ClassCrossEntropy())
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A model, the probe that finds it, the layer that is named and a part of the reason."""
+
+    name: str
+    chain: Callable[[], Chain]
+    probe: str
+    layer: str
+    reason: str
+
+
+ZOO = [
+    Broken("numpy noise", partial(chain, Numpy), "repeats", "b", "draws random numbers that are not torch's"),
+    Broken("a counter", partial(chain, Counter), "repeats", "b", "keeps something between calls"),
+    Broken("dropout by random", partial(chain, PythonDropout), "repeats", "b", "in training"),
+    Broken("the batch's mean", partial(chain, BatchMean), "halves", "b", "samples see each other in training"),
+    Broken("in evaluation", partial(chain, MeanInEvaluation), "halves", "b", "samples see each other in evaluation"),
+    Broken("contrastive", partial(chain, loss=Contrastive()), "loss", "c", "Contrastive of a batch is not the sum"),
+    Broken("mean of some", partial(chain, loss=MeanOfSome()), "loss", "c", "MeanOfSome of a batch is not the sum"),
+    Broken("weights ignored", partial(chain, loss=IgnoresWeights()), "loss", "c", "counts samples of weight 0"),
+    Broken("in place", partial(chain, InPlace), "leaves its input", "b", "writes into its input"),
+    Broken("tied silently", shared, "shared parameters", "b", "b.weight is a.weight"),
+    Broken("initial numbers", partial(chain, Initial), "initial weights", "b", "depend on what was built before"),
+    Broken("detach", partial(chain, Detach), "outputs", "b", "returns nothing that has a gradient"),
+    Broken("half", partial(chain, Half), "outputs", "b", "returns float16"),
+    Broken("average in eval", partial(chain, AverageInEvaluation), "unchanged", "b", "buffer 'average' in evaluation"),
+    Broken("average", partial(chain, AverageInTraining), "unchanged", "b", "buffer 'average' in training"),
+    Broken(
+        "weights changed", partial(chain, WeightsChanged), "unchanged", "b", "parameter 'linear.weight' in training"
+    ),
+    Broken("cost by values", partial(chain, Cost), "shapes", "", "layer 'b' (Cost) reads numbers out of tensors"),
+]
+
+
+def elsewhere(patch: Callable[[], None]) -> Chain:
+    """A sound model that breaks the program by ``patch``, in a process that has others beside it."""
+
+    def b() -> nn.Module:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            patch()
+        return nn.Tanh()
+
+    return chain(b)
