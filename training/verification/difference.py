@@ -102,7 +102,8 @@ def _of_gradients(runs: Runs, outcome: Outcome, step: int, after: str, findings:
     if size <= runs.cfg.verify.tolerance:
         size, name = max(outcome.differences.get(kind, (0.0, "")) for kind in ("weights", "buffers", "optimizer"))
         if size <= runs.cfg.verify.tolerance:
-            return "no difference was found in another run: the model does not repeat itself"
+            why = next((f". Probe: {f.text}" for f in findings if f.probe == "repeats"), "")
+            return f"no difference was found in another run: the model does not repeat itself{why}"
         what = name or "what is saved"
         return f"first in {what} after the update{after}, by {size:.0e}; all layers and gradients are equal"
     a, b = (one.get(name) for one in (runs.gradients(folder, step), runs.gradients(runs.folder / "reference", step)))

@@ -150,7 +150,7 @@ class Runs:
             outcome.cannot = str(error)
             return outcome
         if (needed := setup.plan.processes) > self.cfg.verify.processes:
-            outcome.cannot = f"{needed} processes, verify.processes={self.cfg.verify.processes}"
+            outcome.cannot = f"needs {needed} processes, and verify.processes={self.cfg.verify.processes}"
             return outcome
         try:
             self._run(place, folder, self._newest)

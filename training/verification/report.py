@@ -196,7 +196,7 @@ def _one(report: Report, runs: Runs, place: dict[str, Any], names: list[str], si
     outcome = runs.compare(place)
     report.outcomes.append(outcome)
     if outcome.cannot is not None:
-        print(f"  - {outcome.name}: cannot be cut: {outcome.cannot}", flush=True)
+        print(f"  - {outcome.name}: {outcome.cannot}", flush=True)
         return
     if outcome.failed(report.limits) and outcome.place["dp"] * outcome.place["chunks"] * size != runs.samples:
         outcome.first = "differs with micro-batches of another size"
@@ -227,7 +227,8 @@ def _headline(report: Report) -> str:
 def _about(cfg: Any, setup: Setup) -> dict[str, Any]:
     import numpy
 
-    typed = [word for word in sys.argv[1:]] if sys.argv[0].endswith("train.py") else []
+    command = shlex.join(["python", "train.py", *mask_secrets(sys.argv[1:])])  # Hydra's words, from Python too
+    command += "  # with the objects of a Python program" * (cfg.model.name == "given")
     return {
         "model": cfg.model.name,
         "parameters": setup.plan.parameters,
@@ -241,7 +242,7 @@ def _about(cfg: Any, setup: Setup) -> dict[str, Any]:
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, numpy {numpy.__version__}",
         "machine": f"{platform.machine()}, {platform.system()}, {torch.get_num_threads()} threads",
         "date": time.strftime("%Y-%m-%d"),
-        "command": shlex.join(["python", "train.py", *mask_secrets(typed)]) if typed else "training.verify(...)",
+        "command": command,
         "configuration": {k: v for k, v in mask_secrets(to_dict(cfg)).items() if k != COMMAND},
     }
 
