@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 from commandline import train
-from zoo import ZOO, chain, elsewhere
+from zoo import ZOO, chain, elsewhere, tied
 
 from models.given import set_given
 from training import load_config, verify
@@ -126,6 +126,18 @@ def stale():
     torch.optim.SGD.step = broken if "broken" not in step.__qualname__ else step
 
 
+def not_summed():
+    from parallel.gradients import Gradients
+
+    finish = Gradients.finish
+
+    def broken(self):
+        self._copies = []
+        finish(self)
+
+    Gradients.finish = broken if "broken" not in finish.__qualname__ else finish
+
+
 PIPE = ("parallel=pipelined", "parallel.pp=2", "parallel.chunks=4", "parallel.schedule=1f1b")
 DDP = ("parallel=ddp", "parallel.dp=2", "parallel.chunks=2")
 
@@ -137,11 +149,12 @@ DDP = ("parallel=ddp", "parallel.dp=2", "parallel.chunks=2")
         (shifted, DDP, "first in the forward of a on rank 1, micro-batch 2"),
         (lost, DDP, "micro-batch 0 (samples 0 to 1) was not computed"),
         (stale, PIPE, "of step 2 on rank 1"),
+        (not_summed, PIPE, "first in the gradient of a.weight (tied: d.weight)"),
     ],
-    ids=["gradients doubled", "a batch shifted", "a micro-batch lost", "stale weights"],
+    ids=["gradients doubled", "a batch shifted", "a micro-batch lost", "stale weights", "a tied gradient"],
 )
 def test_a_broken_strategy_is_found_and_the_first_difference_named(patch, layout, says, tmp_path):
-    _, failed = only(tmp_path, elsewhere(patch), *layout)
+    _, failed = only(tmp_path, elsewhere(patch, tied if patch is not_summed else chain), *layout)
     assert says in failed.first, failed.first
 
 
@@ -157,3 +170,19 @@ def test_the_command_ends_with_code_1_where_a_probe_finds_something(tmp_path):
     ]
     run = train(words, tmp_path / "run")
     assert run.code == 1 and "is not the same in every layout" in run.stderr, run.console
+
+
+def waiting():
+    import time
+
+    def forward(self, x):
+        if os.environ["RANK"] == "1" and self.training and torch.is_grad_enabled():
+            time.sleep(100)
+        return x.tanh()
+
+    torch.nn.Tanh.forward = forward
+
+
+def test_a_layout_whose_ranks_wait_for_each_other_is_ended_and_named(tmp_path):
+    _, failed = only(tmp_path, elsewhere(waiting), *DDP, "verify.timeout_s=4")
+    assert "rank 1 has not moved before step 1" in failed.problem and "in forward" in failed.problem, failed.problem

@@ -207,7 +207,14 @@ ZOO = [
 ]
 
 
-def elsewhere(patch: Callable[[], None]) -> Chain:
+def tied(b: Callable[[], nn.Module]) -> Chain:
+    """The weights of a are those of d too, which is on another stage."""
+    square = partial(nn.Linear, 8, 8)
+    layers = [LayerSpec("a", square), LayerSpec("b", b), LayerSpec("d", square), LayerSpec("c", Last)]
+    return Chain(layers, loss=ClassCrossEntropy(), tied={"d.weight": "a.weight"})
+
+
+def elsewhere(patch: Callable[[], None], model: Callable[..., Chain] = chain) -> Chain:
     """A sound model that breaks the program by ``patch``, in a process that has others beside it."""
 
     def b() -> nn.Module:
@@ -215,4 +222,4 @@ def elsewhere(patch: Callable[[], None]) -> Chain:
             patch()
         return nn.Tanh()
 
-    return chain(b)
+    return model(b)
