@@ -106,7 +106,7 @@ def _of_gradients(runs: Runs, outcome: Outcome, step: int, after: str, findings:
             return f"no difference was found in another run: the model does not repeat itself{why}"
         what = name or "what is saved"
         return f"first in {what} after the update{after}, by {size:.0e}; all layers and gradients are equal"
-    a, b = (one.get(name) for one in (runs.gradients(folder, step), runs.gradients(runs.folder / "reference", step)))
+    a, b = (one.get(name) for one in (runs.gradients(folder, step), runs.gradients(runs.home, step)))
     if a is None or b is None:
         times = "there is one, and should be none" if b is None else "there is none"
     else:

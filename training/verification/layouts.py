@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,16 @@ def name_of(place: Mapping[str, Any]) -> str:
     return " ".join([*words, *[f"schedule={place['schedule']}"] * pipelined])
 
 
+def as_run(cfg: Any, place: Mapping[str, Any]) -> dict:
+    """Return the tree of a configuration to train in a layout, and to report nowhere."""
+    tree = to_dict(cfg)
+    tree |= {"mode": "train", "logger": _LOGGER, "loggers": None, "callbacks": None, "print_config": False}
+    tree["launcher"] = {"name": "local", "max_restarts": 0, "allow_mixed": False}
+    tree["parallel"] |= {**place, "timeout_s": cfg.verify.timeout_s}
+    tree["train"]["resume"] = None
+    return tree
+
+
 class Runs:
     """Runs layouts and compares each with the reference.
 
@@ -115,6 +125,7 @@ class Runs:
         cfg: The configuration to verify.
         folder: Where runs write.
         reference: The place of one process that the others are compared with.
+        home: Where its runs are.
     """
 
     def __init__(
@@ -125,21 +136,21 @@ class Runs:
         self.reference, self.tied, self.losses = reference, chain.tied, []
         self.samples = cfg.train.global_batch_size
         self.parameters = {name for name, _ in chain.skeleton().named_parameters()}
-        self._home = folder / "reference"
-        self._newest = self._home
+        self.home = folder / "reference"
+        self._newest = self.home
 
     def start(self) -> Outcome:
         """Run the reference. Raises UserError where it cannot run, with its reason."""
         began = time.monotonic()
-        self._run(self.reference, self._home)
-        self.losses = _losses(self._home / "plain")
+        self._run(self.reference, self.home)
+        self.losses = _losses(self.home / "plain")
         outcome = Outcome(name_of(self.reference), self.reference, losses=self.losses)
         outcome.seconds = time.monotonic() - began
         return outcome
 
-    def compare(self, place: dict[str, Any], name: str | None = None) -> Outcome:
+    def compare(self, place: dict[str, Any]) -> Outcome:
         """Run a layout, with one step more from the checkpoint of the layout before it, and compare."""
-        began, outcome = time.monotonic(), Outcome(name or name_of(place), place)
+        began, outcome = time.monotonic(), Outcome(name_of(place), place)
         folder = self.folder_of(outcome)
         try:
             if place["chunks"] < 1 or place["chunks"] % 1:
@@ -163,9 +174,9 @@ class Runs:
                 outcome.differences = self._differences(folder)
             except (UserError, LookupError, ValueError) as error:
                 outcome.problem = outcome.problem or f"its results cannot be compared: {error!r}"
-            outcome.own = _of_losses(folder / "own", self._home / "own")
+            outcome.own = _of_losses(folder / "own", self.home / "own")
         if outcome.problem is None:
-            if self._newest != self._home:
+            if self._newest != self.home:
                 shutil.rmtree(self._newest, ignore_errors=True)
             self._newest = folder
         outcome.seconds = time.monotonic() - began
@@ -179,11 +190,8 @@ class Runs:
 
     def _job(self, place: Mapping[str, Any], part: str, resume: Path | None = None, steps: int | None = None) -> Any:
         """Return the configuration of a run."""
-        tree = to_dict(self.cfg)
+        tree = as_run(self.cfg, place)
         batches = tree["train"]["eval_batches"]
-        tree |= {"mode": "train", "logger": _LOGGER, "loggers": None, "callbacks": None, "print_config": False}
-        tree["launcher"] = {"name": "local", "max_restarts": 0, "allow_mixed": False}
-        tree["parallel"] |= {**place, "timeout_s": self.cfg.verify.timeout_s}
         tree["train"] |= {
             "steps": steps or self.steps, "epochs": None, "eval_every": None if part == "own" else 0,
             "eval_batches": min(batches or 2, 2), "checkpoint_every": None if part == "own" else 1,
@@ -218,18 +226,18 @@ class Runs:
     # -- what it has left --------------------------------------------------------------------------------------------
 
     def _differences(self, folder: Path) -> dict[str, tuple[float, str]]:
-        ours, theirs = folder / "plain", self._home / "plain"
+        ours, theirs = folder / "plain", self.home / "plain"
         found = _of_records(ours, theirs)
         found["gradients"] = self.of_gradients(folder, 1)
         found |= self._of_state(ours, theirs, self.steps)
         if (folder / "next" / "checkpoints").exists():
-            loss, step = _of_losses(folder / "next", self._home / "next"), self.steps + 1
+            loss, step = _of_losses(folder / "next", self.home / "next"), self.steps + 1
             found["next step"] = max(loss, self.of_gradients(folder, step, "next")[0]), ""
         return found
 
     def of_gradients(self, folder: Path, step: int, part: str = "plain") -> tuple[float, str]:
         """Return the largest difference of a parameter's gradient in a step, and the parameter."""
-        return _of_tensors(self.gradients(folder, step, part), self.gradients(self._home, step, part))
+        return _of_tensors(self.gradients(folder, step, part), self.gradients(self.home, step, part))
 
     def gradients(self, folder: Path, step: int, part: str = "plain") -> dict[str, Tensor]:
         """Return the gradients of a step, from the momentum after it and before it."""
@@ -239,29 +247,29 @@ class Runs:
         return {name: m - MOMENTUM * before[name] if name in before else m for name, m in now.items()}
 
     def _momentum(self, run: Path, step: int) -> dict[str, Tensor]:
-        states = read(run, step)
-        return {name.partition("/")[0]: t for name, t in states.items() if name.endswith("/momentum_buffer")}
+        buffers = _read(run, step, lambda name: name.endswith("/momentum_buffer"))
+        return {name.partition("/")[0]: tensor for name, tensor in buffers.items()}
 
     def _of_state(self, ours: Path, theirs: Path, step: int) -> dict[str, tuple[float, str]]:
-        pair, kinds = (read(ours, step), read(theirs, step)), {"weights": {}, "buffers": {}, "optimizer": {}}
-        for name in dict.fromkeys([*pair[0], *pair[1]]):
-            kind = "optimizer" if "/" in name else "weights" if name in self.parameters else "buffers"
-            kinds[kind][name] = [one.get(name) for one in pair]
-        return {
-            kind: _of_tensors({n: a for n, (a, _) in both.items()}, {n: b for n, (_, b) in both.items()})
-            for kind, both in kinds.items()
-            if both
-        }
+        def kind(name: str) -> str:
+            return "optimizer" if "/" in name else "weights" if name in self.parameters else "buffers"
+
+        found = {}
+        for wanted in ("weights", "buffers", "optimizer"):
+            pair = [_read(run, step, lambda name, wanted=wanted: kind(name) == wanted) for run in (ours, theirs)]
+            if any(pair):
+                found[wanted] = _of_tensors(*pair)
+        return found
 
 
-def read(run: Path, step: int) -> dict[str, Tensor]:
-    """Return all tensors of a run's checkpoint."""
+def _read(run: Path, step: int, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    """Return the tensors of a run's checkpoint whose names are wanted."""
     tensors = Tensors(Checkpoint(run / "checkpoints" / step_name(step)))
-    return {name: tensors[name][...] for name in tensors}
+    return {name: tensors[name][...] for name in tensors if wanted(name)}
 
 
-def _of_tensors(ours: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor | None]) -> tuple[float, str]:
-    floats = [t for t in theirs.values() if t is not None and t.is_floating_point() and t.numel() > 0]
+def _of_tensors(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[float, str]:
+    floats = [t for t in theirs.values() if t.is_floating_point() and t.numel() > 0]
     floor = _FLOOR * max((t[t.isfinite()].abs().max().item() for t in floats if t.isfinite().any()), default=0.0)
     found = []
     for name in dict.fromkeys([*ours, *theirs]):

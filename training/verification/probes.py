@@ -177,16 +177,16 @@ def _halves(layer: Layer) -> Iterator[Finding]:
                     text = "passes on a number of its micro-batch: results depend on the micro-batch's size"
                     yield Finding("halves", layer.kind, text, fatal=False)
             elif (size := difference(torch.cat(pieces), one)) > layer.setup.cfg.verify.tolerance:
-                if layer.norms and training:
+                known = training and (layer.norms or layer.drawing)
+                if known and layer.norms:
                     text = (
                         "BatchNorm normalizes by the micro-batch: compare with parallel=single in micro-batches of the "
                         "same size, or use parallel.sync_batchnorm=true"
                     )
-                elif layer.drawing and training:
+                elif known:
                     text = "draws random numbers by itself: seeded for each micro-batch, as the plan says"
                 else:
                     text = f"samples see each other in {mode}: half of a batch gives other numbers than the whole"
-                known = training and (layer.norms or layer.drawing)
                 yield Finding("halves", layer.kind, text, size, fatal=not known)
                 break
 

@@ -19,13 +19,13 @@ from common.errors import LaunchError, TrainingError, UserError
 from common.files import jsonable, write_atomically
 from common.machine import changed_environment, styled
 from conf import COMMAND
-from conf.instantiate import add_to_path, environment, to_config, to_dict
+from conf.instantiate import environment, to_config, to_dict
 from conf.masking import mask_secrets
 from launchers import World, start_fork_server
 from training.reporting.recorder import git_state
 from training.setup import Setup, prepare
 from training.verification.difference import first_difference
-from training.verification.layouts import COMPARED, PLACE, Outcome, Runs, name_of, places
+from training.verification.layouts import COMPARED, PLACE, Outcome, Runs, as_run, name_of, places
 from training.verification.probes import Finding, probe
 
 MICROBATCHES = 4
@@ -97,12 +97,11 @@ def prove(cfg: Any, run_dir: Path, typed: Collection[str]) -> Report:
     if World.detect() is not None:
         raise TrainingError("mode=verify starts its processes itself: call it without torchrun or srun")
     cfg = _settled(cfg, typed)
-    add_to_path(cfg.import_from or ())
     report = Report({})
-    _chosen(cfg)
+    _check(cfg.verify)
     with changed_environment(environment(cfg)):
         start_fork_server(["training.preload"])
-    setup = prepare(_single(cfg, chunks=1))
+    setup = prepare(to_config(as_run(cfg, _single(cfg, chunks=1))))
     report.about = _about(cfg, setup)
     print(_headline(report), flush=True)
     for name, found in probe(setup):
@@ -134,27 +133,23 @@ def _settled(cfg: Any, typed: Collection[str]) -> Any:
     return to_config(tree)
 
 
-def _chosen(cfg: Any) -> None:
-    verify = cfg.verify
+def _check(verify: Any) -> None:
     for key, least in (("processes", 1), ("steps", 1), ("tolerance", 0), ("timeout_s", 1)):
         if verify[key] < least:
             raise TrainingError(f"verify.{key}={verify[key]} must be at least {least}")
 
 
-def _single(cfg: Any, chunks: int) -> Any:
-    """Return the configuration of one process, to be compared with."""
-    tree = to_dict(cfg)
-    tree |= {"mode": "train", "logger": {"_target_": "training.reporting.NoLogger"}, "loggers": None, "callbacks": None}
-    tree["parallel"] |= {**PLACE, "name": "single", "schedule": "gpipe", "chunks": chunks}
-    tree["train"]["resume"] = None
-    return to_config(tree)
+def _single(cfg: Any, chunks: int) -> dict[str, Any]:
+    """Return the section ``parallel`` of one process, to be compared with."""
+    return {**to_dict(cfg)["parallel"], **PLACE, "name": "single", "schedule": "gpipe", "chunks": chunks}
 
 
 def _wanted(cfg: Any, layout: bool) -> tuple[int, list[dict[str, Any]]]:
     """Return the number of micro-batches in a step, and the layouts: the one of the configuration, or all."""
     if layout:
-        plan = prepare(to_config({**to_dict(cfg), "mode": "train"})).plan
-        place = {**to_dict(cfg)["parallel"], "dp": plan.dp, "pp": plan.pp, "chunks": plan.chunks}
+        place = to_dict(cfg)["parallel"]
+        plan = prepare(to_config(as_run(cfg, place))).plan
+        place |= {"dp": plan.dp, "pp": plan.pp, "chunks": plan.chunks}
         return plan.dp * plan.chunks, [place]
     count = next(n for n in range(MICROBATCHES, 0, -1) if cfg.train.global_batch_size % n == 0)
     return count, list(places(cfg.verify.processes, count))
@@ -164,7 +159,7 @@ def _compare(report: Report, cfg: Any, setup: Setup, folder: Path, typed: bool) 
     """Run every layout and say how it compares."""
     report.limits = dict.fromkeys(COMPARED, cfg.verify.tolerance)
     count, wanted = _wanted(cfg, typed)
-    reference = to_dict(_single(cfg, count))["parallel"]
+    reference = _single(cfg, count)
     runs = Runs(cfg, folder, reference, setup.chain, report.limits)
     try:
         report.outcomes.append(runs.start())
