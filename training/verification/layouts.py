@@ -1,15 +1,17 @@
-"""The layouts that are compared with one process, and what a run of each has left."""
+"""Running layouts, and comparing what a run of each has left with what one process has."""
 
 from __future__ import annotations
 
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from common.errors import UserError
@@ -30,285 +32,234 @@ from training.verification.recording import recorded
 MOMENTUM = 0.9
 # After its first step, the momentum of SGD is the gradient. At a hundred times this rate, ResNet-50 amplifies rounding
 # tenfold at every step.
-PLAIN = {"_target_": "torch.optim.SGD", "lr": 1e-4, "momentum": MOMENTUM}
-_LOGGER = {"_target_": "training.reporting.NoLogger"}
-PLACE = {"dp": 1, "pp": 1, "chunks": 1, "stages_per_rank": None, "balance": "uniform", "shard": None, "devices": None}
+_PLAIN = {"_target_": "torch.optim.SGD", "lr": 1e-4, "momentum": MOMENTUM}
+ONE = {"dp": 1, "pp": 1, "chunks": 1, "stages_per_rank": None, "balance": "uniform", "shard": None, "devices": None}
 # What is below this part of the largest number of all tensors of a kind may be rounding alone.
 _FLOOR = 1e-3
+OWN = "with your optimizer"
+_KINDS = {"loss": "loss", "grad_norm": "gradient norm", "step": "", "lr": "", "skipped": ""}
 COMPARED = (
-    "loss", "metrics", "gradient norm", "gradients", "weights", "buffers", "optimizer", "evaluation", "next step",
+    "loss", "metrics", "gradient norm", "gradients", "weights", "buffers", "optimizer", "evaluation", "next step", OWN,
 )  # fmt: skip
-_KINDS = {"loss": "loss", "grad_norm": "gradient norm"}
 
 
 @dataclass
-class Outcome:
-    """How a layout compares with one process.
+class Layout:
+    """A layout, and how it compares with one process.
 
     Attributes:
         name: As it is typed.
         place: The keys of the section ``parallel``.
+        holds: Whether it trains as one process does; None where the model cannot be cut like that.
+        reason: Why it was not run, why it failed, or where it first differs.
         differences: What was compared: its largest relative difference and where that is.
-        own: The largest difference of a loss with the user's optimizer.
-        cannot: Why the model cannot be cut like that; None where it was run.
-        problem: Why its run failed; None where it ended.
-        first: The first difference, in a sentence.
+        losses: Of each step.
         seconds: How long it took.
     """
 
     name: str
     place: dict[str, Any]
+    holds: bool | None = None
+    reason: str = ""
     differences: dict[str, tuple[float, str]] = field(default_factory=dict)
-    own: float | None = None
-    cannot: str | None = None
-    problem: str | None = None
-    first: str = ""
-    seconds: float = 0.0
     losses: list[float] = field(default_factory=list)
-
-    def beyond(self, limits: Mapping[str, float]) -> list[str]:
-        """Name what differs by more than the limits say."""
-        return [key for key, (d, _) in self.differences.items() if not d <= limits[key]]
-
-    def failed(self, limits: Mapping[str, float]) -> bool:
-        """Whether it ended otherwise, or differs by more than the limits say."""
-        return self.problem is not None or bool(self.beyond(limits))
+    seconds: float = 0.0
 
     @property
     def largest(self) -> tuple[float, str]:
-        """The largest difference, and of what."""
-        return max(((d, f"{key} {where}".strip()) for key, (d, where) in self.differences.items()), default=(0.0, ""))
+        """The largest difference, and of what, your optimizer's aside."""
+        return max(
+            ((d, f"{kind} {at}") for kind, (d, at) in self.differences.items() if kind != OWN), default=(0.0, "")
+        )
+
+    def __str__(self) -> str:
+        if not self.differences:
+            return f"{self.name}: {self.reason}"
+        (size, what), own = self.largest, self.differences[OWN][0]
+        text = f"{self.name}: largest difference {size:.0e} ({what}), {OWN} {own:.0e}, {self.seconds:.1f} s"
+        return text + f"\n      {self.reason}" * bool(self.reason)
 
 
 def places(processes: int, microbatches: int) -> Iterator[dict[str, Any]]:
-    """Yield the keys of the section ``parallel`` for each layout of at most ``processes`` processes."""
+    """Yield the keys of the section ``parallel`` for each layout of about ``processes`` processes."""
     half = max(2, processes // 2)
     for name, info in STRATEGIES.items():
-        if name == "single":
-            continue
         replicas = [1] if not info.replicas else [2] if info.stages else sorted({2, processes})
         if info.shards == "node":
             replicas = [processes]
         stages = [1] if not info.stages else [half] if info.replicas else sorted({2, processes})
-        for dp in replicas:
-            for pp in stages:
-                place = {**PLACE, "name": name, "dp": dp, "pp": pp, "chunks": microbatches / dp}
-                place |= {"shard": max(1, dp // 2)} if info.shards == "node" else {}
-                schedules = SCHEDULES if info.stage_per_rank and pp == stages[0] else ["1f1b"]
-                yield from ({**place, "schedule": one} for one in (schedules if info.stage_per_rank else ["gpipe"]))
+        for dp, pp in ((dp, pp) for dp in replicas for pp in stages if name != "single"):
+            place = {**ONE, "name": name, "dp": dp, "pp": pp, "chunks": max(1, microbatches // dp)}
+            place |= {"shard": max(1, dp // 2)} if info.shards == "node" else {}
+            schedules = ["gpipe"] if not info.stage_per_rank else SCHEDULES if pp == stages[0] else ["1f1b"]
+            yield from ({**place, "schedule": schedule} for schedule in schedules)
 
 
 def name_of(place: Mapping[str, Any]) -> str:
     """Return a layout as it is typed."""
-    pipelined = STRATEGIES[place["name"]].stage_per_rank
     words = [f"parallel={place['name']}"]
-    words += [f"{key}={place[key]}" for key in ("dp", "pp") if place[key] != 1]
-    words += [f"shard={place['shard']}"] if place["shard"] else []
-    words += [f"chunks={place['chunks']:g}"] if place["name"] == "single" else []
-    return " ".join([*words, *[f"schedule={place['schedule']}"] * pipelined])
+    words += [f"{key}={place[key]}" for key in ("dp", "pp", "shard") if place[key] not in (1, None)]
+    words += [f"chunks={place['chunks']}"] if place["name"] == "single" else []
+    return " ".join([*words, *[f"schedule={place['schedule']}"] * STRATEGIES[place["name"]].stage_per_rank])
 
 
 def as_run(cfg: Any, place: Mapping[str, Any]) -> dict:
     """Return the tree of a configuration to train in a layout, and to report nowhere."""
     tree = to_dict(cfg)
-    tree |= {"mode": "train", "logger": _LOGGER, "loggers": None, "callbacks": None, "print_config": False}
-    tree["launcher"] = {"name": "local", "max_restarts": 0, "allow_mixed": False}
+    tree |= {"mode": "train", "logger": {"_target_": "training.reporting.NoLogger"}, "loggers": None, "callbacks": None}
+    tree |= {"print_config": False, "launcher": {"name": "local", "max_restarts": 0, "allow_mixed": False}}
     tree["parallel"] |= {**place, "timeout_s": cfg.verify.timeout_s}
     tree["train"]["resume"] = None
     return tree
 
 
 class Runs:
-    """Runs layouts and compares each with the reference.
+    """Runs layouts, and compares each with the first one.
 
     Attributes:
         cfg: The configuration to verify.
         folder: Where runs write.
-        reference: The place of one process that the others are compared with.
-        home: Where its runs are.
+        chain: The model.
+        microbatches: Of a step, in all replicas.
+        limits: The largest difference of each thing compared that is none.
+        first: The layout that the others are compared with, once it has run.
     """
 
-    def __init__(
-        self, cfg: Any, folder: Path, reference: dict[str, Any], chain: Chain, limits: Mapping[str, float]
-    ) -> None:
-        """Take the place of the reference, and the largest differences that are none."""
-        self.cfg, self.folder, self.steps, self.limits = cfg, folder, cfg.verify.steps, limits
-        self.reference, self.tied, self.losses = reference, chain.tied, []
-        self.samples = cfg.train.global_batch_size
-        self.parameters = {name for name, _ in chain.skeleton().named_parameters()}
-        self.home = folder / "reference"
-        self._newest = self.home
+    def __init__(self, cfg: Any, folder: Path, chain: Chain, microbatches: int) -> None:
+        """Take what is compared with what."""
+        self.cfg, self.folder, self.chain, self.microbatches = cfg, folder, chain, microbatches
+        self.limits = {**dict.fromkeys(COMPARED, cfg.verify.tolerance), OWN: math.inf}
+        self.steps, self.samples = cfg.verify.steps, cfg.train.global_batch_size // microbatches
+        self.first = self._before = Layout("", {})
+        self._parameters = {name for name, _ in chain.skeleton().named_parameters()}
 
-    def start(self) -> Outcome:
-        """Run the reference. Raises UserError where it cannot run, with its reason."""
-        began = time.monotonic()
-        self._run(self.reference, self.home)
-        self.losses = _losses(self.home / "plain")
-        outcome = Outcome(name_of(self.reference), self.reference, losses=self.losses)
-        outcome.seconds = time.monotonic() - began
-        return outcome
-
-    def compare(self, place: dict[str, Any]) -> Outcome:
+    def compare(self, place: dict[str, Any]) -> Layout:
         """Run a layout, with one step more from the checkpoint of the layout before it, and compare."""
-        began, outcome = time.monotonic(), Outcome(name_of(place), place)
-        folder = self.folder_of(outcome)
+        began, layout = time.monotonic(), Layout(name_of(place), place)
         try:
-            if place["chunks"] < 1 or place["chunks"] % 1:
-                count = place["dp"] * place["chunks"]
-                raise UserError(f"{count:g} micro-batches cannot be dealt to {place['dp']} replicas")
-            place["chunks"] = int(place["chunks"])
-            setup = prepare(self._job(place, "plain"))
+            if place["dp"] > 1 and place["dp"] * place["chunks"] != self.microbatches:
+                raise UserError(f"{self.microbatches} micro-batches cannot be dealt to {place['dp']} replicas")
+            if (needed := _processes(place)) > self.cfg.verify.processes:
+                raise UserError(f"needs {needed} processes, and verify.processes={self.cfg.verify.processes}")
+            prepare(self._job(place, "plain"))
         except UserError as error:
-            outcome.cannot = str(error)
-            return outcome
-        if (needed := setup.plan.processes) > self.cfg.verify.processes:
-            outcome.cannot = f"needs {needed} processes, and verify.processes={self.cfg.verify.processes}"
-            return outcome
+            layout.reason = str(error)
+            return layout
+        self.first = self.first if self.first.place else layout
+        before = self._before if self._before.place else layout
+        jobs = [("plain", None, self.steps), ("own", None, self.steps), ("next", before, self.steps + 1)]
         try:
-            self._run(place, folder, self._newest)
+            self.launch(layout, self.path(layout), jobs)
+            layout.losses = [float(loss) for loss in self.results(layout, "loss").values()]
+            pairs = ((kind, self.results(layout, kind), self.results(self.first, kind)) for kind in COMPARED)
+            layout.differences = {kind: largest_difference(*pair) for kind, *pair in pairs if any(pair)}
+            layout.holds = all(d <= self.limits[kind] for kind, (d, _) in layout.differences.items())
+            if before not in (self.first, layout):
+                shutil.rmtree(self.path(before), ignore_errors=True)
+            self._before = layout
         except UserError as error:
-            outcome.problem = str(error)
-        if (folder / "plain" / "checkpoints").exists():
-            outcome.losses = _losses(folder / "plain")
-            try:
-                outcome.differences = self._differences(folder)
-            except (UserError, LookupError, ValueError) as error:
-                outcome.problem = outcome.problem or f"its results cannot be compared: {error!r}"
-            outcome.own = _of_losses(folder / "own", self.home / "own")
-        if outcome.problem is None:
-            if self._newest != self.home:
-                shutil.rmtree(self._newest, ignore_errors=True)
-            self._newest = folder
-        outcome.seconds = time.monotonic() - began
-        return outcome
+            layout.holds, layout.reason = False, str(error)
+        layout.seconds = time.monotonic() - began
+        return layout
 
-    def folder_of(self, outcome: Outcome) -> Path:
+    def path(self, layout: Layout) -> Path:
         """Return where a layout's runs write."""
-        return self.folder / outcome.name.removeprefix("parallel=").replace(" ", "-").replace("=", "")
+        return self.folder / layout.name.removeprefix("parallel=").replace(" ", "-").replace("=", "")
 
-    # -- one run -----------------------------------------------------------------------------------------------------
+    def launch(self, layout: Layout, folder: Path, jobs: list, record: int | None = None) -> None:
+        """Run jobs (part, layout whose checkpoint to go on from, steps) one after the other in the same processes.
 
-    def _job(self, place: Mapping[str, Any], part: str, resume: Path | None = None, steps: int | None = None) -> Any:
-        """Return the configuration of a run."""
-        tree = as_run(self.cfg, place)
-        batches = tree["train"]["eval_batches"]
-        tree["train"] |= {
-            "steps": steps or self.steps, "epochs": None, "eval_every": None if part == "own" else 0,
-            "eval_batches": min(batches or 2, 2), "checkpoint_every": None if part == "own" else 1,
-            "keep_checkpoints": self.steps + 1, "profile": 0, "trace": False, "max_skipped": 0,
-            "resume": None if resume is None else str(resume / "plain"),
-        }  # fmt: skip
-        if part != "own":
-            tree |= {"optim": PLAIN, "scheduler": {"_target_": "training.optimizer.Constant"}, "recipe": None}
-        return to_config(tree)
-
-    def _run(self, place: Mapping[str, Any], folder: Path, newest: Path | None = None) -> None:
-        """Run the steps with SGD and with the user's optimizer, and one more step from the checkpoint ``newest``."""
-        jobs = [("plain", None, self.steps), ("own", None, self.steps)]
-        jobs.append(("next", newest or folder, self.steps + 1))
-        self.launch(place, folder, jobs)
-
-    def launch(self, place: Mapping[str, Any], folder: Path, jobs: list, record: int | None = None) -> None:
-        """Run jobs (part, checkpoint to go on from, steps) one after the other in the same processes.
+        With ``record``, every layer of that step is recorded.
 
         Raises:
             UserError: One has failed, with its reason.
         """
         shutil.rmtree(folder, ignore_errors=True)
         trees = []
-        for part, resume, steps in jobs:
+        for part, before, steps in jobs:
             (folder / part).mkdir(parents=True)
-            trees.append((to_dict(self._job(place, part, resume, steps)), str(folder / part)))
-        processes = place["dp"] * (place["pp"] if STRATEGIES[place["name"]].stage_per_rank else 1)
+            trees.append((to_dict(self._job(layout.place, part, before, steps)), str(folder / part)))
+        arguments = trees, pack_given(), record
         timeout_s = self.cfg.verify.timeout_s
-        run_workers(_work, (trees, pack_given(), record), processes, folder / "logs", timeout_s=timeout_s)
+        run_workers(_work, arguments, _processes(layout.place), folder / "logs", timeout_s=timeout_s)
+
+    def _job(self, place: Mapping[str, Any], part: str, before: Layout | None = None, steps: int | None = None) -> Any:
+        """Return the configuration of a run. The one with the user's optimizer saves and evaluates nothing."""
+        tree, own = as_run(self.cfg, place), part == "own"
+        tree["train"] |= {
+            "steps": steps or self.steps, "epochs": None, "eval_every": None if own else 0,
+            "eval_batches": min(tree["train"]["eval_batches"] or 2, 2), "checkpoint_every": None if own else 1,
+            "keep_checkpoints": self.steps + 1, "profile": 0, "trace": False, "max_skipped": 0,
+            "resume": before and str(self.path(before) / "plain"),
+        }  # fmt: skip
+        if not own:
+            tree |= {"optim": _PLAIN, "scheduler": {"_target_": "training.optimizer.Constant"}, "recipe": None}
+        return to_config(tree)
 
     # -- what it has left --------------------------------------------------------------------------------------------
 
-    def _differences(self, folder: Path) -> dict[str, tuple[float, str]]:
-        ours, theirs = folder / "plain", self.home / "plain"
-        found = _of_records(ours, theirs)
-        found["gradients"] = self.of_gradients(folder, 1)
-        found |= self._of_state(ours, theirs, self.steps)
-        if (folder / "next" / "checkpoints").exists():
-            loss, step = _of_losses(folder / "next", self.home / "next"), self.steps + 1
-            found["next step"] = max(loss, self.of_gradients(folder, step, "next")[0]), ""
-        return found
+    def results(self, layout: Layout, kind: str) -> dict[str, Tensor]:
+        """Return what a layout has left of a kind in ``COMPARED``, by name."""
+        plain = self.path(layout) / "plain"
+        if kind == "gradients":
+            return self.gradients(layout, 1)
+        if kind == "next step":
+            losses = _numbers(plain.with_name("next"), "loss")
+            return losses | self.gradients(layout, self.steps + 1, "next")
+        if kind == OWN:
+            return _numbers(plain.with_name("own"), "loss")
+        if kind in ("weights", "buffers", "optimizer"):
+            tensors = _tensors(plain, self.steps)
+            return {name: tensors[name][...] for name in tensors if self._kind(name) == kind}
+        return _numbers(plain, kind)
 
-    def of_gradients(self, folder: Path, step: int, part: str = "plain") -> tuple[float, str]:
-        """Return the largest difference of a parameter's gradient in a step, and the parameter."""
-        return _of_tensors(self.gradients(folder, step, part), self.gradients(self.home, step, part))
+    def _kind(self, name: str) -> str:
+        return "optimizer" if "/" in name else "weights" if name in self._parameters else "buffers"
 
-    def gradients(self, folder: Path, step: int, part: str = "plain") -> dict[str, Tensor]:
+    def gradients(self, layout: Layout, step: int, part: str = "plain") -> dict[str, Tensor]:
         """Return the gradients of a step, from the momentum after it and before it."""
-        now = self._momentum(folder / part, step)
-        earlier = folder / part / "checkpoints" / step_name(step - 1)
-        before = self._momentum(folder / part, step - 1) if step > 1 and earlier.exists() else {}
-        return {name: m - MOMENTUM * before[name] if name in before else m for name, m in now.items()}
-
-    def _momentum(self, run: Path, step: int) -> dict[str, Tensor]:
-        buffers = _read(run, step, lambda name: name.endswith("/momentum_buffer"))
-        return {name.partition("/")[0]: tensor for name, tensor in buffers.items()}
-
-    def _of_state(self, ours: Path, theirs: Path, step: int) -> dict[str, tuple[float, str]]:
-        def kind(name: str) -> str:
-            return "optimizer" if "/" in name else "weights" if name in self.parameters else "buffers"
-
+        before, now = (_tensors(self.path(layout) / part, n) for n in (step - 1, step))
         found = {}
-        for wanted in ("weights", "buffers", "optimizer"):
-            pair = [_read(run, step, lambda name, wanted=wanted: kind(name) == wanted) for run in (ours, theirs)]
-            if any(pair):
-                found[wanted] = _of_tensors(*pair)
+        for name in now:
+            parameter, _, state = name.partition("/")
+            if state == "momentum_buffer":
+                found[parameter] = now[name][...] - (MOMENTUM * before[name][...] if name in before else 0.0)
         return found
 
 
-def _read(run: Path, step: int, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """Return the tensors of a run's checkpoint whose names are wanted."""
-    tensors = Tensors(Checkpoint(run / "checkpoints" / step_name(step)))
-    return {name: tensors[name][...] for name in tensors if wanted(name)}
+def _processes(place: Mapping[str, Any]) -> int:
+    return place["dp"] * (place["pp"] if STRATEGIES[place["name"]].stage_per_rank else 1)
 
 
-def _of_tensors(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[float, str]:
-    floats = [t for t in theirs.values() if t.is_floating_point() and t.numel() > 0]
-    floor = _FLOOR * max((t[t.isfinite()].abs().max().item() for t in floats if t.isfinite().any()), default=0.0)
-    found = []
-    for name in dict.fromkeys([*ours, *theirs]):
-        a, b = ours.get(name), theirs.get(name)
-        found.append((math.inf if a is None or b is None else difference(a, b, floor), name))
-    return max(found, default=(0.0, ""))
+def _tensors(run: Path, step: int) -> Mapping[str, Any]:
+    """Return the tensors of a run's checkpoint, to be read by ``[...]``; none where it has not saved that step."""
+    folder = run / "checkpoints" / step_name(step)
+    return Tensors(Checkpoint(folder)) if folder.exists() else {}
 
 
-def _losses(run: Path) -> list[float]:
-    return [record["loss"] for record in read_records(run / METRICS) if "loss" in record]
-
-
-def _of_losses(ours: Path, theirs: Path) -> float:
-    pairs = list(zip(_losses(ours), _losses(theirs), strict=False))
-    return max((_relative(a, b) for a, b in pairs), default=math.inf)
-
-
-def _of_records(ours: Path, theirs: Path) -> dict[str, tuple[float, str]]:
-    """Compare losses, metrics, gradient norms and evaluations of all steps."""
-    found: dict[str, tuple[float, str]] = {}
-    skipped = {"step", "lr", "skipped"}
-    for a, b in zip(read_records(ours / METRICS), read_records(theirs / METRICS), strict=True):
-        for key, value in b.items():
-            if key in skipped or not isinstance(value, (int, float)) or key.endswith(("_s", "_bytes")):
-                continue
+def _numbers(run: Path, wanted: str) -> dict[str, Tensor]:
+    """Return the numbers of one kind that a run has reported."""
+    found = {}
+    for record in read_records(run / METRICS):
+        for key, value in record.items():
             kind = "evaluation" if key.startswith("val_") else _KINDS.get(key, "metrics")
-            where = f"step {b['step']}" + f" {key}" * (kind in ("metrics", "evaluation"))
-            found[kind] = max(found.get(kind, (0.0, "")), (_relative(a.get(key, math.nan), value), where))
+            if kind == wanted and isinstance(value, (int, float)) and not key.endswith(("_s", "_bytes")):
+                found[f"{key} of step {record['step']}"] = torch.tensor(value, dtype=torch.float64)
     return found
 
 
-def _relative(a: float, b: float) -> float:
-    return 0.0 if a == b else math.inf if math.isnan(a - b) else abs(a - b) / max(abs(b), 1e-300)
+def largest_difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[float, str]:
+    """Return the largest relative difference, and of what."""
+    largest = (t.double().abs().nan_to_num(0.0, 0.0).max().item() for t in theirs.values() if t.dim() and t.numel())
+    floor = _FLOOR * max(largest, default=0.0)
+    names = dict.fromkeys([*ours, *theirs])
+    return max((difference(ours.get(n), theirs.get(n), floor), n) for n in names)
 
 
 def _work(world: World, jobs: list[tuple[dict, str]], given: bytes | None, record: int | None) -> None:
     """What each worker runs: the jobs one after the other."""
     folder = Path(jobs[0][1]).parent
     redirect_output(folder / "logs", world.rank)
-    with recorded(record, folder / f"record_{world.rank}.pt"):
+    with recorded(record, folder / f"record_{world.rank}.pt") if record else nullcontext():
         for tree, run_dir in jobs:
             work(world, tree, run_dir, given)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.chain import as_tuple
 from models.losses import Sums
 from parallel.stage import Stage
 
@@ -17,31 +18,25 @@ INPUT, OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT = "input", "output", "gradient of
 
 
 @contextmanager
-def recorded(step: int | None, path: Path) -> Iterator[None]:
-    """Write what each layer gets and gives in a step, with the gradients, to ``path``; with None, nothing."""
-    if step is None:
-        yield
-        return
+def recorded(step: int, path: Path) -> Iterator[None]:
+    """Write what each layer gets and gives in a step, with the gradients, to ``path``."""
     inner, records = Stage.compute_layer, {}
 
-    def note(key: tuple, tensor: Any) -> None:
-        records.setdefault(key, tensor.detach().cpu().clone())  # not that of a recomputation
+    def note(where: tuple, tensors: Any, forward: str, backward: str) -> None:
+        for i, tensor in enumerate(t for t in tensors if isinstance(t, Tensor)):
+            # The first time: a recomputation does not count.
+            records.setdefault((*where, forward, i), tensor.detach().cpu().clone())
+            if tensor.requires_grad:
+                tensor.register_hook(lambda g, i=i: records.setdefault((*where, backward, i), g.detach().cpu().clone()))
 
     def compute_layer(stage: Stage, name: str, layer: Any, where: tuple[int, int] | None, *tensors: Any) -> Any:
         wanted = stage.training and stage.step == step and where is not None
-        inputs = [t for t in tensors if isinstance(t, Tensor)] if wanted else []
-        for i, tensor in enumerate(inputs):
-            note((name, where[0], INPUT, i), tensor)
-            if tensor.requires_grad:
-                tensor.register_hook(lambda g, i=i: note((name, where[0], INPUT_GRADIENT, i), g))
+        if wanted:
+            note((name, where[0]), tensors, INPUT, INPUT_GRADIENT)
         output = inner(stage, name, layer, where, *tensors)
         if wanted:
-            given = output if isinstance(output, tuple) else (output,)
-            given = (output.loss, output.count) if isinstance(output, Sums) else given
-            for i, tensor in enumerate(given):
-                note((name, where[0], OUTPUT, i), tensor)
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda g, i=i: note((name, where[0], OUTPUT_GRADIENT, i), g))
+            given = (output.loss, output.count) if isinstance(output, Sums) else as_tuple(output)
+            note((name, where[0]), given, OUTPUT, OUTPUT_GRADIENT)
         return output
 
     Stage.compute_layer = compute_layer

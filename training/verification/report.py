@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import platform
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,12 @@ from conf import COMMAND
 from conf.instantiate import environment, to_config, to_dict
 from conf.masking import mask_secrets
 from launchers import World, start_fork_server
-from training.reporting.recorder import git_state
+from training.reporting.recorder import describe
 from training.setup import Setup, prepare
 from training.verification.difference import first_difference
-from training.verification.layouts import COMPARED, PLACE, Outcome, Runs, as_run, name_of, places
+from training.verification.layouts import COMPARED, ONE, OWN, Layout, Runs, as_run, places
 from training.verification.probes import Finding, probe
 
-MICROBATCHES = 4
 _SAMPLES = 8  # of a step, where no batch was typed
 # Under bf16 and fp16, differences up to this many times that of other micro-batches are rounding.
 _SPREADS = 3.0
@@ -40,49 +38,38 @@ class Report:
     """What was found.
 
     Attributes:
-        about: Model, parameters, data, seed, precision, commit, versions, machine, and the command.
-        probes: The findings of each probe.
-        outcomes: The layouts, the reference first; those that cannot be cut too.
+        about: Model, parameters, data, seed, configuration, commit, versions, machine, and the command.
         limits: The largest difference of each thing compared that is no difference.
-        problem: Why nothing could be compared.
+        probes: The findings, at least one of each probe.
+        layouts: The layouts, the one that the others are compared with first; those that cannot be cut too.
+        seconds: How long it took.
     """
 
     about: dict[str, Any]
-    probes: dict[str, list[Finding]] = field(default_factory=dict)
-    outcomes: list[Outcome] = field(default_factory=list)
     limits: dict[str, float] = field(default_factory=dict)
-    problem: str | None = None
+    probes: list[Finding] = field(default_factory=list)
+    layouts: list[Layout] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
-    def findings(self) -> list[Finding]:
-        """All findings."""
-        return [finding for found in self.probes.values() for finding in found]
+    def compared(self) -> list[Layout]:
+        """The layouts that were compared with the first one."""
+        return [layout for layout in self.layouts[1:] if layout.holds is not None]
 
     @property
-    def compared(self) -> list[Outcome]:
-        """The layouts that were run, without the reference."""
-        return [outcome for outcome in self.outcomes[1:] if outcome.cannot is None]
-
-    @property
-    def failed(self) -> list[Outcome]:
-        """The layouts that differ or failed."""
-        return [outcome for outcome in self.compared if outcome.failed(self.limits)]
+    def failed(self) -> list[Finding | Layout]:
+        """What does not hold."""
+        return [one for one in [*self.probes, *self.layouts] if one.holds is False]
 
     @property
     def ok(self) -> bool:
         """Whether no probe has found what changes results, and all layouts that can be cut hold, at least one."""
-        return (
-            self.problem is None and bool(self.compared) and not self.failed and not any(f.fatal for f in self.findings)
-        )
+        return bool(self.compared) and not self.failed
 
     def __str__(self) -> str:
-        """Say what does not hold, or that all does."""
-        probes = [f"probe {finding.probe}: {finding}" for finding in self.findings if finding.fatal]
-        layouts = [f"{outcome.name}: {outcome.first or outcome.problem}" for outcome in self.failed]
-        problem = [self.problem] if self.problem is not None else []
-        held = f"{len(self.compared) - len(self.failed)} of {len(self.compared)} layouts hold"
-        return "\n".join([*problem, *probes, *layouts, held])
+        """Say what does not hold, and how much does."""
+        held = sum(layout.holds is True for layout in self.compared)
+        return "\n".join([*map(str, self.failed), f"{held} of {len(self.compared)} layouts hold"])
 
 
 def prove(cfg: Any, run_dir: Path, typed: Collection[str]) -> Report:
@@ -97,148 +84,100 @@ def prove(cfg: Any, run_dir: Path, typed: Collection[str]) -> Report:
     if World.detect() is not None:
         raise TrainingError("mode=verify starts its processes itself: call it without torchrun or srun")
     cfg = _settled(cfg, typed)
-    report = Report({})
-    _check(cfg.verify)
     with changed_environment(environment(cfg)):
         start_fork_server(["training.preload"])
     setup = prepare(to_config(as_run(cfg, _single(cfg, chunks=1))))
-    report.about = _about(cfg, setup)
-    print(_headline(report), flush=True)
-    for name, found in probe(setup):
-        report.probes[name] = found
-        for finding in found:
-            print(f"  {_mark(not finding.fatal)} {name:18} {finding}", flush=True)
-        if not found:
-            print(f"  {_mark(True)} {name}", flush=True)
-    print(f"  probes: {time.monotonic() - began:.0f} s", flush=True)
-    typed_layout = cfg.parallel.name != "single" and any(key.partition(".")[0] == "parallel" for key in typed)
-    _compare(report, cfg, setup, run_dir / "layouts", typed_layout)
+    report = Report(_about(cfg, setup))
+    _say(f"{cfg.model.name}, {setup.plan.parameters:,} parameters, {setup.data.description}, {cfg.train.precision}")
+    for finding in probe(setup):
+        report.probes.append(finding)
+        _say(f"  {_mark(finding)} {finding}")
+    _say(f"  probes: {time.monotonic() - began:.0f} s")
+    for layout in _layouts(report, cfg, setup, run_dir / "layouts", typed):
+        report.layouts.append(layout)
+        _say(f"  {_mark(layout)} {layout}")
+    if report.ok:
+        shutil.rmtree(run_dir / "layouts", ignore_errors=True)
     report.seconds = time.monotonic() - began
     write(report, run_dir)
-    print(f"\n{report}\n{run_dir / PAGE}", flush=True)
+    _say(f"\n{report}\n{run_dir / PAGE}")
     return report
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _mark(one: Finding | Layout) -> str:
+    return "-" if one.holds is None else styled(*(("✓", "green") if one.holds else ("✗", "red")), sys.stdout)
 
 
 def _settled(cfg: Any, typed: Collection[str]) -> Any:
     """Return the configuration with what was not typed chosen for a proof: precision, batch, processes."""
     tree = to_dict(cfg)
-    train = tree["train"]
+    train, gpus = tree["train"], torch.cuda.device_count() if tree["device"] in ("auto", "cuda") else 0
     if train["precision"] == "auto" or "train.precision" not in typed:
         train["precision"] = "fp32" if tree["device"] == "mps" else "fp64"  # no rounding is taken for a difference
     if "train.global_batch_size" not in typed:
         train["global_batch_size"] = min(train["global_batch_size"], _SAMPLES)
-    if tree["verify"]["processes"] is None:
-        gpus = torch.cuda.device_count() if tree["device"] in ("auto", "cuda") else 0
-        tree["verify"]["processes"] = gpus or 4
+    tree["verify"]["processes"] = tree["verify"]["processes"] or gpus or 4
     return to_config(tree)
 
 
-def _check(verify: Any) -> None:
-    for key, least in (("processes", 1), ("steps", 1), ("tolerance", 0), ("timeout_s", 1)):
-        if verify[key] < least:
-            raise TrainingError(f"verify.{key}={verify[key]} must be at least {least}")
-
-
 def _single(cfg: Any, chunks: int) -> dict[str, Any]:
-    """Return the section ``parallel`` of one process, to be compared with."""
-    return {**to_dict(cfg)["parallel"], **PLACE, "name": "single", "schedule": "gpipe", "chunks": chunks}
+    """Return the section ``parallel`` of one process."""
+    return {**to_dict(cfg)["parallel"], **ONE, "name": "single", "schedule": "gpipe", "chunks": chunks}
 
 
-def _wanted(cfg: Any, layout: bool) -> tuple[int, list[dict[str, Any]]]:
-    """Return the number of micro-batches in a step, and the layouts: the one of the configuration, or all."""
-    if layout:
+def _layouts(report: Report, cfg: Any, setup: Setup, folder: Path, typed: Collection[str]) -> Iterator[Layout]:
+    """Yield the layout of one process, and the one that was typed or all others, each as it ends."""
+    batch, half_precision = cfg.train.global_batch_size, cfg.train.precision in ("bf16", "fp16")
+    one = cfg.parallel.name != "single" and any(key.partition(".")[0] == "parallel" for key in typed)
+    if one:
         place = to_dict(cfg)["parallel"]
         plan = prepare(to_config(as_run(cfg, place))).plan
-        place |= {"dp": plan.dp, "pp": plan.pp, "chunks": plan.chunks}
-        return plan.dp * plan.chunks, [place]
-    count = next(n for n in range(MICROBATCHES, 0, -1) if cfg.train.global_batch_size % n == 0)
-    return count, list(places(cfg.verify.processes, count))
-
-
-def _compare(report: Report, cfg: Any, setup: Setup, folder: Path, typed: bool) -> None:
-    """Run every layout and say how it compares."""
-    report.limits = dict.fromkeys(COMPARED, cfg.verify.tolerance)
-    count, wanted = _wanted(cfg, typed)
-    reference = _single(cfg, count)
-    runs = Runs(cfg, folder, reference, setup.chain, report.limits)
-    try:
-        report.outcomes.append(runs.start())
-    except UserError as error:
-        report.problem = f"{name_of(reference)} cannot run: {error}"
-        print(f"  {_mark(False)} {report.problem}", flush=True)
+        count, wanted = plan.dp * plan.chunks, [{**place, "dp": plan.dp, "pp": plan.pp, "chunks": plan.chunks}]
+        cfg.verify.processes = plan.processes
+    else:
+        count = next(n for n in (4, 2, 1) if batch % n == 0)
+        wanted = list(places(cfg.verify.processes, count))
+    runs = Runs(cfg, folder, setup.chain, count)
+    report.limits = runs.limits
+    yield (first := runs.compare(_single(cfg, count)))
+    if not first.holds:
         return
-    print(f"  {_mark(True)} {report.outcomes[0].name}: the reference, {report.outcomes[0].seconds:.1f} s", flush=True)
-    batch = cfg.train.global_batch_size
     other = next((n for n in (2 * count, *range(count - 1, 0, -1)) if batch % n == 0), None)
-    again = {**reference, "chunks": other}
-    by_microbatch = [finding for finding in report.findings if finding.probe == "halves" and not finding.fatal]
-    if cfg.train.precision in ("bf16", "fp16") and other is not None:
-        spread = runs.compare(again).differences
-        report.limits |= {key: max(_SPREADS * d, report.limits[key]) for key, (d, _) in spread.items()}
-        report.limits["next step"] = max(report.limits.values())
-    elif other is not None and by_microbatch:
-        why = f"numbers of {by_microbatch[0].layer} depend on the micro-batch"
-        report.outcomes.append(Outcome(name_of(again), again, cannot=why))
-    elif other is not None and not typed:
-        wanted.insert(0, again)
-    for place in wanted:
-        _one(report, runs, place, setup.chain.names, batch // count)
-    if report.ok:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _one(report: Report, runs: Runs, place: dict[str, Any], names: list[str], size: int) -> None:
-    outcome = runs.compare(place)
-    report.outcomes.append(outcome)
-    if outcome.cannot is not None:
-        print(f"  - {outcome.name}: {outcome.cannot}", flush=True)
-        return
-    if outcome.failed(report.limits) and outcome.place["dp"] * outcome.place["chunks"] * size != runs.samples:
-        outcome.first = "differs with micro-batches of another size"
-    elif outcome.failed(report.limits) and outcome.problem is None:
-        try:
-            outcome.first = first_difference(runs, outcome, report.findings, names, size)
-        except (LaunchError, UserError, OSError) as error:
-            outcome.first = f"the first difference was not found: {error}"
-    largest, what = outcome.largest
-    held = not outcome.failed(report.limits)
-    text = outcome.problem or f"largest difference {largest:.0e} ({what}), {outcome.seconds:.1f} s"
-    optimizer = runs.cfg.optim._target_.rpartition(".")[2]
-    own = f"; with your {optimizer} {outcome.own:.0e}" if outcome.own is not None else ""
-    print(f"  {_mark(held)} {outcome.name}: {text}{own}", flush=True)
-    if outcome.first:
-        print(f"      {outcome.first}", flush=True)
-
-
-def _mark(held: bool) -> str:
-    return styled("✓", "green", sys.stdout) if held else styled("✗", "red", sys.stdout)
-
-
-def _headline(report: Report) -> str:
-    about = report.about
-    return f"{about['model']}, {about['parameters']:,} parameters, {about['data']}, {about['precision']}"
+    known = [finding.layer for finding in report.probes if finding.probe == "halves" and finding.holds and finding.text]
+    if other is not None and (half_precision or not (known or one)):
+        layout = runs.compare(_single(cfg, other))
+        if half_precision:
+            spread = {kind: _SPREADS * d for kind, (d, _) in layout.differences.items()}
+            runs.limits |= {kind: max(d, runs.limits[kind]) for kind, d in spread.items()}
+            runs.limits["next step"] = max(d for kind, d in runs.limits.items() if kind != OWN)
+            layout.holds = True
+        elif layout.holds is False:
+            layout.reason = layout.reason or "micro-batches of another size change what is learned"
+        yield layout
+    for layout in map(runs.compare, wanted):
+        if layout.differences and not layout.holds:
+            try:
+                layout.reason = first_difference(runs, layout, [one for one in report.probes if not one.holds])
+            except (LaunchError, UserError, OSError) as error:
+                layout.reason = f"the first difference was not found: {error}"
+        yield layout
 
 
 def _about(cfg: Any, setup: Setup) -> dict[str, Any]:
-    import numpy
-
-    command = shlex.join(["python", "train.py", *mask_secrets(sys.argv[1:])])  # Hydra's words, from Python too
-    command += "  # with the objects of a Python program" * (cfg.model.name == "given")
+    given = "  # with the objects of a Python program" * (cfg.model.name == "given")
     return {
         "model": cfg.model.name,
         "parameters": setup.plan.parameters,
         "data": setup.data.description,
-        "seed": cfg.seed,
-        "precision": cfg.train.precision,
-        "batch": cfg.train.global_batch_size,
-        "steps": cfg.verify.steps,
-        "tolerance": cfg.verify.tolerance,
-        "commit": git_state()[0],
-        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, numpy {numpy.__version__}",
-        "machine": f"{platform.machine()}, {platform.system()}, {torch.get_num_threads()} threads",
         "date": time.strftime("%Y-%m-%d"),
-        "command": command,
-        "configuration": {k: v for k, v in mask_secrets(to_dict(cfg)).items() if k != COMMAND},
+        **describe(),  # commit, versions, machine
+        "command": shlex.join(["python", "train.py", *mask_secrets(sys.argv[1:])]) + given,  # Hydra's, from Python too
+        "seed": cfg.seed,
+        "configuration": {key: value for key, value in mask_secrets(to_dict(cfg)).items() if key != COMMAND},
     }
 
 
@@ -246,35 +185,9 @@ def write(report: Report, run_dir: Path) -> None:
     """Write certificate.json and certificate.html."""
     import jinja2
 
-    tree = {
-        "ok": report.ok,
-        "problem": report.problem,
-        **report.about,
-        "seconds": report.seconds,
-        "limits": report.limits,
-        "probes": {name: [asdict(finding) for finding in found] for name, found in report.probes.items()},
-        "layouts": [
-            {**asdict(outcome), "holds": None if outcome.cannot else not outcome.failed(report.limits)}
-            for outcome in report.outcomes
-        ],
-    }
+    tree = {"ok": report.ok, **report.about, **{k: v for k, v in asdict(report).items() if k != "about"}}
     write_atomically(run_dir / JSON, json.dumps(jsonable(tree), indent=1))
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.get_template("certificate.html.jinja")
-    page = template.render(report=report, compared=COMPARED, curves=_curves(report))
-    write_atomically(run_dir / PAGE, page)
-
-
-def _curves(report: Report) -> list[tuple[str, str]]:
-    """Return the losses of the reference and of each layout as points of an SVG of 600 by 160."""
-    all_losses = [one for outcome in report.outcomes for one in outcome.losses if one == one]
-    low, high = (min(all_losses), max(all_losses)) if all_losses else (0.0, 1.0)
-    curves = []
-    for outcome in report.outcomes:
-        wide, points = max(len(outcome.losses) - 1, 1), []
-        for i, loss in enumerate(outcome.losses):
-            points.append(f"{10 + 580 * i / wide:.1f},{10 + 140 * (high - loss) / ((high - low) or 1.0):.1f}")
-        if points:
-            curves.append((outcome.name, " ".join(points)))
-    return curves
+    options = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+    template = jinja2.Environment(loader=loader, **options).get_template("certificate.html.jinja")
+    write_atomically(run_dir / PAGE, template.render(report=report, compared=COMPARED, **report.about))
