@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from benchmarks import table
+from training.verification.layouts import COMPARED
 
 _ROOT = Path(__file__).parents[1]
 PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
@@ -50,29 +51,17 @@ def _cell(row: Mapping[str, str], columns: str | tuple[str, ...]) -> str:
 
 
 def parity() -> list[dict]:
-    """Return one row per model: its training in one process, and the largest differences under each strategy."""
-    runs: dict[str, dict[str, list[dict]]] = {}
-    for row in table.read("parity"):
-        runs.setdefault(row["model"], {}).setdefault(_strategy(row), []).append(row)
-    rows = []
-    for model, by_strategy in runs.items():
-        (single,) = by_strategy.pop("single")
-        row = {"`model=`": f"`{model}`", "steps": f"{single['steps']} in {single['precision']}"}
-        row["loss"] = f"{single['first loss']} → {single['last loss']}"
-        rows.append(row | {f"`{strategy}`": _largest(found) for strategy, found in by_strategy.items()})
-    return rows
-
-
-def schedules() -> list[dict]:
-    """Return one row per layout of GPT-2."""
-    rows = [row for row in table.read("parity") if row["model"] == "gpt2" and _strategy(row) != "single"]
-    strategies = list(dict.fromkeys(map(_strategy, rows)))
+    """Return one row per model: of how many layouts, and the largest difference of all that is compared by strategy."""
+    found: dict[str, dict[str, list[float]]] = {}
+    rows = table.read("parity")
+    for row in rows:
+        sizes = [float(size) for kind, size in row.items() if kind in COMPARED]
+        strategy = row["run"].split()[0].removeprefix("parallel=")
+        found.setdefault(row["model"], {}).setdefault(strategy, []).append(max(sizes))
     return [
-        {
-            "`model=gpt2`": " ".join(f"`{word}`" for word in row["run"].split()),
-            **{key: row[key] for key in ("loss", "gradient norm", "validation loss")},
-        }
-        for row in sorted(rows, key=lambda row: strategies.index(_strategy(row)))
+        {"`model=`": f"`{model}`", "layouts": str(sum(row["model"] == model for row in rows) - 1)}
+        | {f"`{strategy}`": f"{max(sizes):.0e}" for strategy, sizes in by_strategy.items()}
+        for model, by_strategy in found.items()
     ]
 
 
@@ -86,17 +75,6 @@ def speed() -> list[dict]:
     return [{"model": model, **{other: factors[model, other] for other in others}} for model in models]
 
 
-def _strategy(row: dict) -> str:
-    return row["run"].split()[0].removeprefix("parallel=")
-
-
-def _largest(rows: list[dict]) -> str:
-    """The largest differences: of the losses, and of the gradient norms."""
-    loss = max(float(row[key]) for row in rows for key in ("loss", "validation loss"))
-    norm = max(float(row["gradient norm"]) for row in rows)
-    return ", ".join(f"{difference:.0e}" if difference else "0" for difference in (loss, norm))
-
-
 def _same(*columns: str) -> dict[str, str]:
     return {column: column for column in columns}
 
@@ -104,7 +82,6 @@ def _same(*columns: str) -> dict[str, str]:
 # Of each table the column, or several, that stand under a title; None: all of results/NAME.csv; or what makes the rows.
 TABLES: dict[str, Mapping[str, str | tuple[str, ...]] | None | Callable[[], list[dict]]] = {
     "parity": parity,
-    "schedules": schedules,
     "pipelining": {
         **_same("model", "run"),
         "chunks": ("chunks", "schedule"),

@@ -32,9 +32,7 @@ class _OnSeveralDevices(nn.Module):
         super().__init__()
         self._stages = nn.ModuleList(stages)
 
-    def forward(
-        self, *tensors: Tensor, samples: Sequence[int], targets: Tensor, weights: Tensor | None
-    ) -> Tensors:
+    def forward(self, *tensors: Tensor, samples: Sequence[int], targets: Tensor, weights: Tensor | None) -> Tensors:
         output: Tensors = tensors
         for stage in self._stages:
             if stage.ends_chain:
@@ -78,9 +76,7 @@ class _Copy(nn.Module):
         super().__init__()
         self._stage, self._devices, self._precision = stage, devices, precision
 
-    def forward(
-        self, *tensors: Tensor, samples: tuple[int, int], targets: Tensor, weights: Tensor | None
-    ) -> Tensor:
+    def forward(self, *tensors: Tensor, samples: tuple[int, int], targets: Tensor, weights: Tensor | None) -> Tensor:
         first, count = samples
         each = -(-count // len(self._devices))  # all parts but the last
         own = first + each * self._devices.index(targets.device.index), len(targets)

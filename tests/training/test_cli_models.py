@@ -1,6 +1,5 @@
 """`python train.py`: the six models under ranks of their own, one result however the ranks are started, and memory."""
 
-
 import pytest
 from commandline import ROOT, Started, free_port, train
 from composed import QUIET, compose, config, for_rank, losses, records, run, run_on_rank

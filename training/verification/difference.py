@@ -43,10 +43,10 @@ def first_difference(runs: Runs, layout: Layout, findings: Sequence[Finding]) ->
 
 def _of_step(runs: Runs, layout: Layout, step: int) -> tuple[float, str]:
     """Return the largest difference of the loss and the gradients of a step."""
-    both = []
-    for one in (layout, runs.first):
-        loss = {"loss": torch.tensor(one.losses[step - 1])} if step <= len(one.losses) else {}
-        both.append(runs.gradients(one, step) | loss)
+    both = (
+        {"loss": runs.results(one, "loss")[f"loss of step {step}"], **runs.gradients(one, step)}
+        for one in (layout, runs.first)
+    )
     return largest_difference(*both)
 
 

@@ -53,7 +53,7 @@ class Layout:
         holds: Whether it trains as one process does; None where the model cannot be cut like that.
         reason: Why it was not run, why it failed, or where it first differs.
         differences: What was compared: its largest relative difference and where that is.
-        losses: Of each step.
+        losses: Of each step with the user's optimizer.
         seconds: How long it took.
     """
 
@@ -150,7 +150,7 @@ class Runs:
         jobs = [("plain", None, self.steps), ("own", None, self.steps), ("next", before, self.steps + 1)]
         try:
             self.launch(layout, self.path(layout), jobs)
-            layout.losses = [float(loss) for loss in self.results(layout, "loss").values()]
+            layout.losses = [float(loss) for loss in self.results(layout, OWN).values()]
             pairs = ((kind, self.results(layout, kind), self.results(self.first, kind)) for kind in COMPARED)
             layout.differences = {kind: largest_difference(*pair) for kind, *pair in pairs if any(pair)}
             layout.holds = all(d <= self.limits[kind] for kind, (d, _) in layout.differences.items())
