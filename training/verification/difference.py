@@ -2,26 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from training.verification.layouts import largest_difference
-from training.verification.probes import Finding, difference
-from training.verification.recording import INPUT, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT
+from models.chain import as_tuple
+from models.losses import Sums
+from parallel.stage import Stage
+from training.verification.probes import Finding, difference, largest_difference
 
 if TYPE_CHECKING:
     from training.verification.layouts import Layout, Runs
 
-_ORDER = (INPUT, OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT)
+KINDS = INPUT, OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT = (
+    "input", "output", "gradient of its output", "gradient of its input",
+)  # fmt: skip
+Key = tuple[str, int, str, int]  # layer, first sample of the micro-batch, kind, number
+
+
+@contextmanager
+def recorded(step: int, path: Path) -> Iterator[None]:
+    """Write what each layer gets and gives in a step, with the gradients, to ``path``."""
+    inner, records = Stage.compute_layer, {}
+
+    def note(where: tuple, tensors: Any, forward: str, backward: str) -> None:
+        for i, tensor in enumerate(t for t in tensors if isinstance(t, Tensor)):
+            # The first time: a recomputation does not count.
+            records.setdefault((*where, forward, i), tensor.detach().cpu().clone())
+            if tensor.requires_grad:
+                tensor.register_hook(lambda g, i=i: records.setdefault((*where, backward, i), g.detach().cpu().clone()))
+
+    def compute_layer(stage: Stage, name: str, layer: Any, where: tuple[int, int] | None, *tensors: Any) -> Any:
+        wanted = stage.training and stage.step == step and where is not None
+        if wanted:
+            note((name, where[0]), tensors, INPUT, INPUT_GRADIENT)
+        output = inner(stage, name, layer, where, *tensors)
+        if wanted:
+            given = (output.loss, output.count) if isinstance(output, Sums) else as_tuple(output)
+            note((name, where[0]), given, OUTPUT, OUTPUT_GRADIENT)
+        return output
+
+    Stage.compute_layer = compute_layer
+    try:
+        yield
+    finally:
+        Stage.compute_layer = inner
+        torch.save(records, path)
 
 
 def first_difference(runs: Runs, layout: Layout, findings: Sequence[Finding]) -> str:
     """Run the first step that differs once more with every layer recorded, and say in a sentence where it begins."""
     tolerance, names = runs.limits["gradients"], runs.chain.names
-    steps = range(1, runs.steps + 1)
-    step = next((step for step in steps if _of_step(runs, layout, step)[0] > tolerance), runs.steps)
+    sizes = {step: _of_step(runs, layout, step) for step in range(1, runs.steps + 1)}
+    step = next((step for step, (size, _) in sizes.items() if size > tolerance), runs.steps)
+    after = f" of step {step}" * (step > 1)
     records = []
     for one, folder in ((runs.first, "recorded-first"), (layout, "recorded")):
         runs.launch(one, runs.folder / folder, [("plain", None, step)], record=step)
@@ -29,31 +67,37 @@ def first_difference(runs: Runs, layout: Layout, findings: Sequence[Finding]) ->
         records.append({key: (t, int(f.stem[7:])) for f in files for key, t in torch.load(f).items()})
     theirs, ours = records
 
-    def place(key: tuple) -> tuple:
-        layer, first, kind, _ = key
-        number = names.index(layer)
-        return kind not in (INPUT, OUTPUT), number if kind in (INPUT, OUTPUT) else -number, _ORDER.index(kind), first
+    def place(key: Key) -> tuple:
+        forward, number = key[2] in (INPUT, OUTPUT), names.index(key[0])
+        return not forward, number if forward else -number, KINDS.index(key[2]), key[1]
 
     for key in sorted(theirs, key=place):
         own, rank = ours.get(key, (None, -1))
         if (size := difference(own, theirs[key][0])) > tolerance:
-            return _sentence(runs, key, size, rank, step) + _explained(key[0], findings)
-    return _of_update(runs, layout, step, findings)
+            return _sentence(runs, key, size, rank, after) + _explained(key[0], findings)
+    size, what = sizes[step]
+    if size <= tolerance:
+        size, what = layout.largest
+        return f"first in {what}, by {size:.0e}; all layers and gradients{after} are equal"
+    tied = ", ".join(alias for alias, owner in runs.chain.tied.items() if owner == what)
+    return (
+        f"first in the gradient of {what}{f' (tied: {tied})' if tied else ''}{after}, by {size:.0e}; every layer's "
+        "input, output and their gradients are equal, so it is in how gradients are added up over micro-batches, "
+        f"replicas or tied parameters{_explained(what, findings)}"
+    )
 
 
 def _of_step(runs: Runs, layout: Layout, step: int) -> tuple[float, str]:
     """Return the largest difference of the loss and the gradients of a step."""
-    both = (
-        {"loss": runs.results(one, "loss")[f"loss of step {step}"], **runs.gradients(one, step)}
-        for one in (layout, runs.first)
-    )
+    both = ({"loss": runs.results(one, "loss")[f"loss of step {step}"], **runs.gradients(one, step)}
+            for one in (layout, runs.first))  # fmt: skip
     return largest_difference(*both)
 
 
-def _sentence(runs: Runs, key: tuple, size: float, rank: int, step: int) -> str:
+def _sentence(runs: Runs, key: Key, size: float, rank: int, after: str) -> str:
     layer, first, kind, _ = key
     way, giver = ("forward", "before") if kind in (INPUT, OUTPUT) else ("backward", "after")
-    where, microbatch = f"first in the {way} of {layer}{_after(step)}", first // runs.samples
+    where, microbatch = f"first in the {way} of {layer}{after}", first // runs.samples
     if rank < 0:
         last = first + runs.samples - 1
         return f"{where}: micro-batch {microbatch} (samples {first} to {last}) was not computed"
@@ -66,33 +110,6 @@ def _sentence(runs: Runs, key: tuple, size: float, rank: int, step: int) -> str:
     return f"{where} on rank {rank}, micro-batch {microbatch}, by {size:.0e}; {what}"
 
 
-def _of_update(runs: Runs, layout: Layout, step: int, findings: Sequence[Finding]) -> str:
-    """Name the parameter that differs although all layers agree."""
-    size, name = _of_step(runs, layout, step)
-    if size <= runs.limits["gradients"]:
-        size, what = layout.largest
-        return f"first in {what}, by {size:.0e}; all layers and gradients{_after(step)} are equal"
-    if name == "loss":
-        return f"it was not found in another run: the model does not repeat itself{_explained('', findings)}"
-    ours, theirs = (runs.gradients(one, step).get(name) for one in (layout, runs.first))
-    by = f"by {size:.0e}"
-    if ours is None or theirs is None:
-        by = "there is one, and should be none" if theirs is None else "there is none"
-    elif difference(ours, (factor := (ours * theirs).sum() / theirs.square().sum().clamp(min=1e-300)) * theirs) < 1e-3:
-        by = f"{factor.item():.3g} times what it should be"
-    aliases = [alias for alias, owner in runs.chain.tied.items() if owner == name]
-    tied = f" (tied: {', '.join(aliases)})" if aliases else ""
-    return (
-        f"first in the gradient of {name}{tied}{_after(step)}: {by}; every layer's input, output and their gradients "
-        "are equal, so it is in how gradients are added up over micro-batches, replicas or tied parameters"
-        f"{_explained(name, findings)}"
-    )
-
-
-def _after(step: int) -> str:
-    return f" of step {step}" * (step > 1)
-
-
 def _explained(name: str, findings: Sequence[Finding]) -> str:
-    near = [f for f in findings if f.layer and (name.startswith(f.layer.split(" ")[0]) or not name)]
+    near = [f for f in findings if f.layer and name.startswith(f.layer.split(" ")[0])]
     return f". Probe: {near[0].text}" if near else ". No probe explains it"

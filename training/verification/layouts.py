@@ -26,16 +26,14 @@ from training.checkpoint.files import Checkpoint, step_name
 from training.checkpoint.load import Tensors
 from training.reporting.metrics import METRICS, read_records
 from training.setup import pack_given, prepare
-from training.verification.probes import difference
-from training.verification.recording import recorded
+from training.verification.difference import recorded
+from training.verification.probes import largest_difference
 
 MOMENTUM = 0.9
 # After its first step, the momentum of SGD is the gradient. At a hundred times this rate, ResNet-50 amplifies rounding
 # tenfold at every step.
 _PLAIN = {"_target_": "torch.optim.SGD", "lr": 1e-4, "momentum": MOMENTUM}
 ONE = {"dp": 1, "pp": 1, "chunks": 1, "stages_per_rank": None, "balance": "uniform", "shard": None, "devices": None}
-# What is below this part of the largest number of all tensors of a kind may be rounding alone.
-_FLOOR = 1e-3
 OWN = "with your optimizer"
 _KINDS = {"loss": "loss", "grad_norm": "gradient norm", "step": "", "lr": "", "skipped": ""}
 COMPARED = (
@@ -246,14 +244,6 @@ def _numbers(run: Path, wanted: str) -> dict[str, Tensor]:
             if kind == wanted and isinstance(value, (int, float)) and not key.endswith(("_s", "_bytes")):
                 found[f"{key} of step {record['step']}"] = torch.tensor(value, dtype=torch.float64)
     return found
-
-
-def largest_difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Return the largest relative difference, and of what."""
-    largest = (t.double().abs().nan_to_num(0.0, 0.0).max().item() for t in theirs.values() if t.dim() and t.numel())
-    floor = _FLOOR * max(largest, default=0.0)
-    names = dict.fromkeys([*ours, *theirs])
-    return max((difference(ours.get(n), theirs.get(n), floor), n) for n in names)
 
 
 def _work(world: World, jobs: list[tuple[dict, str]], given: bytes | None, record: int | None) -> None:
