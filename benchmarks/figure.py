@@ -16,17 +16,17 @@ _MANY = 7  # more names than this do not fit beside each other
 
 
 @contextmanager
-def drawing(path: Path, width: float, mosaic: Sequence = "a", heights: Sequence | None = None) -> Iterator[list[Axes]]:
+def drawing(path: Path, width: float, height: float = 4.2, mosaic: Sequence = "a") -> Iterator[list[Axes]]:
     """Yield axes without frames, and write them to ``path`` as a PNG.
 
     Args:
         path: Of the PNG.
         width: In inches, of all of them.
+        height: Likewise.
         mosaic: Which axes stand where, as in matplotlib's ``subplot_mosaic``.
-        heights: Of the rows of the mosaic, if they are not all the same.
     """
-    figure = Figure(figsize=(width, 4.2), layout="constrained", dpi=150)
-    axes = list(figure.subplot_mosaic(mosaic, height_ratios=heights).values())
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=150)
+    axes = list(figure.subplot_mosaic(mosaic).values())
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
     yield axes

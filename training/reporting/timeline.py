@@ -100,7 +100,7 @@ def draw(ranks: Mapping[int, Sequence[Interval]], title: str, subtitle: str) -> 
     height = 1.55 + len(ranks) * (0.8 if len(ranks) <= 8 else 0.5)
     figure = Figure(figsize=(_WIDTH, height), layout="constrained", dpi=_DPI)
     axes = figure.add_subplot()
-    handles = diagram(axes, ranks, 0.9 * _WIDTH)
+    handles = _rows(axes, ranks)
     figure.suptitle(title, fontsize=13, fontweight="bold")
     axes.set_title(subtitle, fontsize=10.5)
     columns = len(handles) if len(handles) <= 6 else 4
@@ -108,13 +108,13 @@ def draw(ranks: Mapping[int, Sequence[Interval]], title: str, subtitle: str) -> 
     return figure
 
 
-def diagram(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -> list[Patch]:
-    """Draw the rows of ``draw`` on axes so many inches wide, and return the legend's handles."""
+def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]]) -> list[Patch]:
+    """Draw the rows of ``draw``, and return the legend's handles."""
     everything = [i for step in ranks.values() for i in step]
     first, last = work_span(everything)
     span = 1e3 * (last - first)
     stages = [sorted({i.stage for i in step}) for step in ranks.values()]
-    points = 72 * width / span  # per millisecond
+    points = 72 * 0.9 * _WIDTH / span  # per millisecond
     digits = len(str(max(i.microbatch for i in everything)))
     legend: dict[tuple[int, int], tuple[str, str]] = {}
 

@@ -34,6 +34,7 @@ MOMENTUM = 0.9
 # tenfold at every step.
 _PLAIN = {"_target_": "torch.optim.SGD", "lr": 1e-4, "momentum": MOMENTUM}
 ONE = {"dp": 1, "pp": 1, "chunks": 1, "stages_per_rank": None, "balance": "uniform", "shard": None, "devices": None}
+_SPREADS = 3.0  # under bf16 and fp16: differences up to this many times those of other micro-batches are rounding
 OWN = "with your optimizer"
 _KINDS = {"loss": "loss", "grad_norm": "gradient norm", "step": "", "lr": "", "skipped": ""}
 COMPARED = (
@@ -159,6 +160,12 @@ class Runs:
             layout.holds, layout.reason = False, str(error)
         layout.seconds = time.monotonic() - began
         return layout
+
+    def tolerate(self, layout: Layout) -> None:
+        """Take for rounding what is not far beyond the differences of this layout, which holds then."""
+        self.limits |= {kind: max(_SPREADS * d, self.limits[kind]) for kind, (d, _) in layout.differences.items()}
+        self.limits["next step"] = max(d for kind, d in self.limits.items() if kind != OWN)
+        layout.holds = True
 
     def path(self, layout: Layout) -> Path:
         """Return where a layout's runs write."""

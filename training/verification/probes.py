@@ -191,8 +191,8 @@ def _outputs(layer: Layer, tolerance: float) -> Iterator[tuple[str, bool]]:
     """Probe dtypes, and which gradients there are."""
     seen = layer.seen[True]
     outputs = seen["given"].values()
-    if others := [t.dtype for t in outputs if t.is_floating_point() and t.dtype != layer.dtype]:
-        got, wanted = (str(one).removeprefix("torch.") for one in (others[0], layer.dtype))
+    if half := [t.dtype for t in outputs if t.is_floating_point() and t.dtype.itemsize < 4]:
+        got, wanted = (str(one).removeprefix("torch.") for one in (half[0], layer.dtype))
         yield f"returns {got} where its parameters and inputs are {wanted}", False
     given = [gradient for name, gradient in seen["gradients"].items() if name.startswith("input ")]
     without = [name for name, g in seen["gradients"].items() if g is None and not name.startswith("input ")]
