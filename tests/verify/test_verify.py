@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 from commandline import train
-from zoo import ZOO, chain, elsewhere, tied
+from zoo import DDP, PIPE, SMALLER, ZOO, chain, elsewhere, tied
 
 from models.given import set_given
 from training import load_config, verify
@@ -66,12 +66,19 @@ def only(tmp_path, model, *words):
     return report, next(layout for layout in report.layouts if layout.holds is False)
 
 
+@pytest.mark.parametrize("broken", [one for one in ZOO if one.wrong], ids=lambda broken: broken.name)
+def test_a_broken_model_is_wrong_in_a_layout_and_the_probe_explains_it(broken, tmp_path):
+    _, failed = only(tmp_path, broken.chain(), *broken.wrong)
+    if broken.wrong is SMALLER:
+        assert failed.reason == "micro-batches of another size change what is learned"
+    else:
+        assert failed.reason.startswith("first in ") and "Probe: " in failed.reason, failed.reason
+
+
 def test_the_layer_that_draws_from_numpy_is_where_ddp_first_differs(tmp_path):
     broken = next(one for one in ZOO if one.name == "numpy noise")
-    report, failed = only(tmp_path, broken.chain(), "parallel=ddp", "parallel.dp=2", "parallel.chunks=2")
-    assert "first in the forward of b on rank" in failed.reason and "its inputs are equal" in failed.reason, (
-        failed.reason
-    )
+    _, failed = only(tmp_path, broken.chain(), *DDP)
+    assert "first in the forward of b on rank" in failed.reason and "its inputs are equal" in failed.reason
     assert "Probe: gives other numbers for the same input" in failed.reason
 
 
@@ -140,20 +147,24 @@ def not_summed():
     Gradients.finish = broken if "broken" not in finish.__qualname__ else finish
 
 
-PIPE = ("parallel=pipelined", "parallel.pp=2", "parallel.chunks=4", "parallel.schedule=1f1b")
-DDP = ("parallel=ddp", "parallel.dp=2", "parallel.chunks=2")
-
-
 @pytest.mark.parametrize(
     "patch, layout, says",
     [
+        (doubled, DDP, "first in the gradient of a."),
         (doubled, PIPE, "first in the gradient of c.linear"),
         (shifted, DDP, "first in the forward of a on rank 1, micro-batch 2"),
         (lost, DDP, "micro-batch 0 (samples 0 to 1) was not computed"),
         (stale, PIPE, "of step 2 on rank 1"),
         (not_summed, PIPE, "first in the gradient of a.weight (tied: d.weight)"),
     ],
-    ids=["gradients doubled", "a batch shifted", "a micro-batch lost", "stale weights", "a tied gradient"],
+    ids=[
+        "gradients doubled",
+        "of replicas",
+        "a batch shifted",
+        "a micro-batch lost",
+        "stale weights",
+        "a tied gradient",
+    ],
 )
 def test_a_broken_strategy_is_found_and_the_first_difference_named(patch, layout, says, tmp_path):
     _, failed = only(tmp_path, elsewhere(patch, tied if patch is not_summed else chain), *layout)

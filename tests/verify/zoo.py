@@ -145,8 +145,8 @@ class MeanOfSome:
     metrics: tuple[str, ...] = ()
 
     def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
-        mean = F.cross_entropy(output, targets, ignore_index=1)
-        return Sums(mean * len(targets), torch.tensor(len(targets), device=output.device))
+        total, some = F.cross_entropy(output, targets, ignore_index=1, reduction="sum"), (targets != 1).sum()
+        return Sums(total / some.clamp(min=1) * len(targets), torch.tensor(len(targets), device=output.device))
 
 
 class IgnoresWeights(ClassCrossEntropy):
@@ -173,36 +173,53 @@ def shared() -> Chain:
     return Chain([LayerSpec("a", Shared), LayerSpec("b", Shared), LayerSpec("c", Last)], loss=ClassCrossEntropy())
 
 
+def twice() -> Chain:
+    layers = [LayerSpec("a", partial(nn.Linear, 8, 8)), LayerSpec("b", Initial), LayerSpec("d", Initial)]
+    return Chain([*layers, LayerSpec("c", Last)], loss=ClassCrossEntropy())
+
+
+DDP = ("parallel=ddp", "parallel.dp=2", "parallel.chunks=2")
+PIPE = ("parallel=pipelined", "parallel.pp=2", "parallel.chunks=4", "parallel.schedule=1f1b")
+SMALLER = ("verify.processes=1",)  # one process with twice as many micro-batches
+
+
 @dataclass(frozen=True)
 class Broken:
-    """A model, the probe that finds it, the layer that is named and a part of the reason."""
+    """A model, the probe that finds it, the layer that is named, a part of the reason, and a layout that is wrong.
+
+    Without such a layout, all train alike what is not meant.
+    """
 
     name: str
     chain: Callable[[], Chain]
     probe: str
     layer: str
     reason: str
+    wrong: tuple[str, ...] = ()
 
 
 ZOO = [
-    Broken("numpy noise", partial(chain, Numpy), "repeats", "b", "draws random numbers that are not torch's"),
-    Broken("a counter", partial(chain, Counter), "repeats", "b", "keeps something between calls"),
-    Broken("dropout by random", partial(chain, PythonDropout), "repeats", "b", "in training"),
-    Broken("the batch's mean", partial(chain, BatchMean), "halves", "b", "samples see each other in training"),
-    Broken("in evaluation", partial(chain, MeanInEvaluation), "halves", "b", "samples see each other in evaluation"),
-    Broken("contrastive", partial(chain, loss=Contrastive()), "loss", "c", "Contrastive of a batch is not the sum"),
-    Broken("mean of some", partial(chain, loss=MeanOfSome()), "loss", "c", "MeanOfSome of a batch is not the sum"),
+    Broken("numpy noise", partial(chain, Numpy), "repeats", "b", "draws random numbers that are not torch's", DDP),
+    Broken("a counter", partial(chain, Counter), "repeats", "b", "keeps something between calls", DDP),
+    Broken("dropout by random", partial(chain, PythonDropout), "repeats", "b", "in training", DDP),
+    Broken("the batch's mean", partial(chain, BatchMean), "halves", "b", "see each other in training", SMALLER),
+    Broken("in evaluation", partial(chain, MeanInEvaluation), "halves", "b", "see each other in evaluation", SMALLER),
+    Broken("contrastive", partial(chain, loss=Contrastive()), "loss", "c", "Contrastive of a batch is not", SMALLER),
+    Broken("mean of some", partial(chain, loss=MeanOfSome()), "loss", "c", "MeanOfSome of a batch is not", SMALLER),
+    # All layouts fill up their last batch alike.
     Broken("weights ignored", partial(chain, loss=IgnoresWeights()), "loss", "c", "counts samples of weight 0"),
+    # The layer before does not need what it gave; one that does is refused by torch in every layout.
     Broken("in place", partial(chain, InPlace), "leaves its input", "b", "writes into its input"),
+    # Whichever layer is built last overwrites the weights of the other, in every layout.
     Broken("tied silently", shared, "shared parameters", "b", "b.weight is a.weight"),
-    Broken("initial numbers", partial(chain, Initial), "initial weights", "b", "depend on what was built before"),
+    Broken("initial numbers", twice, "initial weights", "b", "depend on what was built before", PIPE),
     Broken("detach", partial(chain, Detach), "outputs", "b", "returns nothing that has a gradient"),
     Broken("half", partial(chain, Half), "outputs", "b", "returns float16"),
-    Broken("average in eval", partial(chain, AverageInEvaluation), "unchanged", "b", "buffer 'average' in evaluation"),
+    Broken("average in eval", partial(chain, AverageInEvaluation), "unchanged", "b", "'average' in evaluation", DDP),
+    # No layout of several micro-batches takes these two: the error says what the forward changes.
     Broken("average", partial(chain, AverageInTraining), "unchanged", "b", "buffer 'average' in training"),
-    Broken(
-        "weights changed", partial(chain, WeightsChanged), "unchanged", "b", "parameter 'linear.weight' in training"
-    ),
+    Broken("weights changed", partial(chain, WeightsChanged), "unchanged", "b", "'linear.weight' in training"),
+    # Pipelines refuse it: what passes between stages is not known before.
     Broken("cost by values", partial(chain, Cost), "shapes", "", "layer 'b' (Cost) reads numbers out of tensors"),
 ]
 

@@ -29,21 +29,23 @@ def recorded(step: int, path: Path) -> Iterator[None]:
     """Write what each layer gets and gives in a step, with the gradients, to ``path``."""
     inner, records = Stage.compute_layer, {}
 
-    def note(where: tuple, tensors: Any, forward: str, backward: str) -> None:
+    def note(key: tuple, tensor: Tensor, scale: float = 1.0) -> None:
+        records.setdefault(key, (tensor.detach() / scale).cpu())  # the first time: a recomputation does not count
+
+    def watch(where: tuple, tensors: Any, forward: str, backward: str, scale: float) -> None:
         for i, tensor in enumerate(t for t in tensors if isinstance(t, Tensor)):
-            # The first time: a recomputation does not count.
-            records.setdefault((*where, forward, i), tensor.detach().cpu().clone())
-            if tensor.requires_grad:
-                tensor.register_hook(lambda g, i=i: records.setdefault((*where, backward, i), g.detach().cpu().clone()))
+            note((*where, forward, i), tensor)
+            if tensor.requires_grad:  # replicas scale their loss by what they add up
+                tensor.register_hook(lambda g, i=i: note((*where, backward, i), g, scale))
 
     def compute_layer(stage: Stage, name: str, layer: Any, where: tuple[int, int] | None, *tensors: Any) -> Any:
         wanted = stage.training and stage.step == step and where is not None
         if wanted:
-            note((name, where[0]), tensors, INPUT, INPUT_GRADIENT)
+            watch((name, where[0]), tensors, INPUT, INPUT_GRADIENT, stage.loss_scale)
         output = inner(stage, name, layer, where, *tensors)
         if wanted:
             given = (output.loss, output.count) if isinstance(output, Sums) else as_tuple(output)
-            note((name, where[0]), given, OUTPUT, OUTPUT_GRADIENT)
+            watch((name, where[0]), given, OUTPUT, OUTPUT_GRADIENT, stage.loss_scale)
         return output
 
     Stage.compute_layer = compute_layer
@@ -77,8 +79,9 @@ def first_difference(runs: Runs, layout: Layout, findings: Sequence[Finding]) ->
             return _sentence(runs, key, size, rank, after) + _explained(key[0], findings)
     size, what = sizes[step]
     if size <= tolerance:
-        size, what = layout.largest
-        return f"first in {what}, by {size:.0e}; all layers and gradients{after} are equal"
+        kind, size, at = layout.largest
+        why = _explained("" if kind == "evaluation" else at, findings)
+        return f"first in {kind}: {at}, by {size:.0e}; all layers and gradients{after} are equal{why}"
     tied = ", ".join(alias for alias, owner in runs.chain.tied.items() if owner == what)
     return (
         f"first in the gradient of {what}{f' (tied: {tied})' if tied else ''}{after}, by {size:.0e}; every layer's "
@@ -111,5 +114,5 @@ def _sentence(runs: Runs, key: Key, size: float, rank: int, after: str) -> str:
 
 
 def _explained(name: str, findings: Sequence[Finding]) -> str:
-    near = [f for f in findings if f.layer and name.startswith(f.layer.split(" ")[0])]
+    near = [finding for finding in findings if not name or name.startswith(finding.layer.split(" ")[0])]
     return f". Probe: {near[0].text}" if near else ". No probe explains it"

@@ -65,18 +65,16 @@ class Layout:
     seconds: float = 0.0
 
     @property
-    def largest(self) -> tuple[float, str]:
-        """The largest difference, and of what, your optimizer's aside."""
-        return max(
-            ((d, f"{kind} {at}") for kind, (d, at) in self.differences.items() if kind != OWN), default=(0.0, "")
-        )
+    def largest(self) -> tuple[str, float, str]:
+        """What differs most, by how much and where, your optimizer aside."""
+        return max(((k, d, at) for k, (d, at) in self.differences.items() if k != OWN), key=lambda one: one[1])
 
     def __str__(self) -> str:
         if not self.differences:
             return f"{self.name}: {self.reason}"
-        (size, what), own = self.largest, self.differences[OWN][0]
-        text = f"{self.name}: largest difference {size:.0e} ({what}), {OWN} {own:.0e}, {self.seconds:.1f} s"
-        return text + f"\n      {self.reason}" * bool(self.reason)
+        kind, size, at = self.largest
+        text = f"{self.name}: largest difference {size:.0e} ({kind} {at}), {OWN} {self.differences[OWN][0]:.0e}"
+        return f"{text}, {self.seconds:.1f} s" + f"\n      {self.reason}" * bool(self.reason)
 
 
 def places(processes: int, microbatches: int) -> Iterator[dict[str, Any]]:

@@ -253,7 +253,10 @@ def probe(setup: Setup) -> Iterator[Finding]:
     """
     chain, dtype, tolerance = setup.chain, parameter_dtype(setup.plan.precision), setup.cfg.verify.tolerance
     for name, whole in (("shapes", _shapes), ("shared parameters", _shared)):
-        yield from [Finding(name, *one) for one in whole(setup)] or [Finding(name, holds=True)]
+        found = [Finding(name, *one) for one in whole(setup)]
+        yield from found or [Finding(name, holds=True)]
+    if found:  # a layer that is built would change another
+        return
     drawing = drawing_by_microbatch(chain, setup.sample)
     indices = np.arange(_SAMPLES, dtype=np.int64) % len(setup.data.train)
     samples = Batch(*setup.data.train.read(indices, 0)).map(lambda t: t.to(dtype) if t.is_floating_point() else t)
@@ -264,11 +267,11 @@ def probe(setup: Setup) -> Iterator[Finding]:
             t for _, t in sorted((layers[-1].seen[True]["outputs"] | layers[-1].seen[True]["numbers"]).items())
         )
     for name, probes in PROBES.items():
-        found = {layer: [one for same in probes for one in same(layer, tolerance)] for layer in layers}
+        by_layer = {layer: [one for same in probes for one in same(layer, tolerance)] for layer in layers}
         if name in ("unchanged", "repeats"):
-            layers = [layer for layer in layers if not found[layer]]
-        findings = [Finding(name, layer.kind, *one) for layer, ones in found.items() for one in ones]
-        yield from findings or [Finding(name, holds=True)]
+            layers = [layer for layer in layers if not by_layer[layer]]
+        found = [Finding(name, layer.kind, *one) for layer, ones in by_layer.items() for one in ones]
+        yield from found or [Finding(name, holds=True)]
 
 
 def _shapes(setup: Setup) -> Iterator[tuple[str, str]]:
