@@ -27,7 +27,8 @@ _WORDS = [
     "model=transformer", "model.d_model=64", "model.d_hid=256", "model.n_layer=4", "model.dropout=0.2",
     "data.max_vocabulary=4096", "data.seq_len=64", "device=cpu", "logger=none", "optim=sgd", "optim.momentum=0.9",
     "optim.lr=0.2", "scheduler=constant", "train.grad_clip=0.5", "train.global_batch_size=16", "train.precision=fp32",
-    "parallel.threads=1", "verify.steps=50",
+    # In fp32 an activation may fall on the other side of zero, which changes a gradient by more than rounding.
+    "parallel.threads=1", "verify.steps=50", "verify.tolerance=1e-3",
 ]  # fmt: skip
 _TRACED = [
     *TRANSFORMER, "device=cpu", "train.epochs=null", "train.steps=12", "train.global_batch_size=32",

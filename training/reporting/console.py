@@ -49,6 +49,13 @@ def describe_configuration(choices: Mapping[str, str], changes: Sequence[str]) -
     return "\n".join(fill(line, _WIDTH, **options) for line in lines if line)
 
 
+def columns(lines: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells as a table; a line may end early."""
+    whole = [line for line in lines if len(line) == len(lines[0])]
+    widths = [max(map(len, cells)) for cells in zip(*whole, strict=True)]
+    return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=False)).rstrip() for line in lines)
+
+
 def describe_sample(text: str) -> str:
     """Return a text that the trained model has written, set off from the results."""
     return "a sample of its text:\n" + indent(text.strip(), "  ")

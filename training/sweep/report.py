@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from conf.composition import config_folder
 from conf.masking import mask_secrets
+from training.reporting.console import columns
 from training.reporting.job_record import FINISHED, RUNNING, WAITING
 from training.reporting.metrics import read_object
 
@@ -78,9 +79,7 @@ def describe(table: Table) -> str:
     for row, cells in table.cells.items():
         texts = [str(row.job.num), *cells.values()]
         lines.append(texts if row.finished else texts[: len(table.keys) + 2])
-    whole = [line for line in lines if len(line) == len(lines[0])]
-    widths = [max(map(len, cells)) for cells in zip(*whole, strict=True)]
-    return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=False)).rstrip() for line in lines)
+    return columns(lines)
 
 
 def results(table: Table) -> Iterator[str]:

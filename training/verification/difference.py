@@ -81,7 +81,7 @@ def first_difference(runs: Runs, layout: Layout, findings: Sequence[Finding]) ->
     if size <= tolerance:
         kind, size, at = layout.largest
         why = _explained("" if kind == "evaluation" else at, findings)
-        return f"first in {kind}: {at}, by {size:.0e}; all layers and gradients{after} are equal{why}"
+        return f"first in {kind} {at}, by {size:.0e}; all layers and gradients{after} are equal{why}"
     tied = ", ".join(alias for alias, owner in runs.chain.tied.items() if owner == what)
     return (
         f"first in the gradient of {what}{f' (tied: {tied})' if tied else ''}{after}, by {size:.0e}; every layer's "
@@ -92,7 +92,7 @@ def first_difference(runs: Runs, layout: Layout, findings: Sequence[Finding]) ->
 
 def _of_step(runs: Runs, layout: Layout, step: int) -> tuple[float, str]:
     """Return the largest difference of the loss and the gradients of a step."""
-    both = ({"loss": runs.results(one, "loss")[f"loss of step {step}"], **runs.gradients(one, step)}
+    both = ({"loss": runs.results(one, "loss")[f"at step {step}"], **runs.gradients(one, step)}
             for one in (layout, runs.first))  # fmt: skip
     return largest_difference(*both)
 

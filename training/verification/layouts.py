@@ -247,7 +247,8 @@ def _numbers(run: Path, wanted: str) -> dict[str, Tensor]:
         for key, value in record.items():
             kind = "evaluation" if key.startswith("val_") else _KINDS.get(key, "metrics")
             if kind == wanted and isinstance(value, (int, float)) and not key.endswith(("_s", "_bytes")):
-                found[f"{key} of step {record['step']}"] = torch.tensor(value, dtype=torch.float64)
+                about = f"{key} " if kind in ("metrics", "evaluation") else ""
+                found[f"{about}at step {record['step']}"] = torch.tensor(value, dtype=torch.float64)
     return found
 
 

@@ -48,7 +48,8 @@ class Finding:
     holds: bool = False
 
     def __str__(self) -> str:
-        return f"{self.probe:18} " + (f"layer {self.layer}: " if self.layer else "") + self.text
+        layer = f"layer {self.layer}: " if self.layer else ""
+        return f"{self.probe:18} {layer}{self.text}".rstrip()
 
 
 class Layer:

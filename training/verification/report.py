@@ -21,6 +21,7 @@ from conf import COMMAND
 from conf.instantiate import environment, to_config, to_dict
 from conf.masking import mask_secrets
 from launchers import World, start_fork_server
+from training.reporting.console import columns
 from training.reporting.recorder import describe
 from training.setup import Setup, prepare
 from training.verification.difference import first_difference
@@ -64,6 +65,14 @@ class Report:
         """Whether no probe has found what changes results, and all layouts that can be cut hold, at least one."""
         return bool(self.compared) and not self.failed
 
+    def table(self) -> str:
+        """Return the largest differences of each layout, by what was compared."""
+        lines = [["", *COMPARED]]
+        for layout in self.layouts:
+            sizes = {kind: f"{size:.0e}" if size else "0" for kind, (size, _) in layout.differences.items()}
+            lines += [[layout.name, *(sizes.get(kind, "") for kind in COMPARED)]] * bool(sizes)
+        return columns(lines)
+
     def __str__(self) -> str:
         """Say what does not hold, and how much does."""
         held = sum(layout.holds is True for layout in self.compared)
@@ -98,7 +107,7 @@ def prove(cfg: Any, run_dir: Path, typed: Collection[str]) -> Report:
         shutil.rmtree(run_dir / "layouts", ignore_errors=True)
     report.seconds = time.monotonic() - began
     write(report, run_dir)
-    print(f"\n{report}\n{run_dir / PAGE}")
+    print(f"\n{report.table()}\n\n{report}\n{run_dir / PAGE}", flush=True)
     return report
 
 
