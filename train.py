@@ -65,7 +65,8 @@ def run(cfg: Any, hydra_section: Any, saved: Any = None) -> float | None:
             cfg = plain(cfg, hydra_section)
             report = prove(cfg, folder, cfg[COMMAND]["typed"])
             if not report.ok:
-                raise TrainingError(f"model={cfg.model.name} is not the same in every layout; see above")
+                said = "is not the same in every layout" if report.failed else "could not be compared"
+                raise TrainingError(f"model={cfg.model.name} {said}; see above")
             return None
         if hydra_section.mode.name == "MULTIRUN":
             from training.sweep.sweeper import run_job

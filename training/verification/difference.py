@@ -2,58 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from models.chain import as_tuple
-from models.losses import Sums
-from parallel.stage import Stage
+from training.verification.layouts import Layout, Runs
 from training.verification.probes import Finding, difference, largest_difference
-
-if TYPE_CHECKING:
-    from training.verification.layouts import Layout, Runs
-
-KINDS = INPUT, OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT = (
-    "input", "output", "gradient of its output", "gradient of its input",
-)  # fmt: skip
-Key = tuple[str, int, str, int]  # layer, first sample of the micro-batch, kind, number
-
-
-@contextmanager
-def recorded(step: int, path: Path) -> Iterator[None]:
-    """Write what each layer gets and gives in a step, with the gradients, to ``path``."""
-    inner, records = Stage.compute_layer, {}
-
-    def note(key: tuple, tensor: Tensor, scale: float = 1.0) -> None:
-        records.setdefault(key, (tensor.detach() / scale).cpu())  # the first time: a recomputation does not count
-
-    def watch(where: tuple, tensors: Any, forward: str, backward: str, scale: float) -> None:
-        for i, tensor in enumerate(t for t in tensors if isinstance(t, Tensor)):
-            note((*where, forward, i), tensor)
-            if tensor.requires_grad:  # replicas scale their loss by what they add up
-                tensor.register_hook(lambda g, i=i: note((*where, backward, i), g, scale))
-
-    def compute_layer(stage: Stage, name: str, layer: Any, where: tuple[int, int] | None, *tensors: Any) -> Any:
-        wanted = stage.training and stage.step == step and where is not None
-        if wanted:
-            watch((name, where[0]), tensors, INPUT, INPUT_GRADIENT, stage.loss_scale)
-        output = inner(stage, name, layer, where, *tensors)
-        if wanted:
-            given = (output.loss, output.count) if isinstance(output, Sums) else as_tuple(output)
-            watch((name, where[0]), given, OUTPUT, OUTPUT_GRADIENT, stage.loss_scale)
-        return output
-
-    Stage.compute_layer = compute_layer
-    try:
-        yield
-    finally:
-        Stage.compute_layer = inner
-        torch.save(records, path)
+from training.verification.recording import INPUT, KINDS, OUTPUT, OUTPUT_GRADIENT, Key
 
 
 def first_difference(runs: Runs, layout: Layout, findings: Sequence[Finding]) -> str:
@@ -80,7 +35,7 @@ def first_difference(runs: Runs, layout: Layout, findings: Sequence[Finding]) ->
     size, what = sizes[step]
     if size <= tolerance:
         kind, size, at = layout.largest
-        why = _explained("" if kind == "evaluation" else at, findings)
+        why = _explained("" if kind in ("evaluation", "metrics", "next step") else at, findings)
         return f"first in {kind} {at}, by {size:.0e}; all layers and gradients{after} are equal{why}"
     tied = ", ".join(alias for alias, owner in runs.chain.tied.items() if owner == what)
     return (

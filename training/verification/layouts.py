@@ -26,8 +26,8 @@ from training.checkpoint.files import Checkpoint, step_name
 from training.checkpoint.load import Tensors
 from training.reporting.metrics import METRICS, read_records
 from training.setup import pack_given, prepare
-from training.verification.difference import recorded
 from training.verification.probes import largest_difference
+from training.verification.recording import recorded
 
 MOMENTUM = 0.9
 # After its first step, the momentum of SGD is the gradient. At a hundred times this rate, ResNet-50 amplifies rounding
@@ -79,6 +79,7 @@ class Layout:
 
 def places(processes: int, microbatches: int) -> Iterator[dict[str, Any]]:
     """Yield the keys of the section ``parallel`` for each layout of about ``processes`` processes."""
+    processes = max(2, processes)  # with one, nothing is cut
     half = max(2, processes // 2)
     for name, info in STRATEGIES.items():
         replicas = [1] if not info.replicas else [2] if info.stages else sorted({2, processes})

@@ -90,6 +90,8 @@ def prove(cfg: Any, run_dir: Path, typed: Collection[str]) -> Report:
     began = time.monotonic()
     if World.detect() is not None:
         raise TrainingError("mode=verify starts its processes itself: call it without torchrun or srun")
+    if cfg.verify.steps < 1:
+        raise TrainingError(f"verify.steps={cfg.verify.steps} must be at least 1")
     cfg = _settled(cfg, typed)
     with changed_environment(environment(cfg)):
         start_fork_server(["training.preload"])
@@ -140,6 +142,7 @@ def _layouts(report: Report, cfg: Any, setup: Setup, folder: Path, typed: Collec
     wanted = list(places(cfg.verify.processes, count))
     if chosen:
         place = to_dict(cfg)["parallel"]
+        place["chunks"] = 2 if place["chunks"] == "auto" else place["chunks"]
         plan = prepare(to_config(as_run(cfg, place))).plan
         count, wanted = plan.dp * plan.chunks, [{**place, "dp": plan.dp, "pp": plan.pp, "chunks": plan.chunks}]
         cfg.verify.processes = plan.processes

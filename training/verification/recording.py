@@ -1,0 +1,52 @@
+"""What each layer of a step gets and gives, forward and backward, written by every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.chain import as_tuple
+from models.losses import Sums
+from parallel.stage import Stage
+
+KINDS = INPUT, OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT = (
+    "input", "output", "gradient of its output", "gradient of its input",
+)  # fmt: skip
+Key = tuple[str, int, str, int]  # layer, first sample of the micro-batch, kind, number
+
+
+@contextmanager
+def recorded(step: int, path: Path) -> Iterator[None]:
+    """Write what each layer gets and gives in a step, with the gradients, to ``path``."""
+    inner, records = Stage.compute_layer, {}
+
+    def note(key: tuple, tensor: Tensor, scale: float = 1.0) -> None:
+        records.setdefault(key, (tensor.detach() / scale).cpu())  # the first time: a recomputation does not count
+
+    def watch(where: tuple, tensors: Any, forward: str, backward: str, scale: float) -> None:
+        for i, tensor in enumerate(t for t in tensors if isinstance(t, Tensor)):
+            note((*where, forward, i), tensor)
+            if tensor.requires_grad:  # replicas scale their loss by what they add up
+                tensor.register_hook(lambda g, i=i: note((*where, backward, i), g, scale))
+
+    def compute_layer(stage: Stage, name: str, layer: Any, where: tuple[int, int] | None, *tensors: Any) -> Any:
+        wanted = stage.training and stage.step == step and where is not None
+        if wanted:
+            watch((name, where[0]), tensors, INPUT, INPUT_GRADIENT, stage.loss_scale)
+        output = inner(stage, name, layer, where, *tensors)
+        if wanted:
+            given = (output.loss, output.count) if isinstance(output, Sums) else as_tuple(output)
+            watch((name, where[0]), given, OUTPUT, OUTPUT_GRADIENT, stage.loss_scale)
+        return output
+
+    Stage.compute_layer = compute_layer
+    try:
+        yield
+    finally:
+        Stage.compute_layer = inner
+        torch.save(records, path)
