@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -104,10 +103,7 @@ def in_turns(rank: int, runs: Mapping[str, Sequence[str]], rounds: int, alone: s
         setup = configured(overrides)
         trainer = Trainer(setup, rank if setup.plan.processes > 1 else 0, local_rank=rank)
         steps[name] = trainer.step
-    seconds = take_turns(steps, rounds, barrier=dist.barrier)
-    if rank == 0:
-        print(f"{rounds} rounds of {len(runs)} runs measured", file=sys.stderr)
-    return seconds
+    return take_turns(steps, rounds, barrier=dist.barrier)
 
 
 class PlainLoop:
