@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from common.files import template
 from conf.composition import config_folder
 from conf.masking import mask_secrets
 from training.reporting.job_record import FINISHED, RUNNING, WAITING
@@ -130,11 +131,7 @@ def page(table: Table, command: str) -> str:
         table: The sweep; it must have a row.
         command: The command line that started the sweep, secrets masked.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    folder = FileSystemLoader(Path(__file__).parent)
-    jinja = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return jinja.get_template("report.html.jinja").render(
+    return template(Path(__file__).with_name("report.html.jinja"), html=True).render(
         table=table,
         command=command,
         time=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
