@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from common.files import template
 from conf.composition import config_folder
@@ -32,10 +32,9 @@ class SweepReport(Callback):
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Write the report into the sweep's directory."""
         # With launcher.wait=false the jobs are still queued or running.
-        waited = OmegaConf.select(config, "launcher.wait", default=True)
-        direction = OmegaConf.select(config, "sweep.direction")
-        direction = getattr(direction, "name", direction)  # a Direction, of conf/schema.py
-        if not report(Path(config.hydra.sweep.dir), waited, OmegaConf.select(config, "sweep.objective"), direction):
+        ended, direction = config.launcher.get("wait", True), config.sweep.direction
+        direction = direction and direction.name
+        if not report(Path(config.hydra.sweep.dir), ended, config.sweep.objective, direction):
             raise SystemExit(1)
 
 
