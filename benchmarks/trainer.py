@@ -8,14 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from torch import Tensor, nn
 
 from benchmarks.timing import take_turns
-from conf import FOLDER
+from conf.composition import compose
 from conf.instantiate import to_config, to_dict
-from conf.schema import register
 from data.dataset import Batch
 from data.loader import TrainBatches
 from parallel.devices import autocast, synchronize
@@ -42,10 +39,7 @@ def configured(overrides: Sequence[str]) -> Setup:
 
 def composed(overrides: Sequence[str]) -> Any:
     """Return the configuration of ``python train.py OVERRIDES``."""
-    register()
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        return to_config(to_dict(compose("train", list(overrides))))
+    return to_config(to_dict(compose(overrides)))
 
 
 class Trainer:
