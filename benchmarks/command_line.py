@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -39,8 +38,3 @@ def run_directory(*overrides: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         run(*overrides, f"hydra.run.dir={folder}/run")
         yield Path(folder, "run")
-
-
-def read_metrics(folder: Path) -> list[dict]:
-    """Return the records of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

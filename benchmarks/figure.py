@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from benchmarks.timing import Spread
 
 BLUE, GREY = "#0072b2", "#8a8a8a"
-_MANY = 7  # more names than this do not fit beside each other
 
 
 @contextmanager
@@ -51,8 +50,5 @@ def bars(path: Path, rows: Sequence[Mapping], ours: Sequence[str], width: float)
         drawn = axes.bar(range(len(rows)), medians, yerr=[below, above], color=colours, width=0.62, capsize=4)
         axes.tick_params(axis="x", labelsize="small")
         axes.bar_label(drawn, [f"{value:.3g}" for value in medians], padding=3)
-        if len(rows) > _MANY:
-            axes.set_xticks(range(len(rows)), names, rotation=35, ha="right")
-        else:
-            axes.set_xticks(range(len(rows)), [name.replace(", ", ",\n").replace(" (", "\n(") for name in names])
+        axes.set_xticks(range(len(rows)), names, rotation=35, ha="right")
         axes.set_ylabel("seconds a step")

@@ -19,8 +19,9 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import figure
-from benchmarks.command_line import read_metrics, run
+from benchmarks.command_line import run
 from benchmarks.table import Benchmark, Table
+from training.reporting.metrics import METRICS, read_records
 
 COMMAND = ("parallel=pipe_ddp", "model=gpt2")
 TINY = ("model.size=tiny", "train.steps=8", "logger=none")
@@ -33,7 +34,7 @@ def measure(chosen: Namespace) -> Iterator[Table]:
         run_dir = Path(folder) / "run"
         start = time.time()
         lines = run(*COMMAND, *(TINY if chosen.quick else ()), f"hydra.run.dir={run_dir}", echo=True)
-        records = read_metrics(run_dir)
+        records = read_records(run_dir / METRICS)
         run("mode=eval", f"checkpoint={run_dir}", COMMAND[0], f"hydra.run.dir={folder}/eval", echo=True)
         whole = json.loads(Path(folder, "eval", "summary.json").read_text())
     steps = [record for record in records if "loss" in record]

@@ -92,14 +92,11 @@ def peaks(toy: bool) -> Iterator[dict]:
         seconds = min(take_turns({"": copy}, 20, warm_up=3)[""])
         yield _peak(f"copy {name}", moved / seconds / 1e9, "GB/s")
     datasheet = None if toy else datasheet_peak()
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        reached = measured_peak(device.type, width, dtype)
-        share = f"{reached / datasheet:.1%}" if datasheet and dtype.itemsize == 2 else ""
-        yield _peak(f"product of {width} x {width} matrices, {str(dtype)[6:]}", reached / 1e12, "TFLOP/s", share)
-    if not toy:
-        torch.backends.cuda.matmul.allow_tf32 = True
-        reached = measured_peak("cuda", width, torch.float32)
-        yield _peak(f"product of {width} x {width} matrices, tf32", reached / 1e12, "TFLOP/s")
+    for name in ("bfloat16", "float16", "float32", "tf32"):
+        torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
+        reached = measured_peak(device.type, width, getattr(torch, name, torch.float32))
+        share = f"{reached / datasheet:.1%}" if datasheet and name.endswith("16") else ""
+        yield _peak(f"product of {width} x {width} matrices, {name}", reached / 1e12, "TFLOP/s", share)
 
 
 def gpt2(toy: bool) -> Iterator[dict]:

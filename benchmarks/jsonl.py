@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-import statistics
 import tempfile
 import time
 from argparse import Namespace
@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.table import Benchmark, Table
-from benchmarks.timing import in_new_process
+from benchmarks.timing import Spread, in_new_process
 from data.jsonl import Rows
 
 BATCH = 64
@@ -94,19 +94,15 @@ def use_one_core() -> None:
 
 def own_memory() -> float:
     """Return the MiB that only this process uses and the system cannot reclaim."""
-    kib = {}
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
-        name, value = line.split(":")
-        kib[name] = int(value.split()[0])
-    return max(kib["Anonymous"], kib["Private_Dirty"]) / 1024
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return max(int(kib) for kib in re.findall(r"(?:Anonymous|Private_Dirty): +(\d+)", rollup)) / 1024
 
 
 def row_of(rows: int, size: int, measured: list[dict[str, float]]) -> dict:
     """Return one row of the table."""
 
     def spread(name: str, digits: int = 0) -> str:
-        values = [one[name] for one in measured]
-        middle, low, high = (f"{v:,.{digits}f}" for v in (statistics.median(values), min(values), max(values)))
+        middle, low, high = (f"{value:,.{digits}f}" for value in Spread.of([one[name] for one in measured]))
         return f"{middle} ({low} to {high})"
 
     return {

@@ -123,7 +123,8 @@ def measure(chosen: Namespace) -> Iterator[Table]:
         configured(_overrides(case, Way("single")))  # downloads and prepares the data once, and not on both ranks
         contest = Contest(case)
         groups = contest.finals(chosen.rounds)
-        swept += [{"model": model, **row} for row in sweep_rows(contest.swept)]
+        for way, seconds in contest.swept.items():
+            swept.append({"model": model, **way.columns(), "seconds a step": f"{statistics.median(seconds):.4f}"})
         rows += [{"model": model, **row} for row in final_rows(groups, case.batch)]
     measured = {model: {"rounds": chosen.rounds, **asdict(CASES[model])} for model in models}
     if not chosen.quick:
@@ -234,17 +235,14 @@ def layers_per_stage(rank: int, case: Case, ways: list[Way]) -> list[tuple[int, 
 def _start(way: Way, case: Case) -> ranks.Workers:
     """The contender's processes. A single process may use both cores if its library or its threads can."""
     if way.kind in peers.NAMES:
-        return ranks.Workers(_peer, case, way, all_cores=True, keep_memory=way.tuned)
+        return ranks.Workers(_peer, way, _overrides(case, Way("single")), all_cores=True, keep_memory=way.tuned)
     size = ranks.RANKS if way.kind == "pipelined" else 1
-    return ranks.Workers(_trainer, case, way, size=size, threads=way.threads, all_cores=way.threads > 1)
+    place = {"size": size, "threads": way.threads, "all_cores": way.threads > 1}
+    return ranks.Workers(Trainer.build, _overrides(case, way), **place)
 
 
-def _trainer(rank: int, case: Case, way: Way) -> Trainer:
-    return Trainer.build(rank, _overrides(case, way))
-
-
-def _peer(rank: int, case: Case, way: Way) -> peers.Peer:
-    trainer = Trainer.build(0, _overrides(case, Way("single")))
+def _peer(rank: int, way: Way, overrides: list[str]) -> peers.Peer:
+    trainer = Trainer.build(rank, overrides)
     checkpoint = "never" if way.tuned else peers.DEFAULT_CHECKPOINT
     return peers.Peer(trainer, way.kind, way.balance, way.chunks, checkpoint)
 
@@ -263,11 +261,6 @@ def _overrides(case: Case, way: Way) -> list[str]:
         *case.overrides, *layout, f"train.global_batch_size={case.batch}", f"train.precision={way.precision}",
         f"device={ranks.device_type()}", "train.steps=1000000", "logger=none",
     ]  # fmt: skip
-
-
-def sweep_rows(swept: dict[Way, list[float]]) -> list[dict]:
-    """Return the rows of the sweep's table: every way and its median."""
-    return [{**way.columns(), "seconds a step": f"{statistics.median(times):.4f}"} for way, times in swept.items()]
 
 
 def final_rows(groups: list[dict[Way, list[float]]], batch: int) -> list[dict]:

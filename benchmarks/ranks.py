@@ -7,9 +7,9 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,8 +22,6 @@ from parallel.host_group import choose_backend
 
 RANKS = 2
 _ALL_CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-# One heap for all threads: otherwise each thread of another library keeps gigabytes in a heap of its own.
-_HEAPS = "MALLOC_ARENA_MAX"
 
 
 def device_type() -> str:
@@ -38,7 +36,7 @@ def cores() -> list[int]:
 
 def run(function: Callable, *args: Any) -> Any:
     """Call ``function(rank, *args)`` in ``RANKS`` processes at the same time; returns rank 0's result."""
-    with closing(Workers(_Call, function, args, size=RANKS)) as workers:
+    with closing(Workers(_callable, function, args, size=RANKS)) as workers:
         return workers.step(0)
 
 
@@ -62,7 +60,8 @@ class Workers:
         self._pipes: list[Connection] = []
         self._processes = []
         spawn = multiprocessing.get_context("spawn")
-        with changed_environment({"OMP_NUM_THREADS": "1", _HEAPS: "1" if keep_memory else None}):
+        # One heap for all threads: otherwise each thread of another library keeps gigabytes in a heap of its own.
+        with changed_environment({"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1" if keep_memory else None}):
             for rank in range(size):
                 ours, theirs = spawn.Pipe()
                 settle = partial(_settle, rank, size, f"{self._folder.name}/store", keep_memory, **place)
@@ -150,11 +149,5 @@ def _settle(
         dist.init_process_group(backend, store=meeting, rank=rank, world_size=size, **options)
 
 
-@dataclass(frozen=True)
-class _Call:
-    rank: int
-    function: Callable
-    args: tuple
-
-    def step(self, number: int) -> Any:
-        return self.function(self.rank, *self.args)
+def _callable(rank: int, function: Callable, args: tuple) -> SimpleNamespace:
+    return SimpleNamespace(step=lambda number: function(rank, *args))

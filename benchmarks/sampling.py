@@ -36,8 +36,9 @@ def measure(chosen: Namespace) -> Iterator[Table]:
 
 def rows_of(size: str, batch: int, tokens: int, rounds: int) -> list[dict]:
     """Return the rows for ``batch`` prompts."""
-    drawn: dict[str, Tokens] = {}
-    seconds = take_turns(contenders(size, batch, tokens, drawn), rounds)
+    runs = contenders(size, batch, tokens)
+    seconds = take_turns(runs, rounds)
+    drawn = {name: run(0) for name, run in runs.items()}
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     return [
         {
@@ -51,8 +52,8 @@ def rows_of(size: str, batch: int, tokens: int, rounds: int) -> list[dict]:
     ]
 
 
-def contenders(size: str, batch: int, count: int, drawn: dict[str, Tokens]) -> dict[str, Callable[[int], None]]:
-    """Return the runs by name. Each leaves its tokens in ``drawn``."""
+def contenders(size: str, batch: int, count: int) -> dict[str, Callable[[int], Tokens]]:
+    """Return the runs by name. Each returns its tokens, the same in every round."""
     load_torchvision()  # or transformers fails where torchvision does not fit a CPU torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -68,18 +69,13 @@ def contenders(size: str, batch: int, count: int, drawn: dict[str, Tokens]) -> d
         device = torch.device("cpu")
         return generate(layers, prompts.tolist(), count, Draws(temperature=0), **limits, device=device, cached=cached)
 
-    def theirs() -> Tokens:
+    def theirs(number: int) -> Tokens:
         ends = {"max_new_tokens": count, "min_new_tokens": count, "pad_token_id": VOCABULARY - 1}
         with torch.no_grad():
             whole = reference.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, **ends)
         return whole[:, PROMPT:].tolist()
 
-    runs = {OURS: lambda: ours(True), WHOLE: lambda: ours(False), THEIRS: theirs}
-
-    def timed(name: str, run: Callable[[], Tokens]) -> Callable[[int], None]:
-        return lambda number: drawn.__setitem__(name, run())
-
-    return {name: timed(name, run) for name, run in runs.items()}
+    return {OURS: lambda number: ours(True), WHOLE: lambda number: ours(False), THEIRS: theirs}
 
 
 BENCHMARK = Benchmark(measure, rounds=3)

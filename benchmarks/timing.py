@@ -6,14 +6,13 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
+_COLUMNS = ("seconds a step (median)", "fastest", "slowest")  # of a Spread, in a table
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(NamedTuple):
     """The times of one contender.
 
     Attributes:
@@ -28,28 +27,18 @@ class Spread:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Spread:
-        """Return the spread of ``seconds``.
-
-        Raises:
-            ValueError: If there are none.
-        """
-        if not seconds:
-            raise ValueError("nothing was measured: at least one round is needed")
+        """Return the spread of ``seconds``, of which there is one at least."""
         return cls(statistics.median(seconds), min(seconds), max(seconds))
 
     @classmethod
     def read(cls, row: Mapping[str, str]) -> Spread:
         """Return the spread that ``columns`` has written into a row."""
-        return cls(*(float(row[key]) for key in ("seconds a step (median)", "fastest", "slowest")))
+        return cls(*(float(row[key]) for key in _COLUMNS))
 
     def columns(self) -> dict[str, str]:
         """Return the spread as columns of a table."""
         digits = 3 if self.median >= 0.1 else 5
-        return {
-            "seconds a step (median)": f"{self.median:.{digits}f}",
-            "fastest": f"{self.fastest:.{digits}f}",
-            "slowest": f"{self.slowest:.{digits}f}",
-        }
+        return {column: f"{value:.{digits}f}" for column, value in zip(_COLUMNS, self, strict=True)}
 
 
 def take_turns(

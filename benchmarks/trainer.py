@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from torch import Tensor, nn
 
 from benchmarks.timing import take_turns
-from conf import FOLDER
+from conf.composition import compose
 from conf.instantiate import to_config, to_dict
-from conf.schema import register
 from data.dataset import Batch
 from data.loader import TrainBatches
 from parallel.devices import autocast, synchronize
@@ -43,10 +39,7 @@ def configured(overrides: Sequence[str]) -> Setup:
 
 def composed(overrides: Sequence[str]) -> Any:
     """Return the configuration of ``python train.py OVERRIDES``."""
-    register()
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        return to_config(to_dict(compose("train", list(overrides))))
+    return to_config(to_dict(compose(overrides)))
 
 
 class Trainer:
@@ -104,10 +97,7 @@ def in_turns(rank: int, runs: Mapping[str, Sequence[str]], rounds: int, alone: s
         setup = configured(overrides)
         trainer = Trainer(setup, rank if setup.plan.processes > 1 else 0, local_rank=rank)
         steps[name] = trainer.step
-    seconds = take_turns(steps, rounds, barrier=dist.barrier)
-    if rank == 0:
-        print(f"{rounds} rounds of {len(runs)} runs measured", file=sys.stderr)
-    return seconds
+    return take_turns(steps, rounds, barrier=dist.barrier)
 
 
 class PlainLoop:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,16 @@ def read_yaml(path: Path) -> Any:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def template(path: Path, html: bool = False, **filters: Callable) -> Any:
+    """Return the jinja template in a file, which may use ``filters``; with ``html`` what is filled in is escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    blocks = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    templates = Environment(loader=FileSystemLoader(path.parent), autoescape=html, undefined=StrictUndefined, **blocks)
+    templates.filters |= filters
+    return templates.get_template(path.name)
 
 
 def flush_path(path: Path) -> None:

@@ -49,7 +49,7 @@ def hide(text: str) -> str:
     return text
 
 
-def mask_secrets(value: Any, name: str = "") -> Any:
+def mask_secrets(value: Any) -> Any:
     """Replace secrets by ``***``, and what comes from the environment by ``${oc.env:NAME}``.
 
     A secret is known by its name (``api_key``), by its form (``hf_…``, a password in a URL), or because a variable of
@@ -57,7 +57,6 @@ def mask_secrets(value: Any, name: str = "") -> Any:
 
     Args:
         value: A nested dict or list, a command line as a list of words, or a text.
-        name: The key under which ``value`` stands, if any.
 
     Returns:
         ``value``, or a copy of it in which secrets are masked.
@@ -67,26 +66,16 @@ def mask_secrets(value: Any, name: str = "") -> Any:
     # section Python has escaped what it holds.
     texts = [*secrets, *(os.environ[variable] for variable in named if os.environ.get(variable))]
     parts = [rf"{_NAMES}\s*[=:]", _URL_PASSWORD.pattern, _SECRET_VALUE.pattern, *map(re.escape, texts)]
-    return _masked(value, name, secrets, re.compile("|".join(parts), re.IGNORECASE))
+    return _masked(value, "", secrets, re.compile("|".join(parts), re.IGNORECASE))
 
 
 def _masked(value: Any, name: str, secrets: list[str], suspect: re.Pattern) -> Any:
     if isinstance(value, dict):
-        return {
-            key: _masked(item, str(key), secrets, suspect)
-            if isinstance(item, (dict, list, tuple)) or suspect.search(f"{key}={item}")
-            else item
-            for key, item in value.items()
-            if key != KEY
-        }
+        return {key: _masked(item, str(key), secrets, suspect) for key, item in value.items() if key != KEY}
     if isinstance(value, (list, tuple)):
-        return [
-            _masked(item, name, secrets, suspect)
-            if isinstance(item, (dict, list, tuple)) or suspect.search(f"{name}={item}")
-            else item
-            for item in value
-        ]
-    if name == "git_commit":  # forty hexadecimal digits, as a key of wandb has
+        return [_masked(item, name, secrets, suspect) for item in value]
+    # A commit is forty hexadecimal digits, as a key of wandb is.
+    if name == "git_commit" or not suspect.search(f"{name}={value}"):
         return value
     if _is_secret(name, str(value)):
         return MASK

@@ -166,7 +166,7 @@ class TrainBatches(Dataset):
             DataError: The source has fewer samples than a global batch or requires another batch size, or the replicas
                 cannot share the batch equally.
         """
-        _check_replicas(global_batch_size, dp_rank, dp_size)
+        _check_replicas(global_batch_size, dp_size)
         source.check_batch(global_batch_size)
         if len(source) < global_batch_size:
             fits = len(source) // dp_size * dp_size
@@ -221,7 +221,7 @@ class EvalBatches:
         Raises:
             DataError: The replicas cannot share a batch equally, the source is empty, or the limit is below 1.
         """
-        _check_replicas(global_batch_size, dp_rank, dp_size)
+        _check_replicas(global_batch_size, dp_size)
         if len(source) == 0:
             raise DataError("the evaluation data has 0 samples; at least 1 is needed")
         if limit is not None and limit < 1:
@@ -248,11 +248,9 @@ class EvalBatches:
             yield Batch(inputs, targets, torch.from_numpy(real.astype(np.float32)))
 
 
-def _check_replicas(global_batch_size: int, dp_rank: int, dp_size: int) -> None:
+def _check_replicas(global_batch_size: int, dp_size: int) -> None:
     if global_batch_size < 1:
         raise DataError(f"train.global_batch_size={global_batch_size}: a batch needs at least 1 sample")
-    if not 0 <= dp_rank < dp_size:
-        raise ValueError(f"dp_rank={dp_rank} is not one of {dp_size} replicas, which count from 0")
     if global_batch_size % dp_size:
         below = global_batch_size // dp_size * dp_size
         nearest = f"{below} and {below + dp_size}" if below else f"{dp_size}"

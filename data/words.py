@@ -15,19 +15,8 @@ UNKNOWN = "<unk>"
 _FILE = "vocabulary.txt"
 
 # In this order. Source: torchtext.data.utils.get_tokenizer("basic_english").
-_REPLACEMENTS = (
-    ("'", " '  "),
-    ('"', ""),
-    (".", " . "),
-    ("<br />", " "),
-    (",", " , "),
-    ("(", " ( "),
-    (")", " ) "),
-    ("!", " ! "),
-    ("?", " ? "),
-    (";", " "),
-    (":", " "),
-)
+_REPLACEMENTS = {"'": " '  ", '"': "", "<br />": " ", ";": " ", ":": " "}
+_REPLACEMENTS |= {sign: f" {sign} " for sign in ".,()!?"}  # words of their own
 
 
 class WordVocabulary:
@@ -82,7 +71,7 @@ def basic_english(text: str) -> list[str]:
     signs of punctuation are words.
     """
     text = text.lower()
-    for sign, replacement in _REPLACEMENTS:
+    for sign, replacement in _REPLACEMENTS.items():
         text = text.replace(sign, replacement)
     return text.split()
 

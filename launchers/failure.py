@@ -8,7 +8,6 @@ import re
 import signal
 import time
 from dataclasses import dataclass
-from enum import IntEnum, auto
 from pathlib import Path
 
 from common.errors import LaunchError, format_exception, message_for_user
@@ -174,22 +173,17 @@ def _write(path: str | os.PathLike, report: dict) -> None:
     partial.replace(path)
 
 
-class _Severity(IntEnum):
-    """Kinds of deaths: of two, the one that comes first here is the cause of the other."""
-
-    KILLED = auto()
-    RAISED = auto()
-    LEFT_SILENTLY = auto()
-    LOST_A_PEER = auto()
+# Kinds of deaths: of two, the one that comes first here is the cause of the other.
+_KILLED, _RAISED, _LEFT_SILENTLY, _LOST_A_PEER = range(4)
 
 
-def _severity(death: Death) -> tuple[_Severity, float]:
+def _severity(death: Death) -> tuple[int, float]:
     """Return what to sort deaths by: the kind, then the time of the report, or the rank where there is none."""
     if death.exitcode < 0 and not death.aborted:
-        return _Severity.KILLED, death.rank
+        return _KILLED, death.rank
     if death.report is None:
-        return _Severity.LEFT_SILENTLY, death.rank
-    return _Severity.LOST_A_PEER if death.lost_a_peer else _Severity.RAISED, death.report["timestamp"]
+        return _LEFT_SILENTLY, death.rank
+    return _LOST_A_PEER if death.lost_a_peer else _RAISED, death.report["timestamp"]
 
 
 def _signal_text(death: Death) -> str:

@@ -173,10 +173,9 @@ class _Beats:
     def _beat(self) -> None:
         every_s = max(_EVERY_S, self._timeout_s / _BEATS_PER_TIMEOUT)
         self._put()
-        ended = False
-        while not ended:
-            ended = self._ended.wait(every_s)
+        while not self._ended.wait(every_s):
             self._put()
+        self._put()
 
     def _put(self) -> None:
         # A store may be on a full disk, or gone with the process that hosts it.

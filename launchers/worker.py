@@ -22,8 +22,7 @@ from launchers.failure import log_path, write_report, write_stop
 from launchers.meeting import use_loopback
 from launchers.world import LOCAL_ROLE, STORE_FILE, World
 
-# A rank that only lost its connection leaves last, so that the rank that broke it is seen to fail first.
-PEER_DELAY_S = 2.5
+_PEER_DELAY_S = 2.5  # by which a rank that only lost its connection leaves later than the rank that broke it
 
 
 @dataclass(frozen=True)
@@ -86,17 +85,13 @@ def _take_console(*passed) -> None:
         os.dup2(source.detach(), descriptor)
 
 
+@unfailing_output()
 def work(_console: None, job: Job, rank: int, entry: Callable, args: tuple) -> NoReturn:
     """Call ``entry(world, *args)`` as `rank`, in a process that was forked for it, and leave without any clean-up.
 
     Its console was taken over as it was unpickled. The exit code is 1 after an exception, which is written to the job's
     report, and launchers.stopping.EXIT_CODE after a Stopped.
     """
-    with unfailing_output():
-        _work(job, rank, entry, args)
-
-
-def _work(job: Job, rank: int, entry: Callable, args: tuple) -> NoReturn:
     # What the worker starts is in its group, and ends with it.
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
@@ -121,7 +116,7 @@ def _work(job: Job, rank: int, entry: Callable, args: tuple) -> NoReturn:
         write_stop(report, stopped)
         _leave(stopping.EXIT_CODE)
     except BaseException as error:
-        _fail(error, world, report)
+        fail(error, report, shown=rank > 0)  # rank 0's is shown by the launching process, on the same console
     job.finished_path(rank).touch()
     _leave(0)  # a thread or a process group left behind must not hold it up
 
@@ -138,15 +133,15 @@ def redirect_output(log_dir: str | os.PathLike, rank: int) -> None:
     sys.stderr.reconfigure(line_buffering=True)
 
 
-def _fail(error: BaseException, world: World, report: Path) -> NoReturn:
+def fail(error: BaseException, report: Path, shown: bool = True) -> NoReturn:
+    """Report an error, print it if it is to be ``shown``, and end the process with code 1."""
     written = None
     with contextlib.suppress(OSError):  # a full disk
         written = write_report(report, error)
-    # Rank 0's traceback is shown by the launching process, on the same console.
-    if world.rank > 0 or written is None:
+    if shown or written is None:
         traceback.print_exception(error)
     if written and written["peer"]:
-        time.sleep(PEER_DELAY_S)
+        time.sleep(_PEER_DELAY_S)
     _leave(1)
 
 

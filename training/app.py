@@ -103,7 +103,7 @@ def execute(
         run_alone(cfg, run_dir, world)
         return
     _start_fork_server(cfg, world, isolated)
-    setup = _prepared(cfg, run_dir, world)
+    setup = prepared(cfg, run_dir, world)
     _describe(setup, composed, hydra)
     if cfg.mode == "plan":
         return
@@ -150,7 +150,8 @@ def plain(cfg: Any, hydra: Any) -> Any:
     return cfg
 
 
-def _prepared(cfg: Any, run_dir: Path, world: World | None) -> Setup:
+def prepared(cfg: Any, run_dir: Path, world: World | None) -> Setup:
+    """Check a run and prepare it, on the submitting side of a queue too; what is left to measure is in ``cfg`` then."""
     # Only now: they import torch.
     from parallel.devices import import_compiler_late
     from training.checkpoint.load import after_restart

@@ -106,17 +106,13 @@ def choose_chunks(cfg: Any, run_dir: Path, world: World | None) -> None:
             trial.problem = f"needs more than the {limit / 2**30:.1f} GiB that are free"
         trials.append(trial)
         print(_row(trial), flush=True)
-        if _hopeless(trials):
+        times = [trial.step_time_s for trial in trials if not trial.problem]
+        if len(times) > 2 and min(times[-2:]) > _HOPELESS * min(times):
             break
     best = _fastest(cfg, trials)
     cfg.parallel.chunks = best.chunks
     write_json(run_dir / CHOICES, {"chunks": best.chunks, "trials": [asdict(trial) for trial in trials]})
     print(f"parallel.chunks={best.chunks} is the fastest\n", flush=True)
-
-
-def _hopeless(trials: list[Trial]) -> bool:
-    times = [trial.step_time_s for trial in trials if not trial.problem]
-    return len(times) > 2 and min(times[-2:]) > _HOPELESS * min(times)
 
 
 def _fastest(cfg: Any, trials: list[Trial]) -> Trial:

@@ -6,18 +6,16 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 from common.errors import LaunchError
 from launchers import stopping
-from launchers.failure import read_report, remove_empty_log, write_report
+from launchers.failure import read_report, remove_empty_log
 from launchers.slurm.submit import ask
 from launchers.stopping import Stopped
-from launchers.worker import PEER_DELAY_S, redirect_output
+from launchers.worker import fail, redirect_output
 from launchers.world import World, restarts
 
 # Announces the time limit. launchers/train.sbatch blocks it from the first instruction on, and it is never delivered:
@@ -66,7 +64,7 @@ def work(entry: Callable[[World], None], folder: Path, log_dir: Path, max_requeu
         with requeued(world, max_requeues):
             entry(world)
     except BaseException as error:
-        _leave(report, error)
+        fail(error, report)
     report.write_text("{}")
     sys.stdout.flush()
     if world.rank > 0:
@@ -107,15 +105,3 @@ def requeued(world: World, max_requeues: int = MAX_REQUEUES) -> Iterator[None]:
 
 def _report_path(folder: Path, job: str, rank: int) -> Path:
     return Path(folder) / f"{job}_{rank}.json"
-
-
-def _leave(report: Path, error: BaseException) -> NoReturn:
-    traceback.print_exception(error)
-    try:
-        if write_report(report, error)["peer"]:
-            # The rank that broke the connection is to be seen to fail first.
-            time.sleep(PEER_DELAY_S)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)

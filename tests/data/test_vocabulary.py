@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from common.errors import DataError
-from data import vocabulary as vocabulary_module
 from data.jsonl import Jsonl
 from data.text import Text
 from data.tokens import Tokens
@@ -40,7 +39,7 @@ def test_a_vocabulary_file_that_is_not_the_published_one_is_refused(tmp_path, mo
     (tmp_path / "data" / "encoder.json").write_text("{}")
     package = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: package)
-    vocabulary_module._encoding.cache_clear()
+    gpt2.cache_clear()
     with pytest.raises(DataError, match="sha256.*pip install"):
         gpt2()
 

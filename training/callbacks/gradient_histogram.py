@@ -40,7 +40,8 @@ class GradientHistogram(Callback):
             if parameter.grad is not None:
                 gradient = whole(parameter.grad.detach(), mesh.inner_group)  # of all ranks that share it
                 if mesh.replica == 0:
-                    own[name] = self._histogram(gradient)
+                    counts, edges = torch.histogram(gradient.flatten().float().cpu(), self.bins)
+                    own[name] = counts.tolist(), edges.tolist()
         stages = mesh.gather(own)
         if mesh.rank > 0:
             return
@@ -53,9 +54,3 @@ class GradientHistogram(Callback):
         """Close the file."""
         if self._file is not None:
             self._file.close()
-
-    def _histogram(self, gradient: torch.Tensor) -> tuple[list[float], list[float]]:
-        """Counts per bin, [bins], and the borders of the bins, [bins + 1]."""
-        flat = gradient.flatten().float().cpu()
-        counts, edges = torch.histogram(flat, self.bins)
-        return counts.tolist(), edges.tolist()

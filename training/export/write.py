@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from common.errors import CheckpointError, TrainingError
-from common.files import atomic_folder, explain
+from common.files import atomic_folder, explain, template
 from data.dataset import DataSet
 from parallel.strategy import Strategy
 from training.export.served import (
@@ -131,18 +131,9 @@ def config(model: ServedModel, max_batch_size: int, kind: str) -> str:
 
 def _render(name: str, model: ServedModel, **settings: Any) -> str:
     """Fill in the template of a file, which lies beside this module."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    templates.filters |= {"kind": _kind, "dims": _dims, "describe": _describe}
     labels = LABELS if LABELS in model.texts else None
-    return templates.get_template(f"{name}.jinja").render(settings, model=model, labels=labels)
+    filled_in = template(Path(__file__).with_name(f"{name}.jinja"), kind=_kind, dims=_dims, describe=_describe)
+    return filled_in.render(settings, model=model, labels=labels)
 
 
 def _describe(info: TensorInfo) -> str:

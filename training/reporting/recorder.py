@@ -243,20 +243,12 @@ def git_state(tracked_file: str | Path = __file__) -> tuple[str | None, bool | N
     return commit, None if changes is None else bool(changes)
 
 
-def _run(*command: str, timeout_s: float = 5.0) -> str | None:
+def _run(*command: str) -> str | None:
     """Return a command's output, or None where it fails, hangs or does not exist."""
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "errors": "replace", "timeout": 5.0}
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(command, **options).strip()
+    return None
 
 
 def _cpu_model() -> str | None:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from common.files import template
 from conf.composition import config_folder
 from conf.masking import mask_secrets
 from training.reporting.console import columns
@@ -32,10 +33,9 @@ class SweepReport(Callback):
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Write the report into the sweep's directory."""
         # With launcher.wait=false the jobs are still queued or running.
-        waited = OmegaConf.select(config, "launcher.wait", default=True)
-        direction = OmegaConf.select(config, "sweep.direction")
-        direction = getattr(direction, "name", direction)  # a Direction, of conf/schema.py
-        if not report(Path(config.hydra.sweep.dir), waited, OmegaConf.select(config, "sweep.objective"), direction):
+        ended, direction = config.launcher.get("wait", True), config.sweep.direction
+        direction = direction and direction.name
+        if not report(Path(config.hydra.sweep.dir), ended, config.sweep.objective, direction):
             raise SystemExit(1)
 
 
@@ -129,11 +129,7 @@ def page(table: Table, command: str) -> str:
         table: The sweep; it must have a row.
         command: The command line that started the sweep, secrets masked.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    folder = FileSystemLoader(Path(__file__).parent)
-    jinja = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return jinja.get_template("report.html.jinja").render(
+    return template(Path(__file__).with_name("report.html.jinja"), html=True).render(
         table=table,
         command=command,
         time=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),

@@ -37,8 +37,7 @@ from conf.masking import mask_secrets
 from launchers import Interrupted, World
 from launchers.slurm.follow import wait
 from launchers.stopping import Stopped
-from training.app import completed, execute, plain, without_options_of_checkpoint
-from training.autotune import choose_chunks, recall
+from training.app import completed, execute, plain, prepared, without_options_of_checkpoint
 from training.checkpoint.load import after_restart
 from training.reporting.job_record import (
     FAILED,
@@ -57,7 +56,7 @@ from training.reporting.job_record import (
 from training.reporting.metrics import METRICS
 from training.reporting.recorder import sections
 from training.reporting.run_directory import hold, release
-from training.slurm_job import CheckedRun, prepare_here, queue
+from training.slurm_job import CheckedRun, queue
 from training.sweep.table import value_for_sweeper
 
 _OWN_SWEEPER = "hydra_plugins.sweeps.JobSweeper"  # goes by the jobs' records
@@ -294,12 +293,7 @@ def _check(cfg: Any) -> CheckedRun | None:
     folder = Path(hydra.runtime.output_dir)
     _begin(cfg, hydra, folder, WAITING)
     try:
-        cfg = plain(cfg, hydra)
-        if cfg.train.resume is not None:
-            recall(cfg, folder)
-        if cfg.parallel.chunks == "auto":
-            choose_chunks(cfg, folder, None)  # refuses: its trials would run here
-        return CheckedRun.of(prepare_here(cfg), folder)
+        return CheckedRun.of(prepared(plain(cfg, hydra), folder, None), folder)
     except UserError as error:
         _fail(folder, error)
         return None

@@ -252,27 +252,15 @@ def read_table(folder: Path, objective_name: str | None = None, direction: str |
     keys = swept_keys([job for _, job in jobs])
     summaries = [read_object(path / SUMMARY) if job.status == FINISHED else {} for path, job in jobs]
     objective = choose_objective(objective_name, direction, keys, summaries)
-    rows = [
-        _read_row(path, job, label(job, keys), summary, objective)
-        for (path, job), summary in zip(jobs, summaries, strict=True)
-    ]
+    rows = []
+    for (path, job), summary in zip(jobs, summaries, strict=True):
+        records = read_records(path / METRICS)
+        timed = after_warmup([record["step_time_s"] for record in records if record.get("step_time_s") is not None])
+        curve = [(record["step"], record["loss"]) for record in records if record.get("loss") is not None]
+        times = np.percentile(timed, (10, 50, 90)) if summary and timed else None
+        score = objective.of(summary, records) if summary else None
+        rows.append(Row(job, path, label(job, keys), values(job), summary, curve, len(timed), times, score))
     return Table(folder, keys, rows, objective)
-
-
-def _read_row(folder: Path, job: Job, name: str, summary: dict[str, Any], objective: Objective) -> Row:
-    records = read_records(folder / METRICS)
-    timed = after_warmup([record["step_time_s"] for record in records if record.get("step_time_s") is not None])
-    return Row(
-        job,
-        folder,
-        name,
-        values(job),
-        summary,
-        curve=[(record["step"], record["loss"]) for record in records if record.get("loss") is not None],
-        timed=len(timed),
-        times=np.percentile(timed, (10, 50, 90)) if summary and timed else None,
-        score=objective.of(summary, records) if summary else None,
-    )
 
 
 def write_csv(table: Table, path: Path) -> None:
