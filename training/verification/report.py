@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from common.errors import TrainingError, UserError
-from common.files import jsonable, write_atomically
+from common.files import jsonable, template, write_atomically
 from common.machine import changed_environment, styled
 from conf import COMMAND
 from conf.instantiate import environment, to_config, to_dict
@@ -185,11 +185,7 @@ def _about(cfg: Any, setup: Setup) -> dict[str, Any]:
 
 def write(report: Report, run_dir: Path) -> None:
     """Write certificate.json and certificate.html."""
-    import jinja2
-
     tree = {"ok": report.ok, **report.about, **{k: v for k, v in asdict(report).items() if k != "about"}}
     write_atomically(run_dir / JSON, json.dumps(jsonable(tree), indent=1))
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    options = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
-    template = jinja2.Environment(loader=loader, **options).get_template("certificate.html.jinja")
-    write_atomically(run_dir / PAGE, template.render(report=report, compared=COMPARED, **report.about))
+    page = template(Path(__file__).with_name("certificate.html.jinja"), html=True)
+    write_atomically(run_dir / PAGE, page.render(report=report, compared=COMPARED, **report.about))
