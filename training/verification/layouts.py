@@ -34,7 +34,7 @@ MOMENTUM = 0.9
 # tenfold at every step.
 _PLAIN = {"_target_": "torch.optim.SGD", "lr": 1e-4, "momentum": MOMENTUM}
 ONE = {"dp": 1, "pp": 1, "chunks": 1, "stages_per_rank": None, "balance": "uniform", "shard": None, "devices": None}
-_SPREADS = 3.0  # under bf16 and fp16: differences up to this many times those of other micro-batches are rounding
+_SPREADS = 3.0  # under bf16 and fp16: differences up to this many times what rounding changes are rounding
 OWN = "with your optimizer"
 _KINDS = {"loss": "loss", "grad_norm": "gradient norm", "step": "", "lr": "", "skipped": ""}
 COMPARED = (
@@ -98,12 +98,14 @@ def name_of(place: Mapping[str, Any]) -> str:
     words = [f"parallel={place['name']}"]
     words += [f"{key}={place[key]}" for key in ("dp", "pp", "shard") if place[key] not in (1, None)]
     words += [f"chunks={place['chunks']}"] if place["name"] == "single" else []
+    words += [f"precision={place['precision']}"] if "precision" in place else []
     return " ".join([*words, *[f"schedule={place['schedule']}"] * STRATEGIES[place["name"]].stage_per_rank])
 
 
 def as_run(cfg: Any, place: Mapping[str, Any]) -> dict:
-    """Return the tree of a configuration to train in a layout, and to report nowhere."""
-    tree = to_dict(cfg)
+    """Return the tree of a configuration to train in a layout, which may name a precision, and to report nowhere."""
+    tree, place = to_dict(cfg), dict(place)
+    tree["train"]["precision"] = place.pop("precision", cfg.train.precision)
     tree |= {"mode": "train", "logger": {"_target_": "training.reporting.NoLogger"}, "loggers": None, "callbacks": None}
     tree |= {"print_config": False, "launcher": {"name": "local", "max_restarts": 0, "allow_mixed": False}}
     tree["parallel"] |= {**place, "timeout_s": cfg.verify.timeout_s}
@@ -152,16 +154,17 @@ class Runs:
             pairs = ((kind, self.results(layout, kind), self.results(self.first, kind)) for kind in COMPARED)
             layout.differences = {kind: largest_difference(*pair) for kind, *pair in pairs if any(pair)}
             layout.holds = all(d <= self.limits[kind] for kind, (d, _) in layout.differences.items())
-            if before not in (self.first, layout):
-                shutil.rmtree(self.path(before), ignore_errors=True)
-            self._before = layout
+            if "precision" not in place:
+                if before not in (self.first, layout):
+                    shutil.rmtree(self.path(before), ignore_errors=True)
+                self._before = layout
         except UserError as error:
             layout.holds, layout.reason = False, str(error)
         layout.seconds = time.monotonic() - began
         return layout
 
     def tolerate(self, layout: Layout) -> None:
-        """Take for rounding what is not far beyond the differences of this layout, which holds then."""
+        """Take for rounding what is not far beyond the differences of this layout, which shows how much that is."""
         self.limits |= {kind: max(_SPREADS * d, self.limits[kind]) for kind, (d, _) in layout.differences.items()}
         self.limits["next step"] = max(d for kind, d in self.limits.items() if kind != OWN)
         layout.holds = True

@@ -148,7 +148,9 @@ def _layouts(report: Report, cfg: Any, setup: Setup, folder: Path, typed: Collec
         cfg.verify.processes = plan.processes
     by_rule = any(finding.probe == "halves" and finding.text and finding.holds for finding in report.probes)
     other = next((n for n in (2 * count, *range(count - 1, 0, -1)) if batch % n == 0), None)
-    if other is not None and (half_precision or not (by_rule or chosen)):
+    if half_precision and by_rule:  # other micro-batches would be another training
+        wanted.insert(0, {**_single(cfg, count), "precision": "fp32"})
+    elif other is not None and not by_rule and (half_precision or not chosen):
         wanted.insert(0, _single(cfg, other))
     runs = Runs(cfg, folder, setup.chain, count)
     report.limits = runs.limits
