@@ -60,6 +60,14 @@ def test_every_layout_of_a_sound_model_holds_and_the_certificate_says_so(tmp_pat
     assert "is the same in every layout" in page and "http" not in page.replace("http-equiv", "")
 
 
+def test_a_configuration_of_a_program_is_verified_in_its_own_layout_and_batch(tmp_path):
+    cfg = load_config("model=toy", "parallel=ddp", "parallel.dp=2", "device=cpu", "logger=none", "verify.steps=1")
+    cfg.train.global_batch_size = 12
+    report = verify(f"hydra.run.dir={tmp_path}/v", config=cfg)
+    assert report.ok and [layout.name for layout in report.compared] == ["parallel=ddp dp=2"], report
+    assert report.about["configuration"]["train"]["global_batch_size"] == 12
+
+
 def only(tmp_path, model, *words):
     report = verify(*WORDS, "verify.steps=2", *words, f"hydra.run.dir={tmp_path}/v", model=model, data=DATA)
     assert not report.ok

@@ -42,6 +42,8 @@ def verify(
     """
     words = ["mode=verify", *(word for word in overrides if not word.startswith("mode="))]
     typed = [key_of(word) for word in overrides]
+    if config is not None:  # all in it is the user's choice
+        words, typed = list(overrides), ["train.precision", "train.global_batch_size", "parallel"]
 
     def act(cfg: Any, run_dir: Path, *_: Any) -> Report:
         from training.verification.report import prove
