@@ -49,6 +49,7 @@ class Layout:
     Attributes:
         name: As it is typed.
         place: The keys of the section ``parallel``.
+        optimizer: The name of the user's.
         holds: Whether it trains as one process does; None where the model cannot be cut like that.
         reason: Why it was not run, why it failed, or where it first differs.
         differences: What was compared: its largest relative difference and where that is.
@@ -58,6 +59,7 @@ class Layout:
 
     name: str
     place: dict[str, Any]
+    optimizer: str = ""
     holds: bool | None = None
     reason: str = ""
     differences: dict[str, tuple[float, str]] = field(default_factory=dict)
@@ -73,8 +75,9 @@ class Layout:
         if not self.differences:
             return f"{self.name}: {self.reason}"
         kind, size, at = self.largest
-        text = f"{self.name}: largest difference {size:.0e} ({kind} {at}), {OWN} {self.differences[OWN][0]:.0e}"
-        return f"{text}, {self.seconds:.1f} s" + f"\n      {self.reason}" * bool(self.reason)
+        own = f"with your {self.optimizer} {self.differences[OWN][0]:.0e}"
+        text = f"{self.name}: largest difference {size:.0e} ({kind} {at}), {own}, {self.seconds:.1f} s"
+        return text + f"\n      {self.reason}" * bool(self.reason)
 
 
 def places(processes: int, microbatches: int) -> Iterator[dict[str, Any]]:
@@ -135,7 +138,7 @@ class Runs:
 
     def compare(self, place: dict[str, Any]) -> Layout:
         """Run a layout, with one step more from the checkpoint of the layout before it, and compare."""
-        began, layout = time.monotonic(), Layout(name_of(place), place)
+        began, layout = time.monotonic(), Layout(name_of(place), place, self.cfg.optim._target_.rpartition(".")[2])
         try:
             if place["dp"] > 1 and place["dp"] * place["chunks"] != self.microbatches:
                 raise UserError(f"{self.microbatches} micro-batches cannot be dealt to {place['dp']} replicas")
