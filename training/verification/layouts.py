@@ -112,7 +112,7 @@ def as_run(cfg: Any, place: Mapping[str, Any]) -> dict:
     tree |= {"mode": "train", "logger": {"_target_": "training.reporting.NoLogger"}, "loggers": None, "callbacks": None}
     tree |= {"print_config": False, "launcher": {"name": "local", "max_restarts": 0, "allow_mixed": False}}
     tree["parallel"] |= {**place, "timeout_s": cfg.verify.timeout_s}
-    tree["train"]["resume"] = None
+    tree["train"] |= {"resume": None, "steps": cfg.verify.steps, "epochs": None}
     return tree
 
 
@@ -197,7 +197,7 @@ class Runs:
         """Return the configuration of a run. The one with the user's optimizer saves and evaluates nothing."""
         tree, own = as_run(self.cfg, place), part == "own"
         tree["train"] |= {
-            "steps": steps or self.steps, "epochs": None, "eval_every": None if own else 0,
+            "steps": steps or self.steps, "eval_every": None if own else 0,
             "eval_batches": min(tree["train"]["eval_batches"] or 2, 2), "checkpoint_every": None if own else 1,
             "keep_checkpoints": self.steps + 1, "profile": 0, "trace": False, "max_skipped": 0,
             "resume": before and str(self.path(before) / "plain"),
