@@ -60,7 +60,7 @@ def parity() -> list[dict]:
         found.setdefault(row["model"], {}).setdefault(strategy, []).append(max(sizes))
     return [
         {"`model=`": f"`{model}`", "layouts": str(sum(row["model"] == model for row in rows) - 1)}
-        | {f"`{strategy}`": f"{max(sizes):.0e}" for strategy, sizes in by_strategy.items()}
+        | {f"`{strategy}`": f"{max(sizes):.0e}" if any(sizes) else "0" for strategy, sizes in by_strategy.items()}
         for model, by_strategy in found.items()
     ]
 
