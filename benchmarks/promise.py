@@ -22,6 +22,7 @@ from benchmarks import figure
 from benchmarks.command_line import run_directory
 from benchmarks.table import Benchmark, Table
 from benchmarks.trainer import TRANSFORMER
+from training.verification.report import JSON
 
 _WORDS = [
     "model=transformer", "model.d_model=64", "model.d_hid=256", "model.n_layer=4", "model.dropout=0.2",
@@ -45,7 +46,7 @@ def measure(chosen: Namespace) -> Iterator[Table]:
     with run_directory(*_TRACED) as folder:
         timeline = imread(folder / "timeline.png")
     with run_directory("mode=verify", *words) as folder:
-        layouts = json.loads((folder / "certificate.json").read_text())["layouts"]
+        layouts = json.loads((folder / JSON).read_text())["layouts"]
     curves: dict[str, list[float]] = {}
     for layout in layouts:
         if layout["losses"]:

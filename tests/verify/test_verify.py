@@ -11,9 +11,12 @@ from commandline import train
 from zoo import DDP, PIPE, SMALLER, ZOO, chain, elsewhere, tied
 
 from models.given import set_given
+from parallel.schedules import SCHEDULES
+from parallel.strategies import STRATEGIES
 from training import load_config, verify
 from training.api import with_given
 from training.setup import prepare
+from training.verification.layouts import name_of, places
 from training.verification.probes import probe
 
 generator = torch.Generator().manual_seed(0)
@@ -42,6 +45,15 @@ def test_a_broken_model_is_named_with_its_layer_and_the_reason(broken):
 
 def test_a_sound_model_has_no_findings():
     assert not any(found.text for found in findings(chain()))
+
+
+def test_every_strategy_and_every_schedule_is_a_layout():
+    layouts = list(places(processes=4, microbatches=4))
+    assert {place["name"] for place in layouts} == set(STRATEGIES) - {"single"}
+    assert {place["schedule"] for place in layouts if place["name"] == "pipelined"} == set(SCHEDULES)
+    names = [name_of(place) for place in layouts]
+    assert "parallel=hsdp dp=4 shard=2" in names and "parallel=pipe_fsdp dp=2 pp=2 schedule=1f1b" in names
+    assert len(set(names)) == len(names)
 
 
 def test_every_layout_of_a_sound_model_holds_and_the_certificate_says_so(tmp_path):

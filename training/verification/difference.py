@@ -14,8 +14,10 @@ from training.verification.recording import INPUT, KINDS, OUTPUT, OUTPUT_GRADIEN
 def first_difference(runs: Runs, layout: Layout, findings: Sequence[Finding]) -> str:
     """Run the first step that differs once more with every layer recorded, and say in a sentence where it begins."""
     tolerance, names = runs.limits["gradients"], runs.chain.names
-    sizes = {step: _of_step(runs, layout, step) for step in range(1, runs.steps + 1)}
-    step = next((step for step, (size, _) in sizes.items() if size > tolerance), runs.steps)
+    for step in range(1, runs.steps + 1):
+        of_step, what = _of_step(runs, layout, step)
+        if of_step > tolerance:
+            break
     after = f" of step {step}" * (step > 1)
     records = []
     for one, folder in ((runs.first, "recorded-first"), (layout, "recorded")):
@@ -32,14 +34,13 @@ def first_difference(runs: Runs, layout: Layout, findings: Sequence[Finding]) ->
         own, rank = ours.get(key, (None, -1))
         if (size := difference(own, theirs[key][0])) > tolerance:
             return _sentence(runs, key, size, rank, after) + _explained(key[0], findings)
-    size, what = sizes[step]
-    if size <= tolerance:
+    if of_step <= tolerance:
         kind, size, at = layout.largest
         why = _explained("" if kind in ("evaluation", "metrics", "next step") else at, findings)
         return f"first in {kind} {at}, by {size:.0e}; all layers and gradients{after} are equal{why}"
     tied = ", ".join(alias for alias, owner in runs.chain.tied.items() if owner == what)
     return (
-        f"first in the gradient of {what}{f' (tied: {tied})' if tied else ''}{after}, by {size:.0e}; every layer's "
+        f"first in the gradient of {what}{f' (tied: {tied})' if tied else ''}{after}, by {of_step:.0e}; every layer's "
         "input, output and their gradients are equal, so it is in how gradients are added up over micro-batches, "
         f"replicas or tied parameters{_explained(what, findings)}"
     )

@@ -176,7 +176,7 @@ class Same:
     def __call__(self, layer: Layer, tolerance: float) -> Iterator[tuple[str, bool]]:
         """Yield the sentence of each mode that differs, and whether that is by a rule."""
         for mode in self.modes:
-            training = mode == "training"
+            training = mode == TRAINING
             try:
                 size, what = largest_difference(*self.pair(layer, training))
             except RuntimeError as error:
@@ -264,9 +264,7 @@ def probe(setup: Setup) -> Iterator[Finding]:
     layers, inputs = [], samples.input_tensors
     for name in chain.names:
         layers.append(Layer(setup, name, inputs, samples, name in drawing))
-        inputs = tuple(
-            t for _, t in sorted((layers[-1].seen[True]["outputs"] | layers[-1].seen[True]["numbers"]).items())
-        )
+        inputs = tuple(layers[-1].seen[True]["given"].values())
     for name, probes in PROBES.items():
         by_layer = {layer: [one for same in probes for one in same(layer, tolerance)] for layer in layers}
         if name in ("unchanged", "repeats"):

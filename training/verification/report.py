@@ -156,7 +156,7 @@ def _layouts(report: Report, cfg: Any, setup: Setup, folder: Path, typed: Collec
     report.limits = runs.limits
     for place in (_single(cfg, count), *wanted):
         layout = runs.compare(place)
-        if layout.name.startswith("parallel=single"):
+        if place["name"] == "single":
             if half_precision and layout.differences:
                 runs.tolerate(layout)
             elif layout.holds is False:
