@@ -98,22 +98,18 @@ class RowData(DataSet):
                 more = f" and {len(part.files) - 1} more files" if len(part.files) > 1 else ""
                 raise DataError(f"{part.files[0]}{more}: no row; give a file of {self.title}")
             self._check(part)
-        taken = {"valid": _VALID} if "valid" not in rows else {}
-        if rows.keys() == {"train"}:
-            taken["test"] = _TEST
-        train = RowSelection(len(rows["train"]), tuple(i for i in range(PERIOD) if i not in taken.values()))
+        selected = select_rows({split: len(part) for split, part in rows.items()})
+        train = selected["train"]
         if self.changing_shapes:
             counts = cached_counts(rows["train"], self.fields, self.vocabulary, self.cache_dir)
             self.train = BucketedRows(counts, rows["train"], train, self.fields, self.vocabulary, self.seq_len)
         else:
             self.train = TokenRows(rows["train"], train, self.fields, self.vocabulary, self.seq_len)
-        self.valid, self.test = self._held_out("valid", rows, taken), self._held_out("test", rows, taken)
+        self.valid, self.test = self._held_out("valid", rows, selected), self._held_out("test", rows, selected)
         self.description = self._describe()
 
-    def _held_out(self, split: str, rows: dict[str, Rows], taken: dict[str, int]) -> TokenRows | None:
-        part = rows.get(split, rows["train"])
-        kept = tuple(range(PERIOD)) if split in rows else (taken[split],) if split in taken else ()
-        selection = RowSelection(len(part), kept)
+    def _held_out(self, split: str, rows: dict[str, Rows], selected: dict[str, RowSelection]) -> TokenRows | None:
+        part, selection = rows.get(split, rows["train"]), selected[split]
         return TokenRows(part, selection, self.fields, self.vocabulary, self.seq_len) if len(selection) else None
 
     def _check(self, rows: Rows) -> None:
@@ -189,6 +185,21 @@ class RowSelection:
         """Return which rows some samples are: int64 of the shape of ``indices``, which are in [0, len)."""
         period, place = np.divmod(np.asarray(indices, dtype=np.int64), len(self.kept))
         return period * PERIOD + np.asarray(self.kept)[place]
+
+
+def select_rows(sizes: dict[str, int]) -> dict[str, RowSelection]:
+    """Return which rows are "train", "valid" and "test".
+
+    Args:
+        sizes: How many rows there are of each split that has rows of its own, as "train" has. Without "valid", the 10th
+            of every 20 training rows is for it; with "train" alone, the 20th for "test".
+    """
+    taken = {"valid": (_VALID,)} if "valid" not in sizes else {}
+    if sizes.keys() == {"train"}:
+        taken["test"] = (_TEST,)
+    kept = {split: tuple(range(PERIOD)) for split in sizes} | taken
+    kept["train"] = tuple(i for i in range(PERIOD) if (i,) not in taken.values())
+    return {s: RowSelection(sizes.get(s, sizes["train"]), kept.get(s, ())) for s in ("train", "valid", "test")}
 
 
 class TokenRows(Source):
