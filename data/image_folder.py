@@ -14,7 +14,7 @@ from common.files import expand_home
 from data.dataset import Source
 from data.documents import find_files
 from data.images import ImageData, Images, Labelled
-from data.jsonl import HELD_OUT, PERIOD
+from data.jsonl import select_rows
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".JPG", ".JPEG", ".PNG")
 _SPLITS = {"train": "train", "val": "valid", "valid": "valid", "test": "test"}  # by the folder's name
@@ -60,14 +60,41 @@ class ImageFolder(ImageData):
 
     def splits(self) -> dict[str, Source]:
         """Return the three splits."""
-        folders = {"train": self.root}
-        if any(path.is_dir() for path in self.root.glob("train/*")):
-            folders = {split: self.root / name for name, split in _SPLITS.items() if (self.root / name).is_dir()}
-        paths = {split: find_files(folder, suffix=_SUFFIXES) for split, folder in folders.items()}
-        classes = {split: [path.relative_to(folders[split]).parts[0] for path in paths[split]] for split in paths}
-        self._names = sorted({*classes["train"]} - {path.name for path in paths["train"]})
-        self.num_classes = len(self._names)
-        if not self._names:
-            raise DataError(f"data.root={self.root} holds no folder with JPEG or PNG files in it; give one that does")
-        rows = {split: np.arange(len(listed)) for split, listed in paths.items()}
-        ...
+        paths = [path.relative_to(self.root) for path in find_files(self.root, suffix=_SUFFIXES)]
+        depth = int(any(path.parts[0] == "train" and len(path.parts) > 2 for path in paths))  # of a class's folder
+        paths = [p for p in paths if len(p.parts) > depth + 1 and (not depth or p.parts[0] in _SPLITS)]
+        names, labels = np.unique([path.parts[depth] for path in paths], return_inverse=True)
+        self._names, self.num_classes = names.tolist(), len(names)
+        files = _ImageFiles(self.root, paths, self.image_shape[1])
+        stored = Labelled(files, labels, len(names), f"data.root={self.root} (CLASS/*.jpg and *.png)")
+        split_of = np.array([_SPLITS[path.parts[0]] if depth else "train" for path in paths])
+        rows = {split: np.flatnonzero(split_of == split) for split in np.unique(split_of)}
+        selected = select_rows({split: len(listed) for split, listed in rows.items()})
+        chosen = {s: rows.get(s, rows["train"])[part.row(np.arange(len(part)))] for s, part in selected.items()}
+        return {s: Images(stored, part, self.mean, self.std, self.image_shape) for s, part in chosen.items()}
+
+
+class _ImageFiles:
+    """RGB images uint8 [n, 3, size, size] that are read when they are indexed."""
+
+    def __init__(self, folder: Path, paths: Sequence[Path], size: int):
+        self.folder, self.shape = folder, (len(paths), 3, size, size)
+        self._paths = np.array([os.fsencode(path) for path in paths])  # a tenth of the memory of the objects
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, rows: np.ndarray) -> np.ndarray:
+        return np.stack([self._read(self.folder / os.fsdecode(path)) for path in self._paths[rows]])
+
+    def _read(self, path: Path) -> np.ndarray:
+        try:
+            with Image.open(path, formats=("JPEG", "PNG")) as image:
+                if image.mode.startswith("I"):  # 16 bits of grey, which convert() would cut off at 255
+                    image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+                elif image.mode == "P":
+                    image = image.convert("RGBA")  # at once to RGB is a warning where the palette has transparency
+                image = ImageOps.fit(image.convert("RGB"), self.shape[2:], Image.Resampling.BILINEAR)
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise DataError(f"{path} is damaged, or neither JPEG nor PNG: {error}. Replace it, or remove it") from error
+        return np.asarray(image).transpose(2, 0, 1)

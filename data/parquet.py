@@ -58,7 +58,7 @@ class ParquetRows(RowFiles):
                     held = ", ".join(str(value.type) if value.is_valid else "null" for value in values)
                     raise DataError(
                         f"{self.files[number]} row {row} (from 0): {', '.join(fields)} is {held}, not text in UTF-8. "
-                        "Correct the row, or choose another column by data.column="
+                        "Correct it, or choose another column by data.column="
                     ) from None
         return texts
 
@@ -76,7 +76,7 @@ class ParquetRows(RowFiles):
                 if missing := [field for field in fields if field not in there]:
                     listed = ", ".join(map(repr, there[:10])) or "none"
                     raise DataError(
-                        f"{self.files[number]}: the column {missing[0]!r} (data.column=) is missing; there are: {listed}"
+                        f"{self.files[number]}: the column {missing[0]!r} is missing (data.column=); there are {listed}"
                     )
                 # Without Arrow's threads, which a forked process would not have.
                 table = file.read_row_group(group, columns=list(fields), use_threads=False)
@@ -101,9 +101,7 @@ class ParquetRows(RowFiles):
                 yield pyarrow.parquet.ParquetFile(file, pre_buffer=False)
         except (pyarrow.ArrowException, OSError) as error:
             reason = str(error).strip()
-            raise DataError(
-                f"{self.files[number]} is no Parquet file, or damaged ({reason}); write it again"
-            ) from error
+            raise DataError(f"{self.files[number]} cannot be read as Parquet: {reason}. Write it again") from error
 
 
 class Parquet(RowData):
