@@ -100,8 +100,8 @@ class ParquetRows(RowFiles):
             with self._open(number) as file:
                 yield pyarrow.parquet.ParquetFile(file, pre_buffer=False)
         except (pyarrow.ArrowException, OSError) as error:
-            reason = str(error).strip()
-            raise DataError(f"{self.files[number]} cannot be read as Parquet: {reason}. Write it again") from error
+            reason = " ".join(str(error).split())
+            raise DataError(f"{self.files[number]} cannot be read as Parquet ({reason}); write it again") from error
 
 
 class Parquet(RowData):

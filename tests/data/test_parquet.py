@@ -1,4 +1,4 @@
-"""Parquet files as a data set: the samples are those of JSON lines with the same rows; what is read, kept and refused."""
+"""Parquet files as a data set: the samples are those of JSON lines with the same rows; what is read and refused."""
 
 import json
 import os
@@ -209,7 +209,7 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path, prepared, damage):
             "overwritten": content[:8] + bytes(200) + content[208:],
         }[damage]
     )
-    with pytest.raises(DataError, match=r"a\.parquet cannot be read as Parquet: .*Write it again"):
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read as Parquet \(.*\); write it again"):
         prepared(Parquet, file)
 
 
