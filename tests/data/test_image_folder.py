@@ -81,8 +81,14 @@ def test_train_may_be_a_class(tmp_path, images_of):
     assert images_of().class_names() == ["bus", "train"]
 
 
-@pytest.mark.parametrize("height, width", [(300, 200), (64, 64), (37, 91), (500, 375)])
-def test_an_image_is_what_torchvision_makes_of_it_resized_cut_out_and_normalised(tmp_path, images_of, height, width):
+@pytest.mark.parametrize(
+    "height, width, largest, mean",
+    # torchvision rounds what is cut out to whole pixels of the resized image; where there are such, both are the same.
+    [(300, 200, 0.02, 0.01), (64, 64, 1e-6, 1e-6), (40, 80, 0.02, 0.01), (37, 91, 0.5, 0.05), (500, 375, 0.5, 0.05)],
+)
+def test_an_image_is_what_torchvision_makes_of_it_resized_cut_out_and_normalised(
+    tmp_path, images_of, height, width, largest, mean
+):
     smooth = np.random.default_rng(0).integers(0, 256, (5, 5, 3), dtype=np.uint8)
     image = Image.fromarray(smooth).resize((width, height), Image.Resampling.BICUBIC)
     path = save(tmp_path / "a" / "1.jpg", image)
@@ -95,8 +101,8 @@ def test_an_image_is_what_torchvision_makes_of_it_resized_cut_out_and_normalised
     norm = T.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
     expected = T.Compose([T.Resize(64), T.CenterCrop(64), T.ToTensor(), norm])(Image.open(path))
     assert given.shape == (3, 64, 64) and given.dtype == torch.float32
-    # Theirs rounds the size of what is cut out to whole pixels.
-    assert (given - expected).abs().mean() < 0.03 and expected.std() > 0.5
+    difference = (given - expected).abs()
+    assert difference.max() <= largest and difference.mean() <= mean and expected.std() > 0.5
 
 
 def square(mode: str) -> Image.Image:
