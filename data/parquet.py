@@ -74,13 +74,11 @@ class ParquetRows(RowFiles):
             with self._parquet(number) as file:
                 there = file.schema_arrow.names
                 if missing := [field for field in fields if field not in there]:
-                    listed = ", ".join(map(repr, there[:10])) or "none"
-                    raise DataError(
-                        f"{self.files[number]}: the column {missing[0]!r} is missing (data.column=); there are {listed}"
-                    )
+                    problem = f"the column {missing[0]!r} (data.column=) is missing; there are {there[:10]}"
+                    raise DataError(f"{self.files[number]}: {problem}")
                 # Without Arrow's threads, which a forked process would not have.
                 table = file.read_row_group(group, columns=list(fields), use_threads=False)
-            columns = [table[field] for field in fields]
+                columns = [table[field] for field in fields]
         _decoded[key] = columns
         fit = _CACHE_BYTES // max(1, sum(column.nbytes for column in columns))  # if all are of this size
         while len(_decoded) > max(1, fit):
@@ -99,7 +97,7 @@ class ParquetRows(RowFiles):
         try:
             with self._open(number) as file:
                 yield pyarrow.parquet.ParquetFile(file, pre_buffer=False)
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, KeyError) as error:
             reason = " ".join(str(error).split())
             raise DataError(f"{self.files[number]} cannot be read as Parquet ({reason}); write it again") from error
 

@@ -178,7 +178,10 @@ WRONG = {
     "numbers": ({"text": [1, 2]}, r"a\.parquet row 0 \(from 0\): text is int64, not text.*data\.column="),
     "lists": ({"text": [["a"], ["b"]]}, r"row 0 \(from 0\): text is list"),
     "not UTF-8": ({"text": BAD}, r"row 1 \(from 0\): text is string, not text in UTF-8"),
-    "another name": ({"body": ["a"], "n": [1]}, r"a\.parquet: the column 'text' is missing.*'body', 'n'"),
+    "another name": (
+        {"body": ["a"], "n": [1]},
+        r"a\.parquet: the column 'text' .* is missing; there are \['body', 'n'\]",
+    ),
     "no row": ({"text": pa.array([], pa.string())}, r"a\.parquet: no row"),
 }
 
@@ -195,6 +198,13 @@ def test_the_second_of_two_files_is_named_with_its_own_row(tmp_path):
     ]
     with pytest.raises(DataError, match=r"1\.parquet row 7 \(from 0\): text, more is string, null"):
         ParquetRows(files).texts(np.array([15]), ["text", "more"])
+
+
+def test_two_columns_of_one_name_are_an_error(tmp_path, prepared):
+    table = pa.table([["a"], ["b"]], names=["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read as Parquet \(.*2 times"):
+        prepared(Parquet, tmp_path / "a.parquet")
 
 
 @pytest.mark.parametrize("damage", ["empty footer", "cut", "text", "overwritten"])
