@@ -1,6 +1,9 @@
 """Folders of classes as a data set: which image is what, what becomes of its pixels, and files that cannot be read."""
 
+import io
+import struct
 import warnings
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -146,20 +149,25 @@ def test_a_model_of_grey_images_gets_one_channel(tmp_path, images_of):
     assert given.shape == (1, 4, 4) and 255 * given[0, 0, 0].item() == pytest.approx(94, abs=1)
 
 
-def noise() -> bytes:
-    import io
-
+def encoded(kind: str) -> bytes:
     file = io.BytesIO()
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (80, 80, 3), dtype=np.uint8)).save(file, "PNG")
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (80, 80, 3), dtype=np.uint8)).save(file, kind)
     return file.getvalue()
+
+
+def claiming(side: int) -> bytes:
+    """A PNG whose head says that it has so many pixels a side."""
+    png = encoded("PNG")
+    head = b"IHDR" + struct.pack(">II", side, side) + png[24:29]
+    return png[:12] + head + struct.pack(">I", zlib.crc32(head)) + png[33:]
 
 
 DAMAGED = {
     "no image": b"<html>404</html>",
-    "cut": noise()[:3000],
-    "overwritten": noise()[:3000] + bytes(200) + noise()[3200:],
-    "PostScript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
-    "too large": noise()[:16] + b"\0\1\0\0" * 2 + noise()[24:],
+    "cut": encoded("PNG")[:3000],
+    "overwritten": encoded("PNG")[:3000] + bytes(200) + encoded("PNG")[3200:],
+    "another format": encoded("GIF"),
+    "too large": claiming(65536),
 }
 
 
