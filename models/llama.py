@@ -8,7 +8,6 @@ and Qwen3 (normalised queries and keys). Names, sizes and numbers are those of t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -40,6 +39,15 @@ class Embedding(nn.Module):
         return self.embed_tokens(tokens)
 
 
+class Norm(nn.RMSNorm):
+    """torch's, in the dtype of its weights: an autocast would have it round its input, not the weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., n] -> same."""
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x.to(self.weight.dtype))
+
+
 def frequencies(size: Size, device: torch.device) -> Tensor:
     """Return by how much each pair of a head turns from one position to the next, in radians, [head_dim / 2] float32.
 
@@ -67,11 +75,13 @@ class Attention(UsesCache, nn.Module):
         self.v_proj = nn.Linear(size.n_embd, kept, bias=size.qkv_bias)
         self.o_proj = nn.Linear(inner, size.n_embd, bias=False)
         if size.qk_norm:
-            self.q_norm, self.k_norm = (nn.RMSNorm(size.head_dim, eps=size.norm_eps) for _ in range(2))
+            self.q_norm, self.k_norm = (Norm(size.head_dim, eps=size.norm_eps) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, t, n_embd] -> same."""
-        q, k, v = (project(x).unflatten(-1, (-1, self.size.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.size.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
         if self.size.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         # Computed where they are used: nothing but hidden states passes from layer to layer, and from stage to stage.
@@ -110,8 +120,8 @@ class Block(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.input_layernorm, self.self_attn = nn.RMSNorm(size.n_embd, eps=size.norm_eps), Attention(size)
-        self.post_attention_layernorm, self.mlp = nn.RMSNorm(size.n_embd, eps=size.norm_eps), MLP(size)
+        self.input_layernorm, self.self_attn = Norm(size.n_embd, eps=size.norm_eps), Attention(size)
+        self.post_attention_layernorm, self.mlp = Norm(size.n_embd, eps=size.norm_eps), MLP(size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, t, n_embd] -> same."""
@@ -124,7 +134,7 @@ class Head(FusedHead):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(size.n_embd, eps=size.norm_eps)
+        self.norm = Norm(size.n_embd, eps=size.norm_eps)
         self.lm_head = nn.Linear(size.n_embd, size.vocab_size, bias=False)
 
     @property

@@ -96,7 +96,7 @@ _FREE = {
 
 
 def with_sizes(size: str, given: Mapping[str, Any]) -> Size:
-    """Return the sizes of ``size``, each replaced by what is given and not None; raise ModelError for an unknown one."""
+    """Return the sizes of ``size``, each replaced by what is given and not None; raise ModelError if unknown."""
     if size not in SIZES:
         raise ModelError(f"model.size: Invalid value {size!r}, expected one of [{', '.join(SIZES)}]")
     return replace(SIZES[size], **{key: value for key, value in given.items() if value is not None})
