@@ -8,6 +8,7 @@ and Qwen3 (normalised queries and keys). Names, sizes and numbers are those of t
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -44,7 +45,8 @@ class Norm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., n] -> same."""
-        with torch.autocast(x.device.type, enabled=False):
+        kind = x.device.type
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
             return super().forward(x.to(self.weight.dtype))
 
 
