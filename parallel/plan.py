@@ -23,11 +23,20 @@ _MOST_THREADS = 1024  # of a process; with very many, OpenMP ends it by a segmen
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: its place in the model, its layers' names, its number of trainable parameters (tied copies too)."""
+    """One stage: its place in the model, its layers' names, its number of trainable parameters (tied copies too).
+
+    ``frozen`` is the number of the others.
+    """
 
     index: int
     layers: tuple[str, ...]
     parameters: int
+    frozen: int = 0
+
+    @property
+    def weights(self) -> int:
+        """The number of all parameters."""
+        return self.parameters + self.frozen
 
 
 @dataclass(frozen=True)
@@ -173,8 +182,8 @@ def make_plan(
         chunks=chunks,
         schedule=parallel.schedule if pipelined else None,
         stages_per_rank=per_rank,
-        stages=tuple(StagePlan(i, tuple(run), _trainable(layers[name] for name in run)) for i, run in enumerate(runs)),
-        parameters=_trainable(layers.values()),
+        stages=tuple(StagePlan(i, tuple(run), *_count(layers[name] for name in run)) for i, run in enumerate(runs)),
+        parameters=_count(layers.values())[0],
         global_batch_size=global_batch_size,
         devices=_devices(parallel, info, hardware),
         gpus=hardware.count if started_here and hardware.device_type == "cuda" else None,
@@ -245,9 +254,11 @@ def _check_cut(batch: int, dp: int, chunks: int) -> None:
     )
 
 
-def _trainable(layers: Iterable[nn.Module]) -> int:
-    """Return the number of trainable parameters, those that layers share counted once."""
-    return sum(p.numel() for p in {p for layer in layers for p in layer.parameters()} if p.requires_grad)
+def _count(layers: Iterable[nn.Module]) -> tuple[int, int]:
+    """Return the numbers of trainable and of frozen parameters, those that layers share counted once."""
+    parameters = {p for layer in layers for p in layer.parameters()}
+    trainable = sum(p.numel() for p in parameters if p.requires_grad)
+    return trainable, sum(p.numel() for p in parameters) - trainable
 
 
 def _devices(parallel, info: StrategyInfo, hardware: Hardware) -> tuple[str, ...]:

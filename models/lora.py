@@ -1,0 +1,140 @@
+"""LoRA (Hu et al. 2021): a product of two small matrices beside frozen linear layers, and nothing else is trained.
+
+``adapt`` changes a chain, whatever its model. Every weight keeps its name and its initial numbers; a linear layer
+``h.0.attn.c_attn`` gets two matrices more, ``h.0.attn.c_attn.lora_A.weight`` and ``h.0.attn.c_attn.lora_B.weight``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from common.errors import ModelError
+from models.chain import Chain, LayerSpec, is_within, reset_parameters
+from models.fused_cross_entropy import FusedHead
+
+
+class Factor(nn.Linear):
+    """One of an adapter's two matrices; the first, A, is drawn as torch draws a linear layer."""
+
+
+class ZeroFactor(Factor):
+    """The second, B, which begins as zeros: at first, the adapter changes nothing."""
+
+    def reset_parameters(self) -> None:
+        """Set all numbers to 0."""
+        nn.init.zeros_(self.weight)
+
+
+class LoRALinear(nn.Linear):
+    """A frozen linear layer and its adapter: x -> x W' + b + scale dropout(x) A' B', [..., in] -> [..., out]."""
+
+    @staticmethod
+    def adapt(linear: nn.Linear, rank: int, scale: float, dropout: float) -> None:
+        """Give a linear layer an adapter, in place."""
+        linear.__class__ = LoRALinear
+        linear.scale, linear.lora_dropout = scale, nn.Dropout(dropout)
+        linear.lora_A = Factor(linear.in_features, rank, bias=False)
+        linear.lora_B = ZeroFactor(rank, linear.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        return super().forward(x) + self.scale * self.lora_B(self.lora_A(self.lora_dropout(x)))
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Become a plain linear layer that computes the same."""
+        self.weight += self.scale * self.lora_B.weight @ self.lora_A.weight
+        del self.lora_A, self.lora_B, self.lora_dropout
+        self.__class__ = nn.Linear
+
+
+def adapt(chain: Chain, rank: int, alpha: float, dropout: float, targets: Sequence[str] | None) -> Chain:
+    """Freeze a chain and give its linear layers adapters, which are trained instead.
+
+    Args:
+        chain: The base.
+        rank: Columns of A and rows of B, at least 1.
+        alpha: The adapter's output is multiplied by alpha / rank.
+        dropout: Of the adapter's input, in [0, 1); by sample, as all dropout in a chain.
+        targets: Names of linear layers, or their ends after a dot: ``c_attn`` is that of every block,
+            ``h.0.attn.c_attn`` that of the first one. None: all that can have an adapter.
+
+    Raises:
+        ModelError: For numbers out of range, and for a target that is not there or whose adapter would be ignored; the
+            message says which linear layers there are.
+    """
+    if not isinstance(rank, int) or rank < 1 or not 0 <= dropout < 1:
+        raise ModelError(
+            f"model.lora.rank={rank} must be a whole number of at least 1, and model.lora.dropout={dropout} in [0, 1)"
+        )
+    refused = _why_refused(chain)
+    possible = [name for name, why in refused.items() if not why]
+    listed = ", ".join(sorted({name.rpartition(".")[2] for name in possible})) or "none"
+    chosen = {name: [one for one in refused if f".{one}".endswith(f".{name}")] for name in targets or ()}
+    for target, found in chosen.items():
+        reasons = [f"{one} {refused[one]}" for one in found if refused[one]] or ["no module has that name"] * (
+            not found
+        )
+        if reasons:
+            raise ModelError(f"model.lora.targets={target}: {reasons[0]}; those that can have one: {listed}")
+    wanted = possible if targets is None else list(dict.fromkeys(sum(chosen.values(), [])))
+    if not wanted:
+        raise ModelError(f"model.lora.targets: no linear layer would have an adapter; those that can: {listed}")
+    builds: dict[tuple, Callable[[], nn.Module]] = {}  # layers that were alike stay so
+
+    def adapted(layer: LayerSpec) -> LayerSpec:
+        inside = tuple(name[len(layer.name) + 1 :] for name in wanted if is_within(f"{name}.", [layer.name]))
+        build = partial(_build, layer.build, inside, rank, alpha / rank, dropout)
+        return replace(layer, build=builds.setdefault((layer.build, inside), build))
+
+    own = chain.initialise
+    return replace(
+        chain,
+        layers=[adapted(layer) for layer in chain.layers],
+        initialise=own if own is reset_parameters else partial(_initialise, own),
+        base=chain,
+    )
+
+
+def merge(layers: nn.Module) -> None:
+    """Add every adapter to its layer's weight, in place: what is left has the base's names."""
+    for module in list(layers.modules()):
+        if isinstance(module, LoRALinear):
+            module.merge()
+
+
+def _why_refused(chain: Chain) -> dict[str, str]:
+    """Return, for each module that has a weight, why it cannot have an adapter; "" where it can."""
+    modules = dict(chain.skeleton().named_modules())
+    # torch's encoder layer and a fused head compute with these layers' weights, and do not call the layers.
+    passed_by = {one for m in modules.values() if isinstance(m, nn.TransformerEncoderLayer) for one in m.children()}
+    passed_by |= {m.projection for m in modules.values() if isinstance(m, FusedHead)}
+    tied = {*chain.tied, *chain.tied.values()}
+    refused = {}
+    for name, module in modules.items():
+        if isinstance(getattr(module, "weight", None), nn.Parameter):
+            if type(module) is not nn.Linear:
+                refused[name] = f"is a {type(module).__name__}, and only an nn.Linear can have one"
+            elif f"{name}.weight" in tied:
+                refused[name] = "has a tied weight, which an adapter would part from the other"
+            else:
+                refused[name] = "is read by another layer and never called" if module in passed_by else ""
+    return refused
+
+
+def _build(build: Callable[[], nn.Module], inside: Sequence[str], rank: int, scale: float, dropout: float) -> nn.Module:
+    layer = build()
+    for parameter in layer.parameters():
+        parameter.requires_grad_(False)
+    for name in inside:
+        LoRALinear.adapt(layer.get_submodule(name), rank, scale, dropout)
+    return layer
+
+
+def _initialise(base: Callable[[str, nn.Module], None], name: str, module: nn.Module) -> None:
+    (reset_parameters if isinstance(module, Factor) else base)(name, module)
