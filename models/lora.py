@@ -77,11 +77,10 @@ def adapt(chain: Chain, rank: int, alpha: float, dropout: float, targets: Sequen
     listed = ", ".join(sorted({name.rpartition(".")[2] for name in possible})) or "none"
     chosen = {name: [one for one in refused if f".{one}".endswith(f".{name}")] for name in targets or ()}
     for target, found in chosen.items():
-        reasons = [f"{one} {refused[one]}" for one in found if refused[one]] or ["no module has that name"] * (
-            not found
-        )
-        if reasons:
-            raise ModelError(f"model.lora.targets={target}: {reasons[0]}; those that can have one: {listed}")
+        reasons = [f"{one} {refused[one]}" for one in found if refused[one]]
+        if reasons or not found:
+            why = reasons[0] if reasons else "no layer has that name"
+            raise ModelError(f"model.lora.targets={target}: {why}; those that can have one: {listed}")
     wanted = possible if targets is None else list(dict.fromkeys(sum(chosen.values(), [])))
     if not wanted:
         raise ModelError(f"model.lora.targets: no linear layer would have an adapter; those that can: {listed}")
