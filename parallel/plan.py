@@ -61,6 +61,7 @@ class Plan:
         sharded: Whether the replicas of a group share parameters, gradients and optimizer state.
         reshard: Whether shared parameters are whole one layer at a time.
         gpus: How many GPUs the ranks that are started here are dealt to, in turn; None where there are no such ranks.
+        frozen: The number of parameters that are not trained, a tied one counted once.
     """
 
     strategy: str
@@ -80,6 +81,7 @@ class Plan:
     sharded: bool = False
     reshard: bool = False
     gpus: int | None = None
+    frozen: int = 0
 
     @property
     def shares_gpus(self) -> bool:
@@ -172,6 +174,7 @@ def make_plan(
     costs = [sum(p.numel() for p in layer.parameters()) for _, layer in skeleton.items()]
     runs = partition_layers(chain.names, parallel.pp * per_rank, parallel.balance, costs)
     layers = dict(skeleton.items())
+    parameters, frozen = _count(layers.values())
     return Plan(
         strategy=parallel.name,
         device_type=hardware.device_type,
@@ -183,13 +186,14 @@ def make_plan(
         schedule=parallel.schedule if pipelined else None,
         stages_per_rank=per_rank,
         stages=tuple(StagePlan(i, tuple(run), *_count(layers[name] for name in run)) for i, run in enumerate(runs)),
-        parameters=_count(layers.values())[0],
+        parameters=parameters,
         global_batch_size=global_batch_size,
         devices=_devices(parallel, info, hardware),
         gpus=hardware.count if started_here and hardware.device_type == "cuda" else None,
         group=group,
         sharded=info.sharded,
         reshard=reshard,
+        frozen=frozen,
     )
 
 

@@ -90,7 +90,7 @@ def describe_plan(
             fractions of the parameters that the stages hold are shown, a copy of a tied one included.
     """
     where = f"{plan.processes} process{'es' * (plan.processes > 1)} on {plan.device_type}"
-    frozen = f" (and {sum(stage.frozen for stage in plan.stages):,} frozen)" * any(s.frozen for s in plan.stages)
+    frozen = f" (and {plan.frozen:,} frozen)" * bool(plan.frozen)
     lines = [
         f"{model}: {plan.parameters:,} parameters{frozen}   {plan.strategy}: {where}, {plan.precision}",
         f"data: {data}",
