@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import ModelError
@@ -30,27 +31,38 @@ class ZeroFactor(Factor):
         nn.init.zeros_(self.weight)
 
 
-class LoRALinear(nn.Linear):
-    """A frozen linear layer and its adapter: x -> x W' + b + scale dropout(x) A' B', [..., in] -> [..., out]."""
+class FrozenLinear(nn.Linear):
+    """A linear layer that is not trained, [..., in] -> [..., out].
+
+    Autocast casts its weight anew for every micro-batch, and a backward that needs it would keep every cast: here it is
+    cast once more in the backward.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        kind = x.device.type
+        if kind == "meta" or not torch.is_autocast_enabled(kind):
+            return super().forward(x)
+        return _CastTwice.apply(x.to(torch.get_autocast_dtype(kind)), self.weight, self.bias)
+
+
+class _CastTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return F.linear(x, weight, bias)  # under autocast
 
     @staticmethod
-    def adapt(linear: nn.Linear, rank: int, scale: float, dropout: float) -> None:
-        """Give a linear layer an adapter, in place."""
-        linear.__class__ = LoRALinear
-        linear.scale, linear.lora_dropout = scale, nn.Dropout(dropout)
-        linear.lora_A = Factor(linear.in_features, rank, bias=False)
-        linear.lora_B = ZeroFactor(rank, linear.out_features, bias=False)
+    def backward(ctx, gradient: Tensor):
+        return gradient @ ctx.saved_tensors[0].to(gradient.dtype), None, None
+
+
+class LoRALinear(FrozenLinear):
+    """A frozen linear layer and its adapter: x -> x W' + b + scale dropout(x) A' B', [..., in] -> [..., out]."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         return super().forward(x) + self.scale * self.lora_B(self.lora_A(self.lora_dropout(x)))
-
-    @torch.no_grad()
-    def merge(self) -> None:
-        """Become a plain linear layer that computes the same."""
-        self.weight += self.scale * self.lora_B.weight @ self.lora_A.weight
-        del self.lora_A, self.lora_B, self.lora_dropout
-        self.__class__ = nn.Linear
 
 
 def adapt(chain: Chain, rank: int, alpha: float, dropout: float, targets: Sequence[str] | None) -> Chain:
@@ -81,13 +93,12 @@ def adapt(chain: Chain, rank: int, alpha: float, dropout: float, targets: Sequen
         if reasons or not found:
             why = reasons[0] if reasons else "no layer has that name"
             raise ModelError(f"model.lora.targets={target}: {why}; those that can have one: {listed}")
-    wanted = possible if targets is None else list(dict.fromkeys(sum(chosen.values(), [])))
-    if not wanted:
-        raise ModelError(f"model.lora.targets: no linear layer would have an adapter; those that can: {listed}")
+    wanted = set(possible if targets is None else sum(chosen.values(), []))
     builds: dict[tuple, Callable[[], nn.Module]] = {}  # layers that were alike stay so
 
     def adapted(layer: LayerSpec) -> LayerSpec:
-        inside = tuple(name[len(layer.name) + 1 :] for name in wanted if is_within(f"{name}.", [layer.name]))
+        own = [name for name in possible if is_within(f"{name}.", [layer.name])]
+        inside = tuple((name[len(layer.name) + 1 :], name in wanted) for name in own)
         build = partial(_build, layer.build, inside, rank, alpha / rank, dropout)
         return replace(layer, build=builds.setdefault((layer.build, inside), build))
 
@@ -100,11 +111,15 @@ def adapt(chain: Chain, rank: int, alpha: float, dropout: float, targets: Sequen
     )
 
 
+@torch.no_grad()
 def merge(layers: nn.Module) -> None:
-    """Add every adapter to its layer's weight, in place: what is left has the base's names."""
+    """Add every adapter to its layer's weight, in place: what is left are the base's layers."""
     for module in list(layers.modules()):
         if isinstance(module, LoRALinear):
-            module.merge()
+            module.weight += module.scale * module.lora_B.weight @ module.lora_A.weight
+            del module.lora_A, module.lora_B, module.lora_dropout
+        if isinstance(module, FrozenLinear):
+            module.__class__ = nn.Linear
 
 
 def _why_refused(chain: Chain) -> dict[str, str]:
@@ -126,12 +141,20 @@ def _why_refused(chain: Chain) -> dict[str, str]:
     return refused
 
 
-def _build(build: Callable[[], nn.Module], inside: Sequence[str], rank: int, scale: float, dropout: float) -> nn.Module:
+def _build(
+    build: Callable[[], nn.Module], inside: Sequence[tuple[str, bool]], rank: int, scale: float, dropout: float
+) -> nn.Module:
+    """Build a layer and change the linear layers ``inside``, of which it is said whether they get adapters."""
     layer = build()
     for parameter in layer.parameters():
         parameter.requires_grad_(False)
-    for name in inside:
-        LoRALinear.adapt(layer.get_submodule(name), rank, scale, dropout)
+    for name, has_adapter in inside:
+        linear = layer.get_submodule(name)
+        linear.__class__ = LoRALinear if has_adapter else FrozenLinear
+        if has_adapter:
+            linear.scale, linear.lora_dropout = scale, nn.Dropout(dropout)
+            linear.lora_A = Factor(linear.in_features, rank, bias=False)
+            linear.lora_B = ZeroFactor(rank, linear.out_features, bias=False)
     return layer
 
 

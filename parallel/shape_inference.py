@@ -215,11 +215,6 @@ class Accesses(TorchDispatchMode):
         self._read: set[int] = set()
         self._written: set[int] = set()
 
-    def unread(self, kind: type[nn.Module]) -> list[str]:
-        """Return the names of the modules of a kind of which no parameter was read."""
-        modules = [(name, m) for name, m in self._module.named_modules() if isinstance(m, kind)]
-        return [name for name, m in modules if self._read.isdisjoint(_tensors_of(m).values())]
-
     def changed(self) -> str | None:
         """Return the name of a tensor that was changed and that a later step, or an evaluation, may read.
 

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.errors import DataError, PlanError, TrainingError, UserError, add_note
 from data.dataset import Batch, DataSet, InMemory, Source
 from models.chain import Tensors, as_tuple, checked
-from models.lora import Factor
 from models.losses import IGNORED, check_sums
 from parallel.shape_inference import Accesses, reads_numbers
 
@@ -176,11 +175,6 @@ def check_shapes(setup: Any) -> None:
                         known = known and not accesses.data_dependent
                         if needs_shapes and not known:
                             raise reads_numbers(name, layer)
-                if unread := accesses.unread(Factor):
-                    raise TrainingError(
-                        f"model.lora.targets: {name}.{unread[0]} would be ignored: its linear layer is not called "
-                        "(another may read its weight); leave it out"
-                    )
                 if setup.cfg.mode != "eval" and accesses.changed() is not None:  # or has a cache been filled?
                     with Accesses(layer) as accesses:
                         layer(*tensors)
