@@ -15,6 +15,7 @@ from conf.composition import compose, quote_values
 from conf.instantiate import to_config, to_dict
 from data.images import load_torchvision
 from data.tensors import TensorData
+from models.losses import ClassCrossEntropy
 from models.sequential import chain_of
 from parallel.shape_inference import estimate_memory
 from training import train, verify
@@ -86,10 +87,8 @@ def test_another_layout_goes_on_with_the_same_losses(ranks, trained, tmp_path, l
 def test_an_evaluation_has_the_trained_model_s_loss(trained, tmp_path):
     cfg = again(trained, "mode=eval", "train.eval_batches=1")
     (tmp_path / "eval").mkdir()
-    summary = training(cfg, tmp_path / "eval", setup=prepare(cfg))
-    assert summary["best_val_loss"] == pytest.approx(
-        json.loads((trained / "summary.json").read_text())["best_val_loss"]
-    )
+    evaluated = training(cfg, tmp_path / "eval", setup=prepare(cfg))["best_val_loss"]
+    assert evaluated == pytest.approx(json.loads((trained / "summary.json").read_text())["best_val_loss"])
     assert isinstance(sample(again(trained, "mode=sample", "sample.tokens=3", "sample.prompt=def")), str)
 
 
@@ -172,15 +171,10 @@ def test_the_plan_counts_gradients_and_optimizer_state_of_what_is_trained(recipe
 def test_a_model_of_a_program_is_adapted_and_verified(tmp_path):
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
-    from models.losses import ClassCrossEntropy
-
-    chain = chain_of(net, ClassCrossEntropy())
-    data = TensorData(torch.randn(32, 8), torch.randint(0, 3, (32,)))
+    given = {"model": chain_of(net, ClassCrossEntropy()), "data": TensorData(torch.randn(32, 8), torch.arange(32) % 3)}
     words = ["logger=none", "device=cpu", "train.precision=fp64", "train.global_batch_size=8", "model.lora.rank=2"]
-    result = train(*words, "train.steps=2", f"hydra.run.dir={tmp_path}/run", model=chain, data=data)
+    result = train(*words, "train.steps=2", f"hydra.run.dir={tmp_path}/run", **given)
     assert result.summary["parameters"] == 2 * (8 + 8 + 8 + 3)
-    report = verify(
-        *words, "verify.steps=3", "verify.processes=2", f"hydra.run.dir={tmp_path}/v", model=chain, data=data
-    )
+    report = verify(*words, "verify.steps=3", "verify.processes=2", f"hydra.run.dir={tmp_path}/v", **given)
     assert report.ok, report
     assert len([one for one in report.compared if one.holds]) >= 5
