@@ -371,28 +371,26 @@ def stage_activations(plan: Plan, chain: Chain, sample: Batch) -> list[int]:
 def estimate_memory(plan: Plan, chain: Chain, sample: Batch, states: int) -> list[MemoryEstimate]:
     """Estimate the memory of each rank, whose optimizer keeps ``states`` tensors of each trainable parameter's size."""
     held, size = stage_activations(plan, chain, sample), parameter_dtype(plan.precision).itemsize
-    layers = [[(p.numel(), p.requires_grad) for p in layer.parameters()] for _, layer in chain.skeleton().items()]
-    largest = size * max(sum(n for n, _ in layer) for layer in layers)
-    most_trained = size * max(sum(n for n, trained in layer if trained) for layer in layers)
+    layers = [sum(p.numel() for p in layer.parameters()) for _, layer in chain.skeleton().items()]
     estimates = []
     for rank in range(plan.processes):
         stages, shards = plan.stages_of(plan.mesh(rank).position), plan.mesh(rank).shards
-        whole, trained = (size * sum(n) for n in zip(*((s.weights, s.parameters) for s in stages), strict=True))
+        whole, trained = size * sum(s.weights for s in stages), size * sum(s.parameters for s in stages)
         weights, gradients = -(-whole // shards), -(-trained // shards)
-        gathered = _gathered(plan, whole, largest, trained, most_trained) if shards > 1 else 0
+        gathered = _gathered(plan, whole, trained, size * max(layers)) if shards > 1 else 0
         activations = sum(held[stage.index] for stage in stages)
         kept = weights, gradients, states * gradients
         estimates.append(MemoryEstimate(rank, *kept, gathered, activations, PROCESS_BYTES))
     return estimates
 
 
-def _gathered(plan: Plan, whole: int, largest: int, trained: int, most_trained: int) -> int:
+def _gathered(plan: Plan, whole: int, trained: int, largest: int) -> int:
     """Estimate the bytes of shared parameters and gradients that are whole during a step.
 
-    ``whole`` is the size of all parameters of the rank's stages in bytes, ``largest`` that of the largest layer;
-    ``trained`` and ``most_trained`` are those of the trainable ones.
+    ``whole`` is the size of all parameters of the rank's stages in bytes, ``trained`` that of the trainable ones,
+    ``largest`` that of the largest layer.
     """
     # A layer at a time: one computes and the next is fetched. Its gradients lie in a buffer to be reduced, too.
     weights = min(whole, 2 * largest) if plan.reshard else whole
     reduced_once = plan.pipelined or (not plan.reshard and plan.chunks > 1)
-    return weights + (trained if reduced_once else min(trained, 2 * most_trained))
+    return weights + (trained if reduced_once else min(trained, 2 * largest))

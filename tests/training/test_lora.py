@@ -114,6 +114,8 @@ def test_all_weights_trained_are_no_adapters(trained, recipe, tmp_path):
     run(tmp_path / "full", *recipe, "train.steps=1")
     assert "embedding.wte.weight" in saved(tmp_path / "full", 1)
     assert again(tmp_path / "full", "mode=eval").model.lora.base is None
+    manifest = json.loads((tmp_path / "full" / "checkpoints" / "latest" / "manifest.json").read_text())
+    assert "lora" not in str(manifest["progress"]["recipe"]), "older checkpoints, which have none, are gone on from"
     with pytest.raises(CheckpointError, match="lora_A.weight is not in it; model.lora="):
         prepare(again(tmp_path / "full", "mode=eval", "model.lora.rank=4"))
 
