@@ -120,22 +120,46 @@ def test_all_weights_trained_are_no_adapters(trained, recipe, tmp_path):
         prepare(again(tmp_path / "full", "mode=eval", "model.lora.rank=4"))
 
 
-def test_exports_compute_what_the_adapters_compute(trained, published, tmp_path):
+def assert_exports_compute_what_the_adapters_compute(run_dir, published, tmp_path):
     peft = pytest.importorskip("peft", reason="peft is a test dependency (requirements-dev.txt)")
     from transformers import AutoModelForCausalLM
 
-    export(again(trained, "mode=export", "export_to=merged"), tmp_path)
-    said = export(again(trained, "mode=export", "export_to=adapters", "export.format=peft"), tmp_path)
+    export(again(run_dir, "mode=export", "export_to=merged"), tmp_path)
+    said = export(again(run_dir, "mode=export", "export_to=adapters", "export.format=peft"), tmp_path)
     assert "adapter_config.json, adapter_model.safetensors" in said
-    (stage,) = restore(again(trained, "mode=export"), "cpu").strategy.stages
+    (stage,) = restore(again(run_dir, "mode=export"), "cpu").strategy.stages
     base = AutoModelForCausalLM.from_pretrained(published)
     with torch.no_grad():
         ours, before = stage.eval().layers(TOKENS)[..., :50257], base(TOKENS).logits
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(TOKENS).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(TOKENS).logits[..., :50257]
         adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()(TOKENS).logits
     assert (ours - before).abs().max() > 0.1, "the adapters do something"
     assert (merged - ours).abs().max() < 1e-4 and (adapted - ours).abs().max() < 1e-4
     assert "lora" not in "".join(load_file(tmp_path / "merged" / "model.safetensors"))
+
+
+def test_exports_compute_what_the_adapters_compute(trained, published, tmp_path):
+    assert_exports_compute_what_the_adapters_compute(trained, published, tmp_path)
+
+
+def test_so_do_those_of_the_llama_family(text, published, tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    torch.manual_seed(5)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=50257, **sizes, **heads))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape))
+    model.save_pretrained(tmp_path / "base")
+    words = ["model=llama", f"model.init_from='{tmp_path}/base'", "model.tokenizer=null", *text, "train.precision=fp32"]
+    words += ["train.steps=4", "train.global_batch_size=8", "train.eval_batches=1", "optim.lr=0.02"]
+    run(tmp_path / "run", *words, "scheduler=constant", "model.lora.rank=4", "model.lora.targets=null")
+    assert {name.split(".")[-3] for name in saved(tmp_path / "run", 4)} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+    }  # fmt: skip
+    assert_exports_compute_what_the_adapters_compute(tmp_path / "run", tmp_path / "base", tmp_path)
 
 
 @pytest.mark.parametrize(
