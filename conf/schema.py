@@ -25,7 +25,7 @@ def _choice(name: str, words: str) -> type[Enum]:
 Device = _choice("Device", "auto cpu cuda mps")
 Mode = _choice("Mode", "train eval plan export sample verify")
 Precision = _choice("Precision", "auto fp64 fp32 bf16 fp16")
-Format = _choice("Format", "safetensors torch_export onnx triton")
+Format = _choice("Format", "safetensors torch_export onnx triton peft")
 Direction = _choice("Direction", "minimize maximize")
 Order = _choice("Order", "dp_pp pp_dp")
 CommHook = _choice("CommHook", "none bf16 fp16 hierarchical hierarchical_bf16")
@@ -80,7 +80,7 @@ class Sample:
 class Export:
     """For mode=export."""
 
-    format: Format = Format.safetensors  # weights; a program for torch.export.load; a model; a repository for a server
+    format: Format = Format.safetensors  # weights; a program of torch; a model; a repository for a server; adapters
     max_batch_size: int = 8  # of a repository for Triton: samples that the server may compute together
 
 

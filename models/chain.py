@@ -19,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -176,6 +177,7 @@ class Chain:
         hugging_face: How Hugging Face stores such a model, where it has one (``models.huggingface``).
         fingerprint: Of weights that the chain brings along instead of drawing them from the run's seed: equal on all
             ranks.
+        base: The chain whose layers are frozen and have adapters here (``models.lora``).
     """
 
     layers: Sequence[LayerSpec]
@@ -188,6 +190,7 @@ class Chain:
     continues: bool = False
     hugging_face: HuggingFace | None = None
     fingerprint: str = ""
+    base: Chain | None = None
 
     def __post_init__(self) -> None:
         for layer in self.layers if isinstance(self.layers, Sequence) else [self.layers]:
@@ -301,6 +304,12 @@ class Chain:
                     tensor.copy_(getattr(constructed[name], key))
             if name not in constructed or self.initialise is not reset_parameters:
                 self.initialise(name, module)
+
+    @cached_property
+    def unsaved(self) -> frozenset[str]:
+        """The names of the parameters that no checkpoint holds: a base's, which is read or drawn again."""
+        layers = _NO_LAYERS if self.base is None else self.base.skeleton()
+        return frozenset(name for name, _ in layers.named_parameters(remove_duplicate=False))
 
     def canonical(self, name: str) -> str:
         """Return the name of a parameter in files: a tied one's canonical name."""

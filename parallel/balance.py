@@ -9,6 +9,7 @@ from itertools import combinations, pairwise, permutations
 from pkgutil import resolve_name
 
 import torch
+from torch import nn
 
 from data.dataset import Batch
 from models.chain import Chain, as_tuple
@@ -73,11 +74,12 @@ def bytes_per_layer(plan: Plan, chain: Chain, sample: Batch, tensors_per_paramet
         held = in_flight(plan.schedule, plan.pp, plan.chunks, plan.stages_per_rank, 0)
     traced = trace(chain, sample, plan.precision, plan.device_type)
     skeleton = chain.skeleton()
-    size = parameter_dtype(plan.precision).itemsize * tensors_per_parameter
-    return [
-        size * sum(p.numel() for p in skeleton[t.name].parameters()) + held * (t.kept + t.output_bytes) + t.cast
-        for t in traced
-    ]
+    size = parameter_dtype(plan.precision).itemsize
+
+    def kept(layer: nn.Module) -> int:
+        return sum(p.numel() * (tensors_per_parameter if p.requires_grad else 1) for p in layer.parameters())
+
+    return [size * kept(skeleton[t.name]) + held * (t.kept + t.output_bytes) + t.cast for t in traced]
 
 
 def equal_stages(

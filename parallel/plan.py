@@ -23,11 +23,20 @@ _MOST_THREADS = 1024  # of a process; with very many, OpenMP ends it by a segmen
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: its place in the model, its layers' names, its number of trainable parameters (tied copies too)."""
+    """One stage: its place in the model, its layers' names, its number of trainable parameters (tied copies too).
+
+    ``frozen`` is the number of the others.
+    """
 
     index: int
     layers: tuple[str, ...]
     parameters: int
+    frozen: int = 0
+
+    @property
+    def weights(self) -> int:
+        """The number of all parameters."""
+        return self.parameters + self.frozen
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,7 @@ class Plan:
         sharded: Whether the replicas of a group share parameters, gradients and optimizer state.
         reshard: Whether shared parameters are whole one layer at a time.
         gpus: How many GPUs the ranks that are started here are dealt to, in turn; None where there are no such ranks.
+        frozen: The number of parameters that are not trained, a tied one counted once.
     """
 
     strategy: str
@@ -71,6 +81,7 @@ class Plan:
     sharded: bool = False
     reshard: bool = False
     gpus: int | None = None
+    frozen: int = 0
 
     @property
     def shares_gpus(self) -> bool:
@@ -163,6 +174,7 @@ def make_plan(
     costs = [sum(p.numel() for p in layer.parameters()) for _, layer in skeleton.items()]
     runs = partition_layers(chain.names, parallel.pp * per_rank, parallel.balance, costs)
     layers = dict(skeleton.items())
+    parameters, frozen = _count(layers.values())
     return Plan(
         strategy=parallel.name,
         device_type=hardware.device_type,
@@ -173,14 +185,15 @@ def make_plan(
         chunks=chunks,
         schedule=parallel.schedule if pipelined else None,
         stages_per_rank=per_rank,
-        stages=tuple(StagePlan(i, tuple(run), _trainable(layers[name] for name in run)) for i, run in enumerate(runs)),
-        parameters=_trainable(layers.values()),
+        stages=tuple(StagePlan(i, tuple(run), *_count(layers[name] for name in run)) for i, run in enumerate(runs)),
+        parameters=parameters,
         global_batch_size=global_batch_size,
         devices=_devices(parallel, info, hardware),
         gpus=hardware.count if started_here and hardware.device_type == "cuda" else None,
         group=group,
         sharded=info.sharded,
         reshard=reshard,
+        frozen=frozen,
     )
 
 
@@ -245,9 +258,11 @@ def _check_cut(batch: int, dp: int, chunks: int) -> None:
     )
 
 
-def _trainable(layers: Iterable[nn.Module]) -> int:
-    """Return the number of trainable parameters, those that layers share counted once."""
-    return sum(p.numel() for p in {p for layer in layers for p in layer.parameters()} if p.requires_grad)
+def _count(layers: Iterable[nn.Module]) -> tuple[int, int]:
+    """Return the numbers of trainable and of frozen parameters, those that layers share counted once."""
+    parameters = {p for layer in layers for p in layer.parameters()}
+    trainable = sum(p.numel() for p in parameters if p.requires_grad)
+    return trainable, sum(p.numel() for p in parameters) - trainable
 
 
 def _devices(parallel, info: StrategyInfo, hardware: Hardware) -> tuple[str, ...]:

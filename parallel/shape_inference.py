@@ -332,15 +332,16 @@ class MemoryEstimate:
 def check_gpus(plan: Plan, tensors: int, memory: Callable[[int], int]) -> None:
     """Check that weights, gradients and optimizer state fit into the GPUs that the ranks of ``plan`` are dealt to.
 
-    Activations are left out: only what ranks hold for sure is counted, ``tensors`` of each parameter's size.
+    Activations are left out: only what ranks hold for sure is counted, ``tensors`` of each trainable parameter's size.
     ``memory`` gives the bytes of the GPU with an index. Raises PlanError.
     """
-    each = parameter_dtype(plan.precision).itemsize * tensors
+    each = parameter_dtype(plan.precision).itemsize
     what = "weights" if tensors == 1 else "weights, gradients and optimizer state"
     for gpu in range(min(plan.gpus, plan.processes)):
         ranks = range(gpu, plan.processes, plan.gpus)
         meshes = [plan.mesh(rank) for rank in ranks]
-        needed = each * sum(s.parameters / mesh.shards for mesh in meshes for s in plan.stages_of(mesh.position))
+        stages = [(stage, mesh.shards) for mesh in meshes for stage in plan.stages_of(mesh.position)]
+        needed = each * sum((tensors * stage.parameters + stage.frozen) / shards for stage, shards in stages)
         if needed > memory(gpu):
             who = f"rank {gpu} needs" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} together need"
             raise PlanError(
@@ -368,27 +369,28 @@ def stage_activations(plan: Plan, chain: Chain, sample: Batch) -> list[int]:
 
 
 def estimate_memory(plan: Plan, chain: Chain, sample: Batch, states: int) -> list[MemoryEstimate]:
-    """Estimate the memory of each rank, whose optimizer keeps ``states`` tensors of each parameter's size."""
-    held = stage_activations(plan, chain, sample)
+    """Estimate the memory of each rank, whose optimizer keeps ``states`` tensors of each trainable parameter's size."""
+    held, size = stage_activations(plan, chain, sample), parameter_dtype(plan.precision).itemsize
     layers = [sum(p.numel() for p in layer.parameters()) for _, layer in chain.skeleton().items()]
-    largest = max(layers) * parameter_dtype(plan.precision).itemsize
     estimates = []
     for rank in range(plan.processes):
-        stages = plan.stages_of(plan.mesh(rank).position)
-        whole = sum(stage.parameters for stage in stages) * parameter_dtype(plan.precision).itemsize
-        share = -(-whole // plan.mesh(rank).shards)
-        gathered = _gathered(plan, whole, largest) if share < whole else 0
+        stages, shards = plan.stages_of(plan.mesh(rank).position), plan.mesh(rank).shards
+        whole, trained = size * sum(s.weights for s in stages), size * sum(s.parameters for s in stages)
+        weights, gradients = -(-whole // shards), -(-trained // shards)
+        gathered = _gathered(plan, whole, trained, size * max(layers)) if shards > 1 else 0
         activations = sum(held[stage.index] for stage in stages)
-        estimates.append(MemoryEstimate(rank, share, share, states * share, gathered, activations, PROCESS_BYTES))
+        kept = weights, gradients, states * gradients
+        estimates.append(MemoryEstimate(rank, *kept, gathered, activations, PROCESS_BYTES))
     return estimates
 
 
-def _gathered(plan: Plan, whole: int, largest: int) -> int:
+def _gathered(plan: Plan, whole: int, trained: int, largest: int) -> int:
     """Estimate the bytes of shared parameters and gradients that are whole during a step.
 
-    ``whole`` is the size of all parameters of the rank's stages in bytes, ``largest`` that of the largest layer.
+    ``whole`` is the size of all parameters of the rank's stages in bytes, ``trained`` that of the trainable ones,
+    ``largest`` that of the largest layer.
     """
     # A layer at a time: one computes and the next is fetched. Its gradients lie in a buffer to be reduced, too.
     weights = min(whole, 2 * largest) if plan.reshard else whole
     reduced_once = plan.pipelined or (not plan.reshard and plan.chunks > 1)
-    return weights + (whole if reduced_once else min(whole, 2 * largest))
+    return weights + (trained if reduced_once else min(trained, 2 * largest))

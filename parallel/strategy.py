@@ -353,12 +353,13 @@ class Strategy(ABC):
             if name not in self.chain.tied
         }
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor], wanted: Callable[[str], bool] = lambda name: True) -> None:
         """Copy this rank's part out of ``state``.
 
         Args:
             state: Any part of the model that includes this rank's, under global names: tensors, or what has a tensor's
                 ``shape`` and gives rows of it for a slice.
+            wanted: Says by its global name whether a tensor is copied; the others stay as they are.
 
         Raises:
             KeyError: Naming a tensor that is missing.
@@ -367,9 +368,10 @@ class Strategy(ABC):
         for stage in self.stages:
             for name, tensor in stage.layers.state_dict().items():
                 canonical = self.chain.canonical(name)
-                if canonical not in state:
-                    raise KeyError(f"{canonical} is not among the {len(state)} tensors given")
-                fill(tensor, state[canonical], canonical)
+                if wanted(canonical):
+                    if canonical not in state:
+                        raise KeyError(f"{canonical} is not among the {len(state)} tensors given")
+                    fill(tensor, state[canonical], canonical)
 
     # -- for subclasses --------------------------------------------------------------------------------------------
 

@@ -160,7 +160,7 @@ def _checked(overrides: Sequence[str], model: Any, data: Any) -> dict[str, Any]:
         for word in overrides:
             if word.startswith(f"{key}="):
                 raise TrainingError(f"{key} is given twice: by {word!r} and by {key}=...; leave one of them out")
-            if word.lstrip("+~").startswith(f"{key}.") and not word.startswith("model.init_from="):
+            if word.lstrip("+~").startswith(f"{key}.") and not word.startswith(("model.init_from=", "model.lora.")):
                 raise TrainingError(f"{word!r} has no effect on the {key} that is given as an object: leave it out")
     return objects
 
@@ -194,11 +194,11 @@ def _trained(cfg: Any, run_dir: Path, world: World | None, hydra: Any, model: Ch
 def with_given(cfg: Any, objects: dict[str, Any]) -> Any:
     """Return a copy of a configuration whose sections ``model`` and ``data`` name the objects that were given."""
     cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False, enum_to_str=True))
-    start = OmegaConf.select(cfg, "model.init_from")
+    kept = {key: OmegaConf.select(cfg, f"model.{key}") for key in ("init_from", "lora")}
     for key, one in objects.items():
         cfg[key] = {"_target_": GIVEN, "key": key, "fingerprint": getattr(one, "fingerprint", "")}
     if "model" in objects:
-        cfg.model.update(name="given", init_from=start)
+        cfg.model.update(name="given", **kept)
         cfg.recipe = None  # that of the model which this one replaces
         vocabulary = objects["model"].limits.get("vocabulary")
         if vocabulary is not None:

@@ -260,8 +260,8 @@ def _check_memory(setup: Setup, world: World | None) -> None:
     needed = plan.processes * PROCESS_BYTES
     if plan.device_type == "cpu":
         copies = plan.dp / plan.mesh(0).shards
-        held = copies * sum(stage.parameters for stage in plan.stages) * parameter_dtype(plan.precision).itemsize
-        needed += held * certain_tensors(cfg)
+        tensors = sum(certain_tensors(cfg) * stage.parameters + stage.frozen for stage in plan.stages)
+        needed += copies * tensors * parameter_dtype(plan.precision).itemsize
     check_memory(
         needed,
         f"model={cfg.model.name} parallel={plan.strategy} in {plan.processes} processes",

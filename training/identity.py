@@ -138,6 +138,8 @@ def recipe(setup: Any, schedule: Any) -> dict[str, Any]:
     cfg = setup.cfg
     train = {name: cfg.train[name] for name in _LEARNED} | {"precision": setup.plan.precision}
     tree = {"seed": cfg.seed, "train": train, **{name: to_dict(cfg[name]) for name in TRAINED if name != "train"}}
+    if setup.chain.base is None:  # an older checkpoint has no such keys
+        tree["model"].pop("lora", None)
     if follows_total(schedule, setup.total_steps, setup.per_epoch):
         tree["schedule"] = {"total": setup.total_steps}  # _TOTAL
     tree["choice"] = to_dict(cfg[COMMAND]["choices"]) if COMMAND in cfg else {}

@@ -23,6 +23,7 @@ from parallel.devices import autocast, share_cores
 from parallel.plan import make_plan
 from parallel.strategy import Options, Strategy, build_strategy
 from training.checkpoint.configuration import check_fits, checkpoint_of
+from training.checkpoint.init_from import check_base, read_base
 from training.checkpoint.load import load
 from training.export.write import check_export, write
 from training.reporting.console import describe_sample
@@ -77,9 +78,11 @@ def restore(cfg: Any, device: str) -> Restored:
     share_cores(1, cfg.parallel.threads)
     chain, data = model_and_data(cfg)
     check_fits(path, chain, cfg)
+    check_base(cfg, chain)
     parallel = to_config({**to_dict(cfg.parallel), **_SINGLE, "devices": None})
     plan = make_plan(parallel, chain, global_batch_size=1, device=device, precision=cfg.train.precision)
     strategy = build_strategy(plan, chain, plan.mesh(0), Options(seed=cfg.seed), sample=None)
+    read_base(cfg.model, chain, strategy)
     return Restored(chain, data, strategy, load(path, strategy).step)
 
 

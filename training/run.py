@@ -30,7 +30,7 @@ from parallel.host_group import NCCL, choose_backend
 from parallel.plan import Plan
 from parallel.strategy import Options, Strategy, build_strategy
 from training.checkpoint.configuration import checkpoint_of
-from training.checkpoint.init_from import not_drawn, start
+from training.checkpoint.init_from import not_drawn, read_base, start
 from training.checkpoint.load import load, resume
 from training.checkpoint.save import Checkpointer
 from training.evaluate import evaluate_split, not_finite
@@ -93,7 +93,8 @@ def run(
         if resumed is not None:
             checkpoints.resumed_from(resumed)
             done = resumed.step
-        if resumed is None and (cfg.model.init_from is not None or cfg.model.get("extra_tokens")):
+        starts = cfg.model.init_from is not None or cfg.model.get("extra_tokens")
+        if resumed is None and starts and setup.chain.base is None:
             start(cfg.model, setup.chain, strategy)
         _check_steps_left(setup, strategy, run_dir, done)
         recorder = _recorder(setup, strategy, run_dir, first_step=done + 1)
@@ -166,9 +167,11 @@ def _strategy(setup: Setup, world: World, store: dist.Store | None) -> Iterator[
             if (warning := check_ranks(mesh, setup)) is not None and mesh.rank == 0:
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
         options, model, chain = strategy_options(setup.cfg), setup.cfg.model, setup.chain
-        if setup.cfg.mode == "train" and setup.cfg.train.resume is None and model.init_from is not None:
+        anew = setup.cfg.mode == "train" and setup.cfg.train.resume is None
+        if model.init_from is not None and (anew or chain.base is not None):
             chain = not_drawn(model, chain)
         strategy = build_strategy(setup.plan, chain, mesh, options, setup.sample, world.local_rank)
+        read_base(model, chain, strategy)
         try:
             yield strategy
         finally:
@@ -214,7 +217,7 @@ def _process_group(world: World, setup: Setup, store: dist.Store | None) -> Iter
 def _weight_bytes(plan: Plan, rank: int) -> int:
     """Return the bytes of the weights that ``rank`` holds."""
     stages = plan.stages_of(plan.mesh(rank).position)
-    return sum(stage.parameters for stage in stages) * parameter_dtype(plan.precision).itemsize
+    return sum(stage.weights for stage in stages) * parameter_dtype(plan.precision).itemsize
 
 
 def set_arithmetic(train: Any) -> None:

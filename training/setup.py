@@ -25,6 +25,7 @@ from data.loader import TrainBatches
 from launchers import World, run_workers
 from models.chain import Chain
 from models.given import given_objects, set_given
+from models.lora import adapt
 from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer, stage_shares
 from parallel.devices import Hardware, check_compiler
 from parallel.plan import Plan, make_plan
@@ -33,7 +34,7 @@ from parallel.shape_inference import check_gpus, drawing_by_microbatch
 from parallel.strategies import names_where, strategy_info
 from training.callbacks import build as build_callbacks
 from training.checkpoint.configuration import check_fits, checkpoint_of
-from training.checkpoint.init_from import check_start, vocabulary_with
+from training.checkpoint.init_from import check_base, check_start, vocabulary_with
 from training.evaluate import extents
 from training.first_batch import check_read, check_shapes, check_splits
 from training.optimizer import check_layout, check_optimizer, check_rates, states_of
@@ -235,8 +236,10 @@ def _check_names(cfg: Any, chain: Chain, data: DataSet) -> None:
 def _check_weights(cfg: Any, chain: Chain, data: DataSet) -> None:
     if (saved := _saved(cfg)) is not None:
         check_fits(saved, chain, cfg)
-    elif cfg.train.resume is None and cfg.model.init_from is not None:
+    anew = cfg.mode != "eval" and cfg.train.resume is None
+    if cfg.model.init_from is not None and (anew or chain.base is not None):
         check_start(cfg.model, chain)
+    check_base(cfg, chain)
 
 
 # -- checks of the plan ----------------------------------------------------------------------------------------------
@@ -450,6 +453,11 @@ def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
             f"model.extra_tokens: model={model.name} does not say which parameter is its embedding (Chain.embedding), "
             "so its vocabulary cannot grow; leave model.extra_tokens out"
         )
+    if (lora := model.get("lora")) is not None and lora.rank is not None:
+        if model.get("extra_tokens") is not None:
+            raise TrainingError("model.extra_tokens with model.lora.rank: the new tokens' rows would not be trained")
+        targets = [lora.targets] if isinstance(lora.targets, str) else lora.targets
+        chain = adapt(chain, lora.rank, lora.alpha, lora.dropout, targets)
     return chain
 
 

@@ -71,6 +71,8 @@ def backward_inputs(
                 retain_graph=True,
                 allow_unused=True,
             )
+            if wanted  # nothing before this stage is trained
+            else ()
         )
     finally:
         for hook in hooks:

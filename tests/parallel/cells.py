@@ -187,6 +187,30 @@ def unusual() -> Iterable[Cell]:
         yield cell("convnet", layout, sync_batchnorm=True, recompute=bool(recompute), **interleaved)
 
 
+def adapters() -> Iterable[Cell]:
+    """LoRA: frozen layers before, between and behind those that are trained, in stages of their own and not."""
+    everywhere, first, last = ("c_attn", "c_proj"), ("h.0.attn.c_attn",), ("h.5.mlp.c_proj",)
+    for name, info in STRATEGIES.items():
+        if not info.gpu_only and name != "single":
+            yield from (cell("gpt2", small_layout(name, info), lora=targets) for targets in (everywhere, first, last))
+            yield from (cell("toy", small_layout(name, info), lora=(target,)) for target in ("net1", "net2"))
+    for s in SCHEDULES:
+        yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule=s), lora=everywhere)
+        yield cell("gpt2", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule=s), lora=first)
+        yield cell("gpt2", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule=s), lora=last)
+        yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule=s), lora=("h.2.mlp.c_fc",))
+        yield cell("translator", Layout("pipelined", pp=2, chunks=4, schedule=s), lora=("decoder1.attention.query",))
+    yield cell("gpt2", Layout("fsdp", dp=2, chunks=4, reshard=False), lora=last)
+    yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule="1f1b"), lora=first, recompute=True)
+    yield cell("gpt2", Layout("ddp", dp=2, chunks=2, comm_hook="hierarchical"), lora=first)
+    others = {"transformer": ("linear1", "out_proj"), "classifier": ("fc2.1", "fc4"), "sequential": ("used", "6")}
+    for model, targets in others.items():
+        for layout in (Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule="1f1b"), Layout("fsdp", dp=2, chunks=2)):
+            yield cell(model, layout, lora=targets)
+    # In three steps at its usual rate, A moves by less than float32's digits.
+    yield cell("llama", Layout("pipe_fsdp", dp=2, pp=2, chunks=2), lora=("q_proj", "down_proj"), lr=0.4)
+
+
 # The ways of running that GPUs have: one process's, and these.
 ONE_GPU = Layout("single", chunks=4)
 GPU_LAYOUTS = (
@@ -236,4 +260,4 @@ def pretended() -> Iterable[Cell]:
         yield gpu_cell("convnet", layout, tolerance, sync_batchnorm=True, **on_cpus)
 
 
-CELLS = [*published(), *layouts(), *shared(), *sent(), *unusual(), *pretended()]
+CELLS = [*published(), *layouts(), *shared(), *sent(), *unusual(), *adapters(), *pretended()]

@@ -23,6 +23,7 @@ from models.chain import Chain, LayerSpec
 from models.classifier import classifier
 from models.convnet import convnet
 from models.gpt2 import gpt2
+from models.lora import adapt
 from models.losses import ClassCrossEntropy, SquaredError, Sums, TokenCrossEntropy
 from models.resnet50 import GROUPS, resnet50
 from models.sequential import chain_of
@@ -268,7 +269,12 @@ def with_an_island() -> Chain:
 
 
 def chain_and_batches(recipe: Recipe) -> tuple[Chain, Callable[[int], Batch]]:
-    """A small model, and its global batch as a function of the step."""
+    """A small model, with adapters where it has some, and its global batch as a function of the step."""
+    chain, batch_at = _chain_and_batches(recipe)
+    return chain if recipe.lora is None else adapt(chain, 3, 6, recipe.dropout, recipe.lora), batch_at
+
+
+def _chain_and_batches(recipe: Recipe) -> tuple[Chain, Callable[[int], Batch]]:
     if recipe.model in ("toy", "island"):
         chain = toy() if recipe.model == "toy" else with_an_island()
         return chain, lambda step: _toy_batch(recipe.global_batch, step)

@@ -117,6 +117,23 @@ def test_the_first_half_precision_step_is_as_exact_as_in_float32(trained, model,
 
 @pytest.mark.parametrize(
     "layout",
+    [
+        Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule="1f1b"),
+        Layout("fsdp", dp=2, chunks=4),
+        Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="interleaved_zero_bubble"),
+    ],
+    ids=str,
+)
+def test_frozen_weights_that_are_cast_twice_give_the_same_in_every_layout(trained, layout):
+    recipe = dataclasses.replace(GPT2, precision="bf16", lora=("c_attn",), steps=2, eval_every=2)
+    (reference,) = trained(layout.same_cut, recipe)
+    run = trained(layout, recipe)
+    assert run[0].losses == pytest.approx(reference.losses, rel=1e-4)
+    assert run[0].norms[0] == pytest.approx(reference.norms[0], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "layout",
     [Layout("single"), Layout("pipelined", pp=2), Layout("pipelined", pp=2, schedule="planned", stages_per_rank=1)],
     ids=str,
 )

@@ -250,7 +250,7 @@ def check_fits(path: Path, chain: Chain, cfg: Any) -> None:
         return  # damaged: loading compares the checksums and names the file
     for name, tensor in chain.skeleton().state_dict().items():
         shape, expected = shapes.get(chain.canonical(name)), tuple(tensor.shape)
-        if shape != expected:
+        if shape != expected and name not in chain.unsaved:
             problem = "is not in it" if shape is None else f"has {shape}, expected {expected}"
             reasons = _differences(checkpoint.config, cfg)
             raise CheckpointError(f"{path} does not fit this model: {chain.canonical(name)} {problem}{reasons}")

@@ -22,6 +22,7 @@ from data.vocabulary import GPT2_VOCAB_SIZE, added_tokens, gpt2, parse_extra_tok
 from models.chain import Chain
 from parallel.sharding import fill, whole
 from parallel.strategy import Strategy
+from training.checkpoint.files import sha256
 from training.checkpoint.load import StoredTensor
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -40,13 +41,40 @@ def start(model: Any, chain: Chain, strategy: Strategy) -> None:
     if model.init_from is not None:
         weights = check_start(model, chain)
         try:
-            strategy.load_state_dict(weights)
+            strategy.load_state_dict(weights, weights.expected.__contains__)
         except ValueError as error:
             given = f"model.init_from={model.init_from}"
             raise TrainingError(f"{given} does not fit model={model.name}: {error}") from error
         known = len(weights.added)
     if model.get("extra_tokens") is not None:
         _add_tokens(model.extra_tokens, chain, strategy, known)
+
+
+def check_base(cfg: Any, chain: Chain) -> None:
+    """Note in ``model.lora.base`` which weights the adapters of a run are trained on.
+
+    Raises:
+        TrainingError: A checkpoint's adapters were trained on others.
+    """
+    if chain.base is None:
+        return
+    model, lora = cfg.model, cfg.model.lora
+    if model.init_from is not None:
+        base = "sha256=" + "+".join(map(sha256, _files(expand_home(model.init_from))))
+    else:
+        base = f"weights={chain.fingerprint}" if chain.fingerprint else f"seed={cfg.seed}"
+    if lora.base not in (None, base):
+        raise TrainingError(
+            f"these adapters were trained on the base {lora.base}, and model.init_from={model.init_from} "
+            f"seed={cfg.seed} gives {base}; set model.init_from and seed to what they were trained with"
+        )
+    lora.base = base
+
+
+def read_base(model: Any, chain: Chain, strategy: Strategy) -> None:
+    """Load the base of adapters where it is not drawn: a checkpoint has none of it. The errors are ``start``'s."""
+    if chain.base is not None and model.init_from is not None:
+        start(model, chain, strategy)
 
 
 def check_start(model: Any, chain: Chain) -> Weights:
@@ -104,7 +132,8 @@ class Weights(dict):
         if form is not None and "extra_tokens" in model:
             _check_heads(model, form.config, files[0].parent)
             self.added = _known_tokens(model, files[0].parent)
-        self.expected = {name: t for name, t in chain.skeleton().state_dict().items() if name not in chain.tied}
+        skeleton = (chain.base or chain).skeleton()
+        self.expected = {name: t for name, t in skeleton.state_dict().items() if name not in chain.tied}
         super().__init__({name: key for name in self.expected if (key := self._key(name)) in self._file_of})
         used = {*self.values(), *map(self._key, chain.tied)}
         redundant = () if form is None else form.redundant

@@ -66,7 +66,7 @@ def load(path: Path, strategy: Strategy, optimizer: Optimizer | None = None, ver
         )
     try:
         tensors = Tensors(checkpoint)
-        strategy.load_state_dict(tensors)
+        strategy.load_state_dict(tensors, lambda name: name not in strategy.chain.unsaved)
         if optimizer is not None:
             _load_optimizer(tensors, strategy, optimizer)
             scale, state = strategy.loss_scale, checkpoint.loss_scale

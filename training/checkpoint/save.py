@@ -327,9 +327,10 @@ def is_due(every: int | None, step: int, last: bool) -> bool:
 
 def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
     """Return this rank's rows of its stages' tensors; a tied parameter only where its canonical name is."""
-    tied, files = strategy.chain.tied, {}
+    tied, unsaved, files = strategy.chain.tied, strategy.chain.unsaved, {}
     for index, stage in zip(strategy.indices, strategy.stages, strict=True):
-        weights = {name: tensor for name, tensor in stage.layers.state_dict().items() if name not in tied}
+        state = stage.layers.state_dict().items()
+        weights = {name: tensor for name, tensor in state if name not in tied and name not in unsaved}
         states = {
             f"{name}/{key}": value
             for name, parameter in stage.layers.named_parameters()

@@ -14,6 +14,7 @@ from common.errors import CheckpointError, TrainingError
 from common.files import atomic_folder, expand_home, explain, template
 from data.dataset import DataSet
 from data.vocabulary import END_OF_TEXT
+from models.lora import merge
 from parallel.strategy import Strategy
 from training.export.served import (
     LABELS,
@@ -28,7 +29,7 @@ from training.export.served import (
     write_texts,
 )
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, ADAPTERS = "model.safetensors", "adapter_model.safetensors"
 EXAMPLE = "example.safetensors"
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -45,6 +46,13 @@ def check_export(cfg: Any) -> None:
         raise TrainingError(
             f"export.format={form} needs {' and '.join(missing)}, not installed here: "
             "pip install -r requirements-serving.txt"
+        )
+    rank, start = (cfg.model.get("lora") or {}).get("rank"), cfg.model.init_from
+    if form == "peft" and None in (rank, start):
+        raise TrainingError(
+            "export.format=peft writes the adapters of a run with model.lora.rank for the folder that its "
+            f"model.init_from names; this one has model.lora.rank={rank} and model.init_from={start}. The other "
+            "formats write the whole model, with adapters merged"
         )
     if form == "triton" and cfg.export.max_batch_size < 1:
         raise TrainingError(f"export.max_batch_size={cfg.export.max_batch_size} must be at least 1")
@@ -63,7 +71,11 @@ def write(cfg: Any, folder: Path, data: DataSet, strategy: Strategy) -> str:
     form, said = cfg.export.format, ""
     try:
         with atomic_folder(folder) as draft:
-            if form == "safetensors":
+            if form != "peft":
+                merge(strategy.stages[0].layers)
+            if form == "peft":
+                write_adapters(draft, cfg.model, data, strategy)
+            elif form == "safetensors":
                 write_weights(draft, data, strategy, cfg.model.init_from)
             else:
                 model = serve(cfg.model.name, data, strategy)
@@ -102,6 +114,33 @@ def write_weights(folder: Path, data: DataSet, strategy: Strategy, published: st
     # transformers refuses a file without this metadata
     save_file({k: v.contiguous() for k, v in state.items()}, folder / WEIGHTS, metadata={"format": "pt"})
     write_texts(folder, texts)
+
+
+def write_adapters(folder: Path, model: Any, data: DataSet, strategy: Strategy) -> None:
+    """Write the adapters as ``peft.PeftModel.from_pretrained(base, folder)`` reads them, and the tokenizer."""
+    chain, lora = strategy.chain, model.lora
+    if chain.hugging_face is None:
+        raise TrainingError(f"export.format=peft is for models of transformers, model={model.name} is none")
+    adapters, modules = {}, set()
+    for name, tensor in strategy.state_dict().items():
+        module, factor, _ = name.rpartition(".lora_")
+        if factor:
+            theirs = chain.hugging_face.their_name(f"{module}.weight").removesuffix(".weight")
+            modules.add(theirs)
+            adapters[f"base_model.model.{theirs}{name[len(module) :]}"] = tensor.contiguous()
+    save_file(adapters, folder / ADAPTERS, metadata={"format": "pt"})
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model.init_from),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted(modules),
+        "fan_in_fan_out": chain.hugging_face.config["model_type"] == "gpt2",  # its Conv1D keeps weights transposed
+        "inference_mode": True,
+    }
+    write_texts(folder, {**tokenizer(data, chain), "adapter_config.json": json.dumps(settings, indent=1)})
 
 
 def _published(folder: str | None) -> dict[str, str]:

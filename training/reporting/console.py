@@ -90,8 +90,9 @@ def describe_plan(
             fractions of the parameters that the stages hold are shown, a copy of a tied one included.
     """
     where = f"{plan.processes} process{'es' * (plan.processes > 1)} on {plan.device_type}"
+    frozen = f" (and {plan.frozen:,} frozen)" * bool(plan.frozen)
     lines = [
-        f"{model}: {plan.parameters:,} parameters   {plan.strategy}: {where}, {plan.precision}",
+        f"{model}: {plan.parameters:,} parameters{frozen}   {plan.strategy}: {where}, {plan.precision}",
         f"data: {data}",
     ]
     shape = f" x {tokens_per_sample} tokens" if tokens_per_sample else ""
@@ -112,8 +113,8 @@ def describe_plan(
                 "equally many layers in each stage, the same on every machine; parallel.balance=time measures them and "
                 "evens out the stages"
             )
-    held = sum(stage.parameters for stage in plan.stages) or 1  # of a frozen model, to be evaluated
-    parts, unit = shares or ([stage.parameters / held for stage in plan.stages], "of what the stages hold")
+    held = sum(stage.weights for stage in plan.stages)
+    parts, unit = shares or ([stage.weights / held for stage in plan.stages], "of what the stages hold")
     for stage in plan.stages:
         size = f"{_where(plan, stage.index):<22} {stage.parameters:>13,}"
         share = f"  {parts[stage.index]:.1%} {unit}" if len(plan.stages) > 1 else ""

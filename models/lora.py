@@ -1,0 +1,162 @@
+"""LoRA (Hu et al. 2021): a product of two small matrices beside frozen linear layers, and nothing else is trained.
+
+``adapt`` changes a chain, whatever its model. Every weight keeps its name and its initial numbers; a linear layer
+``h.0.attn.c_attn`` gets two matrices more, ``h.0.attn.c_attn.lora_A.weight`` and ``h.0.attn.c_attn.lora_B.weight``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.errors import ModelError
+from models.chain import Chain, LayerSpec, is_within, reset_parameters
+from models.fused_cross_entropy import FusedHead
+
+
+class Factor(nn.Linear):
+    """One of an adapter's two matrices; the first, A, is drawn as torch draws a linear layer."""
+
+
+class ZeroFactor(Factor):
+    """The second, B, which begins as zeros: at first, the adapter changes nothing."""
+
+    def reset_parameters(self) -> None:
+        """Set all numbers to 0."""
+        nn.init.zeros_(self.weight)
+
+
+class FrozenLinear(nn.Linear):
+    """A linear layer that is not trained, [..., in] -> [..., out].
+
+    Autocast casts its weight anew for every micro-batch, and a backward that needs it would keep every cast: here it is
+    cast once more in the backward.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        kind = x.device.type
+        if kind == "meta" or not torch.is_autocast_enabled(kind):
+            return super().forward(x)
+        return _CastTwice.apply(x.to(torch.get_autocast_dtype(kind)), self.weight, self.bias)
+
+
+class _CastTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return F.linear(x, weight, bias)  # under autocast
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient @ ctx.saved_tensors[0].to(gradient.dtype), None, None
+
+
+class LoRALinear(FrozenLinear):
+    """A frozen linear layer and its adapter: x -> x W' + b + scale dropout(x) A' B', [..., in] -> [..., out]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        return super().forward(x) + self.scale * self.lora_B(self.lora_A(self.lora_dropout(x)))
+
+
+def adapt(chain: Chain, rank: int, alpha: float, dropout: float, targets: Sequence[str] | None) -> Chain:
+    """Freeze a chain and give its linear layers adapters, which are trained instead.
+
+    Args:
+        chain: The base.
+        rank: Columns of A and rows of B, at least 1.
+        alpha: The adapter's output is multiplied by alpha / rank.
+        dropout: Of the adapter's input, in [0, 1); by sample, as all dropout in a chain.
+        targets: Names of linear layers, or their ends after a dot: ``c_attn`` is that of every block,
+            ``h.0.attn.c_attn`` that of the first one. None: all that can have an adapter.
+
+    Raises:
+        ModelError: For numbers out of range, and for a target that is not there or whose adapter would be ignored; the
+            message says which linear layers there are.
+    """
+    if not isinstance(rank, int) or rank < 1 or not 0 <= dropout < 1:
+        raise ModelError(
+            f"model.lora.rank={rank} must be a whole number of at least 1, and model.lora.dropout={dropout} in [0, 1)"
+        )
+    refused = _why_refused(chain)
+    possible = [name for name, why in refused.items() if not why]
+    listed = ", ".join(sorted({name.rpartition(".")[2] for name in possible})) or "none"
+    chosen = {name: [one for one in refused if f".{one}".endswith(f".{name}")] for name in targets or ()}
+    for target, found in chosen.items():
+        reasons = [f"{one} {refused[one]}" for one in found if refused[one]]
+        if reasons or not found:
+            why = reasons[0] if reasons else "no layer has that name"
+            raise ModelError(f"model.lora.targets={target}: {why}; those that can have one: {listed}")
+    wanted = set(possible if targets is None else sum(chosen.values(), []))
+    builds: dict[tuple, Callable[[], nn.Module]] = {}  # layers that were alike stay so
+
+    def adapted(layer: LayerSpec) -> LayerSpec:
+        own = [name for name in possible if is_within(f"{name}.", [layer.name])]
+        inside = tuple((name[len(layer.name) + 1 :], name in wanted) for name in own)
+        build = partial(_build, layer.build, inside, rank, alpha / rank, dropout)
+        return replace(layer, build=builds.setdefault((layer.build, inside), build))
+
+    own = chain.initialise
+    return replace(
+        chain,
+        layers=[adapted(layer) for layer in chain.layers],
+        initialise=own if own is reset_parameters else partial(_initialise, own),
+        base=chain,
+    )
+
+
+@torch.no_grad()
+def merge(layers: nn.Module) -> None:
+    """Add every adapter to its layer's weight, in place: what is left are the base's layers."""
+    for module in list(layers.modules()):
+        if isinstance(module, LoRALinear):
+            module.weight += module.scale * module.lora_B.weight @ module.lora_A.weight
+            del module.lora_A, module.lora_B, module.lora_dropout
+        if isinstance(module, FrozenLinear):
+            module.__class__ = nn.Linear
+
+
+def _why_refused(chain: Chain) -> dict[str, str]:
+    """Return, for each module that has a weight, why it cannot have an adapter; "" where it can."""
+    modules = dict(chain.skeleton().named_modules())
+    # torch's encoder layer and a fused head compute with these layers' weights, and do not call the layers.
+    passed_by = {one for m in modules.values() if isinstance(m, nn.TransformerEncoderLayer) for one in m.children()}
+    passed_by |= {m.projection for m in modules.values() if isinstance(m, FusedHead)}
+    tied = {*chain.tied, *chain.tied.values()}
+    refused = {}
+    for name, module in modules.items():
+        if isinstance(getattr(module, "weight", None), nn.Parameter):
+            if type(module) is not nn.Linear:
+                refused[name] = f"is a {type(module).__name__}, and only an nn.Linear can have one"
+            elif f"{name}.weight" in tied:
+                refused[name] = "has a tied weight, which an adapter would part from the other"
+            else:
+                refused[name] = "is read by another layer and never called" if module in passed_by else ""
+    return refused
+
+
+def _build(
+    build: Callable[[], nn.Module], inside: Sequence[tuple[str, bool]], rank: int, scale: float, dropout: float
+) -> nn.Module:
+    """Build a layer and change the linear layers ``inside``, of which it is said whether they get adapters."""
+    layer = build()
+    for parameter in layer.parameters():
+        parameter.requires_grad_(False)
+    for name, has_adapter in inside:
+        linear = layer.get_submodule(name)
+        linear.__class__ = LoRALinear if has_adapter else FrozenLinear
+        if has_adapter:
+            linear.scale, linear.lora_dropout = scale, nn.Dropout(dropout)
+            linear.lora_A = Factor(linear.in_features, rank, bias=False)
+            linear.lora_B = ZeroFactor(rank, linear.out_features, bias=False)
+    return layer
+
+
+def _initialise(base: Callable[[str, nn.Module], None], name: str, module: nn.Module) -> None:
+    (reset_parameters if isinstance(module, Factor) else base)(name, module)

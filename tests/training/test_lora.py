@@ -1,0 +1,206 @@
+"""LoRA in whole runs: checkpoints of adapters, the base that they belong to, and what other programs read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from composed import QUIET, config, losses, run, run_layout, saved
+from safetensors.torch import load_file, save_file
+
+from common.errors import CheckpointError, TrainingError
+from conf.composition import compose, quote_values
+from conf.instantiate import to_config, to_dict
+from data.images import load_torchvision
+from data.tensors import TensorData
+from models.losses import ClassCrossEntropy
+from models.sequential import chain_of
+from parallel.shape_inference import estimate_memory
+from training import train, verify
+from training.checkpoint.configuration import saved_config
+from training.modes import export, restore, sample
+from training.run import run as training
+from training.setup import prepare
+
+LORA = ["model.lora.rank=4", "model.lora.targets=[c_attn,mlp.c_proj]"]
+TOKENS = torch.randint(0, 50257, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+def again(run_dir, *words):
+    """What a command composes that names a run: its checkpoint's configuration, under ``words``."""
+    words = [*QUIET, *words, *(() if any("resume" in word for word in words) else [f"checkpoint='{run_dir}'"])]
+    return to_config(to_dict(compose(words, saved=saved_config(words))))
+
+
+@pytest.fixture(scope="module")
+def recipe(text):
+    sizes = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=32", "model.dropout=0.1"]
+    length = ["train.steps=4", "train.global_batch_size=8", "train.precision=fp32", "train.eval_batches=1"]
+    return [*sizes, *text, *length, "optim=adamw", "optim.lr=0.02", "scheduler=constant", "model.lora.dropout=0.1"]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A base as Hugging Face keeps it, of random weights."""
+    pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
+    load_torchvision()
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = tmp_path_factory.mktemp("published")
+    torch.manual_seed(5)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=4, n_embd=32, n_positions=256))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape))
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(recipe, published, tmp_path_factory):
+    """Four steps of ``single`` from the published base."""
+    folder = tmp_path_factory.mktemp("trained")
+    run(folder, *recipe, *LORA, f"model.init_from='{published}'", "train.checkpoint_every=2", "parallel.chunks=4")
+    return folder
+
+
+def test_a_checkpoint_holds_what_was_trained_and_nothing_else(trained):
+    weights, states = saved(trained, 4), saved(trained, 4, "optimizer")
+    assert len(weights) == 2 * 2 * 2 and all(".lora_" in name for name in weights)
+    assert {name.partition("/")[0] for name in states} == weights.keys()
+    assert not any(torch.equal(weights[name], tensor) for name, tensor in saved(trained, 2).items())
+
+
+@pytest.mark.parametrize("layout", ["pipe_ddp", "fsdp"])
+def test_another_layout_goes_on_with_the_same_losses(ranks, trained, tmp_path, layout):
+    words = ["train.steps=4", f"train.resume='{trained / 'checkpoints' / 'step-00000002'}'"]
+    tree = to_dict(again(trained, *words))
+    sections = {key: tree[key] for key in ("model", "data", "train", "optim", "scheduler")}
+    run_layout(ranks, layout, tmp_path / "run", "model=gpt2", **sections)
+    assert losses(tmp_path / "run") == pytest.approx(losses(trained)[2:], rel=1e-5)
+    ours, wanted = saved(tmp_path / "run", 4), saved(trained, 4)
+    assert all((ours[name] - tensor).norm() <= 1e-4 * tensor.norm() for name, tensor in wanted.items())
+
+
+def test_an_evaluation_has_the_trained_model_s_loss(trained, tmp_path):
+    cfg = again(trained, "mode=eval", "train.eval_batches=1")
+    (tmp_path / "eval").mkdir()
+    evaluated = training(cfg, tmp_path / "eval", setup=prepare(cfg))["best_val_loss"]
+    assert evaluated == pytest.approx(json.loads((trained / "summary.json").read_text())["best_val_loss"])
+    assert isinstance(sample(again(trained, "mode=sample", "sample.tokens=3", "sample.prompt=def")), str)
+
+
+def test_another_base_is_refused_and_the_same_one_elsewhere_is_not(trained, published, recipe, tmp_path):
+    moved = shutil.copytree(published, tmp_path / "moved")
+    here = f"model.init_from='{moved}'"
+    prepare(again(trained, "mode=eval", here))
+    state = load_file(moved / "model.safetensors")
+    state["transformer.h.0.ln_1.bias"] += 1e-3
+    save_file(state, moved / "model.safetensors", metadata={"format": "pt"})
+    for words in (["mode=eval"], [f"train.resume='{trained}'", "train.steps=9"]):
+        with pytest.raises(TrainingError, match=r"trained on the base sha256=\w+, and model.init_from=.*gives sha256="):
+            prepare(again(trained, *words, here))
+    for mode, act in (("export", lambda cfg: export(cfg, tmp_path)), ("sample", sample)):
+        with pytest.raises(TrainingError, match="trained on the base"):
+            act(again(trained, f"mode={mode}", here))
+    run(tmp_path / "drawn", *recipe, *LORA, "train.steps=1")
+    with pytest.raises(TrainingError, match="trained on the base seed=1337, and .* gives seed=3"):
+        prepare(again(tmp_path / "drawn", "mode=eval", "seed=3"))
+
+
+def test_all_weights_trained_are_no_adapters(trained, recipe, tmp_path):
+    run(tmp_path / "full", *recipe, "train.steps=1")
+    assert "embedding.wte.weight" in saved(tmp_path / "full", 1)
+    assert again(tmp_path / "full", "mode=eval").model.lora.base is None
+    manifest = json.loads((tmp_path / "full" / "checkpoints" / "latest" / "manifest.json").read_text())
+    assert "lora" not in str(manifest["progress"]["recipe"]), "older checkpoints, which have none, are gone on from"
+    with pytest.raises(CheckpointError, match="lora_A.weight is not in it; model.lora="):
+        prepare(again(tmp_path / "full", "mode=eval", "model.lora.rank=4"))
+
+
+def assert_exports_compute_what_the_adapters_compute(run_dir, published, tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is a test dependency (requirements-dev.txt)")
+    from transformers import AutoModelForCausalLM
+
+    export(again(run_dir, "mode=export", "export_to=merged"), tmp_path)
+    said = export(again(run_dir, "mode=export", "export_to=adapters", "export.format=peft"), tmp_path)
+    assert "adapter_config.json, adapter_model.safetensors" in said
+    (stage,) = restore(again(run_dir, "mode=export"), "cpu").strategy.stages
+    base = AutoModelForCausalLM.from_pretrained(published)
+    with torch.no_grad():
+        ours, before = stage.eval().layers(TOKENS)[..., :50257], base(TOKENS).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(TOKENS).logits[..., :50257]
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()(TOKENS).logits
+    assert (ours - before).abs().max() > 0.1, "the adapters do something"
+    assert (merged - ours).abs().max() < 1e-4 and (adapted - ours).abs().max() < 1e-4
+    assert "lora" not in "".join(load_file(tmp_path / "merged" / "model.safetensors"))
+
+
+def test_exports_compute_what_the_adapters_compute(trained, published, tmp_path):
+    assert_exports_compute_what_the_adapters_compute(trained, published, tmp_path)
+
+
+def test_so_do_those_of_the_llama_family(text, published, tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    torch.manual_seed(5)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=50257, **sizes, **heads))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape))
+    model.save_pretrained(tmp_path / "base")
+    words = ["model=llama", f"model.init_from='{tmp_path}/base'", "model.tokenizer=null", *text, "train.precision=fp32"]
+    words += ["train.steps=4", "train.global_batch_size=8", "train.eval_batches=1", "optim.lr=0.02"]
+    run(tmp_path / "run", *words, "scheduler=constant", "model.lora.rank=4", "model.lora.targets=null")
+    assert {name.split(".")[-3] for name in saved(tmp_path / "run", 4)} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+    }  # fmt: skip
+    assert_exports_compute_what_the_adapters_compute(tmp_path / "run", tmp_path / "base", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["model.lora.rank=4"], "model.lora.rank=4 and model.init_from=None. The other formats"),
+        ([], "model.lora.rank=None and model.init_from=None"),
+    ],
+)
+def test_adapters_that_no_one_can_load_are_not_exported(tmp_path, words, says):
+    with pytest.raises(TrainingError, match=says):
+        export(config("model=toy", *words, "mode=export", "export.format=peft", "checkpoint=none"), tmp_path)
+
+
+def test_new_tokens_are_refused_as_their_rows_would_not_be_trained(recipe):
+    (extra,) = quote_values(['model.extra_tokens={"<a>": null}'])
+    with pytest.raises(TrainingError, match="model.extra_tokens with model.lora.rank"):
+        prepare(config(*recipe, *LORA, extra))
+
+
+@pytest.mark.parametrize("layout", ["parallel=single", "parallel=pipe_fsdp"])
+def test_the_plan_counts_gradients_and_optimizer_state_of_what_is_trained(recipe, layout):
+    def estimated(*words):
+        setup = prepare(config(*recipe, layout, *words))
+        return setup.plan, estimate_memory(setup.plan, setup.chain, setup.sample, states=2)
+
+    (plan, lora), (whole, full) = estimated("model.lora.rank=4"), estimated()
+    assert plan.frozen == whole.parameters and plan.parameters == 2 * 4 * (4 * 32 + 2 * 32 + 5 * 32 + 5 * 32)
+    for ours, theirs in zip(lora, full, strict=True):
+        assert theirs.weights < ours.weights < 1.1 * theirs.weights
+        assert ours.optimizer == 2 * ours.gradients and ours.gradients < 0.1 * theirs.gradients
+        assert ours.gathered <= 0.6 * theirs.gathered
+
+
+def test_a_model_of_a_program_is_adapted_and_verified(tmp_path):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    given = {"model": chain_of(net, ClassCrossEntropy()), "data": TensorData(torch.randn(32, 8), torch.arange(32) % 3)}
+    words = ["logger=none", "device=cpu", "train.precision=fp64", "train.global_batch_size=8", "model.lora.rank=2"]
+    result = train(*words, "train.steps=2", f"hydra.run.dir={tmp_path}/run", **given)
+    assert result.summary["parameters"] == 2 * (8 + 8 + 8 + 3)
+    report = verify(*words, "verify.steps=3", "verify.processes=2", f"hydra.run.dir={tmp_path}/v", **given)
+    assert report.ok, report
+    assert len([one for one in report.compared if one.holds]) >= 5
