@@ -22,6 +22,7 @@ WORDS = ["device=cpu", "logger=none"]
 SIZES = {
     "resnet50": ["data.image_size=64", "data.samples=160"],
     "transformer": ["train.grad_clip=0.5"],
+    "llama": ["data.seq_len=64", "train.grad_clip=0.5"],
     "gpt2": ["model.size=tiny", "model.dropout=0.1", "data.seq_len=64", "train.grad_clip=0.5"],
 }
 

@@ -18,6 +18,8 @@ RECIPES = {
     "toy": Recipe("toy", global_batch=24, lr=0.02, steps=8, eval_every=5),
     # Tied embeddings, dropout, clipping, an evaluation in between.
     "gpt2": Recipe("gpt2", global_batch=16, lr=0.4, steps=4, clip=0.25, eval_every=2),
+    # Tied, without dropout; several query heads for one of keys.
+    "llama": Recipe("llama", global_batch=16, lr=0.4, steps=4, clip=0.25, eval_every=2),
     "transformer": Recipe("transformer", global_batch=16, lr=0.2, clip=0.5, steps=4, eval_every=2, dropout=0.2),
     # Chaotic in float32 (another number of threads moves its loss by percents): float64, and a small rate.
     "resnet50": Recipe("resnet50", global_batch=8, lr=1e-3, momentum=0.0, steps=2, eval_every=2, precision="fp64"),
@@ -38,7 +40,7 @@ RECIPES["whole resnet50"] = replace(RECIPES["resnet50"], model="whole resnet50")
 # Models that conf/model has besides: whoever adds one need not add a line here.
 ADDED = tuple(sorted({path.stem for path in CONF_MODEL.glob("*.yaml")} - RECIPES.keys()))
 RECIPES |= {name: Recipe(name, global_batch=8, lr=0.01, steps=3, eval_every=3) for name in ADDED}
-PUBLISHED = ("toy", "resnet50", "transformer", "gpt2", "classifier", "convnet")
+PUBLISHED = ("toy", "resnet50", "transformer", "gpt2", "llama", "classifier", "convnet")
 # BatchNorm, and an auxiliary loss, are taken over the micro-batch: one process with the same ones is compared.
 BY_MICROBATCH = ("resnet50", "whole resnet50", "convnet", "sequential", "unet", "translator", "torch's encoder", *ADDED)
 SPLIT = tuple(name for name in SCHEDULES if SCHEDULES[name].splits_backward)
@@ -207,8 +209,8 @@ def adapters() -> Iterable[Cell]:
     for model, targets in others.items():
         for layout in (Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule="1f1b"), Layout("fsdp", dp=2, chunks=2)):
             yield cell(model, layout, lora=targets)
-    # In three steps at its usual rate, A moves by less than float32's digits.
-    yield cell("llama", Layout("pipe_fsdp", dp=2, pp=2, chunks=2), lora=("q_proj", "down_proj"), lr=0.4)
+    for s in ("1f1b", "interleaved_zero_bubble"):
+        yield cell("llama", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule=s), lora=("q_proj", "down_proj"))
 
 
 # The ways of running that GPUs have: one process's, and these.

@@ -23,6 +23,7 @@ from models.chain import Chain, LayerSpec
 from models.classifier import classifier
 from models.convnet import convnet
 from models.gpt2 import gpt2
+from models.llama import llama
 from models.lora import adapt
 from models.losses import ClassCrossEntropy, SquaredError, Sums, TokenCrossEntropy
 from models.resnet50 import GROUPS, resnet50
@@ -75,7 +76,9 @@ IMAGES = {
     "classifier": (3, 16, lambda: classifier(image_size=16)),
     "convnet": (1, 12, lambda: convnet(image_size=12)),
 }
+SMALL_LLAMA = dict(n_layer=6, n_head=4, kv_heads=2, head_dim=8, n_embd=48, mlp_width=64, block_size=256, init_std=0.05)
 LANGUAGE = {
+    "llama": lambda dropout: llama(**SMALL_LLAMA, vocab_size=VOCABULARY, qk_norm=True),
     "gpt2": lambda dropout: gpt2(size="tiny", vocab_size=VOCABULARY, dropout=dropout),
     "transformer": lambda dropout: transformer(
         d_model=32, d_hid=64, n_head=2, n_layer=3, dropout=dropout, vocab_size=VOCABULARY

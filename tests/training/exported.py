@@ -35,6 +35,7 @@ MODELS = {
     "classifier": (["data=random_images", "model.num_classes=12", "data.num_classes=11"], "images", (3, 32, 32)),
     "resnet50": (["model.num_classes=7", "data.image_size=40", "model.loss=cross_entropy"], "images", (3, 40, 40)),
     "transformer": (["model.d_model=16", "model.d_hid=16", "model.n_layer=1", "model.max_len=40"], "tokens", (7,)),
+    "llama": (["model.n_layer=2", "model.n_embd=32", "model.head_dim=8", "model.block_size=40"], "tokens", (7,)),
     "gpt2": (["model.size=tiny", "model.n_layer=2", "model.n_embd=32", "model.block_size=40"], "tokens", (7,)),
 }
 

@@ -31,10 +31,16 @@ RUNS = {
         [("conv1", "conv3"), ("fc1", "fc4")],
     ),
     "convnet": (["parallel=model_parallel"], [("layer1", "layer2"), ("fc", "fc")]),
+    "llama": (
+        ["parallel=pipe_fsdp", "parallel.dp=2", "parallel.pp=2", "model.vocab_size=50257", "data.seq_len=32"],
+        [("embedding", "layers.1"), ("layers.2", "head")],
+    ),
     "gpt2": (["parallel=pipe_ddp", "parallel.chunks=4"], [("embedding", "h.2"), ("h.3", "head")]),
 }
-PROCESSES = {"model_parallel": 1, "ddp": 2, "pipelined": 2, "pipe_ddp": 4}
-METRIC = {"transformer": "perplexity", "gpt2": "perplexity", "classifier": "accuracy", "convnet": "accuracy"}
+PROCESSES = {"model_parallel": 1, "ddp": 2, "pipelined": 2, "pipe_ddp": 4, "pipe_fsdp": 4}
+METRIC = dict.fromkeys(("transformer", "gpt2", "llama"), "perplexity") | dict.fromkeys(
+    ("classifier", "convnet"), "accuracy"
+)
 
 
 @pytest.mark.parametrize("model", [pytest.param(n, marks=[pytest.mark.slow] * (n == "resnet50")) for n in RUNS])

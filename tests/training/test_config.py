@@ -159,7 +159,7 @@ def test_no_optimizer_gets_the_rate_of_another_model_or_of_another_optimizer(wor
 
 
 def test_an_evaluation_covers_the_whole_split_unless_it_is_told_otherwise():
-    for model in ("gpt2", "resnet50", "transformer"):
+    for model in ("gpt2", "llama", "resnet50", "transformer"):
         assert compose(f"model={model}").train.eval_batches is not None
         assert compose(f"model={model}", "mode=eval").train.eval_batches is None
         assert compose(f"model={model}", "mode=eval", "train.eval_batches=3").train.eval_batches == 3
@@ -168,6 +168,7 @@ def test_an_evaluation_covers_the_whole_split_unless_it_is_told_otherwise():
 BRINGS = {
     "toy": ("data.random_regression.RandomRegression", "torch.optim.SGD", "training.optimizer.Constant"),
     "gpt2": ("data.torch_docs.TorchDocs", "torch.optim.AdamW", "training.optimizer.CosineWarmup"),
+    "llama": ("data.torch_docs.TorchDocs", "torch.optim.AdamW", "training.optimizer.CosineWarmup"),
     "resnet50": ("data.random_images.RandomImages", "torch.optim.SGD", None),
     "transformer": ("data.stdlib.Stdlib", "torch.optim.AdamW", None),
     "classifier": ("data.digits.Digits", "torch.optim.Adam", None),
