@@ -78,7 +78,7 @@ class Jsonl(DataSet):
         self.vocabulary = GPT2Vocabulary(extra_tokens)
         self.vocab_size = self.vocabulary.size
         self.seq_len = seq_len
-        self.changing_shapes = bucket_by_length
+        self.bucket_by_length = bucket_by_length
         self.cache_dir = cache_dir
 
     @once
@@ -91,7 +91,7 @@ class Jsonl(DataSet):
         if rows.keys() == {"train"}:
             taken["test"] = _TEST
         train = RowSelection(len(rows["train"]), tuple(i for i in range(PERIOD) if i not in taken.values()))
-        if self.changing_shapes:
+        if self.bucket_by_length:
             counts = cached_counts(rows["train"], self.fields, self.vocabulary, self.cache_dir)
             self.train = BucketedRows(counts, rows["train"], train, self.fields, self.vocabulary, self.seq_len)
         else:
