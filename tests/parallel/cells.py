@@ -162,7 +162,9 @@ def widths() -> Iterable[Cell]:
         yield cell("gpt2", Layout("pipe_fsdp", dp=2, pp=2, chunks=2, schedule=s), **changing, slow=s == "looped_bfs")
     for s in ("1f1b", "interleaved_zero_bubble"):
         wanted = replace(RECIPES["gpt2"], **changing)
-        yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule=s), **changing, recompute=True, wanted=wanted)
+        yield cell(
+            "gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule=s), **changing, recompute=True, wanted=wanted
+        )
 
 
 def unusual() -> Iterable[Cell]:
