@@ -205,14 +205,12 @@ class DataSet(ABC):
             below it. After prepare(); None for data that is not text.
         fingerprint: A digest of all samples, where preparing them has made one anyhow; else empty. After prepare().
         num_workers: Processes that read ahead (see data.loader.train_loader).
-        changing_shapes: Whether training batches differ in shape from step to step (see data.loader.Buckets).
     """
 
     vocabulary: GPT2Vocabulary | WordVocabulary | None = None
     vocab_size: int | None = None
     seq_len: int | None = None
     unigram_entropy: float | None = None
-    changing_shapes: bool = False
     num_workers: int = 0
     fingerprint: str = ""
     _prepared = False

@@ -85,7 +85,7 @@ class RowData(DataSet):
         self.vocabulary = GPT2Vocabulary(extra_tokens)
         self.vocab_size = self.vocabulary.size
         self.seq_len = seq_len
-        self.changing_shapes = bucket_by_length
+        self.bucket_by_length = bucket_by_length
         self.cache_dir = cache_dir
 
     @once
@@ -100,7 +100,7 @@ class RowData(DataSet):
             self._check(part)
         selected = select_rows({split: len(part) for split, part in rows.items()})
         train = selected["train"]
-        if self.changing_shapes:
+        if self.bucket_by_length:
             counts = cached_counts(rows["train"], self.fields, self.vocabulary, self.cache_dir)
             self.train = BucketedRows(counts, rows["train"], train, self.fields, self.vocabulary, self.seq_len)
         else:

@@ -28,6 +28,7 @@ class PipeStage(PipelineStage):
         self,
         strategy: Strategy,
         stage: Stage,
+        module: nn.Module,
         index: int,
         received: Sequence[TensorSpec],
         sent: Sequence[TensorSpec],
@@ -39,7 +40,7 @@ class PipeStage(PipelineStage):
         self._constants_out = [i for i, spec in enumerate(sent) if index < stages - 1 and not spec.gradient]
         incoming = [_example(stage, spec, sent=index > 0) for spec in received]
         super().__init__(
-            self.wrapped(strategy, stage),
+            module,
             index,
             stages,
             strategy.device,
@@ -56,8 +57,9 @@ class PipeStage(PipelineStage):
         self._leaving: dict[int, list[Tensor]] = {}
         self._microbatch = 0
 
-    def wrapped(self, strategy: Strategy, stage: Stage) -> nn.Module:
-        """Return the stage with what averages its gradients over replicas."""
+    @staticmethod
+    def wrapped(strategy: Strategy, stage: Stage) -> nn.Module:
+        """Return the stage's ``module``: the stage with what averages its gradients over replicas, for all shapes."""
         return strategy.replicate(stage)
 
     def wait(self) -> None:

@@ -7,12 +7,16 @@ What goes wrong in that package, and what is done about it here:
   carries its own factor, and gradients are cleared before an evaluation.
 * The loss exists on the last stage only: it goes to every rank in the step's all-reduce.
 * Outputs of the last stage are collected unless told otherwise: the stage gives its loss, and nothing is collected.
+* A stage sends and receives tensors of one shape: there is a set of stages and a schedule for each shape of the
+  micro-batches, made at its first step and kept. Ranks exchange no shapes, since all of a pipeline read its batch. The
+  sets share the modules, and so weights, gradients and DistributedDataParallel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +24,7 @@ from torch import Tensor
 from data.dataset import Batch
 from models.chain import Chain
 from parallel.mesh import Mesh
+from parallel.pipe_stage import PipeStage
 from parallel.plan import Plan
 from parallel.schedules import SCHEDULES
 from parallel.shape_inference import stage_borders
@@ -41,31 +46,43 @@ class Pipeline(Strategy):
     ) -> None:
         super().__init__(plan, chain, mesh, devices, options, sample)
         self.timeline = Timeline(self.device.type)
-        borders = stage_borders(plan, chain, sample)
-        schedule = SCHEDULES[plan.schedule]
-        stage_class, schedule_class = resolve_name(schedule.stage_class), resolve_name(schedule.class_name)
-        self._pipe_stages = [
-            stage_class(self, stage, index, borders[index], borders[index + 1])
-            for stage, index in zip(self.stages, self.indices, strict=True)
-        ]
-        self._schedule = schedule_class(
-            self._pipe_stages if schedule.looped else self._pipe_stages[0],
-            plan.chunks,
-            loss_fn=_already_a_loss,
-            scale_grads=False,
-        )
+        self._info = SCHEDULES[plan.schedule]
+        self._stage_class, self._schedule_class = map(resolve_name, (self._info.stage_class, self._info.class_name))
+        self._modules = [self._stage_class.wrapped(self, stage) for stage in self.stages]
+        self._by_shape: dict[tuple[torch.Size, ...], tuple[list[PipeStage], Any]] = {}
+        self.prepared(sample)
+
+    def prepared(self, microbatch: Batch) -> tuple[list[PipeStage], Any]:
+        """Return torch's stages and schedule for micro-batches of this one's shape."""
+        shapes = tuple(tensor.shape for tensor in microbatch.input_tensors)
+        if shapes not in self._by_shape:
+            borders = stage_borders(self.plan, self.chain, microbatch)
+            stages = [
+                self._stage_class(self, stage, module, index, borders[index], borders[index + 1])
+                for stage, module, index in zip(self.stages, self._modules, self.indices, strict=True)
+            ]
+            schedule = self._schedule_class(
+                stages if self._info.looped else stages[0],
+                self.plan.chunks,
+                loss_fn=_already_a_loss,
+                scale_grads=False,
+            )
+            self._by_shape[shapes] = stages, schedule
+        return self._by_shape[shapes]
 
     def forward_backward(self, batch: Batch) -> None:
         """See ``Strategy.forward_backward``."""
+        stages, schedule = self.prepared(batch.chunks(self.plan.chunks)[0])
         self.timeline.start_step()
-        self._schedule.step(*self._inputs(batch), return_outputs=False, **self._arguments(batch))
-        for stage in self._pipe_stages:
+        schedule.step(*self._inputs(batch), return_outputs=False, **self._arguments(batch))
+        for stage in stages:
             stage.wait()
         self.timeline.end_step()
 
     def forward(self, batch: Batch) -> None:
         """See ``Strategy.forward``."""
-        self._schedule.eval(*self._inputs(batch), return_outputs=False, **self._arguments(batch))
+        _, schedule = self.prepared(batch.chunks(self.plan.chunks)[0])
+        schedule.eval(*self._inputs(batch), return_outputs=False, **self._arguments(batch))
 
     def _inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         return batch.input_tensors if self.mesh.position == 0 else ()
@@ -86,8 +103,8 @@ class Pipeline(Strategy):
 
     def close(self) -> None:
         """See ``Strategy.close``."""
-        self._pipe_stages.clear()
-        self._schedule = None
+        self._by_shape.clear()
+        self._modules.clear()
         super().close()
 
 

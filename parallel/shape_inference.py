@@ -73,6 +73,7 @@ class LayerTrace:
         return sum(spec.bytes for spec in self.outputs)
 
 
+@torch.enable_grad()
 def trace(chain: Chain, sample: Batch, precision: str, device_type: str) -> list[LayerTrace]:
     """Run one micro-batch through the chain on fake tensors; return one trace per layer.
 

@@ -41,12 +41,15 @@ Moment = Any
 class Timeline:
     """The intervals of one rank in its newest training steps; ``steps`` has the oldest step first.
 
+    ``measured`` is how long each stage takes, by its index, once a planned schedule has read it off.
+
     On a GPU they are those of the kernels, not of the host that submits them: events are recorded among the kernels,
     and read when the host has waited for the step's numbers.
     """
 
     def __init__(self, device_type: str = "cpu") -> None:
         self.steps: deque[list[Interval]] = deque(maxlen=KEPT_STEPS)
+        self.measured: dict[int, Any] | None = None
         self._on_gpu = device_type == "cuda"
         self._current: list[Interval] | None = None
         self._posted: dict[tuple[str, int, int], Moment] = {}

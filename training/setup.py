@@ -31,7 +31,7 @@ from parallel.devices import Hardware, check_compiler
 from parallel.plan import Plan, make_plan
 from parallel.schedules import SCHEDULES
 from parallel.shape_inference import check_gpus, drawing_by_microbatch
-from parallel.strategies import names_where, strategy_info
+from parallel.strategies import strategy_info
 from training.callbacks import build as build_callbacks
 from training.checkpoint.configuration import check_fits, checkpoint_of
 from training.checkpoint.init_from import check_base, check_start, vocabulary_with
@@ -133,7 +133,7 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: H
     for check in (_check_names, _check_weights, check_length):
         check(cfg, chain, data)
     setup = Setup(cfg, chain, data, _plan(cfg, chain, world_size, nodes, hardware))
-    for check in (_check_parameters, _check_optimizer_layout, _check_gpus, _check_changing_shapes, _check_compile):
+    for check in (_check_parameters, _check_optimizer_layout, _check_gpus, _check_compile):
         check(setup)
     data.prepare()
     for check in (check_splits, check_fit, _check_length_of_run, check_read, check_sample, check_shapes):
@@ -265,16 +265,6 @@ def _check_gpus(setup: Setup) -> None:
 def certain_tensors(cfg: Any) -> int:
     """Return how many tensors of a parameter's size a run holds at least: the weight, its gradient, its state."""
     return 2 + states_of(cfg.optim, unknown=0) if cfg.mode == "train" else 1
-
-
-def _check_changing_shapes(setup: Setup) -> None:
-    if setup.data.changing_shapes and setup.plan.pipelined:
-        ways_out = [f"parallel={name}" for name in names_where(stage_per_rank=False, gpu_only=False)]
-        raise TrainingError(
-            f"data.bucket_by_length=true gives batches of different shapes, and parallel={setup.plan.strategy} sends "
-            f"tensors of one fixed shape from stage to stage; use {' or '.join(ways_out)}, or "
-            "data.bucket_by_length=false"
-        )
 
 
 def _check_compile(setup: Setup) -> None:

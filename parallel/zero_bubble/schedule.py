@@ -36,12 +36,17 @@ class SplitStage(PipeStage):
     ``Buckets`` average its gradients over replicas.
     """
 
-    def wrapped(self, strategy: Strategy, stage: Stage) -> nn.Module:
-        """See ``PipeStage.wrapped``."""
+    def __init__(self, strategy: Strategy, stage: Stage, *more) -> None:
+        """See ``PipeStage``."""
+        super().__init__(strategy, stage, *more)
         self.strategy, self._buckets = strategy, None
         if strategy.mesh.dp_group is not None and strategy.sharding is None:
             average = averaging(strategy.mesh, strategy.options.comm_hook)
             self._buckets = Buckets(stage.parameters(), average, strategy.options.bucket_mb)
+
+    @staticmethod
+    def wrapped(strategy: Strategy, stage: Stage) -> nn.Module:
+        """See ``PipeStage.wrapped``."""
         return stage
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -102,12 +107,14 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
 
     def step(self, *args, **kwargs):
         """Run a step. The arguments are those of torch's schedules."""
-        if not self._measured and len(self._strategy.timeline.steps) == MEASURED_STEPS:
-            self._measured = True
-            recorded = stage_seconds(list(self._strategy.timeline.steps))
+        timeline = self._strategy.timeline  # of all shapes, each of which has its schedule
+        if timeline.measured is None and len(timeline.steps) == MEASURED_STEPS:
+            recorded = stage_seconds(list(timeline.steps))
             gathered = self._strategy.mesh.gather(list(recorded.items()))
-            seconds = {stage: StageSeconds(*times) for of_rank in gathered for stage, times in of_rank}
-            self.plan([seconds[stage] for stage in range(self._num_stages)])
+            timeline.measured = {stage: StageSeconds(*times) for of_rank in gathered for stage, times in of_rank}
+        if not self._measured and timeline.measured is not None:
+            self._measured = True
+            self.plan([timeline.measured[stage] for stage in range(self._num_stages)])
         return super().step(*args, **kwargs)
 
     def plan(self, seconds: Sequence[StageSeconds]) -> None:

@@ -53,7 +53,7 @@ def test_a_sample_is_a_text_and_its_end_padded_or_cut_and_shifted(tmp_path, rows
     hello = [15496, 11, 314, 1101, 257, 3303, 2746, 11]
     assert inputs.tolist() == [hello + [END_OF_TEXT] * 2, hello[:1] + [END_OF_TEXT] * 9, [END_OF_TEXT] * 10]
     assert targets.tolist() == [hello[1:] + [END_OF_TEXT, -100, -100], [END_OF_TEXT] + [-100] * 9, [-100] * 10]
-    assert (data.vocab_size, data.seq_len, data.changing_shapes) == (50257, 10, False)
+    assert (data.vocab_size, data.seq_len) == (50257, 10)
     inputs, targets = rows_of(tmp_path / "a.jsonl", seq_len=4).train.read(np.array([0]), 0)
     assert inputs.tolist() == [hello[:4]] and targets.tolist() == [hello[1:5]], "cut to seq_len + 1"
 
@@ -113,7 +113,6 @@ def test_buckets_leave_less_padding_and_few_shapes_that_all_replicas_share(tmp_p
     rows = [" ".join(["word"] * n) for n in np.random.default_rng(1).integers(1, 120, 400)]
     root = write(tmp_path / "a.jsonl", rows)
     data = rows_of(root, bucket_by_length=True, seq_len=128)
-    assert data.changing_shapes
     assert "padded to 16 or 32 or 48 or 64 or 96 or 128 tokens" in data.description
     replicas = [TrainBatches(data.train, 8, 1, rank, 2) for rank in range(2)]
     shapes, real, padded = set(), 0, 0

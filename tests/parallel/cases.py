@@ -82,6 +82,7 @@ class Recipe:
     sync_batchnorm: bool = False
     interleaved: bool = False  # the batch's halves in turn, a quarter of the batch at a time
     bucket_mb: float = 25.0
+    widths: tuple[int, ...] = ()  # of the training batches, in turn; evaluations have the whole width
     overflow_at_step: int | None = None  # of one parameter's gradient, in the first layer only
     device: str = "cpu"
     lora: tuple[str, ...] | None = None  # the linear layers with adapters

@@ -78,7 +78,7 @@ def cell(model: str, layout: Layout, tolerance: float | None = None, slow: bool 
     """A cell with what follows from its model; ``changes`` are those of a Cell, or of the recipe of both trainings."""
     own = {key: changes.pop(key) for key in ("reference", "wanted", "device", "rounded") if key in changes}
     planned = {"steps": 5} if layout.schedule == "planned" and RECIPES[model].steps < 5 else {}  # anew after 4 steps
-    recipe = replace(RECIPES[model], **planned, **changes)
+    recipe = replace(RECIPES[model], **{**planned, **changes})
     exact = 1e-10 if recipe.precision == "fp64" else 1e-5
     reference = layout.same_cut if model in BY_MICROBATCH else Layout("single")
     marks = (pytest.mark.slow,) if slow else ()
@@ -153,6 +153,20 @@ def sent() -> Iterable[Cell]:
     for hook, tolerance in (("none", 1e-5), ("bf16", 2e-2)):
         layout = Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule="interleaved_zero_bubble", comm_hook=hook)
         yield cell("gpt2", layout, tolerance, bucket_mb=0.05, wanted=RECIPES["gpt2"])
+
+
+def widths() -> Iterable[Cell]:
+    """Batches that change their width from step to step, each with a sample of padding; planned anew after 4 steps."""
+    changing = {"widths": (8, 32, 16), "steps": 6, "padded": True, "precision": "fp64"}
+    for s in SCHEDULES:
+        yield cell("gpt2", Layout("pipelined", pp=2, chunks=4, schedule=s), **changing)
+        yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule=s), **changing, slow=s == "looped_bfs")
+        yield cell("gpt2", Layout("pipe_fsdp", dp=2, pp=2, chunks=2, schedule=s), **changing, slow=s == "looped_bfs")
+    for s in ("1f1b", "interleaved_zero_bubble"):
+        wanted = replace(RECIPES["gpt2"], **changing)
+        yield cell(
+            "gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule=s), **changing, recompute=True, wanted=wanted
+        )
 
 
 def unusual() -> Iterable[Cell]:
@@ -262,4 +276,4 @@ def pretended() -> Iterable[Cell]:
         yield gpu_cell("convnet", layout, tolerance, sync_batchnorm=True, **on_cpus)
 
 
-CELLS = [*published(), *layouts(), *shared(), *sent(), *unusual(), *adapters(), *pretended()]
+CELLS = [*published(), *layouts(), *shared(), *sent(), *widths(), *unusual(), *adapters(), *pretended()]

@@ -36,7 +36,8 @@ def orders_of_a_planned_run(layout: Layout, recipe: Recipe) -> list[dict[int, li
     plan, strategy = build(layout, recipe)
     batch_at, seen = chain_and_batches(recipe)[1], []
     for step in range(1, 7):
-        seen.append({rank: list(map(str, actions)) for rank, actions in strategy._schedule.pipeline_order.items()})
+        schedule = _schedule(strategy, batch_at(step))
+        seen.append({rank: list(map(str, actions)) for rank, actions in schedule.pipeline_order.items()})
         strategy.train_step(batch_at(step), step)
     return seen
 
@@ -44,18 +45,24 @@ def orders_of_a_planned_run(layout: Layout, recipe: Recipe) -> list[dict[int, li
 def gradients_of_a_planned_step(layout: Layout, recipe: Recipe, seconds: list) -> dict[str, torch.Tensor]:
     """This rank's, of one step in the order that is best for these times of each stage."""
     _, strategy = build(layout, recipe)
-    strategy._schedule.plan(seconds)
-    strategy.train_step(chain_and_batches(recipe)[1](1), 1)
+    batch = chain_and_batches(recipe)[1](1)
+    _schedule(strategy, batch).plan(seconds)
+    strategy.train_step(batch, 1)
     return {name: parameter.grad for name, parameter in strategy.named_parameters()}
 
 
 def operators_of_a_planned_step(layout: Layout, recipe: Recipe, seconds: list) -> Counter[str]:
     """How often this rank calls each operator in one step in the order that is best for these times of each stage."""
     _, strategy = build(layout, recipe)
-    strategy._schedule.plan(seconds)
+    batch = chain_and_batches(recipe)[1](1)
+    _schedule(strategy, batch).plan(seconds)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        strategy.train_step(chain_and_batches(recipe)[1](1), 1)
+        strategy.train_step(batch, 1)
     return Counter({event.key: event.count for event in profile.key_averages()})
+
+
+def _schedule(strategy, batch):
+    return strategy.prepared(batch.chunks(strategy.plan.chunks)[0])[1]
 
 
 def in_bf16(recipe: Recipe, layout: Layout) -> dict[str, bool]:

@@ -294,7 +294,7 @@ def _chain_and_batches(recipe: Recipe) -> tuple[Chain, Callable[[int], Batch]]:
         channels, size, build_chain = IMAGES[recipe.model]
         return build_chain(), lambda step: _image_batch(recipe.global_batch, channels, size, step)
     if recipe.model in LANGUAGE:
-        return LANGUAGE[recipe.model](recipe.dropout), lambda step: _token_batch(recipe.global_batch, step)
+        return LANGUAGE[recipe.model](recipe.dropout), lambda step: _token_batch(recipe, step)
     return _configured(recipe)
 
 
@@ -325,8 +325,9 @@ def _image_batch(size: int, channels: int, pixels: int, step: int) -> Batch:
     return Batch(images + labels.view(-1, 1, 1, 1) / 5 - 1, labels)
 
 
-def _token_batch(size: int, step: int) -> Batch:
+def _token_batch(recipe: Recipe, step: int) -> Batch:
     """Few words are frequent, as in a language: there is something to learn in twenty steps."""
-    draws = torch.rand(size, TOKENS + 1, generator=torch.Generator().manual_seed(step))
-    tokens = (draws.pow(4) * VOCABULARY).long()
+    draws = torch.rand(recipe.global_batch, TOKENS + 1, generator=torch.Generator().manual_seed(step))
+    width = recipe.widths[step % len(recipe.widths)] if recipe.widths and step else TOKENS
+    tokens = (draws.pow(4) * VOCABULARY).long()[:, : width + 1]
     return Batch(tokens[:, :-1], tokens[:, 1:])

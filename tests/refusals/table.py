@@ -219,10 +219,6 @@ DATA = {
     ],
     "MNIST": Refusal("model=convnet data=mnist", "downloaded", "data.root=FOLDER"),
     NOWHERE: Refusal(GPT2 + f"data=wikitext2 data.root={NOWHERE}", "train.txt"),
-    "data.bucket_by_length=true": _row(
-        ROWS + " data.bucket_by_length=true parallel=pipelined", "parallel=pipelined", "parallel=ddp",
-        "data.bucket_by_length=false", content=rows(count=100),
-    ),
     "HERE/x.jsonl line 42": _row(
         ROWS + " parallel=ddp", "not JSON", "Correct the line", content=rows() + b'\n\n{"text": "cut sho\n1'
     ),

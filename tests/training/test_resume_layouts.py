@@ -1,5 +1,6 @@
 """What one layout saved any other goes on from: the next ten losses are those of the uninterrupted single run."""
 
+import json
 from itertools import product
 
 import pytest
@@ -20,11 +21,18 @@ COMMON = [
 
 
 @pytest.fixture(scope="session")
-def models(text):
+def models(text, tmp_path_factory):
     """GPT-2, whose head is its embedding, at the other end of the pipeline; a network with running statistics."""
-    gpt2 = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=32", "model.dropout=0.1", *text]
-    gpt2 += ["data.vocabulary=words", "data.seq_len=16", "model.n_head=2"]  # small: what is compared is the layouts
-    return {"gpt2": [*gpt2, *COMMON], "convnet": ["model=convnet", *COMMON]}
+    gpt2 = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=32", "model.dropout=0.1"]
+    gpt2 += ["model.n_head=2", *COMMON]  # small: what is compared is the layouts
+    folder = tmp_path_factory.mktemp("rows")
+    (folder / "x.jsonl").write_text("".join(json.dumps({"text": "word " * (i * 7 % 64)}) + "\n" for i in range(200)))
+    rows = ["data=jsonl", f"data.root={folder}/x.jsonl", f"data.cache_dir={folder}/cache", "data.bucket_by_length=true"]
+    return {
+        "gpt2": [*gpt2, *text, "data.vocabulary=words", "data.seq_len=16"],
+        "gpt2 on rows": [*gpt2, *rows, "data.seq_len=64"],
+        "convnet": ["model=convnet", *COMMON],
+    }
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +40,9 @@ def train(ranks, models, tmp_path_factory):
     """``train("gpt2", "ddp", …)``: the run's folder."""
 
     def begin(model, layout, *more):
-        return run_layout(ranks, layout, tmp_path_factory.mktemp(f"{model}-{layout}"), *models[model], *more)
+        return run_layout(
+            ranks, layout, tmp_path_factory.mktemp(f"{model}-{layout}".replace(" ", "-")), *models[model], *more
+        )
 
     return begin
 
@@ -62,7 +72,9 @@ def marks(model, before, after):
 
 @pytest.mark.parametrize(
     "model, before, after",
-    [pytest.param(*pair, marks=marks(*pair)) for pair in product(("gpt2", "convnet"), NAMES, NAMES)],
+    [pytest.param(*pair, marks=marks(*pair)) for pair in product(("gpt2", "convnet"), NAMES, NAMES)]
+    # In the middle of an epoch whose batches differ in width.
+    + [("gpt2 on rows", "pipe_ddp", "pipelined"), ("gpt2 on rows", "single", "pipe_fsdp")],
 )
 def test_from_every_layout_to_every_other(start, train, model, before, after):
     single = start(model, "single")
