@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from data.vocabulary import GPT2Vocabulary
+    from data.vocabulary import Vocabulary
     from data.words import WordVocabulary
 
 
@@ -208,7 +208,7 @@ class DataSet(ABC):
         changing_shapes: Whether training batches differ in shape from step to step (see data.loader.Buckets).
     """
 
-    vocabulary: GPT2Vocabulary | WordVocabulary | None = None
+    vocabulary: Vocabulary | WordVocabulary | None = None
     vocab_size: int | None = None
     seq_len: int | None = None
     unigram_entropy: float | None = None
@@ -235,3 +235,7 @@ class DataSet(ABC):
         Raises:
             DataError: The data is wrong or missing. The message says what to do.
         """
+
+    def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of texts to be continued. Of data with a vocabulary; for words after prepare()."""
+        return self.vocabulary.encode_texts(texts)

@@ -11,12 +11,12 @@ from data import documents as documents_module
 from data.documents import encode, whole_file
 from data.stdlib import Stdlib
 from data.text import Text
-from data.vocabulary import END_OF_TEXT, gpt2
+from data.vocabulary import END_OF_TEXT, GPT2Vocabulary, gpt2
 from data.wikitext2 import WikiText2
 
 
 def tokens_of(path: Path) -> list[int]:
-    return np.concatenate(list(encode([whole_file(path)], gpt2(), END_OF_TEXT))).tolist()
+    return np.concatenate(list(encode([whole_file(path)], GPT2Vocabulary().tokens, (), END_OF_TEXT))).tolist()
 
 
 def caches(folder: Path) -> set[str]:
