@@ -15,7 +15,7 @@ TRAINED = ("model", "data", "optim", "scheduler", "train")
 CHOSEN, ON_TOP = ("model", "data", "optim", "scheduler"), ("experiment", "debug")
 # Keys that the program reads itself and does not pass to the section's target (conf/train.yaml says what they mean).
 OWN_KEYS = {
-    "model": {"name", "init_from", "loss", "vocabulary", "extra_tokens"},
+    "model": {"name", "init_from", "loss", "vocabulary", "extra_tokens", "tokenizer"},
     "optim": {"decay_vectors", "rates", "update", "others"},
 }
 # The key of a plain configuration under which it says how it was composed (conf.composition.composed_by).

@@ -3,8 +3,8 @@
     dataset.py      DataSet: what every `data=` option offers. Source: samples by index. Batch: what a step gets
     loader.py       train and evaluation batches: which samples, in buckets of similar length, read ahead
 
-    Data sets, each in the file of its name: torch_docs, stdlib, text, wikitext2, jsonl and tokens (language),
-    random_images, digits, mnist and cifar10 (images), random_regression (numbers)
+    Data sets, each in the file of its name: torch_docs, stdlib, text, wikitext2, jsonl, parquet and tokens (language),
+    random_images, digits, mnist, cifar10 and image_folder (images), random_regression (numbers)
 
     language.py     what data sets of text share: documents -> cached tokens -> windows
     documents.py vocabulary.py words.py token_windows.py     the steps of that

@@ -75,7 +75,7 @@ def whole_file(path: Path) -> Document:
     return Document(path, 0, path.stat().st_size)
 
 
-def find_files(root: Path, skip_folders: Collection[str] = (), suffix: str = "") -> list[Path]:
+def find_files(root: Path, skip_folders: Collection[str] = (), suffix: str | tuple[str, ...] = "") -> list[Path]:
     """Return the files under a folder, hidden and empty ones left out, in one order on every machine."""
     files = []
     for folder, subfolders, names in os.walk(root):

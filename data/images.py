@@ -185,7 +185,7 @@ class Labelled:
     """Images and their labels.
 
     Attributes:
-        images: uint8 [n, channels, height, width].
+        images: uint8 [n, channels, height, width]; or what reads them when it is indexed, with the same shape.
         labels: int64 [n], each in [0, num_classes).
         num_classes: The number of classes.
         origin: What error messages call the data.

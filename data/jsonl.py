@@ -44,8 +44,8 @@ _VALID, _TEST = 9, 19
 _WORDS = {"train": "train", "test": "test", **dict.fromkeys(("valid", "validation", "val", "dev"), "valid")}
 
 
-class Jsonl(DataSet):
-    """A file or a folder of *.jsonl files, each row a JSON object that holds its text in one or several fields.
+class RowData(DataSet):
+    """A file or a folder of files of rows, each with its text in one or several fields.
 
     A sample is a row's tokens and the end token, cut to seq_len + 1 tokens, as inputs and as targets shifted by one,
     padded with the end token and with targets that do not count. With answers (see RowTokens), a prompt's tokens do not
@@ -57,12 +57,22 @@ class Jsonl(DataSet):
 
     Rows are read and encoded when they are needed, by an index on the disk (see Rows). prepare() checks up to 1
     million rows once; of more rows it checks 10,000, evenly spread, and the others as they are trained on.
+
+    Attributes:
+        rows_class: Finds and reads the rows of files, as Rows does.
+        title: What the rows are.
+        suffix: Of the files in a folder.
+        fields: Whose texts make a row's, joined by newlines.
     """
+
+    rows_class: type[RowFiles]
+    title: str
+    suffix: str
+    fields: list[str]
 
     def __init__(
         self,
         root: str | None = None,
-        field: str | list[str] = "text",
         seq_len: int = 256,
         bucket_by_length: bool = False,
         cache_dir: str | None = None,
@@ -74,11 +84,8 @@ class Jsonl(DataSet):
     ):
         super().__init__(num_workers)
         if not root:
-            raise DataError("data=jsonl needs to know which rows: data.root=FILE_OR_FOLDER")
+            raise DataError(f"data={self.suffix[1:]} needs to know which rows: data.root=FILE_OR_FOLDER")
         check_at_least(1, seq_len=seq_len)
-        self.fields = [field] if isinstance(field, str) else list(field)
-        if not all(self.fields) or not self.fields:
-            raise DataError(f"data.field={field}: give a name or a list of names, as data.field=[question,answer]")
         self.root = expand_home(root).absolute()
         self.vocabulary = choose_vocabulary(tokenizer, extra_tokens)
         self.vocab_size = self.vocabulary.size
@@ -90,25 +97,25 @@ class Jsonl(DataSet):
     @once
     def prepare(self) -> None:
         """Build the index, check rows and count tokens, unless the cache says that it was done before."""
-        rows = {split: Rows(paths, self.cache_dir) for split, paths in split_files(self.root).items()}
+        files = split_files(self.root, self.suffix, self.title)
+        rows = {split: self.rows_class(paths, self.cache_dir) for split, paths in files.items()}
         for part in rows.values():
+            if not len(part):
+                more = f" and {len(part.files) - 1} more files" if len(part.files) > 1 else ""
+                raise DataError(f"{part.files[0]}{more}: no row; give a file of {self.title}")
             self._check(part)
-        taken = {"valid": _VALID} if "valid" not in rows else {}
-        if rows.keys() == {"train"}:
-            taken["test"] = _TEST
-        train = RowSelection(len(rows["train"]), tuple(i for i in range(PERIOD) if i not in taken.values()))
+        selected = select_rows({split: len(part) for split, part in rows.items()})
+        train = selected["train"]
         if self.changing_shapes:
             counts = cached_counts(rows["train"], self.row_tokens, self.cache_dir)
             self.train = BucketedRows(counts, rows["train"], train, self.row_tokens, self.seq_len)
         else:
             self.train = TokenRows(rows["train"], train, self.row_tokens, self.seq_len)
-        self.valid, self.test = self._held_out("valid", rows, taken), self._held_out("test", rows, taken)
+        self.valid, self.test = self._held_out("valid", rows, selected), self._held_out("test", rows, selected)
         self.description = self._describe()
 
-    def _held_out(self, split: str, rows: dict[str, Rows], taken: dict[str, int]) -> TokenRows | None:
-        part = rows.get(split, rows["train"])
-        kept = tuple(range(PERIOD)) if split in rows else (taken[split],) if split in taken else ()
-        selection = RowSelection(len(part), kept)
+    def _held_out(self, split: str, rows: dict[str, Rows], selected: dict[str, RowSelection]) -> TokenRows | None:
+        part, selection = rows.get(split, rows["train"]), selected[split]
         return TokenRows(part, selection, self.row_tokens, self.seq_len) if len(selection) else None
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
@@ -134,20 +141,28 @@ class Jsonl(DataSet):
         parts = [f"{split} {len(source) if source else 0:,} rows" for split, source in splits]
         widths = self.train.widths if isinstance(self.train, BucketedRows) else (self.seq_len,)
         padded = f"padded to {' or '.join(map(str, widths))} tokens"
-        return f"JSON lines of {self.root}, {self.vocabulary.label}: {', '.join(parts)}, {padded}"
+        return f"{self.title} of {self.root}, {self.vocabulary.label}: {', '.join(parts)}, {padded}"
 
 
-def split_files(root: Path) -> dict[str, list[Path]]:
+def names(key: str, given: str | list[str]) -> list[str]:
+    """Return the names that an option gives, which is one or a list of them; raise DataError where it gives none."""
+    listed = [given] if isinstance(given, str) else list(given)
+    if not all(listed) or not listed:
+        raise DataError(f"data.{key}={given}: give a name or a list of names, as data.{key}=[question,answer]")
+    return listed
+
+
+def split_files(root: Path, suffix: str = ".jsonl", title: str = "JSON lines") -> dict[str, list[Path]]:
     """Return the files of "train" and, where their paths say so, of "valid" and "test"."""
     if not root.exists():
-        raise DataError(f"data.root={root} does not exist; give a file of JSON lines or a folder of *.jsonl files")
+        raise DataError(f"data.root={root} does not exist; give a file of {title} or a folder of *{suffix} files")
     if not root.is_dir():
         if root.stat().st_size == 0:
-            raise DataError(f"data.root={root} is empty; give a file of JSON lines")
+            raise DataError(f"data.root={root} is empty; give a file of {title}")
         return {"train": [root]}
-    files = find_files(root, suffix=".jsonl")
+    files = find_files(root, suffix=suffix)
     if not files:
-        raise DataError(f"data.root={root} holds no *.jsonl file that is not empty; give a folder that does")
+        raise DataError(f"data.root={root} holds no *{suffix} file that is not empty; give a folder that does")
     splits: dict[str, list[Path]] = {}
     for path in files:
         words = re.findall("[a-z]+", str(path.relative_to(root)).lower())
@@ -182,6 +197,21 @@ class RowSelection:
         """Return which rows some samples are: int64 of the shape of ``indices``, which are in [0, len)."""
         period, place = np.divmod(np.asarray(indices, dtype=np.int64), len(self.kept))
         return period * PERIOD + np.asarray(self.kept)[place]
+
+
+def select_rows(sizes: dict[str, int]) -> dict[str, RowSelection]:
+    """Return which rows are "train", "valid" and "test".
+
+    Args:
+        sizes: How many rows there are of each split that has rows of its own, as "train" has. Without "valid", the 10th
+            of every 20 training rows is for it; with "train" alone, the 20th for "test".
+    """
+    taken = {"valid": (_VALID,)} if "valid" not in sizes else {}
+    if sizes.keys() == {"train"}:
+        taken["test"] = (_TEST,)
+    kept = {split: tuple(range(PERIOD)) for split in sizes} | taken
+    kept["train"] = tuple(i for i in range(PERIOD) if (i,) not in taken.values())
+    return {s: RowSelection(sizes.get(s, sizes["train"]), kept.get(s, ())) for s in ("train", "valid", "test")}
 
 
 class TokenRows(Source):
@@ -239,28 +269,48 @@ def key_of(rows: Rows, words: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps([rows.key, *words]).encode()).hexdigest()[:16]
 
 
-class Rows:
+class RowFiles:
+    """Files of rows, in the state that they had when this was made.
+
+    No file stays open between reads, so threads, forked and spawned processes can share the object, and the number of
+    files has no limit.
+
+    Attributes:
+        files: The files.
+        key: Names the files and their state, for the cache.
+    """
+
+    def __init__(self, files: Sequence[Path]):
+        """Note the state of files, which are absolute paths."""
+        self.files = list(files)
+        self._stamps = [_stamp(os.stat(path)) for path in self.files]
+        content = [_INDEX_FORMAT, [(str(path), *stamp) for path, stamp in zip(files, self._stamps, strict=True)]]
+        self.key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+    @contextmanager
+    def _open(self, number: int) -> Iterator[BinaryIO]:
+        with open(self.files[number], "rb") as file:
+            if _stamp(os.fstat(file.fileno())) != self._stamps[number]:
+                raise DataError(f"{self.files[number]} has changed since it was indexed; start the run again")
+            yield file
+
+
+class Rows(RowFiles):
     """The n rows of JSON-lines files, one file after the other; row i is a line that is not blank.
 
     The index holds n + 1 positions (int64) in the files laid end to end: where each row starts, and the total of bytes.
     It is built once, kept in the cache under paths, sizes and times of change, and memory-mapped: ranks and reading
-    processes share its pages. Rows are parsed when they are read. No file stays open between reads, so threads, forked
-    and spawned processes can share the object, and the number of files has no limit.
+    processes share its pages. Rows are parsed when they are read.
 
     Attributes:
-        files: The files.
         starts: Where each file starts and the last ends, int64 [files + 1], in bytes.
         index: The positions.
-        key: Names the files and their state, for the cache.
     """
 
     def __init__(self, files: Sequence[Path], cache_dir: str | os.PathLike | None = None):
-        """Index files by absolute paths; raise DataError where all lines are blank."""
-        self.files = list(files)
-        self._stamps = [_stamp(os.stat(path)) for path in self.files]
+        """Index files by absolute paths."""
+        super().__init__(files)
         self.starts = np.cumsum([0, *(size for size, _ in self._stamps)], dtype=np.int64)
-        content = [_INDEX_FORMAT, [(str(path), *stamp) for path, stamp in zip(files, self._stamps, strict=True)]]
-        self.key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
         self.index = MappedFile(cached_folder(cache_dir, f"rows-{self.key}", self._build) / _INDEX, "int64")
 
     @property
@@ -323,25 +373,13 @@ class Rows:
     def _file_of(self, positions: np.ndarray) -> np.ndarray:
         return np.searchsorted(self.starts, positions, side="right") - 1
 
-    @contextmanager
-    def _open(self, number: int) -> Iterator[BinaryIO]:
-        with open(self.files[number], "rb") as file:
-            if _stamp(os.fstat(file.fileno())) != self._stamps[number]:
-                raise DataError(f"{self.files[number]} has changed since it was indexed; start the run again")
-            yield file
-
     def _build(self, folder: Path) -> None:
-        rows = 0
         with open(folder / _INDEX, "wb") as index:
             for number, first in enumerate(self.starts[:-1]):
                 with self._open(number) as file:
                     for starts in _row_starts(file):
                         index.write((starts + first).tobytes())
-                        rows += len(starts)
             index.write(self.starts[-1].tobytes())
-        if not rows:
-            more = f" and {len(self.files) - 1} more files" if len(self.files) > 1 else ""
-            raise DataError(f"{self.files[0]}{more}: {self.starts[-1]} bytes and no row; give a file of JSON lines")
 
 
 def _row_starts(file: BinaryIO) -> Iterator[np.ndarray]:
@@ -384,3 +422,13 @@ def _problem(line: bytes, fields: Sequence[str]) -> str:
         return f"the field {missing[0]!r} (data.field=) is missing; there are: {there}"
     field = next(field for field in fields if not isinstance(row[field], str))
     return f"the field {field!r} is not a string but of type {type(row[field]).__name__}"
+
+
+class Jsonl(RowData):
+    """Files of JSON lines: a row is a JSON object, and a line that is not blank. See RowData."""
+
+    rows_class, title, suffix = Rows, "JSON lines", ".jsonl"
+
+    def __init__(self, field: str | list[str] = "text", **options: Any):
+        self.fields = names("field", field)
+        super().__init__(**options)

@@ -45,19 +45,26 @@ class KeyValueCache:
         """Return the rows of a table of positions [positions, c] for ``length`` tokens: [length, c] or [b, 1, c]."""
         return table[:length] if self._positions is None else table[self._positions][:, None]
 
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """Return where ``length`` tokens stand: [length] for all rows, or [b, 1]."""
+        return torch.arange(length, device=device) if self._positions is None else self._positions[:, None]
+
     def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Keep a layer's new keys and values and attend to all of them: all [b, heads, t, width], as is the result."""
+        """Keep a layer's new keys and values and attend to all of them: all [b, heads, t, width], as is the result.
+
+        Keys and values may have fewer heads, each for a group of query heads.
+        """
         if self._positions is None:
             b, heads, t, width = k.shape
             self._kept[layer] = tuple(new.new_zeros(b, heads, self.capacity, width) for new in (k, v))
             for kept, new in zip(self._kept[layer], (k, v), strict=True):
                 kept[:, :, :t] = new
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         rows = torch.arange(len(q), device=q.device)
         for kept, new in zip(self._kept[layer], (k, v), strict=True):
             kept[rows, :, self._positions] = new[:, :, 0]
         k, v = (kept[:, :, : self._visible.shape[-1]] for kept in self._kept[layer])
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=self._visible)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self._visible, enable_gqa=True)
 
 
 class UsesCache:
@@ -68,6 +75,10 @@ class UsesCache:
     def position_rows(self, table: Tensor, length: int) -> Tensor:
         """Return the rows of a table of positions [positions, c] for the next tokens: [length, c] or [b, 1, c]."""
         return table[:length] if self.cache is None else self.cache.rows(table, length)
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """Return where the next tokens stand: [length] for all rows, or [b, 1]."""
+        return torch.arange(length, device=device) if self.cache is None else self.cache.positions(length, device)
 
 
 @contextmanager

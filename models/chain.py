@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import ModelError, TrainingError
-from models.huggingface import HuggingFaceGPT2
+from models.huggingface import HuggingFace
 from models.losses import Loss, check_loss
 from models.seeds import by_sample, derive_seed, seeded
 
@@ -186,7 +186,7 @@ class Chain:
     channels_last: bool = False
     embedding: str | None = None
     continues: bool = False
-    hugging_face: HuggingFaceGPT2 | None = None
+    hugging_face: HuggingFace | None = None
     fingerprint: str = ""
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,8 +17,10 @@ from models.attention import CausalAttention, UsesCache
 from models.chain import Chain, LayerSpec, check_sizes, check_width
 from models.fused_cross_entropy import FusedHead
 from models.gpt2_sizes import Size, with_sizes
-from models.huggingface import EMBEDDING, HuggingFaceGPT2
+from models.huggingface import HuggingFace
 from models.losses import TokenCrossEntropy
+
+EMBEDDING = "embedding.wte.weight"
 
 
 class Embedding(UsesCache, nn.Module):
@@ -145,17 +147,30 @@ def gpt2(
         limits={"positions": chosen.block_size, "vocabulary": vocab_size},
         embedding=EMBEDDING,
         continues=True,
-        hugging_face=HuggingFaceGPT2(_huggingface_config(chosen, dropout)),
+        hugging_face=_hugging_face(chosen, dropout),
     )
 
 
-def _huggingface_config(size: Size, dropout: float) -> dict[str, Any]:
-    return {
+def _hugging_face(size: Size, dropout: float) -> HuggingFace:
+    """Return how ``GPT2LMHeadModel`` keeps it: projections are ``Conv1D``, a Linear with its weight transposed."""
+    config = {
+        "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
         "n_positions": size.block_size,
         "n_ctx": size.block_size,
         "n_embd": size.n_embd,
         "n_layer": size.n_layer,
         "n_head": size.n_head,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout),
     }
+    return HuggingFace(
+        config,
+        names={"embedding.": "transformer.", "h.": "transformer.h.", "head.ln_f.": "transformer.ln_f.", "head.": ""},
+        words=(EMBEDDING,),
+        transposed=("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"),
+        redundant=(".attn.bias", ".attn.masked_bias"),
+        optional="transformer.",
+    )

@@ -1,7 +1,7 @@
-"""GPT-2's parameters under Hugging Face's names, and back.
+"""A family's parameters under Hugging Face's names, and back.
 
-Hugging Face keeps the four projections of a block as ``Conv1D``, which is a Linear with its weight transposed, and
-writes a vocabulary of 50,257 rows; the model's may be padded to more.
+What differs between the two is a table (``HuggingFace``), which reading and writing share: beginnings of names, and
+matrices that the other keeps transposed.
 """
 
 from __future__ import annotations
@@ -10,72 +10,48 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
-
-PREFIX = "transformer."  # which the published files lack
-EMBEDDING = "embedding.wte.weight"
-_TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-_RENAMED = {
-    "embedding.wte.weight": "transformer.wte.weight",
-    "embedding.wpe.weight": "transformer.wpe.weight",
-    "head.ln_f.weight": "transformer.ln_f.weight",
-    "head.ln_f.bias": "transformer.ln_f.bias",
-}
-_END_OF_TEXT = 50256
-_HEAD = "lm_head.weight"  # tied: transformers takes it from the embedding
 
 
 @dataclass(frozen=True)
-class HuggingFaceGPT2:
-    """How transformers' ``GPT2LMHeadModel`` keeps a GPT-2; ``config``: what of config.json follows from its sizes."""
+class HuggingFace:
+    """How transformers keeps the models of a family.
+
+    Attributes:
+        config: What of config.json follows from the sizes.
+        names: {how a name begins here: how it begins there}; the first that fits counts.
+        words: The parameters of which each row is a word.
+        transposed: How the names of matrices end that are kept transposed there.
+        redundant: How their names end that repeat others, such as a causal mask.
+        optional: How their names may begin or not: published files lack it.
+    """
 
     config: Mapping[str, Any]
+    names: Mapping[str, str]
+    words: tuple[str, ...]
+    transposed: tuple[str, ...] = ()
+    redundant: tuple[str, ...] = ()
+    optional: str = ""
 
-    def export(self, state: Mapping[str, Tensor], vocab_size: int | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return Hugging Face's state dict, without the tied head, and the content of config.json.
-
-        Rows of the embedding from ``vocab_size`` on are padding and left out; None: all rows are kept.
-        """
-        rows = len(state[EMBEDDING])
-        words = rows if vocab_size is None else min(rows, vocab_size)
-        converted = {self.their_name(n): self.convert(n, t) for n, t in state.items() if n != "head.lm_head.weight"}
-        converted["transformer.wte.weight"] = converted["transformer.wte.weight"][:words]
-        end = min(_END_OF_TEXT, words - 1)
-        config = {
-            "architectures": ["GPT2LMHeadModel"],
-            "vocab_size": words,
-            **self.config,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-            "bos_token_id": end,
-            "eos_token_id": end,
-            "tie_word_embeddings": True,
-            "dtype": str(converted["transformer.wte.weight"].dtype).removeprefix("torch."),
-        }
-        return converted, config
-
-    @staticmethod
-    def their_name(name: str) -> str:
+    def their_name(self, name: str) -> str:
         """Return Hugging Face's name of the parameter ``name``."""
-        return _RENAMED.get(name, f"{PREFIX}{name}")
+        begins, theirs = next(pair for pair in self.names.items() if name.startswith(pair[0]))
+        return theirs + name.removeprefix(begins)
 
-    @staticmethod
-    def convert(name: str, tensor: Tensor) -> Tensor:
+    def is_transposed(self, name: str) -> bool:
+        """Return whether Hugging Face keeps the parameter ``name`` [out, in] as [in, out]."""
+        return name.endswith(self.transposed)
+
+    def convert(self, name: str, tensor: Tensor) -> Tensor:
         """Return the parameter ``name`` as Hugging Face keeps it, or theirs as this project keeps it."""
-        return tensor.t().contiguous() if name.endswith(_TRANSPOSED) else tensor
+        return tensor.t().contiguous() if self.is_transposed(name) else tensor
 
-    @staticmethod
-    def is_redundant(their_name: str) -> bool:
-        """Return whether a tensor repeats what is elsewhere: the tied head, or an old checkpoint's causal mask."""
-        return their_name == _HEAD or their_name.endswith((".attn.bias", ".attn.masked_bias"))
+    def export(self, state: Mapping[str, Tensor], words: int | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return Hugging Face's state dict, without a tied head, and the content of config.json.
 
-
-def pad(rows: Tensor, vocab_size: int) -> Tensor:
-    """Pad an embedding [n, n_embd] to [vocab_size, n_embd]; raise ValueError where it has more rows.
-
-    The new rows are the mean row: a zero row would have logit 0, which is more than most words get.
-    """
-    if len(rows) > vocab_size:
-        raise ValueError(f"the checkpoint has {len(rows)} words, model.vocab_size={vocab_size} is too few")
-    return torch.cat([rows, rows.mean(dim=0, keepdim=True).expand(vocab_size - len(rows), -1)])
+        Rows from ``words`` on are padding of the vocabulary and left out; None: all rows are kept.
+        """
+        cut = {name: tensor[:words] if name in self.words else tensor for name, tensor in state.items()}
+        converted = {self.their_name(name): self.convert(name, tensor) for name, tensor in cut.items()}
+        kept = cut[self.words[0]]
+        return converted, {**self.config, "vocab_size": len(kept), "dtype": str(kept.dtype).removeprefix("torch.")}

@@ -84,7 +84,13 @@ def test_every_setting_that_they_name_exists():
     """`parallel.comm_hook=bf16` and the like, in running text and in tables."""
     from omegaconf import OmegaConf
 
-    kinds = ("gpt2", "stdlib"), ("gpt2", "jsonl"), ("convnet", "mnist")
+    kinds = (
+        ("gpt2", "stdlib"),
+        ("gpt2", "jsonl"),
+        ("gpt2", "parquet"),
+        ("convnet", "mnist"),
+        ("convnet", "image_folder"),
+    )
     trees = [compose(f"model={model}", f"data={data}") for model, data in kinds]
     words = [word.strip('"') for code in CODE for word in code.split()]
     named = {match[1] for word in words if (match := re.match(r"((?:train|parallel|data|model|optim)\.\w+)=", word))}

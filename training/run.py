@@ -30,7 +30,7 @@ from parallel.host_group import NCCL, choose_backend
 from parallel.plan import Plan
 from parallel.strategy import Options, Strategy, build_strategy
 from training.checkpoint.configuration import checkpoint_of
-from training.checkpoint.init_from import start
+from training.checkpoint.init_from import not_drawn, start
 from training.checkpoint.load import load, resume
 from training.checkpoint.save import Checkpointer
 from training.evaluate import evaluate_split, not_finite
@@ -165,8 +165,10 @@ def _strategy(setup: Setup, world: World, store: dist.Store | None) -> Iterator[
         if store is not None:  # the ranks were started one by one, maybe on several machines
             if (warning := check_ranks(mesh, setup)) is not None and mesh.rank == 0:
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
-        options = strategy_options(setup.cfg)
-        strategy = build_strategy(setup.plan, setup.chain, mesh, options, setup.sample, world.local_rank)
+        options, model, chain = strategy_options(setup.cfg), setup.cfg.model, setup.chain
+        if setup.cfg.mode == "train" and setup.cfg.train.resume is None and model.init_from is not None:
+            chain = not_drawn(model, chain)
+        strategy = build_strategy(setup.plan, chain, mesh, options, setup.sample, world.local_rank)
         try:
             yield strategy
         finally:

@@ -401,7 +401,12 @@ def _plan(cfg: Any, chain: Chain, world_size: int | None, nodes: int, hardware: 
 
 
 def model_and_data(cfg: Any) -> tuple[Chain, DataSet]:
-    """Build the chain and the data set that ``cfg`` describes; the data is prepared only where the chain needs it."""
+    """Build the chain and the data set that ``cfg`` describes; the data is prepared only where the chain needs it.
+
+    Sizes that the section ``model`` leaves open (null) are set in it, where the model's function has an attribute
+    ``sizes_of`` that knows them: section -> {key: value}.
+    """
+    cfg.model.update(getattr(target_of("model", cfg.model), "sizes_of", lambda model: {})(to_dict(cfg.model)))
     data = build("data", cfg.data)
     check_kind(data, cfg.model)
     if "vocab_size" in cfg.model and cfg.model.vocab_size is None:

@@ -26,7 +26,7 @@ def test_every_option_names_a_data_set_and_sets_what_it_takes(composed, path):
     config = composed(f"data={path.stem}")
     kind = get_class(config._target_)
     assert issubclass(kind, DataSet)
-    if path.stem in ("text", "jsonl", "tokens"):
+    if path.stem in ("text", "jsonl", "parquet", "tokens", "image_folder"):
         config.root = "somewhere"
     assert isinstance(instantiate(config), kind)
 

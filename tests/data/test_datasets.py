@@ -7,15 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
+from PIL import Image
 
 from common.errors import DataError
 from data.cifar10 import CIFAR10
 from data.dataset import DataSet
 from data.digits import Digits
+from data.image_folder import ImageFolder
 from data.jsonl import Jsonl
 from data.mnist import MNIST
+from data.parquet import Parquet
 from data.random_images import RandomImages
 from data.random_regression import RandomRegression
 from data.text import Text
@@ -66,9 +70,17 @@ CASES = {
     "rows in buckets": Case(
         Jsonl, (54, 3, 3), ((8,), (8,)), {"seq_len": 8, "bucket_by_length": True}, "rows.jsonl", bytes=3000,
     ),
+    "parquet": Case(
+        Parquet, (54, 3, 3), ((8,), (8,)), {"seq_len": 8}, "rows.parquet",
+        {**LANGUAGE, "column": ["", []]}, 3000,
+    ),
     "tokens": Case(
         Tokens, (44, 2, 2), ((20,), (20,)), {"seq_len": 20, "format": "nanogpt"}, "tokens",
         {**LANGUAGE, "vocab_size": [0]}, 3000,
+    ),
+    "image_folder": Case(
+        ImageFolder, (36, 2, 2), ((3, 8, 8), ()), {"image_size": 8}, "images",
+        {"image_size": [0], "num_workers": [-1], "mean": [[0.5]], "std": [[1.0, 1.0, 0.0]]}, 3000,
     ),
     "mnist": Case(
         MNIST, (110, 10, 20), ((1, 28, 28), ()), root="files", refused={"image_size": [0], "channels": [0]},
@@ -90,7 +102,12 @@ def made(prepared, tmp_path, mnist_files):
     """``made(case)``: that data set, prepared."""
     (tmp_path / "text").write_text("one two three\n" * 1000)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(60)))
+    pyarrow.parquet.write_table(pyarrow.table({"text": [f"row {i}" for i in range(60)]}), tmp_path / "rows.parquet")
     np.arange(1000, dtype="<u2").tofile(tmp_path / "tokens")
+    for i in range(40):
+        path = tmp_path / "images" / "ab"[i % 2] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((9, 8 + i), i, np.uint8)).save(path)
     return lambda case: prepared(case.kind, tmp_path / case.root if case.root else None, **case.options)
 
 
@@ -140,7 +157,7 @@ def test_a_value_out_of_range_is_an_error_that_names_the_key(case, key, value):
         case.kind(**root, **{**case.options, key: value})
 
 
-@pytest.mark.parametrize("kind", [Text, Jsonl, Tokens])
+@pytest.mark.parametrize("kind", [Text, Jsonl, Parquet, Tokens])
 def test_what_reads_files_of_the_users_own_asks_for_them(kind, tmp_path, prepared):
     with pytest.raises(DataError, match="data.root=FILE_OR_FOLDER"):
         kind()

@@ -16,6 +16,7 @@ CONVNET = "model=convnet train.global_batch_size=4 "
 TRANSFORMER = "model=transformer data=text data.root=HERE/x.txt "
 TEXT = GPT2 + "data=text data.root=HERE/x.txt"
 ROWS = GPT2 + "data=jsonl data.root=HERE/x.jsonl"
+PARQUET = GPT2 + "data=parquet data.root=HERE/x.parquet"
 SHARD = GPT2 + "data=tokens data.root=HERE/x.bin"
 MNIST = CONVNET + "data=mnist data.root=HERE"
 RESUME = "train.resume=HERE/run train.steps=5"
@@ -234,6 +235,12 @@ DATA = {
         _row(ROWS, "is empty", "JSON lines", content=b""),
         _row(ROWS, "no row", content=b"\n" * 40),
     ],
+    "HERE/x.parquet": _row(PARQUET, "cannot be read as Parquet", content=b"PAR1" * 9),
+    "HERE": Refusal(CONVNET + "data=image_folder data.root=HERE", "CLASS/*.jpg", "0 images"),
+    "HERE/cat/1.jpg": Refusal(
+        "model=classifier data=image_folder data.root=HERE train.global_batch_size=1", "damaged", "Replace it",
+        file=file("cat/1.jpg", b"<html>"),
+    ),
     "HERE/x.bin": [
         _row(SHARD, "llm.c's header", "20240520", "data.format=nanogpt", content=b"PK\x03\x04" + bytes(5000)),
         _row(SHARD + " parallel=ddp", "truncated", "5,000 tokens", "3,024", content=shard(np.zeros(1000), says=5000)),

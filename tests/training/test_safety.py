@@ -8,6 +8,7 @@ from contextlib import suppress
 import psutil
 import pytest
 from commandline import ROOT, Started, environment, train, wait_until
+from PIL import Image
 
 from launchers.world import is_loopback
 
@@ -183,9 +184,17 @@ DATA = {
 @pytest.mark.slow
 def test_neither_data_nor_checkpoints_are_unpickled(tmp_path, text):
     """Of the data sets that are downloads, those that lie in ../shared/data."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     cache = [override for override in text if override.startswith("data.cache_dir=")]
     roots = {"jsonl": REAL / "gsm8k", "mnist": REAL / "MNIST"}
     here = {name: [*o, *cache, *SMALL] for name, o in DATA.items() if name not in roots or roots[name].exists()}
+    pq.write_table(pa.table({"text": ["some words"] * 60}), tmp_path / "a.parquet")
+    (tmp_path / "images" / "cat").mkdir(parents=True)
+    for i in range(20):
+        Image.new("RGB", (9, 9)).save(tmp_path / "images" / "cat" / f"{i}.png")
+    here["parquet"] = [*TINY, *cache, "data=parquet", f"data.root='{tmp_path}/a.parquet'", *SMALL]
+    images = ["model=convnet", "data=image_folder", f"data.root='{tmp_path}/images'", "train.global_batch_size=4"]
+    here["image_folder"] = [*images, *SMALL]
     here["text"] = [*TINY, *text, "data.seq_len=16", *SMALL]
     latest = f"checkpoint='{tmp_path}/text/checkpoints/latest'"
     here["a checkpoint"] = [*here["text"], "mode=eval", latest]

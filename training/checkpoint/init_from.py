@@ -1,7 +1,7 @@
 """``model.init_from``: weights to start from, exported by this project or published on Hugging Face.
 
-They are a folder with model.safetensors (or its parts, model-00001-of-00002.safetensors …), or one such file. Each
-rank reads the tensors of its own layers only. Nothing is unpickled.
+They are a folder with model.safetensors (or its parts, which model.safetensors.index.json lists), or one such file.
+Each rank reads the tensors of its own layers only, and of shared ones its rows. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.errors import TrainingError
 from common.files import expand_home, parse_json
 from data.vocabulary import GPT2_VOCAB_SIZE, added_tokens, gpt2, parse_extra_tokens
 from models.chain import Chain
-from models.huggingface import PREFIX, pad
 from parallel.sharding import fill, whole
 from parallel.strategy import Strategy
+from training.checkpoint.load import StoredTensor
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SHOWN = 3
@@ -55,7 +56,7 @@ def check_start(model: Any, chain: Chain) -> Weights:
         TrainingError: Tensors are missing, of another size, or not the model's; the message names them.
     """
     weights = Weights(model, chain)
-    shapes = {name: weights.shape(name) for name in weights}
+    shapes = {name: tuple(weights[name].shape) for name in weights}
     wanted = {name: tuple(tensor.shape) for name, tensor in weights.expected.items()}
     problems = [f"{name} is missing" for name in wanted if name not in shapes]
     problems += [f"{n} has {shape}, the model {wanted[n]}" for n, shape in shapes.items() if shape != wanted[n]]
@@ -69,8 +70,20 @@ def check_start(model: Any, chain: Chain) -> Weights:
     return weights
 
 
+def not_drawn(model: Any, chain: Chain) -> Chain:
+    """Return the chain without drawing the initial weights that ``model.init_from`` replaces: they take no memory."""
+    weights = Weights(model, chain)
+
+    def initialise(name: str, module: nn.Module) -> None:
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        if not all(f"{name}.{key}" in weights for key, _ in own):
+            chain.initialise(name, module)
+
+    return replace(chain, initialise=initialise)
+
+
 class Weights(dict):
-    """The tensors of the file under this project's names. Each is read when it is looked up.
+    """The tensors of the file under this project's names. Rows are read when they are asked for.
 
     Attributes:
         expected: The model's tensors by name, without memory; a tied one once.
@@ -86,39 +99,59 @@ class Weights(dict):
         """
         files = _files(expand_home(model.init_from))
         self._file_of = {name: path for path in files for name in _open(path).keys()}
-        self._format, self._embedding = chain.hugging_face, chain.embedding
+        self._format = form = chain.hugging_face
         self.added: tuple[str, ...] = ()
-        if self._format is not None:
-            _check_heads(model, self._format.config, files[0].parent)
+        if form is not None and "extra_tokens" in model:
+            _check_heads(model, form.config, files[0].parent)
             self.added = _known_tokens(model, files[0].parent)
         self.expected = {name: t for name, t in chain.skeleton().state_dict().items() if name not in chain.tied}
         super().__init__({name: key for name in self.expected if (key := self._key(name)) in self._file_of})
-        redundant = self._format.is_redundant if self._format is not None else lambda name: False
-        used = set(self.values())
-        self.unexpected = [name for name in self._file_of if name not in used and not redundant(name)]
+        used = {*self.values(), *map(self._key, chain.tied)}
+        redundant = () if form is None else form.redundant
+        self.unexpected = [name for name in self._file_of if name not in used and not name.endswith(redundant)]
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> StoredTensor:
         key = super().__getitem__(name)
-        tensor = _open(self._file_of[key]).get_tensor(key)
+        stored = StoredTensor(self._file_of[key], key)
         if self._format is None:
-            return tensor
-        tensor = self._format.convert(name, tensor)
-        return pad(tensor, len(self.expected[name])) if name == self._embedding else tensor
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of ``self[name]``, from the file's header."""
-        key = super().__getitem__(name)
-        tensor = torch.empty(_open(self._file_of[key]).get_slice(key).get_shape(), device="meta")
-        shape = tuple(tensor.shape if self._format is None else self._format.convert(name, tensor).shape)
-        wanted = tuple(self.expected[name].shape)
-        may_grow = self._format is not None and name == self._embedding
-        return wanted if may_grow and shape[1:] == wanted[1:] and shape[0] < wanted[0] else shape
+            return stored
+        if self._format.is_transposed(name):
+            return _Transposed(stored)
+        rows = len(self.expected[name]) if name in self._format.words else 0
+        return _Padded(stored, rows) if rows > stored.shape[0] else stored
 
     def _key(self, name: str) -> str:
         if self._format is None:
             return name
         theirs = self._format.their_name(name)
-        return theirs if theirs in self._file_of else theirs.removeprefix(PREFIX)
+        return theirs if theirs in self._file_of else theirs.removeprefix(self._format.optional)
+
+
+class _Transposed:
+    """A matrix in a file that is kept transposed there."""
+
+    def __init__(self, stored: StoredTensor) -> None:
+        self._stored, self.shape = stored, torch.Size(reversed(stored.shape))
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        return self._stored.columns(rows if isinstance(rows, slice) else slice(None)).t().contiguous()
+
+
+class _Padded:
+    """An embedding in a file, with more rows: each the mean row. A zero row has logit 0, more than most words get."""
+
+    def __init__(self, stored: StoredTensor, rows: int) -> None:
+        self._stored, self.shape = stored, torch.Size([rows, *stored.shape[1:]])
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        start, stop, _ = (rows if isinstance(rows, slice) else slice(None)).indices(self.shape[0])
+        known = self._stored.shape[0]
+        own = self._stored[min(start, known) : min(stop, known)]
+        if stop <= known:
+            return own
+        blocks = (self._stored[first : first + _BLOCK] for first in range(0, known, _BLOCK))
+        mean = (sum(block.double().sum(dim=0) for block in blocks) / known).to(own.dtype)
+        return torch.cat([own, mean.expand(stop - start - len(own), -1)])
 
 
 def _files(path: Path) -> list[Path]:
@@ -130,9 +163,10 @@ def _files(path: Path) -> list[Path]:
                 f"{shlex.quote(f'checkpoint={path}')} …), or go on "
                 "with its run by train.resume="
             )
-        whole = path / "model.safetensors"
-        files = [whole] if whole.exists() else sorted(path.glob("model-*.safetensors"))
-        if files:
+        whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
+        if not whole.exists() and index.exists():
+            return _parts(index)
+        if files := [whole] if whole.exists() else sorted(path.glob("model-*.safetensors")):
             return files
         pickled = sorted(p for p in path.iterdir() if p.suffix in _PICKLES)
         if not pickled:
@@ -148,6 +182,17 @@ def _files(path: Path) -> list[Path]:
             f"{shlex.quote(str(path))} {shlex.quote(str(path.with_name('model.safetensors')))}"
         )
     return [path]
+
+
+def _parts(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
+        parts = [index.parent / Path(name).name for name in names]  # beside the index, whatever it says
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise TrainingError(f"model.init_from: {index} cannot be read: {error!r}") from None
+    if missing := [part.name for part in parts if not part.exists()]:
+        raise TrainingError(f"model.init_from: {index} lists {', '.join(missing)}, which is not there")
+    return parts
 
 
 def _open(path: Path) -> Any:

@@ -120,6 +120,10 @@ class StoredTensor:
     def __getitem__(self, rows: slice) -> Tensor:
         return (self._slice[rows] if isinstance(rows, slice) else self._file.get_tensor(self._name)).to(self.dtype)
 
+    def columns(self, columns: slice) -> Tensor:
+        """Read some columns of a matrix."""
+        return self._slice[:, columns]
+
 
 def _load_optimizer(tensors: Tensors, strategy: Strategy, optimizer: Optimizer) -> None:
     kinds: dict[str, list[str]] = {}

@@ -11,8 +11,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from common.errors import CheckpointError, TrainingError
-from common.files import atomic_folder, explain, template
+from common.files import atomic_folder, expand_home, explain, template
 from data.dataset import DataSet
+from data.vocabulary import END_OF_TEXT
 from parallel.strategy import Strategy
 from training.export.served import (
     LABELS,
@@ -29,6 +30,8 @@ from training.export.served import (
 
 WEIGHTS = "model.safetensors"
 EXAMPLE = "example.safetensors"
+_CONFIG, _GENERATION = "config.json", "generation_config.json"
+_ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _EXAMPLES = 2
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 _KINDS = {"cpu": "KIND_CPU", "cuda": "KIND_GPU"}
@@ -61,7 +64,7 @@ def write(cfg: Any, folder: Path, data: DataSet, strategy: Strategy) -> str:
     try:
         with atomic_folder(folder) as draft:
             if form == "safetensors":
-                write_weights(draft, data, strategy)
+                write_weights(draft, data, strategy, cfg.model.init_from)
             else:
                 model = serve(cfg.model.name, data, strategy)
                 if form == "triton":
@@ -78,21 +81,33 @@ def write(cfg: Any, folder: Path, data: DataSet, strategy: Strategy) -> str:
     return names + (f"; {said}" if said else "")
 
 
-def write_weights(folder: Path, data: DataSet, strategy: Strategy) -> None:
+def write_weights(folder: Path, data: DataSet, strategy: Strategy, published: str | None = None) -> None:
     """Write the weights as other programs read them, and what belongs to them.
 
-    A model that has a Hugging Face counterpart (``Chain.hugging_face``) goes under its names, with config.json and the
-    tokenizer, so that ``from_pretrained(folder)`` gives the same logits. Other models are a plain state dict under
-    their own names (ResNet-50's are torchvision's).
+    A model that has a Hugging Face counterpart (``Chain.hugging_face``) goes under its names, with config.json,
+    generation_config.json and the tokenizer, so that ``from_pretrained(folder)`` gives the same logits. What a folder
+    ``published``, from which training began, says of the tokens that begin and end a text stays as it is there. Other
+    models are a plain state dict under their own names (ResNet-50's are torchvision's).
     """
     chain, state = strategy.chain, strategy.state_dict()
     texts = tokenizer(data, chain)
     if chain.hugging_face is not None:
-        state, config = chain.hugging_face.export(state, data.vocab_size)
-        texts["config.json"] = json.dumps(config, indent=1)
+        theirs = _published(published)
+        state, config = chain.hugging_face.export(state, None if _CONFIG in theirs else data.vocab_size)
+        end = min(END_OF_TEXT, config["vocab_size"] - 1)
+        known = json.loads(theirs.get(_CONFIG, "{}"))
+        ends = {key: known[key] for key in _ENDS if key in known} or dict.fromkeys(_ENDS[:2], end)
+        texts[_CONFIG] = json.dumps({**config, **ends}, indent=1)
+        texts[_GENERATION] = theirs.get(_GENERATION, json.dumps(ends, indent=1))
     # transformers refuses a file without this metadata
     save_file({k: v.contiguous() for k, v in state.items()}, folder / WEIGHTS, metadata={"format": "pt"})
     write_texts(folder, texts)
+
+
+def _published(folder: str | None) -> dict[str, str]:
+    """Return what a folder of Hugging Face's says beside its weights, by the names of its files."""
+    paths = [] if folder is None else [expand_home(folder) / name for name in (_CONFIG, _GENERATION)]
+    return {path.name: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
 
 
 def write_repository(folder: Path, model: ServedModel, max_batch_size: int, kind: str) -> str:

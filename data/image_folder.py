@@ -1,0 +1,100 @@
+"""Images in folders of classes: JPEG and PNG of any size, decoded by Pillow when they are needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from common.errors import DataError
+from common.files import expand_home
+from data.dataset import Source
+from data.documents import find_files
+from data.images import ImageData, Images, Labelled
+from data.jsonl import select_rows
+
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".JPG", ".JPEG", ".PNG")
+_SPLITS = {"train": "train", "val": "valid", "valid": "valid", "test": "test"}  # by the folder's name
+
+
+class ImageFolder(ImageData):
+    """The images of root/CLASS, or of root/train/CLASS, root/val/CLASS (or valid) and root/test/CLASS.
+
+    Classes are numbered in the order of their names. Without a folder to validate on, the 10th of every 20 training
+    images, in the order of their paths, goes to valid; without one to test on as well, the 20th to test.
+
+    An image becomes RGB. Its shorter side is resized to image_size, bilinearly with antialiasing, and the centre is cut
+    out. Only paths and labels are in memory. A damaged file is an error when it is read.
+    """
+
+    def __init__(
+        self,
+        root: str | None = None,
+        image_size: int = 224,
+        channels: int = 3,
+        mean: Sequence[float] = (0.485, 0.456, 0.406),
+        std: Sequence[float] = (0.229, 0.224, 0.225),
+        cache_dir: str | None = None,
+        num_workers: int = 0,
+    ):
+        """See ImageData; ``mean`` and ``std`` are of red, green and blue from 0 to 1, by default ImageNet's."""
+        super().__init__(image_size, channels, cache_dir=cache_dir, num_workers=num_workers)
+        if not root:
+            raise DataError("data=image_folder needs to know which images: data.root=FOLDER")
+        if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+            raise DataError(f"data.mean={mean} and data.std={std}: give three numbers each, and of data.std above 0")
+        self.root = expand_home(root).absolute()
+        self.mean, self.std = ([255 * value for value in values] for values in (mean, std))
+
+    def class_names(self) -> list[str]:
+        """Return the names of the classes' folders."""
+        self.prepare()
+        return self._names
+
+    def title(self) -> str:
+        """Return where the images are."""
+        return f"images of {self.root}"
+
+    def splits(self) -> dict[str, Source]:
+        """Return the three splits."""
+        paths = [path.relative_to(self.root) for path in find_files(self.root, suffix=_SUFFIXES)]
+        depth = int(any(path.parts[0] == "train" and len(path.parts) > 2 for path in paths))  # of a class's folder
+        paths = [p for p in paths if len(p.parts) > depth + 1 and (not depth or p.parts[0] in _SPLITS)]
+        names, labels = np.unique([path.parts[depth] for path in paths], return_inverse=True)
+        self._names, self.num_classes = names.tolist(), len(names)
+        files = _ImageFiles(self.root, paths, self.image_shape[1])
+        stored = Labelled(files, labels, len(names), f"data.root={self.root} (CLASS/*.jpg and *.png)")
+        split_of = np.array([_SPLITS[path.parts[0]] if depth else "train" for path in paths])
+        rows = {split: np.flatnonzero(split_of == split) for split in np.unique(split_of)}
+        selected = select_rows({split: len(listed) for split, listed in rows.items()})
+        chosen = {s: rows.get(s, rows["train"])[part.row(np.arange(len(part)))] for s, part in selected.items()}
+        return {s: Images(stored, part, self.mean, self.std, self.image_shape) for s, part in chosen.items()}
+
+
+class _ImageFiles:
+    """RGB images uint8 [n, 3, size, size] that are read when they are indexed."""
+
+    def __init__(self, folder: Path, paths: Sequence[Path], size: int):
+        self.folder, self.shape = folder, (len(paths), 3, size, size)
+        self._paths = np.array([os.fsencode(path) for path in paths])  # a tenth of the memory of the objects
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, rows: np.ndarray) -> np.ndarray:
+        return np.stack([self._read(self.folder / os.fsdecode(path)) for path in self._paths[rows]])
+
+    def _read(self, path: Path) -> np.ndarray:
+        try:
+            with Image.open(path, formats=("JPEG", "PNG")) as image:
+                if image.mode.startswith("I"):  # 16 bits of grey, which convert() would cut off at 255
+                    image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+                elif image.mode == "P":
+                    image = image.convert("RGBA")  # at once to RGB is a warning where the palette has transparency
+                image = ImageOps.fit(image.convert("RGB"), self.shape[2:], Image.Resampling.BILINEAR)
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise DataError(f"{path} is damaged, or neither JPEG nor PNG: {error}. Replace it, or remove it") from error
+        return np.asarray(image).transpose(2, 0, 1)

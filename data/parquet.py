@@ -1,0 +1,112 @@
+"""Parquet files: one sample per row, the text of one or several columns. Needs the package pyarrow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.errors import DataError
+from data.jsonl import RowData, RowFiles, names
+
+_CACHE_BYTES = 256 << 20
+# The columns of the row groups that this process decoded, those used last at the end. Threads change it by single
+# operations of the dict: a lock might be held while another thread forks.
+_decoded: dict[tuple, list] = {}
+
+
+class ParquetRows(RowFiles):
+    """The rows of Parquet files, one file after the other, with the methods of data.jsonl.Rows.
+
+    A row group is decoded whole, of the columns asked for. A process keeps about 256 MiB of the newest ones.
+    """
+
+    def __init__(self, files: Sequence[Path], cache_dir: Any = None):
+        """Read where the row groups are; raise DataError where a file is none of Parquet. Nothing is cached."""
+        super().__init__(files)
+        groups = []
+        for number in range(len(self.files)):
+            with self._parquet(number) as file:
+                sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+                groups += [(number, group, size) for group, size in enumerate(sizes)]
+        self._groups = np.array(groups, np.int64).reshape(-1, 3)
+        self._starts = np.cumsum([0, *self._groups[:, 2]])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def texts(self, indices: np.ndarray, fields: Sequence[str]) -> list[str]:
+        """Return the strings of some columns of rows, int [b], joined by newlines.
+
+        Raises:
+            DataError: A column is missing, or a value is not a string. It names the file, the row and the reason.
+        """
+        texts = [""] * len(indices)
+        group_of = np.searchsorted(self._starts, indices, side="right") - 1
+        for place in np.unique(group_of).tolist():
+            number, group, _ = self._groups[place].tolist()
+            columns = self._columns(number, group, fields)
+            for i in np.flatnonzero(group_of == place).tolist():
+                values = [column[int(indices[i] - self._starts[place])] for column in columns]
+                try:
+                    texts[i] = "\n".join([value.as_py() for value in values])
+                except (TypeError, ValueError):  # of another type; not UTF-8
+                    row = indices[i] - self._starts[place - group]
+                    held = ", ".join(str(value.type) if value.is_valid else "null" for value in values)
+                    raise DataError(
+                        f"{self.files[number]} row {row} (from 0): {', '.join(fields)} is {held}, not text in UTF-8. "
+                        "Correct it, or choose another column by data.column="
+                    ) from None
+        return texts
+
+    def texts_in_order(self, fields: Sequence[str], at_a_time: int = 1000) -> Iterator[list[str]]:
+        """Yield the texts of all rows, in lists of so many. Raises as texts() does."""
+        for start in range(0, len(self), at_a_time):
+            yield self.texts(np.arange(start, min(start + at_a_time, len(self))), fields)
+
+    def _columns(self, number: int, group: int, fields: Sequence[str]) -> list[Any]:
+        """Return some columns of a row group, each a pyarrow.ChunkedArray."""
+        key = (self.key, number, group, *fields)
+        if (columns := _decoded.pop(key, None)) is None:
+            with self._parquet(number) as file:
+                there = file.schema_arrow.names
+                if missing := [field for field in fields if field not in there]:
+                    problem = f"the column {missing[0]!r} (data.column=) is missing; there are {there[:10]}"
+                    raise DataError(f"{self.files[number]}: {problem}")
+                # Without Arrow's threads, which a forked process would not have.
+                table = file.read_row_group(group, columns=list(fields), use_threads=False)
+                columns = [table[field] for field in fields]
+        _decoded[key] = columns
+        fit = _CACHE_BYTES // max(1, sum(column.nbytes for column in columns))  # if all are of this size
+        while len(_decoded) > max(1, fit):
+            _decoded.pop(next(iter([*_decoded]), None), None)
+        return columns
+
+    @contextmanager
+    def _parquet(self, number: int) -> Iterator[Any]:
+        """Open a file as pyarrow.parquet.ParquetFile."""
+        try:
+            import pyarrow.parquet
+        except ImportError:
+            raise DataError("data=parquet needs a package that is not installed: pip install pyarrow") from None
+        if int(pyarrow.__version__.partition(".")[0]) < 15:  # older ones unpickle what a file brings (CVE-2023-47248)
+            raise DataError(f"data=parquet needs pyarrow 15, not {pyarrow.__version__}: pip install --upgrade pyarrow")
+        try:
+            with self._open(number) as file:
+                yield pyarrow.parquet.ParquetFile(file, pre_buffer=False)
+        except (pyarrow.ArrowException, OSError, KeyError) as error:
+            reason = " ".join(str(error).split())
+            raise DataError(f"{self.files[number]} cannot be read as Parquet ({reason}); write it again") from error
+
+
+class Parquet(RowData):
+    """Files of Parquet. See RowData."""
+
+    rows_class, title, suffix = ParquetRows, "Parquet rows", ".parquet"
+
+    def __init__(self, column: str | list[str] = "text", **options: Any):
+        self.fields = names("column", column)
+        super().__init__(**options)

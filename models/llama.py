@@ -1,0 +1,217 @@
+"""The Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU, most often a tied head.
+
+Llama 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024), SmolLM2, Qwen2.5 (biases on queries, keys and values)
+and Qwen3 (normalised queries and keys). Names, sizes and numbers are those of transformers' ``LlamaForCausalLM``,
+``Qwen2ForCausalLM`` and ``Qwen3ForCausalLM``.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.errors import ModelError
+from models.attention import UsesCache
+from models.chain import Chain, LayerSpec, check_sizes
+from models.fused_cross_entropy import FusedHead
+from models.huggingface import HuggingFace
+from models.llama_sizes import LLAMA3, Size, sizes_of, to_config, with_sizes
+from models.losses import TokenCrossEntropy
+
+_EMBEDDING = "embedding.embed_tokens.weight"
+_NAMES = {"embedding.": "model.", "layers.": "model.layers.", "head.norm.": "model.norm.", "head.": ""}
+
+
+class Embedding(nn.Module):
+    """Token ids [b, t] -> [b, t, n_embd]."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(size.vocab_size, size.n_embd)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[b, t] -> [b, t, n_embd]."""
+        return self.embed_tokens(tokens)
+
+
+class Norm(nn.RMSNorm):
+    """torch's, in the dtype of its weights: an autocast would have it round its input, not the weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., n] -> same."""
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x.to(self.weight.dtype))
+
+
+def frequencies(size: Size, device: torch.device) -> Tensor:
+    """Return by how much each pair of a head turns from one position to the next, in radians, [head_dim / 2] float32.
+
+    Llama 3 divides those of long wavelengths by a factor, and those of medium ones by less.
+    """
+    steps = torch.arange(0, size.head_dim, 2, dtype=torch.float32, device=device)
+    turns = 1.0 / (size.rope_theta ** (steps / size.head_dim))
+    if size.rope_scaling is None:
+        return turns
+    factor, low, high, original = (size.rope_scaling[key] for key in LLAMA3)
+    lengths = 2 * math.pi / turns
+    share = ((original / lengths - low) / (high - low)).clamp(0.0, 1.0)  # of the original: 0 long, 1 short
+    return (1 - share) * turns / factor + share * turns
+
+
+class Attention(UsesCache, nn.Module):
+    """Causal self-attention [b, t, n_embd] -> same; each head of keys serves a group of query heads."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.size = size
+        inner, kept = size.n_head * size.head_dim, size.kv_heads * size.head_dim
+        self.q_proj = nn.Linear(size.n_embd, inner, bias=size.qkv_bias)
+        self.k_proj = nn.Linear(size.n_embd, kept, bias=size.qkv_bias)
+        self.v_proj = nn.Linear(size.n_embd, kept, bias=size.qkv_bias)
+        self.o_proj = nn.Linear(inner, size.n_embd, bias=False)
+        if size.qk_norm:
+            self.q_norm, self.k_norm = (Norm(size.head_dim, eps=size.norm_eps) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, t, n_embd] -> same."""
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.size.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.size.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        # Computed where they are used: nothing but hidden states passes from layer to layer, and from stage to stage.
+        angles = self.positions(x.shape[1], x.device)[..., None, None] * frequencies(self.size, x.device)
+        cos, sin = angles.cos(), angles.sin()  # [t, 1, head_dim / 2], or [b, 1, 1, head_dim / 2]
+        q, k, v = (one.transpose(1, 2) for one in (_rotated(q, cos, sin), _rotated(k, cos, sin), v))
+        if self.cache is not None:
+            y = self.cache.attend(self, q, k, v)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (i, i + head_dim / 2) of heads [b, t, heads, head_dim] in float32 at least; return x's dtype."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class MLP(nn.Module):
+    """[b, t, n_embd] -> same, gated (SwiGLU: Shazeer 2020)."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(size.n_embd, size.mlp_width, bias=False)
+        self.up_proj = nn.Linear(size.n_embd, size.mlp_width, bias=False)
+        self.down_proj = nn.Linear(size.mlp_width, size.n_embd, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, t, n_embd] -> same."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """One layer of the decoder, [b, t, n_embd] -> same."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.input_layernorm, self.self_attn = Norm(size.n_embd, eps=size.norm_eps), Attention(size)
+        self.post_attention_layernorm, self.mlp = Norm(size.n_embd, eps=size.norm_eps), MLP(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, t, n_embd] -> same."""
+        x = x + self.self_attn(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Head(FusedHead):
+    """Final norm and projection onto the vocabulary, [b, t, n_embd] -> logits [b, t, vocab_size]."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.norm = Norm(size.n_embd, eps=size.norm_eps)
+        self.lm_head = nn.Linear(size.n_embd, size.vocab_size, bias=False)
+
+    @property
+    def projection(self) -> nn.Linear:
+        """The head, which may be tied to the embedding."""
+        return self.lm_head
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Apply the final norm, [b, t, n_embd] -> same."""
+        return self.norm(x)
+
+
+def initialise(name: str, module: nn.Module, *, std: float) -> None:
+    """Set a module's initial weights: Normal(0, std), zero biases, norms of one."""
+    if isinstance(module, nn.RMSNorm):
+        module.reset_parameters()
+        return
+    module.weight.normal_(0.0, std)
+    if getattr(module, "bias", None) is not None:
+        module.bias.zero_()
+
+
+def llama(
+    size: Literal["tiny", "135M", "360M", "qwen2.5-0.5B", "qwen3-0.6B", "llama3.2-1B", "tinyllama-1.1B"] = "tiny",
+    n_layer: int | None = None,
+    n_head: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    n_embd: int | None = None,
+    mlp_width: int | None = None,
+    block_size: int | None = None,
+    vocab_size: int | None = None,
+    rope_theta: float | None = None,
+    rope_scaling: dict[str, Any] | None = None,
+    norm_eps: float | None = None,
+    qkv_bias: bool | None = None,
+    qk_norm: bool | None = None,
+    tied: bool | None = None,
+    init_std: float | None = None,
+) -> Chain:
+    """Build a model of the family as a chain: ``embedding``, ``layers.0`` … ``layers.N-1``, ``head``.
+
+    Token ids [b, t] -> logits [b, t, vocab_size]. Each number after ``size`` that is given replaces the size's own;
+    ``models.llama_sizes.Size`` says what they mean. Raises ValueError for sizes that do not fit together.
+    """
+    given = {key: value for key, value in locals().items() if key != "size"}
+    chosen = with_sizes(size, given)
+    counts = ("n_layer", "n_head", "kv_heads", "head_dim", "n_embd", "mlp_width", "block_size", "vocab_size")
+    check_sizes(**{key: getattr(chosen, key) for key in counts})
+    _check(chosen)
+    block, config = partial(Block, chosen), to_config(chosen)
+    return Chain(
+        layers=[
+            LayerSpec("embedding", partial(Embedding, chosen)),
+            *(LayerSpec(f"layers.{i}", block) for i in range(chosen.n_layer)),
+            LayerSpec("head", partial(Head, chosen)),
+        ],
+        loss=TokenCrossEntropy(),
+        tied={"head.lm_head.weight": _EMBEDDING} if chosen.tied else {},
+        initialise=partial(initialise, std=chosen.init_std),
+        limits={"positions": chosen.block_size, "vocabulary": chosen.vocab_size},
+        embedding=_EMBEDDING,
+        continues=True,
+        hugging_face=None if config is None else HuggingFace(config, _NAMES, words=(_EMBEDDING, "head.lm_head.weight")),
+    )
+
+
+llama.sizes_of = sizes_of  # what null stands for: see training.setup.complete
+
+
+def _check(size: Size) -> None:
+    if size.n_head % size.kv_heads:
+        raise ModelError(
+            f"model.kv_heads={size.kv_heads} does not divide model.n_head={size.n_head}: each head of keys and values "
+            "serves equally many query heads"
+        )
+    if size.head_dim % 2:
+        raise ModelError(f"model.head_dim={size.head_dim} must be even: positions rotate pairs")
+    if size.rope_scaling is not None and set(size.rope_scaling) != set(LLAMA3):
+        raise ModelError(f"model.rope_scaling={dict(size.rope_scaling)} must have {', '.join(LLAMA3)}, or be null")

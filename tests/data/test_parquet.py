@@ -1,0 +1,247 @@
+"""Parquet files as a data set: the samples are those of JSON lines with the same rows; what is read and refused."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import DataError
+from data import parquet as parquet_module
+from data.jsonl import Jsonl
+from data.loader import TrainBatches, read_in_processes
+from data.parquet import Parquet, ParquetRows
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(monkeypatch):
+    monkeypatch.setattr(parquet_module, "_decoded", {})
+
+
+def write(path: Path, groups: int = 7, **columns) -> Path:
+    """A file of these columns, with so many rows in a row group."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path, row_group_size=groups)
+    return path
+
+
+def words(count: int) -> list[str]:
+    lengths = np.random.default_rng(1).integers(0, 40, count)
+    return [" ".join([f"é{i}"] * n) for i, n in enumerate(lengths.tolist())]
+
+
+@pytest.mark.parametrize("files", [["a"], ["train", "valid"], ["train-0", "train-1", "validation", "test"]])
+@pytest.mark.parametrize("bucketed", [False, True])
+def test_the_samples_of_every_step_are_those_of_json_lines_with_the_same_rows(prepared, tmp_path, files, bucketed):
+    for name in files:
+        texts = words(50 + len(name))
+        write(tmp_path / "parquet" / f"{name}.parquet", n=list(range(len(texts))), question=texts, answer=texts[::-1])
+        lines = [json.dumps({"question": q, "answer": a}) for q, a in zip(texts, texts[::-1], strict=True)]
+        (tmp_path / "jsonl").mkdir(exist_ok=True)
+        (tmp_path / "jsonl" / f"{name}.jsonl").write_text("\n".join(lines))
+    options = {"seq_len": 48, "bucket_by_length": bucketed}
+    one = prepared(Parquet, tmp_path / "parquet", column=["question", "answer"], **options)
+    other = prepared(Jsonl, tmp_path / "jsonl", field=["question", "answer"], **options)
+    for split in ("valid", "test"):
+        mine, theirs = getattr(one, split), getattr(other, split)
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            assert all(map(torch.equal, *(s.read(np.arange(len(s)), 0) for s in (mine, theirs))))
+    batches, expected = (TrainBatches(data.train, 4, seed=3) for data in (one, other))
+    assert batches.steps_per_epoch == expected.steps_per_epoch > 5
+    for step in range(1, 2 * batches.steps_per_epoch):
+        assert torch.equal(batches[step].inputs, expected[step].inputs)
+        assert torch.equal(batches[step].targets, expected[step].targets)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array(["a", "b", "a", "é"]),
+        pa.array(["a", "b", "a", "é"], pa.large_string()),
+        pa.array(["a", "b", "a", "é"]).dictionary_encode(),
+    ],
+    ids=lambda column: str(column.type),
+)
+def test_a_column_of_text_is_read_in_every_type_that_text_has(tmp_path, column):
+    rows = ParquetRows([write(tmp_path / "a.parquet", 3, text=column)])
+    assert rows.texts(np.array([3, 0, 1, 3]), ["text"]) == ["é", "a", "b", "é"]
+    assert rows.texts(np.array([], dtype=np.int64), ["text"]) == []
+    assert list(rows.texts_in_order(["text"], at_a_time=3)) == [["a", "b", "a"], ["é"]]
+
+
+def test_files_and_row_groups_that_are_empty_are_passed_over(tmp_path):
+    schema = pa.schema({"text": pa.string()})
+    with pq.ParquetWriter(tmp_path / "b.parquet", schema) as writer:
+        for texts in (["a"], [], ["b", "c"]):
+            writer.write_table(pa.table({"text": texts}, schema))
+    files = [write(tmp_path / name, text=pa.array([], pa.string())) for name in ("a.parquet", "c.parquet")]
+    rows = ParquetRows([files[0], tmp_path / "b.parquet", files[1]])
+    assert rows.texts(np.arange(3), ["text"]) == ["a", "b", "c"]
+
+
+class Reads:
+    """Counts the row groups that are decoded."""
+
+    def __init__(self, monkeypatch):
+        self.groups = []
+        read = pq.ParquetFile.read_row_group
+
+        def counted(file, group, columns, **options):
+            self.groups.append((group, *columns))
+            return read(file, group, columns=columns, **options)
+
+        monkeypatch.setattr(pq.ParquetFile, "read_row_group", counted)
+
+
+def test_of_a_file_the_row_groups_and_the_column_that_are_needed_are_read_and_the_newest_kept(tmp_path, monkeypatch):
+    texts = [f"{i:01000d}" for i in range(100)]
+    rows = ParquetRows([write(tmp_path / "a.parquet", 10, text=texts, other=texts)])
+    reads = Reads(monkeypatch)
+    assert rows.texts(np.array([55, 5, 58]), ["text"]) == [texts[55], texts[5], texts[58]]
+    assert reads.groups == [(0, "text"), (5, "text")]
+    rows.texts(np.array([50, 0]), ["text"])
+    assert len(reads.groups) == 2
+    monkeypatch.setattr(parquet_module, "_CACHE_BYTES", 35_000)
+    for group in (1, 0, 2, 0, 5):
+        rows.texts(np.array([10 * group]), ["text"])
+    assert [group for group, _ in reads.groups[2:]] == [1, 2, 5], "three fit, and the one used last stays"
+    assert len(parquet_module._decoded) == 3
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    program = """
+import sys
+from pathlib import Path
+import numpy as np
+from data import parquet
+parquet._CACHE_BYTES = 8 << 20
+
+def peak():  # in KiB; resource's is the parent's where that is larger
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+rows = parquet.ParquetRows([Path(sys.argv[1])])
+rows.texts(np.arange(10), ["text"])
+before = peak()
+for _ in rows.texts_in_order(["text"]):
+    pass
+print(len(rows), peak() - before)
+"""
+    texts = [f"{i} " + "x" * 2000 for i in range(60_000)]
+    file = write(tmp_path / "a.parquet", 1000, text=texts)
+    done = subprocess.run([sys.executable, "-c", program, file], cwd=ROOT, capture_output=True, text=True, check=True)
+    rows, grown = map(int, done.stdout.split())
+    assert rows == 60_000 and grown < 60_000, "KiB, of 120,000 in the file"
+
+
+def test_threads_forked_and_started_processes_read_the_same_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet_module, "_CACHE_BYTES", 2000)
+    rows = ParquetRows([write(tmp_path / "a.parquet", 10, text=[str(i) for i in range(1000)])])
+    wrong = []
+
+    def read(seed: int) -> None:
+        indices = np.random.default_rng(seed).integers(0, 1000, 300)
+        if rows.texts(indices, ["text"]) != [str(i) for i in indices]:
+            wrong.append(seed)
+
+    read(8)
+    child = os.fork()
+    if child == 0:
+        read(9)
+        os._exit(len(wrong))
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and os.waitpid(child, 0)[1] == 0
+    sent = pickle.dumps(rows)
+    assert len(sent) < 5000 and pickle.loads(sent).texts(np.array([999]), ["text"]) == ["999"]
+
+
+def test_processes_that_read_ahead_give_what_a_thread_gives(tmp_path, prepared):
+    data = prepared(Parquet, write(tmp_path / "a.parquet", 10, text=words(60)), seq_len=16)
+    batches = TrainBatches(data.train, 4, seed=1)
+    for step, batch in enumerate(read_in_processes(batches, range(1, 11), num_workers=2), 1):
+        assert torch.equal(batch.inputs, batches[step].inputs)
+
+
+BAD = pa.Array.from_buffers(pa.string(), 2, pa.array([b"ok", b"\xff"]).buffers())
+WRONG = {
+    "null": ({"text": ["a"] * 15 + [None]}, r"a\.parquet row 15 \(from 0\): text is null, not text in UTF-8"),
+    "numbers": ({"text": [1, 2]}, r"a\.parquet row 0 \(from 0\): text is int64, not text.*data\.column="),
+    "lists": ({"text": [["a"], ["b"]]}, r"row 0 \(from 0\): text is list"),
+    "not UTF-8": ({"text": BAD}, r"row 1 \(from 0\): text is string, not text in UTF-8"),
+    "another name": (
+        {"body": ["a"], "n": [1]},
+        r"a\.parquet: the column 'text' .* is missing; there are \['body', 'n'\]",
+    ),
+    "no row": ({"text": pa.array([], pa.string())}, r"a\.parquet: no row"),
+}
+
+
+@pytest.mark.parametrize("columns, says", WRONG.values(), ids=WRONG)
+def test_a_value_that_is_no_text_is_named_by_file_row_and_reason_before_training(tmp_path, prepared, columns, says):
+    with pytest.raises(DataError, match=says):
+        prepared(Parquet, write(tmp_path / "a.parquet", **columns))
+
+
+def test_the_second_of_two_files_is_named_with_its_own_row(tmp_path):
+    files = [
+        write(tmp_path / f"{n}.parquet", 3, text=["a"] * 8, more=["b"] * (6 + n) + [None] * (2 - n)) for n in (2, 1)
+    ]
+    with pytest.raises(DataError, match=r"1\.parquet row 7 \(from 0\): text, more is string, null"):
+        ParquetRows(files).texts(np.array([15]), ["text", "more"])
+
+
+def test_two_columns_of_one_name_are_an_error(tmp_path, prepared):
+    table = pa.table([["a"], ["b"]], names=["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read as Parquet \(.*2 times"):
+        prepared(Parquet, tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("damage", ["empty footer", "cut", "text", "overwritten"])
+def test_a_file_that_is_no_parquet_is_named(tmp_path, prepared, damage):
+    file = write(tmp_path / "a.parquet", text=words(500))
+    content = file.read_bytes()
+    file.write_bytes(
+        {
+            "empty footer": b"PAR1PAR1",
+            "cut": content[:-9],
+            "text": b'{"text": "a"}\n' * 9,
+            "overwritten": content[:8] + bytes(200) + content[208:],
+        }[damage]
+    )
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read as Parquet \(.*\); write it again"):
+        prepared(Parquet, file)
+
+
+def test_a_file_that_has_changed_since_is_an_error(tmp_path):
+    rows = ParquetRows([write(tmp_path / "a.parquet", text=["a"])])
+    write(tmp_path / "a.parquet", text=["a", "b"])
+    with pytest.raises(DataError, match=r"a\.parquet has changed"):
+        rows.texts(np.array([0]), ["text"])
+
+
+@pytest.mark.parametrize("version, says", [(None, "pip install pyarrow$"), ("14.0.0", "pip install --upgrade pyarrow")])
+def test_without_pyarrow_or_with_one_that_unpickles_the_error_says_what_to_install(
+    tmp_path, prepared, monkeypatch, version, says
+):
+    file = write(tmp_path / "a.parquet", text=["a"])
+    if version is None:
+        monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    else:
+        monkeypatch.setattr(pa, "__version__", version)
+    with pytest.raises(DataError, match=says):
+        prepared(Parquet, file)

@@ -1,0 +1,58 @@
+"""Parquet files and folders of images through the whole program: the same losses in every layout, labels exported."""
+
+import numpy as np
+import pytest
+from commandline import train
+from composed import losses, run_layout
+from PIL import Image
+
+SHORT = ["train.epochs=null", "train.steps=3", "train.global_batch_size=8", "train.eval_batches=1", "optim=sgd"]
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """What is typed, by the name of the data."""
+    folder = tmp_path_factory.mktemp("data")
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = [f"row {i} says {'so ' * (i % 9)}" for i in range(60)]
+    pq.write_table(pa.table({"said": texts}), folder / "rows.parquet", row_group_size=7)
+    random = np.random.default_rng(0)
+    for i in range(40):
+        path = folder / "images" / ("cat", "dog")[i % 2] / f"{i}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 256, (30 + i, 50, 3), dtype=np.uint8)).save(path)
+    images = ["data=image_folder", f"data.root={folder}/images"]
+    return {
+        "parquet": [
+            *["model=gpt2", "model.size=tiny", "data=parquet", f"data.root={folder}/rows.parquet", "data.column=said"],
+            *["data.seq_len=12", f"data.cache_dir={folder}/cache"],
+        ],
+        "image_folder": ["model=classifier", "model.num_classes=2", *images],
+        "grey image_folder": ["model=convnet", *images],
+    }
+
+
+@pytest.mark.parametrize("name", ["parquet", "image_folder", "grey image_folder"])
+def test_two_replicas_and_stages_learn_from_them_what_one_process_learns(ranks, words, tmp_path, name):
+    layouts = ["single", "pipelined", "ddp"] if name == "grey image_folder" else ["single", "pipe_ddp"]
+    # BatchNorm's statistics are those of a replica's micro-batch: the same where micro-batches are as large.
+    found = [
+        losses(run_layout(ranks, one, tmp_path / one, *SHORT, "train.precision=fp32", *words[name])) for one in layouts
+    ]
+    assert len(found[0]) == 3 and found[0][0] != found[0][-1]
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-5)
+
+
+def test_a_model_of_folders_is_exported_with_their_names_and_how_pixels_are_normalised(words, tmp_path):
+    trained = train([*SHORT, "train.steps=1", "device=cpu", "logger=none", *words["image_folder"]], tmp_path / "run")
+    assert trained.code == 0, trained.console
+    typed = ["mode=export", f"checkpoint={tmp_path}/run", f"export_to={tmp_path}/out", "export.format=torch_export"]
+    exported = train([*typed, "device=cpu"], tmp_path / "export")
+    assert exported.code == 0, exported.console
+    assert (tmp_path / "out" / "labels.txt").read_text() == "cat\ndog\n"
+
+
+def test_more_folders_than_classes_of_the_model_are_an_error_before_training(words, tmp_path):
+    run = train(["device=cpu", "logger=none", *words["image_folder"], "model.num_classes=1"], tmp_path / "run")
+    assert run.code == 1 and "the data has 2 classes, model.num_classes=1 is too few" in run.console
