@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 
+from conf.instantiate import to_config
 from data.images import load_torchvision
 from models.gpt2 import gpt2
-from models.huggingface import HuggingFaceGPT2, pad
+from parallel.sharding import fill
+from training.checkpoint.init_from import Weights
 
 CPU = torch.device("cpu")
 SMALL = dict(size="tiny", n_layer=3, n_head=4, n_embd=32, block_size=48)
@@ -57,38 +59,26 @@ def tokens_below(vocabulary: int) -> torch.Tensor:
     return torch.randint(0, vocabulary, (2, 40), generator=torch.Generator().manual_seed(3))
 
 
-def load(layers, theirs) -> None:
-    """As a rank does: every tensor of its own, the tied one under its canonical name."""
-    kind = HuggingFaceGPT2
-    for name, tensor in layers.named_parameters():
-        converted = kind.convert(name, theirs[kind.their_name(name)])
-        tensor.copy_(pad(converted, len(tensor)) if name == "embedding.wte.weight" else converted)
-
-
 @torch.no_grad()
-def test_a_vocabulary_padded_to_50304_gives_the_same_logits_for_the_50257_words():
+def test_a_vocabulary_padded_to_50304_gives_the_same_logits_for_the_50257_words(tmp_path):
     pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
     load_torchvision()
     from transformers import GPT2Config, GPT2LMHeadModel
 
     reference = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=48)).eval()
-    ours = build(size="tiny", n_layer=1, n_head=2, n_embd=8, block_size=48)
-    load(ours, reference.state_dict())
-    tokens = tokens_below(50257)
+    reference.save_pretrained(tmp_path)
+    chain = gpt2(size="tiny", n_layer=1, n_head=2, n_embd=8, block_size=48)
+    ours, weights = chain.build(chain.names, 5, CPU).eval(), Weights(to_config({"init_from": str(tmp_path)}), chain)
+    for name, tensor in ours.named_parameters():
+        fill(tensor, weights[name], name)
+    tokens = torch.randint(0, 50257, (2, 40), generator=torch.Generator().manual_seed(3))
     logits, wanted = ours(tokens), reference(tokens).logits
     assert logits.shape[-1] == 50304
     assert (logits[..., :50257] - wanted).abs().max() < 1e-5 * wanted.abs().max()
-    back, _ = HuggingFaceGPT2({}).export(dict(ours.named_parameters()), 50257)
+    rows = ours["embedding"].wte.weight
+    assert torch.allclose(rows[50257:], rows[:50257].mean(dim=0)), "padding is the mean row"
+    assert torch.equal(weights["embedding.wte.weight"][50250:50300], rows[50250:50300]), "and so are a rank's rows"
+    back, _ = chain.hugging_face.export(dict(ours.named_parameters()), 50257)
     theirs = reference.state_dict()
     assert theirs.keys() - back.keys() == {"lm_head.weight"}, "which is tied"
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in back.items())
-
-
-def test_padded_rows_are_the_mean_row():
-    rows = torch.randn(97, 32)
-    assert torch.equal(pad(rows, 104), torch.cat([rows, rows.mean(dim=0, keepdim=True).expand(7, -1)]))
-
-
-def test_a_checkpoint_with_more_words_than_the_model_is_an_error_that_names_both():
-    with pytest.raises(ValueError, match="the checkpoint has 97 words, model.vocab_size=90 is too few"):
-        pad(torch.randn(97, 32), 90)

@@ -14,13 +14,14 @@ from models.chain import Chain
 from models.classifier import classifier
 from models.convnet import convnet
 from models.gpt2 import gpt2
-from models.huggingface import HuggingFaceGPT2
+from models.llama import llama
 from models.resnet50 import resnet50
 from models.toy import toy
 from models.transformer import transformer
 
 CPU = torch.device("cpu")
 SMALL_GPT2 = dict(size="tiny", n_layer=3, n_head=4, n_embd=32, block_size=48, vocab_size=97)
+SMALL_LLAMA = dict(n_layer=3, n_head=4, kv_heads=2, head_dim=8, n_embd=24, mlp_width=40, block_size=48, vocab_size=97)
 SMALL_TRANSFORMER = dict(d_model=24, d_hid=40, n_head=4, n_layer=2, max_len=32, vocab_size=211, dropout=0.0)
 
 
@@ -72,10 +73,10 @@ class HuggingFaces(nn.Module):
 
 
 def from_hugging_face(ours: nn.Module, theirs: HuggingFaces) -> None:
-    state, kind = theirs.model.state_dict(), HuggingFaceGPT2
+    state, form = theirs.model.state_dict(), gpt2(**SMALL_GPT2).hugging_face
     with torch.no_grad():
         for name, tensor in ours.named_parameters():
-            tensor.copy_(kind.convert(name, state[kind.their_name(name)]))
+            tensor.copy_(form.convert(name, state[form.their_name(name)]))
 
 
 def by_name(ours: nn.Module, theirs: nn.Module) -> None:
@@ -96,6 +97,7 @@ class Model:
 MODELS = {
     "toy": Model(toy(), torch.randn(3, 10, generator=drawn(1), dtype=torch.float64)),
     "gpt2": Model(gpt2(**SMALL_GPT2), words(97), HuggingFaces, from_hugging_face),
+    "llama": Model(llama(**SMALL_LLAMA), words(97)),  # each kind beside Hugging Face's: test_llama
     "transformer": Model(transformer(**SMALL_TRANSFORMER), words(211)),  # its layer's: test_transformer
     "resnet50": Model(resnet50(), images(3, 64), torchvisions),
     "classifier": Model(classifier(), images(3, 32)),
@@ -109,6 +111,13 @@ SIZES = [
     (gpt2(size="124M"), 124_439_808 + (50304 - 50257) * 768),  # rows of padding in the one tied weight
     (transformer(d_model=4096, d_hid=4096, n_head=16, n_layer=8, vocab_size=28_782), 1_041_444_974),
     (resnet50(), 25_557_032),
+    (llama(), 7_226_496),
+    (llama(size="135M"), 134_515_008),
+    (llama(size="360M"), 361_821_120),
+    (llama(size="qwen2.5-0.5B"), 494_032_768),
+    (llama(size="qwen3-0.6B"), 596_049_920),
+    (llama(size="llama3.2-1B"), 1_235_814_400),
+    (llama(size="tinyllama-1.1B"), 1_100_048_384),
 ]
 SHAPES = [
     (transformer(**SMALL_TRANSFORMER), words(211), (3, 20, 211), {"positions": 32, "vocabulary": 211}),

@@ -117,8 +117,9 @@ class Weights(dict):
             return stored
         if self._format.is_transposed(name):
             return _Transposed(stored)
-        rows = len(self.expected[name]) if name in self._format.words else 0
-        return _Padded(stored, rows) if rows > stored.shape[0] else stored
+        rows, *width = self.expected[name].shape
+        grows = name in self._format.words and rows > stored.shape[0] and width == list(stored.shape[1:])
+        return _Padded(stored, rows) if grows else stored
 
     def _key(self, name: str) -> str:
         if self._format is None:

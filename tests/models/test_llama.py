@@ -1,0 +1,174 @@
+"""The Llama family beside transformers' Llama, Qwen2 and Qwen3, which hold the same random weights."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from common.errors import ModelError
+from data.images import load_torchvision
+from models.generate import Draws, generate
+from models.llama import llama
+from models.llama_sizes import KEYS, SIZES, read_config, sizes_of, to_config, with_sizes
+
+CPU = torch.device("cpu")
+WORDS, POSITIONS = 130, 64
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+QWEN = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+PUBLISHED = {
+    "llama": ("Llama", {}),
+    "llama, tied": ("Llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    "llama, heads of their own width": ("Llama", {"head_dim": 24, "num_key_value_heads": 1}),
+    "llama 3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "qwen2": ("Qwen2", QWEN),
+    "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True, **QWEN}),
+    "qwen3": ("Qwen3", {"head_dim": 32, **QWEN}),
+    "qwen3, tied": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+}
+
+
+def published(kind, options):
+    """transformers' model with random weights, each of them, norms and biases too."""
+    pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
+    load_torchvision()  # or transformers fails where torchvision does not fit a CPU torch
+    import transformers
+
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
+    sizes |= dict(num_key_value_heads=2, vocab_size=WORDS, max_position_embeddings=POSITIONS)
+    sizes |= dict(bos_token_id=None, eos_token_id=None)  # no text ends by itself
+    config = getattr(transformers, f"{kind}Config")(**{**sizes, **options})
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def as_ours(model, folder):
+    """The same model as a chain's layers, by its config.json."""
+    model.save_pretrained(folder)
+    chain = llama(**read_config(folder / "config.json"))
+    layers, state = chain.build(chain.names, 5, CPU).eval(), model.state_dict()
+    with torch.no_grad():
+        for name, parameter in layers.named_parameters():
+            parameter.copy_(state[chain.hugging_face.their_name(name)])
+    return chain, layers
+
+
+@pytest.mark.parametrize("kind, options", PUBLISHED.values(), ids=PUBLISHED)
+def test_logits_gradients_and_greedy_text_are_those_of_transformers(tmp_path, kind, options):
+    reference = published(kind, options)
+    chain, layers = as_ours(reference, tmp_path)
+    tokens = torch.randint(0, WORDS, (2, 41), generator=torch.Generator().manual_seed(3))
+    logits, wanted = layers(tokens[:, :-1]), reference(tokens[:, :-1]).logits
+    assert (logits - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    head = layers["head"].loss(*[layers_before_the_head(layers, tokens[:, :-1])], tokens[:, 1:], None)
+    (head.loss / head.count).backward()
+    F.cross_entropy(wanted.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    theirs = dict(reference.named_parameters())
+    for name, parameter in layers.named_parameters():
+        gradient = theirs[chain.hugging_face.their_name(name)].grad
+        assert (parameter.grad - gradient).norm() <= 1e-5 * gradient.norm(), name
+    prompts, count = [[3, 1, 4, 1, 5], [9, 2]], 30
+    drawn = generate(
+        layers, prompts, count, Draws(temperature=0), positions=POSITIONS, vocab_size=WORDS, device=CPU, cached=True
+    )
+    for prompt, text in zip(prompts, drawn, strict=True):
+        given = torch.tensor([prompt])
+        more = reference.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=count, do_sample=False)
+        assert text == more[0, len(prompt) :].tolist()
+
+
+def layers_before_the_head(layers, tokens):
+    for _, layer in layers.items()[:-1]:
+        tokens = layer(tokens)
+    return tokens
+
+
+@pytest.mark.parametrize("kind, options", PUBLISHED.values(), ids=PUBLISHED)
+def test_config_json_is_read_and_written_without_a_difference(tmp_path, kind, options):
+    model = published(kind, options)
+    model.save_pretrained(tmp_path)
+    config = model.config
+    written = to_config(with_sizes("tiny", read_config(tmp_path / "config.json")))
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again" / "config.json").write_text(json.dumps(written))
+    from transformers import AutoConfig
+
+    again = AutoConfig.from_pretrained(tmp_path / "again")
+    assert type(again) is type(config)
+    for theirs in {*KEYS.values(), "rope_parameters"} & config.to_dict().keys():
+        assert getattr(again, theirs) == getattr(config, theirs), theirs
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_size_is_what_its_own_config_json_says(tmp_path, size):
+    (tmp_path / "config.json").write_text(json.dumps(to_config(SIZES[size])))
+    assert with_sizes("tiny", read_config(tmp_path / "config.json")) == SIZES[size]
+
+
+BASE = {"architectures": ["LlamaForCausalLM"], **{k: v for k, v in to_config(SIZES["tiny"]).items() if v is not None}}
+STRANGE = {
+    "another kind": ({"architectures": ["MistralForCausalLM"]}, "is none of LlamaForCausalLM"),
+    "another function": ({"hidden_act": "gelu"}, "hidden_act=gelu"),
+    "a bias": ({"mlp_bias": True}, "mlp_bias=True"),
+    "a window": ({"use_sliding_window": True}, "use_sliding_window=True"),
+    "windows of layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    "other rotations": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type=yarn"),
+    "half rotations": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    "a size is missing": ({"intermediate_size": None}, "lacks intermediate_size"),
+}
+
+
+@pytest.mark.parametrize("changed, says", STRANGE.values(), ids=STRANGE)
+def test_what_would_change_numbers_is_an_error_that_names_it(tmp_path, changed, says):
+    (tmp_path / "config.json").write_text(json.dumps({**BASE, **changed}))
+    with pytest.raises(ModelError, match=says):
+        read_config(tmp_path / "config.json")
+
+
+def test_a_size_that_is_typed_beside_a_folder_must_be_the_folders(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(BASE))
+    open_sizes = {"size": "135M", "init_from": str(tmp_path)}
+    assert sizes_of(open_sizes)["n_embd"] == 128
+    with pytest.raises(ModelError, match="model.n_layer=5, and .*config.json says num_hidden_layers=4"):
+        sizes_of({**open_sizes, "n_layer": 5})
+
+
+@pytest.mark.filterwarnings("error")
+def test_under_bf16_norms_and_rotations_are_computed_in_float32():
+    sizes = dict(n_layer=1, n_head=2, kv_heads=1, head_dim=32, n_embd=32, mlp_width=32, vocab_size=50, qk_norm=True)
+    chain = llama(**sizes)
+    layers = chain.build(chain.names, 1, CPU)
+    tokens = torch.randint(0, 50, (1, 1000), generator=torch.Generator().manual_seed(1))
+    exact = layers(tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = layers(tokens)
+        assert layers["layers.0"].self_attn.q_norm(torch.ones(32, dtype=torch.bfloat16)).dtype == torch.float32
+    assert (rounded.float() - exact).norm() < 0.02 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    "sizes, says",
+    [
+        ({"kv_heads": 3}, "model.kv_heads=3 does not divide model.n_head=4"),
+        ({"head_dim": 7}, "model.head_dim=7 must be even"),
+        ({"rope_scaling": {"factor": 2.0}}, "model.rope_scaling=.* must have factor, low_freq_factor"),
+        ({"n_layer": 0}, "model.n_layer=0 must be at least 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_an_error(sizes, says):
+    with pytest.raises(ValueError, match=says):
+        llama(**sizes)
+
+
+def test_bias_and_norm_together_are_a_model_without_a_form_at_hugging_face():
+    assert llama(qkv_bias=True, qk_norm=True).hugging_face is None
