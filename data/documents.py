@@ -1,17 +1,13 @@
-"""Text files as documents: listing, checking, splitting and encoding them."""
+"""Text files as documents: listing, checking and splitting them."""
 
 from __future__ import annotations
 
 import codecs
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-
-from common.machine import usable_cores
 
 _BLOCK_BYTES = 1 << 20
 _PIECE_CHARS = 1 << 16
@@ -133,28 +129,9 @@ def _next_line(document: Document, position: int) -> int:
     return position + next((i for i, byte in enumerate(window) if byte & 0xC0 != 0x80), len(window))
 
 
-def encode(
-    documents: Iterable[Document],
-    encode_texts: Callable[[Sequence[str], int], list[list[int]]],
-    begin: Sequence[int],
-    end: int,
-) -> Iterator[np.ndarray]:
-    """Yield the documents' tokens in order, ``begin`` before and ``end`` after each document, as int64 arrays.
-
-    ``encode_texts`` is given texts and a number of threads, up to four: tokenizers release Python's lock.
-    """
-    threads = min(4, usable_cores())
-    for batch in _batches(documents, begin, [end]):
-        encoded = iter(encode_texts([part for part in batch if isinstance(part, str)], threads))
-        tokens = [next(encoded) if isinstance(part, str) else part for part in batch]
-        yield np.concatenate([np.asarray(part, dtype=np.int64) for part in tokens])
-
-
-def _batches(
-    documents: Iterable[Document], begin: Sequence[int], end: Sequence[int]
-) -> Iterator[list[str | Sequence[int]]]:
+def batches(documents: Iterable[Document], begin: list[int], end: list[int]) -> Iterator[list[str | list[int]]]:
     """Yield pieces of text and the tokens around each document's, in lists of about 4 Mi characters."""
-    batch: list[str | Sequence[int]] = []
+    batch: list[str | list[int]] = []
     size = 0
     for document in documents:
         batch.append(begin)

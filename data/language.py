@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from common.errors import DataError
 from data.cache import MappedFile
@@ -73,23 +73,13 @@ class LanguageData(DataSet):
         self.vocabulary = self._choose(vocabulary, min_frequency, max_vocabulary, extra_tokens, tokenizer)
 
     def _choose(
-        self,
-        name: str,
-        min_frequency: int | None,
-        max_size: int | None,
-        extra_tokens: ExtraTokens,
-        tokenizer: str | None,
+        self, name: str, min_frequency: int | None, max_size: int | None, extra_tokens: ExtraTokens, tokenizer: Any
     ) -> WordVocabulary | Vocabulary:
         if name == "words":
-            if tokenizer is not None:
+            if extra_tokens or tokenizer is not None:
                 raise DataError(
-                    f"data.tokenizer={tokenizer} and data.vocabulary=words are two vocabularies; set "
-                    "data.tokenizer=null, or data.vocabulary=gpt2, in whose place the tokenizer is"
-                )
-            if extra_tokens:
-                raise DataError(
-                    "model.extra_tokens grows GPT-2's vocabulary, and data.vocabulary=words takes its words from the "
-                    "text; use data.vocabulary=gpt2, or leave model.extra_tokens out"
+                    "model.extra_tokens grows GPT-2's vocabulary, data.tokenizer brings one, and data.vocabulary=words "
+                    "takes its words from the text; use data.vocabulary=gpt2, or leave the other two out"
                 )
             min_frequency = self.min_word_frequency if min_frequency is None else min_frequency
             check_at_least(1, min_frequency=min_frequency)

@@ -45,23 +45,11 @@ class RowTokens:
         self.vocabulary, self.answers, self.named = vocabulary, answer is not None, f"data.template={template}"
         if template is not None and not self.answers:
             raise DataError(f"{self.named} is for prompts and answers: name the field of the answer, data.answer=")
-        self.template = None if template is None else self._read(template)
+        self.template = None if template is None else _read(self.named, template, vocabulary)
         self.parts = [list(fields), [answer]] if self.answers else [list(fields)]
         self.key = [*fields, vocabulary.key]
         if self.answers:
             self.key += [answer, self.template or "", json.dumps(vocabulary.special)]
-
-    def _read(self, template: str) -> str:
-        try:
-            text = (
-                expand_home(template).read_text("utf-8") if template != "tokenizer" else self.vocabulary.chat_template
-            )
-            if text is None:
-                raise DataError(f"{self.named}: {self.vocabulary.label} come without one; give a Jinja file")
-            _compiled(text)
-        except (OSError, ValueError, TemplateError) as error:
-            raise DataError(f"{self.named} cannot be read ({error}); give a Jinja file") from None
-        return text
 
     def encode(
         self, texts: Sequence[str], answers: Sequence[str] | None = None, threads: int = 1
@@ -111,6 +99,19 @@ class RowTokens:
         except Exception as error:  # whatever the template does
             where = f"the row whose prompt begins with {messages[0]['content'][:60]!r}"
             raise DataError(f"{self.named}: {error}, in {where}; correct the row, or use another template") from None
+
+
+def _read(named: str, template: str, vocabulary: Vocabulary) -> str:
+    try:
+        text = vocabulary.chat_template if template == "tokenizer" else expand_home(template).read_text("utf-8")
+        if isinstance(text, list):
+            text = {one["name"]: one["template"] for one in text}["default"]
+        if text is None:
+            raise DataError(f"{named}: {vocabulary.label} come without one; give a Jinja file")
+        _compiled(text)
+    except (OSError, ValueError, TypeError, LookupError, TemplateError) as error:
+        raise DataError(f"{named} cannot be read ({error}); give a Jinja file") from None
+    return text
 
 
 class _Generation(Extension):

@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,8 @@ import numpy as np
 
 from common.errors import DataError
 from common.files import expand_home, parse_json
-from data.documents import Document, encode
+from common.machine import usable_cores
+from data.documents import Document, batches
 
 if TYPE_CHECKING:
     import tiktoken
@@ -55,26 +56,28 @@ class Vocabulary:
     Attributes:
         begin: The tokens before each document.
         end: The token behind each document.
+        start: The same, where it begins a text that has no tokens.
         special: The texts of special tokens, by the names that templates know them by: "eos_token".
-        chat_template: The Jinja template of conversations that the tokenizer brings, if any.
+        chat_template: The Jinja text for conversations that the tokenizer brings, or a list of objects with name and
+            template; None for none.
     """
 
     words = None
     begin: Sequence[int] = ()
-    end: int
-    special: Mapping[str, str]
-    chat_template: str | None = None
-
-    @property
-    def start(self) -> int:
-        """See WordVocabulary."""
-        return [*self.begin, self.end][0]
+    chat_template: Any = None
 
     def encode(
         self, folder: Path, documents: Mapping[str, Sequence[Document]]
     ) -> tuple[int, dict[str, Iterator[np.ndarray]]]:
         """See WordVocabulary."""
-        return self.size, {split: encode(part, self.tokens, self.begin, self.end) for split, part in documents.items()}
+        return self.size, {split: self._encode(part) for split, part in documents.items()}
+
+    def _encode(self, documents: Iterable[Document]) -> Iterator[np.ndarray]:
+        threads = min(4, usable_cores())  # tokenizers release Python's lock
+        for batch in batches(documents, list(self.begin), [self.end]):
+            encoded = iter(self.tokens([part for part in batch if isinstance(part, str)], threads))
+            tokens = [next(encoded) if isinstance(part, str) else part for part in batch]
+            yield np.concatenate([np.asarray(part, dtype=np.int64) for part in tokens])
 
     def load(self, folder: Path) -> None:
         """Do nothing: the tokens do not depend on the text."""
@@ -99,7 +102,7 @@ class GPT2Vocabulary(Vocabulary):
         extra: The run's own tokens in their order, the first of which is 50,257.
     """
 
-    end = END_OF_TEXT
+    start = end = END_OF_TEXT
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 
     def __init__(self, extra_tokens: ExtraTokens = None):
@@ -144,18 +147,23 @@ class HuggingFaceVocabulary(Vocabulary):
             raise DataError(
                 f"{self.path} does not exist: data.tokenizer={tokenizer} must be a folder with a {_TOKENIZER}"
             )
-        settings, template = self._settings(_SETTINGS), self.path.with_name(_TEMPLATE)
-        given = {name: _text_of(value) for name, value in (self._settings(_SPECIAL) | settings).items()}
-        self.special = {name: text for name, text in given.items() if name.endswith("_token") and text is not None}
-        self.chat_template = template.read_text("utf-8") if template.is_file() else _default(settings)
+        given = (self._settings(_SPECIAL) | self._settings(_SETTINGS)).items()
+        texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in given}
+        self.special = {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
         self._sha256 = hashlib.sha256(self.path.read_bytes()).hexdigest()
         tokenizer = _tokenizer(self.path, self._sha256)
         self.size = max(tokenizer.get_vocab().values()) + 1  # there may be gaps
         probe = tokenizer.encode("a")
         self.begin = probe.ids[: [*probe.special_tokens_mask, 0].index(0)]
-        self.end = self._end(tokenizer)
+        self.start = self.end = self._end(tokenizer)
         self.key = f"{self._sha256} {self.end}"
         self.label = f"tokens of {self.path}"
+
+    @property
+    def chat_template(self) -> Any:
+        """See Vocabulary."""
+        path = self.path.with_name(_TEMPLATE)
+        return path.read_text("utf-8") if path.is_file() else self._settings(_SETTINGS).get("chat_template")
 
     def _settings(self, name: str) -> dict[str, Any]:
         """Return the object in a JSON file beside the tokenizer; {} where there is no such file."""
@@ -193,18 +201,6 @@ class HuggingFaceVocabulary(Vocabulary):
         """Return the tokenizer's files by name, as they are."""
         paths = {_TOKENIZER: self.path, **{name: self.path.with_name(name) for name in _FILES[1:]}}
         return {name: path.read_bytes().decode() for name, path in paths.items() if path.is_file()}
-
-
-def _text_of(token: Any) -> str | None:
-    """Return the text of a special token in a file of settings: a string, or an object with its content."""
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
-
-
-def _default(settings: dict[str, Any]) -> str | None:
-    """Return the chat template in a tokenizer's settings: a string, or the one of several that is called default."""
-    given = settings.get("chat_template")
-    return {one["name"]: one["template"] for one in given}.get("default") if isinstance(given, list) else given
 
 
 @cache
