@@ -6,7 +6,7 @@ What a replica gets of them for one step is a Batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from data.vocabulary import GPT2Vocabulary
+    from data.vocabulary import Vocabulary
     from data.words import WordVocabulary
 
 
@@ -207,7 +207,7 @@ class DataSet(ABC):
         num_workers: Processes that read ahead (see data.loader.train_loader).
     """
 
-    vocabulary: GPT2Vocabulary | WordVocabulary | None = None
+    vocabulary: Vocabulary | WordVocabulary | None = None
     vocab_size: int | None = None
     seq_len: int | None = None
     unigram_entropy: float | None = None
@@ -233,3 +233,7 @@ class DataSet(ABC):
         Raises:
             DataError: The data is wrong or missing. The message says what to do.
         """
+
+    def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of texts to be continued. Of data with a vocabulary; for words after prepare()."""
+        return self.vocabulary.encode_texts(texts)

@@ -1,4 +1,4 @@
-"""Text files as documents: listing, checking, splitting and encoding them."""
+"""Text files as documents: listing, checking and splitting them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
-
-from common.machine import usable_cores
-
-if TYPE_CHECKING:
-    import tiktoken
 
 _BLOCK_BYTES = 1 << 20
 _PIECE_CHARS = 1 << 16
@@ -137,42 +129,18 @@ def _next_line(document: Document, position: int) -> int:
     return position + next((i for i, byte in enumerate(window) if byte & 0xC0 != 0x80), len(window))
 
 
-def encode(documents: Iterable[Document], encoding: tiktoken.Encoding, end: int) -> Iterator[np.ndarray]:
-    """Yield the documents' tokens in order, ``end`` after each document, as int64 arrays.
-
-    Tiktoken releases Python's lock, so up to four threads encode.
-    """
-    threads = min(4, usable_cores())
-    for batch in _batches(documents):
-        texts = [piece for piece in batch if piece is not None]
-        encoded = iter(encode_texts(texts, encoding, end, threads))
-        tokens = [[end] if piece is None else next(encoded) for piece in batch]
-        yield np.concatenate([np.asarray(part, dtype=np.int64) for part in tokens])
-
-
-def encode_texts(texts: Sequence[str], encoding: tiktoken.Encoding, end: int, threads: int = 1) -> list[list[int]]:
-    """Return each text's tokens.
-
-    Special tokens are recognised in the text, except ``end``, which ends a document: text that looks like it is encoded
-    as the characters that it is made of.
-    """
-    known = {"allowed_special": encoding.special_tokens_set - {encoding.decode([end])}, "disallowed_special": ()}
-    if threads == 1:
-        return [encoding.encode(text, **known) for text in texts]
-    return encoding.encode_batch(texts, num_threads=threads, **known)
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[str | None]]:
-    """Yield pieces of text, and None after each document's last, in lists of about 4 Mi characters."""
-    batch: list[str | None] = []
+def batches(documents: Iterable[Document], begin: list[int], end: list[int]) -> Iterator[list[str | list[int]]]:
+    """Yield pieces of text and the tokens around each document's, in lists of about 4 Mi characters."""
+    batch: list[str | list[int]] = []
     size = 0
     for document in documents:
+        batch.append(begin)
         for piece in document.pieces():
             batch.append(piece)
             size += len(piece)
             if size >= _BATCH_CHARS:
                 yield batch
                 batch, size = [], 0
-        batch.append(None)
+        batch.append(end)
     if batch:
         yield batch

@@ -1,4 +1,4 @@
-"""JSON lines: one sample per row, the text of one or several fields in GPT-2's vocabulary.
+"""JSON lines: one sample per row, the text of one or several fields, or a prompt and its answer.
 
 Rows are found by an index on the disk, of 8 bytes per row, and take no memory.
 """
@@ -25,7 +25,8 @@ from data.cache import MappedFile, cached_folder
 from data.dataset import DataSet, Source, check_at_least, once
 from data.documents import find_files
 from data.loader import VariableLength, bucket_widths
-from data.vocabulary import END_OF_TEXT, ExtraTokens, GPT2Vocabulary
+from data.prompts import RowTokens
+from data.vocabulary import ExtraTokens, choose_vocabulary
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,8 +47,9 @@ _WORDS = {"train": "train", "test": "test", **dict.fromkeys(("valid", "validatio
 class RowData(DataSet):
     """A file or a folder of files of rows, each with its text in one or several fields.
 
-    A sample is a row's tokens and <|endoftext|>, cut to seq_len + 1 tokens, as inputs and as targets shifted by one,
-    padded with <|endoftext|> and with targets that do not count.
+    A sample is a row's tokens and the end token, cut to seq_len + 1 tokens, as inputs and as targets shifted by one,
+    padded with the end token and with targets that do not count. With answers (see RowTokens), a prompt's tokens do not
+    count either.
 
     Splits: files in a folder whose path says valid (validation, val, dev) or test are these splits, all others are for
     training. Without a valid file the 10th of every 20 training rows goes to valid; without a test file as well, the
@@ -76,17 +78,21 @@ class RowData(DataSet):
         cache_dir: str | None = None,
         num_workers: int = 0,
         extra_tokens: ExtraTokens = None,
+        tokenizer: str | None = None,
+        answer: str | None = None,
+        template: str | None = None,
     ):
         super().__init__(num_workers)
         if not root:
             raise DataError(f"data={self.suffix[1:]} needs to know which rows: data.root=FILE_OR_FOLDER")
         check_at_least(1, seq_len=seq_len)
         self.root = expand_home(root).absolute()
-        self.vocabulary = GPT2Vocabulary(extra_tokens)
+        self.vocabulary = choose_vocabulary(tokenizer, extra_tokens)
         self.vocab_size = self.vocabulary.size
         self.seq_len = seq_len
         self.bucket_by_length = bucket_by_length
         self.cache_dir = cache_dir
+        self.row_tokens = RowTokens(self.vocabulary, self.fields, answer, template)
 
     @once
     def prepare(self) -> None:
@@ -101,28 +107,34 @@ class RowData(DataSet):
         selected = select_rows({split: len(part) for split, part in rows.items()})
         train = selected["train"]
         if self.bucket_by_length:
-            counts = cached_counts(rows["train"], self.fields, self.vocabulary, self.cache_dir)
-            self.train = BucketedRows(counts, rows["train"], train, self.fields, self.vocabulary, self.seq_len)
+            counts = cached_counts(rows["train"], self.row_tokens, self.cache_dir)
+            self.train = BucketedRows(counts, rows["train"], train, self.row_tokens, self.seq_len)
         else:
-            self.train = TokenRows(rows["train"], train, self.fields, self.vocabulary, self.seq_len)
+            self.train = TokenRows(rows["train"], train, self.row_tokens, self.seq_len)
         self.valid, self.test = self._held_out("valid", rows, selected), self._held_out("test", rows, selected)
         self.description = self._describe()
 
     def _held_out(self, split: str, rows: dict[str, Rows], selected: dict[str, RowSelection]) -> TokenRows | None:
         part, selection = rows.get(split, rows["train"]), selected[split]
-        return TokenRows(part, selection, self.fields, self.vocabulary, self.seq_len) if len(selection) else None
+        return TokenRows(part, selection, self.row_tokens, self.seq_len) if len(selection) else None
+
+    def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of texts or, where answers follow, of prompts as they are in rows."""
+        return self.row_tokens.prompts(texts)
 
     def _check(self, rows: Rows) -> None:
+        fields = list(itertools.chain(*self.row_tokens.parts))
+
         def check(folder: Path) -> None:
             if len(rows) <= _CHECK_ALL:
-                for _ in rows.texts_in_order(self.fields):
+                for _ in rows.texts_in_order(fields):
                     pass
             else:
                 for indices in np.array_split(np.linspace(0, len(rows) - 1, _CHECK_SOME, dtype=np.int64), 100):
-                    rows.texts(indices, self.fields)
+                    rows.texts(indices, fields)
 
         # An empty folder in the cache says that the rows were checked.
-        cached_folder(self.cache_dir, f"checked-{key_of(rows, self.fields)}", check)
+        cached_folder(self.cache_dir, f"checked-{key_of(rows, fields)}", check)
 
     def _describe(self) -> str:
         splits = (("train", self.train), ("valid", self.valid), ("test", self.test))
@@ -205,11 +217,8 @@ def select_rows(sizes: dict[str, int]) -> dict[str, RowSelection]:
 class TokenRows(Source):
     """Language-model samples, one per row."""
 
-    def __init__(
-        self, rows: Rows, selection: RowSelection, fields: Sequence[str], vocabulary: GPT2Vocabulary, seq_len: int
-    ):
-        self.rows, self.selection, self.fields = rows, selection, fields
-        self.vocabulary, self.seq_len = vocabulary, seq_len
+    def __init__(self, rows: Rows, selection: RowSelection, row_tokens: RowTokens, seq_len: int):
+        self.rows, self.selection, self.row_tokens, self.seq_len = rows, selection, row_tokens, seq_len
 
     def __len__(self) -> int:
         return len(self.selection)
@@ -218,13 +227,14 @@ class TokenRows(Source):
         """Return inputs and targets, both int64 [b, width]; ``width`` is seq_len where it is None."""
         import torch
 
-        texts = self.rows.texts(self.selection.row(indices), self.fields)
-        shape = (len(texts), width or self.seq_len)
-        inputs, targets = np.full(shape, END_OF_TEXT, np.int64), np.full(shape, PADDING_TARGET, np.int64)
-        for i, encoded in enumerate(self.vocabulary.encode_texts(texts)):
-            tokens = [*encoded, END_OF_TEXT][: shape[1] + 1]
+        texts = [self.rows.texts(self.selection.row(indices), part) for part in self.row_tokens.parts]
+        shape = (len(texts[0]), width or self.seq_len)
+        end = self.row_tokens.vocabulary.end
+        inputs, targets = np.full(shape, end, np.int64), np.full(shape, PADDING_TARGET, np.int64)
+        for i, (encoded, prompt) in enumerate(self.row_tokens.encode(*texts)):
+            tokens, first = encoded[: shape[1] + 1], max(prompt, 1)  # the first that counts
             inputs[i, : len(tokens) - 1] = tokens[:-1]
-            targets[i, : len(tokens) - 1] = tokens[1:]
+            targets[i, first - 1 : len(tokens) - 1] = tokens[first:]
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
@@ -240,19 +250,17 @@ class BucketedRows(TokenRows, VariableLength):
         return np.minimum(self.counts.array[self.selection.row(indices)].astype(np.int64) - 1, self.seq_len)
 
 
-def cached_counts(
-    rows: Rows, fields: Sequence[str], vocabulary: GPT2Vocabulary, cache_dir: str | os.PathLike | None
-) -> MappedFile:
-    """Return how many tokens each row has, uncut, the closing <|endoftext|> included."""
+def cached_counts(rows: Rows, row_tokens: RowTokens, cache_dir: str | os.PathLike | None) -> MappedFile:
+    """Return how many tokens each row has, uncut, the closing one included."""
     threads = min(4, usable_cores())
 
     def build(folder: Path) -> None:
         with open(folder / _LENGTHS, "wb") as file:
-            for texts in rows.texts_in_order(fields):
-                encoded = vocabulary.encode_texts(texts, threads)
-                file.write(np.array([len(tokens) + 1 for tokens in encoded], dtype=np.uint32).tobytes())
+            for texts in zip(*map(rows.texts_in_order, row_tokens.parts), strict=True):
+                encoded = row_tokens.encode(*texts, threads=threads)
+                file.write(np.array([len(tokens) for tokens, _ in encoded], dtype=np.uint32).tobytes())
 
-    name = f"lengths-{key_of(rows, [*fields, vocabulary.key])}"
+    name = f"lengths-{key_of(rows, row_tokens.key)}"
     return MappedFile(cached_folder(cache_dir, name, build) / _LENGTHS, "uint32")
 
 
@@ -422,5 +430,5 @@ class Jsonl(RowData):
     rows_class, title, suffix = Rows, "JSON lines", ".jsonl"
 
     def __init__(self, field: str | list[str] = "text", **options: Any):
-        super().__init__(**options)
         self.fields = names("field", field)
+        super().__init__(**options)

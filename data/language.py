@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from common.errors import DataError
 from data.cache import MappedFile
 from data.dataset import DataSet, check_at_least, once
 from data.documents import Document
 from data.token_windows import ColumnWindows, TokenWindows, cached_tokens, unigram_entropy
-from data.vocabulary import ExtraTokens, GPT2Vocabulary
+from data.vocabulary import ExtraTokens, Vocabulary, choose_vocabulary
 from data.words import WordVocabulary
 
 # To be raised when the same documents give other tokens: old caches are then ignored, not misread.
@@ -20,7 +20,7 @@ _CACHE_FORMAT = 1
 
 
 class LanguageData(DataSet):
-    """Text as tokens: GPT-2's, or the words of the training split by the basic-English rules.
+    """Text as tokens: GPT-2's or a published tokenizer's, or the words of the training split, by basic-English rules.
 
     Attributes:
         name: The data set's name in the cache.
@@ -44,6 +44,7 @@ class LanguageData(DataSet):
         batchify: bool = False,
         columns: int | None = None,
         extra_tokens: ExtraTokens = None,
+        tokenizer: str | None = None,
     ):
         """Check the arguments; prepare() reads the data.
 
@@ -57,6 +58,7 @@ class LanguageData(DataSet):
             batchify: Train on the text in order, in columns that are read side by side.
             columns: The number of columns with batchify: the global batch size.
             extra_tokens: Tokens behind GPT-2's own; the model's.
+            tokenizer: A folder with a tokenizer.json, or that file, in the place of GPT-2's tokens.
 
         Raises:
             DataError: A number is out of range, or an option belongs to the other vocabulary.
@@ -68,16 +70,16 @@ class LanguageData(DataSet):
         self.seq_len = seq_len
         self.cache_dir = cache_dir
         self.columns = columns if batchify else None
-        self.vocabulary = self._choose(vocabulary, min_frequency, max_vocabulary, extra_tokens)
+        self.vocabulary = self._choose(vocabulary, min_frequency, max_vocabulary, extra_tokens, tokenizer)
 
     def _choose(
-        self, name: str, min_frequency: int | None, max_size: int | None, extra_tokens: ExtraTokens
-    ) -> WordVocabulary | GPT2Vocabulary:
+        self, name: str, min_frequency: int | None, max_size: int | None, extra_tokens: ExtraTokens, tokenizer: Any
+    ) -> WordVocabulary | Vocabulary:
         if name == "words":
-            if extra_tokens:
+            if extra_tokens or tokenizer is not None:
                 raise DataError(
-                    "model.extra_tokens grows GPT-2's vocabulary, and data.vocabulary=words takes its words from the "
-                    "text; use data.vocabulary=gpt2, or leave model.extra_tokens out"
+                    "model.extra_tokens grows GPT-2's vocabulary, data.tokenizer brings one, and data.vocabulary=words "
+                    "takes its words from the text; use data.vocabulary=gpt2, or leave the other two out"
                 )
             min_frequency = self.min_word_frequency if min_frequency is None else min_frequency
             check_at_least(1, min_frequency=min_frequency)
@@ -86,9 +88,9 @@ class LanguageData(DataSet):
         if (min_frequency, max_size) != (None, None):
             raise DataError(
                 f"data.min_frequency={min_frequency} and data.max_vocabulary={max_size} choose among words, and the "
-                "vocabulary of GPT-2 is fixed; leave them out or set data.vocabulary=words"
+                "vocabulary of GPT-2 or a tokenizer is fixed; leave them out or set data.vocabulary=words"
             )
-        return GPT2Vocabulary(extra_tokens)
+        return choose_vocabulary(tokenizer, extra_tokens)
 
     @property
     def vocab_size(self) -> int | None:

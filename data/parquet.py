@@ -108,5 +108,5 @@ class Parquet(RowData):
     rows_class, title, suffix = ParquetRows, "Parquet rows", ".parquet"
 
     def __init__(self, column: str | list[str] = "text", **options: Any):
-        super().__init__(**options)
         self.fields = names("column", column)
+        super().__init__(**options)

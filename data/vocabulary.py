@@ -1,23 +1,26 @@
-"""GPT-2's vocabulary, without a network, the tokens that a run adds to it, and Hugging Face's files of both."""
+"""GPT-2's vocabulary, without a network, the tokens that a run adds to it, and that of a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from common.errors import DataError
-from common.files import parse_json
-from data.documents import Document, encode, encode_texts
+from common.files import expand_home, parse_json
+from common.machine import usable_cores
+from data.documents import Document, batches
 
 if TYPE_CHECKING:
     import tiktoken
+    import tokenizers
 
 GPT2_VOCAB_SIZE = 50257
 END_OF_TEXT = 50256
@@ -25,23 +28,82 @@ END_OF_TEXT = 50256
 ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 _ENCODER, _MERGES = "encoder.json", "vocab.bpe"
-_TOKENIZER = "tokenizer.json"  # as Hugging Face writes it beside a model
+# As Hugging Face writes them beside a model. What a tokenizer consists of:
+_TOKENIZER, _SETTINGS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_SPECIAL = "special_tokens_map.json"
+_FILES = (_TOKENIZER, _SETTINGS, _SPECIAL, _TEMPLATE, "added_tokens.json", "vocab.json", "merges.txt")
 _EXAMPLE = """'model.extra_tokens={"<a>": "start of an entity", "<b>": null}'"""
 # What parse_extra_tokens takes.
 ExtraTokens = str | Mapping[str, str | None] | None
 
 
-class GPT2Vocabulary:
-    """GPT-2's tokens and a run's own behind them, each document followed by <|endoftext|>.
+def choose_vocabulary(tokenizer: str | None, extra_tokens: ExtraTokens) -> Vocabulary:
+    """Return the vocabulary of ``data.tokenizer``, or GPT-2's where it is None; raise DataError as the classes do."""
+    if tokenizer is None:
+        return GPT2Vocabulary(extra_tokens)
+    if extra_tokens:
+        raise DataError(
+            f"model.extra_tokens grows GPT-2's vocabulary, and data.tokenizer={tokenizer} brings another; leave one out"
+        )
+    return HuggingFaceVocabulary(tokenizer)
 
-    The interface is that of data.words.WordVocabulary.
+
+class Vocabulary:
+    """Tokens that do not depend on the text, each document followed by a token that says so.
+
+    The interface is that of data.words.WordVocabulary, and more.
+
+    Attributes:
+        begin: The tokens before each document.
+        end: The token behind each document.
+        start: The same, where it begins a text that has no tokens.
+        special: The texts of special tokens, by the names that templates know them by: "eos_token".
+        chat_template: The Jinja text for conversations that the tokenizer brings, or a list of objects with name and
+            template; None for none.
+    """
+
+    words = None
+    begin: Sequence[int] = ()
+    chat_template: Any = None
+
+    def encode(
+        self, folder: Path, documents: Mapping[str, Sequence[Document]]
+    ) -> tuple[int, dict[str, Iterator[np.ndarray]]]:
+        """See WordVocabulary."""
+        return self.size, {split: self._encode(part) for split, part in documents.items()}
+
+    def _encode(self, documents: Iterable[Document]) -> Iterator[np.ndarray]:
+        threads = min(4, usable_cores())  # tokenizers release Python's lock
+        for batch in batches(documents, list(self.begin), [self.end]):
+            encoded = iter(self.tokens([part for part in batch if isinstance(part, str)], threads))
+            tokens = [next(encoded) if isinstance(part, str) else part for part in batch]
+            yield np.concatenate([np.asarray(part, dtype=np.int64) for part in tokens])
+
+    def load(self, folder: Path) -> None:
+        """Do nothing: the tokens do not depend on the text."""
+
+    def encode_texts(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
+        """Return each text's tokens, behind those of ``begin``."""
+        return [[*self.begin, *tokens] for tokens in self.tokens(texts, threads)]
+
+    def tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False) -> list[list[int]]:
+        """Return the tokens of each text or part of one.
+
+        Special tokens are recognised in it, except ``end``: text that looks like it is encoded as the characters that
+        it is made of. What a template has ``rendered`` may hold it, too.
+        """
+        raise NotImplementedError
+
+
+class GPT2Vocabulary(Vocabulary):
+    """GPT-2's tokens and a run's own behind them, each document followed by <|endoftext|>.
 
     Attributes:
         extra: The run's own tokens in their order, the first of which is 50,257.
     """
 
-    words = None
-    start = END_OF_TEXT
+    start = end = END_OF_TEXT
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 
     def __init__(self, extra_tokens: ExtraTokens = None):
         """Raise DataError for extra tokens (see parse_extra_tokens) that are not allowed or are GPT-2's already."""
@@ -53,22 +115,113 @@ class GPT2Vocabulary:
         self.key = " ".join([ENCODER_SHA256, *map(json.dumps, self.extra)])
         self.label = "GPT-2 tokens" + (f" and {len(self.extra)} of this run's own" if self.extra else "")
 
-    def encode(
-        self, folder: Path, documents: Mapping[str, Sequence[Document]]
-    ) -> tuple[int, dict[str, Iterator[np.ndarray]]]:
-        """See WordVocabulary."""
-        return self.size, {split: encode(part, gpt2(self.extra), END_OF_TEXT) for split, part in documents.items()}
-
-    def load(self, folder: Path) -> None:
-        """Do nothing: the tokens do not depend on the text."""
-
-    def encode_texts(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
-        """Return each text's tokens. The characters "<|endoftext|>" in a text are encoded as characters."""
-        return encode_texts(texts, gpt2(self.extra), END_OF_TEXT, threads)
+    def tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False) -> list[list[int]]:
+        """See Vocabulary."""
+        allowed = {*self.extra, "<|endoftext|>"} if rendered else {*self.extra}
+        known = {"allowed_special": allowed, "disallowed_special": ()}
+        if threads == 1:
+            return [gpt2(self.extra).encode(text, **known) for text in texts]
+        return gpt2(self.extra).encode_batch(texts, num_threads=threads, **known)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of some tokens."""
         return gpt2(self.extra).decode(list(tokens))
+
+    def files(self, positions: int) -> dict[str, str]:
+        """Return the files of Hugging Face's tokenizer by name, for a model of at most so many ``positions``."""
+        return tokenizer_files(self.extra, positions)
+
+
+class HuggingFaceVocabulary(Vocabulary):
+    """The tokens of a Hugging Face tokenizer.json, read by the library tokenizers; nothing beside it is executed."""
+
+    def __init__(self, tokenizer: str | os.PathLike):
+        """Read a folder with a tokenizer.json, or that file, and the settings beside it.
+
+        Raises:
+            DataError: There is no such file, it cannot be read, or no file beside it says which token ends a text.
+        """
+        path = expand_home(tokenizer).absolute()
+        self.path = path / _TOKENIZER if path.is_dir() else path
+        if not self.path.is_file():
+            raise DataError(
+                f"{self.path} does not exist: data.tokenizer={tokenizer} must be a folder with a {_TOKENIZER}"
+            )
+        given = (self._settings(_SPECIAL) | self._settings(_SETTINGS)).items()
+        texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in given}
+        self.special = {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
+        self._sha256 = hashlib.sha256(self.path.read_bytes()).hexdigest()
+        tokenizer = _tokenizer(self.path, self._sha256)
+        self.size = max(tokenizer.get_vocab().values()) + 1  # there may be gaps
+        probe = tokenizer.encode("a")
+        self.begin = probe.ids[: [*probe.special_tokens_mask, 0].index(0)]
+        self.start = self.end = self._end(tokenizer)
+        self.key = f"{self._sha256} {self.end}"
+        self.label = f"tokens of {self.path}"
+
+    @property
+    def chat_template(self) -> Any:
+        """See Vocabulary."""
+        path = self.path.with_name(_TEMPLATE)
+        return path.read_text("utf-8") if path.is_file() else self._settings(_SETTINGS).get("chat_template")
+
+    def _settings(self, name: str) -> dict[str, Any]:
+        """Return the object in a JSON file beside the tokenizer; {} where there is no such file."""
+        path = self.path.with_name(name)
+        try:
+            return dict(parse_json(path.read_bytes())) if path.is_file() else {}
+        except (OSError, ValueError, TypeError) as error:
+            raise DataError(f"{path} is not a JSON object ({error}); correct it, or copy the tokenizer again") from None
+
+    def _end(self, tokenizer: tokenizers.Tokenizer) -> int:
+        numbers = [tokenizer.token_to_id(self.special.get("eos_token", ""))]
+        for name in ("generation_config.json", "config.json"):
+            given = self._settings(name).get("eos_token_id")
+            numbers += given if isinstance(given, list) else [given]
+        for number in numbers:
+            if isinstance(number, int) and 0 <= number < self.size:
+                return number
+        raise DataError(
+            f"nothing beside {self.path} says which of its tokens ends a text; write one into "
+            f'{self.path.with_name(_SETTINGS)}, as {{"eos_token": "</s>"}}'
+        )
+
+    def tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False) -> list[list[int]]:
+        """See Vocabulary."""
+        tokenizer = _tokenizer(self.path, self._sha256, None if rendered else self.end)
+        if threads == 1:  # without the library's threads, which a forked process would not have
+            return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+        return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of some tokens, special ones included."""
+        return _tokenizer(self.path, self._sha256).decode(list(tokens), skip_special_tokens=False)
+
+    def files(self, positions: int) -> dict[str, str]:
+        """Return the tokenizer's files by name, as they are."""
+        paths = {_TOKENIZER: self.path, **{name: self.path.with_name(name) for name in _FILES[1:]}}
+        return {name: path.read_bytes().decode() for name, path in paths.items() if path.is_file()}
+
+
+@cache
+def _tokenizer(path: Path, sha256: str, characters: int | None = None) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a file, for which a text that looks like the token ``characters`` is but characters."""
+    from tokenizers import Tokenizer
+
+    try:
+        content = path.read_bytes()
+        if characters is not None:
+            parsed = parse_json(content)
+            for token in parsed["added_tokens"]:
+                token["special"] = token["id"] == characters  # only such a token can be left unrecognised
+            content = json.dumps(parsed).encode()
+        tokenizer = Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises no other class
+        raise DataError(f"{path} cannot be read as a tokenizer ({error}); copy it again") from None
+    tokenizer.encode_special_tokens = characters is not None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 @cache
@@ -210,7 +363,7 @@ def tokenizer_files(extra: tuple[str, ...], positions: int) -> dict[str, str]:
         **dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
     }
     whole = json.dumps(tokenizer, ensure_ascii=False)
-    return {_TOKENIZER: whole, "tokenizer_config.json": json.dumps(config, indent=1)}
+    return {_TOKENIZER: whole, _SETTINGS: json.dumps(config, indent=1)}
 
 
 def added_tokens(folder: Path) -> dict[str, int]:

@@ -59,6 +59,10 @@ class WordVocabulary:
         tokens = {word: token for token, word in enumerate(self.words)}
         return [[tokens.get(word, 0) for word in basic_english(text)] for text in texts]
 
+    def files(self, positions: int) -> dict[str, str]:
+        """Return the list of words as a file, by its name. To be called after load()."""
+        return {_FILE: "\n".join(self.words) + "\n"}
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the words of some tokens, separated by spaces. To be called after load()."""
         return " ".join(self.words[token] for token in tokens)

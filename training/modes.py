@@ -14,7 +14,6 @@ from common.errors import TrainingError, UserError
 from common.files import expand_home
 from conf.instantiate import to_config, to_dict
 from data.dataset import DataSet
-from data.vocabulary import GPT2Vocabulary
 from data.words import WordVocabulary, basic_english
 from launchers import World
 from models.chain import Chain
@@ -132,7 +131,7 @@ def sample(cfg: Any) -> str:
         restored.data.prepare()  # which reads the words
     settings = cfg.sample
     prompts = [settings.prompt] if settings.prompts is None else settings.prompts
-    encoded = [_encode(vocabulary, prompt) for prompt in prompts]
+    encoded = [_encode(restored.data, prompt) for prompt in prompts]
     (stage,) = strategy.stages
     stage.eval()
     with autocast(strategy.plan.precision, strategy.device.type):
@@ -202,8 +201,8 @@ def _check_sample(cfg: Any) -> None:
         raise TrainingError(f"""sample.prompts {problem}; write sample.prompts=["def main", "class A"] alone""")
 
 
-def _encode(vocabulary: GPT2Vocabulary | WordVocabulary, prompt: str) -> list[int]:
-    (tokens,) = vocabulary.encode_texts([prompt])
+def _encode(data: DataSet, prompt: str) -> list[int]:
+    vocabulary, (tokens,) = data.vocabulary, data.encode_prompts([prompt])
     if not tokens and vocabulary.start is None:
         raise TrainingError('a model of words needs some to continue: sample.prompt="def the"')
     if vocabulary.words is not None:

@@ -8,15 +8,16 @@ import pytest
 
 from common.errors import DataError
 from data import documents as documents_module
-from data.documents import encode, whole_file
+from data.documents import whole_file
 from data.stdlib import Stdlib
 from data.text import Text
-from data.vocabulary import END_OF_TEXT, gpt2
+from data.vocabulary import END_OF_TEXT, GPT2Vocabulary, gpt2
 from data.wikitext2 import WikiText2
 
 
 def tokens_of(path: Path) -> list[int]:
-    return np.concatenate(list(encode([whole_file(path)], gpt2(), END_OF_TEXT))).tolist()
+    _, tokens = GPT2Vocabulary().encode(path.parent, {"train": [whole_file(path)]})
+    return np.concatenate(list(tokens["train"])).tolist()
 
 
 def caches(folder: Path) -> set[str]:
@@ -76,7 +77,7 @@ def test_the_text_is_encoded_once_and_again_when_it_changes(tmp_path, prepared, 
     prepared(Text, root, seq_len=8)
     first = caches(cache)
     with monkeypatch.context() as patched:
-        patched.setattr("data.vocabulary.encode", lambda *_: pytest.fail("encoded a second time"))
+        patched.setattr("data.vocabulary.batches", lambda *_: pytest.fail("encoded a second time"))
         prepared(Text, root, seq_len=16)
     root.write_text("another line after the other\n" * 200)
     prepared(Text, root, seq_len=8)

@@ -22,7 +22,6 @@ from torch.export import Dim, ExportedProgram
 from common.errors import TrainingError
 from data.dataset import DataSet
 from data.images import ImageData
-from data.vocabulary import GPT2Vocabulary, tokenizer_files
 from models.chain import Chain, Layers, as_tuple
 from parallel.strategy import Strategy
 
@@ -196,14 +195,12 @@ def _input_names(layer: nn.Module, count: int) -> list[str]:
 
 
 def tokenizer(data: DataSet, chain: Chain) -> dict[str, str]:
-    """Files that say how text becomes tokens: GPT-2's tokenizer as Hugging Face writes it, or the list of words."""
-    vocabulary = data.vocabulary
-    if vocabulary is None:
+    """Files that say how text becomes tokens: a tokenizer as Hugging Face writes it, or the list of words."""
+    if data.vocabulary is None:
         return {}
-    if isinstance(vocabulary, GPT2Vocabulary):
-        return tokenizer_files(vocabulary.extra, chain.limits.get("positions", _NO_LIMIT))
-    data.prepare()
-    return {"vocabulary.txt": "\n".join(vocabulary.words) + "\n"}
+    if data.vocabulary.size is None:
+        data.prepare()
+    return data.vocabulary.files(chain.limits.get("positions", _NO_LIMIT))
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
