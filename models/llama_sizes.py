@@ -102,11 +102,11 @@ def with_sizes(size: str, given: Mapping[str, Any]) -> Size:
     return replace(SIZES[size], **{key: value for key, value in given.items() if value is not None})
 
 
-def sizes_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the nulls of a section ``model`` stand for.
+def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, Any]:
+    """Return what the nulls of a section ``model`` stand for, for data of so many ``words``.
 
-    Those are the sizes in the config.json of the folder ``init_from``, where there is one; else the vocabulary of
-    ``size``.
+    Those are the sizes in the config.json of the folder ``init_from``, where there is one; else the vocabulary: that of
+    ``size``, or of the data if it is larger.
 
     Raises:
         ModelError: config.json describes something else, or a size in the section is not the folder's.
@@ -114,7 +114,8 @@ def sizes_of(model: Mapping[str, Any]) -> dict[str, Any]:
     path = None if model.get("init_from") is None else expand_home(model["init_from"]) / "config.json"
     known = {field.name: model.get(field.name) for field in fields(Size)}
     if path is None or not path.is_file() or None not in known.values():
-        return {"vocab_size": with_sizes(model["size"], known).vocab_size}
+        own = with_sizes(model["size"], known).vocab_size
+        return {"vocab_size": own if known["vocab_size"] else max(own, words or 0)}
     sizes = read_config(path)
     for key, value in sizes.items():
         own = known[key]

@@ -397,10 +397,11 @@ def model_and_data(cfg: Any) -> tuple[Chain, DataSet]:
     """Build the chain and the data set that ``cfg`` describes; the data is prepared only where the chain needs it.
 
     Sizes that the section ``model`` leaves open (null) are set in it, where the model's function has an attribute
-    ``sizes_of`` that knows them: section -> {key: value}.
+    ``sizes_of`` that knows them: (section, the data's number of words) -> {key: value}.
     """
-    cfg.model.update(getattr(target_of("model", cfg.model), "sizes_of", lambda model: {})(to_dict(cfg.model)))
     data = build("data", cfg.data)
+    if (sizes_of := getattr(target_of("model", cfg.model), "sizes_of", None)) is not None:
+        cfg.model.update(sizes_of(to_dict(cfg.model), data.vocab_size))
     check_kind(data, cfg.model)
     if "vocab_size" in cfg.model and cfg.model.vocab_size is None:
         data.prepare()  # only the data knows how many words there are

@@ -1,0 +1,144 @@
+"""docs/finetuning.md as it stands, with a tiny random model; and folders of Hugging Face's, in and out."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from commandline import ROOT, train
+from composed import config, losses, run, run_layout
+from hugging_face import make_folder, write_rows
+from safetensors.torch import load_file
+
+from common.errors import UserError
+from training.app import execute
+from training.setup import prepare
+
+pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
+KEPT = ["train.epochs=null", "train.steps=1", "optim.lr=0", "train.precision=fp32", "train.eval_every=null"]
+KINDS = {
+    "llama, tied": {},
+    "llama in parts": {"parts": "60KB"},
+    "qwen2": {"kind": "Qwen2", "tie_word_embeddings": False},
+    "qwen3": {"kind": "Qwen3", "head_dim": 16},
+}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("rows") / "gsm8k")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """``folders(name)``: the folder of a kind, made once."""
+    made = {}
+
+    def folder(name):
+        if name not in made:
+            made[name] = make_folder(tmp_path_factory.mktemp("published"), **KINDS[name])
+        return made[name]
+
+    return folder
+
+
+def words(folder, rows, *more):
+    data = ["data=jsonl", f"data.root='{rows}'", "data.field=question", "data.answer=answer", "data.seq_len=64"]
+    return ["model=llama", f"model.init_from='{folder}'", *data, "train.global_batch_size=8", *more]
+
+
+def exported(run_dir, place, *more):
+    execute(config("mode=export", f"checkpoint='{run_dir}'", *more), place, None)
+    return place / "export"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_comes_out_as_it_went_in_bit_for_bit(folders, rows, tmp_path, kind):
+    folder = folders(kind)
+    run(tmp_path / "run", *words(folder, rows, *KEPT))
+    again = exported(tmp_path / "run", tmp_path, *words(folder, rows))
+    theirs = {}
+    for part in folder.glob("*.safetensors"):
+        theirs |= load_file(part)
+    ours = load_file(again / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (again / name).read_bytes() == (folder / name).read_bytes(), name
+    before, after = (json.loads((place / "config.json").read_text()) for place in (folder, again))
+    assert {k: before[k] for k in before.keys() & after.keys() if after[k] != before[k]} == {}
+    assert before["architectures"] == after["architectures"]
+
+
+@pytest.mark.parametrize("layout", ["single", "pipelined", "pipe_ddp", "pipe_fsdp"])
+def test_every_strategy_starts_from_the_same_folder(ranks, folders, rows, tmp_path, layout):
+    line = words(folders("llama in parts"), rows, *KEPT, "train.steps=3", "optim=sgd", "optim.lr=0.5")
+    run(tmp_path / "single", *line, "parallel.chunks=4")
+    run_layout(ranks, layout, tmp_path / "run", *line)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "single"), rel=1e-5)
+
+
+def test_a_checkpoint_says_its_sizes_without_the_config_json_of_the_folder(folders, rows, tmp_path):
+    folder = make_folder(tmp_path / "published")
+    run(tmp_path / "run", *words(folder, rows, *KEPT))
+    (folder / "config.json").unlink()
+    (folder / "model.safetensors").unlink()
+    (tmp_path / "eval").mkdir()
+    line = words(folder, rows, *SIZES)
+    execute(config("mode=eval", f"checkpoint='{tmp_path / 'run'}'", *line), tmp_path / "eval", None)
+    assert json.loads((tmp_path / "eval" / "summary.json").read_text())["test_loss"] > 0
+
+
+SIZES = [
+    "model.n_layer=4", "model.n_embd=48", "model.n_head=4", "model.kv_heads=2", "model.head_dim=12",
+    "model.mlp_width=64", "model.vocab_size=416", "model.block_size=128", "model.rope_theta=1e4",
+    "model.norm_eps=1e-6", "model.qkv_bias=false", "model.qk_norm=false", "model.tied=true", "model.init_std=0.1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "word, says",
+    [
+        ("model.n_layer=5", "model.n_layer=5, and .* says num_hidden_layers=4"),
+        ("model.vocab_size=300", "model.vocab_size=300, and .* says vocab_size=416"),
+        ("data.seq_len=500", "data.seq_len=500 is longer than the model's 128 positions"),
+    ],
+)
+def test_what_does_not_fit_the_folder_is_an_error_before_anything_starts(folders, rows, word, says):
+    with pytest.raises(UserError, match=says):
+        prepare(config(*words(folders("llama, tied"), rows, word)))
+
+
+def test_a_part_that_is_missing_is_named(folders, rows, tmp_path):
+    folder = make_folder(tmp_path / "published", parts="60KB")
+    part = sorted(folder.glob("*.safetensors"))[1]
+    part.unlink()
+    with pytest.raises(UserError, match=f"lists {part.name}, which is not there"):
+        prepare(config(*words(folder, rows)))
+
+
+def test_the_page_leads_from_a_folder_to_a_folder(rows, folders, tmp_path, capsys):
+    """Its commands in their order, with few steps; then its program, whose last line is a difference of logits."""
+    page = (ROOT / "docs" / "finetuning.md").read_text()
+    for word, place in (("FOLDER", folders("llama, tied")), ("GSM8K", rows), ("runs/", f"{tmp_path}/runs/")):
+        page = page.replace(f"={word}", f"={place}").replace(f'"{word}', f'"{place}')
+    commands = re.findall(r"^    python train.py (.*)$", page.partition("```python")[0], flags=re.M)
+    assert len(commands) == 5
+    short = ["data.seq_len=64", "train.epochs=null", "train.steps=12", "optim.lr=0.02", "train.eval_every=null"]
+    runs = []
+    (tmp_path / "runs").mkdir()
+    for number, command in enumerate(commands):
+        line, where = shlex.split(command), tmp_path / "runs" / str(number)
+        if line[-1].startswith("hydra.run.dir="):
+            where = Path(line.pop().partition("=")[2])
+        line += short if "experiment=" in command else ["sample.tokens=20"]
+        runs.append(train([*line, "device=cpu", "logger=none"], where))
+        assert runs[-1].code == 0, runs[-1].console
+    assert runs[0].losses[-1] < runs[0].losses[0] - 0.1
+    exec(compile(re.search(r"```python\n(.*?)```", page, flags=re.S)[1], "finetuning.md", "exec"), {})
+    printed = capsys.readouterr().out.strip().splitlines()
+    assert float(re.search(r"tensor\(([\d.e-]+)", printed[-1])[1]) < 1e-4, printed
