@@ -1,0 +1,164 @@
+"""Text in the tokens of a Hugging Face tokenizer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tokenizer_folders import STYLES, tokenizer_folder
+
+from common.errors import DataError
+from data.jsonl import Jsonl
+from data.text import Text
+from data.vocabulary import HuggingFaceVocabulary
+
+# With a line end at every place where a long text is cut into pieces.
+LONG = "".join(f"Natalia sold {i} clips,  and that's all.\n{'  ' * (i % 3)}It's (here);\n\n" for i in range(4000))
+TEXTS = {
+    "words": "The answer: 72.", "nothing": "", "spaces": " two  spaces \n\n", "other letters": "é漢\x00",
+    "special tokens": "<|im_start|>a<unk>b<think>", "long": LONG[:9000],
+}  # fmt: skip
+
+
+@pytest.fixture
+def theirs():
+    """Transformers' tokenizer of a folder."""
+    transformers = pytest.importorskip("transformers", reason="a test dependency (requirements-dev.txt)")
+    return transformers.AutoTokenizer.from_pretrained
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_texts_have_the_tokens_of_transformers_and_come_back(tmp_path, theirs, style, text):
+    vocabulary, reference = HuggingFaceVocabulary(tokenizer_folder(tmp_path, style)), theirs(tmp_path)
+    wanted = reference(text).input_ids
+    for threads in (1, 2):
+        assert vocabulary.encode_texts([text, "x"], threads) == [wanted, reference("x").input_ids]
+    assert vocabulary.decode(wanted) == reference.decode(wanted)
+    assert vocabulary.size == len(reference) and vocabulary.end == reference.eos_token_id
+    begins = {"qwen": [], "llama3": ["<|begin_of_text|>"], "llama2": ["<s>"]}[style]
+    assert vocabulary.begin == reference.convert_tokens_to_ids(begins)
+
+
+@pytest.mark.parametrize("style", ["qwen", "llama3"])
+def test_a_document_is_cut_nowhere_and_has_one_beginning_and_one_end(tmp_path, theirs, prepared, style):
+    folder = tokenizer_folder(tmp_path / "tokenizer", style)
+    (tmp_path / "text").mkdir()
+    texts = [LONG if i == 5 else f"Document {i}\n" for i in range(20)]
+    for i, text in enumerate(texts):
+        (tmp_path / "text" / f"{i:02}.txt").write_text(text)
+    data = prepared(Text, tmp_path / "text", seq_len=16, tokenizer=str(folder))
+    reference = theirs(folder)
+    wanted = [reference(text).input_ids + [reference.eos_token_id] for i, text in enumerate(texts) if i not in (9, 19)]
+    assert len(LONG) > 2 * (1 << 16)
+    assert data.train.tokens.tolist() == [token for tokens in wanted for token in tokens]
+    assert (data.vocab_size, data.seq_len) == (len(reference), 16)
+    assert f"tokens of {folder / 'tokenizer.json'}" in data.description
+
+
+def test_each_tokenizer_has_its_own_cache(tmp_path, prepared):
+    (tmp_path / "text").write_text("The answer is 72.\n" * 200)
+    folders = [tokenizer_folder(tmp_path / str(i), "qwen", eos_token=end) for i, end in enumerate(("<|im_end|>", "!"))]
+    read = [prepared(Text, tmp_path / "text", seq_len=4, tokenizer=str(folder)) for folder in folders]
+    assert read[0].fingerprint != read[1].fingerprint
+    assert read[0].train.tokens[-1] != read[1].train.tokens[-1]
+
+
+def test_rows_are_padded_with_the_end_of_a_text(tmp_path, prepared, theirs):
+    folder, rows = tokenizer_folder(tmp_path / "tokenizer", "llama3"), tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "May"}\n{"text": ""}\n')
+    data, reference = prepared(Jsonl, rows, seq_len=8, tokenizer=str(folder)), theirs(folder)
+    begin, end = reference.bos_token_id, reference.eos_token_id
+    inputs, targets = data.train.read(np.array([0, 1]), 0)
+    may = reference("May").input_ids
+    assert inputs.tolist() == [may + [end] * (8 - len(may)), [begin] + [end] * 7]
+    assert targets.tolist() == [may[1:] + [end] + [-100] * (8 - len(may)), [end] + [-100] * 7]
+
+
+def test_a_text_that_looks_like_the_end_of_a_text_is_characters_and_other_special_tokens_are_themselves(tmp_path):
+    vocabulary = HuggingFaceVocabulary(tokenizer_folder(tmp_path))
+    (tokens,) = vocabulary.encode_texts(["<|im_start|>a<|im_end|><think>"])
+    (rendered,) = vocabulary.tokens(["<|im_start|>a<|im_end|><think>"], rendered=True)
+    assert vocabulary.end not in tokens and vocabulary.decode(tokens) == "<|im_start|>a<|im_end|><think>"
+    assert len(rendered) == 4 and rendered[2] == vocabulary.end and rendered[::3] == [tokens[0], tokens[-1]]
+
+
+ENDS = {
+    "a string": ({"tokenizer_config.json": {"eos_token": "!"}}, "!"),
+    "an object": ({"tokenizer_config.json": {"eos_token": {"content": "!", "lstrip": False}}}, "!"),
+    "in a map of its own": ({"special_tokens_map.json": {"eos_token": {"content": "!"}}}, "!"),
+    "the settings win": (
+        {"tokenizer_config.json": {"eos_token": "!"}, "special_tokens_map.json": {"eos_token": "?"}}, "!"
+    ),
+    "a number": ({"generation_config.json": {"eos_token_id": 0}, "config.json": {"eos_token_id": 1}}, "!"),
+    "the first of several": ({"config.json": {"eos_token_id": [0, 1]}}, "!"),
+    "after one that is no token": (
+        {"tokenizer_config.json": {"eos_token": "none of it"}, "config.json": {"eos_token_id": 0}}, "!"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("files, end", ENDS.values(), ids=ENDS)
+def test_what_ends_a_text_is_what_the_files_beside_the_tokenizer_say(tmp_path, files, end):
+    tokenizer_folder(tmp_path)
+    for name, content in {"tokenizer_config.json": {}, **files}.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    vocabulary = HuggingFaceVocabulary(tmp_path / "tokenizer.json")
+    assert vocabulary.decode([vocabulary.end]) == end
+    assert vocabulary.start == vocabulary.end
+
+
+def test_a_vocabulary_with_gaps_is_as_large_as_its_last_token_says(tmp_path):
+    tokenizer_folder(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocab = content["model"]["vocab"]
+    vocab["zzz"] = 1000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert HuggingFaceVocabulary(tmp_path).size == 1001
+
+
+REFUSED = {
+    "no tokenizer": ("tokenizer.json", None, "tokenizer.json does not exist: data.tokenizer="),
+    "not JSON": ("tokenizer.json", "{", "tokenizer.json cannot be read as a tokenizer"),
+    "another JSON": ("tokenizer.json", "[1]", "tokenizer.json cannot be read as a tokenizer"),
+    "other settings": ("tokenizer_config.json", "[1, 2]", "tokenizer_config.json is not a JSON object"),
+    "no end": ("tokenizer_config.json", "{}", "which of its tokens ends a text.*eos_token"),
+}
+
+
+@pytest.mark.parametrize("name, content, message", REFUSED.values(), ids=REFUSED)
+def test_what_is_no_tokenizer_is_an_error_that_names_the_file(tmp_path, name, content, message):
+    path = tokenizer_folder(tmp_path) / name
+    path.unlink() if content is None else path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        Jsonl(root="rows.jsonl", tokenizer=str(tmp_path))
+
+
+def test_only_one_vocabulary_can_be_asked_for(tmp_path):
+    folder = str(tokenizer_folder(tmp_path))
+    with pytest.raises(DataError, match="grows GPT-2's vocabulary, and data.tokenizer=.*; leave one out"):
+        Text(root="text", tokenizer=folder, extra_tokens={"<a>": None})
+    with pytest.raises(DataError, match="use data.vocabulary=gpt2, or leave the other two out"):
+        Text(root="text", tokenizer=folder, vocabulary="words")
+
+
+READ = """
+import sys
+from data.jsonl import Jsonl
+from data.loader import TrainBatches, train_loader
+data = Jsonl(root=sys.argv[1], tokenizer=sys.argv[2], cache_dir=sys.argv[3], seq_len=8, bucket_by_length=True)
+data.prepare()
+data.vocabulary.encode_texts(["The answer is 72."] * 100, threads=2)
+print(sum(1 for _ in train_loader(TrainBatches(data.train, 4, 1), 1, 8, num_workers=2)))
+"""
+
+
+def test_processes_that_read_ahead_use_it_without_a_warning(tmp_path):
+    folder, rows = tokenizer_folder(tmp_path / "tokenizer"), tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "The answer is 72."}\n' * 60)
+    line = [sys.executable, "-c", READ, str(rows), str(folder), str(tmp_path / "cache")]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")
