@@ -71,9 +71,7 @@ class Attention(UsesCache, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, t, n_embd] -> same."""
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.size.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (project(x).unflatten(-1, (-1, self.size.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.size.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         # Computed where they are used: nothing but hidden states passes from layer to layer, and from stage to stage.

@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from launchers.meeting import LOOPBACK, listen
 
 BACKEND = Path(__file__).resolve().parent / "triton_install" / "onnxruntime"
 START_S = 180.0
 VARIABLE = "TRITON_SERVER"
+# What the server's Python must not take from this environment: numpy 2, and what may not fit a CPU torch.
+ANOTHER = ("numpy", "torchvision")
 
 
 class TritonServer:
@@ -27,8 +30,14 @@ class TritonServer:
         home = installed()
         server = home / "pytriton" / "tritonserver"
         backends = folder / "backends"
-        backends.mkdir(parents=True)
-        (backends / "python").symlink_to(server / "backends" / "python")
+        (backends / "python").mkdir(parents=True)
+        # The backend's own Python ignores PYTHONPATH and finds what lies beside the backend.
+        installed_here = Path(torch.__file__).parent.parent
+        for place in (server / "backends" / "python", home / "packages", installed_here):
+            for path in place.iterdir():
+                link = backends / "python" / path.name
+                if not link.exists() and not (place == installed_here and path.name.startswith(ANOTHER)):
+                    link.symlink_to(path)
         (backends / "onnxruntime").symlink_to(BACKEND)
         ports = {name: _free_port() for name in ("http", "grpc", "metrics")}
         self.http, self.grpc, self._metrics = (f"{LOOPBACK}:{port}" for port in ports.values())

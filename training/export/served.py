@@ -21,7 +21,7 @@ from torch.export import Dim, ExportedProgram
 
 from common.errors import TrainingError
 from data.dataset import DataSet
-from data.images import ImageData
+from data.images import ImageData, load_torchvision
 from data.vocabulary import GPT2Vocabulary, tokenizer_files
 from models.chain import Chain, Layers, as_tuple
 from models.generate import logits_at
@@ -291,8 +291,10 @@ def session_of(path: Path, model: ServedModel) -> Callable[..., Tensor]:
 
 def transformers_of(folder: Path, model: ServedModel) -> Callable[[Tensor], Tensor]:
     """Return the language model in a Hugging Face folder as transformers computes it: tokens -> the model's output."""
-    from transformers import AutoModelForCausalLM
+    load_torchvision()  # which transformers imports where it is installed
+    from transformers import AutoModelForCausalLM, logging
 
+    logging.disable_progress_bar()
     loaded = AutoModelForCausalLM.from_pretrained(folder)
 
     def run(tokens: Tensor) -> Tensor:

@@ -50,6 +50,8 @@ class TritonPythonModel:
         try:
             if others:
                 raise ValueError(f"unknown settings: {', '.join(others)}; known are {', '.join(self.defaults)}")
+            if "text_input" not in given:
+                raise ValueError("text_input is missing: the text to continue")
             settings = {**self.defaults, **given}
             tokens = self._encode(given["text_input"].decode())
             shown = len(self._decode(tokens))
