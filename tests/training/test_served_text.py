@@ -28,7 +28,7 @@ PROMPTS = ["", "the café", f"def main({EXTRA}", "😀 – ", "one", "two", "thr
 MODELS = {
     "gpt2": [
         "model.size=tiny", "model.n_layer=2", "model.n_embd=32", "model.init_from='PUBLISHED'",
-        f'model.extra_tokens={{"{EXTRA}": null}}',
+        f"""model.extra_tokens='{{"{EXTRA}": null}}'""",
     ],
     "llama": ["model.n_layer=2", "model.tied=false", "model.init_std=0.3"],
 }  # fmt: skip
@@ -41,7 +41,7 @@ WRONG = [
     ({"text_input": "a", "top_k": -1}, "`top_k` has to be a strictly positive integer, but is -1"),
     ({"text_input": "a", "top_p": 1.5}, "`top_p` has to be a float > 0 and < 1, but is 1.5"),
     ({"text_input": "a", "top_p": "x"}, "non-number"),
-    ({"text_input": "a", "temprature": 1}, "unknown settings: temprature; known are max_tokens, temperature, top_k"),
+    ({"text_input": "a", "temprature": 1}, "unknown settings: temprature; known are max_tokens, seed, stream"),
     ({"text_input": "a" + 50 * " a"}, f"text_input has 51 tokens, and the model takes {POSITIONS} with its answer"),
     ({"max_tokens": 1}, "text_input is missing"),
 ]

@@ -49,7 +49,7 @@ class TritonPythonModel:
     def _answer(self, given: dict[str, Any], others: dict[str, Any], sender: Any) -> None:
         try:
             if others:
-                raise ValueError(f"unknown settings: {', '.join(others)}; known are {', '.join(self.defaults)}")
+                raise ValueError(f"unknown settings: {', '.join(others)}; known are {', '.join(sorted(self.defaults))}")
             if "text_input" not in given:
                 raise ValueError("text_input is missing: the text to continue")
             settings = {**self.defaults, **given}
