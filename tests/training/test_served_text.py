@@ -145,6 +145,17 @@ def stream(server, name, prompt, **settings):
     return pieces
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_pipeline_goes_on_with_the_same_text(trained, name, tmp_path, capfd):
+    execute(config(*trained[name], "mode=export", "export_to=there"), tmp_path, None)
+    from transformers import pipeline
+
+    write = pipeline("text-generation", str(tmp_path / "there"), device="cpu")
+    (given,) = write(PROMPTS[1], max_new_tokens=20, do_sample=False, return_full_text=False)
+    assert given["generated_text"] == sampled(trained, name, PROMPTS[1], 20)
+    assert "generat" not in capfd.readouterr().err, "no warning of settings that the folder lacks"
+
+
 @serving
 @pytest.mark.parametrize("name", MODELS)
 def test_the_likeliest_text_is_that_of_mode_sample(server, trained, name):
