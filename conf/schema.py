@@ -82,7 +82,7 @@ class Export:
     """For mode=export."""
 
     format: Format = Format.safetensors  # weights; a program for torch.export.load; a model; a repository for a server
-    max_batch_size: int = 8  # of a repository for Triton: samples that the server may compute together
+    max_batch_size: int = 8  # of a repository for Triton: samples that the server may compute at once
     positions: Positions = Positions.all  # of served logits: of every token of a text, or of the last one only
 
 

@@ -6,6 +6,7 @@ import json
 import queue
 import re
 import shutil
+import textwrap
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -208,6 +209,18 @@ def test_a_stream_s_pieces_are_the_answer(server, prompt):
     assert "".join(pieces) == whole and len(pieces) > 10
     events = post(server, "llama", "generate_stream", text_input=prompt, max_tokens=25, stream=True).decode()
     assert [json.loads(line)["text_output"] for line in events.split("data: ")[1:]] == pieces
+
+
+@serving
+def test_the_readme_shows_how_to_ask(server, capsys):
+    readme = (server.log.parent.parent / "gpt2" / "README.md").read_text()
+    wanted = ask(server, "gpt2", "def main")
+    block = re.search(r"By gRPC:\n\n(.*?)\n\nOnly", readme, flags=re.DOTALL)[1]
+    exec(textwrap.dedent(block).replace("localhost:8001", server.grpc), {})
+    assert capsys.readouterr().out == wanted
+    for way, settings in re.findall(r"gpt2_text/(\w+)[\s\\]+-d '(.*)'", readme):
+        assert b'"text_output":' in post(server, "gpt2", way, **json.loads(settings))
+    assert way == "generate_stream"
 
 
 @serving
