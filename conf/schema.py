@@ -26,6 +26,7 @@ Device = _choice("Device", "auto cpu cuda mps")
 Mode = _choice("Mode", "train eval plan export sample verify")
 Precision = _choice("Precision", "auto fp64 fp32 bf16 fp16")
 Format = _choice("Format", "safetensors torch_export onnx triton peft")
+Positions = _choice("Positions", "all last")
 Direction = _choice("Direction", "minimize maximize")
 Order = _choice("Order", "dp_pp pp_dp")
 CommHook = _choice("CommHook", "none bf16 fp16 hierarchical hierarchical_bf16")
@@ -81,7 +82,8 @@ class Export:
     """For mode=export."""
 
     format: Format = Format.safetensors  # weights; a program of torch; a model; a repository for a server; adapters
-    max_batch_size: int = 8  # of a repository for Triton: samples that the server may compute together
+    max_batch_size: int = 8  # of a repository for Triton: samples that the server may compute at once
+    positions: Positions = Positions.all  # of served logits: of every token of a text, or of the last one only
 
 
 @dataclass

@@ -75,18 +75,22 @@ def generate(
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
+def logits_at(layers: Layers, tokens: Tensor, texts: Tensor | slice, last: Sequence[int] | int) -> Tensor:
+    """Return the logits [texts, vocabulary] at the position ``last`` of each of some ``texts`` among tokens [b, t]."""
+    *body, (_, head) = layers.items()
+    tensors = as_tuple(tokens)
+    for _, layer in body:
+        tensors = as_tuple(layer(*tensors))
+    if body and len(tensors) == 1:  # the last layer is the most expensive one, and one position is enough
+        return as_tuple(head(tensors[0][texts, last][:, None]))[0][:, 0]
+    return as_tuple(head(*tensors))[0][texts, last]
+
+
 def _logits(layers: Layers, texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Return the logits [b, vocabulary] behind the last token of each text. Shorter ones are padded behind."""
     last = [len(text) - 1 for text in texts]
     x = torch.tensor([[*text, *[0] * (max(last) + 1 - len(text))] for text in texts], device=device)
-    *body, (_, head) = layers.items()
-    tensors = as_tuple(x)
-    for _, layer in body:
-        tensors = as_tuple(layer(*tensors))
-    rows = torch.arange(len(texts))
-    if len(tensors) == 1:  # the last layer is the most expensive one, and one position is enough
-        return as_tuple(head(tensors[0][rows, last][:, None]))[0][:, 0]
-    return as_tuple(head(*tensors))[0][rows, last]
+    return logits_at(layers, x, torch.arange(len(texts)), last)
 
 
 def _cached_logits(

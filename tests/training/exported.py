@@ -18,8 +18,8 @@ from training.export.served import ServedModel, serve
 from training.modes import restore
 
 ONNX = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")),
-    reason="onnx, onnxscript and onnxruntime are extras: pip install -r requirements-serving.txt",
+    any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime", "transformers")),
+    reason="onnx, onnxscript, onnxruntime and transformers are extras: pip install -r requirements-serving.txt",
 )
 
 

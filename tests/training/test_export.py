@@ -55,6 +55,42 @@ def test_a_program_of_torch_export_computes_the_same_for_any_batch(export, expor
             program(torch.tensor([[1, token, 50256]]))
 
 
+LAST = "export.positions=last"
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("transformer", marks=pytest.mark.serving)])
+def test_a_program_can_give_the_last_position_s_logits_only(export, exporter, name):
+    folder, _ = export(name, "torch_export", LAST)
+    program = torch.export.load(folder / "model.pt2").module()
+    for tokens in batches(name):
+        assert_same(program(tokens), exporter.reference(name, tokens)[:, -1])
+
+
+@serving
+def test_a_repository_can_give_the_last_position_s_logits_only(export, exporter):
+    import onnxruntime
+
+    folder, said = export("gpt2", "triton", LAST)
+    assert "dims: [ 50257 ]" in (folder / "gpt2" / "config.pbtxt").read_text()
+    assert "FP32 [batch, 50257]" in (folder / "README.md").read_text()
+    session = onnxruntime.InferenceSession(str(folder / "gpt2" / "1" / "model.onnx"))
+    for tokens in batches("gpt2"):
+        (answer,) = session.run(None, {"tokens": tokens.numpy()})
+        assert_same(torch.from_numpy(answer), exporter.reference("gpt2", tokens)[:, -1])
+
+
+@serving
+def test_a_repository_has_a_model_for_text_where_transformers_can_hold_it(export):
+    folder, said = export("gpt2", "triton")
+    assert "largest difference between transformers and the model: " in said
+    assert "v2/models/gpt2_text/generate" in (folder / "README.md").read_text()
+    shutil.rmtree(folder)
+    folder, said = export("transformer", "triton")
+    assert "; no transformer_text: " in said
+    assert sorted(left(folder)) == ["README.md", "transformer"]
+    assert "_text" not in (folder / "README.md").read_text()
+
+
 @serving
 @pytest.mark.parametrize("name", MODELS)
 def test_a_repository_for_triton_holds_a_model_that_computes_the_same(export, exporter, name):
@@ -153,10 +189,11 @@ def test_a_batch_of_none_is_an_error_before_anything_loads(tmp_path):
         execute(config(*words), tmp_path, None)
 
 
-def test_without_the_extras_the_error_names_the_command(tmp_path, monkeypatch):
+@pytest.mark.parametrize("missing", ["onnxscript", "transformers"])
+def test_without_the_extras_the_error_names_the_command(tmp_path, monkeypatch, missing):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name))
-    with pytest.raises(TrainingError, match="needs .*onnxscript.*: pip install -r requirements-serving.txt"):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find(name))
+    with pytest.raises(TrainingError, match=f"needs .*{missing}.*: pip install -r requirements-serving.txt"):
         execute(config("mode=export", "checkpoint=nowhere", "export.format=triton"), tmp_path, None)
 
 

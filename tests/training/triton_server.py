@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import time
 import urllib.error
@@ -12,12 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from launchers.meeting import LOOPBACK, listen
 
 BACKEND = Path(__file__).resolve().parent / "triton_install" / "onnxruntime"
 START_S = 180.0
 VARIABLE = "TRITON_SERVER"
+# What the server's Python must not take from this environment: numpy 2, and what may not fit a CPU torch.
+NOT_FROM_HERE = ("numpy", "torchvision")
 
 
 class TritonServer:
@@ -27,8 +31,12 @@ class TritonServer:
         home = installed()
         server = home / "pytriton" / "tritonserver"
         backends = folder / "backends"
-        backends.mkdir(parents=True)
-        (backends / "python").symlink_to(server / "backends" / "python")
+        shutil.copytree(server / "backends" / "python", backends / "python")
+        # The backend's own Python ignores PYTHONPATH and finds what lies beside the backend.
+        packages = {path.name: path for path in Path(torch.__file__).parent.parent.iterdir()}
+        packages = {name: path for name, path in packages.items() if not name.startswith(NOT_FROM_HERE)}
+        for name, path in {**packages, **{path.name: path for path in (home / "packages").iterdir()}}.items():
+            (backends / "python" / name).symlink_to(path)
         (backends / "onnxruntime").symlink_to(BACKEND)
         ports = {name: _free_port() for name in ("http", "grpc", "metrics")}
         self.http, self.grpc, self._metrics = (f"{LOOPBACK}:{port}" for port in ports.values())

@@ -21,8 +21,9 @@ from torch.export import Dim, ExportedProgram
 
 from common.errors import TrainingError
 from data.dataset import DataSet
-from data.images import ImageData
+from data.images import ImageData, load_torchvision
 from models.chain import Chain, Layers, as_tuple
+from models.generate import logits_at
 from parallel.strategy import Strategy
 
 TOLERANCE = 1e-5  # of another program's answers: relative to the largest of the model's, or absolute below 1
@@ -114,11 +115,14 @@ class ServedModel:
 
 
 class _Served(nn.Module):
-    """All layers; of a language model without what pads its vocabulary, neither as tokens nor as logits."""
+    """All layers; of a language model without what pads its vocabulary, neither as tokens nor as logits.
 
-    def __init__(self, layers: Layers, names: list[str], words: int | None) -> None:
+    With ``last``, a language model gives the logits of a text's last position only, [batch, words].
+    """
+
+    def __init__(self, layers: Layers, names: list[str], words: int | None, last: bool) -> None:
         super().__init__()
-        self.layers, self.words = layers, words
+        self.layers, self.words, self.last = layers, words, last
         if words is not None:
             self.register_buffer("words_by_token", torch.arange(words)[:, None], persistent=False)
 
@@ -137,16 +141,20 @@ class _Served(nn.Module):
         torch._assert_async(known.all(), f"tokens must be from 0 to {self.words - 1}")
         # ONNX has no assertions, but a table's end: this fails there where a token is none, and changes no other.
         tokens = F.embedding(torch.where(known, tokens, self.words), self.words_by_token)[..., 0]
-        return self.layers(tokens)[..., : self.words]
+        logits = logits_at(self.layers, tokens, slice(None), -1) if self.last else self.layers(tokens)
+        return logits[..., : self.words]
 
 
-def serve(name: str, data: DataSet, strategy: Strategy) -> ServedModel:
-    """Make the model that ``strategy`` holds ready to be served. Its layers are changed to float32 in place."""
+def serve(name: str, data: DataSet, strategy: Strategy, last: bool = False) -> ServedModel:
+    """Make the model that ``strategy`` holds ready to be served. Its layers are changed to float32 in place.
+
+    With ``last``, a language model gives logits of the last position only.
+    """
     chain, (stage,) = strategy.chain, strategy.stages
     takes, samples = _inputs(data, stage.layers[chain.names[0]])
     words = None if data.seq_len is None else min(filter(None, (data.vocab_size, chain.limits["vocabulary"])))
     layers = stage.layers.float().to(memory_format=torch.contiguous_format)
-    module = _Served(layers, [info.name for info in takes], words).eval()
+    module = _Served(layers, [info.name for info in takes], words, last).eval()
     gives = _output(name, module, takes, chain)
     texts = tokenizer(data, chain)
     if "classes" in chain.limits:
@@ -182,7 +190,8 @@ def _output(name: str, module: nn.Module, takes: tuple[TensorInfo, ...], chain: 
         raise TrainingError(f"model={name} gives {len(output)} tensors; only a model that gives one can be served")
     dims = tuple(output.shape[1:])
     named = "logits" if {"classes", "vocabulary"} & chain.limits.keys() else "outputs"
-    return TensorInfo(named, output.dtype, (-1, *dims[1:]) if takes[0].dims == (-1,) else dims)
+    # Of a language model: logits of each token, whose number is free, or of the last one.
+    return TensorInfo(named, output.dtype, (-1, dims[1]) if takes[0].dims == (-1,) and len(dims) > 1 else dims)
 
 
 def _input_names(layer: nn.Module, count: int) -> list[str]:
@@ -273,6 +282,21 @@ def session_of(path: Path, model: ServedModel) -> Callable[..., Tensor]:
     def run(*inputs: Tensor) -> Tensor:
         named = {name: tensor.numpy() for name, tensor in zip(model.names, inputs, strict=True)}
         return torch.from_numpy(session.run([model.gives.name], named)[0])
+
+    return run
+
+
+def transformers_of(folder: Path, model: ServedModel) -> Callable[[Tensor], Tensor]:
+    """Return the language model in a Hugging Face folder as transformers computes it: tokens -> the model's output."""
+    load_torchvision()  # which transformers imports where it is installed
+    from transformers import AutoModelForCausalLM, logging
+
+    logging.disable_progress_bar()
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+
+    def run(tokens: Tensor) -> Tensor:
+        logits = loaded(tokens).logits[..., : model.gives.dims[-1]]
+        return logits if len(model.gives.dims) > 1 else logits[:, -1]
 
     return run
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from training.export.served import (
     TensorInfo,
     serve,
     tokenizer,
+    transformers_of,
     write_onnx,
     write_program,
     write_texts,
@@ -34,15 +36,16 @@ EXAMPLE = "example.safetensors"
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _EXAMPLES = 2
-_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+_ONNX = ("onnx", "onnxscript", "onnxruntime")
+_PACKAGES = {"onnx": _ONNX, "triton": (*_ONNX, "transformers")}
 _KINDS = {"cpu": "KIND_CPU", "cuda": "KIND_GPU"}
 
 
 def check_export(cfg: Any) -> None:
     """Check what can be checked before a checkpoint is read: packages and settings."""
     form = cfg.export.format
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing and form in ("onnx", "triton"):
+    missing = [name for name in _PACKAGES.get(form, ()) if importlib.util.find_spec(name) is None]
+    if missing:
         raise TrainingError(
             f"export.format={form} needs {' and '.join(missing)}, not installed here: "
             "pip install -r requirements-serving.txt"
@@ -78,11 +81,11 @@ def write(cfg: Any, folder: Path, data: DataSet, strategy: Strategy) -> str:
             elif form == "safetensors":
                 write_weights(draft, data, strategy, cfg.model.init_from)
             else:
-                model = serve(cfg.model.name, data, strategy)
+                model = serve(cfg.model.name, data, strategy, last=cfg.export.positions == "last")
                 if form == "triton":
-                    said = write_repository(
-                        draft, model, cfg.export.max_batch_size, _KINDS.get(cfg.device, "KIND_AUTO")
-                    )
+                    kind = _KINDS.get(cfg.device, "KIND_AUTO")
+                    text = write_text(draft, model, data, strategy, cfg, kind) if model.takes_tokens else ""
+                    said = write_repository(draft, model, cfg.export.max_batch_size, kind) + text
                 else:
                     write_texts(draft, model.texts)
                     onnx = form == "onnx"
@@ -158,6 +161,8 @@ def write_repository(folder: Path, model: ServedModel, max_batch_size: int, kind
         NAME/labels.txt          the names of the classes
         NAME/example.safetensors inputs, and what the model answers: ``serve_check`` asks a server and compares
 
+    The README tells of NAME_text too, where ``write_text`` has written that.
+
     The server may compute ``max_batch_size`` samples together, on KIND_CPU, KIND_GPU or KIND_AUTO.
 
     Raises:
@@ -173,9 +178,39 @@ def write_repository(folder: Path, model: ServedModel, max_batch_size: int, kind
     # A number per sample is [batch, 1] for Triton.
     tensors = {name: tensor[:, None] if tensor.ndim == 1 else tensor for name, tensor in tensors.items()}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, home / EXAMPLE)
-    readme = _render("README.md", model, example=EXAMPLE, examples=len(inputs[0]))
+    has_text = _text_home(folder, model).exists()
+    readme = _render("README.md", model, example=EXAMPLE, examples=len(inputs[0]), has_text=has_text)
     (folder / "README.md").write_text(readme, encoding="utf-8")
     return said
+
+
+def write_text(folder: Path, model: ServedModel, data: DataSet, strategy: Strategy, cfg: Any, kind: str) -> str:
+    """Write a model that takes text and answers text into a repository, and return what is to be said of it.
+
+        NAME_text/config.pbtxt   settings, whose defaults are those of ``cfg.sample``
+        NAME_text/1/model.py     for Triton's Python backend
+        NAME_text/1/...          the Hugging Face folder that it loads
+
+    Only a model that Hugging Face can hold, with its tokenizer, is written.
+
+    Raises:
+        TrainingError: Where transformers' answers differ from the model's.
+    """
+    home = _text_home(folder, model)
+    if strategy.chain.hugging_face is None or "tokenizer.json" not in model.texts:
+        return f"; no {home.name}: the model and its tokenizer have no form of Hugging Face's"
+    version = home / "1"
+    version.mkdir(parents=True)
+    write_weights(version, data, strategy, cfg.model.init_from)
+    shutil.copyfile(Path(__file__).with_name("text_model.py"), version / "model.py")
+    seed = cfg.seed if cfg.sample.seed is None else cfg.sample.seed
+    settings = _render("text.pbtxt", model, sample=cfg.sample, seed=seed, at_once=cfg.export.max_batch_size, kind=kind)
+    (home / "config.pbtxt").write_text(settings, encoding="utf-8")
+    return "; " + model.compare(transformers_of(version, model), "transformers")
+
+
+def _text_home(folder: Path, model: ServedModel) -> Path:
+    return folder / f"{model.name}_text"
 
 
 def config(model: ServedModel, max_batch_size: int, kind: str) -> str:
