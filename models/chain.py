@@ -147,6 +147,16 @@ def reset_parameters(name: str, module: nn.Module) -> None:
         module.reset_parameters()
 
 
+def draw_normal(name: str, module: nn.Module, *, std: float) -> None:
+    """Set a module's initial weights: Normal(0, std), zero biases, norms of one."""
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        module.reset_parameters()
+        return
+    module.weight.normal_(0.0, std)
+    if getattr(module, "bias", None) is not None:
+        module.bias.zero_()
+
+
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
 

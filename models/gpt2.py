@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import CausalAttention, UsesCache
-from models.chain import Chain, LayerSpec, check_sizes, check_width
+from models.chain import Chain, LayerSpec, check_sizes, check_width, draw_normal
 from models.fused_cross_entropy import FusedHead
 from models.gpt2_sizes import Size, with_sizes
 from models.huggingface import HuggingFace
@@ -34,7 +34,7 @@ class Embedding(UsesCache, nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, t] -> [b, t, n_embd]."""
-        return self.dropout(self.wte(tokens) + self.position_rows(self.wpe.weight, tokens.shape[1]))
+        return self.dropout(self.wte(tokens) + self.wpe(self.positions(tokens.shape[1], tokens.device)))
 
 
 class Attention(CausalAttention):
@@ -102,17 +102,8 @@ def initialise(name: str, module: nn.Module, *, n_layer: int) -> None:
     The two projections onto the residual stream are scaled by 1/sqrt(2 n_layer), so that its variance does not grow
     with depth.
     """
-    if isinstance(module, nn.LayerNorm):
-        module.reset_parameters()
-        return
-    std = 0.02
-    if name.endswith("c_proj"):
-        std /= math.sqrt(2 * n_layer)
-    elif name.endswith("wpe"):
-        std = 0.01
-    module.weight.normal_(0.0, std)
-    if getattr(module, "bias", None) is not None:
-        module.bias.zero_()
+    std = 0.01 if name.endswith("wpe") else 0.02
+    draw_normal(name, module, std=std / math.sqrt(2 * n_layer) if name.endswith("c_proj") else std)
 
 
 def gpt2(

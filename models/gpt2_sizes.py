@@ -43,11 +43,11 @@ SIZES = {
 }
 
 
-def with_sizes(size: str, given: Mapping[str, int | None]) -> Size:
-    """Return the sizes of ``size``, each replaced by the number that is given; raise ModelError for an unknown size."""
-    if size not in SIZES:
-        raise ModelError(f"model.size: Invalid value {size!r}, expected one of [{', '.join(SIZES)}]")
-    return replace(SIZES[size], **{key: value for key, value in given.items() if value is not None})
+def with_sizes(size: str, given: Mapping[str, Any], sizes: Mapping[str, Any] = SIZES) -> Any:
+    """Return one of ``sizes``, each number replaced by what is given and not None; raise ModelError if unknown."""
+    if size not in sizes:
+        raise ModelError(f"model.size: Invalid value {size!r}, expected one of [{', '.join(sizes)}]")
+    return replace(sizes[size], **{key: value for key, value in given.items() if value is not None})
 
 
 def parameters_of(model: Mapping[str, Any]) -> int:

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from common.errors import ModelError
 from models.attention import UsesCache
-from models.chain import Chain, LayerSpec, check_sizes
+from models.chain import Chain, LayerSpec, check_sizes, draw_normal
 from models.fused_cross_entropy import FusedHead
+from models.gpt2_sizes import with_sizes
 from models.huggingface import HuggingFace
-from models.llama_sizes import LLAMA3, Size, sizes_of, to_config, with_sizes
+from models.llama_sizes import LLAMA3, SIZES, Size, sizes_of, to_config
 from models.losses import TokenCrossEntropy
 
 _EMBEDDING = "embedding.embed_tokens.weight"
@@ -149,16 +150,6 @@ class Head(FusedHead):
         return self.norm(x)
 
 
-def initialise(name: str, module: nn.Module, *, std: float) -> None:
-    """Set a module's initial weights: Normal(0, std), zero biases, norms of one."""
-    if isinstance(module, nn.RMSNorm):
-        module.reset_parameters()
-        return
-    module.weight.normal_(0.0, std)
-    if getattr(module, "bias", None) is not None:
-        module.bias.zero_()
-
-
 def llama(
     size: Literal["tiny", "135M", "360M", "qwen2.5-0.5B", "qwen3-0.6B", "llama3.2-1B", "tinyllama-1.1B"] = "tiny",
     n_layer: int | None = None,
@@ -183,9 +174,8 @@ def llama(
     ``models.llama_sizes.Size`` says what they mean. Raises ValueError for sizes that do not fit together.
     """
     given = {key: value for key, value in locals().items() if key != "size"}
-    chosen = with_sizes(size, given)
-    counts = ("n_layer", "n_head", "kv_heads", "head_dim", "n_embd", "mlp_width", "block_size", "vocab_size")
-    check_sizes(**{key: getattr(chosen, key) for key in counts})
+    chosen: Size = with_sizes(size, given, SIZES)
+    check_sizes(**{key: value for key, value in vars(chosen).items() if type(value) is int})
     _check(chosen)
     block, config = partial(Block, chosen), to_config(chosen)
     return Chain(
@@ -196,7 +186,7 @@ def llama(
         ],
         loss=TokenCrossEntropy(),
         tied={"head.lm_head.weight": _EMBEDDING} if chosen.tied else {},
-        initialise=partial(initialise, std=chosen.init_std),
+        initialise=partial(draw_normal, std=chosen.init_std),
         limits={"positions": chosen.block_size, "vocabulary": chosen.vocab_size},
         embedding=_EMBEDDING,
         continues=True,
@@ -209,10 +199,7 @@ llama.sizes_of = sizes_of  # what null stands for: see training.setup.complete
 
 def _check(size: Size) -> None:
     if size.n_head % size.kv_heads:
-        raise ModelError(
-            f"model.kv_heads={size.kv_heads} does not divide model.n_head={size.n_head}: each head of keys and values "
-            "serves equally many query heads"
-        )
+        raise ModelError(f"model.kv_heads={size.kv_heads} does not divide model.n_head={size.n_head}; choose another")
     if size.head_dim % 2:
         raise ModelError(f"model.head_dim={size.head_dim} must be even: positions rotate pairs")
     if size.rope_scaling is not None and set(size.rope_scaling) != set(LLAMA3):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from common.errors import ModelError
 from common.files import expand_home, parse_json
+from models.gpt2_sizes import with_sizes
 
 
 @dataclass(frozen=True)
@@ -65,41 +66,28 @@ SIZES = {
 }
 
 KEYS = {  # this project's names, and those of Hugging Face's config.json
-    "n_embd": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "mlp_width": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "block_size": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "tied": "tie_word_embeddings",
-    "init_std": "initializer_range",
-}
-KINDS = {  # (qkv_bias, qk_norm) of each
-    "LlamaForCausalLM": (False, False),
-    "Qwen2ForCausalLM": (True, False),
-    "Qwen3ForCausalLM": (False, True),
-}
-# What else config.json may hold: what this model computes with, or the key has to be absent or null ...
-_FIXED = {
-    "hidden_act": "silu", "attention_dropout": 0.0, "mlp_bias": False, "attention_bias": False, "pretraining_tp": 1,
-    "use_sliding_window": False, "rope_interleaved": False, "partial_rotary_factor": 1.0,
+    "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "mlp_width": "intermediate_size",
+    "vocab_size": "vocab_size", "block_size": "max_position_embeddings", "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings", "init_std": "initializer_range",
 }  # fmt: skip
-# ... and what no logit depends on.
+KINDS = {
+    "LlamaForCausalLM": {"qkv_bias": False, "qk_norm": False},
+    "Qwen2ForCausalLM": {"qkv_bias": True, "qk_norm": False},
+    "Qwen3ForCausalLM": {"qkv_bias": False, "qk_norm": True},
+}
+# What else config.json may hold, rotations and kinds of layers included: the values that this model computes with ...
+_FIXED = {
+    "hidden_act": ["silu"], "attention_dropout": [0.0], "mlp_bias": [False], "attention_bias": [False],
+    "pretraining_tp": [1], "use_sliding_window": [False], "rope_interleaved": [False], "partial_rotary_factor": [1.0],
+    "rope_type": ["default", "llama3"], "type": ["default", "llama3"], "layer_types": [[], ["full_attention"]],
+}  # fmt: skip
+# ... and what no logit depends on, or is read.
 _FREE = {
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id",
     "eos_token_id", "pad_token_id", "_name_or_path", "is_llama_config", "transformers.js_config", "sliding_window",
-    "max_window_layers", "layer_types", "rope_theta", "rope_scaling", "rope_parameters",
+    "max_window_layers", "rope_theta", "rope_scaling", "rope_parameters", *LLAMA3, *KEYS.values(),
 }  # fmt: skip
-
-
-def with_sizes(size: str, given: Mapping[str, Any]) -> Size:
-    """Return the sizes of ``size``, each replaced by what is given and not None; raise ModelError if unknown."""
-    if size not in SIZES:
-        raise ModelError(f"model.size: Invalid value {size!r}, expected one of [{', '.join(SIZES)}]")
-    return replace(SIZES[size], **{key: value for key, value in given.items() if value is not None})
 
 
 def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, Any]:
@@ -114,7 +102,7 @@ def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, An
     path = None if model.get("init_from") is None else expand_home(model["init_from"]) / "config.json"
     known = {field.name: model.get(field.name) for field in fields(Size)}
     if path is None or not path.is_file() or None not in known.values():
-        own = with_sizes(model["size"], known).vocab_size
+        own = with_sizes(model["size"], known, SIZES).vocab_size
         return {"vocab_size": own if known["vocab_size"] else max(own, words or 0)}
     sizes = read_config(path)
     for key, value in sizes.items():
@@ -131,37 +119,33 @@ def read_config(path: Path) -> dict[str, Any]:
         ModelError: It is of another kind, or has a key that may change numbers and that this model does not know.
     """
     try:
-        config = parse_json(path.read_bytes())
-        kind = config["architectures"][0]
-        qkv_bias, qk_norm = KINDS[kind]
-        heads, width = config["num_attention_heads"], config["hidden_size"]
-        defaults = {"num_key_value_heads": heads, "tie_word_embeddings": False, "initializer_range": 0.02}
-        defaults["head_dim"] = 128 if qk_norm else width // heads
-        config = {key: value for key, value in config.items() if value is not None}
-        sizes = {key: config.get(theirs, defaults.get(theirs)) for key, theirs in KEYS.items()}
-        rope = {"rope_theta": config.get("rope_theta", 10_000.0)}
+        config = {key: value for key, value in parse_json(path.read_bytes()).items() if value is not None}
+        kind, heads = config["architectures"][0], config["num_attention_heads"]
+        extras = KINDS[kind]
+        known = {"num_key_value_heads": heads, "tie_word_embeddings": False, "initializer_range": 0.02}
+        known["head_dim"] = 128 if extras["qk_norm"] else config["hidden_size"] // heads
+        known |= config
+        rope = {"rope_theta": 10_000.0, "layer_types": []} | config
         rope |= {**config.get("rope_scaling", {}), **config.get("rope_parameters", {})}
-        scaling = rope.get("rope_type", rope.get("type", "default"))
+        rope["layer_types"] = sorted({*rope["layer_types"]})
+        stretched = "llama3" in (rope.get("rope_type"), rope.get("type"))
+        scaling = {key: rope[key] for key in LLAMA3} if stretched else None
+        theta = float(rope["rope_theta"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ModelError(f"{path} is none of {', '.join(KINDS)}: {error!r}") from None
-    missing = [KEYS[key] for key, value in sizes.items() if value is None]
-    strange = [f"{key}={value}" for key, value in config.items() if _FIXED.get(key, value) != value]
-    strange += [f"{k}={v}" for k, v in config.items() if k not in {*KEYS.values(), *_FIXED, *_FREE}]
-    strange += [f"layer_types={kinds}" for kinds in {*config.get("layer_types", ())} - {"full_attention"}]
-    strange += [f"rope_type={scaling}"] * (scaling not in ("default", "llama3"))
-    strange += [f"{k} of its rotations" for k in rope.keys() - {"rope_theta", "rope_type", "type", *LLAMA3}]
-    if missing or strange:
-        problem = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(strange)}, which is not known here"
-        raise ModelError(f"{path} {problem}; model=llama would compute other numbers than {kind}")
-    stretch = {key: rope[key] for key in LLAMA3} if scaling == "llama3" else None
-    return sizes | {
-        "rope_theta": float(rope["rope_theta"]), "rope_scaling": stretch, "qkv_bias": qkv_bias, "qk_norm": qk_norm,
-    }  # fmt: skip
+    problems = [f"lacks {theirs}" for theirs in KEYS.values() if theirs not in known]
+    for key, value in rope.items():
+        if key not in _FREE and value not in _FIXED.get(key, ()):
+            problems.append(f"has {key}={value}, which is not known here")
+    if problems:
+        raise ModelError(f"{path} {', '.join(problems)}; model=llama would compute other numbers than {kind}")
+    sizes = {key: known[theirs] for key, theirs in KEYS.items()}
+    return {**sizes, **extras, "rope_theta": theta, "rope_scaling": scaling}
 
 
 def to_config(size: Size) -> dict[str, Any] | None:
     """Return config.json of transformers for these sizes; None where no published kind is like that."""
-    kind = next((kind for kind, extras in KINDS.items() if extras == (size.qkv_bias, size.qk_norm)), None)
+    kind = next((kind for kind, extras in KINDS.items() if extras.items() <= vars(size).items()), None)
     if kind is None:
         return None
     scaling = {"rope_type": "default"} if size.rope_scaling is None else {"rope_type": "llama3", **size.rope_scaling}

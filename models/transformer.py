@@ -42,7 +42,7 @@ class Positions(UsesCache, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, t, d_model] -> same."""
-        return x + self.position_rows(self.pe, x.shape[1])
+        return x + self.pe[self.positions(x.shape[1], x.device)]
 
 
 class Encoder(nn.Module):

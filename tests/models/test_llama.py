@@ -12,7 +12,7 @@ from common.errors import ModelError
 from data.images import load_torchvision
 from models.generate import Draws, generate
 from models.llama import llama
-from models.llama_sizes import KEYS, SIZES, read_config, sizes_of, to_config, with_sizes
+from models.llama_sizes import KEYS, SIZES, Size, read_config, sizes_of, to_config
 
 CPU = torch.device("cpu")
 WORDS, POSITIONS = 130, 64
@@ -97,7 +97,7 @@ def test_config_json_is_read_and_written_without_a_difference(tmp_path, kind, op
     model = published(kind, options)
     model.save_pretrained(tmp_path)
     config = model.config
-    written = to_config(with_sizes("tiny", read_config(tmp_path / "config.json")))
+    written = to_config(Size(**read_config(tmp_path / "config.json")))
     (tmp_path / "again").mkdir()
     (tmp_path / "again" / "config.json").write_text(json.dumps(written))
     from transformers import AutoConfig
@@ -111,7 +111,7 @@ def test_config_json_is_read_and_written_without_a_difference(tmp_path, kind, op
 @pytest.mark.parametrize("size", SIZES)
 def test_a_size_is_what_its_own_config_json_says(tmp_path, size):
     (tmp_path / "config.json").write_text(json.dumps(to_config(SIZES[size])))
-    assert with_sizes("tiny", read_config(tmp_path / "config.json")) == SIZES[size]
+    assert Size(**read_config(tmp_path / "config.json")) == SIZES[size]
 
 
 BASE = {"architectures": ["LlamaForCausalLM"], **{k: v for k, v in to_config(SIZES["tiny"]).items() if v is not None}}
