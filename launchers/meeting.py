@@ -73,8 +73,7 @@ def connect(world: World, timeout_s: float) -> Store | None:
         store = PrefixStore(f"launchers/attempt-{restarts()}/connection-{number}", _opened[where])
     if store.add(f"rank-{world.rank}", 1) > 1:
         raise LaunchError(
-            f"two processes at {where} say that they are RANK={world.rank} of WORLD_SIZE={world.size}: "
-            "give each its own rank"
+            f"two processes at {where} have RANK={world.rank} of WORLD_SIZE={world.size}: give each its own rank"
         )
 
     _exchange(world, store, "here", None, timeout_s)

@@ -35,10 +35,7 @@ def given(key: str, fingerprint: str = "", vocab_size: int | None = None) -> Any
         UserError: This process was given none, or another.
     """
     if _objects is None or key not in _objects:
-        raise UserError(
-            f"{key} was given by a Python program and is not in the configuration: give it again, by "
-            f"training.train(..., {key}=...)"
-        )
+        raise UserError(f"{key} was given by a Python program: give it again, by training.train(..., {key}=...)")
     if fingerprint != getattr(_objects[key], "fingerprint", ""):
         raise UserError(
             f"this process was given a {key} with other numbers than the first rank, or than before: make it from the "

@@ -38,13 +38,9 @@ class HuggingFace:
         begins, theirs = next(pair for pair in self.names.items() if name.startswith(pair[0]))
         return theirs + name.removeprefix(begins)
 
-    def is_transposed(self, name: str) -> bool:
-        """Return whether Hugging Face keeps the parameter ``name`` [out, in] as [in, out]."""
-        return name.endswith(self.transposed)
-
     def convert(self, name: str, tensor: Tensor) -> Tensor:
         """Return the parameter ``name`` as Hugging Face keeps it, or theirs as this project keeps it."""
-        return tensor.t().contiguous() if self.is_transposed(name) else tensor
+        return tensor.t().contiguous() if name.endswith(self.transposed) else tensor
 
     def export(self, state: Mapping[str, Tensor], words: int | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return Hugging Face's state dict, without a tied head, and the content of config.json.

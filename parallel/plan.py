@@ -242,8 +242,7 @@ def _check_world(processes: int, dp: int, ranks_per_replica: int, hardware: Hard
         )
     if hardware.device_type == "mps" and processes > 1:
         raise PlanError(
-            f"{layout}, but device=mps is for one process; choose one, or device=cpu, whose cores any number of "
-            "processes share"
+            f"{layout}, but device=mps is for one process; choose one, or device=cpu for any number of processes"
         )
 
 
@@ -386,8 +385,7 @@ def check_shardable(strategy: str, skeleton: nn.Module) -> None:
     scalars = [name for name, parameter in skeleton.named_parameters() if parameter.dim() == 0]
     if scalars:
         raise PlanError(
-            f"parallel={strategy} shares the rows of each parameter, and {scalars[0]} is a single number; give it the "
-            "shape (1,)"
+            f"parallel={strategy} shares rows of parameters, and {scalars[0]} is a number; give it the shape (1,)"
         )
 
 

@@ -106,8 +106,7 @@ def check_loss_value(loss: Any, sums: Any, trained: bool) -> None:
     check_sums(loss, sums)
     if trained and not sums.loss.requires_grad:
         raise TrainingError(
-            f"the loss {type(loss).__name__} does not depend on the model's output by a differentiable way: leave out "
-            "detach(), item(), argmax() and no_grad()"
+            f"the loss {type(loss).__name__} is not differentiable: leave out detach(), item(), argmax() and no_grad()"
         )
 
 

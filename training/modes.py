@@ -45,9 +45,7 @@ def run_alone(cfg: Any, run_dir: Path, world: World | None) -> None:
         TrainingError: Where several processes were started, and as ``export`` and ``sample`` do.
     """
     if world is not None and world.size > 1:
-        raise TrainingError(
-            f"mode={cfg.mode} is one process and {world.size} were started (WORLD_SIZE): start it without torchrun"
-        )
+        raise TrainingError(f"mode={cfg.mode} is one process and {world.size} were started: start it without torchrun")
     print(export(cfg, run_dir) if cfg.mode == "export" else sample(cfg), flush=True)
 
 
@@ -124,8 +122,7 @@ def sample(cfg: Any) -> str:
     vocabulary, strategy = restored.data.vocabulary, restored.strategy
     if vocabulary is None:
         raise TrainingError(
-            f"the tokens of this data set are of an unknown vocabulary (data.vocab_size={restored.data.vocab_size}), "
-            "so they cannot be shown as text"
+            f"data.vocab_size={restored.data.vocab_size}: this vocabulary is unknown, so no text can be shown"
         )
     if isinstance(vocabulary, WordVocabulary):
         restored.data.prepare()  # which reads the words

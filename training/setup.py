@@ -177,13 +177,11 @@ def check_train(cfg: Any) -> None:
         raise TrainingError(f"train.spike_factor={train.spike_factor} must be above 1, such as 3")
     if train.spike_rollback is not None and train.spike_factor is None:
         raise TrainingError(
-            f"train.spike_rollback={train.spike_rollback} needs train.spike_factor, which says what a spike is; set it "
-            "to 3 for example"
+            f"train.spike_rollback={train.spike_rollback} needs train.spike_factor, such as train.spike_factor=3"
         )
     if train.deterministic and train.cudnn_benchmark:
         raise TrainingError(
-            "train.cudnn_benchmark=true takes whichever algorithm was fastest this time, train.deterministic=true the "
-            "same one every time: switch one of them off"
+            "train.deterministic=true excludes train.cudnn_benchmark=true, which takes other algorithms each time"
         )
 
 
@@ -211,8 +209,7 @@ def check_kind(data: DataSet, model: Any) -> None:
         return
     kind = "tokens" if data.seq_len is not None else "numbers"
     raise TrainingError(
-        f"model={model.name} does not take the {kind} that this data set gives; leave data= out and the model brings "
-        "one that fits"
+        f"model={model.name} does not take the {kind} of this data set; leave data= out, and the model brings its own"
     )
 
 

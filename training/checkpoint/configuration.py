@@ -227,10 +227,7 @@ def checkpoint_of(cfg: Any) -> Path:
         TrainingError: Nothing is named. Whether it exists and is complete is checked by those who read it.
     """
     if cfg.checkpoint is None:
-        raise TrainingError(
-            f"mode={cfg.mode} needs checkpoint=PATH: a run directory, or one of its checkpoints, such as "
-            "RUN_DIR/checkpoints/latest"
-        )
+        raise TrainingError(f"mode={cfg.mode} needs checkpoint=PATH: a run directory, or RUN_DIR/checkpoints/latest")
     return Path(cfg.checkpoint)
 
 

@@ -14,14 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 import triton_python_backend_utils as triton
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 FOLDER = Path(__file__).parent
 FINAL = triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -36,8 +30,8 @@ class TritonPythonModel:
         self.defaults = {name: json.loads(value["string_value"]) for name, value in parameters.items()}
         self.pool = ThreadPoolExecutor(self.defaults.pop("texts_at_once"))
         self.device = f"cuda:{args['model_instance_device_id']}" if args["model_instance_kind"] == "GPU" else "cpu"
-        self.model = AutoModelForCausalLM.from_pretrained(FOLDER).to(self.device).eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER).to(self.device).eval()
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
 
     def execute(self, requests: list) -> None:
         """Have each request answered beside the others. Tensors of a request are valid during this call only."""
@@ -82,9 +76,9 @@ class TritonPythonModel:
         count, temperature = settings["max_tokens"], settings["temperature"]
         if count < 1:
             raise ValueError(f"max_tokens={count} must be at least 1")
-        warpers = [TemperatureLogitsWarper(temperature)] if temperature else []
-        warpers += [TopKLogitsWarper(settings["top_k"])] if settings["top_k"] else []
-        warpers += [TopPLogitsWarper(settings["top_p"])]
+        warpers = [transformers.TemperatureLogitsWarper(temperature)] if temperature else []
+        warpers += [transformers.TopKLogitsWarper(settings["top_k"])] if settings["top_k"] else []
+        warpers += [transformers.TopPLogitsWarper(settings["top_p"])]
         generator = torch.Generator().manual_seed(settings["seed"])
         new, kept = tokens, None
         for _ in range(min(count, self.model.config.max_position_embeddings - len(tokens))):

@@ -47,8 +47,7 @@ def check_export(cfg: Any) -> None:
     missing = [name for name in _PACKAGES.get(form, ()) if importlib.util.find_spec(name) is None]
     if missing:
         raise TrainingError(
-            f"export.format={form} needs {' and '.join(missing)}, not installed here: "
-            "pip install -r requirements-serving.txt"
+            f"export.format={form} needs {' and '.join(missing)}: pip install -r requirements-serving.txt"
         )
     rank, start = (cfg.model.get("lora") or {}).get("rank"), cfg.model.init_from
     if form == "peft" and None in (rank, start):
