@@ -144,7 +144,7 @@ class Weights(dict):
         stored = StoredTensor(self._file_of[key], key)
         if self._format is None:
             return stored
-        if self._format.is_transposed(name):
+        if name.endswith(self._format.transposed):
             return _Transposed(stored)
         rows, *width = self.expected[name].shape
         grows = name in self._format.words and rows > stored.shape[0] and width == list(stored.shape[1:])
