@@ -1,0 +1,80 @@
+"""A run on rows of prompts and answers in a published tokenizer's tokens: trained, sampled from and exported."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import pytest
+from composed import config, records, run, run_layout
+from tokenizer_folders import tokenizer_folder
+
+from common.errors import DataError
+from training.app import execute
+
+ROWS = [(f"What is {i} + {i}?", f"It is {2 * i}.") for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tokenizer_folder(tmp_path_factory.mktemp("tokenizer"), "llama3", vocab_file=None)
+
+
+@pytest.fixture(scope="module")
+def line(folder, tmp_path_factory):
+    rows = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"q": q, "a": a}) + "\n" for q, a in ROWS))
+    sizes = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=32", "model.vocab_size=384"]
+    data = ["data=jsonl", f"data.root='{rows}'", "data.field=q", "data.answer=a", "data.template=tokenizer"]
+    data += [f"data.tokenizer='{folder}'", "data.seq_len=96"]
+    return [*sizes, *data, "train.global_batch_size=4", "train.precision=fp32", "train.eval_every=null"]
+
+
+@pytest.fixture(scope="module")
+def trained(line, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("run")
+    run(run_dir, *line, "train.steps=3")
+    return run_dir
+
+
+def test_the_loss_of_answers_is_the_same_in_every_layout(line, trained, ranks, tmp_path):
+    losses = [record["loss"] for record in records(trained)]
+    assert len(losses) == 3 and all(math.isfinite(loss) for loss in losses)
+    layout = run_layout(ranks, "pipe_ddp", tmp_path / "layout", *line, "train.steps=3")
+    assert [record["loss"] for record in records(layout)] == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_prompt_is_continued_in_its_template(line, trained, tmp_path, capsys):
+    ask = ["mode=sample", f"checkpoint='{trained}'", "sample.prompt='What is 1 + 1?'", "sample.tokens=4"]
+    execute(config(*line, *ask), tmp_path, None)
+    said = capsys.readouterr().out
+    assert said.startswith("<|begin_of_text|><|start_header_id|>system")
+    assert "What is 1 + 1?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n" in said
+    execute(config(*line, *ask, "data.template=null", "data.answer=null"), tmp_path, None)
+    assert capsys.readouterr().out.startswith("<|begin_of_text|>What is 1 + 1?")
+
+
+def test_the_exported_folder_has_the_tokenizer_byte_for_byte_and_transformers_reads_it(line, trained, folder, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="a test dependency (requirements-dev.txt)")
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<|eot_id|>"}')
+    execute(config(*line, "mode=export", f"checkpoint='{trained}'", "export_to=out"), tmp_path, None)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+    ours, theirs = (transformers.AutoTokenizer.from_pretrained(place) for place in (tmp_path / "out", folder))
+    assert ours("It is 24.").input_ids == theirs("It is 24.").input_ids
+    assert ours.chat_template == theirs.chat_template and ours.eos_token == "<|eot_id|>"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == theirs.eos_token_id
+
+
+def test_a_step_in_which_no_answer_is_left_is_said_to_be_skipped(line, tmp_path, caplog):
+    with pytest.raises(Exception, match="no target counts"):
+        run(tmp_path / "run", *line, "data.seq_len=8", "train.steps=1")
+
+
+def test_a_tokenizer_that_is_gone_is_an_error_that_names_it(line, trained, folder, tmp_path):
+    moved = [f"data.tokenizer='{tmp_path / 'gone'}'"]
+    with pytest.raises(DataError, match="gone.* does not exist: data.tokenizer="):
+        execute(config(*line, *moved, "mode=sample", f"checkpoint='{trained}'"), tmp_path, None)
+    shutil.copytree(folder, tmp_path / "gone")
+    execute(config(*line, *moved, "mode=sample", f"checkpoint='{trained}'", "sample.tokens=1"), tmp_path, None)
