@@ -10,7 +10,7 @@ import pytest
 from composed import config, records, run, run_layout
 from tokenizer_folders import tokenizer_folder
 
-from common.errors import DataError
+from common.errors import DataError, TrainingError
 from training.app import execute
 
 ROWS = [(f"What is {i} + {i}?", f"It is {2 * i}.") for i in range(40)]
@@ -18,7 +18,7 @@ ROWS = [(f"What is {i} + {i}?", f"It is {2 * i}.") for i in range(40)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tokenizer_folder(tmp_path_factory.mktemp("tokenizer"), "llama3", vocab_file=None)
+    return tokenizer_folder(tmp_path_factory.mktemp("tokenizer"), "llama3", eos_token="<|end_of_text|>")
 
 
 @pytest.fixture(scope="module")
@@ -57,18 +57,19 @@ def test_a_prompt_is_continued_in_its_template(line, trained, tmp_path, capsys):
 
 def test_the_exported_folder_has_the_tokenizer_byte_for_byte_and_transformers_reads_it(line, trained, folder, tmp_path):
     transformers = pytest.importorskip("transformers", reason="a test dependency (requirements-dev.txt)")
-    (folder / "special_tokens_map.json").write_text('{"eos_token": "<|eot_id|>"}')
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<|end_of_text|>"}')
     execute(config(*line, "mode=export", f"checkpoint='{trained}'", "export_to=out"), tmp_path, None)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
     ours, theirs = (transformers.AutoTokenizer.from_pretrained(place) for place in (tmp_path / "out", folder))
     assert ours("It is 24.").input_ids == theirs("It is 24.").input_ids
-    assert ours.chat_template == theirs.chat_template and ours.eos_token == "<|eot_id|>"
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == theirs.eos_token_id
+    assert ours.chat_template == theirs.chat_template and ours.eos_token == "<|end_of_text|>"
+    for name in ("config.json", "generation_config.json"):  # where a generated text ends
+        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == theirs.eos_token_id
 
 
-def test_a_step_in_which_no_answer_is_left_is_said_to_be_skipped(line, tmp_path, caplog):
-    with pytest.raises(Exception, match="no target counts"):
+def test_rows_that_are_all_cut_before_their_answers_are_refused(line, tmp_path):
+    with pytest.raises(TrainingError, match="no target counts"):
         run(tmp_path / "run", *line, "data.seq_len=8", "train.steps=1")
 
 

@@ -108,7 +108,7 @@ def write_weights(folder: Path, data: DataSet, strategy: Strategy, published: st
     if chain.hugging_face is not None:
         theirs = _published(published)
         state, config = chain.hugging_face.export(state, None if _CONFIG in theirs else data.vocab_size)
-        end = min(END_OF_TEXT, config["vocab_size"] - 1)
+        end = getattr(data.vocabulary, "end", min(END_OF_TEXT, config["vocab_size"] - 1))  # words have none
         known = json.loads(theirs.get(_CONFIG, "{}"))
         ends = {key: known[key] for key in _ENDS if key in known} or dict.fromkeys(_ENDS[:2], end)
         texts[_CONFIG] = json.dumps({**config, **ends}, indent=1)
