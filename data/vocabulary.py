@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -48,7 +49,7 @@ def choose_vocabulary(tokenizer: str | None, extra_tokens: ExtraTokens) -> Vocab
     return HuggingFaceVocabulary(tokenizer)
 
 
-class Vocabulary:
+class Vocabulary(ABC):
     """Tokens that do not depend on the text, each document followed by a token that says so.
 
     The interface is that of data.words.WordVocabulary, and more.
@@ -81,18 +82,27 @@ class Vocabulary:
 
     def load(self, folder: Path) -> None:
         """Do nothing: the tokens do not depend on the text."""
+        return
 
     def encode_texts(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
         """Return each text's tokens, behind those of ``begin``."""
         return [[*self.begin, *tokens] for tokens in self.tokens(texts, threads)]
 
+    @abstractmethod
     def tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False) -> list[list[int]]:
         """Return the tokens of each text or part of one.
 
         Special tokens are recognised in it, except ``end``: text that looks like it is encoded as the characters that
         it is made of. What a template has ``rendered`` may hold it, too.
         """
-        raise NotImplementedError
+
+    @abstractmethod
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of some tokens."""
+
+    @abstractmethod
+    def files(self, positions: int) -> dict[str, str]:
+        """Return the files of Hugging Face's tokenizer by name, for a model of at most so many ``positions``."""
 
 
 class GPT2Vocabulary(Vocabulary):
@@ -124,11 +134,11 @@ class GPT2Vocabulary(Vocabulary):
         return gpt2(self.extra).encode_batch(texts, num_threads=threads, **known)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of some tokens."""
+        """See Vocabulary."""
         return gpt2(self.extra).decode(list(tokens))
 
     def files(self, positions: int) -> dict[str, str]:
-        """Return the files of Hugging Face's tokenizer by name, for a model of at most so many ``positions``."""
+        """See Vocabulary."""
         return tokenizer_files(self.extra, positions)
 
 

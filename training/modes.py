@@ -45,7 +45,9 @@ def run_alone(cfg: Any, run_dir: Path, world: World | None) -> None:
         TrainingError: Where several processes were started, and as ``export`` and ``sample`` do.
     """
     if world is not None and world.size > 1:
-        raise TrainingError(f"mode={cfg.mode} is one process and {world.size} were started: start it without torchrun")
+        raise TrainingError(
+            f"mode={cfg.mode} is one process and {world.size} were started (WORLD_SIZE): start it without torchrun"
+        )
     print(export(cfg, run_dir) if cfg.mode == "export" else sample(cfg), flush=True)
 
 

@@ -181,7 +181,8 @@ def check_train(cfg: Any) -> None:
         )
     if train.deterministic and train.cudnn_benchmark:
         raise TrainingError(
-            "train.deterministic=true excludes train.cudnn_benchmark=true, which takes other algorithms each time"
+            "train.cudnn_benchmark=true takes whichever algorithm was fastest this time, train.deterministic=true the "
+            "same one every time: switch one of them off"
         )
 
 

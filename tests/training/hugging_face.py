@@ -55,3 +55,17 @@ def write_rows(folder: Path) -> Path:
     for name, rows in (("train", ROWS[:-40]), ("test", ROWS[-40:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+def make_gpt2(folder: Path) -> Path:
+    """Write a small random GPT-2, without a tokenizer: its tokens are GPT-2's."""
+    load_torchvision()
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(5)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=4, n_embd=32, n_positions=256))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape))
+    model.save_pretrained(folder)
+    return folder

@@ -8,11 +8,11 @@ import shutil
 import pytest
 import torch
 from composed import config, losses, run, run_layout, saved
+from hugging_face import make_gpt2
 from safetensors.torch import load_file, save_file
 
 from common.errors import TrainingError
 from conf.composition import quote_values
-from data.images import load_torchvision
 from data.vocabulary import gpt2
 from training.app import execute
 from training.setup import prepare
@@ -34,17 +34,7 @@ def recipe(text):
 def published(tmp_path_factory):
     """A folder as Hugging Face's, with weights of some size."""
     pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
-    load_torchvision()
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    folder = tmp_path_factory.mktemp("published")
-    torch.manual_seed(5)
-    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=4, n_embd=32, n_positions=256))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape))
-    model.save_pretrained(folder)
-    return folder
+    return make_gpt2(tmp_path_factory.mktemp("published"))
 
 
 @pytest.fixture

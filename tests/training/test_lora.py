@@ -8,12 +8,12 @@ import shutil
 import pytest
 import torch
 from composed import QUIET, config, losses, run, run_layout, saved
+from hugging_face import make_gpt2
 from safetensors.torch import load_file, save_file
 
 from common.errors import CheckpointError, TrainingError
 from conf.composition import compose, quote_values
 from conf.instantiate import to_config, to_dict
-from data.images import load_torchvision
 from data.tensors import TensorData
 from models.losses import ClassCrossEntropy
 from models.sequential import chain_of
@@ -45,17 +45,7 @@ def recipe(text):
 def published(tmp_path_factory):
     """A base as Hugging Face keeps it, of random weights."""
     pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
-    load_torchvision()
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    folder = tmp_path_factory.mktemp("published")
-    torch.manual_seed(5)
-    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=4, n_embd=32, n_positions=256))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape))
-    model.save_pretrained(folder)
-    return folder
+    return make_gpt2(tmp_path_factory.mktemp("published"))
 
 
 @pytest.fixture(scope="module")

@@ -179,8 +179,7 @@ class _Padded:
         own = self._stored[min(start, known) : min(stop, known)]
         if stop <= known:
             return own
-        blocks = (self._stored[first : first + _BLOCK] for first in range(0, known, _BLOCK))
-        mean = (sum(block.double().sum(dim=0) for block in blocks) / known).to(own.dtype)
+        mean = _mean(self._stored).to(own.dtype)
         return torch.cat([own, mean.expand(stop - start - len(own), -1)])
 
 
@@ -303,7 +302,8 @@ def _add_tokens(extra_tokens: Any, chain: Chain, strategy: Strategy, known: int)
             fill(parameter, rows, name)
 
 
-def _mean(rows: Tensor) -> Tensor:
+def _mean(rows: Tensor | StoredTensor) -> Tensor:
     """Return the mean row, computed in float64 on the CPU: copies on other ranks and devices get the same numbers."""
-    total = sum(block.cpu().double().sum(dim=0) for block in rows.split(_BLOCK))
-    return total / len(rows)
+    count = rows.shape[0]
+    blocks = (rows[first : first + _BLOCK] for first in range(0, count, _BLOCK))
+    return sum(block.cpu().double().sum(dim=0) for block in blocks) / count
