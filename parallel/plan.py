@@ -385,7 +385,8 @@ def check_shardable(strategy: str, skeleton: nn.Module) -> None:
     scalars = [name for name, parameter in skeleton.named_parameters() if parameter.dim() == 0]
     if scalars:
         raise PlanError(
-            f"parallel={strategy} shares rows of parameters, and {scalars[0]} is a number; give it the shape (1,)"
+            f"parallel={strategy} shares the rows of each parameter, and {scalars[0]} is a single number; give it the "
+            "shape (1,)"
         )
 
 
