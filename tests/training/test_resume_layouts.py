@@ -74,7 +74,10 @@ def marks(model, before, after):
     "model, before, after",
     [pytest.param(*pair, marks=marks(*pair)) for pair in product(("gpt2", "convnet"), NAMES, NAMES)]
     # In the middle of an epoch whose batches differ in width.
-    + [("gpt2 on rows", "pipe_ddp", "pipelined"), ("gpt2 on rows", "single", "pipe_fsdp")],
+    + [
+        ("gpt2 on rows", "pipe_ddp", "pipelined"),
+        pytest.param("gpt2 on rows", "single", "pipe_fsdp", marks=pytest.mark.slow),
+    ],
 )
 def test_from_every_layout_to_every_other(start, train, model, before, after):
     single = start(model, "single")

@@ -45,6 +45,8 @@ class TritonServer:
             *(f"--model-repository={repository}" for repository in repositories),
             f"--backend-directory={backends}",
             f"--backend-config=python,shm-region-prefix-name=triton-{os.getpid()}-{ports['http']}",
+            # By default 30: on a busy machine, too little to import torch and transformers for the first time.
+            f"--backend-config=python,stub-timeout-seconds={START_S:.0f}",
             "--disable-auto-complete-config",
             *(f"--{name}-address={LOOPBACK}" for name in ports),
             *(f"--{name}-port={port}" for name, port in ports.items()),
