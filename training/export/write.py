@@ -51,11 +51,8 @@ def check_export(cfg: Any) -> None:
         )
     rank, start = (cfg.model.get("lora") or {}).get("rank"), cfg.model.init_from
     if form == "peft" and None in (rank, start):
-        raise TrainingError(
-            "export.format=peft writes the adapters of a run with model.lora.rank for the folder that its "
-            f"model.init_from names; this one has model.lora.rank={rank} and model.init_from={start}. The other "
-            "formats write the whole model, with adapters merged"
-        )
+        said = f"model.lora.rank={rank} and model.init_from={start}. The other formats merge adapters"
+        raise TrainingError(f"export.format=peft needs a rank and the base's folder; this run has {said}")
     if form == "triton" and cfg.export.max_batch_size < 1:
         raise TrainingError(f"export.max_batch_size={cfg.export.max_batch_size} must be at least 1")
 
