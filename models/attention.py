@@ -41,6 +41,10 @@ class KeyValueCache:
         slots = torch.arange(max(positions) + 1, device=device)
         self._visible = (slots <= self._positions[:, None])[:, None, None]
 
+    def rows(self, table: Tensor, length: int) -> Tensor:
+        """Return the rows of a table of positions [positions, c] for ``length`` tokens: [length, c] or [b, 1, c]."""
+        return table[:length] if self._positions is None else table[self._positions][:, None]
+
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Return where ``length`` tokens stand: [length] for all rows, or [b, 1]."""
         return torch.arange(length, device=device) if self._positions is None else self._positions[:, None]
@@ -67,6 +71,10 @@ class UsesCache:
     """A layer that works with a ``KeyValueCache`` while ``caching`` has set one; without, it computes whole texts."""
 
     cache: KeyValueCache | None = None
+
+    def position_rows(self, table: Tensor, length: int) -> Tensor:
+        """Return the rows of a table of positions [positions, c] for the next tokens: [length, c] or [b, 1, c]."""
+        return table[:length] if self.cache is None else self.cache.rows(table, length)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Return where the next tokens stand: [length] for all rows, or [b, 1]."""

@@ -34,7 +34,7 @@ class Embedding(UsesCache, nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, t] -> [b, t, n_embd]."""
-        return self.dropout(self.wte(tokens) + self.wpe(self.positions(tokens.shape[1], tokens.device)))
+        return self.dropout(self.wte(tokens) + self.position_rows(self.wpe.weight, tokens.shape[1]))
 
 
 class Attention(CausalAttention):

@@ -42,7 +42,7 @@ class Positions(UsesCache, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, t, d_model] -> same."""
-        return x + self.pe[self.positions(x.shape[1], x.device)]
+        return x + self.position_rows(self.pe, x.shape[1])
 
 
 class Encoder(nn.Module):

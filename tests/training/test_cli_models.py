@@ -182,6 +182,7 @@ EXPERIMENTS = {
     "classifier_cifar10": ("622,954", "cifar-10-batches-py", ["data=random_images", "data.samples=500"]),
     "convnet_mnist": ("29,034", "MNIST", ["data=digits"]),
     "gpt2_524k": ("124,475,904", None, None),
+    "gsm8k_lora": ("460,800", "gsm8k", None),
 }
 NAMES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 

@@ -101,7 +101,7 @@ def test_any_folder_can_be_exported_to_is_said_and_is_whole(model, trained, tmp_
     name, run_dir = f"{tmp_path}/elsewhere/out", tmp_path / "run"
     said = do(run_dir, *model, "mode=export", f"checkpoint='{trained}'", f"export_to='{name}'", capsys=capsys)
     assert f"exported gpt2 after step 3 to {run_dir / name}" in said
-    names = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(path.name for path in (run_dir / name).iterdir()) == names
 
 
