@@ -17,13 +17,13 @@ from typing import Any
 
 from common.errors import PlanError
 from common.machine import available_memory
-from conf.instantiate import to_dict
+from conf.instantiate import to_config, to_dict
 from launchers import WorkerFailed, World, run_workers
 from parallel.devices import resolve_device_type
 from training.checkpoint.files import Checkpoint
 from training.reporting import METRICS, SUMMARY, write_json
 from training.reporting.metrics import read_records
-from training.setup import BALANCES, pack_given, prepare
+from training.setup import BALANCES, pack_given, prepare, unpack_given
 
 CHOICES = "choices.json"
 AUTO = "auto"
@@ -170,11 +170,12 @@ def _try(cfg: Any, chunks: int) -> Trial | None:
 def _work(world: World, tree: dict, folder: str, given: bytes | None) -> None:
     """What each worker of a trial runs: rank 0 is silent too."""
     from launchers.worker import redirect_output
-    from training.app import work
+    from training.run import run
 
     if world.rank == 0:
         redirect_output(Path(folder) / "logs", 0)
-    work(world, tree, folder, given)
+    unpack_given(given)
+    run(to_config(tree), Path(folder), world)
 
 
 def _reason(failure: WorkerFailed) -> str:
