@@ -67,9 +67,7 @@ def expand_home(path: str | os.PathLike) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise UserError(
-            f"{path}: there is no such home folder (HOME is not set, or there is no such user); give a whole path"
-        ) from None
+        raise UserError(f"{path}: no such home folder, or HOME is not set; give a whole path") from None
 
 
 def parse_json(text: bytes | str) -> Any:

@@ -122,8 +122,8 @@ def gpt2(
     to be rare. Raises ValueError for sizes that do not fit together.
     """
     given = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "block_size": block_size}
-    chosen = with_sizes(size, given)
-    check_sizes(**{key: getattr(chosen, key) for key in given}, vocab_size=vocab_size, dropout=dropout)
+    chosen: Size = with_sizes(size, given)
+    check_sizes(**vars(chosen), vocab_size=vocab_size, dropout=dropout)
     check_width("n_embd", chosen.n_embd, chosen.n_head)
     block = partial(Block, chosen, dropout)
     return Chain(

@@ -176,7 +176,12 @@ def llama(
     given = {key: value for key, value in locals().items() if key != "size"}
     chosen: Size = with_sizes(size, given, SIZES)
     check_sizes(**{key: value for key, value in vars(chosen).items() if type(value) is int})
-    _check(chosen)
+    if chosen.n_head % chosen.kv_heads:
+        raise ModelError(f"model.kv_heads={chosen.kv_heads} does not divide model.n_head={chosen.n_head}; set another")
+    if chosen.head_dim % 2:
+        raise ModelError(f"model.head_dim={chosen.head_dim} must be even: positions rotate pairs")
+    if chosen.rope_scaling is not None and set(chosen.rope_scaling) != set(LLAMA3):
+        raise ModelError(f"model.rope_scaling={dict(chosen.rope_scaling)} must have {', '.join(LLAMA3)}, or be null")
     block, config = partial(Block, chosen), to_config(chosen)
     return Chain(
         layers=[
@@ -195,12 +200,3 @@ def llama(
 
 
 llama.sizes_of = sizes_of  # what null stands for: see training.setup.complete
-
-
-def _check(size: Size) -> None:
-    if size.n_head % size.kv_heads:
-        raise ModelError(f"model.kv_heads={size.kv_heads} does not divide model.n_head={size.n_head}; choose another")
-    if size.head_dim % 2:
-        raise ModelError(f"model.head_dim={size.head_dim} must be even: positions rotate pairs")
-    if size.rope_scaling is not None and set(size.rope_scaling) != set(LLAMA3):
-        raise ModelError(f"model.rope_scaling={dict(size.rope_scaling)} must have {', '.join(LLAMA3)}, or be null")

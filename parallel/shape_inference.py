@@ -81,11 +81,7 @@ def trace(chain: Chain, sample: Batch, precision: str, device_type: str) -> list
         PlanError: A layer reads numbers out of its tensors.
         TypeError: A layer returns neither a tensor nor a flat tuple of tensors.
     """
-    from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        FakeTensorMode,
-    )
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
     dtype = parameter_dtype(precision)
     traces = []

@@ -65,13 +65,7 @@ def _fail(message: str, code: int = 1) -> None:
 
 
 @exit_is_failure()
-def execute(
-    cfg: Any,
-    run_dir: Path,
-    world: World | None,
-    hydra: Any = None,
-    isolated: bool = False,
-) -> None:
+def execute(cfg: Any, run_dir: Path, world: World | None, hydra: Any = None, isolated: bool = False) -> None:
     """Run a composed configuration; on rank 0 of existing ranks, lead them.
 
     Everything that can be checked is checked before any process starts.

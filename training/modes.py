@@ -16,7 +16,6 @@ from conf.instantiate import to_config, to_dict
 from data.dataset import DataSet
 from data.words import WordVocabulary, basic_english
 from launchers import World
-from models.chain import Chain
 from models.generate import Draws, generate
 from parallel.devices import autocast, share_cores
 from parallel.plan import make_plan
@@ -55,13 +54,11 @@ class Restored(NamedTuple):
     """A checkpoint's whole model in this process.
 
     Attributes:
-        chain: The model.
         data: Its data set, prepared only where the model needed it.
         strategy: The one that holds the weights.
         step: The step after which the checkpoint was saved.
     """
 
-    chain: Chain
     data: DataSet
     strategy: Strategy
     step: int
@@ -82,7 +79,7 @@ def restore(cfg: Any, device: str) -> Restored:
     plan = make_plan(parallel, chain, global_batch_size=1, device=device, precision=cfg.train.precision)
     strategy = build_strategy(plan, chain, plan.mesh(0), Options(seed=cfg.seed), sample=None)
     read_base(cfg.model, chain, strategy)
-    return Restored(chain, data, strategy, load(path, strategy).step)
+    return Restored(data, strategy, load(path, strategy).step)
 
 
 def export(cfg: Any, run_dir: Path) -> str:
@@ -128,7 +125,8 @@ def sample(cfg: Any) -> str:
         )
     if isinstance(vocabulary, WordVocabulary):
         restored.data.prepare()  # which reads the words
-    settings = cfg.sample
+    settings, chain = cfg.sample, strategy.chain
+    seed = cfg.seed if settings.seed is None else settings.seed
     prompts = [settings.prompt] if settings.prompts is None else settings.prompts
     encoded = [_encode(restored.data, prompt) for prompt in prompts]
     (stage,) = strategy.stages
@@ -138,19 +136,13 @@ def sample(cfg: Any) -> str:
             stage.layers,
             [tokens or [vocabulary.start] for tokens in encoded],
             settings.tokens,
-            Draws(
-                settings.temperature,
-                settings.top_k,
-                settings.top_p,
-                seed=cfg.seed if settings.seed is None else settings.seed,
-            ),
-            positions=restored.chain.limits.get("positions"),
-            vocab_size=min(vocabulary.size, restored.chain.limits["vocabulary"]),
+            Draws(settings.temperature, settings.top_k, settings.top_p, seed),
+            positions=chain.limits.get("positions"),
+            vocab_size=min(vocabulary.size, chain.limits["vocabulary"]),
             device=strategy.device,
-            cached=settings.cache and restored.chain.continues,
+            cached=settings.cache and chain.continues,
         )
-    texts = [vocabulary.decode([*tokens, *more]) for tokens, more in zip(encoded, drawn, strict=True)]
-    return _BETWEEN.join(texts)
+    return _BETWEEN.join(vocabulary.decode([*pair[0], *pair[1]]) for pair in zip(encoded, drawn, strict=True))
 
 
 def closing_sample(cfg: Any, run_dir: Path, entropy: float | None) -> str:
@@ -162,8 +154,7 @@ def closing_sample(cfg: Any, run_dir: Path, entropy: float | None) -> str:
         The text, set off from the results; empty where the run has no checkpoint or its model writes no text. A model
         whose loss is above the unigram entropy writes random words: of such a one, the line says that.
     """
-    wanted = "vocab_size" in cfg.model and cfg.sample.at_end > 0 and cfg.train.checkpoint_every is not None
-    if not wanted:
+    if "vocab_size" not in cfg.model or cfg.sample.at_end <= 0 or cfg.train.checkpoint_every is None:
         return ""
     summary = read_object(run_dir / SUMMARY)
     loss = summary.get("best_val_loss") or summary.get("final_loss")

@@ -250,13 +250,7 @@ def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) 
         shown = {key: value for key, value in mask_secrets(to_dict(cfg)).items() if key != COMMAND}
         supplied = {"run_dir": run_dir, "run_config": shown, "run_name": name}
         logger = Loggers(sections(cfg), partial(build, **supplied))
-    recorder = Recorder(
-        run_dir,
-        logger,
-        setup.total_steps,
-        first_step,
-        resumed=cfg.train.resume is not None,
-    )
+    recorder = Recorder(run_dir, logger, setup.total_steps, first_step, resumed=cfg.train.resume is not None)
     if cfg.mode == "train" and cfg.train.trace and not setup.plan.pipelined:
         recorder.say(
             f"train.trace=true draws pipelines, parallel={setup.plan.strategy} is none: no timeline.png will be "

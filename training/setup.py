@@ -282,19 +282,11 @@ def _check_compile(setup: Setup) -> None:
 
 def check_fit(setup: Any) -> None:
     """Check that the model has room for the data's words or classes. Raises TrainingError."""
-    chain, data = setup.chain, setup.data
-    vocabulary, classes = chain.limits.get("vocabulary"), chain.limits.get("classes")
-    if vocabulary is not None and data.vocab_size is not None and data.vocab_size > vocabulary:
-        raise TrainingError(
-            f"the data has a vocabulary of {data.vocab_size}, model.vocab_size={vocabulary} is too small; set "
-            f"model.vocab_size={data.vocab_size} or more"
-        )
-    given = getattr(data, "num_classes", None)
-    if classes is not None and given is not None and given > classes:
-        raise TrainingError(
-            f"the data has {given} classes, model.num_classes={classes} is too few; set model.num_classes={given} or "
-            "more"
-        )
+    for limit, things, key in (("vocabulary", "tokens", "vocab_size"), ("classes", "classes", "num_classes")):
+        most, given = setup.chain.limits.get(limit), getattr(setup.data, key, None)
+        if None not in (most, given) and given > most:
+            said = f"the data has {given} {things}, model.{key}={most} is too few; set model.{key}={given} or more"
+            raise TrainingError(said)
 
 
 def check_sample(setup: Any) -> None:

@@ -159,7 +159,7 @@ def test_a_model_with_two_inputs_is_a_program_with_two_named_inputs(translator, 
 
 
 def test_the_configuration_for_triton_lists_both_inputs_of_a_model(translator):
-    text = write.config(translator, 6, "KIND_CPU")
+    text = write.render("config.pbtxt", translator, max_batch_size=6, kind="KIND_CPU")
     tensors = re.findall(r'name: "(\w+)"\s+data_type: TYPE_(\w+)\s+dims: \[ ([\d, ]+) \]', text)
     assert tensors == [("source", "INT64", "8"), ("target", "INT64", "8"), ("outputs", "FP32", "8, 16")]
 

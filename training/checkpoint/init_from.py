@@ -43,8 +43,7 @@ def start(model: Any, chain: Chain, strategy: Strategy) -> None:
         try:
             strategy.load_state_dict(weights, weights.expected.__contains__)
         except ValueError as error:
-            given = f"model.init_from={model.init_from}"
-            raise TrainingError(f"{given} does not fit model={model.name}: {error}") from error
+            raise TrainingError(f"model.init_from={model.init_from} does not fit: {error}") from error
         known = len(weights.added)
     if model.get("extra_tokens") is not None:
         _add_tokens(model.extra_tokens, chain, strategy, known)
@@ -91,10 +90,8 @@ def check_start(model: Any, chain: Chain) -> Weights:
     problems += [f"{name} is not the model's" for name in weights.unexpected]
     if problems:
         more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise TrainingError(
-            f"model.init_from={model.init_from} does not fit model={model.name}: {'; '.join(problems[:_SHOWN])}{more}. "
-            "Give the model the sizes that the weights have"
-        )
+        said = f"{'; '.join(problems[:_SHOWN])}{more}. Give the model the sizes that the weights have"
+        raise TrainingError(f"model.init_from={model.init_from} does not fit model={model.name}: {said}")
     return weights
 
 
@@ -179,19 +176,15 @@ class _Padded:
         own = self._stored[min(start, known) : min(stop, known)]
         if stop <= known:
             return own
-        mean = _mean(self._stored).to(own.dtype)
-        return torch.cat([own, mean.expand(stop - start - len(own), -1)])
+        return torch.cat([own, _mean(self._stored).to(own.dtype).expand(stop - start - len(own), -1)])
 
 
 def _files(path: Path) -> list[Path]:
     given = f"model.init_from={path}"
     if path.is_dir():
         if (path / "manifest.json").exists():
-            raise TrainingError(
-                f"{given} is a checkpoint: export it first (mode=export "
-                f"{shlex.quote(f'checkpoint={path}')} …), or go on "
-                "with its run by train.resume="
-            )
+            word = shlex.quote(f"checkpoint={path}")
+            raise TrainingError(f"{given} is a checkpoint: export it (mode=export {word} …), or use train.resume=")
         whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
         if not whole.exists() and index.exists():
             return _parts(index)
@@ -240,10 +233,7 @@ def _check_heads(model: Any, wanted: Mapping[str, Any], folder: Path) -> None:
     except (OSError, ValueError, LookupError, TypeError):
         return
     if heads != wanted["n_head"]:
-        raise TrainingError(
-            f"model.init_from={model.init_from} has {heads} heads, the model {wanted['n_head']}; "
-            f"set model.n_head={heads}"
-        )
+        raise TrainingError(f"{folder} has {heads} heads, the model {wanted['n_head']}; set model.n_head={heads}")
 
 
 def _known_tokens(model: Any, folder: Path) -> tuple[str, ...]:
@@ -305,5 +295,4 @@ def _add_tokens(extra_tokens: Any, chain: Chain, strategy: Strategy, known: int)
 def _mean(rows: Tensor | StoredTensor) -> Tensor:
     """Return the mean row, computed in float64 on the CPU: copies on other ranks and devices get the same numbers."""
     count = rows.shape[0]
-    blocks = (rows[first : first + _BLOCK] for first in range(0, count, _BLOCK))
-    return sum(block.cpu().double().sum(dim=0) for block in blocks) / count
+    return sum(rows[i : i + _BLOCK].cpu().double().sum(dim=0) for i in range(0, count, _BLOCK)) / count

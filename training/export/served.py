@@ -158,7 +158,9 @@ def serve(name: str, data: DataSet, strategy: Strategy, last: bool = False) -> S
     gives = _output(name, module, takes, chain)
     texts = tokenizer(data, chain)
     if "classes" in chain.limits:
-        texts[LABELS] = "".join(f"{label}\n" for label in _labels(data, gives.dims[-1]))
+        names, count = data.class_names() if isinstance(data, ImageData) else [], gives.dims[-1]
+        # the model may have more classes than the data
+        texts[LABELS] = "".join(f"{label}\n" for label in [*names, *map(str, range(len(names), count))][:count])
     preparation = ""
     if isinstance(data, ImageData) and set(data.std) != {1.0}:
         preparation = f"Pixels are normalised as in training: (pixel - {_list(data.mean)}) / {_list(data.std)}."
@@ -216,12 +218,6 @@ def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
     """Write the files that belong to a model."""
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
-
-
-def _labels(data: DataSet, classes: int) -> list[str]:
-    """A name for each class of the model, which may have more than the data."""
-    names = data.class_names() if isinstance(data, ImageData) else []
-    return [*names, *map(str, range(len(names), classes))][:classes]
 
 
 def _list(numbers: tuple[float, ...]) -> str:

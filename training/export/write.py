@@ -51,11 +51,8 @@ def check_export(cfg: Any) -> None:
         )
     rank, start = (cfg.model.get("lora") or {}).get("rank"), cfg.model.init_from
     if form == "peft" and None in (rank, start):
-        raise TrainingError(
-            "export.format=peft writes the adapters of a run with model.lora.rank for the folder that its "
-            f"model.init_from names; this one has model.lora.rank={rank} and model.init_from={start}. The other "
-            "formats write the whole model, with adapters merged"
-        )
+        said = f"model.lora.rank={rank} and model.init_from={start}. The other formats merge adapters"
+        raise TrainingError(f"export.format=peft needs a rank and the base's folder; this run has {said}")
     if form == "triton" and cfg.export.max_batch_size < 1:
         raise TrainingError(f"export.max_batch_size={cfg.export.max_batch_size} must be at least 1")
 
@@ -171,14 +168,15 @@ def write_repository(folder: Path, model: ServedModel, max_batch_size: int, kind
     (home / "1").mkdir(parents=True)
     said = write_onnx(home / "1" / ONNX, model)
     write_texts(home, model.texts)
-    (home / "config.pbtxt").write_text(config(model, max_batch_size, kind), encoding="utf-8")
+    settings = render("config.pbtxt", model, max_batch_size=max_batch_size, kind=kind)
+    (home / "config.pbtxt").write_text(settings, encoding="utf-8")
     inputs = model.example(min(_EXAMPLES, max_batch_size))
     tensors = dict(zip(model.names, inputs, strict=True)) | {model.gives.name: model.answer(*inputs)}
     # A number per sample is [batch, 1] for Triton.
     tensors = {name: tensor[:, None] if tensor.ndim == 1 else tensor for name, tensor in tensors.items()}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, home / EXAMPLE)
     has_text = _text_home(folder, model).exists()
-    readme = _render("README.md", model, example=EXAMPLE, examples=len(inputs[0]), has_text=has_text)
+    readme = render("README.md", model, example=EXAMPLE, examples=len(inputs[0]), has_text=has_text)
     (folder / "README.md").write_text(readme, encoding="utf-8")
     return said
 
@@ -203,7 +201,7 @@ def write_text(folder: Path, model: ServedModel, data: DataSet, strategy: Strate
     write_weights(version, data, strategy, cfg.model.init_from)
     shutil.copyfile(Path(__file__).with_name("text_model.py"), version / "model.py")
     seed = cfg.seed if cfg.sample.seed is None else cfg.sample.seed
-    settings = _render("text.pbtxt", model, sample=cfg.sample, seed=seed, at_once=cfg.export.max_batch_size, kind=kind)
+    settings = render("text.pbtxt", model, sample=cfg.sample, seed=seed, at_once=cfg.export.max_batch_size, kind=kind)
     (home / "config.pbtxt").write_text(settings, encoding="utf-8")
     return "; " + model.compare(transformers_of(version, model), "transformers")
 
@@ -212,12 +210,7 @@ def _text_home(folder: Path, model: ServedModel) -> Path:
     return folder / f"{model.name}_text"
 
 
-def config(model: ServedModel, max_batch_size: int, kind: str) -> str:
-    """The content of config.pbtxt."""
-    return _render("config.pbtxt", model, max_batch_size=max_batch_size, kind=kind)
-
-
-def _render(name: str, model: ServedModel, **settings: Any) -> str:
+def render(name: str, model: ServedModel, **settings: Any) -> str:
     """Fill in the template of a file, which lies beside this module."""
     labels = LABELS if LABELS in model.texts else None
     filled_in = template(Path(__file__).with_name(f"{name}.jinja"), kind=_kind, dims=_dims, describe=_describe)

@@ -129,13 +129,9 @@ def describe_memory(estimates: list[MemoryEstimate]) -> str:
         columns.remove("gathered")
     lines = ["rank " + " ".join(f"{name:>11}" for name in columns) + "  MiB"]
     for estimate in estimates:
-        lines.append(f"{estimate.rank:>4} " + " ".join(f"{_mib(getattr(estimate, name)):>11}" for name in columns))
+        lines.append(f"{estimate.rank:>4} " + " ".join(f"{getattr(estimate, n) / 2**20:>11,.0f}" for n in columns))
     total = sum(estimate.total for estimate in estimates)
     return "\n".join([*lines, f"all ranks together: {total / 2**30:.1f} GiB (an estimate)"])
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.0f}"
 
 
 def _where(plan: Plan, stage: int) -> str:

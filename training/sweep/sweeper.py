@@ -24,14 +24,7 @@ from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import TrainingError, UserError, format_exception
-from conf.composition import (
-    check_keys,
-    code_folders,
-    expand_lists,
-    hydra_word,
-    named,
-    typed_overrides,
-)
+from conf.composition import check_keys, code_folders, expand_lists, hydra_word, named, typed_overrides
 from conf.instantiate import to_config, to_dict
 from conf.masking import mask_secrets
 from launchers import Interrupted, World
