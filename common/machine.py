@@ -26,14 +26,10 @@ def usable_cores() -> int:
 
 
 def available_memory() -> float:
-    """Return the bytes that processes can still take, by the kernel and by the limits of the container or service.
+    """Return the bytes that processes can still take, by the kernel and by the limits of the container or service."""
+    import psutil
 
-    Infinite where neither is known.
-    """
-    available = [float("inf")]
-    with suppress(OSError, KeyError, ValueError):
-        fields = dict([line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines()])
-        available.append(int(fields["MemAvailable"].split()[0]) * 1024)
+    available = [psutil.virtual_memory().available]
     for folder in _control_groups():
         with suppress(OSError, KeyError, ValueError):  # without a limit, memory.max reads "max"
             limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))

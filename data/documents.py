@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.errors import DataError
+
 _BLOCK_BYTES = 1 << 20
 _PIECE_CHARS = 1 << 16
 _BATCH_CHARS = 1 << 22
@@ -16,6 +18,15 @@ _MINIMUM_DOCUMENTS = 20
 # Line ends where GPT-2's pattern splits words in any case, so that the pieces' tokens are the text's tokens:
 # a lone newline between two other characters, or one before a space and a word.
 _CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\n)(?= \S)")
+
+
+SPLITS = {"train": "train", "test": "test", **dict.fromkeys(("valid", "validation", "val", "dev"), "valid")}
+
+
+def split_of(path: Path) -> str:
+    """Return "train", "valid" or "test", as the last word of a path that names a split says; "train" without one."""
+    said = [SPLITS[word] for word in re.findall("[a-z]+", str(path).lower()) if word in SPLITS]
+    return said[-1] if said else "train"
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,15 @@ def find_files(root: Path, skip_folders: Collection[str] = (), suffix: str | tup
         paths = (Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith("."))
         files += [path for path in paths if path.is_file() and path.stat().st_size]
     return sorted(files, key=lambda path: path.relative_to(root).parts)
+
+
+def files_of(root: Path, what: str, suffix: str = "") -> list[Path]:
+    """Return the file ``data.root``, or the files of that folder; raise DataError where there is none with content."""
+    files = find_files(root, suffix=suffix) if root.is_dir() else [p for p in [root] if p.exists() and p.stat().st_size]
+    if not files:
+        problem = "holds no such file" if root.is_dir() else "is empty" if root.exists() else "does not exist"
+        raise DataError(f"data.root={root} {problem}; give a file of {what}, or a folder of {suffix or 'such'} files")
+    return files
 
 
 def text_problem(document: Document) -> str | None:

@@ -12,12 +12,11 @@ from PIL import Image, ImageOps
 from common.errors import DataError
 from common.files import expand_home
 from data.dataset import Source
-from data.documents import find_files
+from data.documents import SPLITS, find_files
 from data.images import ImageData, Images, Labelled
 from data.jsonl import select_rows
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".JPG", ".JPEG", ".PNG")
-_SPLITS = {"train": "train", "val": "valid", "valid": "valid", "test": "test"}  # by the folder's name
 
 
 class ImageFolder(ImageData):
@@ -62,12 +61,12 @@ class ImageFolder(ImageData):
         """Return the three splits."""
         paths = [path.relative_to(self.root) for path in find_files(self.root, suffix=_SUFFIXES)]
         depth = int(any(path.parts[0] == "train" and len(path.parts) > 2 for path in paths))  # of a class's folder
-        paths = [p for p in paths if len(p.parts) > depth + 1 and (not depth or p.parts[0] in _SPLITS)]
+        paths = [p for p in paths if len(p.parts) > depth + 1 and (not depth or p.parts[0] in SPLITS)]
         names, labels = np.unique([path.parts[depth] for path in paths], return_inverse=True)
         self._names, self.num_classes = names.tolist(), len(names)
         files = _ImageFiles(self.root, paths, self.image_shape[1])
         stored = Labelled(files, labels, len(names), f"data.root={self.root} (CLASS/*.jpg and *.png)")
-        split_of = np.array([_SPLITS[path.parts[0]] if depth else "train" for path in paths])
+        split_of = np.array([SPLITS[path.parts[0]] if depth else "train" for path in paths])
         rows = {split: np.flatnonzero(split_of == split) for split in np.unique(split_of)}
         selected = select_rows({split: len(listed) for split, listed in rows.items()})
         chosen = {s: rows.get(s, rows["train"])[part.row(np.arange(len(part)))] for s, part in selected.items()}

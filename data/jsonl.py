@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from common.files import expand_home, parse_json
 from common.machine import usable_cores
 from data.cache import MappedFile, cached_folder
 from data.dataset import DataSet, Source, check_at_least, once
-from data.documents import find_files
+from data.documents import files_of, split_of
 from data.loader import VariableLength, bucket_widths
 from data.prompts import RowTokens
 from data.vocabulary import ExtraTokens, choose_vocabulary
@@ -41,7 +40,6 @@ PERIOD = 20
 PADDING_TARGET = -100  # torch's ignore_index: such a target does not count in the loss
 _LENGTHS = "tokens.uint32"
 _VALID, _TEST = 9, 19
-_WORDS = {"train": "train", "test": "test", **dict.fromkeys(("valid", "validation", "val", "dev"), "valid")}
 
 
 class RowData(DataSet):
@@ -105,18 +103,14 @@ class RowData(DataSet):
                 raise DataError(f"{part.files[0]}{more}: no row; give a file of {self.title}")
             self._check(part)
         selected = select_rows({split: len(part) for split, part in rows.items()})
-        train = selected["train"]
+        self.train, self.valid, self.test = (
+            TokenRows(rows.get(split, rows["train"]), part, self.row_tokens, self.seq_len) if len(part) else None
+            for split, part in selected.items()
+        )
         if self.bucket_by_length:
             counts = cached_counts(rows["train"], self.row_tokens, self.cache_dir)
-            self.train = BucketedRows(counts, rows["train"], train, self.row_tokens, self.seq_len)
-        else:
-            self.train = TokenRows(rows["train"], train, self.row_tokens, self.seq_len)
-        self.valid, self.test = self._held_out("valid", rows, selected), self._held_out("test", rows, selected)
+            self.train = BucketedRows(counts, rows["train"], selected["train"], self.row_tokens, self.seq_len)
         self.description = self._describe()
-
-    def _held_out(self, split: str, rows: dict[str, Rows], selected: dict[str, RowSelection]) -> TokenRows | None:
-        part, selection = rows.get(split, rows["train"]), selected[split]
-        return TokenRows(part, selection, self.row_tokens, self.seq_len) if len(selection) else None
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of texts or, where answers follow, of prompts as they are in rows."""
@@ -154,20 +148,12 @@ def names(key: str, given: str | list[str]) -> list[str]:
 
 def split_files(root: Path, suffix: str = ".jsonl", title: str = "JSON lines") -> dict[str, list[Path]]:
     """Return the files of "train" and, where their paths say so, of "valid" and "test"."""
-    if not root.exists():
-        raise DataError(f"data.root={root} does not exist; give a file of {title} or a folder of *{suffix} files")
+    files = files_of(root, title, suffix)
     if not root.is_dir():
-        if root.stat().st_size == 0:
-            raise DataError(f"data.root={root} is empty; give a file of {title}")
-        return {"train": [root]}
-    files = find_files(root, suffix=suffix)
-    if not files:
-        raise DataError(f"data.root={root} holds no *{suffix} file that is not empty; give a folder that does")
+        return {"train": files}
     splits: dict[str, list[Path]] = {}
     for path in files:
-        words = re.findall("[a-z]+", str(path.relative_to(root)).lower())
-        said = [_WORDS[word] for word in words if word in _WORDS]
-        splits.setdefault(said[-1] if said else "train", []).append(path)
+        splits.setdefault(split_of(path.relative_to(root)), []).append(path)
     if "train" not in splits:
         names = ", ".join(path.name for path in files[:5])
         raise DataError(
@@ -294,6 +280,11 @@ class RowFiles:
                 raise DataError(f"{self.files[number]} has changed since it was indexed; start the run again")
             yield file
 
+    def texts_in_order(self, fields: Sequence[str], at_a_time: int = 256) -> Iterator[list[str]]:
+        """Yield the texts of all rows, in lists of so many. Raises as texts() does."""
+        for start in range(0, len(self), at_a_time):
+            yield self.texts(np.arange(start, min(start + at_a_time, len(self))), fields)
+
 
 class Rows(RowFiles):
     """The n rows of JSON-lines files, one file after the other; row i is a line that is not blank.
@@ -313,17 +304,12 @@ class Rows(RowFiles):
         self.starts = np.cumsum([0, *(size for size, _ in self._stamps)], dtype=np.int64)
         self.index = MappedFile(cached_folder(cache_dir, f"rows-{self.key}", self._build) / _INDEX, "int64")
 
-    @property
-    def offsets(self) -> np.ndarray:
-        """The positions, int64 [n + 1]."""
-        return self.index.array
-
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        return len(self.index.array) - 1
 
     def lines(self, indices: np.ndarray) -> list[bytes]:
         """Return the bytes of rows, int [b], each with its line end; raise DataError for a file that has changed."""
-        starts, ends = self.offsets[indices], self.offsets[np.asarray(indices) + 1]
+        starts, ends = self.index.array[indices], self.index.array[np.asarray(indices) + 1]
         of_file = self._file_of(starts)
         lengths = np.minimum(ends, self.starts[of_file + 1]) - starts
         lines = [b""] * len(starts)
@@ -353,18 +339,9 @@ class Rows(RowFiles):
                 ) from None
         return texts
 
-    def texts_in_order(self, fields: Sequence[str], about_bytes: int = 1 << 22) -> Iterator[list[str]]:
-        """Yield the texts of all rows, in lists of about so many bytes. Raises as texts() does."""
-        start = 0
-        while start < len(self):
-            stop = int(np.searchsorted(self.offsets, self.offsets[start] + about_bytes))
-            stop = min(max(stop, start + 1), len(self))
-            yield self.texts(np.arange(start, stop), fields)
-            start = stop
-
     def place(self, index: int) -> tuple[int, Path]:
         """Return a row's line number, from 1 on, and its file, which is read up to the row."""
-        start = self.offsets[index]
+        start = self.index.array[index]
         number = int(self._file_of(start))
         with open(self.files[number], "rb") as file:
             ends = enumerate(itertools.accumulate(map(len, file)), 1)
@@ -389,13 +366,10 @@ def _row_starts(file: BinaryIO) -> Iterator[np.ndarray]:
         content = np.frombuffer(block, dtype=np.uint8)
         starts = np.concatenate([[0], np.flatnonzero(content[:-1] == _NEWLINE) + 1])
         # What a line begins with decides in nearly every case: few begin with white space, and are looked at whole.
-        blank = [i for i in np.flatnonzero(content[starts] <= _SPACE) if _is_blank(block, starts[i])]
+        ends = np.append(starts[1:], len(block))
+        blank = [i for i in np.flatnonzero(content[starts] <= _SPACE) if block[starts[i] : ends[i]].isspace()]
         yield position + np.delete(starts, blank)
         position += len(block)
-
-
-def _is_blank(block: bytes, start: int) -> bool:
-    return block[start : block.find(b"\n", start) + 1 or None].isspace()
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int]:

@@ -30,8 +30,7 @@ class ParquetRows(RowFiles):
         groups = []
         for number in range(len(self.files)):
             with self._parquet(number) as file:
-                sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-                groups += [(number, group, size) for group, size in enumerate(sizes)]
+                groups += [(number, i, file.metadata.row_group(i).num_rows) for i in range(file.num_row_groups)]
         self._groups = np.array(groups, np.int64).reshape(-1, 3)
         self._starts = np.cumsum([0, *self._groups[:, 2]])
 
@@ -62,11 +61,6 @@ class ParquetRows(RowFiles):
                     ) from None
         return texts
 
-    def texts_in_order(self, fields: Sequence[str], at_a_time: int = 1000) -> Iterator[list[str]]:
-        """Yield the texts of all rows, in lists of so many. Raises as texts() does."""
-        for start in range(0, len(self), at_a_time):
-            yield self.texts(np.arange(start, min(start + at_a_time, len(self))), fields)
-
     def _columns(self, number: int, group: int, fields: Sequence[str]) -> list[Any]:
         """Return some columns of a row group, each a pyarrow.ChunkedArray."""
         key = (self.key, number, group, *fields)
@@ -88,12 +82,8 @@ class ParquetRows(RowFiles):
     @contextmanager
     def _parquet(self, number: int) -> Iterator[Any]:
         """Open a file as pyarrow.parquet.ParquetFile."""
-        try:
-            import pyarrow.parquet
-        except ImportError:
-            raise DataError("data=parquet needs a package that is not installed: pip install pyarrow") from None
-        if int(pyarrow.__version__.partition(".")[0]) < 15:  # older ones unpickle what a file brings (CVE-2023-47248)
-            raise DataError(f"data=parquet needs pyarrow 15, not {pyarrow.__version__}: pip install --upgrade pyarrow")
+        import pyarrow.parquet
+
         try:
             with self._open(number) as file:
                 yield pyarrow.parquet.ParquetFile(file, pre_buffer=False)
@@ -105,6 +95,7 @@ class ParquetRows(RowFiles):
 class Parquet(RowData):
     """Files of Parquet. See RowData."""
 
+    requires = "pyarrow"
     rows_class, title, suffix = ParquetRows, "Parquet rows", ".parquet"
 
     def __init__(self, column: str | list[str] = "text", **options: Any):

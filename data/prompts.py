@@ -47,9 +47,7 @@ class RowTokens:
             raise DataError(f"{self.named} is for prompts and answers: name the field of the answer, data.answer=")
         self.template = None if template is None else _read(self.named, template, vocabulary)
         self.parts = [list(fields), [answer]] if self.answers else [list(fields)]
-        self.key = [*fields, vocabulary.key]
-        if self.answers:
-            self.key += [answer, self.template or "", json.dumps(vocabulary.special)]
+        self.key = [*fields, answer or "", vocabulary.key, self.template or "", json.dumps(vocabulary.special)]
 
     def encode(
         self, texts: Sequence[str], answers: Sequence[str] | None = None, threads: int = 1
@@ -107,7 +105,7 @@ def _read(named: str, template: str, vocabulary: Vocabulary) -> str:
         if isinstance(text, list):
             text = {one["name"]: one["template"] for one in text}["default"]
         if text is None:
-            raise DataError(f"{named}: {vocabulary.label} come without one; give a Jinja file")
+            raise LookupError(f"{vocabulary.label} come without one")
         _compiled(text)
     except (OSError, ValueError, TypeError, LookupError, TemplateError) as error:
         raise DataError(f"{named} cannot be read ({error}); give a Jinja file") from None

@@ -8,7 +8,7 @@ from typing import Any
 
 from common.errors import DataError
 from common.files import expand_home
-from data.documents import Document, find_files, only_text, split_documents, whole_file
+from data.documents import Document, files_of, only_text, split_documents, whole_file
 from data.language import LanguageData
 
 logger = logging.getLogger(__name__)
@@ -35,11 +35,7 @@ class Text(LanguageData):
 
     def documents(self) -> dict[str, list[Document]]:
         """Return the files by split."""
-        folder = self.root.is_dir()
-        if not folder and not (self.root.exists() and self.root.stat().st_size):
-            problem = "is empty" if self.root.exists() else "does not exist"
-            raise DataError(f"data.root={self.root} {problem}; give a file of text or a folder of such files")
-        files = find_files(self.root) if folder else [self.root]
+        files = files_of(self.root, "text")
         documents, bad = only_text([whole_file(path) for path in files])
         if not documents:
             raise DataError(

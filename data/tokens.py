@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from common.errors import DataError
 from common.files import expand_home
 from data.cache import MappedFile
 from data.dataset import DataSet, Source, check_at_least, once
+from data.documents import files_of, split_of
 from data.token_windows import Concatenated, TokenWindows
 from data.vocabulary import GPT2_VOCAB_SIZE, ExtraTokens, GPT2Vocabulary
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 MAGIC, VERSION = 20240520, 1
 _HEADER_BYTES = 256 * 4
 _DTYPE = np.dtype("<u2")
-_SPLITS = {"train": "train", "val": "valid", "valid": "valid", "validation": "valid", "test": "test"}
 
 
 class Tokens(DataSet):
@@ -59,7 +58,7 @@ class Tokens(DataSet):
     @once
     def prepare(self) -> None:
         """Map the files. Tokens are checked as they are read."""
-        files = [read_header(path, self.format) for path in self._paths()]
+        files = [read_header(path, self.format) for path in files_of(self.root, "tokens", ".bin")]
         splits = _cut(files[0]) if self.root.is_file() else _by_name(files)
         sources = {split: self._source(part) for split, part in splits.items()}
         if sources["train"] is None:
@@ -75,16 +74,6 @@ class Tokens(DataSet):
             for split, part in splits.items()
         )
         self.description = f"token shards of {self.root} ({len(files):,}): {', '.join(parts)}"
-
-    def _paths(self) -> list[Path]:
-        if self.root.is_file():
-            return [self.root]
-        if not self.root.is_dir():
-            raise DataError(f"data.root={self.root} does not exist; give a .bin file or a folder of such files")
-        paths = sorted(path for path in self.root.glob("[!.]*.bin") if path.is_file())
-        if not paths:
-            raise DataError(f"data.root={self.root} holds no file named *.bin; give a folder that does, or a file")
-        return paths
 
     def _source(self, files: Sequence[MappedFile]) -> Source | None:
         windows = [Shard(file, self.seq_len, self.vocab_size) for file in files if file.count > self.seq_len]
@@ -143,8 +132,7 @@ def read_header(path: Path, format: str = "auto") -> MappedFile:
 def _by_name(files: Sequence[MappedFile]) -> dict[str, list[MappedFile]]:
     splits: dict[str, list[MappedFile]] = {"train": [], "valid": [], "test": []}
     for file in files:
-        words = re.split(r"[^a-z]+", file.path.stem.lower())
-        splits[next((_SPLITS[word] for word in words if word in _SPLITS), "train")].append(file)
+        splits[split_of(Path(file.path.stem))].append(file)
     return splits
 
 

@@ -28,7 +28,6 @@ END_OF_TEXT = 50256
 # The ones that tiktoken itself checks (tiktoken_ext/openai_public.py).
 ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
-_ENCODER, _MERGES = "encoder.json", "vocab.bpe"
 # As Hugging Face writes them beside a model. What a tokenizer consists of:
 _TOKENIZER, _SETTINGS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _SPECIAL = "special_tokens_map.json"
@@ -92,8 +91,7 @@ class Vocabulary(ABC):
     def tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False) -> list[list[int]]:
         """Return the tokens of each text or part of one.
 
-        Special tokens are recognised in it, except ``end``: text that looks like it is encoded as the characters that
-        it is made of. What a template has ``rendered`` may hold it, too.
+        Special tokens are recognised in it; GPT-2's <|endoftext|> only in what a template has ``rendered``.
         """
 
     @abstractmethod
@@ -118,9 +116,9 @@ class GPT2Vocabulary(Vocabulary):
     def __init__(self, extra_tokens: ExtraTokens = None):
         """Raise DataError for extra tokens (see parse_extra_tokens) that are not allowed or are GPT-2's already."""
         self.extra = tuple(parse_extra_tokens(extra_tokens))
-        for token in self.extra:
-            if _is_token(token):
-                raise DataError(f"model.extra_tokens: {token} is one of GPT-2's own tokens; rename it, or leave it out")
+        known = {*gpt2().token_byte_values(), b"<|endoftext|>"} if self.extra else ()
+        if taken := [token for token in self.extra if token.encode() in known]:
+            raise DataError(f"model.extra_tokens: {taken[0]} is one of GPT-2's own tokens; rename it, or leave it out")
         self.size = GPT2_VOCAB_SIZE + len(self.extra)
         self.key = " ".join([ENCODER_SHA256, *map(json.dumps, self.extra)])
         self.label = "GPT-2 tokens" + (f" and {len(self.extra)} of this run's own" if self.extra else "")
@@ -129,8 +127,6 @@ class GPT2Vocabulary(Vocabulary):
         """See Vocabulary."""
         allowed = {*self.extra, "<|endoftext|>"} if rendered else {*self.extra}
         known = {"allowed_special": allowed, "disallowed_special": ()}
-        if threads == 1:
-            return [gpt2(self.extra).encode(text, **known) for text in texts]
         return gpt2(self.extra).encode_batch(texts, num_threads=threads, **known)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -139,7 +135,17 @@ class GPT2Vocabulary(Vocabulary):
 
     def files(self, positions: int) -> dict[str, str]:
         """See Vocabulary."""
-        return tokenizer_files(self.extra, positions)
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+        _, *merges = _published("vocab.bpe", MERGES_SHA256).decode().splitlines()  # the first line names the version
+        tokenizer = Tokenizer(models.BPE(_encoder(), [tuple(merge.split()) for merge in merges]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens(["<|endoftext|>"])
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in self.extra])
+        settings = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "model_max_length": positions}
+        return {_TOKENIZER: tokenizer.to_str(), _SETTINGS: json.dumps({**settings, **self.special}, indent=1)}
 
 
 class HuggingFaceVocabulary(Vocabulary):
@@ -198,7 +204,7 @@ class HuggingFaceVocabulary(Vocabulary):
 
     def tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False) -> list[list[int]]:
         """See Vocabulary."""
-        tokenizer = _tokenizer(self.path, self._sha256, None if rendered else self.end)
+        tokenizer = _tokenizer(self.path, self._sha256)
         if threads == 1:  # without the library's threads, which a forked process would not have
             return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
         return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
@@ -214,21 +220,14 @@ class HuggingFaceVocabulary(Vocabulary):
 
 
 @cache
-def _tokenizer(path: Path, sha256: str, characters: int | None = None) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a file, for which a text that looks like the token ``characters`` is but characters."""
+def _tokenizer(path: Path, sha256: str) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a file, which has this digest."""
     from tokenizers import Tokenizer
 
     try:
-        content = path.read_bytes()
-        if characters is not None:
-            parsed = parse_json(content)
-            for token in parsed["added_tokens"]:
-                token["special"] = token["id"] == characters  # only such a token can be left unrecognised
-            content = json.dumps(parsed).encode()
-        tokenizer = Tokenizer.from_buffer(content)
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # the library raises no other class
         raise DataError(f"{path} cannot be read as a tokenizer ({error}); copy it again") from None
-    tokenizer.encode_special_tokens = characters is not None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -247,7 +246,7 @@ def gpt2(extra: tuple[str, ...] = ()) -> tiktoken.Encoding:
     byte_of = _byte_of_character()
     ranks = {
         bytes(byte_of[character] for character in token): rank
-        for token, rank in published_encoder().items()
+        for token, rank in _encoder().items()
         if rank != END_OF_TEXT
     }
     return tiktoken.Encoding(
@@ -259,22 +258,9 @@ def gpt2(extra: tuple[str, ...] = ()) -> tiktoken.Encoding:
     )
 
 
-def published_encoder() -> dict[str, int]:
+def _encoder() -> dict[str, int]:
     """Return encoder.json: GPT-2's tokens, whose bytes are written as printable characters, and their numbers."""
-    return json.loads(_published(_ENCODER, ENCODER_SHA256))
-
-
-def published_merges() -> list[str]:
-    """Return the merges of vocab.bpe in their order: two tokens in each line."""
-    return _published(_MERGES, MERGES_SHA256).decode().strip().split("\n")[1:]  # the first line names the version
-
-
-def _is_token(text: str) -> bool:
-    try:
-        gpt2().encode_single_token(text)
-    except KeyError:
-        return False
-    return True
+    return json.loads(_published("encoder.json", ENCODER_SHA256))
 
 
 def _published(name: str, sha256: str) -> bytes:
@@ -337,43 +323,6 @@ def parse_extra_tokens(value: ExtraTokens) -> dict[str, str | None]:
                 "rename one"
             )
     return tokens
-
-
-def tokenizer_files(extra: tuple[str, ...], positions: int) -> dict[str, str]:
-    """Return the files' contents by name, for a model that takes at most so many ``positions``."""
-    as_it_stands = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": END_OF_TEXT + i, "content": token, "special": i == 0, **as_it_stands}
-            for i, token in enumerate(("<|endoftext|>", *extra))
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-        "post_processor": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True},
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "",
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "vocab": published_encoder(),
-            "merges": published_merges(),
-        },
-    }
-    config = {
-        "tokenizer_class": "GPT2Tokenizer",
-        "add_prefix_space": False,
-        "model_max_length": positions,
-        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
-    }
-    whole = json.dumps(tokenizer, ensure_ascii=False)
-    return {_TOKENIZER: whole, _SETTINGS: json.dumps(config, indent=1)}
 
 
 def added_tokens(folder: Path) -> dict[str, int]:

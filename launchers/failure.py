@@ -16,18 +16,10 @@ _LOG_LINES = 20
 
 # What gloo and NCCL say when the other end has gone, or does not answer any more.
 _PEER_MESSAGES = (
-    "connection closed by peer",
-    "connection reset",
-    "broken pipe",
-    "connection refused",
-    "socket closed",
-    "timed out waiting",
-    "timeout waiting for key",
-    "wait timeout",
-    "application timeout caused pair closure",
-    "remote process exited",
-    "communicator was aborted",
-)
+    "connection closed by peer", "connection reset", "broken pipe", "connection refused", "socket closed",
+    "timed out waiting", "timeout waiting for key", "wait timeout", "application timeout caused pair closure",
+    "remote process exited", "communicator was aborted",
+)  # fmt: skip
 
 
 class WorkerFailed(LaunchError):

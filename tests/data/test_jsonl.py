@@ -220,7 +220,7 @@ def test_the_index_is_8_bytes_a_row_and_shared_by_all_who_read(tmp_path, cache, 
     monkeypatch.setattr(Rows, "_build", lambda self, folder: pytest.fail("built again"))
     second = Rows([file], cache)
     assert second.index.path == first.index.path
-    assert not isinstance(second.offsets, np.memmap) and isinstance(second.offsets.base, np.memmap)
+    assert not isinstance(second.index.array, np.memmap) and isinstance(second.index.array.base, np.memmap)
     sent = pickle.dumps(second)
     assert len(sent) < 2000, "a spawned process gets the path and not the index"
     assert pickle.loads(sent).texts(np.array([9_999]), ["text"]) == ["9999"]

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import DataError
+from common.errors import DataError, TrainingError
+from conf.instantiate import resolve
 from data import parquet as parquet_module
 from data.jsonl import Jsonl
 from data.loader import TrainBatches, read_in_processes
@@ -234,14 +235,7 @@ def test_a_file_that_has_changed_since_is_an_error(tmp_path):
         rows.texts(np.array([0]), ["text"])
 
 
-@pytest.mark.parametrize("version, says", [(None, "pip install pyarrow$"), ("14.0.0", "pip install --upgrade pyarrow")])
-def test_without_pyarrow_or_with_one_that_unpickles_the_error_says_what_to_install(
-    tmp_path, prepared, monkeypatch, version, says
-):
-    file = write(tmp_path / "a.parquet", text=["a"])
-    if version is None:
-        monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    else:
-        monkeypatch.setattr(pa, "__version__", version)
-    with pytest.raises(DataError, match=says):
-        prepared(Parquet, file)
+def test_without_pyarrow_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("conf.instantiate.find_spec", lambda name: None)
+    with pytest.raises(TrainingError, match="needs a package that is not installed: pip install pyarrow"):
+        resolve("data.parquet.Parquet")

@@ -133,7 +133,7 @@ def test_a_row_without_an_answer_is_named(rows_of, tmp_path, prepared):
 
 
 REFUSED = {
-    "that is missing": ("tokenizer", None, "data.template=tokenizer: .* come without one; give a Jinja file"),
+    "that is missing": ("tokenizer", None, "data.template=tokenizer cannot be read .* come without one.*Jinja file"),
     "that is no Jinja": ("{% if %}", None, "my.jinja cannot be read .*; give a Jinja file"),
     "of another type": ("tokenizer", 3, "data.template=tokenizer cannot be read .*; give a Jinja file"),
     "without a default": ("tokenizer", [{"name": "tool", "template": ""}], "cannot be read .'default'.*"),
@@ -161,7 +161,7 @@ def test_a_template_needs_answers_and_a_file(rows_of):
         rows_of(template="tokenizer", answer=None)
     with pytest.raises(DataError, match="data.template=nowhere.jinja cannot be read .*give a Jinja file"):
         rows_of(template="nowhere.jinja")
-    with pytest.raises(DataError, match="data.template=tokenizer: GPT-2 tokens come without one"):
+    with pytest.raises(DataError, match="data.template=tokenizer cannot be read .*GPT-2 tokens come without one"):
         rows_of(template="tokenizer")
 
 

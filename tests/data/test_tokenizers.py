@@ -78,12 +78,10 @@ def test_rows_are_padded_with_the_end_of_a_text(tmp_path, prepared, theirs):
     assert targets.tolist() == [may[1:] + [end] + [-100] * (8 - len(may)), [end] + [-100] * 7]
 
 
-def test_a_text_that_looks_like_the_end_of_a_text_is_characters_and_other_special_tokens_are_themselves(tmp_path):
-    vocabulary = HuggingFaceVocabulary(tokenizer_folder(tmp_path))
-    (tokens,) = vocabulary.encode_texts(["<|im_start|>a<|im_end|><think>"])
-    (rendered,) = vocabulary.tokens(["<|im_start|>a<|im_end|><think>"], rendered=True)
-    assert vocabulary.end not in tokens and vocabulary.decode(tokens) == "<|im_start|>a<|im_end|><think>"
-    assert len(rendered) == 4 and rendered[2] == vocabulary.end and rendered[::3] == [tokens[0], tokens[-1]]
+def test_special_tokens_in_a_text_are_recognised_as_transformers_does(tmp_path, theirs):
+    vocabulary, text = HuggingFaceVocabulary(tokenizer_folder(tmp_path)), "<|im_start|>a<|im_end|><think>"
+    assert vocabulary.encode_texts([text]) == [theirs(tmp_path)(text).input_ids]
+    assert vocabulary.end in vocabulary.encode_texts([text])[0] and len(vocabulary.encode_texts([text])[0]) == 4
 
 
 ENDS = {

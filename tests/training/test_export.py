@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
-import sys
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -18,7 +18,7 @@ from triton_server import TritonServer, installed
 
 from common.errors import CheckpointError, TrainingError
 from training.app import execute
-from training.export import serve_check, served, write
+from training.export import served, write
 from training.export.served import ServedModel
 
 NO_WORDS = (-1, -50257, 50257, 50303, 50304, 2**40)  # of GPT-2, among them the rows that pad its vocabulary
@@ -252,8 +252,10 @@ def server(repositories, client, tmp_path_factory):
 
 def ask(client, server, protocol, name, inputs):
     takes = MODELS[name][1]
-    given = serve_check.ask(protocol, getattr(server, protocol), name, {takes: inputs.numpy()}, OUTPUT)
-    return torch.from_numpy(given.copy())
+    with client(protocol).InferenceServerClient(getattr(server, protocol)) as connection:
+        given = client(protocol).InferInput(takes, inputs.shape, {"tokens": "INT64", "images": "FP32"}[takes])
+        given.set_data_from_numpy(inputs.numpy())
+        return torch.from_numpy(connection.infer(name, [given]).as_numpy(OUTPUT).copy())
 
 
 @serving
@@ -278,40 +280,14 @@ def test_requests_that_come_together_are_computed_together(client, server, expor
     assert computations < 32, "some computation had a batch larger than one"
 
 
-# -- the check that a user runs ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def checked(server, monkeypatch, capsys):
-    """``checked(folder)``: exit code and output of the command."""
-
-    def run(folder, **addresses):
-        where = {"http": server.http, "grpc": server.grpc, **addresses}
-        options = [f"--{protocol}={address}" for protocol, address in where.items()]
-        monkeypatch.setattr(sys, "argv", ["serve_check", str(folder), *options])
-        return serve_check.main(), capsys.readouterr()
-
-    return run
-
-
 @serving
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
 @pytest.mark.parametrize("name", [*SERVED, "translator"])
-def test_serve_check_says_that_both_protocols_answer(checked, repositories, name):
-    code, said = checked(repositories[name])
-    assert code == 0, said.err
-    assert [line.split()[0] for line in said.out.splitlines()] == ["http", "grpc"]
-    assert said.out.count(f"{name} answers; largest difference ") == 2
-
-
-@serving
-def test_serve_check_names_what_is_wrong(checked, repositories, exporter, tmp_path):
-    code, said = checked(repositories["gpt2"], http="127.0.0.1:9")
-    assert code == 1 and said.err.startswith("error: http 127.0.0.1:9: gpt2: ")
-    code, said = checked(tmp_path)
-    assert code == 1 and "is no model repository of mode=export export.format=triton" in said.err
-    classifier = exporter.export("classifier", "triton", tmp_path / "other")
-    code, said = checked(classifier)
-    assert code == 1 and "classifier" in said.err, "a model that the server does not have"
-    (classifier / "classifier").rename(classifier / "convnet")
-    code, said = checked(classifier)
-    assert code == 1 and "error: http" in said.err
+def test_the_readme_compares_the_server_with_torch(client, server, repositories, monkeypatch, capsys, name, protocol):
+    monkeypatch.chdir(repositories[name])
+    section = (repositories[name] / "README.md").read_text().partition("## Compare")[2]
+    code = textwrap.dedent(section.partition(":\n\n")[2])
+    code = code.replace("localhost:8000", getattr(server, protocol))
+    exec(code.replace("tritonclient.http", f"tritonclient.{protocol}"), {})
+    said = capsys.readouterr().out
+    assert said.startswith("largest difference: ") and float(said.split()[-1]) < 1e-4

@@ -4,7 +4,6 @@
                       torch_export; onnx; triton, a repository for NVIDIA's Triton Inference Server
     served.py         the model as other programs run it: named tensors in and one out, as a program or as ONNX
     text_model.py     text for text, by Triton's Python backend: a file of the repository, which nothing here imports
-    serve_check.py    a client that asks a server and compares: ``python -m training.export.serve_check``
 
 What is written appears whole or not at all.
 """

@@ -155,7 +155,7 @@ def write_repository(folder: Path, model: ServedModel, max_batch_size: int, kind
         NAME/config.pbtxt        inputs, outputs, batching
         NAME/1/model.onnx        version 1 of the model
         NAME/labels.txt          the names of the classes
-        NAME/example.safetensors inputs, and what the model answers: ``serve_check`` asks a server and compares
+        NAME/example.safetensors inputs, and what the model answers, to compare a server with
 
     The README tells of NAME_text too, where ``write_text`` has written that.
 

@@ -292,9 +292,7 @@ class Logger(Protocol):
 class NoLogger:
     """Takes what every logger takes and does nothing (``logger=none``)."""
 
-    def __init__(
-        self, run_dir: str | Path | None = None, run_config: dict | None = None, run_name: str | None = None
-    ) -> None:
+    def __init__(self, **given: Any) -> None:
         pass
 
     def log(self, record: dict, step: int) -> None:
