@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -20,6 +21,7 @@ from launchers.meeting import LOOPBACK, listen
 BACKEND = Path(__file__).resolve().parent / "triton_install" / "onnxruntime"
 START_S = 180.0
 VARIABLE = "TRITON_SERVER"
+_STUB = Path("backends", "python", "triton_python_backend_stub")
 # What the server's Python must not take from this environment: numpy 2, and what may not fit a CPU torch.
 NOT_FROM_HERE = ("numpy", "torchvision")
 
@@ -56,6 +58,7 @@ class TritonServer:
             "LD_LIBRARY_PATH": str(home / "nvidia_pytriton.libs"),
             "TRITON_PACKAGES": str(home / "packages"),
             "OMP_NUM_THREADS": "1",
+            "PATH": str(_home_of_library(server / _STUB) / "bin"),  # where the server's Python looks for its modules
         }
         self.log = folder / "triton.log"
         with open(self.log, "w") as log:
@@ -73,7 +76,8 @@ class TritonServer:
                 said = self.log.read_text()
                 if "error while loading shared libraries" in said:
                     pytest.skip(f"tritonserver cannot start: {said.strip()[-200:]}")
-                raise AssertionError(f"tritonserver was not ready within {START_S} s:\n{said[-5000:]}")
+                wrong = [line for line in said.splitlines() if line.startswith("E")] or [said[-5000:]]
+                raise AssertionError("\n".join([f"tritonserver was not ready within {START_S} s:", *wrong]))
             time.sleep(0.1)
 
     def _ready(self) -> bool:
@@ -104,7 +108,7 @@ def installed() -> Path:
     if not home:
         install = "tests/training/triton_install/install DIR"
         pytest.skip(f"needs a Triton server: {install}, then {VARIABLE}=DIR pytest -m serving")
-    stub = Path(home) / "pytriton" / "tritonserver" / "backends" / "python" / "triton_python_backend_stub"
+    stub = Path(home) / "pytriton" / "tritonserver" / _STUB
     if not stub.exists():
         pytest.skip(f"{VARIABLE}={home}: the installation of the Triton server is not whole ({stub.name} is missing)")
     missing = re.findall(r"^\s*(\S+) => not found", _ldd(stub), flags=re.MULTILINE)
@@ -116,6 +120,13 @@ def installed() -> Path:
 def _free_port() -> int:
     with listen(LOOPBACK, 0) as listener:
         return listener.getsockname()[1]
+
+
+def _home_of_library(stub: Path) -> Path:
+    """The installation of the libpython that the stub loads: another python3's modules may not fit it."""
+    library = Path(re.search(r"libpython\S+ => (\S+)", _ldd(stub))[1]).resolve()
+    modules = Path("lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "os.py")
+    return next(folder for folder in library.parents if (folder / modules).exists())
 
 
 def _ldd(path: Path) -> str:
