@@ -123,8 +123,7 @@ def read_config(path: Path) -> dict[str, Any]:
         kind, heads = config["architectures"][0], config["num_attention_heads"]
         extras = KINDS[kind]
         known = {"num_key_value_heads": heads, "tie_word_embeddings": False, "initializer_range": 0.02}
-        known["head_dim"] = 128 if extras["qk_norm"] else config["hidden_size"] // heads
-        known |= config
+        known |= {"head_dim": 128 if extras["qk_norm"] else config["hidden_size"] // heads, **config}
         rope = {"rope_theta": 10_000.0, "layer_types": []} | config
         rope |= {**config.get("rope_scaling", {}), **config.get("rope_parameters", {})}
         rope["layer_types"] = sorted({*rope["layer_types"]})
