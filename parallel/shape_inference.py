@@ -7,8 +7,9 @@ not cast, and a border declared float32 where the run sends bfloat16 corrupts si
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,7 @@ class LayerTrace:
         kept: Bytes that autograd holds for each micro-batch's backward.
         cast: Bytes of weights held in the compute dtype, once for all micro-batches of a step.
         random: Whether it draws random numbers in training.
+        work: What was counted of a micro-batch, where something counts.
     """
 
     name: str
@@ -66,6 +68,7 @@ class LayerTrace:
     kept: int
     cast: int
     random: bool
+    work: Any = None
 
     @property
     def output_bytes(self) -> int:
@@ -74,8 +77,16 @@ class LayerTrace:
 
 
 @torch.enable_grad()
-def trace(chain: Chain, sample: Batch, precision: str, device_type: str) -> list[LayerTrace]:
+def trace(
+    chain: Chain,
+    sample: Batch,
+    precision: str,
+    device_type: str,
+    counting: Callable[[], AbstractContextManager] = nullcontext,
+) -> list[LayerTrace]:
     """Run one micro-batch through the chain on fake tensors; return one trace per layer.
+
+    ``counting`` makes what sees the operators of one micro-batch, and is kept as the trace's ``work``.
 
     Raises:
         PlanError: A layer reads numbers out of its tensors.
@@ -111,17 +122,18 @@ def trace(chain: Chain, sample: Batch, precision: str, device_type: str) -> list
                 for own in (tensors, tuple(t.clone() for t in tensors)):  # each micro-batch has its own
                     before = kept.bytes
                     try:
-                        if layer is chain.layers[-1]:
-                            output = _loss(chain, module, own, targets.clone())
-                        else:
-                            output = module(*own)
+                        with (counted := counting()):
+                            if layer is chain.layers[-1]:
+                                output = _loss(chain, module, own, targets.clone())
+                            else:
+                                output = module(*own)
                     except (DataDependentOutputException, DynamicOutputShapeException):
                         raise reads_numbers(layer.name, module) from None
                     sizes.append(kept.bytes - before)
             tensors = checked(layer.name, module, output)
             specs = tuple(map(TensorSpec.of, tensors))
             random = draws.seen or bool(notes)
-            traces.append(LayerTrace(layer.name, specs, sizes[1], cast=sizes[0] - sizes[1], random=random))
+            traces.append(LayerTrace(layer.name, specs, sizes[1], cast=sizes[0] - sizes[1], random=random, work=counted))
             alike[key] = traces[-1], tensors
     return traces
 
