@@ -33,7 +33,7 @@ from launchers.world import launcher_start
 
 GROUPS = (*CHOSEN, "parallel", "launcher", "logger")  # of which a run needs an option each
 # What a checkpoint does not keep.
-_WHERE = ("device", "parallel", "launcher", "logger", "loggers", "callbacks", "import_from")
+_WHERE = ("device", "parallel", "cluster", "launcher", "logger", "loggers", "callbacks", "import_from")
 _LISTED = {"logger@loggers.": "logger", "callback@callbacks.": "callbacks"}  # groups of which several may be chosen
 
 

@@ -130,6 +130,7 @@ class Root:
     recipes: Any = None  # what the model's file asks of other groups' options: {NAME: {says: …, adamw: {lr: 6e-4}}}
     callbacks: Any = None  # by name, such as callbacks=[early_stop] sets, or a list of sections with a _target_
     launcher: Any = None
+    cluster: Any = None  # what parallel=auto plans for
     allow: Any = None  # has no effect: what is typed may name any class
     import_from: Any = None  # folders in which Python looks for code too; found by itself (composition.code_folders)
 

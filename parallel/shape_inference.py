@@ -133,7 +133,9 @@ def trace(
             tensors = checked(layer.name, module, output)
             specs = tuple(map(TensorSpec.of, tensors))
             random = draws.seen or bool(notes)
-            traces.append(LayerTrace(layer.name, specs, sizes[1], cast=sizes[0] - sizes[1], random=random, work=counted))
+            traces.append(
+                LayerTrace(layer.name, specs, sizes[1], cast=sizes[0] - sizes[1], random=random, work=counted)
+            )
             alike[key] = traces[-1], tensors
     return traces
 

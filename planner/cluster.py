@@ -39,6 +39,7 @@ class Cluster:
         attention: The same of attention's products.
         traffic: The part of ``memory_bandwidth`` that operators other than products reach; above 1 where they are fused.
         launch: Seconds until a product has begun.
+        message: The part of ``between.bandwidth`` that a single message reaches.
         step: Seconds of a step that are in no other part.
         reserved: Bytes of a device that no tensor gets: the context, and what the allocator cannot use.
         source: Where the efficiencies come from.
@@ -56,6 +57,7 @@ class Cluster:
     attention: float
     traffic: float
     launch: float
+    message: float
     step: float
     reserved: float
     source: str
@@ -88,7 +90,11 @@ def read_cluster(section: Mapping[str, Any]) -> Cluster:
             raise PlanError(f"{named}: {link} must have bandwidth and latency, and no more")
     for key, number in flat.items():
         free = key in ("launch", "step", "reserved", "inside.latency", "between.latency")  # may be 0
-        if isinstance(number, bool) or not isinstance(number, int | float) or not (number > 0 or (free and number == 0)):
+        if (
+            isinstance(number, bool)
+            or not isinstance(number, int | float)
+            or not (number > 0 or (free and number == 0))
+        ):
             raise PlanError(f"{named}: {key}={number} must be a number above 0")
         if key in ("nodes", "devices") and number != int(number):
             raise PlanError(f"{named}: {key}={number} must be a whole number")

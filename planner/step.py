@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from parallel.schedules import SCHEDULES, in_flight
-from planner.cluster import Cluster
-from planner.costs import Costs
+from parallel.plan import even_split
+from parallel.schedules import in_flight
+from planner.costs import PaperCosts as Costs
 from planner.work import LayerWork
+
+Works = Sequence[LayerWork]
+
+_STATES = 4  # float32 numbers for each parameter: weight, gradient, and the two states of Adam
+_NOT_HIDDEN = 0.1  # the part of what computing could hide that it does not
 
 
 @dataclass(frozen=True)
@@ -16,6 +21,7 @@ class Layout:
     """How a model is trained.
 
     Attributes:
+        strategy: The option of ``parallel``.
         dp: The number of replicas.
         tp: Ranks that share each layer.
         pp: Ranks of a pipeline.
@@ -25,12 +31,13 @@ class Layout:
         per_rank: Stages of each rank.
         shards: Replicas that share parameters, gradients and optimizer state; 1: each has its own.
         reshard: Whether shared parameters are whole one layer at a time.
-        recompute: none, full (of each layer only the input is kept) or selective (attention is computed again).
-        scattered: Whether what the ranks of a layer all hold is cut in ``tp`` too (sequence parallelism).
+        recompute: "none"; "full": of each layer only the input is kept; "selective": attention is computed again.
+        scattered: Whether all that a layer's ranks hold is cut in ``tp`` (sequence parallelism).
         overlaps: Whether gradients are reduced while the last backward computes.
-        tp_first: The order of ranks: layers' ranks, then replicas, then stages; or else stages before replicas.
+        stages_last: Whether neighbouring ranks are replicas (parallel.order=pp_dp), and not stages.
     """
 
+    strategy: str = "single"
     dp: int = 1
     tp: int = 1
     pp: int = 1
@@ -41,9 +48,9 @@ class Layout:
     shards: int = 1
     reshard: bool = True
     recompute: str = "none"
-    scattered: bool = False
+    scattered: bool = True
     overlaps: bool = True
-    tp_first: bool = True
+    stages_last: bool = False
 
     @property
     def ranks(self) -> int:
@@ -53,7 +60,17 @@ class Layout:
 
 @dataclass(frozen=True)
 class Seconds:
-    """The parts of a step on its slowest rank; those of communication are what no computation hides."""
+    """The parts of a step on its slowest rank; those of communication are what no computation hides.
+
+    Attributes:
+        compute: Forwards, backwards, and what is computed again.
+        bubble: Waiting for other stages.
+        tensor: Collectives of tensor parallelism.
+        stages: Messages between stages.
+        gradients: Their reduction over replicas.
+        shards: Gathering shared parameters and scattering their gradients.
+        optimizer: The update, and what is in no other part.
+    """
 
     compute: float
     bubble: float
@@ -69,78 +86,127 @@ class Seconds:
         return sum(getattr(self, one.name) for one in fields(self))
 
 
-def cut(works: Sequence[LayerWork], stages: int) -> list[Sequence[LayerWork]]:
-    """Cut the layers into stages: the inner ones equally, the first and the last go with the first and last stage."""
+@dataclass(frozen=True)
+class Bytes:
+    """What the fullest rank holds, in bytes.
+
+    Attributes:
+        state: Weights, gradients and optimizer state.
+        gathered: Shared parameters and gradients as far as they are whole, and weights in the compute dtype.
+        activations: What is kept for backwards, and what one layer needs at a time.
+        reserved: What no tensor gets.
+    """
+
+    state: float
+    gathered: float
+    activations: float
+    reserved: float
+
+    @property
+    def total(self) -> float:
+        """The sum."""
+        return self.state + self.gathered + self.activations + self.reserved
+
+
+def cut(works: Works, stages: int) -> list[Works]:
+    """Cut the layers into stages as parallel.balance=uniform does with the inner ones; the ends go with the ends."""
     if stages == 1:
         return [works]
-    inner = works[1:-1]
-    each, extra = divmod(len(inner), stages)
-    ends, parts, start = [each + (i < extra) for i in range(stages)], [], 0
-    for count in ends:
+    inner, parts, start = works[1:-1], [], 0
+    for count in even_split(len(inner), stages):
         parts.append(list(inner[start : start + count]))
         start += count
-    parts[0], parts[-1] = [works[0], *parts[0]], [*parts[-1], works[-1]]
-    return parts
+    return [[works[0], *parts[0]], *parts[1:-1], [*parts[-1], works[-1]]]
 
 
-def seconds_of(works: Sequence[LayerWork], layout: Layout, cluster: Cluster, precision: str = "bf16") -> Seconds:
-    """Predict the seconds of a step."""
-    costs, one = Costs(cluster, precision), layout
-    stages = cut(works, one.pp * one.per_rank)
-    b, tp = one.samples, one.tp
-    tp_node = min(tp, cluster.devices)
-
-    def layer(work: LayerWork) -> tuple[float, float]:
-        """Seconds of computation, forward and backward, and of tensor parallelism's collectives."""
-        forward = costs.forward(work, b, tp)
-        again = {"none": 0.0, "full": forward, "selective": costs.attention(work, b, tp)}[one.recompute]
-        if not work.attention:  # the head, which computes its loss once
-            again = 0.0
-        times = 4 + 2 * (one.recompute == "full")
-        tensor = times * costs.reduce(work.output * b, tp, tp_node) if work.attention else 0.0
-        return 3 * forward + again, tensor
-
-    computed = [[layer(work) for work in stage] for stage in stages]
-    compute = [sum(c for c, _ in stage) for stage in computed]
-    tensor = [sum(t for _, t in stage) for stage in computed]
-    passed = 0.0
-    if one.pp > 1:
-        size = max(stage[-1].output for stage in stages[:-1]) * b / (tp if tp > 1 else 1)
-        near = one.tp * (one.dp if one.tp_first else 1) * 2 <= cluster.devices
-        passed = 2 * costs.message(size, near)
-    ranks = range(one.pp)
-    whole = [sum(compute[r :: one.pp]) + sum(tensor[r :: one.pp]) + passed * one.per_rank * (one.pp > 1) for r in ranks]
-    slowest = max(ranks, key=whole.__getitem__)
-    m = one.chunks
-    work, idle = m * whole[slowest], (sum(whole) - whole[slowest]) / one.per_rank
-    parameters = [sum(w.parameters for stage in stages[r :: one.pp] for w in stage) / tp for r in ranks]
-    most = max(parameters)
-    gradients, shards = _replicas(costs, one, stages[slowest :: one.pp], most, m, sum(compute[slowest :: one.pp]))
+def seconds_of(works: Works, layout: Layout, costs: Costs) -> Seconds:
+    """Predict a step, the pipeline's by a closed form (``planner.simulation`` replays it)."""
+    one, m = layout, layout.chunks
+    computed, tensor = [], []
+    for stage in cut(works, one.pp * one.per_rank):
+        computed.append(sum(_computed(work, one, costs) for work in stage))
+        tensor.append(sum(_tensor(work, one, costs) for work in stage))
+    passed = _passed(works, one, costs)
+    on = [sum(computed[r :: one.pp]) + sum(tensor[r :: one.pp]) + passed * one.per_rank for r in range(one.pp)]
+    slowest = max(range(one.pp), key=on.__getitem__)
+    held = [work for stage in cut(works, one.pp * one.per_rank)[slowest :: one.pp] for work in stage]
+    parameters, compute = sum(work.parameters for work in held) / one.tp, sum(computed[slowest :: one.pp])
+    gradients, shards = _replicas(parameters, compute, one, costs)
     return Seconds(
-        compute=m * sum(compute[slowest :: one.pp]),
-        bubble=idle if one.pp > 1 else 0.0,
+        compute=m * compute,
+        bubble=(sum(on) - on[slowest]) / one.per_rank,
         tensor=m * sum(tensor[slowest :: one.pp]),
-        stages=work - m * (sum(compute[slowest :: one.pp]) + sum(tensor[slowest :: one.pp])),
+        stages=m * passed * one.per_rank,
         gradients=gradients,
         shards=shards,
-        optimizer=costs.optimizer(most / one.shards) + cluster.step,
+        optimizer=costs.optimizer(parameters / one.shards) + costs.fixed,
     )
 
 
-def _replicas(
-    costs: Costs, one: Layout, stages: Sequence[Sequence[LayerWork]], parameters: float, m: int, compute: float
-) -> tuple[float, float]:
-    """Seconds of gradients and of shared parameters that computing does not hide; ``compute`` is of a micro-batch."""
-    cluster, size = costs.cluster, costs.bytes * parameters
-    near = max(1, cluster.devices // (one.tp if one.tp_first else one.tp * one.pp))
-    backward = 2 / 3 * compute
+def _computed(work: LayerWork, one: Layout, costs: Costs) -> float:
+    forward, backward = (of(work, one.samples, one.tp) for of in (costs.forward, costs.backward))
+    again = {"none": 0.0, "full": forward, "selective": costs.attention(work, one.samples, one.tp)}
+    return forward + backward + (again[one.recompute] if work.attention else 0.0)  # not the head
+
+
+def _tensor(work: LayerWork, one: Layout, costs: Costs) -> float:
+    """Two all-reduces of a block's forward, two of its backward, and two where the forward is computed again."""
+    if not work.attention or one.tp == 1:
+        return 0.0
+    times = 6 if one.recompute == "full" else 4
+    return times * costs.reduce(work.output * one.samples, one.tp, min(one.tp, costs.devices))
+
+
+def _passed(works: Works, one: Layout, costs: Costs) -> float:
+    """Seconds of a micro-batch's two messages between two stages."""
+    if one.pp == 1:
+        return 0.0
+    apart = one.tp * (one.dp if one.stages_last else 1)  # how far the next stage's rank is
+    return 2 * costs.message(max(w.output for w in works[:-1]) * one.samples / one.tp, 2 * apart <= costs.devices)
+
+
+def _replicas(parameters: float, compute: float, one: Layout, costs: Costs) -> tuple[float, float]:
+    """Seconds for gradients, and for shared parameters, that the ``compute`` of a micro-batch does not hide."""
+    if one.dp == 1:
+        return 0.0, 0.0
+    per_node = max(1, costs.devices // (one.tp * (1 if one.stages_last else one.pp)))
     if one.shards == 1:
-        reduced = costs.reduce(2 * size, one.dp, min(one.dp, near)) if one.dp > 1 else 0.0  # float32
-        return max(reduced - backward * one.overlaps, 0.1 * reduced), 0.0
-    inner = costs.gather(size, one.shards, min(one.shards, near))
+        reduced = costs.reduce(4 * parameters, one.dp, min(one.dp, per_node))
+        hidden = (1 - _NOT_HIDDEN) * min(reduced, compute * 2 / 3) if one.overlaps else 0.0
+        return reduced - hidden, 0.0
+    whole = costs.gather(costs.itemsize * parameters, one.shards, min(one.shards, per_node))
     groups = one.dp // one.shards
-    outer = costs.reduce(size / one.shards, groups, 1) if groups > 1 else 0.0
-    fetched = m if one.reshard else 1
-    each = (2 * fetched * inner + m * inner + outer) / m
-    hidden = compute
-    return 0.0, m * max(each - hidden, 0.05 * each)
+    outer = costs.reduce(costs.itemsize * parameters / one.shards, groups, max(1, per_node // one.shards))
+    each = whole * (3 if one.reshard else 1 + 2 / one.chunks) + outer / one.chunks  # forward, backward, gradients
+    hidden = (1 - _NOT_HIDDEN / 2) * min(each, compute)
+    return 0.0, one.chunks * (each - hidden)
+
+
+def bytes_of(works: Works, layout: Layout, costs: Costs, reserved: float) -> Bytes:
+    """Predict the memory of the fullest rank."""
+    one, held = layout, []
+    stages, largest = cut(works, one.pp * one.per_rank), max(work.parameters for work in works) / one.tp
+    for rank in range(one.pp):
+        own = [work for stage in stages[rank :: one.pp] for work in stage]
+        parameters = sum(work.parameters for work in own) / one.tp
+        flight = 1
+        if one.pp > 1:
+            flight = in_flight(one.schedule, one.pp, one.chunks, one.per_rank, rank)
+        kept = [work.kept * one.samples / one.tp * (1 if one.scattered else _whole(one.tp)) for work in own]
+        inputs = [work.output * one.samples / (one.tp if one.scattered else 1) for work in own]
+        blocks = [work.attention > 0 for work in own]
+        if one.recompute == "full":
+            activations = flight * sum(i if block else k for i, k, block in zip(inputs, kept, blocks, strict=True))
+            activations += max(k for k, block in zip(kept, blocks, strict=True) if block or not any(blocks))
+        else:
+            activations = flight * sum(kept)
+        cast = costs.itemsize * parameters if costs.itemsize < 4 else 0.0
+        if one.shards > 1 and one.reshard:
+            cast = min(cast or 4 * parameters, 2 * costs.itemsize * largest) + 4 * largest
+        held.append(Bytes(4 * _STATES * parameters / one.shards, cast, activations, reserved))
+    return max(held, key=lambda one: one.total)
+
+
+def _whole(tp: int) -> float:
+    """How much more a rank keeps where the inputs of products are not cut: 10 of 34 bytes (Korthikanti et al. 2022)."""
+    return (10 * tp + 24) / 34

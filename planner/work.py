@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -33,7 +33,7 @@ class LayerWork:
         kept: Bytes that autograd holds until the backward.
     """
 
-    name: str
+    name: str = field(compare=False)  # layers that are alike are equal
     flops: float
     attention: float
     products: int
@@ -77,8 +77,14 @@ def work_of(chain: Chain, sample: Batch, precision: str) -> list[LayerWork]:
     own = {name: sum(p.numel() for p in layer.parameters()) for name, layer in skeleton.items()}
     return [
         LayerWork(
-            t.name, t.work.flops / n, t.work.attention / n, t.work.products, t.work.moved / n, own[t.name],
-            t.output_bytes / n, t.kept / n,
+            t.name,
+            t.work.flops / n,
+            t.work.attention / n,
+            t.work.products,
+            t.work.moved / n,
+            own[t.name],
+            t.output_bytes / n,
+            t.kept / n,
         )  # fmt: skip
         for t in trace(chain, sample, precision, "cpu", Counted)
     ]

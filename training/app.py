@@ -91,6 +91,16 @@ def execute(cfg: Any, run_dir: Path, world: World | None, hydra: Any = None, iso
         )
     if cfg.mode == "plan" or cfg.mode in ALONE:
         stopping.at_once()
+    if cfg.parallel.name == "auto":
+        from training.planning import plan_on_paper
+
+        if cfg.mode != "plan":
+            raise TrainingError(
+                "parallel=auto plans on paper: python train.py mode=plan parallel=auto cluster=NAME; then train with "
+                "one of the layouts that it prints"
+            )
+        print(plan_on_paper(cfg, sys.argv[1:]))
+        return
     if cfg.mode in ALONE:
         from training.modes import run_alone
 
