@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from benchmarks.timing import Spread
 
 BLUE, GREY = "#0072b2", "#8a8a8a"
+COLOURS = (BLUE, "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 
 
 @contextmanager

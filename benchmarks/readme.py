@@ -100,5 +100,6 @@ TABLES: dict[str, Mapping[str, str | tuple[str, ...]] | None | Callable[[], list
     },
     "faults": _same("fault", "strategy", "tried", "survived", "steps lost", "bits equal"),
     **dict.fromkeys(("first_run", "ddp", "overhead_loop", "overhead_start", "gpt2", "exporting", "sampling")),
+    **dict.fromkeys(("planner", "planner_memory")),
 }
 BENCHMARK = table.Benchmark(update)

@@ -37,7 +37,7 @@ class Cluster:
         between: The link of a device to other nodes: its share of the node's.
         product: The part of ``peak`` that large products reach.
         attention: The same of attention's products.
-        traffic: The part of ``memory_bandwidth`` that operators other than products reach; above 1 where they are fused.
+        traffic: The part of ``memory_bandwidth`` that other operators reach; above 1 where they are fused.
         launch: Seconds until a product has begun.
         message: The part of ``between.bandwidth`` that a single message reaches.
         step: Seconds of a step that are in no other part.

@@ -224,7 +224,7 @@ def test_processes_and_micro_batches_follow_from_the_layout():
 
 def test_strategies_and_schedules_are_those_of_the_configuration():
     options = list((Path(__file__).resolve().parents[2] / "conf" / "parallel").glob("*.yaml"))
-    assert {compose([f"parallel={path.stem}"]).parallel.name for path in options} == STRATEGIES.keys()
+    assert {compose([f"parallel={path.stem}"]).parallel.name for path in options} == {*STRATEGIES, "auto"}
     assert all(issubclass(resolve_name(info.class_path), Strategy) for info in STRATEGIES.values())
     assert [schedule.value for schedule in Schedule] == [*SCHEDULES]
 

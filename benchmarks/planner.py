@@ -1,0 +1,313 @@
+"""How far the planner's predictions are off, on layouts that others have measured.
+
+    python -m benchmarks planner [--quick]
+
+published_layouts.csv has published step times: Megatron-LM (Narayanan et al. 2021, arXiv 2104.04473, table 1; from
+TFLOP/s by the paper's own formula; its micro-batches are not published and assumed), Korthikanti et al. 2022 (arXiv
+2205.05198, tables 4 and 5, figure 1) and torchtitan (its benchmarks of Llama 3.1 8B without float8; BSD-3). Larger
+tables (vTrain, llm-foundry, KempnerForge) are read from ../shared/data beside the repository, where that exists.
+
+A row is predicted in three ways: by the cluster's file; for a table to which that file was fitted, by a file that is
+fitted again to five sixths of the rows, of which the row is none; and by the file after one row of the same model,
+tensor parallelism and micro-batch has said by how much all of them are off.
+"""
+
+from __future__ import annotations
+
+import csv
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from benchmarks import figure
+from benchmarks.table import Benchmark, Table
+from conf import FOLDER
+from planner.cluster import Cluster, Link, read_cluster
+from planner.costs import PaperCosts
+from planner.step import Layout, bytes_of, seconds_of
+from planner.work import LayerWork
+
+OWN = Path(__file__).with_name("published_layouts.csv")
+MORE = Path(__file__).resolve().parents[2] / "shared" / "data"
+FITTED = {"vTrain": "a100x512", "llm-foundry": "a100x64", "torchtitan": "h100x128", "KempnerForge": "h200x8"}
+_FOLDS = 6
+_LOSS_SCALE = 0.02  # errors beyond it count less in a fit: a table has rows that nothing explains
+_PRIOR = 0.05  # how much a fit is held to what the file says, beside an error
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured layout.
+
+    Attributes:
+        table: Whose.
+        sweep: Rows of the same sweep train the same model on the same batch.
+        alike: Rows that are calibrated together.
+        cluster: The name of a cluster's file.
+        works: The layers' work.
+        layout: The layout.
+        seconds: The step as measured.
+        state: GiB of weights, gradients and optimizer state as published; None where they are not.
+        kept: GiB of activations, likewise.
+    """
+
+    table: str
+    sweep: tuple
+    alike: tuple
+    cluster: str
+    works: list[LayerWork]
+    layout: Layout
+    seconds: float
+    state: float | None = None
+    kept: float | None = None
+
+
+def decoder(
+    hidden: int, layers: int, heads: int, sequence: int, vocabulary: int, kv_heads: int = 0, mlp: int = 0,
+    fused: bool = True, tied: bool = True,
+) -> list[LayerWork]:  # fmt: skip
+    """Return the work of a decoder in half precision, of which each number is arithmetic (Korthikanti et al. 2022).
+
+    Args:
+        hidden: The width.
+        layers: Blocks.
+        heads: Of attention.
+        sequence: Tokens of a sample.
+        vocabulary: Words.
+        kv_heads: Heads of keys and values; 0: as many as ``heads``.
+        mlp: The width of a gated MLP; 0: a plain one of four times ``hidden``.
+        fused: Whether attention keeps no scores.
+        tied: Whether the head is the embedding.
+    """
+    s, h, wide = sequence, hidden, mlp or 4 * hidden
+    keys = h * (kv_heads or heads) // heads
+    weights = 2 * h * (h + keys) + h * wide * (3 if mlp else 2)
+    moved = 36 * s * h + (0 if fused else 8 * heads * s * s) + (4 * s * wide if mlp else 0)
+    kept = s * h * (24 if mlp else 34) + (6 * s * wide if mlp else 0) + (0 if fused else 5 * heads * s * s)
+    block = LayerWork("block", 2 * s * weights, 4 * s * s * h, 6, moved, weights, 2 * s * h, kept)
+    embedding = LayerWork("embedding", 0, 0, 0, 4 * s * h, vocabulary * h, 2 * s * h, 0)
+    own = 0 if tied else vocabulary * h
+    head = LayerWork("head", 2 * s * h * vocabulary, 0, 1, 6 * s * (vocabulary + h), own, 4, 4 * s * vocabulary)
+    return [embedding, *[block] * layers, head]
+
+
+def rows() -> list[Row]:
+    """Read the project's own table and, where they are present, the larger ones."""
+    found = [_published(row) for row in _read(OWN)]
+    if (MORE / "published").is_dir():
+        found += [_kempner(row) for row in _read(MORE / "published" / "kempnerforge_h200.csv") if row["grad_accum"]]
+        foundry = _read(MORE / "published" / "llm_foundry_fsdp.csv")
+        found += [_foundry(row) for row in foundry if row["precision"] in ("bf16", "amp_bf16")]
+    if (MORE / "vtrain").is_dir():
+        found += [_vtrain(row) for row in _read(MORE / "vtrain" / "measured_a100.csv")]
+    return found
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _published(row: dict[str, str]) -> Row:
+    n = {key: int(value) for key, value in row.items() if value.isdigit()}
+    recompute, megatron = row["recompute"], row["cluster"] == "selene"
+    layout = Layout(
+        "pipe_ddp", n["dp"], n["tp"], n["pp"], n["chunks"], n["samples"], "interleaved_1f1b" if n["per_rank"] > 1 else
+        "1f1b", n["per_rank"], n["shards"], True, recompute, recompute == "selective", not megatron, megatron,
+    )  # fmt: skip
+    works = decoder(
+        n["hidden"], n["layers"], n["heads"], n["sequence"], n["vocabulary"], n.get("kv_heads", 0), n.get("mlp", 0),
+        fused=not megatron or recompute == "selective", tied=megatron,
+    )  # fmt: skip
+    gib = [float(row[key]) if row[key] else None for key in ("state_gib", "kept_gib")]
+    sweep = row["table"], row["model"]
+    return Row(row["table"], sweep, (*sweep, n["tp"], n["samples"]), row["cluster"], works, layout,
+               float(row["seconds"]), *gib)  # fmt: skip
+
+
+def _vtrain(row: dict[str, str]) -> Row:
+    size, devices, batch, samples, hidden, heads, layers, sequence, tp, dp, pp, ms = map(float, row.values())
+    layout = Layout("pipe_ddp", int(dp), int(tp), int(pp), int(batch / dp / samples), int(samples), recompute="full",
+                    scattered=False, overlaps=False, stages_last=True)  # fmt: skip
+    works = decoder(int(hidden), int(layers), int(heads), int(sequence), 51200, fused=False)
+    return Row("vTrain", ("vTrain", size), ("vTrain", size, tp, samples), "a100x512", works, layout, ms / 1e3)
+
+
+_MPT = {
+    "125m": (768, 12, 12), "350m": (1024, 24, 16), "760m": (1536, 24, 12), "1b": (2048, 24, 16), "3b": (2560, 32, 20),
+    "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 48, 56), "70b": (8192, 80, 64),
+}  # fmt: skip
+
+
+def _foundry(row: dict[str, str]) -> Row:
+    devices, samples, sequence = int(row["gpus"]), int(row["micro_batch"]), int(row["seq_len"])
+    chunks = round(float(row["global_batch"]) / devices / samples) or 1
+    layout = Layout("fsdp", devices, chunks=chunks, samples=samples, shards=devices,
+                    recompute="full" if row["activation_checkpointing"] == "True" else "none")  # fmt: skip
+    key = "llm-foundry", row["model"], sequence, row["global_batch"]
+    seconds = float(row["global_batch"]) * sequence / float(row["tokens_per_s"])
+    return Row("llm-foundry", key, (*key, samples), "a100x64", decoder(*_MPT[row["model"]], sequence, 50368), layout,
+               seconds)  # fmt: skip
+
+
+def _kempner(row: dict[str, str]) -> Row:
+    n = {key: int(value) for key, value in row.items() if value.isdigit()}
+    layout = Layout("fsdp", n["dp_shard"], n["tp"], n["pp"], n["grad_accum"], n["micro_batch"], shards=n["dp_shard"],
+                    recompute="full")  # fmt: skip
+    mlp = 14336 if row["model"] == "7B" else 28672
+    works = decoder(n["dim"], n["layers"], n["heads"], n["seq_len"], 128256, n["kv_heads"], mlp, tied=False)
+    key = "KempnerForge", row["model"]
+    return Row("KempnerForge", key, (*key, n["tp"]), "h200x8", works, layout, float(row["step_time_s"]))
+
+
+# -- predictions -----------------------------------------------------------------------------------------------------
+
+
+def cluster_of(name: str) -> Cluster:
+    """Return the cluster of a file. Selene is that of a100x512 with its own network, which NVIDIA has published."""
+    if name == "selene":
+        base = cluster_of("a100x512")
+        return replace(base, between=Link(25e9, base.between.latency), step=0.1)
+    cluster = read_cluster(OmegaConf.to_container(OmegaConf.load(FOLDER / "cluster" / f"{name}.yaml")))
+    return replace(cluster, devices=4) if name == "h200x8" else cluster  # KempnerForge's nodes
+
+
+def predicted(measured: Sequence[Row], cluster: Cluster | None = None) -> np.ndarray:
+    """Return the seconds of each row, by its own cluster's file or by ``cluster``."""
+    clusters = {row.cluster: cluster or cluster_of(row.cluster) for row in measured}
+    return np.array(
+        [seconds_of(row.works, row.layout, PaperCosts(clusters[row.cluster], "bf16")).total for row in measured]
+    )
+
+
+_SPREADS = {
+    "product": 0.15, "attention": 0.4, "traffic": 0.5, "launch": 1.0, "step": 1.5, "inside.bandwidth": 0.4,
+    "inside.latency": 1.0, "between.bandwidth": 0.7, "between.latency": 1.0,
+}  # fmt: skip
+
+
+def fit(measured: Sequence[Row], start: Cluster) -> Cluster:
+    """Return a cluster whose efficiencies and links are nearer to what was measured."""
+    from scipy.optimize import least_squares
+
+    spreads, truth = np.array(list(_SPREADS.values())), np.array([row.seconds for row in measured])
+    numbers = [start.product, start.attention, start.traffic, start.launch, start.step]
+    first = np.log([*numbers, start.inside.bandwidth, start.inside.latency, start.between.bandwidth,
+                    start.between.latency])  # fmt: skip
+
+    def changed(logs: np.ndarray) -> Cluster:
+        product, attention, traffic, launch, step, *links = np.exp(logs)
+        return replace(start, product=product, attention=attention, traffic=traffic, launch=launch, step=step,
+                       inside=Link(*links[:2]), between=Link(*links[2:]))  # fmt: skip
+
+    def off(logs: np.ndarray) -> np.ndarray:
+        return np.concatenate([np.log(predicted(measured, changed(logs)) / truth), _PRIOR * (logs - first) / spreads])
+
+    return changed(least_squares(off, first, loss="soft_l1", f_scale=_LOSS_SCALE).x)
+
+
+def by_unseen(measured: Sequence[Row], start: Cluster) -> np.ndarray:
+    """Predict each row by a cluster that was fitted to five sixths of the others."""
+    seconds = np.zeros(len(measured))
+    for fold in range(_FOLDS):
+        others = [row for i, row in enumerate(measured) if i % _FOLDS != fold]
+        seconds[fold::_FOLDS] = predicted(measured[fold::_FOLDS], fit(others, start))
+    return seconds
+
+
+def by_one_row(measured: Sequence[Row], seconds: np.ndarray) -> tuple[list[int], np.ndarray]:
+    """Return which rows have another one that is alike and comes before, and what that makes of their seconds."""
+    first: dict[tuple, float] = {}
+    places, corrected = [], []
+    for i, row in enumerate(measured):
+        if row.alike in first:
+            places.append(i)
+            corrected.append(seconds[i] * first[row.alike])
+        first.setdefault(row.alike, row.seconds / seconds[i])
+    return places, np.array(corrected)
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+def measure(chosen: Namespace) -> Iterator[Table]:
+    """Yield the errors of step times, their ranking, and the memory."""
+    everything = [row for row in rows() if not chosen.quick or row.table.startswith(("Korthikanti", "torchtitan"))]
+    tables: dict[str, list[Row]] = defaultdict(list)
+    for row in everything:
+        tables[row.table.removesuffix(" compiled")].append(row)
+    lines, points = [], []
+    for name, measured in tables.items():
+        seconds, truth = predicted(measured), np.array([row.seconds for row in measured])
+        points += [(name, t, s) for t, s in zip(truth, seconds, strict=True)]
+        way = "fitted to it" if name in FITTED else "not fitted to it"
+        lines.append(_line(name, way, seconds, truth) | _ranking(measured, seconds))
+        if name in FITTED and len(measured) > 2 * _FOLDS:
+            unseen = by_unseen(measured, cluster_of(FITTED[name]))
+            lines.append(_line(name, "unseen rows", unseen, truth))
+        places, corrected = by_one_row(measured, seconds)
+        if len(places) > 2:
+            lines.append(_line(name, "calibrated by one row", corrected, truth[places]))
+    yield Table("planner", lines, {"rows": len(everything)}, partial(_draw, points=points))
+    if memory := [line for row in everything if row.state for line in _memory(row)]:
+        yield Table("planner_memory", memory)
+
+
+def _line(table: str, way: str, seconds: np.ndarray, truth: np.ndarray) -> dict[str, object]:
+    off = np.abs(seconds / truth - 1)
+    return {
+        "table": table, "cluster's file": way, "rows": len(truth), "mean": f"{off.mean():.1%}",
+        "median": f"{np.median(off):.1%}", "90th percentile": f"{np.quantile(off, 0.9):.1%}",
+        "rank correlation": "", "regret": "",
+    }  # fmt: skip
+
+
+def _ranking(measured: Sequence[Row], seconds: np.ndarray) -> dict[str, str]:
+    """Return how well layouts of one sweep are put in order, and what the one chosen costs beyond the best."""
+    from scipy.stats import spearmanr
+
+    sweeps: dict[tuple, list[int]] = defaultdict(list)
+    for i, row in enumerate(measured):
+        sweeps[row.sweep].append(i)
+    large = [np.array(places) for places in sweeps.values() if len(places) > 4]
+    if not large:
+        return {}
+    truth = np.array([row.seconds for row in measured])
+    ranks = [spearmanr(seconds[places], truth[places]).statistic for places in large]
+    regrets = [truth[places][seconds[places].argmin()] / truth[places].min() - 1 for places in large]
+    return {"rank correlation": f"{np.mean(ranks):.3f}", "regret": f"{np.mean(regrets):.1%}"}
+
+
+def _memory(row: Row) -> Iterator[dict[str, object]]:
+    held = bytes_of(row.works, row.layout, PaperCosts(cluster_of(row.cluster), "bf16"), 0.0)
+    state, kept = (size / 2**30 for size in (held.state + held.gathered, held.activations))
+    for what, wanted, gib in (("weights, gradients, optimizer", row.state, state), ("activations", row.kept, kept)):
+        if wanted:
+            yield {
+                "model": row.sweep[1], "recomputed": row.layout.recompute, "what": what,
+                "published GiB": f"{wanted:.1f}", "predicted GiB": f"{gib:.1f}", "off": f"{gib / wanted - 1:+.1%}",
+            }  # fmt: skip
+
+
+def _draw(path: Path, rows: list[dict], points: list[tuple[str, float, float]]) -> None:
+    """Draw predicted against measured seconds."""
+    with figure.drawing(path, width=6.0, height=6.0) as (axes,):
+        for name, colour in zip(dict.fromkeys(name for name, *_ in points), figure.COLOURS, strict=False):
+            own = [(t, s) for table, t, s in points if table == name]
+            fitted = "fitted to it" if name in FITTED else "not fitted to it"
+            axes.plot(*zip(*own, strict=True), "o", color=colour, ms=4, alpha=0.7, label=f"{name} ({fitted})")
+        ends = [min(min(t, s) for _, t, s in points) * 0.8, max(max(t, s) for _, t, s in points) * 1.25]
+        axes.plot(ends, ends, color="black", linewidth=1)
+        axes.set(
+            xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured s a step", ylabel="predicted s a step"
+        )
+        axes.legend(frameon=False, fontsize="small")
+
+
+BENCHMARK = Benchmark(measure)

@@ -1,0 +1,223 @@
+"""The planner on paper: what is counted, predicted and chosen, and what is refused."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from composed import compose
+from omegaconf import OmegaConf
+
+from common.errors import PlanError
+from conf import FOLDER, options
+from data.dataset import Batch
+from models.gpt2 import gpt2
+from models.llama import llama
+from planner.cluster import Cluster, Link, read_cluster
+from planner.costs import PaperCosts
+from planner.search import layouts, search
+from planner.step import Layout, bytes_of, cut, seconds_of
+from planner.work import LayerWork, work_of
+from training.app import execute
+from training.reporting.run_directory import release
+
+PLAIN = Cluster(
+    nodes=2, devices=4, device="made up", peak={"bf16": 1e12}, memory=8e9, memory_bandwidth=1e11,
+    inside=Link(1e10, 0.0), between=Link(1e9, 0.0), product=0.5, attention=0.5, traffic=1.0, launch=0.0, message=1.0,
+    step=0.0, reserved=0.0, source="this test",
+)  # fmt: skip
+ENDS = LayerWork("embedding", 0, 0, 0, 0, 0, 1e4, 0), LayerWork("head", 0, 0, 0, 0, 0, 4, 0)
+BLOCK = LayerWork("block", 1e9, 1e8, 2, 0, 1_000_000, 1e4, 1e6)
+WORKS = [ENDS[0], *[BLOCK] * 8, ENDS[1]]
+COSTS = PaperCosts(PLAIN, "bf16")
+
+
+def section(name, **changes):
+    return {**OmegaConf.to_container(OmegaConf.load(FOLDER / "cluster" / f"{name}.yaml")), **changes}
+
+
+# -- what is counted ---------------------------------------------------------------------------------------------------
+
+
+def test_a_block_s_products_are_those_of_arithmetic():
+    n, s, h = 2, 16, 32
+    tokens = torch.zeros(n, s, dtype=torch.long)
+    chain = gpt2("tiny", n_layer=3, n_head=4, n_embd=h, block_size=s, vocab_size=64)
+    embedding, first, second, third, head = work_of(chain, Batch(tokens, tokens), "fp32")
+    assert first.flops == 2 * s * 12 * h * h and first.attention == 4 * s * s * h and first.products == 6
+    assert first == second == third and first.name != second.name, "layers that are alike are counted alike"
+    assert (embedding.flops, head.flops) == (0, 2 * s * h * 64)
+    assert first.output == 4 * s * h and first.kept > 10 * first.output
+
+
+def test_grouped_heads_have_fewer_products():
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    chain = llama("tiny", n_layer=1, n_embd=32, n_head=4, kv_heads=1, head_dim=8, mlp_width=48, vocab_size=64)
+    _, block, _ = work_of(chain, Batch(tokens, tokens), "fp32")
+    assert block.flops == 2 * 8 * (2 * 32 * 32 + 2 * 32 * 8 + 3 * 32 * 48)
+
+
+# -- what is predicted -------------------------------------------------------------------------------------------------
+
+
+def test_one_device_only_computes():
+    one = seconds_of(WORKS, Layout(samples=2), COSTS)
+    assert one.compute == pytest.approx(3 * 8 * (2 * 1.1e9 / 5e11 + 2e6 / 1e11))
+    assert one.total == one.compute + one.optimizer
+
+
+@pytest.mark.parametrize("pp, chunks", [(2, 4), (4, 8), (8, 8)])
+def test_equal_stages_wait_for_the_textbook_s_part_of_a_step(pp, chunks):
+    one = seconds_of(WORKS, Layout("pipelined", pp=pp, chunks=chunks), COSTS)
+    working = one.compute + one.stages
+    assert one.bubble / (working + one.bubble) == pytest.approx((pp - 1) / (chunks + pp - 1))
+
+
+def test_several_stages_on_a_rank_divide_the_bubble():
+    plain, looped = (
+        seconds_of(WORKS, Layout("pipelined", pp=2, chunks=4, schedule=name, per_rank=n), COSTS)
+        for name, n in (("1f1b", 1), ("interleaved_1f1b", 4))
+    )
+    assert looped.bubble == pytest.approx(plain.bubble / 4, rel=0.1) and looped.stages == 4 * plain.stages
+
+
+def test_a_ring_is_as_fast_as_its_slowest_link_and_all_devices_of_a_node_serve_it():
+    assert COSTS.reduce(1e9, 4, 4) == pytest.approx(2 * 3 / 4 * 1e9 / 1e10), "inside a node"
+    assert COSTS.reduce(1e9, 8, 4) == pytest.approx(2 * 7 / 8 * 1e9 / 4e9), "over two nodes, four links each"
+    assert COSTS.reduce(1e9, 2, 1) == pytest.approx(2 * 1 / 2 * 1e9 / 1e9), "one link each"
+    assert COSTS.reduce(1e9, 1, 1) == 0.0
+
+
+def test_gradients_hide_behind_the_backward_and_shards_behind_computing():
+    apart, hidden = (seconds_of(WORKS, Layout("ddp", dp=8, overlaps=on), COSTS) for on in (False, True))
+    assert 0 < hidden.gradients < apart.gradients and apart.gradients == pytest.approx(COSTS.reduce(3.2e7, 8, 4))
+    shared = seconds_of(WORKS, Layout("fsdp", dp=8, shards=8), COSTS)
+    assert shared.gradients == 0.0 and 0 < shared.shards
+
+
+def test_recomputing_costs_a_forward_and_saves_memory():
+    plain, again = (Layout("single", samples=4, recompute=how) for how in ("none", "full"))
+    assert seconds_of(WORKS, again, COSTS).compute == pytest.approx(4 / 3 * seconds_of(WORKS, plain, COSTS).compute)
+    kept, least = (bytes_of(WORKS, one, COSTS, 0.0).activations for one in (plain, again))
+    assert kept == 8 * 4 * 1e6 and least == pytest.approx(4 * 1e6 + 8 * 4 * 1e4)
+
+
+def test_shares_divide_the_state_and_stages_the_layers():
+    whole = bytes_of(WORKS, Layout(), COSTS, 5.0)
+    assert (whole.state, whole.reserved) == (16 * 8_000_000, 5.0)
+    assert bytes_of(WORKS, Layout("fsdp", dp=4, shards=4), COSTS, 0.0).state == whole.state / 4
+    assert bytes_of(WORKS, Layout("pipelined", pp=4, chunks=4), COSTS, 0.0).state == whole.state / 4
+    assert [len(stage) for stage in cut(WORKS, 4)] == [3, 2, 2, 3]
+
+
+# -- what is chosen ----------------------------------------------------------------------------------------------------
+
+
+def test_the_best_is_the_fastest_of_all_that_fit_and_each_uses_what_there_is():
+    found = search(WORKS, COSTS, batch=16, devices=8, memory=PLAIN.memory, tensor=True)
+    everything = list(layouts(WORKS, 4, 16, 8, True, {}))
+    assert found.tried == len(everything) and {one.ranks for one in everything} <= {1, 2, 4, 8}
+    fastest = min(seconds_of(WORKS, one, COSTS).total for one in everything)
+    assert found.best[0].seconds.total == fastest
+    assert all(one.dp * one.chunks * one.samples == 16 for one in everything), (
+        "the batch is not the planner's to change"
+    )
+    assert {"single", "ddp", "fsdp", "hsdp", "pipelined", "pipe_ddp", "pipe_fsdp"} == {
+        one.strategy for one in everything
+    }
+
+
+def test_what_is_typed_is_kept():
+    found = search(WORKS, COSTS, 16, 8, PLAIN.memory, fixed={"pp": 4, "schedule": "1f1b"})
+    assert {(one.layout.pp, one.layout.schedule) for one in found.best} == {(4, "1f1b")}
+    found = search(WORKS, COSTS, 16, 8, PLAIN.memory, microbatch=2)
+    assert {one.layout.samples for one in found.best} == {2}
+
+
+def test_where_nothing_fits_the_nearest_is_named_with_what_it_misses():
+    with pytest.raises(PlanError, match=r"none of \d+ layouts fits into 0.0 GiB; .*parallel=.* needs .* GiB, .* more"):
+        search(WORKS, COSTS, 16, 8, memory=1e6)
+    found = search(WORKS, COSTS, 16, 8, memory=1.3e8)
+    assert "single" in found.nearest and found.nearest["single"].memory.total > 1.3e8
+    with pytest.raises(PlanError, match="allow no layout with pp=3; leave some of that out"):
+        search(WORKS, COSTS, 16, 8, PLAIN.memory, fixed={"pp": 3})
+
+
+def test_a_thousand_devices_take_seconds():
+    began = time.perf_counter()
+    large = replace(PLAIN, nodes=128, devices=8, memory=1e12)
+    found = search([ENDS[0], *[BLOCK] * 80, ENDS[1]], PaperCosts(large, "bf16"), 2048, 1024, 1e12, tensor=True)
+    assert found.tried > 2000 and time.perf_counter() - began < 10
+
+
+# -- clusters ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", options("cluster"))
+def test_every_cluster_is_whole_and_says_where_its_numbers_come_from(name):
+    cluster = read_cluster(section(name))
+    assert cluster.size >= 2 and len(cluster.source) > 20 and section(name)["name"] == name
+
+
+WRONG = {
+    "missing": ({"memory": None}, "memory=None must be a number above 0"),
+    "negative": ({"memory": -1}, "memory=-1 must be a number above 0"),
+    "a word": ({"product": "much"}, "product=much must be a number"),
+    "half a node": ({"nodes": 1.5}, "nodes=1.5 must be a whole number"),
+    "a link": ({"inside": {"bandwidth": 1e9}}, "inside must have bandwidth and latency"),
+    "a peak": ({"peak": {"bf16": 0}}, "peak.bf16=0 must be a number above 0"),
+    "unknown": ({"colour": 1}, "does not know colour"),
+}
+
+
+@pytest.mark.parametrize("changes, says", WRONG.values(), ids=WRONG)
+def test_a_wrong_number_of_a_cluster_is_named(changes, says):
+    with pytest.raises(PlanError, match=f"cluster=a100x64.*{says}"):
+        read_cluster(section("a100x64", **changes))
+    lacking = section("a100x64")
+    del lacking["between"]
+    with pytest.raises(PlanError, match="cluster=a100x64 lacks between"):
+        read_cluster(lacking)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+TINY = ("model=gpt2", "model.size=tiny", "data.seq_len=32", "train.global_batch_size=64", "logger=none")
+
+
+def plan(tmp_path, capsys, *words):
+    try:
+        execute(compose("mode=plan", "parallel=auto", *TINY, *words), tmp_path, None)
+    finally:
+        release(tmp_path)
+    return capsys.readouterr().out
+
+
+def test_the_plan_has_the_best_ten_each_strategy_s_best_and_a_command_that_is_accepted(tmp_path, capsys):
+    said = plan(tmp_path, capsys, "cluster=a100x64")
+    rows = [line.split() for line in said.splitlines()]
+    assert [row[0] for row in rows if row and row[0].isdigit()][1:] == [str(i) for i in range(1, 11)]
+    assert {row[1] for row in rows if row and row[0] == "best"} >= {"ddp", "fsdp", "pipe_ddp", "pipe_fsdp", "hsdp"}
+    command = next(line for line in said.splitlines() if "python train.py" in line).partition("train.py ")[2]
+    chosen = compose(*TINY, *[word for word in shlex.split(command) if word.startswith(("parallel", "train."))])
+    assert chosen.parallel.dp * chosen.parallel.pp == 64
+
+
+REFUSED = {
+    "no cluster": ((), "needs a cluster: cluster=NAME"),
+    "a precision without a peak": (("cluster=laptop", "train.precision=fp16"), "no peak for train.precision=fp16"),
+    "BatchNorm": (("cluster=laptop", "model=resnet50"), "has BatchNorm, which depends on the micro-batch"),
+    "training": (("cluster=laptop", "mode=train"), "parallel=auto plans on paper"),
+}
+
+
+@pytest.mark.parametrize("words, says", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_planned_is_said(tmp_path, capsys, words, says):
+    with pytest.raises(Exception, match=says):
+        if "model=resnet50" in words:
+            execute(compose("mode=plan", "parallel=auto", "logger=none", *words), tmp_path, None)
+        else:
+            plan(tmp_path, capsys, *words)
