@@ -34,5 +34,5 @@ def help_page() -> str:
     return page.substitute({group: _in_lines(options(group)) for group in groups})
 
 
-def _in_lines(names: list[str], width: int = 100) -> str:
+def _in_lines(names: list[str], width: int = 105) -> str:
     return textwrap.fill(" | ".join(names), width, subsequent_indent=" " * 14, break_long_words=False)
