@@ -124,7 +124,7 @@ def seconds_of(works: Works, layout: Layout, costs: Costs) -> Seconds:
     one, m = layout, layout.chunks
     computed, tensor = [], []
     for stage in cut(works, one.pp * one.per_rank):
-        computed.append(sum(_computed(work, one, costs) for work in stage))
+        computed.append(sum(_computed(work, one, costs, work is not works[-1]) for work in stage))
         tensor.append(sum(_tensor(work, one, costs) for work in stage))
     passed = _passed(works, one, costs)
     on = [sum(computed[r :: one.pp]) + sum(tensor[r :: one.pp]) + passed * one.per_rank for r in range(one.pp)]
@@ -143,10 +143,11 @@ def seconds_of(works: Works, layout: Layout, costs: Costs) -> Seconds:
     )
 
 
-def _computed(work: LayerWork, one: Layout, costs: Costs) -> float:
+def _computed(work: LayerWork, one: Layout, costs: Costs, again: bool) -> float:
+    """Seconds of a micro-batch in a layer; the last one, which has the loss, is not computed ``again``."""
     forward, backward = (of(work, one.samples, one.tp) for of in (costs.forward, costs.backward))
-    again = {"none": 0.0, "full": forward, "selective": costs.attention(work, one.samples, one.tp)}
-    return forward + backward + (again[one.recompute] if work.attention else 0.0)  # not the head
+    more = {"none": 0.0, "full": forward, "selective": costs.attention(work, one.samples, one.tp)}
+    return forward + backward + again * more[one.recompute]
 
 
 def _tensor(work: LayerWork, one: Layout, costs: Costs) -> float:
@@ -194,12 +195,10 @@ def bytes_of(works: Works, layout: Layout, costs: Costs, reserved: float) -> Byt
             flight = in_flight(one.schedule, one.pp, one.chunks, one.per_rank, rank)
         kept = [work.kept * one.samples / one.tp * (1 if one.scattered else _whole(one.tp)) for work in own]
         inputs = [work.output * one.samples / (one.tp if one.scattered else 1) for work in own]
-        blocks = [work.attention > 0 for work in own]
+        activations = flight * sum(kept)
         if one.recompute == "full":
-            activations = flight * sum(i if block else k for i, k, block in zip(inputs, kept, blocks, strict=True))
-            activations += max(k for k, block in zip(kept, blocks, strict=True) if block or not any(blocks))
-        else:
-            activations = flight * sum(kept)
+            again = [work is not works[-1] for work in own]
+            activations = flight * sum(i if a else k for i, k, a in zip(inputs, kept, again, strict=True)) + max(kept)
         cast = costs.itemsize * parameters if costs.itemsize < 4 else 0.0
         if one.shards > 1 and one.reshard:
             cast = min(cast or 4 * parameters, 2 * costs.itemsize * largest) + 4 * largest

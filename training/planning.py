@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from common.errors import PlanError, TrainingError
+from common.errors import PlanError
 from conf import COMMAND
 from conf.instantiate import to_dict
 from data.dataset import Batch
@@ -36,7 +36,6 @@ def plan_on_paper(cfg: Any, words: Sequence[str] = ()) -> str:
 
     Raises:
         PlanError: There is no cluster, a number of it is impossible, or nothing fits.
-        TrainingError: BatchNorm would feel another micro-batch, and none was typed.
     """
     if cfg.cluster is None:
         raise PlanError("parallel=auto on paper needs a cluster: cluster=NAME of conf/cluster, such as cluster=a100x64")
@@ -46,7 +45,7 @@ def plan_on_paper(cfg: Any, words: Sequence[str] = ()) -> str:
     if precision not in cluster.peak:
         known = ", ".join(cluster.peak)
         raise PlanError(f"cluster={cfg.cluster.name} says no peak for train.precision={precision}; it has {known}")
-    works, tokens = works_of(cfg, precision)
+    works, tokens, feels = works_of(cfg, precision)
     typed = {key.partition(".")[2] for key in cfg.get(COMMAND, {}).get("typed", ())}
     fixed = {key: cfg.parallel[key] for key in FREE if key in typed and cfg.parallel.get(key) is not None}
     found = search(
@@ -55,19 +54,26 @@ def plan_on_paper(cfg: Any, words: Sequence[str] = ()) -> str:
     )  # fmt: skip
     own = [w for w in words if w.partition("=")[0].partition(".")[0] not in ("mode", "parallel", "cluster")]
     about = _about(cfg, works, cluster, precision, found, time.perf_counter() - began)
+    if feels:
+        one = found.best[0].layout
+        about = [
+            *about,
+            (
+                f"BatchNorm normalizes by the micro-batch: the best layout's {one.samples} samples give the numbers of "
+                f"parallel=single parallel.chunks={one.dp * one.chunks}"
+            ),
+            "",
+        ]
     return "\n".join([*about, *_tables(found, works, cluster, precision, cfg.train.global_batch_size, tokens, own)])
 
 
-def works_of(cfg: Any, precision: str) -> tuple[Works, int | None]:
-    """Return the work of the model's layers for one sample, and a sample's tokens where it has some."""
+def works_of(cfg: Any, precision: str) -> tuple[Works, int | None, bool]:
+    """Return the work of the model's layers for one sample, a sample's tokens, and whether it has BatchNorm."""
     chain, data = model_and_data(cfg)
-    if any(isinstance(module, _BatchNorm) for module in chain.skeleton().modules()):
-        raise TrainingError(
-            f"model={cfg.model.name} has BatchNorm, which depends on the micro-batch: parallel=auto does not choose "
-            "it; type parallel=NAME and parallel.chunks="
-        )
     data.prepare()
-    return work_of(chain, Batch(*data.train.read(np.arange(1), 0)), precision), data.seq_len
+    feels = any(isinstance(module, _BatchNorm) for module in chain.skeleton().modules())
+    indices = np.arange(1 + feels) % len(data.train)  # BatchNorm takes no single number
+    return work_of(chain, Batch(*data.train.read(indices, 0)), precision), data.seq_len, feels
 
 
 def _about(cfg: Any, works: Works, cluster: Cluster, precision: str, found: Found, seconds: float) -> Iterator[str]:
