@@ -114,11 +114,14 @@ def _tables(
     for name, one in found.nearest.items():
         needed, there = (size / 2**30 for size in (one.memory.total, cluster.memory))
         yield f"{name} does not fit: {needed:.1f} GiB of {there:.1f} at the least ({_short(one)})"
-    runs = next((one for one in found.best if one.layout.tp == 1), None)
     if found.best[0].layout.tp > 1:
         yield "tp, tensor parallelism, is planned on paper only: nothing here trains with it"
-    if runs is not None:
-        yield f"the best that can be run: {shlex.join(['python', 'train.py', *own, *runs.words])}"
+    runs = {}
+    for one in found.best:
+        if one.layout.tp == 1:
+            runs.setdefault(one.layout.strategy, one)
+    yield "to copy, the best of each strategy that can be run, the fastest first:"
+    yield from (f"  {shlex.join(['python', 'train.py', *own, *one.words])}" for one in runs.values())
     yield "such predictions were 6 to 9 % off on average, where they could be compared: docs/planner.md"
 
 
