@@ -119,7 +119,7 @@ def _published(row: dict[str, str]) -> Row:
     recompute, megatron = row["recompute"], row["cluster"] == "selene"
     layout = Layout(
         "pipe_ddp", n["dp"], n["tp"], n["pp"], n["chunks"], n["samples"], "interleaved_1f1b" if n["per_rank"] > 1 else
-        "1f1b", n["per_rank"], n["shards"], True, recompute, recompute == "selective", not megatron, megatron,
+        "1f1b", n["per_rank"], n["shards"], True, recompute, recompute == "selective", not megatron, megatron, megatron,
     )  # fmt: skip
     works = decoder(
         n["hidden"], n["layers"], n["heads"], n["sequence"], n["vocabulary"], n.get("kv_heads", 0), n.get("mlp", 0),
@@ -134,7 +134,7 @@ def _published(row: dict[str, str]) -> Row:
 def _vtrain(row: dict[str, str]) -> Row:
     size, devices, batch, samples, hidden, heads, layers, sequence, tp, dp, pp, ms = map(float, row.values())
     layout = Layout("pipe_ddp", int(dp), int(tp), int(pp), int(batch / dp / samples), int(samples), recompute="full",
-                    scattered=False, overlaps=False, stages_last=True)  # fmt: skip
+                    scattered=False, overlaps=False, stages_last=True, ends_on_top=True)  # fmt: skip
     works = decoder(int(hidden), int(layers), int(heads), int(sequence), 51200, fused=False)
     return Row("vTrain", ("vTrain", size), ("vTrain", size, tp, samples), "a100x512", works, layout, ms / 1e3)
 

@@ -158,7 +158,7 @@ def allowed(works: Works, one: Layout) -> bool:
     if one.pp == 1:
         return True
     rounds = not SCHEDULES[one.schedule].rounds or one.chunks % max(1, one.chunks // one.pp) == 0
-    return one.pp * one.per_rank <= len(works) - 2 and one.chunks >= one.pp and rounds
+    return one.pp * one.per_rank <= len(works) and one.chunks >= one.pp and rounds
 
 
 def divisors(number: int) -> list[int]:

@@ -35,6 +35,7 @@ class Layout:
         scattered: Whether all that a layer's ranks hold is cut in ``tp`` (sequence parallelism).
         overlaps: Whether gradients are reduced while the last backward computes.
         stages_last: Whether neighbouring ranks are replicas (parallel.order=pp_dp), and not stages.
+        ends_on_top: Whether equally many layers are dealt out before the first and the last one, as Megatron-LM does.
     """
 
     strategy: str = "single"
@@ -51,6 +52,7 @@ class Layout:
     scattered: bool = True
     overlaps: bool = True
     stages_last: bool = False
+    ends_on_top: bool = False
 
     @property
     def ranks(self) -> int:
@@ -108,28 +110,27 @@ class Bytes:
         return self.state + self.gathered + self.activations + self.reserved
 
 
-def cut(works: Works, stages: int) -> list[Works]:
-    """Cut the layers into stages as parallel.balance=uniform does with the inner ones; the ends go with the ends."""
-    if stages == 1:
-        return [works]
-    inner, parts, start = works[1:-1], [], 0
-    for count in even_split(len(inner), stages):
-        parts.append(list(inner[start : start + count]))
-        start += count
-    return [[works[0], *parts[0]], *parts[1:-1], [*parts[-1], works[-1]]]
+def cut(works: Works, layout: Layout) -> list[Works]:
+    """Cut the layers into stages, as parallel.balance=uniform does."""
+    stages = layout.pp * layout.per_rank
+    counts = even_split(len(works) - 2 * layout.ends_on_top, stages)
+    if layout.ends_on_top:
+        counts[0], counts[-1] = counts[0] + 1, counts[-1] + 1
+    starts = [sum(counts[:i]) for i in range(stages)]
+    return [works[start : start + count] for start, count in zip(starts, counts, strict=True)]
 
 
 def seconds_of(works: Works, layout: Layout, costs: Costs) -> Seconds:
     """Predict a step, the pipeline's by a closed form (``planner.simulation`` replays it)."""
     one, m = layout, layout.chunks
     computed, tensor = [], []
-    for stage in cut(works, one.pp * one.per_rank):
+    for stage in cut(works, one):
         computed.append(sum(_computed(work, one, costs, work is not works[-1]) for work in stage))
         tensor.append(sum(_tensor(work, one, costs) for work in stage))
     passed = _passed(works, one, costs)
     on = [sum(computed[r :: one.pp]) + sum(tensor[r :: one.pp]) + passed * one.per_rank for r in range(one.pp)]
     slowest = max(range(one.pp), key=on.__getitem__)
-    held = [work for stage in cut(works, one.pp * one.per_rank)[slowest :: one.pp] for work in stage]
+    held = [work for stage in cut(works, one)[slowest :: one.pp] for work in stage]
     parameters, compute = sum(work.parameters for work in held) / one.tp, sum(computed[slowest :: one.pp])
     gradients, shards = _replicas(parameters, compute, one, costs)
     return Seconds(
@@ -186,7 +187,7 @@ def _replicas(parameters: float, compute: float, one: Layout, costs: Costs) -> t
 def bytes_of(works: Works, layout: Layout, costs: Costs, reserved: float) -> Bytes:
     """Predict the memory of the fullest rank."""
     one, held = layout, []
-    stages, largest = cut(works, one.pp * one.per_rank), max(work.parameters for work in works) / one.tp
+    stages, largest = cut(works, one), max(work.parameters for work in works) / one.tp
     for rank in range(one.pp):
         own = [work for stage in stages[rank :: one.pp] for work in stage]
         parameters = sum(work.parameters for work in own) / one.tp
