@@ -66,10 +66,16 @@ def _order_of_torch(schedule: str, ranks: int, chunks: int, stages: int) -> Orde
 
 
 def _as_run(seconds: Sequence[StageSeconds], schedule: str) -> Sequence[StageSeconds]:
-    """Return the seconds as they are spent: torch does all of the first stage's split backward in the second part."""
-    if schedule != "interleaved_zero_bubble":
-        return seconds
-    return [seconds[0]._replace(inputs=0.0, weights=seconds[0].backward), *seconds[1:]]
+    """Return the seconds as they are spent: the first stage's input needs no gradient, so its backward has one part.
+
+    torch does all of it in what it calls the second part, and a planned order never takes it apart.
+    """
+    first, *others = seconds
+    if schedule == "interleaved_zero_bubble":
+        first = first._replace(inputs=0.0, weights=first.backward)
+    elif schedule == "planned":
+        first = first._replace(inputs=first.backward, weights=0.0)
+    return [first, *others]
 
 
 def replay(orders: Orders, seconds: Sequence[StageSeconds], transfer: float) -> dict[int, list[Interval]]:
@@ -101,3 +107,111 @@ def replay(orders: Orders, seconds: Sequence[StageSeconds], transfer: float) -> 
                 goes_on = True
     assert not any(left.values()), f"nothing can go on: {left}"
     return done
+
+
+def makespan(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule: str, transfer: float) -> float:
+    """Return about how long ``simulate`` says that a step takes, in a time that does not depend on ``chunks``."""
+    stages, arrives = _as_run(seconds, schedule), transfer if ranks > 1 else 0.0
+    forward, backward, inputs, weights = map(list, zip(*stages, strict=True))
+    none = [0.0] * len(stages)
+    if schedule in ("gpipe", "looped_bfs"):
+        both = forward, backward[::-1]
+        return sum(_passes(times, none, ranks, chunks, chunks, arrives) for times in both)
+    whole, split = (forward, backward, none), (forward, inputs, weights)
+    if schedule == "planned":  # as many split backwards and as much memory as pay
+        kinds = [(parts, spare) for parts in (whole, split) for spare in (0, ranks // 2, ranks)]
+        return min(_alternating(*parts, ranks, chunks, arrives, 2, spare) for parts, spare in kinds)
+    parts, ahead = (whole, 2) if schedule == "interleaved_1f1b" else (whole if schedule == "1f1b" else split, 1)
+    return _alternating(*parts, ranks, chunks, arrives, ahead)
+
+
+def _passes(
+    times: Sequence[float], more: Sequence[float], ranks: int, chunks: int, last: int, transfer: float
+) -> float:
+    """Return when the last stage is done with ``last`` micro-batches, of which the others do ``chunks`` in a row.
+
+    A rank has more to do after each, for which the next stage does not wait.
+    """
+    ends = [0.0] * len(times)
+    for first in (0, *range(ranks, len(times))):
+        total, slowest = ends[first - ranks] + more[first - ranks] if first else 0.0, 0.0
+        for stage in range(first, len(times)):
+            total += times[stage] + transfer * (stage > first)
+            slowest = max(slowest, times[stage] + more[stage])
+            times_again = (chunks if stage < len(times) - ranks else last) - 1
+            ends[stage] = max(ends[stage], total + times_again * slowest)
+    return ends[-1]
+
+
+def _alternating(
+    forward: list[float],
+    backward: list[float],
+    weights: list[float],
+    ranks: int,
+    chunks: int,
+    transfer: float,
+    ahead: int,
+    spare: int = 0,
+) -> float:
+    """Return the makespan of orders that alternate between forwards and backwards.
+
+    It is that of the longest of these paths: until a rank's first backward, from there on what that rank does until its
+    last forward, and from there on to the end.
+
+    Args:
+        forward: The seconds of each stage's forward.
+        backward: Those of the backward for which the stage before waits.
+        weights: Those of the rest of it.
+        ranks: The number of ranks.
+        chunks: The number of micro-batches.
+        transfer: The seconds to the next rank.
+        ahead: How many forwards more a rank does before its first backward than the next rank does.
+        spare: How many more all do.
+    """
+    size, per_rank = chunks // max(1, chunks // ranks), len(forward) // ranks  # of a round, in micro-batches
+    total, upper = per_rank * chunks, len(forward) - ranks  # a rank's forwards; rank 0's last stage
+    warm = [min(total, (per_rank - 1) * size + ahead * (ranks - 1 - r) + 1 + spare) for r in range(ranks)]
+
+    def some(times: list[float], rank: int, count: int, step: int) -> float:
+        """The seconds of the first ``count`` in rounds over the rank's stages, upwards or downwards."""
+        rounds, rest = divmod(count, size * per_rank)
+        own = times[rank::ranks][::step]
+        return rounds * size * sum(own) + sum(min(size, max(0, rest - size * i)) * one for i, one in enumerate(own))
+
+    def way(times: list[float], low: int, high: int) -> float:
+        """The seconds from a stage to a later one, or back, without the ``low`` one's own."""
+        return sum(times[low + 1 : high + 1]) + (high - low) * transfer
+
+    start = _passes(forward, [0.0] * len(forward), ranks, size, 1, transfer)
+    end = _passes(backward[::-1], weights[::-1], ranks, size, 1, transfer) + weights[0]
+    heads = [sum(forward[:r]) + r * transfer for r in range(ranks)]
+    forwards, backwards, warmed, done, tails = [], [], [], [], []
+    for r in range(ranks):
+        forwards.append(chunks * sum(forward[r::ranks]))
+        backwards.append(chunks * (sum(backward[r::ranks]) + sum(weights[r::ranks])))
+        warmed.append(some(forward, r, warm[r], 1))
+        pairs = total - warm[r]
+        done.append(some(backward, r, pairs, -1) + some(weights, r, max(0, pairs - r), -1))
+        left = min(r + 1, chunks) * weights[r]
+        ways = [sum(backward[x:r]) + (r - x) * transfer + min(x + 1, chunks) * weights[x] for x in range(r + 1)]
+        tails.append(max(ways) - left)
+    longest = 0.0
+    for r in range(ranks):
+        others = range(r + 1, ranks)
+        first = max(heads[q] + warmed[q] + way(backward, upper + r, upper + q) for q in range(r, ranks))
+        first = max(first, start + way(backward, upper + r, upper + ranks - 1))
+        final = [backwards[q] - done[q] + tails[q] + way(forward, upper + r, upper + q) for q in others]
+        final.append(way(forward, upper + r, upper + ranks - 1) + end)
+        if warm[r] == total:
+            longest = max(longest, first + backwards[r] + tails[r], heads[r] + forwards[r] + max(final))
+            continue
+        # Where a rank waits for others in turn: it hands on a micro-batch, and gets it back when it has done so many.
+        one, cycle, waits = (forwards[r] + backwards[r]) / total, 0.0, 0.0
+        cycle = sum(forward[r::ranks] + backward[r::ranks] + weights[r::ranks]) / per_rank
+        for q in others:
+            cycle += sum(forward[q::ranks] + backward[q::ranks]) / per_rank + 2 * transfer
+            covers = 1 + ahead * (q - r)
+            waits = max(waits, (total - warm[r]) // covers * (cycle - covers * one))
+        final.append(backwards[r] - done[r] + tails[r])
+        longest = max(longest, first + forwards[r] - warmed[r] + done[r] + max(final) + waits)
+    return longest
