@@ -114,10 +114,10 @@ class _Parts(NamedTuple):
 def makespan(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule: str, transfer: float) -> float:
     """Return about how long ``simulate`` says that a step takes, in a time that does not depend on ``chunks``.
 
-    It is exact for gpipe and looped_bfs. Of the others the tests compare both: with 2 to 8 ranks, 1 to 3 stages on each,
-    stages that differ by up to a factor of two and transfers of 5 % of a forward it was off by at most 3 % (1f1b), 6 %
-    (interleaved_1f1b, interleaved_zero_bubble) or 7 % (planned; but up to 15 % too short where there are only as many
-    micro-batches as ranks). With transfers of 20 % of a forward it was 7 % for all of them but planned (10 %, 18 %).
+    It is exact for gpipe and looped_bfs. Elsewhere, with 2 to 8 ranks, 1 to 3 stages on each, stages that differ by up
+    to a factor of two and transfers of 5 % of a forward, it was off by at most 3 % (1f1b), 6 % (interleaved_1f1b and
+    interleaved_zero_bubble) or 7 % (planned; but 15 % too short where there are only as many micro-batches as ranks).
+    Transfers of 20 % of a forward made that 10 % and 18 % for planned, and 7 % at most for the others.
     """
     stages, arrives = _as_run(seconds, schedule), transfer if ranks > 1 else 0.0
     forward, backward, inputs, weights = map(list, zip(*stages, strict=True))
