@@ -7,7 +7,9 @@ from dataclasses import dataclass, fields
 
 from parallel.plan import even_split
 from parallel.schedules import in_flight
+from parallel.zero_bubble.order import UNMEASURED, StageSeconds
 from planner.costs import PaperCosts as Costs
+from planner.simulation import makespan
 from planner.work import LayerWork
 
 Works = Sequence[LayerWork]
@@ -115,33 +117,45 @@ def cut(works: Works, layout: Layout) -> list[Works]:
     stages = layout.pp * layout.per_rank
     counts = even_split(len(works) - 2 * layout.ends_on_top, stages)
     if layout.ends_on_top:
-        counts[0], counts[-1] = counts[0] + 1, counts[-1] + 1
+        counts[0] += 1
+        counts[-1] += 1
     starts = [sum(counts[:i]) for i in range(stages)]
     return [works[start : start + count] for start, count in zip(starts, counts, strict=True)]
 
 
 def seconds_of(works: Works, layout: Layout, costs: Costs) -> Seconds:
-    """Predict a step, the pipeline's by a closed form (``planner.simulation`` replays it)."""
-    one, m = layout, layout.chunks
-    computed, tensor = [], []
-    for stage in cut(works, one):
-        computed.append(sum(_computed(work, one, costs, work is not works[-1]) for work in stage))
-        tensor.append(sum(_tensor(work, one, costs) for work in stage))
-    passed = _passed(works, one, costs)
-    on = [sum(computed[r :: one.pp]) + sum(tensor[r :: one.pp]) + passed * one.per_rank for r in range(one.pp)]
-    slowest = max(range(one.pp), key=on.__getitem__)
+    """Predict a step."""
+    one, m, stages = layout, layout.chunks, stage_seconds(works, layout, costs)
+    each = [sum(stage.forward + stage.backward for stage in stages[r :: one.pp]) for r in range(one.pp)]
+    slowest = max(range(one.pp), key=each.__getitem__)
     held = [work for stage in cut(works, one)[slowest :: one.pp] for work in stage]
-    parameters, compute = sum(work.parameters for work in held) / one.tp, sum(computed[slowest :: one.pp])
+    parameters, tensor = sum(work.parameters for work in held) / one.tp, sum(_tensor(w, one, costs) for w in held)
+    passed = one.per_rank * _passed(works, one, costs)
+    compute = each[slowest] - tensor - passed
     gradients, shards = _replicas(parameters, compute, one, costs)
+    whole = makespan(stages, one.pp, m, one.schedule, 0.0) if one.pp > 1 else m * each[slowest]
     return Seconds(
         compute=m * compute,
-        bubble=(sum(on) - on[slowest]) / one.per_rank,
-        tensor=m * sum(tensor[slowest :: one.pp]),
-        stages=m * passed * one.per_rank,
+        bubble=whole - m * each[slowest],
+        tensor=m * tensor,
+        stages=m * passed,
         gradients=gradients,
         shards=shards,
         optimizer=costs.optimizer(parameters / one.shards) + costs.fixed,
     )
+
+
+def stage_seconds(works: Works, layout: Layout, costs: Costs) -> list[StageSeconds]:
+    """Return how long each stage takes for a micro-batch, its messages, which a rank waits for, included."""
+    one, seconds, passed = layout, [], _passed(works, layout, costs) / 2
+    for stage in cut(works, one):
+        forward = sum(costs.forward(work, one.samples, one.tp) for work in stage)
+        both = sum(_computed(work, one, costs, work is not works[-1]) for work in stage)
+        tensor = sum(_tensor(work, one, costs) for work in stage)
+        ahead = forward + tensor / 3 + passed
+        behind = both - forward + tensor * 2 / 3 + passed
+        seconds.append(StageSeconds(ahead, behind, behind / 2, behind / 2 * (UNMEASURED.weights / UNMEASURED.inputs)))
+    return seconds
 
 
 def _computed(work: LayerWork, one: Layout, costs: Costs, again: bool) -> float:

@@ -6,6 +6,7 @@ import shlex
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,20 +19,23 @@ from data.dataset import Batch
 from planner.cluster import Cluster, read_cluster
 from planner.costs import PaperCosts
 from planner.search import FREE, Candidate, Found, search
-from planner.step import Seconds, Works
+from planner.simulation import simulate
+from planner.step import Seconds, Works, stage_seconds
 from planner.work import work_of
 from training.reporting.console import columns
 from training.setup import model_and_data
 
 _SHOWN = 10
+_PICTURE, _DRAWN_RANKS, _DRAWN_CHUNKS = "predicted_timeline.png", 16, 64
 _PAPER = "bf16"  # the precision on paper of train.precision=auto
 
 
-def plan_on_paper(cfg: Any, words: Sequence[str] = ()) -> str:
-    """Return the text that shows which layouts are best, and why others are not.
+def plan_on_paper(cfg: Any, run_dir: Path, words: Sequence[str] = ()) -> str:
+    """Return the text that shows which layouts are best, and why others are not; draw the best pipeline's timeline.
 
     Args:
         cfg: The configuration.
+        run_dir: Where the picture goes.
         words: The command line, for the commands to copy.
 
     Raises:
@@ -64,7 +68,9 @@ def plan_on_paper(cfg: Any, words: Sequence[str] = ()) -> str:
             ),
             "",
         ]
-    return "\n".join([*about, *_tables(found, works, cluster, precision, cfg.train.global_batch_size, tokens, own)])
+    batch = cfg.train.global_batch_size
+    drawn = _draw(found, works, PaperCosts(cluster, precision), cfg, run_dir)
+    return "\n".join([*about, *_tables(found, works, cluster, precision, batch, tokens, own), *drawn])
 
 
 def works_of(cfg: Any, precision: str) -> tuple[Works, int | None, bool]:
@@ -123,6 +129,19 @@ def _tables(
     yield "to copy, the best of each strategy that can be run, the fastest first:"
     yield from (f"  {shlex.join(['python', 'train.py', *own, *one.words])}" for one in runs.values())
     yield "such predictions were 6 to 9 % off on average, where they could be compared: docs/planner.md"
+
+
+def _draw(found: Found, works: Works, costs: PaperCosts, cfg: Any, run_dir: Path) -> Iterator[str]:
+    """Draw when each rank of the best pipeline works, where it is small enough to be seen."""
+    for one in (candidate.layout for candidate in found.best):
+        if 1 < one.pp <= _DRAWN_RANKS and one.chunks * one.per_rank <= _DRAWN_CHUNKS:
+            from training.reporting.timeline import draw
+
+            ranks = simulate(stage_seconds(works, one, costs), one.pp, one.chunks, one.schedule, 0.0)
+            layout = f"{one.schedule}, {one.pp} ranks, {one.chunks} micro-batches of {one.samples}"
+            draw(ranks, f"{cfg.model.name}, predicted for {cfg.cluster.name}", layout).savefig(run_dir / _PICTURE)
+            yield f"the best pipeline's timeline, as predicted: {run_dir / _PICTURE}"
+            return
 
 
 def _short(one: Candidate) -> str:

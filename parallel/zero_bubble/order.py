@@ -68,6 +68,10 @@ class StageSeconds(NamedTuple):
     inputs: float
     weights: float
 
+    def of(self, kind: str) -> float:
+        """Return the seconds of one of ``parallel.timeline.WORK``."""
+        return getattr(self, _FIELDS[kind])
+
 
 _FIELDS = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "inputs", BACKWARD_WEIGHT: "weights"}
 
@@ -218,7 +222,7 @@ class _ListScheduling:
 
     def _act(self, candidate: Candidate) -> None:
         rank, (stage, kind, chunk) = candidate.rank, candidate.action
-        end = candidate.start + getattr(self.seconds[stage], _FIELDS[kind])
+        end = candidate.start + self.seconds[stage].of(kind)
         if kind == FORWARD:
             self._forward_ended[stage].append(end)
             self._holds[rank] += 1

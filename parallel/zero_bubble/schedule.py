@@ -21,7 +21,7 @@ from parallel.zero_bubble.split_backward import backward_inputs, backward_weight
 # After so many steps, the warm-up among them, a planned order is planned anew for the times measured.
 MEASURED_STEPS = 4
 
-_ACTIONS = {
+ACTIONS = {
     FORWARD: schedules.FORWARD,
     BACKWARD: schedules.FULL_BACKWARD,
     BACKWARD_INPUT: schedules.BACKWARD_INPUT,
@@ -121,7 +121,7 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
         """Plan the order anew. All ranks of the pipeline call it, between steps."""
         orders = best_order(seconds, self.pp_group_size, self._n_microbatches)
         self.pipeline_order = {
-            rank: [schedules._Action(action.stage, _ACTIONS[action.kind], action.microbatch) for action in actions]
+            rank: [schedules._Action(action.stage, ACTIONS[action.kind], action.microbatch) for action in actions]
             for rank, actions in orders.items()
         }
         self._prepare_schedule_with_comms(self.pipeline_order)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import Layout, Recipe
-from orders import PART, interleaved, span
+from orders import interleaved, span
 from probes import gradients_of_a_planned_step, operators_of_a_planned_step, orders_of_a_planned_run
 
 from parallel.schedules import ideal_bubble, in_flight
-from parallel.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Interval
+from parallel.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, WORK, Interval
 from parallel.zero_bubble.order import UNMEASURED, StageSeconds, best_order, stage_seconds
 
 TICK = StageSeconds(1, 2, 1, 1)
@@ -71,7 +71,7 @@ def test_every_gradient_is_taken_once_in_the_order_of_micro_batches_and_only_the
     for rank, actions in orders.items():
         every = [(rank + ranks * i, chunk) for i in range(per_rank) for chunk in range(chunks)]
         split = [(stage, chunk) for stage, chunk in every if stage > 0 and chunk in two_parts]
-        done = {kind: [] for kind in PART}
+        done = {kind: [] for kind in WORK}
         for action in actions:
             done[action.kind].append((action.stage, action.microbatch))
         assert sorted(done[FORWARD]) == every

@@ -1,0 +1,197 @@
+"""When each piece of a pipeline's work runs, given how long each stage takes: replayed, and in a formula."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from pkgutil import resolve_name
+from types import SimpleNamespace
+from typing import NamedTuple
+
+from parallel.schedules import SCHEDULES
+from parallel.timeline import BACKWARD, BACKWARD_WEIGHT, FORWARD, RECEIVE_ACTIVATION, RECEIVE_GRADIENT, Interval
+from parallel.zero_bubble.order import Action, Orders, StageSeconds, best_order
+from parallel.zero_bubble.schedule import ACTIONS
+
+_KINDS = {torchs: kind for kind, torchs in ACTIONS.items()}
+
+Intervals = dict[int, list[Interval]]  # rank -> its work and its receives, in order
+
+
+def simulate(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule: str, transfer: float) -> Intervals:
+    """Return what each rank does in a step, and when, if stage i runs on rank i % ``ranks``.
+
+    A tensor reaches another rank ``transfer`` seconds after it is computed, and keeps no rank from computing.
+    """
+    seconds = _as_run(seconds, schedule)
+    return replay(order(seconds, ranks, chunks, schedule), seconds, transfer)
+
+
+def order(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule: str) -> Orders:
+    """Return what each rank computes, in the order in which a run does it."""
+    if schedule == "planned":
+        return best_order(seconds, ranks, chunks)
+    if SCHEDULES[schedule].looped:
+        return _order_of_torch(schedule, ranks, chunks, len(seconds))
+    return {rank: _plain_order(rank, chunks, chunks if schedule == "gpipe" else ranks - rank) for rank in range(ranks)}
+
+
+def _plain_order(stage: int, chunks: int, ahead: int) -> list[Action]:
+    """Return the work of a rank with one stage, whose forwards are up to ``ahead`` micro-batches ahead."""
+    actions = [Action(stage, FORWARD, chunk) for chunk in range(min(ahead, chunks))]
+    for chunk in range(chunks):
+        actions.append(Action(stage, BACKWARD, chunk))
+        if chunk + ahead < chunks:
+            actions.append(Action(stage, FORWARD, chunk + ahead))
+    return actions
+
+
+def _order_of_torch(schedule: str, ranks: int, chunks: int, stages: int) -> Orders:
+    """Return the order that torch's class makes as it is constructed, which reads only three numbers of its stages.
+
+    As of torch 2.13: those below, and ``pipeline_order`` and ``_Action``, are no public interface.
+    """
+    stage = SimpleNamespace(num_stages=stages, group_size=ranks, group_rank=0, submod=None)
+    made = resolve_name(SCHEDULES[schedule].class_name)([stage] * (stages // ranks), chunks)
+    return {
+        rank: [Action(a.stage_index, _KINDS[a.computation_type], a.microbatch_index) for a in actions if a is not None]
+        for rank, actions in made.pipeline_order.items()
+    }
+
+
+def _as_run(seconds: Sequence[StageSeconds], schedule: str) -> Sequence[StageSeconds]:
+    """Return the seconds as they are spent: the first stage's input needs no gradient, so its backward has one part.
+
+    torch does all of it in what it calls the second part, and a planned order never takes it apart.
+    """
+    first, *others = seconds
+    if schedule == "interleaved_zero_bubble":
+        first = first._replace(inputs=0.0, weights=first.backward)
+    elif schedule == "planned":
+        first = first._replace(inputs=first.backward, weights=0.0)
+    return [first, *others]
+
+
+def replay(orders: Orders, seconds: Sequence[StageSeconds], transfer: float) -> Intervals:
+    """Return when all ranks do what is in their orders, each as early as it can."""
+    done: Intervals = {rank: [] for rank in orders}
+    free, ended = dict.fromkeys(orders, 0.0), {}
+    left = {rank: deque(actions) for rank, actions in orders.items()}
+    goes_on = True
+    while goes_on:
+        goes_on = False
+        for rank, actions in left.items():
+            while actions:
+                (stage, kind, chunk), start = actions[0], free[rank]
+                sender = stage - 1 if kind == FORWARD else stage + 1
+                if kind != BACKWARD_WEIGHT and 0 <= sender < len(seconds):
+                    if (kind == FORWARD, sender, chunk) not in ended:
+                        break
+                    sent = ended[kind == FORWARD, sender, chunk]
+                    if sender % len(orders) != rank:
+                        start = max(start, sent + transfer)
+                        receive = RECEIVE_ACTIVATION if kind == FORWARD else RECEIVE_GRADIENT
+                        done[rank].append(Interval(receive, stage, chunk, free[rank], start))
+                free[rank] = start + seconds[stage].of(kind)
+                done[rank].append(Interval(kind, stage, chunk, start, free[rank]))
+                if kind != BACKWARD_WEIGHT:
+                    ended[kind == FORWARD, stage, chunk] = free[rank]
+                actions.popleft()
+                goes_on = True
+    assert not any(left.values()), f"nothing can go on: {left}"
+    return done
+
+
+class _Parts(NamedTuple):
+    """The seconds of each stage: forwards, the backwards that the stage before waits for, and what remains of them."""
+
+    forward: list[float]
+    backward: list[float]
+    weights: list[float]
+
+
+def makespan(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule: str, transfer: float) -> float:
+    """Return about how long ``simulate`` says that a step takes, in a time that does not depend on ``chunks``.
+
+    It is exact for gpipe and looped_bfs, and for interleaved_1f1b with equal stages. In 4,100 random cases (2 to 8
+    ranks, 1 to 3 stages on each that differ by a factor of two, transfers of 0 or 5 % of a forward) it was off by 3 %
+    at most for 1f1b. For the other three 95 % were within 5 %, and the worst 9 % (interleaved_1f1b), 11 % too short
+    (interleaved_zero_bubble) and 16 % too short (planned, with hardly more micro-batches than ranks; else 9 %).
+    """
+    stages, arrives = _as_run(seconds, schedule), transfer if ranks > 1 else 0.0
+    forward, backward, inputs, weights = map(list, zip(*stages, strict=True))
+    none = [0.0] * len(stages)
+    if schedule in ("gpipe", "looped_bfs"):
+        both = forward, backward[::-1]
+        return sum(_passes(times, none, ranks, chunks, chunks, arrives) for times in both)
+    whole, split = _Parts(forward, backward, none), _Parts(forward, inputs, weights)
+    if schedule == "planned":  # as many split backwards and as much memory as pay
+        kinds = [(parts, spare) for parts in (whole, split) for spare in (0, ranks // 2, ranks)]
+        return min(_alternating(parts, ranks, chunks, arrives, 2, spare) for parts, spare in kinds)
+    parts = split if SCHEDULES[schedule].splits_backward else whole
+    return _alternating(parts, ranks, chunks, arrives, 2 if schedule == "interleaved_1f1b" else 1)
+
+
+def _passes(times: list[float], more: list[float], ranks: int, chunks: int, last: int, transfer: float) -> float:
+    """Return when the last stage is done with ``last`` micro-batches.
+
+    A rank does ``chunks`` in one stage before its next stage starts, and ``more`` after each, for which no rank waits.
+    """
+    ends = [0.0] * len(times)
+    for first in (0, *range(ranks, len(times))):
+        total, slowest = ends[first - ranks] + more[first - ranks] if first else 0.0, 0.0
+        for stage in range(first, len(times)):
+            total += times[stage] + transfer * (stage > first)
+            slowest = max(slowest, times[stage] + more[stage])
+            others = (chunks if stage < len(times) - ranks else last) - 1
+            ends[stage] = max(ends[stage], total + others * slowest)
+    return ends[-1]
+
+
+def _alternating(parts: _Parts, ranks: int, chunks: int, transfer: float, ahead: int, spare: int = 0) -> float:
+    """Return the makespan of an order that alternates between forwards and backwards.
+
+    It is the longest of some paths: for each rank, until its first backward, then what it does until its last forward,
+    then until the end. Before its first backward a rank does ``ahead`` forwards more than the next rank, and all do
+    ``spare`` more than they must.
+    """
+    forward, backward, weights = parts
+    last, per_rank = len(forward) - 1, len(forward) // ranks
+    size = chunks // max(1, chunks // ranks)  # of a round, in micro-batches
+    start = _passes(forward, [0.0] * len(forward), ranks, size, 1, transfer)
+    end = _passes(backward[::-1], weights[::-1], ranks, size, 1, transfer) + weights[0]
+
+    def some(times: list[float], count: int) -> float:
+        """Return the seconds of ``count`` pieces of work of a rank, which go in rounds over its stages."""
+        rounds, rest = divmod(max(0, count), size * per_rank)
+        return sum((rounds * size + min(size, max(0, rest - size * i))) * one for i, one in enumerate(times))
+
+    def way(times: list[float], low: int, high: int) -> float:
+        """Return the seconds between two stages: those above ``low`` up to ``high``, and the transfers."""
+        return sum(times[low + 1 : high + 1]) + (high - low) * transfer
+
+    longest = 0.0
+    for r in range(ranks):
+        total, upper = per_rank * chunks, last + 1 - ranks + r  # the rank's forwards, its last stage
+        f, b, w = forward[r::ranks], backward[r::ranks], weights[r::ranks]
+        before = min(total, (per_rank - 1) * size + ahead * (ranks - 1 - r) + 1 + spare)
+        pairs = total - before  # of a forward and a backward; weights follow as many later as the rank's number
+        warmed, done = some(f, before), some(b[::-1], pairs) + some(w[::-1], pairs - r)
+        head = way(forward, 0, r) + forward[0] - forward[r]
+        tails = [way(backward, x, r) + backward[x] - backward[r] + (x + 1) * weights[x] for x in range(r + 1)]
+        whole_f, whole_b = chunks * sum(f), chunks * (sum(b) + sum(w))
+        own = whole_b + max(tails) - (r + 1) * weights[r]
+        first = max(head + warmed, start + way(backward, upper, last))
+        final = max(own - done, way(forward, upper, last) + end)
+        if not pairs:
+            longest = max(longest, first + own, head + whole_f + final)
+            continue
+        # Where a rank waits for others in turn: it hands on a micro-batch, and gets it back when it has done so many.
+        each = cycle = (whole_f + whole_b) / total
+        waits = 0.0
+        for q in range(r + 1, ranks):
+            cycle += sum(forward[q::ranks] + backward[q::ranks]) / per_rank + 2 * transfer
+            covers = 1 + ahead * (q - r)
+            waits = max(waits, pairs // covers * (cycle - covers * each))
+        longest = max(longest, first + whole_f - warmed + done + final + waits)
+    return longest
