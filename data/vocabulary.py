@@ -125,8 +125,9 @@ class GPT2Vocabulary(Vocabulary):
 
     def tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False) -> list[list[int]]:
         """See Vocabulary."""
-        allowed = {*self.extra, "<|endoftext|>"} if rendered else {*self.extra}
-        known = {"allowed_special": allowed, "disallowed_special": ()}
+        known = {"allowed_special": {*self.extra, *["<|endoftext|>"] * rendered}, "disallowed_special": ()}
+        if threads == 1:  # a pool of one thread takes longer than a batch of rows
+            return [gpt2(self.extra).encode(text, **known) for text in texts]
         return gpt2(self.extra).encode_batch(texts, num_threads=threads, **known)
 
     def decode(self, tokens: Sequence[int]) -> str:

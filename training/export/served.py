@@ -159,8 +159,8 @@ def serve(name: str, data: DataSet, strategy: Strategy, last: bool = False) -> S
     texts = tokenizer(data, chain)
     if "classes" in chain.limits:
         names, count = data.class_names() if isinstance(data, ImageData) else [], gives.dims[-1]
-        labels = [*names, *range(len(names), count)][:count]  # the model may have more classes than the data
-        texts[LABELS] = "".join(f"{label}\n" for label in labels)
+        # The model may have more classes than the data.
+        texts[LABELS] = "".join(f"{label}\n" for label in [*names, *range(len(names), count)][:count])
     preparation = ""
     if isinstance(data, ImageData) and set(data.std) != {1.0}:
         preparation = f"Pixels are normalised as in training: (pixel - {_list(data.mean)}) / {_list(data.std)}."
