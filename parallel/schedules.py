@@ -17,6 +17,7 @@ Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2019 and 2021 (PipeDream-fl
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 from common.errors import PlanError
@@ -78,6 +79,11 @@ def stages_per_rank(schedule: str, wanted: int | None) -> int:
     return wanted
 
 
+def has_equal_rounds(schedule: str, ranks: int, chunks: int) -> bool:
+    """Return whether a schedule can deal out so many micro-batches: in chunks // ranks equal rounds, or it has none."""
+    return not SCHEDULES[schedule].rounds or chunks % max(1, chunks // ranks) == 0
+
+
 def check_chunks(schedule: str, chunks: int, ranks: int) -> None:
     """Refuse a number of micro-batches that a schedule cannot run on so many ranks, with the nearest that it can."""
     if schedule == "1f1b" and chunks < ranks:
@@ -86,11 +92,9 @@ def check_chunks(schedule: str, chunks: int, ranks: int) -> None:
             f"parallel.pp={ranks}; set parallel.chunks={ranks} or more, or parallel.schedule=gpipe"
         )
 
-    def equal_rounds(number: int) -> bool:  # chunks // ranks of them, at least one
-        return number % max(1, number // ranks) == 0
-
-    if SCHEDULES[schedule].rounds and not equal_rounds(chunks):
-        below, above = next(filter(equal_rounds, range(chunks, 0, -1))), next(filter(equal_rounds, count(chunks)))
+    fits = partial(has_equal_rounds, schedule, ranks)
+    if not fits(chunks):
+        below, above = next(filter(fits, range(chunks, 0, -1))), next(filter(fits, count(chunks)))
         raise PlanError(
             f"parallel.schedule={schedule} runs chunks in rounds of parallel.pp={ranks}: parallel.chunks="
             f"{chunks} does not divide; the nearest that do are {below} and {above}"

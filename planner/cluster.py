@@ -90,11 +90,7 @@ def read_cluster(section: Mapping[str, Any]) -> Cluster:
             raise PlanError(f"{named}: {link} must have bandwidth and latency, and no more")
     for key, number in flat.items():
         free = key in ("launch", "step", "reserved", "inside.latency", "between.latency")  # may be 0
-        if (
-            isinstance(number, bool)
-            or not isinstance(number, int | float)
-            or not (number > 0 or (free and number == 0))
-        ):
+        if type(number) not in (int, float) or not (number > 0 or (free and number == 0)):
             raise PlanError(f"{named}: {key}={number} must be a number above 0")
         if key in ("nodes", "devices") and number != int(number):
             raise PlanError(f"{named}: {key}={number} must be a whole number")

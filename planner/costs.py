@@ -1,7 +1,4 @@
-"""The seconds of a layer, of a collective and of the optimizer, on a cluster that is only described.
-
-A machine that is measured has the same methods: see ``planner.here``.
-"""
+"""The seconds of a layer, of a collective and of the optimizer, on a cluster that is only described."""
 
 from __future__ import annotations
 

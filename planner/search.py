@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from common.errors import PlanError
-from parallel.schedules import SCHEDULES
+from parallel.schedules import SCHEDULES, has_equal_rounds
 from parallel.strategies import STRATEGIES
-from planner.costs import PaperCosts as Costs
+from planner.costs import PaperCosts
 from planner.step import Bytes, Layout, Seconds, Works, bytes_of, seconds_of
 
 FREE = ("dp", "tp", "pp", "chunks", "schedule", "stages_per_rank")  # what may be typed, and is fixed then
@@ -55,7 +55,7 @@ class Found:
 
 def search(
     works: Works,
-    costs: Costs,
+    costs: PaperCosts,
     batch: int,
     devices: int,
     memory: float,
@@ -157,8 +157,8 @@ def allowed(works: Works, one: Layout) -> bool:
     """Return whether there are layers and micro-batches enough for the pipeline."""
     if one.pp == 1:
         return True
-    rounds = not SCHEDULES[one.schedule].rounds or one.chunks % max(1, one.chunks // one.pp) == 0
-    return one.pp * one.per_rank <= len(works) and one.chunks >= one.pp and rounds
+    enough = one.pp * one.per_rank <= len(works) and one.chunks >= one.pp
+    return enough and has_equal_rounds(one.schedule, one.pp, one.chunks)
 
 
 def divisors(number: int) -> list[int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from parallel.plan import even_split
 from parallel.schedules import in_flight
 from parallel.zero_bubble.order import UNMEASURED, StageSeconds
-from planner.costs import PaperCosts as Costs
+from planner.costs import PaperCosts
 from planner.simulation import makespan
 from planner.work import LayerWork
 
@@ -123,7 +123,7 @@ def cut(works: Works, layout: Layout) -> list[Works]:
     return [works[start : start + count] for start, count in zip(starts, counts, strict=True)]
 
 
-def seconds_of(works: Works, layout: Layout, costs: Costs) -> Seconds:
+def seconds_of(works: Works, layout: Layout, costs: PaperCosts) -> Seconds:
     """Predict a step."""
     one, m, stages = layout, layout.chunks, stage_seconds(works, layout, costs)
     each = [sum(stage.forward + stage.backward for stage in stages[r :: one.pp]) for r in range(one.pp)]
@@ -145,7 +145,7 @@ def seconds_of(works: Works, layout: Layout, costs: Costs) -> Seconds:
     )
 
 
-def stage_seconds(works: Works, layout: Layout, costs: Costs) -> list[StageSeconds]:
+def stage_seconds(works: Works, layout: Layout, costs: PaperCosts) -> list[StageSeconds]:
     """Return how long each stage takes for a micro-batch, its messages, which a rank waits for, included."""
     one, seconds, passed = layout, [], _passed(works, layout, costs) / 2
     for stage in cut(works, one):
@@ -158,14 +158,14 @@ def stage_seconds(works: Works, layout: Layout, costs: Costs) -> list[StageSecon
     return seconds
 
 
-def _computed(work: LayerWork, one: Layout, costs: Costs, again: bool) -> float:
+def _computed(work: LayerWork, one: Layout, costs: PaperCosts, again: bool) -> float:
     """Seconds of a micro-batch in a layer; the last one, which has the loss, is not computed ``again``."""
     forward, backward = (of(work, one.samples, one.tp) for of in (costs.forward, costs.backward))
     more = {"none": 0.0, "full": forward, "selective": costs.attention(work, one.samples, one.tp)}
     return forward + backward + again * more[one.recompute]
 
 
-def _tensor(work: LayerWork, one: Layout, costs: Costs) -> float:
+def _tensor(work: LayerWork, one: Layout, costs: PaperCosts) -> float:
     """Two all-reduces of a block's forward, two of its backward, and two where the forward is computed again."""
     if not work.attention or one.tp == 1:
         return 0.0
@@ -173,7 +173,7 @@ def _tensor(work: LayerWork, one: Layout, costs: Costs) -> float:
     return times * costs.reduce(work.output * one.samples, one.tp, min(one.tp, costs.devices))
 
 
-def _passed(works: Works, one: Layout, costs: Costs) -> float:
+def _passed(works: Works, one: Layout, costs: PaperCosts) -> float:
     """Seconds of a micro-batch's two messages between two stages."""
     if one.pp == 1:
         return 0.0
@@ -181,7 +181,7 @@ def _passed(works: Works, one: Layout, costs: Costs) -> float:
     return 2 * costs.message(max(w.output for w in works[:-1]) * one.samples / one.tp, 2 * apart <= costs.devices)
 
 
-def _replicas(parameters: float, compute: float, one: Layout, costs: Costs) -> tuple[float, float]:
+def _replicas(parameters: float, compute: float, one: Layout, costs: PaperCosts) -> tuple[float, float]:
     """Seconds for gradients, and for shared parameters, that the ``compute`` of a micro-batch does not hide."""
     if one.dp == 1:
         return 0.0, 0.0
@@ -198,7 +198,7 @@ def _replicas(parameters: float, compute: float, one: Layout, costs: Costs) -> t
     return 0.0, one.chunks * (each - hidden)
 
 
-def bytes_of(works: Works, layout: Layout, costs: Costs, reserved: float) -> Bytes:
+def bytes_of(works: Works, layout: Layout, costs: PaperCosts, reserved: float) -> Bytes:
     """Predict the memory of the fullest rank."""
     one, held = layout, []
     stages, largest = cut(works, one), max(work.parameters for work in works) / one.tp

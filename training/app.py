@@ -99,7 +99,7 @@ def execute(cfg: Any, run_dir: Path, world: World | None, hydra: Any = None, iso
                 "parallel=auto plans on paper: python train.py mode=plan parallel=auto cluster=NAME; then train with "
                 "one of the layouts that it prints"
             )
-        print(plan_on_paper(cfg, run_dir, sys.argv[1:]))
+        print(plan_on_paper(cfg, run_dir, mask_secrets(sys.argv[1:])))
         return
     if cfg.mode in ALONE:
         from training.modes import run_alone

@@ -52,24 +52,14 @@ def plan_on_paper(cfg: Any, run_dir: Path, words: Sequence[str] = ()) -> str:
     works, tokens, feels = works_of(cfg, precision)
     typed = {key.partition(".")[2] for key in cfg.get(COMMAND, {}).get("typed", ())}
     fixed = {key: cfg.parallel[key] for key in FREE if key in typed and cfg.parallel.get(key) is not None}
+    costs, batch = PaperCosts(cluster, precision), cfg.train.global_batch_size
     found = search(
-        works, PaperCosts(cluster, precision), cfg.train.global_batch_size, cluster.size, cluster.memory,
-        cluster.reserved, tensor=any(work.attention for work in works), fixed=fixed,
+        works, costs, batch, cluster.size, cluster.memory, cluster.reserved,
+        tensor=any(work.attention for work in works), fixed=fixed,
     )  # fmt: skip
     own = [w for w in words if w.partition("=")[0].partition(".")[0] not in ("mode", "parallel", "cluster")]
-    about = _about(cfg, works, cluster, precision, found, time.perf_counter() - began)
-    if feels:
-        one = found.best[0].layout
-        about = [
-            *about,
-            (
-                f"BatchNorm normalizes by the micro-batch: the best layout's {one.samples} samples give the numbers of "
-                f"parallel=single parallel.chunks={one.dp * one.chunks}"
-            ),
-            "",
-        ]
-    batch = cfg.train.global_batch_size
-    drawn = _draw(found, works, PaperCosts(cluster, precision), cfg, run_dir)
+    about = _about(cfg, works, cluster, precision, found, time.perf_counter() - began, feels)
+    drawn = _draw(found, works, costs, cfg, run_dir)
     return "\n".join([*about, *_tables(found, works, cluster, precision, batch, tokens, own), *drawn])
 
 
@@ -82,7 +72,9 @@ def works_of(cfg: Any, precision: str) -> tuple[Works, int | None, bool]:
     return work_of(chain, Batch(*data.train.read(indices, 0)), precision), data.seq_len, feels
 
 
-def _about(cfg: Any, works: Works, cluster: Cluster, precision: str, found: Found, seconds: float) -> Iterator[str]:
+def _about(
+    cfg: Any, works: Works, cluster: Cluster, precision: str, found: Found, seconds: float, feels: bool
+) -> Iterator[str]:
     parameters = sum(work.parameters for work in works)
     yield (
         f"{cfg.model.name}: {parameters:,} parameters (a tied one counted twice), {precision}, "
@@ -94,6 +86,13 @@ def _about(cfg: Any, works: Works, cluster: Cluster, precision: str, found: Foun
     )
     yield f"{found.tried:,} layouts in {seconds:.1f} s, of which {len(found.best):,} fit; seconds of a step:"
     yield ""
+    if feels:
+        one = found.best[0].layout
+        yield (
+            f"BatchNorm normalizes by the micro-batch: the best layout's {one.samples} samples give the numbers of "
+            f"parallel=single parallel.chunks={one.dp * one.chunks}"
+        )
+        yield ""
 
 
 def _tables(
