@@ -314,6 +314,9 @@ def read_ahead(
                 continue
 
     def read() -> None:
+        torch.get_num_threads()  # else a thread's first operation would undo the next line
+        torch.set_num_threads(1)
+        begun.set()
         try:
             for batch in batches:
                 if stop.is_set():
@@ -323,8 +326,13 @@ def read_ahead(
         except BaseException as error:
             put((None, error))
 
+    # A second pool of threads would have OpenMP put those of the first to sleep after every operation, since together
+    # they are more than the cores: a small model's steps took twice as long.
+    threads, begun = torch.get_num_threads(), threading.Event()
     thread = threading.Thread(target=read, name="read-ahead", daemon=True)
     thread.start()
+    begun.wait()
+    torch.set_num_threads(threads)  # MKL's number is that of all threads
     try:
         for number in itertools.count(first):
             try:

@@ -171,6 +171,23 @@ def test_batches_are_read_before_they_are_asked_for_until_their_consumer_ends():
     assert source.reads < 10 and not readers()
 
 
+def test_the_thread_that_reads_computes_on_one_thread_and_leaves_the_others_theirs():
+    class Counting(Source):
+        def __len__(self):
+            return 8
+
+        def read(self, indices, epoch):
+            return torch.full((len(indices),), torch.get_num_threads()), torch.zeros(len(indices))
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        (_, batch), *_ = train_loader(TrainBatches(Counting(), 2, 0), 1, 2)
+        assert batch.inputs.tolist() == [1, 1] and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_signals_for_the_whole_process_group_leave_reading_processes_alive():
     loader = train_loader(TrainBatches(Slow(), 4, seed=1), 1, 12, num_workers=1)
     _, first = next(loader)
