@@ -9,22 +9,24 @@ from itertools import combinations, pairwise, permutations
 from pkgutil import resolve_name
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from data.dataset import Batch
 from models.chain import Chain, as_tuple
 from parallel.devices import autocast, local_device, outside_autocast, parameter_dtype, share_cores, synchronize
 from parallel.plan import Plan, block_partition, even_split
 from parallel.schedules import SCHEDULES, in_flight
-from parallel.shape_inference import trace
+from parallel.shape_inference import TensorSpec, trace
 from parallel.stage import Stage
 
 ROUNDS = 5
+_MOST_MICROBATCHES = 32
 # A partition that promises less than this over the uniform one is noise of the measurement.
 _LEAST_GAIN = 0.03
 # So many simulated pieces of work (stages x micro-batches, over all splits tried) take a second or two.
 _MOST_PIECES = 50_000
 
+Times = list[tuple[float, float]]  # seconds of forward and backward, by micro-batch
 Cost = Callable[[Sequence[int]], float]  # of a step, given how many layers each stage has
 
 
@@ -33,38 +35,76 @@ def seconds_per_layer(plan: Plan, chain: Chain, sample: Batch, seed: int, thread
 
     The fastest of some rounds counts. A round goes through the whole chain, so that a machine that is slow for a while
     is slow for all layers alike. One layer is built at a time, as a stage of its own, on the run's device with the
-    threads that a rank will have. No random state outside of the layers is changed.
+    threads that a rank will have.
     """
     device = local_device(plan.device_type, 0)
-    sample = sample.to(device)
     share_cores(plan.processes, threads)
-    with torch.random.fork_rng(devices=[]), autocast(plan.precision, device.type):
-        rounds = [_round(plan, chain, sample, seed, device) for _ in range(ROUNDS)]
-    return [min(times) for times in zip(*rounds, strict=True)]
+    rounds = [time_layers(plan.precision, chain, sample.to(device), seed) for _ in range(ROUNDS)]
+    return [min(sum(seconds[1]) for seconds in layer) for layer in zip(*rounds, strict=True)]
 
 
-def _round(plan: Plan, chain: Chain, sample: Batch, seed: int, device: torch.device) -> list[float]:
-    dtype = parameter_dtype(plan.precision)
+def time_layers(
+    precision: str,
+    chain: Chain,
+    sample: Batch,
+    seed: int,
+    least_s: float = 0.0,
+    wait: Callable[[], None] = lambda: None,
+) -> list[Times]:
+    """Return, for each layer, the seconds of forward and backward of each micro-batch, at least two.
+
+    The first one casts the weights and makes their gradients. Layers that are built alike and get alike tensors are
+    measured once. No random state outside of the layers is changed.
+
+    Args:
+        precision: The plan's.
+        chain: The model.
+        sample: A micro-batch, on the device that is to compute.
+        seed: For weights and dropout.
+        least_s: So many seconds go to a layer, unless it has had 32 micro-batches.
+        wait: Called before a layer's first micro-batch, where other processes are to compute at the same time.
+    """
+    dtype = parameter_dtype(precision)
     tensors = tuple(x.to(dtype) if x.is_floating_point() else x for x in sample.input_tensors)
-    seconds = []
-    for name in chain.names:
-        stage = Stage(chain, [name], seed=seed, device=device, dtype=dtype)
-        stage.begin(training=True, step=1, loss_scale=1 / sample.targets.numel())
-        for index in range(2):  # the first micro-batch casts the weights and makes their gradients
-            received = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
-            synchronize(device)
-            start = time.perf_counter()
-            samples = index * len(sample), len(sample)
-            output = as_tuple(stage(*received, samples=samples, targets=sample.targets, weights=sample.weights))
-            differentiable = [x for x in output if x.requires_grad]
-            with outside_autocast(device.type):
-                torch.autograd.backward(differentiable, [torch.ones_like(x) for x in differentiable])
-            synchronize(device)
-            elapsed = time.perf_counter() - start
-        stage.end()
-        seconds.append(elapsed)
-        tensors = output
-    return seconds
+    found: list[Times] = []
+    alike: dict[tuple, tuple[Times, tuple[Tensor, ...]]] = {}
+    with torch.random.fork_rng(devices=[]):
+        for layer in chain.layers:
+            key = layer.build, layer is chain.layers[-1], *((TensorSpec.of(x), x.stride()) for x in tensors)
+            if key not in alike:
+                stage = Stage(chain, [layer.name], seed=seed, device=sample.targets.device, dtype=dtype)
+                with autocast(precision, stage.device.type):
+                    _time_stage(stage, tensors, sample, 1)  # kernels are chosen and memory is taken
+                stage.zero_grad()
+                wait()
+                with autocast(precision, stage.device.type):
+                    alike[key] = _time_stage(stage, tensors, sample, 2, least_s)
+            times, tensors = alike[key]
+            found.append(times)
+    return found
+
+
+def _time_stage(
+    stage: Stage, tensors: tuple[Tensor, ...], sample: Batch, fewest: int, least_s: float = 0.0
+) -> tuple[Times, tuple[Tensor, ...]]:
+    """Return the seconds of each micro-batch, and what the stage gives."""
+    device, count, times, begun = stage.device, len(sample), [], time.perf_counter()
+    stage.begin(training=True, step=1, loss_scale=1 / sample.targets.numel())
+    while len(times) < fewest or (len(times) < _MOST_MICROBATCHES and time.perf_counter() - begun < least_s):
+        received = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+        synchronize(device)
+        start = time.perf_counter()
+        samples = len(times) * count, count
+        output = as_tuple(stage(*received, samples=samples, targets=sample.targets, weights=sample.weights))
+        differentiable = [x for x in output if x.requires_grad]
+        synchronize(device)
+        middle = time.perf_counter()
+        with outside_autocast(device.type):
+            torch.autograd.backward(differentiable, [torch.ones_like(x) for x in differentiable])
+        synchronize(device)
+        times.append((middle - start, time.perf_counter() - middle))
+    stage.end()
+    return times, tuple(x.detach().requires_grad_(x.requires_grad) for x in output)
 
 
 def bytes_per_layer(plan: Plan, chain: Chain, sample: Batch, tensors_per_parameter: int) -> list[float]:

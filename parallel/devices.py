@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -105,6 +106,27 @@ def share_cores(processes: int, wanted: int | None) -> int:
     threads = max(1, usable_cores() // processes) if wanted is None else wanted
     torch.set_num_threads(threads)
     return threads
+
+
+def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
+    """Return the peak memory of this process in bytes: of the resident set on a CPU, of torch's allocator on CUDA.
+
+    Metal keeps no peak: on ``mps`` it is what is allocated now.
+    """
+    kind = str(device).partition(":")[0]
+    if kind == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if kind == "mps":
+        return torch.mps.current_allocated_memory()
+    try:
+        # Preferred over getrusage, whose peak a worker inherits from the process that started it.
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            return int(re.search(r"^VmHWM:\s+(\d+) kB", status.read(), re.MULTILINE)[1]) * 1024
+    except (OSError, TypeError):
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
 
 def keep_freed_memory(weights: int = 0) -> None:

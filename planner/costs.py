@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil, log2
 
 from planner.cluster import Cluster
+from planner.here import Here
 from planner.work import LayerWork
 
 _BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # of a number, as products read it
 _UPDATED = 28  # bytes moved for a parameter: weight, gradient and two states are read, all but the gradient written
+_HEAP = 0.12  # of parallel.devices.keep_freed_memory, on six small models
 _NOT_CUT = 0.4  # the part of a layer's traffic outside its products that tensor parallelism leaves whole
 
 
@@ -18,12 +21,15 @@ class PaperCosts:
     Attributes:
         devices: Devices of a node.
         itemsize: Bytes of a number as products read it.
-        fixed: Seconds of a step that are in no other part.
+        hides: The part of communication that computing at the same time hides: of gradients, and of shards.
+        heap: The part of a model's bytes that an allocator that keeps what is freed needs on top.
     """
+
+    hides, heap = (0.9, 0.95), 0.0
 
     def __init__(self, cluster: Cluster, precision: str) -> None:
         self.cluster, self.peak = cluster, cluster.peak[precision]
-        self.devices, self.itemsize, self.fixed = cluster.devices, _BYTES[precision], cluster.step
+        self.devices, self.itemsize = cluster.devices, _BYTES[precision]
         self._known: dict[tuple[LayerWork, int, int], float] = {}
 
     def forward(self, work: LayerWork, samples: int, tp: int = 1) -> float:
@@ -43,6 +49,14 @@ class PaperCosts:
         """Seconds of a layer's backward."""
         return 2 * self.forward(work, samples, tp)
 
+    def begin(self, work: LayerWork, samples: int) -> float:
+        """Seconds that the first micro-batch of a step takes more."""
+        return 0.0
+
+    def slowed(self, busy: float, samples: int) -> float:
+        """Return 1: each rank has a device of its own."""
+        return 1.0
+
     def attention(self, work: LayerWork, samples: int, tp: int = 1) -> float:
         """Seconds of the products of attention in a forward."""
         return work.attention * samples / tp / (self.peak * self.cluster.attention)
@@ -52,7 +66,7 @@ class PaperCosts:
         link = self.cluster.inside if inside else self.cluster.between
         return link.latency + size / (link.bandwidth * (1.0 if inside else self.cluster.message))
 
-    def gather(self, size: float, ranks: int, per_node: int) -> float:
+    def gather(self, size: float, ranks: int, per_node: int, held: Sequence[LayerWork] = ()) -> float:
         """Seconds until each of some ranks has all ``size`` bytes, of which each had a part; or the reverse, with sums.
 
         ``per_node`` of the ranks are on each node. A ring crosses each border between nodes once, and the links of all
@@ -65,10 +79,96 @@ class PaperCosts:
             link, bandwidth = self.cluster.between, min(bandwidth, self.cluster.between.bandwidth * per_node)
         return (ranks - 1) / ranks * size / bandwidth + ceil(log2(ranks)) * link.latency
 
+    def hooks(self, held: Sequence[LayerWork]) -> float:
+        """Seconds that shared parameters cost a micro-batch for which none are gathered and no gradients reduced."""
+        return 0.0
+
     def reduce(self, size: float, ranks: int, per_node: int) -> float:
         """Seconds of an all-reduce of ``size`` bytes, as ``gather``."""
         return 2 * self.gather(size, ranks, per_node)
 
+    def fixed(self, dp: int, pp: int) -> float:
+        """Seconds of a step that are in no other part."""
+        return self.cluster.step
+
     def optimizer(self, parameters: float) -> float:
         """Seconds to update parameters."""
         return parameters * _UPDATED / self.cluster.memory_bandwidth
+
+
+class MeasuredCosts:
+    """The seconds of one kind of work on this machine, with the methods and attributes of ``PaperCosts``."""
+
+    def __init__(self, here: Here, itemsize: int, on_gpus: bool) -> None:
+        self.here, self.itemsize, self.devices = here, itemsize, here.processes
+        self.hides = PaperCosts.hides if on_gpus else (0.0, 0.0)  # what moves bytes needs a core, too
+        self.heap = 0.0 if on_gpus else _HEAP
+        self._layers = {layer.name: layer for layer in here.layers}
+
+    def forward(self, work: LayerWork, samples: int, tp: int = 1) -> float:
+        """See PaperCosts; ``tp`` is 1."""
+        return self._layers[work.name].forward(samples)
+
+    def backward(self, work: LayerWork, samples: int, tp: int = 1) -> float:
+        """See PaperCosts."""
+        return self._layers[work.name].backward(samples)
+
+    def begin(self, work: LayerWork, samples: int) -> float:
+        """Seconds that the first micro-batch of a step takes more: weights are cast, gradients made."""
+        later = self.forward(work, samples) + self.backward(work, samples)
+        return max(0.0, self._layers[work.name].first(samples) - later)
+
+    def slowed(self, busy: float, samples: int) -> float:
+        """Return how long work takes while ``busy`` processes compute, by what it takes while ``at_once`` do.
+
+        Where they are more than the cores, they take turns.
+        """
+        most = self.here.at_once
+        if busy >= most:
+            return busy / most
+        alone = sum(layer.alone(samples) for layer in self.here.layers)
+        together = sum(layer.forward(samples) + layer.backward(samples) for layer in self.here.layers)
+        return alone / together + (1 - alone / together) * (max(1.0, busy) - 1) / max(1, most - 1)
+
+    def attention(self, work: LayerWork, samples: int, tp: int = 1) -> float:
+        """Nothing: selective recomputation is not offered here."""
+        return 0.0
+
+    def message(self, size: float, inside: bool) -> float:
+        """See PaperCosts."""
+        return self.here.messages(size) / 2
+
+    def gather(self, size: float, ranks: int, per_node: int, held: Sequence[LayerWork] = ()) -> float:
+        """See PaperCosts."""
+        line, layers = self.here.shards, sum(work.parameters > 0 for work in held)
+        apart = line.piece * sum(work.tensors for work in held)
+        return (self._share(ranks) * line.fixed * layers + apart + line.each * self._of_ring(size, ranks)) / 3
+
+    def hooks(self, held: Sequence[LayerWork]) -> float:
+        """See PaperCosts."""
+        return self.here.hooks * sum(work.parameters > 0 for work in held)
+
+    def reduce(self, size: float, ranks: int, per_node: int) -> float:
+        """See PaperCosts; what does not depend on the size is ``fixed``."""
+        return self.here.replicas.each * self._of_ring(size, ranks)
+
+    def fixed(self, dp: int, pp: int) -> float:
+        """See PaperCosts."""
+        step = self.here.pipeline if pp > 1 else self.here.step
+        return step + (self._share(dp) * self.here.replicas.fixed if dp > 1 else 0.0)
+
+    def _share(self, ranks: int) -> float:
+        """Return by how much fewer messages follow each other among some of the processes than among all."""
+        return (ranks - 1) / (self.here.processes - 1) if ranks > 1 else 1.0
+
+    def _of_ring(self, size: float, ranks: int) -> float:
+        """Return the bytes among all processes that take as long as ``size`` bytes among ``ranks`` of them."""
+        most = self.here.processes
+        return size * (ranks - 1) / ranks * most / (most - 1) if ranks > 1 else 0.0
+
+    def optimizer(self, parameters: float) -> float:
+        """See PaperCosts."""
+        return self.here.update(parameters)
+
+
+Costs = PaperCosts | MeasuredCosts

@@ -9,21 +9,43 @@ from typing import Any
 from common.errors import PlanError
 from parallel.schedules import SCHEDULES, has_equal_rounds
 from parallel.strategies import STRATEGIES
-from planner.costs import PaperCosts
+from planner.costs import Costs
 from planner.step import Bytes, Layout, Seconds, Works, bytes_of, seconds_of
 
-FREE = ("dp", "tp", "pp", "chunks", "schedule", "stages_per_rank")  # what may be typed, and is fixed then
+FREE = ("dp", "pp", "chunks", "schedule", "stages_per_rank")  # what may be typed, and is fixed then
 _SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
 _PER_RANK = (2, 4)  # stages of a rank, of schedules that take several
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where layouts may run.
+
+    Attributes:
+        costs: What it takes there.
+        devices: How many there are.
+        memory: Bytes of each.
+        reserved: Bytes of each that no tensor gets.
+        states: Tensors that the optimizer keeps for each parameter.
+        whole: Whether a layout must take all devices; else it may leave some to others where its strategy takes fewer.
+    """
+
+    costs: Costs
+    devices: int
+    memory: float
+    reserved: float
+    states: int = 2
+    whole: bool = False
+
+
+@dataclass(frozen=True)
 class Candidate:
-    """A layout and what is predicted of it."""
+    """A layout and what is predicted of it in a place."""
 
     layout: Layout
     memory: Bytes
     seconds: Seconds
+    place: Place
 
     @property
     def words(self) -> list[str]:
@@ -32,10 +54,19 @@ class Candidate:
         words = [f"parallel={one.strategy}"]
         words += [f"parallel.dp={one.dp}"] if info.replicas else []
         words += [f"parallel.pp={one.pp}", f"parallel.schedule={one.schedule}"] if info.stage_per_rank else []
-        words += [f"parallel.stages_per_rank={one.per_rank}"] if one.per_rank > 1 else []
+        words += [f"parallel.stages_per_rank={one.per_rank}"] if SCHEDULES[one.schedule].looped else []
         words += [f"parallel.chunks={one.chunks}"]
         words += ["train.activation_checkpointing=true"] if one.recompute == "full" else []
         return words + ([f"tp={one.tp}"] if one.tp > 1 else [])
+
+    @property
+    def name(self) -> str:
+        """The layout in a few words."""
+        one = self.layout
+        words = [one.strategy, *(f"{key}={getattr(one, key)}" for key in ("dp", "tp", "pp") if getattr(one, key) > 1)]
+        words += [one.schedule] if one.pp > 1 else []
+        words += [f"x{one.per_rank}"] if one.per_rank > 1 else []
+        return " ".join([*words, f"chunks={one.chunks}", *["recompute"] * (one.recompute == "full")])
 
 
 @dataclass(frozen=True)
@@ -54,58 +85,53 @@ class Found:
 
 
 def search(
-    works: Works,
-    costs: PaperCosts,
-    batch: int,
-    devices: int,
-    memory: float,
-    reserved: float = 0.0,
-    tensor: bool = False,
-    fixed: Mapping[str, Any] | None = None,
-    microbatch: int | None = None,
+    works: Works, batch: int, places: Sequence[Place], tensor: bool = False, fixed: Mapping[str, Any] | None = None
 ) -> Found:
-    """Predict every layout on ``devices`` or, where a strategy takes fewer, on as many as it takes.
+    """Predict every layout of some places.
 
     Args:
         works: The layers' work.
-        costs: What it takes.
         batch: Samples of a step.
-        devices: How many there are.
-        memory: Bytes of each.
-        reserved: Bytes of each that no tensor gets.
+        places: The places.
         tensor: Whether layers may be cut (tensor parallelism).
-        fixed: What was typed of ``FREE``, and "strategy".
-        microbatch: Samples of a micro-batch, where another number would be felt (BatchNorm).
+        fixed: What is given of ``FREE``; and "strategy", "shards", "counts" and "recompute", as in ``Layout``.
 
     Raises:
         PlanError: There is no layout at all, or none fits: it says what comes nearest and by how much it misses.
     """
-    fit, nearest, tried = [], {}, 0
-    for layout in layouts(works, costs.devices, batch, devices, tensor, fixed or {}, microbatch):
-        tried += 1
-        needed = bytes_of(works, layout, costs, reserved)
-        if needed.total > memory:
-            known = nearest.get(layout.strategy)
-            if known is None or needed.total < known.memory.total:
-                nearest[layout.strategy] = Candidate(layout, needed, seconds_of(works, layout, costs))
-        else:
-            fit.append(Candidate(layout, needed, seconds_of(works, layout, costs)))
-    typed = " ".join(f"{key}={value}" for key, value in (fixed or {}).items())
+    fit, nearest, tried, fixed = [], {}, 0, fixed or {}
+    for place in places:
+        for layout in layouts(works, place.costs.devices, batch, place.devices, tensor, fixed):
+            if place.whole and layout.ranks != place.devices:
+                continue
+            tried += 1
+            needed = bytes_of(works, layout, place.costs, place.reserved, place.states)
+            one = Candidate(layout, needed, seconds_of(works, layout, place.costs), place)
+            if needed.total <= place.memory:
+                fit.append(one)
+            elif layout.strategy not in nearest or _missing(one) < _missing(nearest[layout.strategy]):
+                nearest[layout.strategy] = one
     if not tried:
+        typed = " ".join(f"{key}={value}" for key, value in fixed.items())
+        devices = " or ".join(str(place.devices) for place in places)
         raise PlanError(
             f"train.global_batch_size={batch} and {len(works)} layers on {devices} devices allow no layout"
             + (f" with {typed}; leave some of that out" if typed else "; choose a batch that more numbers divide")
         )
     if not fit:
-        least = min(nearest.values(), key=lambda one: one.memory.total)
+        least = min(nearest.values(), key=_missing)
         raise PlanError(
-            f"none of {tried:,} layouts fits into {memory / 2**30:.1f} GiB; what comes nearest, "
+            f"none of {tried:,} layouts fits into {least.place.memory / 2**30:.1f} GiB; what comes nearest, "
             f"{' '.join(least.words)}, needs {least.memory.total / 2**30:.1f} GiB, "
-            f"{(least.memory.total - memory) / 2**30:.1f} more: take more devices, or a smaller model or batch"
+            f"{_missing(least) / 2**30:.1f} more: take more devices, or a smaller model or batch"
         )
     fit.sort(key=lambda one: (one.seconds.total, one.memory.total))
     known = {one.layout.strategy for one in fit}
     return Found(fit, tried, {name: one for name, one in nearest.items() if name not in known})
+
+
+def _missing(one: Candidate) -> float:
+    return one.memory.total - one.place.memory
 
 
 def layouts(
@@ -115,50 +141,51 @@ def layouts(
     devices: int,
     tensor: bool,
     fixed: Mapping[str, Any],
-    microbatch: int | None = None,
 ) -> Iterator[Layout]:
     """Yield the layouts of ``search``; ``per_node`` devices are in each node."""
 
     def numbers(key: str, choices: Sequence[int]) -> Sequence[int]:
         return [n for n in choices if fixed.get(key) in (None, n)]
 
-    for tp in numbers("tp", divisors(min(per_node, devices)) if tensor else [1]):
+    for tp in divisors(min(per_node, devices)) if tensor else [1]:
         for pp in numbers("pp", divisors(devices // tp)):
             for dp in numbers("dp", sorted({1, devices // (tp * pp)})):
                 if batch % dp:
                     continue
                 for chunks in numbers("chunks", divisors(batch // dp)):
-                    samples = batch // dp // chunks
-                    if microbatch in (None, samples):
-                        one = Layout(dp=dp, tp=tp, pp=pp, chunks=chunks, samples=samples)
-                        yield from _strategies(works, one, per_node, fixed)
+                    one = Layout(dp=dp, tp=tp, pp=pp, chunks=chunks, samples=batch // dp // chunks)
+                    yield from _strategies(works, one, per_node, fixed)
 
 
 def _strategies(works: Works, one: Layout, per_node: int, fixed: Mapping[str, Any]) -> Iterator[Layout]:
     for name, info in STRATEGIES.items():
-        wanted = fixed.get("strategy") in (None, name)
+        wanted = fixed.get("strategy", name) == name
         if not wanted or info.several_devices or info.replicas != (one.dp > 1) or info.stage_per_rank != (one.pp > 1):
             continue
         shards = {"": 1, "all": one.dp, "node": max(1, per_node // (one.tp * one.pp))}[info.shards]
+        shards = fixed.get("shards", shards)
         if info.shards == "node" and (shards in (1, one.dp) or one.dp % shards):
             continue
         base = replace(one, strategy=name, shards=shards, reshard=not info.stage_per_rank)
-        for schedule in _SCHEDULES if info.stage_per_rank else ("gpipe",):
-            looped = SCHEDULES[schedule].looped
-            for per_rank in _PER_RANK if looped else (1,):
-                typed = fixed.get("schedule") in (None, schedule) and fixed.get("stages_per_rank") in (None, per_rank)
-                laid = replace(base, schedule=schedule, per_rank=per_rank)
-                if typed and allowed(works, laid):
-                    yield laid
-                    yield replace(laid, recompute="full")
+        typed, stages = fixed.get("schedule"), fixed.get("stages_per_rank")
+        for schedule in ([typed] if typed else _SCHEDULES) if info.stage_per_rank else ["gpipe"]:
+            usual = _PER_RANK if SCHEDULES[schedule].looped else (1,)
+            for per_rank in [stages] if stages and info.stage_per_rank else usual:
+                laid = replace(base, schedule=schedule, per_rank=per_rank, counts=fixed.get("counts", ()))
+                if allowed(works, laid):
+                    kinds = [fixed["recompute"]] if "recompute" in fixed else ("none", "full")
+                    yield from (replace(laid, recompute=kind) for kind in kinds)
 
 
 def allowed(works: Works, one: Layout) -> bool:
     """Return whether there are layers and micro-batches enough for the pipeline."""
+    if one.counts and len(one.counts) != one.pp * one.per_rank:
+        return False
     if one.pp == 1:
         return True
-    enough = one.pp * one.per_rank <= len(works) and one.chunks >= one.pp
-    return enough and has_equal_rounds(one.schedule, one.pp, one.chunks)
+    several = one.per_rank == 1 or SCHEDULES[one.schedule].looped
+    enough = one.pp * one.per_rank <= len(works) and (one.chunks >= one.pp or one.schedule != "1f1b")
+    return several and enough and has_equal_rounds(one.schedule, one.pp, one.chunks)
 
 
 def divisors(number: int) -> list[int]:

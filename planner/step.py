@@ -8,14 +8,11 @@ from dataclasses import dataclass, fields
 from parallel.plan import even_split
 from parallel.schedules import in_flight
 from parallel.zero_bubble.order import UNMEASURED, StageSeconds
-from planner.costs import PaperCosts
+from planner.costs import Costs
 from planner.simulation import makespan
 from planner.work import LayerWork
 
 Works = Sequence[LayerWork]
-
-_STATES = 4  # float32 numbers for each parameter: weight, gradient, and the two states of Adam
-_NOT_HIDDEN = 0.1  # the part of what computing could hide that it does not
 
 
 @dataclass(frozen=True)
@@ -38,6 +35,7 @@ class Layout:
         overlaps: Whether gradients are reduced while the last backward computes.
         stages_last: Whether neighbouring ranks are replicas (parallel.order=pp_dp), and not stages.
         ends_on_top: Whether equally many layers are dealt out before the first and the last one, as Megatron-LM does.
+        counts: Layers of each stage; empty: as parallel.balance=uniform deals them out.
     """
 
     strategy: str = "single"
@@ -55,6 +53,7 @@ class Layout:
     overlaps: bool = True
     stages_last: bool = False
     ends_on_top: bool = False
+    counts: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -71,7 +70,7 @@ class Seconds:
         bubble: Waiting for other stages.
         tensor: Collectives of tensor parallelism.
         stages: Messages between stages.
-        gradients: Their reduction over replicas.
+        gradients: Their reduction over replicas and, of tied parameters, between stages.
         shards: Gathering shared parameters and scattering their gradients.
         optimizer: The update, and what is in no other part.
     """
@@ -98,7 +97,7 @@ class Bytes:
         state: Weights, gradients and optimizer state.
         gathered: Shared parameters and gradients as far as they are whole, and weights in the compute dtype.
         activations: What is kept for backwards, and what one layer needs at a time.
-        reserved: What no tensor gets.
+        reserved: What no tensor gets: the process, and what its allocator cannot use.
     """
 
     state: float
@@ -113,9 +112,9 @@ class Bytes:
 
 
 def cut(works: Works, layout: Layout) -> list[Works]:
-    """Cut the layers into stages, as parallel.balance=uniform does."""
+    """Cut the layers into stages."""
     stages = layout.pp * layout.per_rank
-    counts = even_split(len(works) - 2 * layout.ends_on_top, stages)
+    counts = list(layout.counts) or even_split(len(works) - 2 * layout.ends_on_top, stages)
     if layout.ends_on_top:
         counts[0] += 1
         counts[-1] += 1
@@ -123,29 +122,43 @@ def cut(works: Works, layout: Layout) -> list[Works]:
     return [works[start : start + count] for start, count in zip(starts, counts, strict=True)]
 
 
-def seconds_of(works: Works, layout: Layout, costs: PaperCosts) -> Seconds:
+def seconds_of(works: Works, layout: Layout, costs: Costs) -> Seconds:
     """Predict a step."""
     one, m, stages = layout, layout.chunks, stage_seconds(works, layout, costs)
     each = [sum(stage.forward + stage.backward for stage in stages[r :: one.pp]) for r in range(one.pp)]
     slowest = max(range(one.pp), key=each.__getitem__)
     held = [work for stage in cut(works, one)[slowest :: one.pp] for work in stage]
-    parameters, tensor = sum(work.parameters for work in held) / one.tp, sum(_tensor(w, one, costs) for w in held)
+    parameters, tensor = _parameters(held, one), sum(_tensor(w, one, costs) for w in held)
     passed = one.per_rank * _passed(works, one, costs)
     compute = each[slowest] - tensor - passed
-    gradients, shards = _replicas(parameters, compute, one, costs)
+    gradients, shards = _replicas(held, parameters, compute, one, costs)
     whole = makespan(stages, one.pp, m, one.schedule, 0.0) if one.pp > 1 else m * each[slowest]
+    if one.pp > 1:  # what the first and the last stage share
+        gradients += costs.reduce(4 * sum(w.tied for w in works) / one.tp, 2, 2 if one.ranks <= costs.devices else 1)
+    part = slowed(stages, whole, one, costs)
     return Seconds(
-        compute=m * compute,
-        bubble=whole - m * each[slowest],
+        compute=part * (m * compute + sum(costs.begin(work, one.samples) for work in held)),
+        bubble=part * (whole - m * each[slowest]),
         tensor=m * tensor,
         stages=m * passed,
         gradients=gradients,
         shards=shards,
-        optimizer=costs.optimizer(parameters / one.shards) + costs.fixed,
+        optimizer=costs.optimizer(parameters / one.shards) + costs.fixed(one.dp, one.pp),
     )
 
 
-def stage_seconds(works: Works, layout: Layout, costs: PaperCosts) -> list[StageSeconds]:
+def slowed(stages: Sequence[StageSeconds], whole: float, one: Layout, costs: Costs) -> float:
+    """Return how many times as long computing takes, where in ``whole`` seconds ranks wait for each other."""
+    work = one.dp * one.chunks * sum(stage.forward + stage.backward for stage in stages)
+    return costs.slowed(work / whole, one.samples)
+
+
+def _parameters(held: Works, one: Layout) -> float:
+    """Return how many parameters a rank has; without a pipeline, tied ones once."""
+    return sum(work.parameters - (work.tied if one.pp == 1 else 0) for work in held) / one.tp
+
+
+def stage_seconds(works: Works, layout: Layout, costs: Costs) -> list[StageSeconds]:
     """Return how long each stage takes for a micro-batch, its messages, which a rank waits for, included."""
     one, seconds, passed = layout, [], _passed(works, layout, costs) / 2
     for stage in cut(works, one):
@@ -158,14 +171,14 @@ def stage_seconds(works: Works, layout: Layout, costs: PaperCosts) -> list[Stage
     return seconds
 
 
-def _computed(work: LayerWork, one: Layout, costs: PaperCosts, again: bool) -> float:
+def _computed(work: LayerWork, one: Layout, costs: Costs, again: bool) -> float:
     """Seconds of a micro-batch in a layer; the last one, which has the loss, is not computed ``again``."""
     forward, backward = (of(work, one.samples, one.tp) for of in (costs.forward, costs.backward))
     more = {"none": 0.0, "full": forward, "selective": costs.attention(work, one.samples, one.tp)}
     return forward + backward + again * more[one.recompute]
 
 
-def _tensor(work: LayerWork, one: Layout, costs: PaperCosts) -> float:
+def _tensor(work: LayerWork, one: Layout, costs: Costs) -> float:
     """Two all-reduces of a block's forward, two of its backward, and two where the forward is computed again."""
     if not work.attention or one.tp == 1:
         return 0.0
@@ -173,7 +186,7 @@ def _tensor(work: LayerWork, one: Layout, costs: PaperCosts) -> float:
     return times * costs.reduce(work.output * one.samples, one.tp, min(one.tp, costs.devices))
 
 
-def _passed(works: Works, one: Layout, costs: PaperCosts) -> float:
+def _passed(works: Works, one: Layout, costs: Costs) -> float:
     """Seconds of a micro-batch's two messages between two stages."""
     if one.pp == 1:
         return 0.0
@@ -181,46 +194,52 @@ def _passed(works: Works, one: Layout, costs: PaperCosts) -> float:
     return 2 * costs.message(max(w.output for w in works[:-1]) * one.samples / one.tp, 2 * apart <= costs.devices)
 
 
-def _replicas(parameters: float, compute: float, one: Layout, costs: PaperCosts) -> tuple[float, float]:
+def _replicas(held: Works, parameters: float, compute: float, one: Layout, costs: Costs) -> tuple[float, float]:
     """Seconds for gradients, and for shared parameters, that the ``compute`` of a micro-batch does not hide."""
     if one.dp == 1:
         return 0.0, 0.0
     per_node = max(1, costs.devices // (one.tp * (1 if one.stages_last else one.pp)))
     if one.shards == 1:
         reduced = costs.reduce(4 * parameters, one.dp, min(one.dp, per_node))
-        hidden = (1 - _NOT_HIDDEN) * min(reduced, compute * 2 / 3) if one.overlaps else 0.0
+        hidden = costs.hides[0] * min(reduced, compute * 2 / 3) if one.overlaps else 0.0
         return reduced - hidden, 0.0
-    whole = costs.gather(costs.itemsize * parameters, one.shards, min(one.shards, per_node))
+    size = costs.itemsize * parameters
+    whole = costs.gather(size, one.shards, min(one.shards, per_node), held)
     groups = one.dp // one.shards
     outer = costs.reduce(costs.itemsize * parameters / one.shards, groups, max(1, per_node // one.shards))
-    each = whole * (3 if one.reshard else 1 + 2 / one.chunks) + outer / one.chunks  # forward, backward, gradients
-    hidden = (1 - _NOT_HIDDEN / 2) * min(each, compute)
+    each = 3 * whole if one.reshard else 2 * whole / one.chunks + costs.hooks(held)  # with the gradients
+    each += outer / one.chunks
+    hidden = costs.hides[1] * min(each, compute)
     return 0.0, one.chunks * (each - hidden)
 
 
-def bytes_of(works: Works, layout: Layout, costs: PaperCosts, reserved: float) -> Bytes:
-    """Predict the memory of the fullest rank."""
+def bytes_of(works: Works, layout: Layout, costs: Costs, reserved: float, states: int = 2) -> Bytes:
+    """Predict the memory of the fullest rank, whose optimizer keeps ``states`` tensors of each parameter (Adam: 2)."""
     one, held = layout, []
     stages, largest = cut(works, one), max(work.parameters for work in works) / one.tp
     for rank in range(one.pp):
         own = [work for stage in stages[rank :: one.pp] for work in stage]
-        parameters = sum(work.parameters for work in own) / one.tp
+        parameters = _parameters(own, one)
         flight = 1
         if one.pp > 1:
             flight = in_flight(one.schedule, one.pp, one.chunks, one.per_rank, rank)
-        kept = [work.kept * one.samples / one.tp * (1 if one.scattered else _whole(one.tp)) for work in own]
+        kept = [work.kept * one.samples / one.tp * (1 if one.scattered else _uncut(one.tp)) for work in own]
         inputs = [work.output * one.samples / (one.tp if one.scattered else 1) for work in own]
         activations = flight * sum(kept)
         if one.recompute == "full":
             again = [work is not works[-1] for work in own]
             activations = flight * sum(i if a else k for i, k, a in zip(inputs, kept, again, strict=True)) + max(kept)
         cast = costs.itemsize * parameters if costs.itemsize < 4 else 0.0
-        if one.shards > 1 and one.reshard:
+        if one.dp > 1 and costs.heap:
+            # What is freed stays: the gradients that have moved into buckets; whole parameters and their gradients.
+            cast += 4 * parameters * (1 if one.shards == 1 else 2)
+        elif one.shards > 1 and one.reshard:
             cast = min(cast or 4 * parameters, 2 * costs.itemsize * largest) + 4 * largest
-        held.append(Bytes(4 * _STATES * parameters / one.shards, cast, activations, reserved))
+        state = 4 * (2 + states) * parameters / one.shards
+        held.append(Bytes(state, cast, activations, reserved + costs.heap * (state + cast + activations)))
     return max(held, key=lambda one: one.total)
 
 
-def _whole(tp: int) -> float:
+def _uncut(tp: int) -> float:
     """How much more a rank keeps where the inputs of products are not cut: 10 of 34 bytes (Korthikanti et al. 2022)."""
     return (10 * tp + 24) / 34

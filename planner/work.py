@@ -31,6 +31,8 @@ class LayerWork:
         parameters: The number of its own parameters.
         output: Bytes passed to the next layer.
         kept: Bytes that autograd holds until the backward.
+        tied: How many of its parameters another layer has too, whose gradients are added up.
+        tensors: How many tensors its parameters are.
     """
 
     name: str = field(compare=False)  # layers that are alike are equal
@@ -41,6 +43,8 @@ class LayerWork:
     parameters: int
     output: float
     kept: float
+    tied: int = 0
+    tensors: int = 0
 
 
 class Counted(TorchDispatchMode):
@@ -75,6 +79,10 @@ def work_of(chain: Chain, sample: Batch, precision: str) -> list[LayerWork]:
     """
     skeleton, n = chain.skeleton(), len(sample)
     own = {name: sum(p.numel() for p in layer.parameters()) for name, layer in skeleton.items()}
+    tied = {
+        name: sum(p.numel() for key, p in layer.named_parameters(name) if key in chain.tied)
+        for name, layer in skeleton.items()
+    }
     return [
         LayerWork(
             t.name,
@@ -85,6 +93,8 @@ def work_of(chain: Chain, sample: Batch, precision: str) -> list[LayerWork]:
             own[t.name],
             t.output_bytes / n,
             t.kept / n,
+            tied[t.name],
+            sum(1 for _ in skeleton[t.name].parameters()),
         )  # fmt: skip
         for t in trace(chain, sample, precision, "cpu", Counted)
     ]

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
+from parallel.devices import peak_memory_bytes
 from parallel.host_group import HostGroup
 from parallel.shape_inference import trace
 from parallel.stage import Stage
 from training.optimizer import Optimizer
-from training.reporting.summary import peak_memory_bytes
 
 ADAMW = {
     "_target_": "torch.optim.AdamW", "lr": 1e-3, "weight_decay": 0.1, "decay_vectors": False, "others": None,

@@ -19,7 +19,7 @@ from models.llama import llama
 from parallel.strategies import STRATEGIES
 from planner.cluster import Cluster, Link, read_cluster
 from planner.costs import PaperCosts
-from planner.search import layouts, search
+from planner.search import Place, layouts, search
 from planner.step import Layout, bytes_of, cut, seconds_of
 from planner.work import LayerWork, work_of
 from training.app import execute
@@ -34,6 +34,7 @@ ENDS = LayerWork("embedding", 0, 0, 0, 0, 0, 1e4, 0), LayerWork("head", 0, 0, 0,
 BLOCK = LayerWork("block", 1e9, 1e8, 2, 0, 1_000_000, 1e4, 1e6)
 WORKS = [ENDS[0], *[BLOCK] * 8, ENDS[1]]
 COSTS = PaperCosts(PLAIN, "bf16")
+PLACE = Place(COSTS, devices=8, memory=PLAIN.memory, reserved=0.0)
 
 
 def section(name, **changes):
@@ -115,11 +116,19 @@ def test_shares_divide_the_state_and_stages_the_layers():
     assert [len(stage) for stage in cut(WORKS, Layout(pp=4, ends_on_top=True))] == [3, 2, 2, 3]
 
 
+def test_a_tied_weight_is_held_once_by_a_rank_and_its_gradients_pass_between_two():
+    tied = [ENDS[0], *[BLOCK] * 2, replace(BLOCK, name="head", parameters=3_000_000, tied=3_000_000)]
+    assert bytes_of(tied, Layout(), COSTS, 0.0).state == 16 * 2_000_000
+    assert seconds_of(tied, Layout(), COSTS).gradients == 0.0
+    apart = seconds_of(tied, Layout("pipelined", pp=2, chunks=2), COSTS)
+    assert apart.gradients == pytest.approx(COSTS.reduce(4 * 3e6, 2, 2))
+
+
 # -- what is chosen ----------------------------------------------------------------------------------------------------
 
 
 def test_the_best_is_the_fastest_of_all_that_fit_and_each_uses_what_there_is():
-    found = search(WORKS, COSTS, batch=16, devices=8, memory=PLAIN.memory, tensor=True)
+    found = search(WORKS, 16, [PLACE], tensor=True)
     everything = list(layouts(WORKS, 4, 16, 8, True, {}))
     assert found.tried == len(everything) and {one.ranks for one in everything} <= {1, 2, 4, 8}
     fastest = min(seconds_of(WORKS, one, COSTS).total for one in everything)
@@ -133,32 +142,39 @@ def test_the_best_is_the_fastest_of_all_that_fit_and_each_uses_what_there_is():
 
 
 def test_what_is_typed_is_kept():
-    found = search(WORKS, COSTS, 16, 8, PLAIN.memory, fixed={"pp": 4, "schedule": "1f1b"})
+    found = search(WORKS, 16, [PLACE], fixed={"pp": 4, "schedule": "1f1b"})
     assert {(one.layout.pp, one.layout.schedule) for one in found.best} == {(4, "1f1b")}
-    found = search(WORKS, COSTS, 16, 8, PLAIN.memory, microbatch=2)
-    assert {one.layout.samples for one in found.best} == {2}
+    found = search(WORKS, 16, [PLACE], fixed={"strategy": "pipelined", "schedule": "planned", "stages_per_rank": 1})
+    assert {(one.layout.schedule, one.layout.per_rank) for one in found.best} == {("planned", 1)}
+
+
+def test_of_several_places_each_has_the_layouts_that_need_all_of_its_devices():
+    found = search(WORKS, 16, [replace(PLACE, devices=n, whole=True) for n in (1, 2, 4)])
+    assert {one.layout.ranks for one in found.best} == {1, 2, 4}
+    assert all(one.layout.ranks == one.place.devices for one in found.best)
 
 
 def test_where_nothing_fits_the_nearest_is_named_with_what_it_misses():
     with pytest.raises(PlanError, match=r"none of \d+ layouts fits into 0.0 GiB; .*parallel=.* needs .* GiB, .* more"):
-        search(WORKS, COSTS, 16, 8, memory=1e6)
-    found = search(WORKS, COSTS, 16, 8, memory=1.3e8)
+        search(WORKS, 16, [replace(PLACE, memory=1e6)])
+    found = search(WORKS, 16, [replace(PLACE, memory=1.3e8)])
     assert "single" in found.nearest and found.nearest["single"].memory.total > 1.3e8
     with pytest.raises(PlanError, match="allow no layout with pp=3; leave some of that out"):
-        search(WORKS, COSTS, 16, 8, PLAIN.memory, fixed={"pp": 3})
+        search(WORKS, 16, [PLACE], fixed={"pp": 3})
 
 
 def test_a_thousand_devices_take_seconds():
     began = time.perf_counter()
     large = replace(PLAIN, nodes=128, devices=8, memory=1e12)
-    found = search([ENDS[0], *[BLOCK] * 80, ENDS[1]], PaperCosts(large, "bf16"), 2048, 1024, 1e12, tensor=True)
+    place = Place(PaperCosts(large, "bf16"), 1024, 1e12, 0.0)
+    found = search([ENDS[0], *[BLOCK] * 80, ENDS[1]], 2048, [place], tensor=True)
     assert found.tried > 2000 and time.perf_counter() - began < 10
 
 
 # -- clusters ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", options("cluster"))
+@pytest.mark.parametrize("name", sorted({*options("cluster")} - {"here"}))
 def test_every_cluster_is_whole_and_says_where_its_numbers_come_from(name):
     cluster = read_cluster(section(name))
     assert cluster.size >= 2 and len(cluster.source) > 20 and section(name)["name"] == name
@@ -210,9 +226,10 @@ def test_the_plan_has_the_best_ten_each_strategy_s_best_and_a_command_that_is_ac
 
 
 REFUSED = {
-    "no cluster": ((), "needs a cluster: cluster=NAME"),
     "a precision without a peak": (("cluster=laptop", "train.precision=fp16"), "no peak for train.precision=fp16"),
-    "training": (("cluster=laptop", "mode=train"), "parallel=auto plans on paper"),
+    "training": (("cluster=laptop", "mode=train"), "leave cluster= out, or type mode=plan"),
+    "a job without a cluster": (("mode=train", "launcher=slurm"), "type cluster=NAME of conf/cluster"),
+    "an evaluation": (("mode=eval", "checkpoint=/nowhere"), "no checkpoint at /nowhere"),
 }
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import statistics
-import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ from torch import nn
 from common.errors import PlanError, TrainingError
 from data.dataset import Batch
 from models.chain import Chain
+from parallel.devices import peak_memory_bytes
 from parallel.plan import Plan
 from parallel.shape_inference import stage_activations
 from parallel.sharding import local
@@ -162,24 +161,3 @@ def _activations(plan: Plan, chain: Chain, sample: Batch) -> list[int | None]:
         return stage_activations(plan, chain, sample)
     except PlanError:  # a layer's shapes depend on numbers
         return [None] * len(plan.stages)
-
-
-def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
-    """Return the peak memory of this process in bytes: of the resident set on a CPU, of torch's allocator on CUDA.
-
-    Metal keeps no peak: on ``mps`` it is what is allocated now.
-    """
-    kind = str(device).partition(":")[0]
-    if kind == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if kind == "mps":
-        return torch.mps.current_allocated_memory()
-    try:
-        # Preferred over getrusage, whose peak a worker inherits from the process that started it.
-        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-            return int(re.search(r"^VmHWM:\s+(\d+) kB", status.read(), re.MULTILINE)[1]) * 1024
-    except (OSError, TypeError):
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB

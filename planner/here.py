@@ -1,0 +1,334 @@
+"""What a step is made of on this machine, measured in processes that compute at the same time, as a run's will.
+
+Layers are measured one by one, and what a strategy adds to them with a small model of its own: elementwise products,
+which compute next to nothing. All numbers are of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from common.machine import usable_cores
+from data.dataset import Batch
+from launchers import World, run_workers
+from launchers.meeting import rendezvous
+from launchers.worker import redirect_output
+from models.chain import Chain, LayerSpec
+from models.losses import SquaredError
+from parallel.balance import time_layers
+from parallel.devices import keep_freed_memory, local_device, peak_memory_bytes, share_cores, synchronize
+from parallel.host_group import choose_backend
+from parallel.plan import make_plan
+from parallel.strategy import Options, Strategy, build_strategy
+
+_NUMBERS = 2**8, 2**19  # of each layer of the small model, and of what its stages send
+_TENSORS = 8  # in which a layer's few numbers are kept, to see what each costs
+_LAYERS = 4  # of the small model, or one for each rank
+_MORE = 3  # micro-batches of the small model beside the first
+_ROUNDS, _PASS_S = 3, 2.0  # of the layers, unless one takes long; seconds of the model with the larger micro-batch
+_SMALLER = 8  # so many times as small is the smaller one
+_STEPS_S, _FEWEST_STEPS, _MOST_STEPS = 0.2, 5, 60  # of the small model
+_LEAST_S = 0.02  # of a layer: processes that share a core take turns of some milliseconds
+_FOUND = "seconds.json"
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds that grow with a size: of samples, of bytes, of parameters; and a ``piece`` for each tensor."""
+
+    fixed: float = 0.0
+    each: float = 0.0
+    piece: float = 0.0
+
+    def __call__(self, size: float) -> float:
+        """Return the seconds of a size."""
+        return self.fixed + self.each * size
+
+    @classmethod
+    def through(cls, sizes: Sequence[float], seconds: Sequence[float]) -> Line:
+        """Return the line through two ascending sizes, neither of whose parts is below 0."""
+        (low, high), (first, second) = sizes, (max(0.0, min(seconds)), max(0.0, seconds[1]))
+        each = (second - first) / (high - low)
+        return cls(first - each * low, each) if first >= each * low else cls(0.0, second / high)
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """A layer's seconds for a micro-batch, by samples.
+
+    Attributes:
+        name: The layer.
+        forward: Its forward, while as many ranks compute as there are cores for.
+        backward: Its backward.
+        first: Both, for the first micro-batch of a step.
+        alone: Both, while the other ranks wait.
+    """
+
+    name: str
+    forward: Line
+    backward: Line
+    first: Line
+    alone: Line
+
+
+@dataclass(frozen=True)
+class Here:
+    """What was measured with some number of processes.
+
+    Attributes:
+        processes: That number.
+        at_once: How many of them can compute at the same time.
+        layers: Of the chain, in order.
+        step: Seconds of a step that are in no other part, without replicas or stages.
+        pipeline: The same of a pipeline's step.
+        update: By parameters: clipping, and the optimizer.
+        process: Bytes of a process with its data, and with a model of next to no size.
+        replicas: What ddp adds to a step, by bytes of gradients.
+        shards: What fsdp adds to a layer and micro-batch, by the bytes of its parameters.
+        hooks: What it adds where parameters stay whole for a step and gradients are reduced once, by no size.
+        messages: What a pipeline adds to a stage and micro-batch, by the bytes that the stage sends each way.
+    """
+
+    processes: int
+    at_once: int
+    layers: tuple[LayerSeconds, ...]
+    step: float
+    pipeline: float
+    update: Line
+    process: int = 0
+    replicas: Line = Line()
+    shards: Line = Line()
+    hooks: float = 0.0
+    messages: Line = Line()
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured.
+
+    Attributes:
+        parallel: The section of the configuration.
+        device: cpu, cuda or mps.
+        precision: Not auto.
+        chain: The model.
+        sample: Some samples.
+        optimizer: Makes the optimizer of a strategy, with ``step(lr)``.
+        data: Loads what a run's process holds beside its model.
+        seed: For weights and dropout.
+    """
+
+    parallel: Any
+    device: str
+    precision: str
+    chain: Chain
+    sample: Batch
+    optimizer: Callable[[Strategy], Any]
+    data: Callable[[], Any]
+    seed: int = 0
+
+
+def measure(subject: Subject, processes: int, least: int, most: int) -> Here:
+    """Measure in so many new processes; nothing is changed in this one.
+
+    Args:
+        subject: What is measured.
+        processes: The number of processes.
+        least: Samples of the smallest micro-batch that the model takes.
+        most: Samples of the largest one to measure; of a slow model, fewer are.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        args = cloudpickle.dumps(subject), (least, most), folder
+        run_workers(_work, args, processes, Path(folder) / "logs", timeout_s=subject.parallel.timeout_s)
+        found = json.loads((Path(folder) / _FOUND).read_text())
+    layers = tuple(LayerSeconds(name, *(Line(*line) for line in lines)) for name, lines in found.pop("layers"))
+    lines = {name: Line(*line) for name, line in found.pop("lines").items()}
+    return Here(processes, layers=layers, **found, **lines)
+
+
+def _work(world: World, packed: bytes, limits: tuple[int, int], folder: str) -> None:
+    """What each worker runs."""
+    if world.rank == 0:
+        redirect_output(Path(folder) / "logs", 0)  # torch's warnings
+    subject: Subject = pickle.loads(packed)
+    timeout_s = subject.parallel.timeout_s
+    share_cores(world.local_size, subject.parallel.threads)
+    if subject.device == "cpu":
+        keep_freed_memory()
+    with rendezvous(world, timeout_s) as (store, _):
+        if store is not None:
+            backend, more = choose_backend(subject.device, world.rank, world.size, world.local_rank, store)
+            limit = timedelta(seconds=timeout_s)
+            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=limit, **more)
+        at_once = world.size if subject.device == "cuda" else min(world.size, max(1, usable_cores()))
+        some = dist.new_group(range(at_once)) if 1 < at_once < world.size else None
+        ranks = _Ranks(world.rank, world.size, at_once, local_device(subject.device, world.local_rank), some)
+        data = subject.data()
+        for name in ("single", "ddp", "fsdp") if world.size > 1 else ("single",):
+            _step(ranks, subject, name, _NUMBERS[0], 1)  # imports what it needs
+        found = {"at_once": at_once, "process": peak_memory_bytes(ranks.device)}
+        del data
+        found |= {"layers": _layers(ranks, subject, *limits), **_strategies(ranks, subject)}
+        if world.rank == 0:
+            (Path(folder) / _FOUND).write_text(json.dumps(found, default=astuple))
+        ranks.wait()
+        if store is not None:
+            dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The processes that measure together, seen from one of them."""
+
+    rank: int
+    size: int
+    at_once: int
+    device: torch.device
+    some: dist.ProcessGroup | None  # the first ``at_once``, where they are not all
+
+    def wait(self, group: dist.ProcessGroup | None = None) -> None:
+        """Wait for the others."""
+        if self.size > 1:
+            dist.barrier(group)
+
+    def slowest(self, seconds: Sequence) -> Tensor:
+        """Return what the slowest rank took, in the lower quartile of some rounds: machines are disturbed."""
+        worst = torch.as_tensor(seconds, dtype=torch.float64, device=self.device)
+        if self.size > 1:
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+        return worst.quantile(0.25, dim=0).cpu()
+
+
+def _layers(ranks: _Ranks, subject: Subject, least: int, most: int) -> list[tuple[str, list[Line]]]:
+    """Measure the layers with two sizes, on as many ranks at once as there are cores for, and then on the first one."""
+
+    def timed(samples: int, together: bool) -> list[list[float]]:
+        some = torch.arange(samples) % len(subject.sample)
+        batch = subject.sample.map(lambda tensor: tensor[some]).to(ranks.device)
+        wait = partial(ranks.wait, ranks.some) if together and ranks.at_once > 1 else lambda: None
+        times = time_layers(subject.precision, subject.chain, batch, subject.seed, _LEAST_S, wait)
+        return [parts(layer) for layer in times]
+
+    def rounds(among: int, sizes: Sequence[int], count: int) -> Tensor:
+        """Measure on the first ranks, while the others wait; [size, layer, part]."""
+        seconds = torch.zeros(count, len(sizes), len(subject.chain.layers), 4)
+        ranks.wait()
+        if ranks.rank < among:
+            seconds = torch.tensor([[timed(samples, among > 1) for samples in sizes] for _ in range(count)])
+        return ranks.slowest(seconds)
+
+    def parts(times: list[tuple[float, float]]) -> list[float]:
+        (first, *others) = times
+        forward, backward = (median(part) for part in zip(*others, strict=True))
+        return [forward, backward, sum(first), forward + backward]
+
+    each = float(rounds(ranks.at_once, [least], 1)[..., -1].sum()) / least  # seconds of a sample
+    large = max(least + 1, min(most, int(_PASS_S / each)))
+    sizes, count = (max(least, large // _SMALLER), large), _ROUNDS if each * large < _PASS_S / 2 else 1
+    found = rounds(ranks.at_once, sizes, count)
+    if ranks.at_once > 1:
+        found[..., -1] = rounds(1, sizes, count)[..., -1]
+    lines = [[Line.through(sizes, seconds) for seconds in layer] for layer in found.permute(1, 2, 0).tolist()]
+    return list(zip(subject.chain.names, lines, strict=True))
+
+
+def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
+    """Measure what strategies add to the layers' own time, on the small model."""
+    few = _NUMBERS[0]
+
+    def step(name: str, numbers: int, chunks: int = 1, **more: Any) -> Tensor:
+        """Return (step, update)."""
+        return _step(ranks, subject, name, numbers, chunks, **more)
+
+    def each(name: str, numbers: int, **more: Any) -> tuple[float, float]:
+        """Return the seconds of a step with one micro-batch, and of each micro-batch more."""
+        low, high = (float(step(name, numbers, chunks, **more)[0]) for chunks in (1, 1 + _MORE))
+        return low, (high - low) / _MORE
+
+    layers, bytes_of = max(_LAYERS, ranks.size), [4 * n for n in _NUMBERS]
+    single = torch.stack([step("single", n) for n in _NUMBERS])
+    found = {"step": float(single[0, 0]), "pipeline": 0.0}
+    lines = {"update": Line.through([layers * n for n in _NUMBERS], single[:, 1].tolist())}
+    if ranks.size > 1:
+        computed = [each("single", n)[1] for n in _NUMBERS]
+        replicas = [float(step("ddp", n)[0] - one[0]) for n, one in zip(_NUMBERS, single, strict=True)]
+        lines["replicas"] = Line.through([layers * size for size in bytes_of], replicas)
+        shards = [(each("fsdp", n)[1] - own) / layers for n, own in zip(_NUMBERS, computed, strict=True)]
+        apart = (each("fsdp", few, tensors=_TENSORS)[1] - computed[0]) / layers
+        piece = max(0.0, (apart - shards[0]) / (_TENSORS - 1))
+        line = Line.through(bytes_of, shards)
+        lines["shards"] = replace(line, fixed=max(0.0, line.fixed - piece), piece=piece)
+        found["hooks"] = max(0.0, (each("fsdp", few, reshard=False)[1] - computed[0]) / layers)
+        piped = [each("pipelined", n) for n in _NUMBERS]
+        lines["messages"] = Line.through(
+            bytes_of, [more - own / ranks.size for own, (_, more) in zip(computed, piped, strict=True)]
+        )
+        # One micro-batch passes through all stages.
+        found["pipeline"] = max(0.0, piped[0][0] - ranks.size * piped[0][1])
+    return {**found, "lines": lines}
+
+
+def _step(
+    ranks: _Ranks, subject: Subject, name: str, numbers: int, chunks: int, tensors: int = 1, reshard: bool | None = None
+) -> Tensor:
+    """Measure a step of the small model, and its update."""
+    count, alone = max(_LAYERS, ranks.size), name == "single"
+    chain = Chain(
+        [LayerSpec(f"layer{i}", partial(_Scale, numbers, tensors)) for i in range(count)], loss=SquaredError()
+    )
+    parallel, pipelined = copy.deepcopy(subject.parallel), name == "pipelined"
+    parallel.update(
+        name=name, dp=None, pp=ranks.size if pipelined else 1, chunks=chunks, schedule="gpipe", stages_per_rank=None,
+        balance="uniform", reshard=reshard,
+    )  # fmt: skip
+    plan = make_plan(
+        parallel, chain, global_batch_size=chunks * (1 if alone or pipelined else ranks.size), device=subject.device,
+        precision=subject.precision, world_size=1 if alone else ranks.size,
+    )  # fmt: skip
+    mesh = plan.mesh(0) if alone else plan.mesh(ranks.rank).connect(parallel.timeout_s)
+    sample = Batch(torch.ones(1, numbers), torch.zeros(1, numbers))
+    strategy = build_strategy(plan, chain, mesh, Options(subject.seed), sample, ranks.rank)
+    optimizer, batch = subject.optimizer(strategy), sample.map(lambda tensor: tensor.expand(chunks, -1))
+
+    def one(step: int) -> tuple[float, float]:
+        start = time.perf_counter()
+        norm = strategy.train_step(batch, step).grad_norm
+        synchronize(ranks.device)
+        middle = time.perf_counter()
+        strategy.clip_grad_norm_(1.0, norm + 2.0)
+        optimizer.step(1e-3)
+        synchronize(ranks.device)
+        return middle - start, time.perf_counter() - middle
+
+    ranks.wait()
+    first = ranks.slowest([one(step) for step in (1, 2)])
+    count = int(min(_MOST_STEPS, max(_FEWEST_STEPS, _STEPS_S / float(first.sum()))))
+    found = ranks.slowest([one(step) for step in range(3, 3 + count)])
+    strategy.close()
+    return found
+
+
+class _Scale(nn.Module):
+    """An elementwise product, whose factors are in some tensors."""
+
+    def __init__(self, numbers: int, tensors: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(numbers // tensors) for _ in range(tensors))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.cat([*self.weights])

@@ -1,0 +1,123 @@
+"""Seconds measured on this machine: their shape, what they grow with, and what a layout's step is made of them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from composed import compose
+from torch import nn
+
+from data.dataset import Batch
+from models.chain import Chain, LayerSpec
+from models.losses import SquaredError
+from parallel.balance import time_layers
+from planner.costs import MeasuredCosts
+from planner.here import Here, LayerSeconds, Line, Subject, measure
+from planner.step import Layout, seconds_of
+from planner.work import LayerWork
+from training.app import plain
+
+WIDTH = 256
+SIZES = 16, 2048
+NAMES = ("first", "second", "last")
+
+
+class Plain:
+    def __init__(self, strategy) -> None:
+        self.optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1)
+
+    def step(self, lr: float) -> None:
+        self.optimizer.step()
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    chain = Chain([LayerSpec(name, partial(nn.Linear, WIDTH, WIDTH)) for name in NAMES], loss=SquaredError())
+    parallel = plain(compose("parallel=single", "parallel.threads=1"), None).parallel
+    return Subject(parallel, "cpu", "fp32", chain, Batch(torch.randn(2, WIDTH), torch.randn(2, WIDTH)), Plain, dict)
+
+
+@pytest.fixture(scope="module")
+def alone(subject) -> Here:
+    return measure(subject, 1, *SIZES)
+
+
+@pytest.fixture(scope="module")
+def both(subject) -> Here:
+    return measure(subject, 2, *SIZES)
+
+
+def test_every_layer_has_seconds_that_grow_with_the_samples(alone, both):
+    for here in (alone, both):
+        assert tuple(layer.name for layer in here.layers) == NAMES
+        for layer in here.layers:
+            for line in (layer.forward, layer.backward, layer.first, layer.alone):
+                assert 0 < line(SIZES[0]) <= line(SIZES[1]) < 2.0
+
+
+def test_one_process_communicates_with_nobody_and_two_do(alone, both):
+    assert alone.replicas == alone.shards == alone.messages == Line() and alone.step > 0
+    assert both.replicas.fixed > 0 and both.shards(2**22) > 0 and both.messages(2**22) > 0
+
+
+def test_an_update_takes_longer_for_more_parameters_and_a_process_has_some_memory(alone):
+    assert 0 < alone.update(2**10) < alone.update(2**24)
+    assert 2**26 < alone.process < 2**31
+
+
+def test_a_line_goes_through_two_points_and_never_below_zero():
+    line = Line.through((1, 3), (5.0, 9.0))
+    assert line(0) == pytest.approx(3.0) and line(2) == pytest.approx(7.0)
+    disturbed = Line.through((1, 4), (2.0, 1.0))  # a smaller size takes no longer than a larger one
+    assert disturbed(1) == disturbed(4) == pytest.approx(1.0)
+    assert Line.through((1, 4), (1.0, 8.0)).fixed == 0
+
+
+def made_up(processes: int, alone: float, at_once: int = 2) -> Here:
+    """Return layers of 1 s forward and 2 s backward while two processes compute."""
+    layers = tuple(LayerSeconds(n, Line(1.0), Line(2.0), Line(3.5), Line(alone)) for n in ("a", "b"))
+    return Here(processes, at_once, layers, step=0.1, pipeline=0.2, update=Line(0.05), replicas=Line(0.3, 0.1))
+
+
+WORKS = [LayerWork(name, 1.0, 0.0, 1, 0.0, 10, 4.0, 4.0) for name in ("a", "b")]
+
+
+def test_a_step_of_one_process_is_its_layers_its_update_and_what_is_left():
+    one = seconds_of(WORKS, Layout(chunks=3), MeasuredCosts(made_up(1, 3.0, at_once=1), 4, on_gpus=False))
+    assert (one.compute, one.optimizer) == (pytest.approx(3 * 6.0 + 2 * 0.5), pytest.approx(0.15))
+    assert one.total == pytest.approx(one.compute + one.optimizer)
+
+
+def test_replicas_add_what_was_measured_and_hide_nothing_on_a_cpu():
+    costs = MeasuredCosts(made_up(2, 1.5), 4, on_gpus=False)
+    one = seconds_of(WORKS, Layout("ddp", dp=2), costs)
+    assert one.gradients == pytest.approx(0.1 * 4 * 20) and one.optimizer == pytest.approx(0.05 + 0.1 + 0.3)
+    hidden = seconds_of(WORKS, Layout("ddp", dp=2), MeasuredCosts(made_up(2, 1.5), 4, on_gpus=True))
+    assert hidden.gradients < one.gradients
+
+
+def test_a_process_that_waits_slows_nobody_down_and_more_than_the_cores_take_turns():
+    costs = MeasuredCosts(made_up(4, 1.5), 4, on_gpus=False)
+    busy = {0.5: 0.5, 1: 0.5, 1.5: 0.75, 2: 1.0, 3: 1.5, 4: 2.0}
+    assert {count: costs.slowed(count, 1) for count in busy} == pytest.approx(busy)
+    one = seconds_of(WORKS, Layout("pipelined", pp=2, chunks=2, schedule="gpipe"), costs)
+    part = costs.slowed(2 * 6.0 / 9.0, 1)  # of 2 stages with 2 micro-batches of 3 s each one and a third compute
+    assert one.compute + one.bubble - part * 0.5 == pytest.approx(part * 9.0)
+    replicas = seconds_of(WORKS, Layout("ddp", dp=4), costs)
+    assert replicas.compute == pytest.approx(2.0 * 7.0)
+
+
+def test_layers_that_are_built_alike_are_measured_once(subject):
+    build, waits = partial(nn.Linear, WIDTH, WIDTH), []
+    chain = Chain([LayerSpec(name, build) for name in ("a", "b", "c", "d")], loss=SquaredError())
+    times = time_layers("fp32", chain, subject.sample, 0, wait=lambda: waits.append(None))
+    # The first has an input without a gradient, the last one the loss.
+    assert len(times) == 4 and times[1] == times[2] and len(waits) == 3
+
+
+def test_measuring_changes_no_random_state_and_no_threads_here(subject):
+    state, threads = torch.default_generator.get_state(), torch.get_num_threads()
+    measure(subject, 1, 1, 2)
+    assert torch.equal(torch.default_generator.get_state(), state) and torch.get_num_threads() == threads
