@@ -53,3 +53,23 @@ def bars(path: Path, rows: Sequence[Mapping], ours: Sequence[str], width: float)
         axes.bar_label(drawn, [f"{value:.3g}" for value in medians], padding=3)
         axes.set_xticks(range(len(rows)), names, rotation=35, ha="right")
         axes.set_ylabel("seconds a step")
+
+
+def against_measured(path: Path, rows: Sequence[Mapping], points: Sequence[tuple[str, float, float]]) -> None:
+    """Draw predicted against measured seconds of a step, on logarithmic axes.
+
+    Args:
+        path: Of the PNG.
+        rows: Of the table, which are not drawn.
+        points: Of each layout: what its colour stands for, measured and predicted seconds.
+    """
+    with drawing(path, width=6.0, height=6.0) as (axes,):
+        for name, colour in zip(dict.fromkeys(name for name, *_ in points), COLOURS, strict=False):
+            own = [(t, s) for one, t, s in points if one == name]
+            axes.plot(*zip(*own, strict=True), "o", color=colour, ms=4, alpha=0.7, label=name)
+        ends = [min(min(t, s) for _, t, s in points) * 0.8, max(max(t, s) for _, t, s in points) * 1.25]
+        axes.plot(ends, ends, color="black", linewidth=1)
+        axes.set(
+            xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured s a step", ylabel="predicted s a step"
+        )
+        axes.legend(frameon=False, fontsize="small")

@@ -100,6 +100,6 @@ TABLES: dict[str, Mapping[str, str | tuple[str, ...]] | None | Callable[[], list
     },
     "faults": _same("fault", "strategy", "tried", "survived", "steps lost", "bits equal"),
     **dict.fromkeys(("first_run", "ddp", "overhead_loop", "overhead_start", "gpt2", "exporting", "sampling")),
-    **dict.fromkeys(("planner", "planner_memory")),
+    **dict.fromkeys(("planner", "planner_memory", "planner_fits", "planner_here")),
 }
 BENCHMARK = table.Benchmark(update)

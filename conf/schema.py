@@ -23,7 +23,7 @@ def _choice(name: str, words: str) -> type[Enum]:
 
 
 Device = _choice("Device", "auto cpu cuda mps")
-Mode = _choice("Mode", "train eval plan export sample verify")
+Mode = _choice("Mode", "train eval plan export sample verify compare")
 Precision = _choice("Precision", "auto fp64 fp32 bf16 fp16")
 Format = _choice("Format", "safetensors torch_export onnx triton peft")
 Positions = _choice("Positions", "all last")
@@ -130,7 +130,7 @@ class Root:
     recipes: Any = None  # what the model's file asks of other groups' options: {NAME: {says: …, adamw: {lr: 6e-4}}}
     callbacks: Any = None  # by name, such as callbacks=[early_stop] sets, or a list of sections with a _target_
     launcher: Any = None
-    cluster: Any = None  # what parallel=auto plans for
+    cluster: Any = None  # what parallel=auto plans for on paper; null: this machine, which is measured
     allow: Any = None  # has no effect: what is typed may name any class
     import_from: Any = None  # folders in which Python looks for code too; found by itself (composition.code_folders)
 
@@ -142,7 +142,7 @@ class Parallel:
     name: str = "single"
     dp: int | None = 1  # replicas; null: as many as the devices allow (on a CPU: 2)
     pp: int = 1  # stages, one process each (times stages_per_rank); model_parallel: all in one process
-    chunks: Any = 1  # micro-batches per replica and step; without a pipeline: gradient accumulation; auto: measured
+    chunks: Any = 1  # micro-batches per replica and step; without a pipeline: gradient accumulation; auto: the fastest
     schedule: Schedule = Schedule.gpipe  # order of forwards and backwards in a pipeline
     stages_per_rank: int | None = None  # null: what the schedule needs (interleaved, looped, planned: 2, else 1)
     balance: Any = "uniform"  # how layers are divided into stages: uniform, time or size (measured), or [7,7]

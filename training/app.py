@@ -17,7 +17,7 @@ from omegaconf import OmegaConf, flag_override
 from common.errors import TrainingError, exit_is_failure, printable
 from common.machine import changed_environment, check_memory, styled
 from conf import COMMAND
-from conf.composition import check_received, composed_by, differences, hydra_word
+from conf.composition import check_received, composed_by, differences, hydra_word, typed_overrides
 from conf.instantiate import add_to_path, environment, to_config, to_dict
 from conf.masking import hide, mask_secrets
 from launchers import Interrupted, WorkerFailed, World, run_workers, start_fork_server, stopping
@@ -89,25 +89,29 @@ def execute(cfg: Any, run_dir: Path, world: World | None, hydra: Any = None, iso
             "mode=verify is a command of its own, not a job of a sweep or of train(): python train.py mode=verify, or "
             "from Python training.verify(...)"
         )
-    if cfg.mode == "plan" or cfg.mode in ALONE:
+    if cfg.mode in ("plan", "compare", *ALONE):
         stopping.at_once()
-    if cfg.parallel.name == "auto":
-        from training.planning import plan_on_paper
+    words = mask_secrets(typed_overrides(hydra)) if hydra is not None else []
+    if cfg.parallel.name == "auto" and cfg.mode == "plan":
+        from training.planning.paper import on_paper, plan_on_paper
 
-        if cfg.mode != "plan":
-            raise TrainingError(
-                "parallel=auto plans on paper: python train.py mode=plan parallel=auto cluster=NAME; then train with "
-                "one of the layouts that it prints"
-            )
-        print(plan_on_paper(cfg, run_dir, mask_secrets(sys.argv[1:])))
-        return
+        if on_paper(cfg):
+            print(plan_on_paper(cfg, run_dir, words))
+            return
     if cfg.mode in ALONE:
         from training.modes import run_alone
 
         run_alone(cfg, run_dir, world)
         return
     _start_fork_server(cfg, world, isolated)
-    setup = prepared(cfg, run_dir, world)
+    if cfg.mode == "compare":
+        from training.planning.comparison import compare
+
+        with _nothing_begun():
+            print(compare(cfg, run_dir, world, words))
+        return
+    automatic = "auto" in (cfg.parallel.name, cfg.parallel.chunks)
+    setup = prepared(cfg, run_dir, world, words)
     _describe(setup, composed, hydra)
     if cfg.mode == "plan":
         return
@@ -138,6 +142,10 @@ def execute(cfg: Any, run_dir: Path, world: World | None, hydra: Any = None, iso
         from training.modes import closing_sample
 
         print(closing_sample(cfg, run_dir, entropy), end="", flush=True)
+        if automatic:
+            from training.planning.choice import compared_with_prediction
+
+            print(compared_with_prediction(run_dir), end="", flush=True)
 
 
 # -- before the run --------------------------------------------------------------------------------------------------
@@ -154,8 +162,11 @@ def plain(cfg: Any, hydra: Any) -> Any:
     return cfg
 
 
-def prepared(cfg: Any, run_dir: Path, world: World | None) -> Setup:
-    """Check a run and prepare it, on the submitting side of a queue too; what is left to measure is in ``cfg`` then."""
+def prepared(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = ()) -> Setup:
+    """Check a run and prepare it, on the submitting side of a queue too; what is left to measure is in ``cfg`` then.
+
+    ``words`` are the command line, for commands to copy.
+    """
     # Only now: they import torch.
     from parallel.devices import import_compiler_late
     from training.checkpoint.load import after_restart
@@ -167,15 +178,15 @@ def prepared(cfg: Any, run_dir: Path, world: World | None) -> Setup:
         import_compiler_late()
     if started_again() and cfg.mode == "train":
         after_restart(cfg, run_dir)
-    if cfg.train.resume is not None:
-        from training.autotune import recall
+    if cfg.train.resume is not None or cfg.mode == "eval":
+        from training.planning.choice import recall
 
         recall(cfg, run_dir)
-    if cfg.parallel.chunks == "auto":
-        from training.autotune import choose_chunks
+    if "auto" in (cfg.parallel.name, cfg.parallel.chunks):
+        from training.planning.choice import choose
 
         with _nothing_begun():
-            choose_chunks(cfg, run_dir, world)
+            choose(cfg, run_dir, world, words)
     if _is_queued(cfg, world):
         return prepare_here(cfg)
     return prepare(cfg, *((world.size, world.nodes) if world else ()))
@@ -196,10 +207,11 @@ def _start_fork_server(cfg: Any, world: World | None, isolated: bool) -> None:
     """Have what a run with workers needs imported in the process that forks them, while this one checks the run."""
     from parallel.strategies import strategy_info
 
-    parallel, info = cfg.parallel, strategy_info(cfg.parallel.name)
+    parallel, automatic = cfg.parallel, "auto" in (cfg.parallel.name, cfg.parallel.chunks)
+    info = strategy_info("single" if automatic else parallel.name)
     several = info.stage_per_rank or (info.replicas and parallel.dp != 1)
-    workers = several or isolated or _restarts(cfg) or parallel.chunks == "auto"
-    if workers and world is None and cfg.launcher.name == "local" and cfg.mode != "plan":
+    workers = automatic or cfg.mode == "compare" or ((several or isolated or _restarts(cfg)) and cfg.mode != "plan")
+    if workers and world is None and cfg.launcher.name == "local":
         with changed_environment(environment(cfg)):
             start_fork_server(["training.preload"])
 

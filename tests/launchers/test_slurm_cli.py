@@ -32,6 +32,15 @@ def test_two_nodes_give_the_losses_of_one_machine(cluster, recipe, local_losses,
     assert queue(cluster) == ""
 
 
+def test_a_job_takes_the_layout_that_is_planned_for_its_nodes(cluster, tmp_path):
+    words = [*TOY, "logger=none", "train.steps=3", "parallel=auto", "cluster=laptop", *TWO_NODES]
+    run = train(cluster, words, tmp_path / "run")
+    assert run.code == 0, run.console
+    chosen = json.loads((tmp_path / "run" / "choices.json").read_text())
+    assert "is predicted to be the fastest" in run.stdout and run.summary["world_size"] == 4
+    assert (chosen["name"], chosen["dp"], chosen["pp"]) == tuple(run.summary[key] for key in ("parallel", "dp", "pp"))
+
+
 def test_without_waiting_the_command_returns_at_once_and_says_how_to_follow(cluster, tmp_path):
     toy = [*TOY, "logger=none", "train.steps=2", "launcher.wait=false"]
     folder = tmp_path / "run"

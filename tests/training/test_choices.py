@@ -1,22 +1,19 @@
-"""What is left to measurement: parallel.chunks=auto and parallel.balance=time, on the command line."""
+"""What is left to the machine: parallel=auto, parallel.chunks=auto, parallel.balance=time and mode=compare."""
 
 import json
+import re
 
 import pytest
 from commandline import train
+from composed import compose
 
-from training.autotune import candidates
-
-pytestmark = pytest.mark.slow
+from common.errors import PlanError
+from launchers import World
+from training.app import plain, prepared
+from training.planning.choice import choose, keys_of, predict_here
 
 COMMON = ["model=toy", "logger=none", "train.steps=4", "train.global_batch_size=4", "data.samples=40"]
-
-
-def test_candidates_are_divisors_few_and_spread_out():
-    assert candidates(12) == [1, 2, 3, 4, 6, 12]
-    many = candidates(5040)
-    assert len(many) == 10 and many[0] == 1 and many[-1] == 5040
-    assert all(5040 % n == 0 for n in many) and many == sorted(many)
+LONGER = ["train.steps=6" if word == "train.steps=4" else word for word in COMMON]
 
 
 @pytest.fixture(scope="module")
@@ -25,17 +22,20 @@ def chosen(tmp_path_factory):
     return train([*COMMON, *overrides], tmp_path_factory.mktemp("choices") / "run")
 
 
-def test_chunks_auto_prints_and_records_the_table_that_it_chose_from(chosen):
+@pytest.mark.slow
+def test_chunks_auto_prints_the_table_and_records_what_it_chose_from_it(chosen):
     assert chosen.code == 0, chosen.console
-    table = json.loads((chosen.folder / "choices.json").read_text())
-    assert {trial["chunks"] for trial in table["trials"]} <= {1, 2, 4}
-    times = {trial["chunks"]: trial["step_time_s"] for trial in table["trials"]}
-    assert table["chunks"] == min(times, key=times.get) == chosen.summary["chunks"]
-    for chunks in times:
-        assert f"chunks {chunks:>4} " in chosen.stdout
-    assert f"parallel.chunks={table['chunks']} is the fastest" in chosen.stdout
+    choice = json.loads((chosen.folder / "choices.json").read_text())
+    assert choice["chunks"] == chosen.summary["chunks"] and choice["seconds"] > 0
+    table = re.findall(r"^\d+ +pipelined pp=2 gpipe chunks=(\d)( recompute)? +([\d.e-]+)", chosen.stdout, re.MULTILINE)
+    assert {int(chunks) for chunks, *_ in table} == {1, 2, 4}
+    assert float(table[0][2]) == min(float(seconds) for *_, seconds in table)
+    fastest = min(choice["tried"], key=choice["tried"].get, default=f"chunks={table[0][0]}")
+    assert f"chunks={choice['chunks']}" in fastest
+    assert re.search(rf"parallel.chunks={choice['chunks']}\b.* is (predicted to be )?the fastest", chosen.stdout)
 
 
+@pytest.mark.slow
 def test_the_run_itself_is_as_if_the_numbers_had_been_given(chosen, tmp_path):
     stages = [len(stage["layers"]) for stage in chosen.summary["stages"]]
     numbers = [f"parallel.chunks={chosen.summary['chunks']}", f"parallel.balance={stages}".replace(" ", "")]
@@ -44,17 +44,99 @@ def test_the_run_itself_is_as_if_the_numbers_had_been_given(chosen, tmp_path):
     assert "of the time" in chosen.stdout and "of the time" not in given.stdout
 
 
+@pytest.mark.slow
 def test_a_resumed_run_takes_the_numbers_of_its_checkpoint(chosen):
     again = ["parallel=pipelined", "parallel.chunks=auto", "parallel.balance=time", "train.resume=auto"]
-    words = ["train.steps=6" if word == "train.steps=4" else word for word in COMMON]
-    run = train([*words, *again], chosen.folder, tag="again")
+    run = train([*LONGER, *again], chosen.folder, tag="again")
     assert run.code == 0, run.console
-    assert "a few steps with each" not in run.stdout and "of the time" not in run.stdout
+    assert "is measured" not in run.stdout and "of the time" not in run.stdout
     assert run.summary["chunks"] == json.loads((chosen.folder / "choices.json").read_text())["chunks"]
     assert [step["step"] for step in run.steps] == [1, 2, 3, 4, 5, 6]
 
 
-def test_chunks_auto_says_where_it_cannot_measure(tmp_path):
-    run = train([*COMMON, "parallel.chunks=auto", "mode=plan"], tmp_path / "run")
-    assert run.code == 1
-    assert "error: parallel.chunks=auto starts trial runs" in run.stderr and "Traceback" not in run.stderr
+@pytest.fixture(scope="module")
+def automatic(tmp_path_factory):
+    words = ["parallel=auto", "parallel.pp=2", "parallel.chunks=2"]
+    return train([*COMMON, *words], tmp_path_factory.mktemp("automatic") / "run")
+
+
+def test_parallel_auto_keeps_what_is_typed_trains_and_shows_predicted_beside_measured(automatic):
+    assert automatic.code == 0, automatic.console
+    choice = json.loads((automatic.folder / "choices.json").read_text())
+    assert (choice["pp"], choice["chunks"]) == (automatic.summary["pp"], automatic.summary["chunks"]) == (2, 2)
+    assert choice["name"] == automatic.summary["parallel"] == "pipelined"
+    assert choice["schedule"] == automatic.summary["schedule"]
+    assert re.search(r"predicted [\d.]+ s a step and [\d.]+ GiB .*, measured [\d.]+ s \(.*%\)", automatic.stdout)
+    assert "python train.py model=toy" in automatic.stdout and "to copy" in automatic.stdout
+
+
+def test_the_same_words_go_on_with_the_layout_that_was_chosen_and_evaluate(automatic):
+    run = train([*LONGER, "parallel=auto", "train.resume=auto"], automatic.folder, tag="again")
+    assert run.code == 0, run.console
+    assert "is measured" not in run.stdout and [step["step"] for step in run.steps] == [1, 2, 3, 4, 5, 6]
+    same = ("parallel", "pp", "chunks", "schedule")
+    assert {key: run.summary[key] for key in same} == {key: automatic.summary[key] for key in same}
+    told = re.search(r"evaluate: python train.py (.*)", automatic.stdout)[1].split()
+    assert "parallel=auto" in told
+    evaluated = train(told, automatic.folder.parent / "evaluated")
+    assert evaluated.code == 0, evaluated.console
+    assert evaluated.summary["parallel"] == "pipelined"
+
+
+@pytest.mark.slow
+def test_mode_plan_prints_what_would_be_chosen_and_leaves_nothing(tmp_path):
+    run = train([*COMMON, "parallel=auto", "mode=plan"], tmp_path / "run")
+    assert run.code == 0, run.console
+    assert "is predicted to be the fastest" in run.stdout and "GiB" in run.stdout
+    assert not (tmp_path / "run" / "choices.json").exists()
+
+
+def cfg_of(*words):
+    return plain(compose(*COMMON, *words), None)
+
+
+@pytest.mark.parametrize("word", ["parallel=auto", "parallel.chunks=auto"])
+def test_where_processes_exist_already_nothing_is_chosen(tmp_path, word):
+    with pytest.raises(PlanError, match=f"{word} chooses before processes start"):
+        choose(cfg_of(word), tmp_path, World(0, 2, 0, 2, "torchrun"))
+
+
+def test_where_nothing_fits_the_nearest_is_named(monkeypatch):
+    monkeypatch.setattr("training.planning.choice.available_memory", lambda: 2**20)
+    with pytest.raises(PlanError, match=r"none of \d+ layouts fits into 0.0 GiB; what comes nearest, parallel="):
+        predict_here(cfg_of("parallel=auto"))
+
+
+def test_a_job_of_a_cluster_gets_the_best_layout_of_its_nodes(tmp_path):
+    words = ("launcher=slurm", "launcher.nodes=2", "launcher.tasks_per_node=2", "cluster=laptop", "parallel=auto")
+    cfg = cfg_of(*words)
+    plan = prepared(cfg, tmp_path, None).plan
+    choice = json.loads((tmp_path / "choices.json").read_text())
+    assert plan.processes == 4 and choice["name"] == plan.strategy and choice["dp"] * choice["pp"] == 4
+
+
+@pytest.mark.slow
+def test_compare_runs_each_strategy_s_best_beside_its_prediction(tmp_path):
+    run = train([*COMMON, "mode=compare"], tmp_path / "run")
+    assert run.code == 0, run.console
+    found = json.loads((tmp_path / "run" / "comparison.json").read_text())
+    names = [row["layout"]["name"] for row in found["rows"]]
+    assert {"single", "ddp", "fsdp", "pipelined"} <= {*names} and len(names) == len({*names}) and not found["problems"]
+    seconds = [row["measured"]["seconds"] for row in found["rows"]]
+    assert seconds == sorted(seconds) and all(row["predicted"]["seconds"] > 0 for row in found["rows"])
+    for row in found["rows"]:
+        for kind in ("predicted", "measured"):
+            parts = [row[kind][part] for part in ("compute", "bubble", "communication")]
+            assert sum(parts) == pytest.approx(row[kind]["seconds"]) and min(parts) > -1e-9
+    assert f"{names[0]}" in run.stdout and "is the fastest here" in run.stdout
+    page = (tmp_path / "run" / "comparison.html").read_text()
+    assert page.count("data:image/png;base64,") == 2 and "is the fastest here" in page
+    assert all((tmp_path / "run" / name).stat().st_size > 5000 for name in ("comparison.png", "timelines.png"))
+
+
+@pytest.mark.slow
+def test_a_layout_becomes_the_keys_of_its_command():
+    found, _ = predict_here(cfg_of("parallel=auto"), counts=(2,))
+    for one in found.best:
+        typed = cfg_of(*one.words)
+        assert {**typed.parallel, **typed.train}.items() >= keys_of(one.layout).items()

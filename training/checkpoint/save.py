@@ -105,6 +105,7 @@ class Checkpointer:
                 "pp": plan.pp,
                 "shards": self._mesh.shards,
                 "chunks": plan.chunks,
+                "schedule": plan.schedule,
                 "precision": plan.precision,
                 "stages": [list(stage.layers) for stage in plan.stages],
             },

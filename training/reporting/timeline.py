@@ -108,6 +108,28 @@ def draw(ranks: Mapping[int, Sequence[Interval]], title: str, subtitle: str) -> 
     return figure
 
 
+def beside(predicted: Mapping[int, Sequence[Interval]], measured: Mapping[int, Steps], title: str) -> Figure:
+    """Draw a predicted step above a measured one, that of median duration, on the same scale.
+
+    The arguments are those of ``draw``; ``measured`` has the newest steps of each rank.
+    """
+    ranks = list(measured.values())
+    steps = steady_steps(ranks)
+    drawn = step_of_median_duration(ranks, steps)
+    both = {
+        "predicted": predicted,
+        f"measured, of median duration among {len(steps)} steps": {r: own[drawn] for r, own in measured.items()},
+    }
+    figure = Figure(figsize=(_WIDTH, 1.9 + 2 * len(predicted) * 0.8), layout="constrained", dpi=_DPI)
+    handles = {}
+    for axes, (name, step) in zip(figure.subplots(2, sharex=True), both.items(), strict=True):
+        handles |= {handle.get_label(): handle for handle in _rows(axes, step)}
+        axes.set_title(name, fontsize=10.5)
+    figure.suptitle(title, fontsize=13, fontweight="bold")
+    figure.legend(handles=[*handles.values()], loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    return figure
+
+
 def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]]) -> list[Patch]:
     """Draw the rows of ``draw``, and return the legend's handles."""
     everything = [i for step in ranks.values() for i in step]

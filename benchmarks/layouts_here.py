@@ -1,0 +1,90 @@
+"""What the planner predicts for this machine, held to runs: the part ``here`` of ``python -m benchmarks planner``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import numpy as np
+
+from benchmarks import figure
+from benchmarks.table import Table
+from launchers import start_fork_server
+from planner.search import Candidate
+from training.api import load_config
+from training.app import plain
+from training.planning.choice import keys_of, predict_here
+from training.planning.trial import Trial, try_layout
+
+MODELS = {
+    "toy": ("model=toy",),
+    "classifier": ("model=classifier",),
+    "convnet": ("model=convnet",),
+    "transformer": ("model=transformer", "data.seq_len=32"),
+    "gpt2": ("model=gpt2", "model.size=tiny", "train.global_batch_size=16"),
+    "resnet50": ("model=resnet50", "train.global_batch_size=16", "data.image_size=64"),
+}
+SAME = ("logger=none", "train.precision=fp32", "parallel=auto")
+PROCESSES = 1, 2, 4
+CHUNKS = 1, 2, 4, 8
+_SECONDS, _FEWEST, _MOST = 1.0, 8, 200  # of a trial, and its steps
+_LIMITS = np.arange(0.25, 1.5, 0.125)  # GiB that a rank could have, to count what is wrongly said to fit
+
+Pair = tuple[Candidate, Trial]
+
+
+def tables(quick: bool) -> Iterator[Table]:
+    """Yield each layout as predicted and measured, and what that says of each model."""
+    start_fork_server(["training.preload"])
+    models = ["toy"] if quick else [*MODELS]
+    measured = {name: _pairs(name, quick) for name in models}
+    rows = [_row(name, *pair) for name, pairs in measured.items() for pair in pairs]
+    points = [(name, trial.seconds, one.seconds.total) for name, pairs in measured.items() for one, trial in pairs]
+    yield Table("planner_here_layouts", rows, draw=partial(figure.against_measured, points=points))
+    lines = [_line(name, pairs) for name, pairs in measured.items()]
+    yield Table("planner_here", [*lines, _line("all", [pair for pairs in measured.values() for pair in pairs])])
+
+
+def _pairs(name: str, quick: bool) -> list[Pair]:
+    """Predict all layouts of a model, and then run them."""
+    cfg = plain(load_config(*MODELS[name], *SAME), None)
+    found, _ = predict_here(cfg, PROCESSES)
+    some = [one for one in found.best if one.layout.chunks in CHUNKS and one.layout.recompute == "none"]
+    pairs = []
+    for one in some[:4] if quick else some:
+        trial = try_layout(cfg, keys_of(one.layout), int(min(_MOST, max(_FEWEST, _SECONDS / one.seconds.total))))
+        if trial.problem:
+            raise RuntimeError(f"{name}, {one.name}: {trial.problem}")
+        print(f"{name}: {one.name}: {one.seconds.total:.4f} s, measured {trial.seconds:.4f}", flush=True)
+        pairs.append((one, trial))
+    return pairs
+
+
+def _row(name: str, one: Candidate, trial: Trial) -> dict[str, object]:
+    return {
+        "model": name, "layout": one.name, "processes": one.layout.ranks,
+        "predicted ms": f"{1e3 * one.seconds.total:.1f}", "measured ms": f"{1e3 * trial.seconds:.1f}",
+        "off": f"{one.seconds.total / trial.seconds - 1:+.0%}",
+        "predicted MiB": f"{one.memory.total / 2**20:.0f}", "measured MiB": f"{trial.peak / 2**20:.0f}",
+        "memory off": f"{one.memory.total / trial.peak - 1:+.0%}",
+    }  # fmt: skip
+
+
+def _line(name: str, pairs: Sequence[Pair]) -> dict[str, object]:
+    from scipy.stats import spearmanr
+
+    seconds, real = (np.array(x) for x in zip(*((one.seconds.total, t.seconds) for one, t in pairs), strict=True))
+    memory, peak = (np.array(x) for x in zip(*((one.memory.total, t.peak) for one, t in pairs), strict=True))
+    off, off_memory = np.abs(seconds / real - 1), np.abs(memory / peak - 1)
+    says, does = (size[:, None] / 2**30 <= _LIMITS for size in (memory, peak))
+    alone = name != "all"  # there is no choice between models
+    return {
+        "model": name, "layouts": len(pairs), "step time, mean": f"{off.mean():.1%}",
+        "90th percentile": f"{np.quantile(off, 0.9):.1%}",
+        "rank correlation": f"{spearmanr(seconds, real).statistic:.3f}" if alone else "",
+        "chosen": pairs[int(seconds.argmin())][0].name if alone else "",
+        "best": pairs[int(real.argmin())][0].name if alone else "",
+        "regret": f"{real[seconds.argmin()] / real.min() - 1:.1%}" if alone else "",
+        "memory, mean": f"{off_memory.mean():.1%}", "fits or not, right": f"{(says == does).mean():.1%}",
+        '"fits" that are wrong': f"{(says & ~does).sum() / max(1, says.sum()):.1%}",
+    }  # fmt: skip

@@ -1,0 +1,248 @@
+"""``parallel=auto`` and ``parallel.chunks=auto``: the layout that is predicted to be fastest on this machine.
+
+It is chosen once, before the run's processes start: from then on the configuration holds it, so that all ranks and a
+resumed run have the same. What is measured for it runs in processes of its own, so nothing that the run will use is
+touched.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import PlanError
+from common.machine import available_memory, usable_cores
+from conf.instantiate import to_config, to_dict
+from launchers import World
+from parallel.devices import parameter_dtype
+from parallel.plan import Plan
+from parallel.schedules import SCHEDULES
+from parallel.strategies import strategy_info
+from planner.costs import MeasuredCosts
+from planner.here import Subject, measure
+from planner.search import Candidate, Found, Place, divisors, search
+from planner.step import Layout
+from training.checkpoint.files import Checkpoint
+from training.optimizer import Optimizer, states_of
+from training.planning.paper import PAPER_IS_OFF, Model, best_of_each, fixed_of, model_of, on_paper, predict_on_paper
+from training.planning.trial import try_layout
+from training.reporting.metrics import SUMMARY, read_object, write_json
+from training.setup import BALANCES, model_and_data, pack_given, prepare, unpack_given
+
+CHOICES = "choices.json"
+AUTO = "auto"
+_HERE_IS_OFF = "such predictions were 12 % off on average for six small models on two cores: docs/planner.md"
+_NEAR, _MOST_TRIED = 1.3, 3  # layouts predicted to take at most so much longer than the best are tried, the first few
+_FEWEST_STEPS, _MOST_STEPS = 8, 100  # of such a run, which is to take a second
+_MOST_PROCESSES = 8  # on a CPU
+_RUN = 16 * 2**20  # bytes of a process for the loop and its threads
+
+
+def recall(cfg: Any, run_dir: Path) -> None:
+    """Replace what was measured or chosen before by what the checkpoint to resume or to evaluate was trained with.
+
+    That is ``parallel=auto`` and, in the same layout, ``chunks=auto`` and ``balance=time|size``; for training,
+    ``train.precision=auto`` too.
+
+    Args:
+        cfg: The configuration, which is changed.
+        run_dir: The run directory, for ``train.resume=auto``.
+    """
+    parallel, chosen = cfg.parallel, AUTO in (cfg.parallel.name, cfg.parallel.chunks)
+    source = cfg.train.resume
+    if cfg.mode == "eval":
+        source = cfg.checkpoint if chosen else None
+    elif not (chosen or cfg.train.precision == AUTO or parallel.balance in BALANCES):
+        return
+    if source is None:
+        return
+    saved = Checkpoint.newest(run_dir / "checkpoints") if source == AUTO else Checkpoint.find(Path(source))
+    if saved is None:
+        return
+    layout = saved.layout
+    if cfg.train.precision == AUTO and cfg.mode != "eval":
+        cfg.train.precision = layout.get("precision", AUTO)
+    if parallel.name == AUTO:
+        stages = len(layout["stages"]) // layout["pp"]
+        more = {"schedule": layout["schedule"], "stages_per_rank": stages} if layout.get("schedule") else {}
+        parallel.update(name=layout["parallel"], dp=layout["dp"], pp=layout["pp"], chunks=layout["chunks"], **more)
+    if layout["parallel"] != parallel.name or layout["pp"] != parallel.pp:
+        return
+    if parallel.chunks == AUTO:
+        parallel.chunks = layout["chunks"]
+    if parallel.balance in BALANCES:
+        parallel.balance = [len(layers) for layers in layout["stages"]]
+
+
+def choose(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = ()) -> None:
+    """Print the best layouts, and put the fastest into the configuration.
+
+    Args:
+        cfg: The configuration, which is changed.
+        run_dir: Where choices.json is written.
+        world: The ranks that exist already, None where this process will start them.
+        words: The command line, for the commands to copy.
+
+    Raises:
+        PlanError: Nothing can be measured (ranks that exist already, modes that do not train), or nothing fits.
+    """
+    key = "parallel=auto" if cfg.parallel.name == AUTO else "parallel.chunks=auto"
+    queued = cfg.launcher.name != "local"
+    if cfg.mode not in ("train", "plan") or world is not None:
+        raise PlanError(
+            f"{key} chooses before processes start: it needs mode=train or mode=plan, and no torchrun. Let it choose "
+            "once, and type the layout here"
+        )
+    if queued and cfg.parallel.name != AUTO:
+        raise PlanError(
+            f"{key} measures this machine, launcher=slurm runs on others: give the number, or parallel=auto"
+        )
+    if queued != on_paper(cfg):
+        raise PlanError(
+            f"{key} measures this machine with launcher=local, and goes by a cluster's description with launcher=slurm:"
+            f" {'type cluster=NAME of conf/cluster' if queued else 'leave cluster= out, or type mode=plan'}"
+        )
+    if queued:
+        found, model = predict_on_paper(cfg)
+    else:
+        print(f"{key}: this machine is measured", flush=True)
+        found, model = predict_here(cfg)
+    print("\n".join([*model.tables(found, words), PAPER_IS_OFF if queued else _HERE_IS_OFF]), flush=True)
+    own = [*best_of_each(found, tensor=False).values()] if cfg.parallel.name == AUTO else found.best
+    near = [one for one in own if one.seconds.total <= _NEAR * own[0].seconds.total][:_MOST_TRIED]
+    tried = {} if queued or cfg.mode == "plan" or len(near) == 1 else _tried(cfg, near)
+    best = min(near, key=lambda one: tried.get(one.name, math.inf)) if tried else near[0]
+    keys = keys_of(best.layout)
+    if cfg.parallel.name == AUTO:
+        update(cfg, keys)
+    else:
+        cfg.parallel.chunks = best.layout.chunks
+    if cfg.mode == "train":
+        predicted = {"seconds": best.seconds.total, "bytes": best.memory.total, "tried": tried}
+        write_json(run_dir / CHOICES, {**keys, **predicted})
+    print(f"{' '.join(best.words)} is {'the' if tried else 'predicted to be the'} fastest\n", flush=True)
+
+
+def _tried(cfg: Any, near: Sequence[Candidate]) -> dict[str, float]:
+    """Return the seconds of a step of some layouts, by name, as a short run of each has them."""
+    print("those that are predicted to be close, in a short run of each:", flush=True)
+    seconds = {}
+    for one in near:
+        steps = int(min(_MOST_STEPS, max(_FEWEST_STEPS, 1 / one.seconds.total)))
+        trial = try_layout(cfg, keys_of(one.layout), steps)
+        print(f"  {one.name}: {trial.problem or f'{trial.seconds:.3g} s a step'}", flush=True)
+        if not trial.problem:
+            seconds[one.name] = trial.seconds
+    if not seconds:
+        raise PlanError("no layout that was predicted to be fast runs; see above")
+    return seconds
+
+
+def compared_with_prediction(run_dir: Path) -> str:
+    """Return what was predicted beside what was measured, in a line; empty for a run whose layout was not chosen."""
+    chosen, summary = read_object(run_dir / CHOICES), read_object(run_dir / SUMMARY)
+    if "seconds" not in chosen or not summary.get("step_time_s"):
+        return ""
+    seconds, measured = chosen["seconds"], summary["step_time_s"]
+    used, peak = chosen["bytes"], max(summary["peak_memory_bytes"])
+    return (
+        f"predicted {seconds:.3g} s a step and {used / 2**30:.2f} GiB of the fullest rank, measured {measured:.3g} s "
+        f"({seconds / measured - 1:+.0%}) and {peak / 2**30:.2f} GiB ({used / peak - 1:+.0%})\n"
+    )
+
+
+def keys_of(one: Layout) -> dict[str, Any]:
+    """Return a layout as keys of the section ``parallel``, and whether activations are computed again."""
+    keys = {"name": one.strategy, "dp": one.dp, "pp": one.pp, "chunks": one.chunks}
+    if one.pp > 1:
+        keys |= {"schedule": one.schedule, "stages_per_rank": one.per_rank if SCHEDULES[one.schedule].looped else None}
+    return {**keys, "activation_checkpointing": one.recompute == "full"}
+
+
+def update(cfg: Any, keys: Mapping[str, Any]) -> None:
+    """Put what ``keys_of`` has returned into a configuration."""
+    cfg.parallel.update({key: value for key, value in keys.items() if key != "activation_checkpointing"})
+    cfg.train.activation_checkpointing = keys["activation_checkpointing"]
+
+
+def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
+    """Measure this machine, and predict every layout that is not fixed.
+
+    Args:
+        cfg: The configuration.
+        counts: The numbers of processes; empty: those that may be fast.
+    """
+    alone = copy.deepcopy(cfg)
+    alone.parallel.update(name="single", dp=1, pp=1, chunks=1, schedule="gpipe", stages_per_rank=None)
+    alone.parallel.update(balance="uniform", shard=None, reshard=None, comm_hook="none")
+    setup, fixed = prepare(alone), _fixed(cfg)
+    plan, places = setup.plan, []
+    model = model_of(cfg, plan.precision)
+    subject = Subject(
+        alone.parallel, plan.device_type, plan.precision, setup.chain, setup.sample,
+        partial(Optimizer, to_dict(cfg.optim)), partial(_data, to_dict(cfg), pack_given()), cfg.seed,
+    )  # fmt: skip
+    on_gpus = plan.device_type == "cuda"
+    memory = torch.cuda.mem_get_info()[0] if on_gpus else available_memory()
+    for processes in counts or _counts(fixed, plan.device_type):
+        least = 1 + model.feels  # BatchNorm takes no single number
+        here = measure(subject, processes, least, max(least + 1, model.batch // processes))
+        costs = MeasuredCosts(here, parameter_dtype(plan.precision).itemsize, on_gpus)
+        each = memory if on_gpus else memory / processes
+        places.append(Place(costs, processes, each, here.process + _RUN, states_of(cfg.optim), True))
+    return search(model.works, model.batch, places, fixed=fixed), model
+
+
+def _data(tree: dict, given: bytes | None) -> Any:
+    """Load the data of a configuration in another process."""
+    unpack_given(given)
+    _, data = model_and_data(to_config(tree))
+    data.prepare()
+    return data
+
+
+def _fixed(cfg: Any) -> dict[str, Any]:
+    """Return what is not to be chosen: what was typed beside parallel=auto; beside chunks=auto, all but the chunks."""
+    if cfg.parallel.name == AUTO:
+        return fixed_of(cfg)
+    info = strategy_info(cfg.parallel.name)
+    if info.gpu_only:
+        raise PlanError(f"parallel.chunks=auto does not predict parallel={cfg.parallel.name}: give the number")
+    plan, fixed = _first_plan(cfg), {"recompute": "full" if cfg.train.activation_checkpointing else "none"}
+    if info.several_devices:  # its stages compute in turn
+        return {**fixed, "strategy": "single", "dp": 1, "pp": 1}
+    fixed |= {"strategy": plan.strategy, "dp": plan.dp, "pp": plan.pp, "shards": plan.mesh(0).shards}
+    if plan.pipelined:
+        counts = tuple(len(stage.layers) for stage in plan.stages)
+        fixed |= {"schedule": plan.schedule, "stages_per_rank": plan.stages_per_rank, "counts": counts}
+    return fixed
+
+
+def _first_plan(cfg: Any) -> Plan:
+    """Return the layout with the fewest micro-batches with which it can run."""
+    trial = copy.deepcopy(cfg)
+    if trial.parallel.balance in BALANCES:
+        trial.parallel.balance = "uniform"
+    for chunks in (choices := divisors(cfg.train.global_batch_size)):
+        trial.parallel.chunks = chunks
+        try:
+            return prepare(trial).plan
+        except PlanError:
+            if chunks == choices[-1]:
+                raise
+
+
+def _counts(fixed: Mapping[str, Any], device_type: str) -> list[int]:
+    """Return the numbers of processes to measure with: one, one for each device, and on a CPU two."""
+    least = fixed.get("dp", 1) * fixed.get("pp", 1)
+    if {"dp", "pp"} <= fixed.keys():
+        return [least]
+    usual = {"cuda": {1, torch.cuda.device_count()}, "mps": {1}}.get(device_type, {1, 2, usable_cores()})
+    usual = {count for count in usual if count <= _MOST_PROCESSES or device_type == "cuda"}
+    return sorted(count for count in usual if count % least == 0) or [least]

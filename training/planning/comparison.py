@@ -1,0 +1,187 @@
+"""``mode=compare``: the best layout of each strategy, run for some steps on this machine beside what is predicted."""
+
+from __future__ import annotations
+
+import base64
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import TrainingError
+from common.files import template
+from launchers import World
+from planner.search import Candidate
+from training.planning.choice import AUTO, keys_of, predict_here
+from training.planning.paper import NOT_COPIED, Model, best_of_each, timeline_of
+from training.planning.trial import Trial, try_layout
+from training.reporting.console import columns
+from training.reporting.metrics import write_json
+
+JSON, PAGE, BARS, TIMELINES = "comparison.json", "comparison.html", "comparison.png", "timelines.png"
+PARTS = ("compute", "bubble", "communication")
+_PROCESSES = (1, 2, 4)  # on a CPU
+_SECONDS, _FEWEST, _MOST = 3.0, 8, 40  # of a trial, and its steps
+
+
+@dataclass(frozen=True)
+class Row:
+    """A strategy's best layout.
+
+    Attributes:
+        best: It, and what is predicted of it.
+        trial: What was measured.
+    """
+
+    best: Candidate
+    trial: Trial
+
+    @property
+    def predicted(self) -> dict[str, float]:
+        """The seconds of a step by ``PARTS``; the optimizer computes too."""
+        one = self.best.seconds
+        compute = one.compute + one.optimizer
+        return dict(zip(PARTS, (compute, one.bubble, one.total - compute - one.bubble), strict=True))
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """The same of the run, in which communication is all that is neither computing nor a bubble."""
+        trial = self.trial
+        compute = min(trial.busy if trial.busy is not None else trial.seconds, trial.seconds)
+        bubble = min((trial.bubble or 0.0) * trial.seconds, trial.seconds - compute)
+        return dict(zip(PARTS, (compute, bubble, trial.seconds - compute - bubble), strict=True))
+
+    @property
+    def off(self) -> float:
+        """The relative error of the predicted seconds."""
+        return self.best.seconds.total / self.trial.seconds - 1
+
+
+def compare(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = ()) -> str:
+    """Measure, predict, and run the best layout of each strategy; write a table, a chart and a page.
+
+    Args:
+        cfg: The configuration.
+        run_dir: Where they are written.
+        world: The ranks that exist already; None for a process that starts them.
+        words: The command line, for the commands to copy.
+
+    Returns:
+        What to print at the end.
+
+    Raises:
+        TrainingError: The ranks exist already, or no layout runs.
+    """
+    if world is not None or cfg.launcher.name != "local":
+        raise TrainingError("mode=compare starts its processes itself: launcher=local, without torchrun or srun")
+    cfg.parallel.name = AUTO
+    print("this machine is measured", flush=True)
+    found, model = predict_here(cfg, () if torch.cuda.is_available() else _PROCESSES)
+    rows, problems = [], []
+    for name, best in best_of_each(found).items():
+        steps = int(min(_MOST, max(_FEWEST, _SECONDS / best.seconds.total)))
+        trial = try_layout(cfg, keys_of(best.layout), steps)
+        measured = f"failed: {trial.problem}" if trial.problem else f"measured {trial.seconds:.3g} s"
+        print(f"  {best.name}: predicted {best.seconds.total:.3g} s a step, {measured}", flush=True)
+        if trial.problem:
+            problems.append(f"{name}: {trial.problem}")
+        else:
+            rows.append(Row(best, trial))
+    if not rows:
+        raise TrainingError("; ".join(problems))
+    rows.sort(key=lambda row: row.trial.seconds)
+    text = "\n".join(["", table(rows), "", sentence(rows)])
+    own = [w for w in words if w.partition("=")[0].partition(".")[0] not in NOT_COPIED]
+    commands = [shlex.join(["python", "train.py", *own, *row.best.words]) for row in rows]
+    _write(rows, model, f"{cfg.model.name}, {model.batch:,} samples a step", commands, problems, run_dir)
+    return f"{text}\n{commands[0]}\n{run_dir / PAGE}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows as text: predicted and measured seconds and parts, and the fullest rank's memory."""
+    head = ["layout", "seconds", "measured", "off"]
+    head += [word for part in PARTS for word in (part, "measured")] + ["GiB", "measured"]
+    return columns([head, *([str(cell) for cell in cells(row)] for row in rows)])
+
+
+def cells(row: Row) -> list[str]:
+    """Return a row of ``table``."""
+    parts = [f"{size:.3g}" for part in PARTS for size in (row.predicted[part], row.measured[part])]
+    memory = [f"{size / 2**30:.2f}" for size in (row.best.memory.total, row.trial.peak)]
+    both = f"{row.best.seconds.total:.3g}", f"{row.trial.seconds:.3g}", f"{row.off:+.0%}"
+    return [row.best.name, *both, *parts, *memory]
+
+
+def sentence(rows: Sequence[Row]) -> str:
+    """Say which layout to take, for how much."""
+    best, *others = rows
+    off = sum(abs(row.off) for row in rows) / len(rows)
+    small = min(rows, key=lambda row: row.trial.peak)
+    rival = (
+        f", {others[0].trial.seconds / best.trial.seconds:.2f} times as fast as {others[0].best.name}" if others else ""
+    )
+    least = (
+        "" if small is best else f"; {small.best.name} needs least memory, {small.trial.peak / 2**30:.2f} GiB a rank"
+    )
+    return f"{best.best.name} is the fastest here{rival}{least}. Predictions were {off:.0%} off on average."
+
+
+def _write(
+    rows: Sequence[Row], model: Model, title: str, commands: Sequence[str], problems: Sequence[str], run_dir: Path
+) -> None:
+    figures = {"seconds of a step": _bars(rows, title)}
+    pipeline = next((row for row in rows if row.trial.steps), None)
+    if pipeline is not None:
+        from training.reporting.timeline import beside
+
+        name = f"{pipeline.best.name}, predicted above measured"
+        figures[name] = beside(timeline_of(pipeline.best, model.works), pipeline.trial.steps, name)
+    pictures = {}
+    for (name, figure), file in zip(figures.items(), (BARS, TIMELINES), strict=False):
+        figure.savefig(buffer := BytesIO(), format="png")
+        (run_dir / file).write_bytes(buffer.getvalue())
+        pictures[name] = base64.b64encode(buffer.getvalue()).decode()
+    page = template(Path(__file__).with_name("comparison.html.jinja"), html=True)
+    shown = {"title": title, "sentence": sentence(rows), "pictures": pictures, "problems": problems, "parts": PARTS}
+    lines = list(zip([cells(row) for row in rows], commands, strict=True))
+    (run_dir / PAGE).write_text(page.render(**shown, rows=lines), encoding="utf-8")
+    write_json(run_dir / JSON, {"rows": [_numbers(row) for row in rows], "problems": list(problems)})
+
+
+def _numbers(row: Row) -> dict[str, Any]:
+    predicted, measured = row.best.seconds.total, row.trial.seconds
+    return {
+        "layout": keys_of(row.best.layout),
+        "predicted": {"seconds": predicted, **row.predicted, "bytes": row.best.memory.total},
+        "measured": {"seconds": measured, **row.measured, "bytes": row.trial.peak},
+    }
+
+
+def _bars(rows: Sequence[Row], title: str) -> Any:
+    """Draw two bars for each row: predicted, lighter, above measured."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    colours = dict(zip(PARTS, ("#0072b2", "#c8c8c8", "#e69f00"), strict=True))
+    figure = Figure(figsize=(9.0, 1.4 + 0.75 * len(rows)), layout="constrained", dpi=120)
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    for place, row in enumerate(rows):
+        for shift, parts, alpha in ((-0.2, row.predicted, 0.55), (0.2, row.measured, 1.0)):
+            left = 0.0
+            for part, size in parts.items():
+                axes.barh(place + shift, size, 0.36, left, color=colours[part], alpha=alpha)
+                left += size
+            axes.text(left, place + shift, f" {left:.3g}", va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), [row.best.name.replace(" ", "\n", 1) for row in rows], fontsize=9)
+    axes.invert_yaxis()
+    axes.margins(x=0.08)
+    axes.set(xlabel="seconds of a step; above: predicted, below: measured")
+    axes.set_title(title, loc="left", fontsize="medium")
+    handles = [Patch(color=colour, label=part) for part, colour in colours.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    return figure

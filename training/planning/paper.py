@@ -1,0 +1,226 @@
+"""``parallel=auto`` on paper: the best layouts of a cluster that is only described; and the tables of any search."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from common.errors import PlanError
+from conf import COMMAND
+from conf.instantiate import to_dict
+from data.dataset import Batch
+from parallel.zero_bubble.order import StageSeconds
+from planner.cluster import Cluster, read_cluster
+from planner.costs import PaperCosts
+from planner.search import FREE, Candidate, Found, Place, search
+from planner.simulation import Intervals, makespan, simulate
+from planner.step import Seconds, Works, slowed, stage_seconds
+from planner.work import work_of
+from training.optimizer import states_of
+from training.reporting.console import columns
+from training.setup import model_and_data
+
+HERE = "here"  # the option of cluster= that is measured
+PAPER_IS_OFF = "such predictions were 3 to 10 % off on average in six tables of measured layouts: docs/planner.md"
+_SHOWN = 10
+_PICTURE, _DRAWN_RANKS, _DRAWN_CHUNKS = "predicted_timeline.png", 16, 64
+NOT_COPIED = ("mode", "parallel", "cluster", "hydra")  # sections of a command
+_PAPER = "bf16"  # the precision on paper of train.precision=auto
+
+
+def plan_on_paper(cfg: Any, run_dir: Path, words: Sequence[str] = ()) -> str:
+    """Return the text that shows which layouts are best, and why others are not; draw the best pipeline's timeline.
+
+    Args:
+        cfg: The configuration.
+        run_dir: Where the picture goes.
+        words: The command line, for the commands to copy.
+
+    Raises:
+        PlanError: A number of the cluster is impossible, or nothing fits.
+    """
+    began = time.perf_counter()
+    found, model = predict_on_paper(cfg, tensor=True)
+    cluster, precision = cluster_of(cfg)
+    about = [
+        f"{cfg.model.name}: {sum(work.parameters for work in model.works):,} parameters (a tied one counted twice), "
+        f"{precision}, {model.batch:,} samples a step",
+        f"cluster={cfg.cluster.name}: {cluster.size:,} x {cluster.device}, {cluster.devices} in a node; efficiencies: "
+        f"{cluster.source}",
+        f"{found.tried:,} layouts in {time.perf_counter() - began:.1f} s, of which {len(found.best):,} fit",
+    ]
+    tables = model.tables(found, words, cluster.peak[precision])
+    return "\n".join([*about, *tables, PAPER_IS_OFF, *_draw(found, model.works, cfg, run_dir)])
+
+
+def predict_on_paper(cfg: Any, tensor: bool = False) -> tuple[Found, Model]:
+    """Predict every layout on the cluster that a configuration names; ``tensor``: of models with attention, cut layers.
+
+    Raises:
+        PlanError: See ``plan_on_paper``.
+    """
+    cluster, precision = cluster_of(cfg)
+    model = model_of(cfg, precision)
+    place = Place(
+        PaperCosts(cluster, precision),
+        cluster.size,
+        cluster.memory,
+        cluster.reserved,
+        states_of(cfg.optim),
+        on_job(cfg),
+    )
+    cut = tensor and any(work.attention for work in model.works)
+    return search(model.works, model.batch, [place], cut, fixed_of(cfg)), model
+
+
+def on_paper(cfg: Any) -> bool:
+    """Return whether a configuration names a cluster that is described."""
+    return cfg.cluster is not None and cfg.cluster.name != HERE
+
+
+def on_job(cfg: Any) -> bool:
+    """Return whether a job of a queue is to run."""
+    return cfg.launcher.name == "slurm"
+
+
+def cluster_of(cfg: Any) -> tuple[Cluster, str]:
+    """Return the cluster that a configuration names, of which a job has its nodes, and the precision on it.
+
+    Raises:
+        PlanError: A number of it is impossible, or it has no peak for the precision.
+    """
+    cluster, precision = read_cluster(to_dict(cfg.cluster)), cfg.train.precision
+    precision = _PAPER if precision == "auto" else precision
+    if precision not in cluster.peak:
+        known = ", ".join(cluster.peak)
+        raise PlanError(f"cluster={cfg.cluster.name} says no peak for train.precision={precision}; it has {known}")
+    if on_job(cfg):
+        launcher = cfg.launcher
+        devices = launcher.tasks_per_node or launcher.gpus_per_node or cluster.devices
+        cluster = replace(cluster, nodes=launcher.nodes, devices=devices)
+    return cluster, precision
+
+
+def fixed_of(cfg: Any) -> dict[str, Any]:
+    """Return what the user has set of a layout."""
+    typed = cfg.get(COMMAND, {}).get("typed", ())
+    keys = [key for key in FREE if f"parallel.{key}" in typed and cfg.parallel.get(key) not in (None, "auto")]
+    fixed = {key: cfg.parallel[key] for key in keys}
+    if cfg.train.activation_checkpointing or "train.activation_checkpointing" in typed:
+        fixed["recompute"] = "full" if cfg.train.activation_checkpointing else "none"
+    if not isinstance(cfg.parallel.balance, str):
+        fixed["counts"] = tuple(cfg.parallel.balance)
+    return fixed
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is planned.
+
+    Attributes:
+        works: The work of its layers for one sample.
+        batch: Samples of a step.
+        tokens: Of a sample; None where it has none.
+        feels: Whether it has BatchNorm.
+    """
+
+    works: Works
+    batch: int
+    tokens: int | None
+    feels: bool
+
+    def tables(self, found: Found, words: Sequence[str], peak: float | None = None) -> Iterator[str]:
+        """Yield the best ten, each strategy's best, what does not fit and why, and the commands to copy.
+
+        Args:
+            found: The result of a search.
+            words: The command line.
+            peak: FLOP/s of a device, where it is known.
+        """
+        parts = [part.name for part in fields(Seconds) if any(getattr(c.seconds, part.name) for c in found.best)]
+        head = ["", "layout", "total", *parts, "GiB", "of", "tokens/s" if self.tokens else "samples/s"]
+        best = best_of_each(found)
+        named = [*enumerate(found.best[:_SHOWN], 1), *(("best", one) for one in best.values())]
+        rows = [[str(name), *self._row(one, parts, peak)] for name, one in named]
+        yield "seconds of a step:"
+        yield ""
+        yield columns([head + ["MFU"] * (peak is not None), *rows])
+        yield ""
+        if self.feels:
+            one = found.best[0].layout
+            yield (
+                f"BatchNorm normalizes by the micro-batch: the best layout's {one.samples} samples give the numbers of "
+                f"parallel=single parallel.chunks={one.dp * one.chunks}"
+            )
+        for name, one in found.nearest.items():
+            needed, there = (size / 2**30 for size in (one.memory.total, one.place.memory))
+            yield f"{name} does not fit: {needed:.1f} GiB of {there:.1f} at the least ({one.name})"
+        if found.best[0].layout.tp > 1:
+            yield "tp, tensor parallelism, is planned on paper only: nothing here trains with it"
+        own = [w for w in words if w.partition("=")[0].partition(".")[0] not in NOT_COPIED]
+        yield "to copy, the best of each strategy that can be run, the fastest first:"
+        for one in best_of_each(found, tensor=False).values():
+            yield f"  {shlex.join(['python', 'train.py', *own, *one.words])}"
+
+    def _row(self, one: Candidate, parts: Sequence[str], peak: float | None) -> list[str]:
+        total, shown = one.seconds.total, [f"{getattr(one.seconds, part):.3g}" for part in parts]
+        speed = f"{self.batch * (self.tokens or 1) / total:,.0f}"
+        row = [
+            one.name,
+            f"{total:.3g}",
+            *shown,
+            *(f"{n / 2**30:.3g}" for n in (one.memory.total, one.place.memory)),
+            speed,
+        ]
+        if peak is None:
+            return row
+        flops = 3 * self.batch * sum(work.flops + work.attention for work in self.works)
+        return [*row, f"{flops / total / (one.layout.ranks * peak):.0%}"]
+
+
+def model_of(cfg: Any, precision: str) -> Model:
+    """Return what is known of a configuration's model without memory for it."""
+    chain, data = model_and_data(cfg)
+    data.prepare()
+    feels = any(isinstance(module, _BatchNorm) for module in chain.skeleton().modules())
+    indices = np.arange(1 + feels) % len(data.train)  # BatchNorm takes no single number
+    works = work_of(chain, Batch(*data.train.read(indices, 0)), precision)
+    return Model(works, cfg.train.global_batch_size, data.seq_len, feels)
+
+
+def best_of_each(found: Found, tensor: bool = True) -> dict[str, Candidate]:
+    """Return the fastest layout of each strategy, the fastest first; with ``tensor``, also of tensor parallelism."""
+    best = {}
+    for one in found.best:
+        if tensor or one.layout.tp == 1:
+            best.setdefault(one.layout.strategy, one)
+    return best
+
+
+def _draw(found: Found, works: Works, cfg: Any, run_dir: Path) -> Iterator[str]:
+    """Draw when each rank of the best pipeline works, where it is small enough to be seen."""
+    for one in found.best:
+        if 1 < one.layout.pp <= _DRAWN_RANKS and one.layout.chunks * one.layout.per_rank <= _DRAWN_CHUNKS:
+            from training.reporting.timeline import draw
+
+            figure = draw(timeline_of(one, works), f"{cfg.model.name}, predicted for {cfg.cluster.name}", one.name)
+            figure.savefig(run_dir / _PICTURE)
+            yield f"the best pipeline's timeline, as predicted: {run_dir / _PICTURE}"
+            return
+
+
+def timeline_of(one: Candidate, works: Works) -> Intervals:
+    """Return what each rank of a pipeline is predicted to do in a step, and when."""
+    layout, costs = one.layout, one.place.costs
+    stages = stage_seconds(works, layout, costs)
+    whole = makespan(stages, layout.pp, layout.chunks, layout.schedule, 0.0)
+    part = slowed(stages, whole, layout, costs)
+    stages = [StageSeconds(*(part * seconds for seconds in stage)) for stage in stages]
+    return simulate(stages, layout.pp, layout.chunks, layout.schedule, 0.0)

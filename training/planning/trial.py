@@ -1,0 +1,116 @@
+"""A run of some steps in processes of its own, of which only the measurements stay."""
+
+from __future__ import annotations
+
+import copy
+import json
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.errors import PlanError
+from conf.instantiate import to_config, to_dict
+from launchers import WorkerFailed, World, run_workers
+from parallel.timeline import Interval
+from training.callbacks import Callback, TrainingRun
+from training.reporting import METRICS, SUMMARY
+from training.reporting.metrics import after_warmup, read_records
+from training.setup import pack_given, prepare, unpack_given
+
+_WATCHED = "watched-{}.json"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was measured.
+
+    Attributes:
+        seconds: The lower quartile of steps after the warm-up: machines are disturbed.
+        peak: Bytes of the fullest rank.
+        busy: Seconds of a step in which the busiest rank computed; None on a GPU, whose work it does not see.
+        bubble: The part of a pipeline's time that it waits; None without a pipeline.
+        steps: Of a pipeline's ranks: what each did in its newest steps, and when.
+        problem: Why there are no measurements; empty where there are.
+    """
+
+    seconds: float = 0.0
+    peak: int = 0
+    busy: float | None = None
+    bubble: float | None = None
+    steps: dict[int, list[list[Interval]]] = field(default_factory=dict)
+    problem: str = ""
+
+
+def try_layout(cfg: Any, layout: Mapping[str, Any], steps: int) -> Trial:
+    """Train some steps in a layout, which is given as keys of the section ``parallel`` (and ``train``'s own ones)."""
+    trial = copy.deepcopy(cfg)
+    trial.parallel.update({key: value for key, value in layout.items() if key in trial.parallel})
+    trial.train.update({key: value for key, value in layout.items() if key in trial.train})
+    trial.update(logger={"_target_": "training.reporting.NoLogger"}, loggers=None, mode="train")
+    trial.callbacks = [{"_target_": "training.planning.trial.Watch"}]
+    trial.train.update(steps=steps, epochs=None, eval_every=None, checkpoint_every=None, resume=None)
+    trial.train.update(profile=0, trace=False)
+    try:
+        plan = prepare(trial).plan
+    except PlanError as error:
+        return Trial(problem=str(error))
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        try:
+            run_workers(_work, (to_dict(trial), place, pack_given()), plan.processes, folder / "logs")
+        except WorkerFailed as failure:
+            return Trial(problem=_reason(failure))
+        summary = json.loads((folder / SUMMARY).read_text())
+        seconds = [record["step_time_s"] for record in read_records(folder / METRICS) if "step_time_s" in record]
+        watched = [json.loads((folder / _WATCHED.format(rank)).read_text()) for rank in range(plan.processes)]
+    return Trial(
+        float(np.quantile(after_warmup(seconds), 0.25)),
+        max(summary["peak_memory_bytes"]),
+        max(one["busy"] for one in watched) if plan.device_type == "cpu" else None,
+        summary["bubble_fraction"],
+        {
+            rank: [[Interval(*i) for i in step] for step in watched[rank]["steps"]]
+            for rank in plan.mesh(0).pipeline(0)
+            if plan.pipelined
+        },
+    )
+
+
+class Watch(Callback):
+    """Writes what a rank did: the time that its thread computed, and a pipeline's newest steps."""
+
+    def __init__(self) -> None:
+        self._clock, self._busy = time.thread_time(), []
+
+    def on_step(self, run: TrainingRun, record: Mapping[str, Any]) -> None:
+        """Take the time since the last step."""
+        self._busy.append(-self._clock + (now := time.thread_time()))
+        self._clock = now
+
+    def on_end(self, run: TrainingRun, summary: Mapping[str, Any]) -> None:
+        """Write it into the run directory."""
+        timeline = run.strategy.timeline
+        steps = list(timeline.steps) if timeline is not None else []
+        found = {"busy": float(np.quantile(after_warmup(self._busy), 0.25)), "steps": steps}
+        (run.run_dir / _WATCHED.format(run.strategy.mesh.rank)).write_text(json.dumps(found))
+
+
+def _work(world: World, tree: dict, folder: str, given: bytes | None) -> None:
+    """What each worker runs; rank 0 is silent too."""
+    from launchers.worker import redirect_output
+    from training.run import run
+
+    if world.rank == 0:
+        redirect_output(Path(folder) / "logs", 0)
+    unpack_given(given)
+    run(to_config(tree), Path(folder), world)
+
+
+def _reason(failure: WorkerFailed) -> str:
+    """The last line of the error; a killed worker means that memory ran out."""
+    return "out of memory" if failure.kind == "signal" else failure.text.strip().splitlines()[-1][:200]
