@@ -14,6 +14,7 @@ from planner.step import Bytes, Layout, Seconds, Works, bytes_of, seconds_of
 
 FREE = ("dp", "pp", "chunks", "schedule", "stages_per_rank")  # what may be typed, and is fixed then
 _SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
+_SHORT = 4  # ranks of a pipeline that may be fast with fewer micro-batches than ranks
 _PER_RANK = (2, 4)  # stages of a rank, of schedules that take several
 
 
@@ -184,7 +185,8 @@ def allowed(works: Works, one: Layout) -> bool:
     if one.pp == 1:
         return True
     several = one.per_rank == 1 or SCHEDULES[one.schedule].looped
-    enough = one.pp * one.per_rank <= len(works) and (one.chunks >= one.pp or one.schedule != "1f1b")
+    filled = one.chunks >= one.pp or (one.pp <= _SHORT and one.schedule != "1f1b")  # else ranks mostly wait
+    enough = one.pp * one.per_rank <= len(works) and filled
     return several and enough and has_equal_rounds(one.schedule, one.pp, one.chunks)
 
 
