@@ -13,7 +13,7 @@ from launchers import start_fork_server
 from planner.search import Candidate
 from training.api import load_config
 from training.app import plain
-from training.planning.choice import keys_of, predict_here
+from training.planning.choice import predict_here
 from training.planning.trial import Trial, try_layout
 
 MODELS = {
@@ -27,7 +27,7 @@ MODELS = {
 SAME = ("logger=none", "train.precision=fp32", "parallel=auto")
 PROCESSES = 1, 2, 4
 CHUNKS = 1, 2, 4, 8
-_SECONDS, _FEWEST, _MOST = 1.0, 8, 200  # of a trial, and its steps
+_SECONDS = 1.0  # of a trial
 _LIMITS = np.arange(0.25, 1.5, 0.125)  # GiB that a rank could have, to count what is wrongly said to fit
 
 Pair = tuple[Candidate, Trial]
@@ -52,7 +52,7 @@ def _pairs(name: str, quick: bool) -> list[Pair]:
     some = [one for one in found.best if one.layout.chunks in CHUNKS and one.layout.recompute == "none"]
     pairs = []
     for one in some[:4] if quick else some:
-        trial = try_layout(cfg, keys_of(one.layout), int(min(_MOST, max(_FEWEST, _SECONDS / one.seconds.total))))
+        trial = try_layout(cfg, one, _SECONDS)
         if trial.problem:
             raise RuntimeError(f"{name}, {one.name}: {trial.problem}")
         print(f"{name}: {one.name}: {one.seconds.total:.4f} s, measured {trial.seconds:.4f}", flush=True)

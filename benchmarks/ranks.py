@@ -18,9 +18,10 @@ import torch.distributed as dist
 from common.machine import changed_environment
 from launchers import use_loopback
 from parallel.devices import keep_freed_memory, local_device
-from parallel.host_group import choose_backend
+from parallel.host_group import init_process_group
 
 RANKS = 2
+_TIMEOUT_S = 1800.0  # of an operation between them
 _ALL_CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
@@ -145,8 +146,7 @@ def _settle(
     if size > 1:
         use_loopback()
         meeting = dist.FileStore(store, size)
-        backend, options = choose_backend(device, rank, size, rank, meeting)
-        dist.init_process_group(backend, store=meeting, rank=rank, world_size=size, **options)
+        init_process_group(device, rank, size, rank, meeting, _TIMEOUT_S)
 
 
 def _callable(rank: int, function: Callable, args: tuple) -> SimpleNamespace:

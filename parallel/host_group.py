@@ -21,13 +21,20 @@ from parallel.devices import gpus_in_common, local_device
 BACKEND, NCCL = "host", "nccl"
 
 
+def init_process_group(
+    device_type: str, rank: int, size: int, local_rank: int, store: dist.Store, timeout_s: float
+) -> str:
+    """Make the group of all ranks, which call this together, and return its backend."""
+    backend, more = choose_backend(device_type, rank, size, local_rank, store)
+    limit = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit, **more)
+    return backend
+
+
 def choose_backend(
     device_type: str, rank: int, size: int, local_rank: int, store: dist.Store
 ) -> tuple[str, dict[str, Any]]:
-    """Return the backend with which ranks exchange tensors, and more arguments of ``init_process_group`` for it.
-
-    All ranks call this together; rank 0 says where they share GPUs.
-    """
+    """Return the backend with which ranks exchange tensors, and more arguments for it; rank 0 says who share GPUs."""
     if device_type != "cuda":
         return "gloo", {}
     device = local_device("cuda", local_rank)

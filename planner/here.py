@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -33,7 +32,7 @@ from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
 from parallel.balance import time_layers
 from parallel.devices import keep_freed_memory, local_device, peak_memory_bytes, share_cores, synchronize
-from parallel.host_group import choose_backend
+from parallel.host_group import init_process_group
 from parallel.plan import make_plan
 from parallel.strategy import Options, Strategy, build_strategy
 
@@ -172,9 +171,7 @@ def _work(world: World, packed: bytes, limits: tuple[int, int], folder: str) -> 
         keep_freed_memory()
     with rendezvous(world, timeout_s) as (store, _):
         if store is not None:
-            backend, more = choose_backend(subject.device, world.rank, world.size, world.local_rank, store)
-            limit = timedelta(seconds=timeout_s)
-            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=limit, **more)
+            init_process_group(subject.device, world.rank, world.size, world.local_rank, store, timeout_s)
         at_once = world.size if subject.device == "cuda" else min(world.size, max(1, usable_cores()))
         some = dist.new_group(range(at_once)) if 1 < at_once < world.size else None
         ranks = _Ranks(world.rank, world.size, at_once, local_device(subject.device, world.local_rank), some)
@@ -200,6 +197,11 @@ class _Ranks:
     at_once: int
     device: torch.device
     some: dist.ProcessGroup | None  # the first ``at_once``, where they are not all
+
+    @property
+    def layers(self) -> int:
+        """The small model's layers: there are enough for a pipeline of all ranks."""
+        return max(_LAYERS, self.size)
 
     def wait(self, group: dist.ProcessGroup | None = None) -> None:
         """Wait for the others."""
@@ -255,17 +257,16 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
         """Return (step, update)."""
         return _step(ranks, subject, name, numbers, chunks, **more)
 
-    def each(name: str, numbers: int, **more: Any) -> tuple[float, float]:
-        """Return the seconds of a step with one micro-batch, and of each micro-batch more."""
-        low, high = (float(step(name, numbers, chunks, **more)[0]) for chunks in (1, 1 + _MORE))
-        return low, (high - low) / _MORE
+    def each(name: str, numbers: int, **more: Any) -> tuple[Tensor, float]:
+        """Return (step, update) with one micro-batch, and the seconds of each micro-batch more."""
+        low, high = (step(name, numbers, chunks, **more) for chunks in (1, 1 + _MORE))
+        return low, float(high[0] - low[0]) / _MORE
 
-    layers, bytes_of = max(_LAYERS, ranks.size), [4 * n for n in _NUMBERS]
-    single = torch.stack([step("single", n) for n in _NUMBERS])
-    found = {"step": float(single[0, 0]), "pipeline": 0.0}
-    lines = {"update": Line.through([layers * n for n in _NUMBERS], single[:, 1].tolist())}
+    layers, bytes_of = ranks.layers, [4 * n for n in _NUMBERS]
+    single, computed = zip(*(each("single", n) for n in _NUMBERS), strict=True)
+    found = {"step": float(single[0][0]), "pipeline": 0.0}
+    lines = {"update": Line.through([layers * n for n in _NUMBERS], [float(one[1]) for one in single])}
     if ranks.size > 1:
-        computed = [each("single", n)[1] for n in _NUMBERS]
         replicas = [float(step("ddp", n)[0] - one[0]) for n, one in zip(_NUMBERS, single, strict=True)]
         lines["replicas"] = Line.through([layers * size for size in bytes_of], replicas)
         shards = [(each("fsdp", n)[1] - own) / layers for n, own in zip(_NUMBERS, computed, strict=True)]
@@ -279,7 +280,7 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
             bytes_of, [more - own / ranks.size for own, (_, more) in zip(computed, piped, strict=True)]
         )
         # One micro-batch passes through all stages.
-        found["pipeline"] = max(0.0, piped[0][0] - ranks.size * piped[0][1])
+        found["pipeline"] = max(0.0, float(piped[0][0][0]) - ranks.size * piped[0][1])
     return {**found, "lines": lines}
 
 
@@ -287,10 +288,8 @@ def _step(
     ranks: _Ranks, subject: Subject, name: str, numbers: int, chunks: int, tensors: int = 1, reshard: bool | None = None
 ) -> Tensor:
     """Measure a step of the small model, and its update."""
-    count, alone = max(_LAYERS, ranks.size), name == "single"
-    chain = Chain(
-        [LayerSpec(f"layer{i}", partial(_Scale, numbers, tensors)) for i in range(count)], loss=SquaredError()
-    )
+    alone, layer = name == "single", partial(_Scale, numbers, tensors)
+    chain = Chain([LayerSpec(f"layer{i}", layer) for i in range(ranks.layers)], loss=SquaredError())
     parallel, pipelined = copy.deepcopy(subject.parallel), name == "pipelined"
     parallel.update(
         name=name, dp=None, pp=ranks.size if pipelined else 1, chunks=chunks, schedule="gpipe", stages_per_rank=None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from common.errors import PlanError
@@ -41,12 +42,36 @@ class Place:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout and what is predicted of it in a place."""
+    """A layout of some layers in a place, and what is predicted of it."""
 
+    works: Works
     layout: Layout
-    memory: Bytes
-    seconds: Seconds
     place: Place
+
+    @cached_property
+    def memory(self) -> Bytes:
+        """What its fullest rank holds."""
+        return bytes_of(self.works, self.layout, self.place.costs, self.place.reserved, self.place.states)
+
+    @cached_property
+    def seconds(self) -> Seconds:
+        """What a step takes."""
+        return seconds_of(self.works, self.layout, self.place.costs)
+
+    @property
+    def missing(self) -> float:
+        """The bytes that a device lacks for it; at most 0 where it fits."""
+        return self.memory.total - self.place.memory
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """It as keys of the section ``parallel``, and whether activations are computed again."""
+        one = self.layout
+        keys = {"name": one.strategy, "dp": one.dp, "pp": one.pp, "chunks": one.chunks}
+        if one.pp > 1:
+            stages = one.per_rank if SCHEDULES[one.schedule].looped else None
+            keys |= {"schedule": one.schedule, "stages_per_rank": stages}
+        return {**keys, "activation_checkpointing": one.recompute == "full"}
 
     @property
     def words(self) -> list[str]:
@@ -106,11 +131,10 @@ def search(
             if place.whole and layout.ranks != place.devices:
                 continue
             tried += 1
-            needed = bytes_of(works, layout, place.costs, place.reserved, place.states)
-            one = Candidate(layout, needed, seconds_of(works, layout, place.costs), place)
-            if needed.total <= place.memory:
+            one = Candidate(works, layout, place)
+            if one.missing <= 0:
                 fit.append(one)
-            elif layout.strategy not in nearest or _missing(one) < _missing(nearest[layout.strategy]):
+            elif layout.strategy not in nearest or one.missing < nearest[layout.strategy].missing:
                 nearest[layout.strategy] = one
     if not tried:
         typed = " ".join(f"{key}={value}" for key, value in fixed.items())
@@ -120,19 +144,15 @@ def search(
             + (f" with {typed}; leave some of that out" if typed else "; choose a batch that more numbers divide")
         )
     if not fit:
-        least = min(nearest.values(), key=_missing)
+        least = min(nearest.values(), key=lambda one: one.missing)
         raise PlanError(
             f"none of {tried:,} layouts fits into {least.place.memory / 2**30:.1f} GiB; what comes nearest, "
             f"{' '.join(least.words)}, needs {least.memory.total / 2**30:.1f} GiB, "
-            f"{_missing(least) / 2**30:.1f} more: take more devices, or a smaller model or batch"
+            f"{least.missing / 2**30:.1f} more: take more devices, or a smaller model or batch"
         )
     fit.sort(key=lambda one: (one.seconds.total, one.memory.total))
     known = {one.layout.strategy for one in fit}
     return Found(fit, tried, {name: one for name, one in nearest.items() if name not in known})
-
-
-def _missing(one: Candidate) -> float:
-    return one.memory.total - one.place.memory
 
 
 def layouts(

@@ -22,6 +22,7 @@ from conf.instantiate import add_to_path, environment, to_config, to_dict
 from conf.masking import hide, mask_secrets
 from launchers import Interrupted, WorkerFailed, World, run_workers, start_fork_server, stopping
 from launchers.stopping import Stopped
+from training.planning import is_automatic
 
 if TYPE_CHECKING:
     from training.checkpoint.configuration import SavedConfig
@@ -110,7 +111,7 @@ def execute(cfg: Any, run_dir: Path, world: World | None, hydra: Any = None, iso
         with _nothing_begun():
             print(compare(cfg, run_dir, world, words))
         return
-    automatic = "auto" in (cfg.parallel.name, cfg.parallel.chunks)
+    automatic = is_automatic(cfg)
     setup = prepared(cfg, run_dir, world, words)
     _describe(setup, composed, hydra)
     if cfg.mode == "plan":
@@ -182,7 +183,7 @@ def prepared(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] 
         from training.planning.choice import recall
 
         recall(cfg, run_dir)
-    if "auto" in (cfg.parallel.name, cfg.parallel.chunks):
+    if is_automatic(cfg):
         from training.planning.choice import choose
 
         with _nothing_begun():
@@ -207,7 +208,7 @@ def _start_fork_server(cfg: Any, world: World | None, isolated: bool) -> None:
     """Have what a run with workers needs imported in the process that forks them, while this one checks the run."""
     from parallel.strategies import strategy_info
 
-    parallel, automatic = cfg.parallel, "auto" in (cfg.parallel.name, cfg.parallel.chunks)
+    parallel, automatic = cfg.parallel, is_automatic(cfg)
     info = strategy_info("single" if automatic else parallel.name)
     several = info.stage_per_rank or (info.replicas and parallel.dp != 1)
     workers = automatic or cfg.mode == "compare" or ((several or isolated or _restarts(cfg)) and cfg.mode != "plan")

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from launchers.meeting import rendezvous
 from launchers.stopping import Stopped
 from models.given import GIVEN, given_objects
 from parallel.devices import keep_freed_memory, parameter_dtype, share_cores
-from parallel.host_group import NCCL, choose_backend
+from parallel.host_group import NCCL, init_process_group
 from parallel.plan import Plan
 from parallel.strategy import Options, Strategy, build_strategy
 from training.checkpoint.configuration import checkpoint_of
@@ -187,15 +186,8 @@ def _process_group(world: World, setup: Setup, store: dist.Store | None) -> Iter
     with ExitStack() as stack:
         if store is None:
             store, _ = stack.enter_context(rendezvous(world, timeout_s))
-        backend, kwargs = choose_backend(setup.plan.device_type, world.rank, world.size, world.local_rank, store)
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(seconds=timeout_s),
-            **kwargs,
-        )
+        device = setup.plan.device_type
+        backend = init_process_group(device, world.rank, world.size, world.local_rank, store, timeout_s)
 
         def destroy(_, error: BaseException | None, trace: Any) -> None:
             # NCCL would first wait for what it was given, and its peers: an error would be told after timeout_s.

@@ -5,3 +5,12 @@ choice.py      parallel=auto: this machine measured, the fastest layout put into
 trial.py       a run of some steps, of which only the measurements stay
 comparison.py  mode=compare: each strategy's best, predicted beside measured
 """
+
+from typing import Any
+
+AUTO = "auto"
+
+
+def is_automatic(cfg: Any) -> bool:
+    """Return whether a configuration leaves its layout, or the number of micro-batches, to a choice."""
+    return AUTO in (cfg.parallel.name, cfg.parallel.chunks)

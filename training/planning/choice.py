@@ -22,24 +22,22 @@ from conf.instantiate import to_config, to_dict
 from launchers import World
 from parallel.devices import parameter_dtype
 from parallel.plan import Plan
-from parallel.schedules import SCHEDULES
 from parallel.strategies import strategy_info
 from planner.costs import MeasuredCosts
 from planner.here import Subject, measure
 from planner.search import Candidate, Found, Place, divisors, search
-from planner.step import Layout
 from training.checkpoint.files import Checkpoint
 from training.optimizer import Optimizer, states_of
+from training.planning import AUTO, is_automatic
 from training.planning.paper import PAPER_IS_OFF, Model, best_of_each, fixed_of, model_of, on_paper, predict_on_paper
-from training.planning.trial import try_layout
+from training.planning.trial import lay_out, try_layout
 from training.reporting.metrics import SUMMARY, read_object, write_json
 from training.setup import BALANCES, model_and_data, pack_given, prepare, unpack_given
 
 CHOICES = "choices.json"
-AUTO = "auto"
 _HERE_IS_OFF = "such predictions were 12 % off on average for six small models on two cores: docs/planner.md"
 _NEAR, _MOST_TRIED = 1.3, 3  # layouts predicted to take at most so much longer than the best are tried, the first few
-_FEWEST_STEPS, _MOST_STEPS = 8, 100  # of such a run, which is to take a second
+_SECONDS = 1.0  # of such a run
 _MOST_PROCESSES = 8  # on a CPU
 _RUN = 16 * 2**20  # bytes of a process for the loop and its threads
 
@@ -54,7 +52,7 @@ def recall(cfg: Any, run_dir: Path) -> None:
         cfg: The configuration, which is changed.
         run_dir: The run directory, for ``train.resume=auto``.
     """
-    parallel, chosen = cfg.parallel, AUTO in (cfg.parallel.name, cfg.parallel.chunks)
+    parallel, chosen = cfg.parallel, is_automatic(cfg)
     source = cfg.train.resume
     if cfg.mode == "eval":
         source = cfg.checkpoint if chosen else None
@@ -118,14 +116,13 @@ def choose(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = 
     near = [one for one in own if one.seconds.total <= _NEAR * own[0].seconds.total][:_MOST_TRIED]
     tried = {} if queued or cfg.mode == "plan" or len(near) == 1 else _tried(cfg, near)
     best = min(near, key=lambda one: tried.get(one.name, math.inf)) if tried else near[0]
-    keys = keys_of(best.layout)
     if cfg.parallel.name == AUTO:
-        update(cfg, keys)
+        lay_out(cfg, best)
     else:
         cfg.parallel.chunks = best.layout.chunks
     if cfg.mode == "train":
         predicted = {"seconds": best.seconds.total, "bytes": best.memory.total, "tried": tried}
-        write_json(run_dir / CHOICES, {**keys, **predicted})
+        write_json(run_dir / CHOICES, {**best.keys, **predicted})
     print(f"{' '.join(best.words)} is {'the' if tried else 'predicted to be the'} fastest\n", flush=True)
 
 
@@ -134,8 +131,7 @@ def _tried(cfg: Any, near: Sequence[Candidate]) -> dict[str, float]:
     print("those that are predicted to be close, in a short run of each:", flush=True)
     seconds = {}
     for one in near:
-        steps = int(min(_MOST_STEPS, max(_FEWEST_STEPS, 1 / one.seconds.total)))
-        trial = try_layout(cfg, keys_of(one.layout), steps)
+        trial = try_layout(cfg, one, _SECONDS)
         print(f"  {one.name}: {trial.problem or f'{trial.seconds:.3g} s a step'}", flush=True)
         if not trial.problem:
             seconds[one.name] = trial.seconds
@@ -157,20 +153,6 @@ def compared_with_prediction(run_dir: Path) -> str:
     )
 
 
-def keys_of(one: Layout) -> dict[str, Any]:
-    """Return a layout as keys of the section ``parallel``, and whether activations are computed again."""
-    keys = {"name": one.strategy, "dp": one.dp, "pp": one.pp, "chunks": one.chunks}
-    if one.pp > 1:
-        keys |= {"schedule": one.schedule, "stages_per_rank": one.per_rank if SCHEDULES[one.schedule].looped else None}
-    return {**keys, "activation_checkpointing": one.recompute == "full"}
-
-
-def update(cfg: Any, keys: Mapping[str, Any]) -> None:
-    """Put what ``keys_of`` has returned into a configuration."""
-    cfg.parallel.update({key: value for key, value in keys.items() if key != "activation_checkpointing"})
-    cfg.train.activation_checkpointing = keys["activation_checkpointing"]
-
-
 def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
     """Measure this machine, and predict every layout that is not fixed.
 
@@ -183,7 +165,7 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
     alone.parallel.update(balance="uniform", shard=None, reshard=None, comm_hook="none")
     setup, fixed = prepare(alone), _fixed(cfg)
     plan, places = setup.plan, []
-    model = model_of(cfg, plan.precision)
+    model = model_of(cfg, setup.chain, setup.data, plan.precision)
     subject = Subject(
         alone.parallel, plan.device_type, plan.precision, setup.chain, setup.sample,
         partial(Optimizer, to_dict(cfg.optim)), partial(_data, to_dict(cfg), pack_given()), cfg.seed,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -16,8 +15,9 @@ from common.errors import TrainingError
 from common.files import template
 from launchers import World
 from planner.search import Candidate
-from training.planning.choice import AUTO, keys_of, predict_here
-from training.planning.paper import NOT_COPIED, Model, best_of_each, timeline_of
+from training.planning import AUTO
+from training.planning.choice import predict_here
+from training.planning.paper import best_of_each, command, timeline_of
 from training.planning.trial import Trial, try_layout
 from training.reporting.console import columns
 from training.reporting.metrics import write_json
@@ -25,7 +25,7 @@ from training.reporting.metrics import write_json
 JSON, PAGE, BARS, TIMELINES = "comparison.json", "comparison.html", "comparison.png", "timelines.png"
 PARTS = ("compute", "bubble", "communication")
 _PROCESSES = (1, 2, 4)  # on a CPU
-_SECONDS, _FEWEST, _MOST = 3.0, 8, 40  # of a trial, and its steps
+_SECONDS = 3.0  # of a trial
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,7 @@ def compare(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] =
     found, model = predict_here(cfg, () if torch.cuda.is_available() else _PROCESSES)
     rows, problems = [], []
     for name, best in best_of_each(found).items():
-        steps = int(min(_MOST, max(_FEWEST, _SECONDS / best.seconds.total)))
-        trial = try_layout(cfg, keys_of(best.layout), steps)
+        trial = try_layout(cfg, best, _SECONDS)
         measured = f"failed: {trial.problem}" if trial.problem else f"measured {trial.seconds:.3g} s"
         print(f"  {best.name}: predicted {best.seconds.total:.3g} s a step, {measured}", flush=True)
         if trial.problem:
@@ -95,9 +94,8 @@ def compare(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] =
         raise TrainingError("; ".join(problems))
     rows.sort(key=lambda row: row.trial.seconds)
     text = "\n".join(["", table(rows), "", sentence(rows)])
-    own = [w for w in words if w.partition("=")[0].partition(".")[0] not in NOT_COPIED]
-    commands = [shlex.join(["python", "train.py", *own, *row.best.words]) for row in rows]
-    _write(rows, model, f"{cfg.model.name}, {model.batch:,} samples a step", commands, problems, run_dir)
+    commands = [command(words, row.best) for row in rows]
+    _write(rows, f"{cfg.model.name}, {model.batch:,} samples a step", commands, problems, run_dir)
     return f"{text}\n{commands[0]}\n{run_dir / PAGE}"
 
 
@@ -105,7 +103,7 @@ def table(rows: Sequence[Row]) -> str:
     """Return the rows as text: predicted and measured seconds and parts, and the fullest rank's memory."""
     head = ["layout", "seconds", "measured", "off"]
     head += [word for part in PARTS for word in (part, "measured")] + ["GiB", "measured"]
-    return columns([head, *([str(cell) for cell in cells(row)] for row in rows)])
+    return columns([head, *(cells(row) for row in rows)])
 
 
 def cells(row: Row) -> list[str]:
@@ -130,16 +128,14 @@ def sentence(rows: Sequence[Row]) -> str:
     return f"{best.best.name} is the fastest here{rival}{least}. Predictions were {off:.0%} off on average."
 
 
-def _write(
-    rows: Sequence[Row], model: Model, title: str, commands: Sequence[str], problems: Sequence[str], run_dir: Path
-) -> None:
+def _write(rows: Sequence[Row], title: str, commands: Sequence[str], problems: Sequence[str], run_dir: Path) -> None:
     figures = {"seconds of a step": _bars(rows, title)}
     pipeline = next((row for row in rows if row.trial.steps), None)
     if pipeline is not None:
         from training.reporting.timeline import beside
 
         name = f"{pipeline.best.name}, predicted above measured"
-        figures[name] = beside(timeline_of(pipeline.best, model.works), pipeline.trial.steps, name)
+        figures[name] = beside(timeline_of(pipeline.best), pipeline.trial.steps, name)
     pictures = {}
     for (name, figure), file in zip(figures.items(), (BARS, TIMELINES), strict=False):
         figure.savefig(buffer := BytesIO(), format="png")
@@ -155,7 +151,7 @@ def _write(
 def _numbers(row: Row) -> dict[str, Any]:
     predicted, measured = row.best.seconds.total, row.trial.seconds
     return {
-        "layout": keys_of(row.best.layout),
+        "layout": row.best.keys,
         "predicted": {"seconds": predicted, **row.predicted, "bytes": row.best.memory.total},
         "measured": {"seconds": measured, **row.measured, "bytes": row.trial.peak},
     }

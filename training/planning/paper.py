@@ -15,7 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from common.errors import PlanError
 from conf import COMMAND
 from conf.instantiate import to_dict
-from data.dataset import Batch
+from data.dataset import Batch, DataSet
+from models.chain import Chain
 from parallel.zero_bubble.order import StageSeconds
 from planner.cluster import Cluster, read_cluster
 from planner.costs import PaperCosts
@@ -31,7 +32,7 @@ HERE = "here"  # the option of cluster= that is measured
 PAPER_IS_OFF = "such predictions were 3 to 10 % off on average in six tables of measured layouts: docs/planner.md"
 _SHOWN = 10
 _PICTURE, _DRAWN_RANKS, _DRAWN_CHUNKS = "predicted_timeline.png", 16, 64
-NOT_COPIED = ("mode", "parallel", "cluster", "hydra")  # sections of a command
+_NOT_COPIED = ("mode", "parallel", "cluster", "hydra")  # sections of a command
 _PAPER = "bf16"  # the precision on paper of train.precision=auto
 
 
@@ -57,7 +58,7 @@ def plan_on_paper(cfg: Any, run_dir: Path, words: Sequence[str] = ()) -> str:
         f"{found.tried:,} layouts in {time.perf_counter() - began:.1f} s, of which {len(found.best):,} fit",
     ]
     tables = model.tables(found, words, cluster.peak[precision])
-    return "\n".join([*about, *tables, PAPER_IS_OFF, *_draw(found, model.works, cfg, run_dir)])
+    return "\n".join([*about, *tables, PAPER_IS_OFF, *_draw(found, cfg, run_dir)])
 
 
 def predict_on_paper(cfg: Any, tensor: bool = False) -> tuple[Found, Model]:
@@ -67,7 +68,9 @@ def predict_on_paper(cfg: Any, tensor: bool = False) -> tuple[Found, Model]:
         PlanError: See ``plan_on_paper``.
     """
     cluster, precision = cluster_of(cfg)
-    model = model_of(cfg, precision)
+    chain, data = model_and_data(cfg)
+    data.prepare()
+    model = model_of(cfg, chain, data, precision)
     place = Place(
         PaperCosts(cluster, precision),
         cluster.size,
@@ -164,10 +167,9 @@ class Model:
             yield f"{name} does not fit: {needed:.1f} GiB of {there:.1f} at the least ({one.name})"
         if found.best[0].layout.tp > 1:
             yield "tp, tensor parallelism, is planned on paper only: nothing here trains with it"
-        own = [w for w in words if w.partition("=")[0].partition(".")[0] not in NOT_COPIED]
         yield "to copy, the best of each strategy that can be run, the fastest first:"
         for one in best_of_each(found, tensor=False).values():
-            yield f"  {shlex.join(['python', 'train.py', *own, *one.words])}"
+            yield f"  {command(words, one)}"
 
     def _row(self, one: Candidate, parts: Sequence[str], peak: float | None) -> list[str]:
         total, shown = one.seconds.total, [f"{getattr(one.seconds, part):.3g}" for part in parts]
@@ -185,10 +187,8 @@ class Model:
         return [*row, f"{flops / total / (one.layout.ranks * peak):.0%}"]
 
 
-def model_of(cfg: Any, precision: str) -> Model:
-    """Return what is known of a configuration's model without memory for it."""
-    chain, data = model_and_data(cfg)
-    data.prepare()
+def model_of(cfg: Any, chain: Chain, data: DataSet, precision: str) -> Model:
+    """Return what is known of a configuration's model without memory for it; the data is prepared."""
     feels = any(isinstance(module, _BatchNorm) for module in chain.skeleton().modules())
     indices = np.arange(1 + feels) % len(data.train)  # BatchNorm takes no single number
     works = work_of(chain, Batch(*data.train.read(indices, 0)), precision)
@@ -204,22 +204,28 @@ def best_of_each(found: Found, tensor: bool = True) -> dict[str, Candidate]:
     return best
 
 
-def _draw(found: Found, works: Works, cfg: Any, run_dir: Path) -> Iterator[str]:
+def command(words: Sequence[str], one: Candidate) -> str:
+    """Return the command that trains in a layout, from the one that was typed."""
+    own = [word for word in words if word.partition("=")[0].partition(".")[0] not in _NOT_COPIED]
+    return shlex.join(["python", "train.py", *own, *one.words])
+
+
+def _draw(found: Found, cfg: Any, run_dir: Path) -> Iterator[str]:
     """Draw when each rank of the best pipeline works, where it is small enough to be seen."""
     for one in found.best:
         if 1 < one.layout.pp <= _DRAWN_RANKS and one.layout.chunks * one.layout.per_rank <= _DRAWN_CHUNKS:
             from training.reporting.timeline import draw
 
-            figure = draw(timeline_of(one, works), f"{cfg.model.name}, predicted for {cfg.cluster.name}", one.name)
+            figure = draw(timeline_of(one), f"{cfg.model.name}, predicted for {cfg.cluster.name}", one.name)
             figure.savefig(run_dir / _PICTURE)
             yield f"the best pipeline's timeline, as predicted: {run_dir / _PICTURE}"
             return
 
 
-def timeline_of(one: Candidate, works: Works) -> Intervals:
+def timeline_of(one: Candidate) -> Intervals:
     """Return what each rank of a pipeline is predicted to do in a step, and when."""
     layout, costs = one.layout, one.place.costs
-    stages = stage_seconds(works, layout, costs)
+    stages = stage_seconds(one.works, layout, costs)
     whole = makespan(stages, layout.pp, layout.chunks, layout.schedule, 0.0)
     part = slowed(stages, whole, layout, costs)
     stages = [StageSeconds(*(part * seconds for seconds in stage)) for stage in stages]

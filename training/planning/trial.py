@@ -17,12 +17,14 @@ from common.errors import PlanError
 from conf.instantiate import to_config, to_dict
 from launchers import WorkerFailed, World, run_workers
 from parallel.timeline import Interval
+from planner.search import Candidate
 from training.callbacks import Callback, TrainingRun
 from training.reporting import METRICS, SUMMARY
 from training.reporting.metrics import after_warmup, read_records
 from training.setup import pack_given, prepare, unpack_given
 
 _WATCHED = "watched-{}.json"
+_FEWEST_STEPS, _MOST_STEPS = 8, 200
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,18 @@ class Trial:
     problem: str = ""
 
 
-def try_layout(cfg: Any, layout: Mapping[str, Any], steps: int) -> Trial:
-    """Train some steps in a layout, which is given as keys of the section ``parallel`` (and ``train``'s own ones)."""
+def lay_out(cfg: Any, one: Candidate) -> None:
+    """Put a layout into a configuration."""
+    keys = dict(one.keys)
+    cfg.train.activation_checkpointing = keys.pop("activation_checkpointing")
+    cfg.parallel.update(keys)
+
+
+def try_layout(cfg: Any, one: Candidate, seconds: float) -> Trial:
+    """Train in a layout for as many steps as are predicted to take some seconds."""
+    steps = int(min(_MOST_STEPS, max(_FEWEST_STEPS, seconds / one.seconds.total)))
     trial = copy.deepcopy(cfg)
-    trial.parallel.update({key: value for key, value in layout.items() if key in trial.parallel})
-    trial.train.update({key: value for key, value in layout.items() if key in trial.train})
+    lay_out(trial, one)
     trial.update(logger={"_target_": "training.reporting.NoLogger"}, loggers=None, mode="train")
     trial.callbacks = [{"_target_": "training.planning.trial.Watch"}]
     trial.train.update(steps=steps, epochs=None, eval_every=None, checkpoint_every=None, resume=None)
@@ -66,10 +75,10 @@ def try_layout(cfg: Any, layout: Mapping[str, Any], steps: int) -> Trial:
         except WorkerFailed as failure:
             return Trial(problem=_reason(failure))
         summary = json.loads((folder / SUMMARY).read_text())
-        seconds = [record["step_time_s"] for record in read_records(folder / METRICS) if "step_time_s" in record]
+        took = [record["step_time_s"] for record in read_records(folder / METRICS) if "step_time_s" in record]
         watched = [json.loads((folder / _WATCHED.format(rank)).read_text()) for rank in range(plan.processes)]
     return Trial(
-        float(np.quantile(after_warmup(seconds), 0.25)),
+        float(np.quantile(after_warmup(took), 0.25)),
         max(summary["peak_memory_bytes"]),
         max(one["busy"] for one in watched) if plan.device_type == "cpu" else None,
         summary["bubble_fraction"],

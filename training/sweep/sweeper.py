@@ -286,7 +286,7 @@ def _check(cfg: Any) -> CheckedRun | None:
     folder = Path(hydra.runtime.output_dir)
     _begin(cfg, hydra, folder, WAITING)
     try:
-        return CheckedRun.of(prepared(plain(cfg, hydra), folder, None), folder)
+        return CheckedRun.of(prepared(plain(cfg, hydra), folder, None, mask_secrets(typed_overrides(hydra))), folder)
     except UserError as error:
         _fail(folder, error)
         return None
