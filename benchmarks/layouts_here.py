@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,8 @@ from launchers import start_fork_server
 from planner.search import Candidate
 from training.api import load_config
 from training.app import plain
-from training.planning.choice import predict_here
+from training.planning.choice import pick, predict_here
+from training.planning.paper import best_of_each
 from training.planning.trial import Trial, try_layout
 
 MODELS = {
@@ -37,27 +39,30 @@ def tables(quick: bool) -> Iterator[Table]:
     """Yield each layout as predicted and measured, and what that says of each model."""
     start_fork_server(["training.preload"])
     models = ["toy"] if quick else [*MODELS]
-    measured = {name: _pairs(name, quick) for name in models}
+    measured, chosen = {}, {}
+    for name in models:
+        measured[name], chosen[name] = _pairs(name, quick)
     rows = [_row(name, *pair) for name, pairs in measured.items() for pair in pairs]
     points = [(name, trial.seconds, one.seconds.total) for name, pairs in measured.items() for one, trial in pairs]
     yield Table("planner_here_layouts", rows, draw=partial(figure.against_measured, points=points))
-    lines = [_line(name, pairs) for name, pairs in measured.items()]
+    lines = [_line(name, pairs) | _choice(pairs, chosen[name]) for name, pairs in measured.items()]
     yield Table("planner_here", [*lines, _line("all", [pair for pairs in measured.values() for pair in pairs])])
 
 
-def _pairs(name: str, quick: bool) -> list[Pair]:
-    """Predict all layouts of a model, and then run them."""
+def _pairs(name: str, quick: bool) -> tuple[list[Pair], Candidate]:
+    """Predict all layouts of a model, let parallel=auto take one of them, and then run them all."""
     cfg = plain(load_config(*MODELS[name], *SAME), None)
     found, _ = predict_here(cfg, PROCESSES)
     some = [one for one in found.best if one.layout.chunks in CHUNKS and one.layout.recompute == "none"]
-    pairs = []
-    for one in some[:4] if quick else some:
+    some, pairs = some[:4] if quick else some, []
+    chosen, _ = pick(cfg, [*best_of_each(replace(found, best=some)).values()])
+    for one in some:
         trial = try_layout(cfg, one, _SECONDS)
         if trial.problem:
             raise RuntimeError(f"{name}, {one.name}: {trial.problem}")
         print(f"{name}: {one.name}: {one.seconds.total:.4f} s, measured {trial.seconds:.4f}", flush=True)
         pairs.append((one, trial))
-    return pairs
+    return pairs, chosen
 
 
 def _row(name: str, one: Candidate, trial: Trial) -> dict[str, object]:
@@ -77,14 +82,20 @@ def _line(name: str, pairs: Sequence[Pair]) -> dict[str, object]:
     memory, peak = (np.array(x) for x in zip(*((one.memory.total, t.peak) for one, t in pairs), strict=True))
     off, off_memory = np.abs(seconds / real - 1), np.abs(memory / peak - 1)
     says, does = (size[:, None] / 2**30 <= _LIMITS for size in (memory, peak))
-    alone = name != "all"  # there is no choice between models
+    rank = "" if name == "all" else f"{spearmanr(seconds, real).statistic:.3f}"
     return {
         "model": name, "layouts": len(pairs), "step time, mean": f"{off.mean():.1%}",
         "90th percentile": f"{np.quantile(off, 0.9):.1%}",
-        "rank correlation": f"{spearmanr(seconds, real).statistic:.3f}" if alone else "",
-        "chosen": pairs[int(seconds.argmin())][0].name if alone else "",
-        "best": pairs[int(real.argmin())][0].name if alone else "",
-        "regret": f"{real[seconds.argmin()] / real.min() - 1:.1%}" if alone else "",
-        "memory, mean": f"{off_memory.mean():.1%}", "fits or not, right": f"{(says == does).mean():.1%}",
+        "rank correlation": rank, "memory, mean": f"{off_memory.mean():.1%}",
+        "fits or not, right": f"{(says == does).mean():.1%}",
         '"fits" that are wrong': f"{(says & ~does).sum() / max(1, says.sum()):.1%}",
+        "best": "", "chosen": "", "regret": "", "regret by prediction alone": "",
     }  # fmt: skip
+
+
+def _choice(pairs: Sequence[Pair], chosen: Candidate) -> dict[str, str]:
+    """Return the fastest layout, the one that parallel=auto takes, and what that and the first by prediction lose."""
+    took = {one.name: trial.seconds for one, trial in pairs}
+    best, first = min(took, key=took.get), min(pairs, key=lambda pair: pair[0].seconds.total)[0]
+    lost = [f"{took[one.name] / took[best] - 1:.1%}" for one in (chosen, first)]
+    return {"best": best, "chosen": chosen.name, "regret": lost[0], "regret by prediction alone": lost[1]}

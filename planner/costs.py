@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from math import ceil, log2
 
 from planner.cluster import Cluster
-from planner.here import Here
+from planner.here import Here, Line
 from planner.work import LayerWork
 
 _BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # of a number, as products read it
 _UPDATED = 28  # bytes moved for a parameter: weight, gradient and two states are read, all but the gradient written
-_HEAP = 0.12  # of parallel.devices.keep_freed_memory, on six small models
+_HEAP = 0.3  # of parallel.devices.keep_freed_memory, on six small models, as is
+_COPIES = 2, 7, 6  # times the size of parameters, of ddp and of fsdp with parameters whole for a layer, or for a step
 _NOT_CUT = 0.4  # the part of a layer's traffic outside its products that tensor parallelism leaves whole
 
 
@@ -23,9 +24,11 @@ class PaperCosts:
         itemsize: Bytes of a number as products read it.
         hides: The part of communication that computing at the same time hides: of gradients, and of shards.
         heap: The part of a model's bytes that an allocator that keeps what is freed needs on top.
+        copies: How often it holds what replicas have of parameters and gradients beside their own: of ddp, and of fsdp
+            where parameters are whole for a layer, or for a step.
     """
 
-    hides, heap = (0.9, 0.95), 0.0
+    hides, heap, copies = (0.9, 0.95), 0.0, (0, 0, 0)
 
     def __init__(self, cluster: Cluster, precision: str) -> None:
         self.cluster, self.peak = cluster, cluster.peak[precision]
@@ -87,8 +90,8 @@ class PaperCosts:
         """Seconds of an all-reduce of ``size`` bytes, as ``gather``."""
         return 2 * self.gather(size, ranks, per_node)
 
-    def fixed(self, dp: int, pp: int) -> float:
-        """Seconds of a step that are in no other part."""
+    def fixed(self, dp: int, pp: int, reduced: int) -> float:
+        """Seconds of a step that are in no other part, where gradients of ``reduced`` stages are."""
         return self.cluster.step
 
     def optimizer(self, parameters: float) -> float:
@@ -102,7 +105,7 @@ class MeasuredCosts:
     def __init__(self, here: Here, itemsize: int, on_gpus: bool) -> None:
         self.here, self.itemsize, self.devices = here, itemsize, here.processes
         self.hides = PaperCosts.hides if on_gpus else (0.0, 0.0)  # what moves bytes needs a core, too
-        self.heap = 0.0 if on_gpus else _HEAP
+        self.heap, self.copies = (0.0, (0, 0, 0)) if on_gpus else (_HEAP, _COPIES)
         self._layers = {layer.name: layer for layer in here.layers}
 
     def forward(self, work: LayerWork, samples: int, tp: int = 1) -> float:
@@ -114,9 +117,8 @@ class MeasuredCosts:
         return self._layers[work.name].backward(samples)
 
     def begin(self, work: LayerWork, samples: int) -> float:
-        """Seconds that the first micro-batch of a step takes more: weights are cast, gradients made."""
-        later = self.forward(work, samples) + self.backward(work, samples)
-        return max(0.0, self._layers[work.name].first(samples) - later)
+        """Seconds that the first micro-batch of a step takes more: weights are cast, and gradients are not added up."""
+        return self._layers[work.name].first(samples) - self.forward(work, samples) - self.backward(work, samples)
 
     def slowed(self, busy: float, samples: int) -> float:
         """Return how long work takes while ``busy`` processes compute, by what it takes while ``at_once`` do.
@@ -140,26 +142,25 @@ class MeasuredCosts:
 
     def gather(self, size: float, ranks: int, per_node: int, held: Sequence[LayerWork] = ()) -> float:
         """See PaperCosts."""
-        line, layers = self.here.shards, sum(work.parameters > 0 for work in held)
-        apart = line.piece * sum(work.tensors for work in held)
-        return (self._share(ranks) * line.fixed * layers + apart + line.each * self._of_ring(size, ranks)) / 3
+        line = self.here.shards
+        return (self._of_layers(line, held) + line.each * self._of_ring(size, ranks)) / 3
 
     def hooks(self, held: Sequence[LayerWork]) -> float:
         """See PaperCosts."""
-        return self.here.hooks * sum(work.parameters > 0 for work in held)
+        return self._of_layers(self.here.hooks, held)
+
+    def _of_layers(self, line: Line, held: Sequence[LayerWork]) -> float:
+        """Return the seconds that do not depend on the size."""
+        return sum(line.fixed + line.piece * work.tensors for work in held if work.parameters)
 
     def reduce(self, size: float, ranks: int, per_node: int) -> float:
         """See PaperCosts; what does not depend on the size is ``fixed``."""
         return self.here.replicas.each * self._of_ring(size, ranks)
 
-    def fixed(self, dp: int, pp: int) -> float:
+    def fixed(self, dp: int, pp: int, reduced: int) -> float:
         """See PaperCosts."""
         step = self.here.pipeline if pp > 1 else self.here.step
-        return step + (self._share(dp) * self.here.replicas.fixed if dp > 1 else 0.0)
-
-    def _share(self, ranks: int) -> float:
-        """Return by how much fewer messages follow each other among some of the processes than among all."""
-        return (ranks - 1) / (self.here.processes - 1) if ranks > 1 else 1.0
+        return step + (reduced * self.here.replicas.fixed if dp > 1 else 0.0)
 
     def _of_ring(self, size: float, ranks: int) -> float:
         """Return the bytes among all processes that take as long as ``size`` bytes among ``ranks`` of them."""

@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,8 +41,8 @@ _NUMBERS = 2**8, 2**19  # of each layer of the small model, and of what its stag
 _TENSORS = 8  # in which a layer's few numbers are kept, to see what each costs
 _LAYERS = 4  # of the small model, or one for each rank
 _MORE = 3  # micro-batches of the small model beside the first
-_ROUNDS, _PASS_S = 3, 2.0  # of the layers, unless one takes long; seconds of the model with the larger micro-batch
-_SMALLER = 8  # so many times as small is the smaller one
+_ROUNDS, _PASS_S = 3, 2.0  # of the layers, unless one takes long; seconds of the model with the largest micro-batch
+_SIZES = 5  # of micro-batches
 _STEPS_S, _FEWEST_STEPS, _MOST_STEPS = 0.2, 5, 60  # of the small model
 _LEAST_S = 0.02  # of a layer: processes that share a core take turns of some milliseconds
 _FOUND = "seconds.json"
@@ -68,6 +69,18 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Curve:
+    """Seconds measured for some ascending sizes: between them they grow evenly, beyond them in proportion."""
+
+    sizes: Sequence[float]
+    seconds: Sequence[float]
+
+    def __call__(self, size: float) -> float:
+        """Return the seconds of a size."""
+        return float(np.interp(size, self.sizes, self.seconds)) * max(1.0, size / self.sizes[-1])
+
+
+@dataclass(frozen=True)
 class LayerSeconds:
     """A layer's seconds for a micro-batch, by samples.
 
@@ -80,10 +93,10 @@ class LayerSeconds:
     """
 
     name: str
-    forward: Line
-    backward: Line
-    first: Line
-    alone: Line
+    forward: Curve
+    backward: Curve
+    first: Curve
+    alone: Curve
 
 
 @dataclass(frozen=True)
@@ -100,7 +113,7 @@ class Here:
         process: Bytes of a process with its data, and with a model of next to no size.
         replicas: What ddp adds to a step, by bytes of gradients.
         shards: What fsdp adds to a layer and micro-batch, by the bytes of its parameters.
-        hooks: What it adds where parameters stay whole for a step and gradients are reduced once, by no size.
+        hooks: The same where parameters stay whole for a step and gradients are reduced once; by no size.
         messages: What a pipeline adds to a stage and micro-batch, by the bytes that the stage sends each way.
     """
 
@@ -113,7 +126,7 @@ class Here:
     process: int = 0
     replicas: Line = Line()
     shards: Line = Line()
-    hooks: float = 0.0
+    hooks: Line = Line()
     messages: Line = Line()
 
 
@@ -155,7 +168,7 @@ def measure(subject: Subject, processes: int, least: int, most: int) -> Here:
         args = cloudpickle.dumps(subject), (least, most), folder
         run_workers(_work, args, processes, Path(folder) / "logs", timeout_s=subject.parallel.timeout_s)
         found = json.loads((Path(folder) / _FOUND).read_text())
-    layers = tuple(LayerSeconds(name, *(Line(*line) for line in lines)) for name, lines in found.pop("layers"))
+    layers = tuple(LayerSeconds(name, *(Curve(*curve) for curve in curves)) for name, curves in found.pop("layers"))
     lines = {name: Line(*line) for name, line in found.pop("lines").items()}
     return Here(processes, layers=layers, **found, **lines)
 
@@ -216,8 +229,8 @@ class _Ranks:
         return worst.quantile(0.25, dim=0).cpu()
 
 
-def _layers(ranks: _Ranks, subject: Subject, least: int, most: int) -> list[tuple[str, list[Line]]]:
-    """Measure the layers with two sizes, on as many ranks at once as there are cores for, and then on the first one."""
+def _layers(ranks: _Ranks, subject: Subject, least: int, most: int) -> list[tuple[str, list[Curve]]]:
+    """Measure the layers with some sizes, on as many ranks at once as there are cores for, then on the first one."""
 
     def timed(samples: int, together: bool) -> list[list[float]]:
         some = torch.arange(samples) % len(subject.sample)
@@ -241,12 +254,13 @@ def _layers(ranks: _Ranks, subject: Subject, least: int, most: int) -> list[tupl
 
     each = float(rounds(ranks.at_once, [least], 1)[..., -1].sum()) / least  # seconds of a sample
     large = max(least + 1, min(most, int(_PASS_S / each)))
-    sizes, count = (max(least, large // _SMALLER), large), _ROUNDS if each * large < _PASS_S / 2 else 1
+    sizes = sorted({round(size) for size in np.geomspace(least, large, _SIZES)})
+    count = _ROUNDS if each * large < _PASS_S / 2 else 1
     found = rounds(ranks.at_once, sizes, count)
     if ranks.at_once > 1:
         found[..., -1] = rounds(1, sizes, count)[..., -1]
-    lines = [[Line.through(sizes, seconds) for seconds in layer] for layer in found.permute(1, 2, 0).tolist()]
-    return list(zip(subject.chain.names, lines, strict=True))
+    curves = [[Curve(sizes, seconds) for seconds in layer] for layer in found.permute(1, 2, 0).tolist()]
+    return list(zip(subject.chain.names, curves, strict=True))
 
 
 def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
@@ -262,6 +276,12 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
         low, high = (step(name, numbers, chunks, **more) for chunks in (1, 1 + _MORE))
         return low, float(high[0] - low[0]) / _MORE
 
+    def shared(**more: Any) -> tuple[float, float]:
+        """Return what fsdp adds to a layer of few numbers and a micro-batch, and to each of its tensors."""
+        one, several = ((each("fsdp", few, tensors=n, **more)[1] - computed[0]) / layers for n in (1, _TENSORS))
+        piece = max(0.0, (several - one) / (_TENSORS - 1))
+        return max(0.0, one - piece), piece
+
     layers, bytes_of = ranks.layers, [4 * n for n in _NUMBERS]
     single, computed = zip(*(each("single", n) for n in _NUMBERS), strict=True)
     found = {"step": float(single[0][0]), "pipeline": 0.0}
@@ -269,12 +289,11 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
     if ranks.size > 1:
         replicas = [float(step("ddp", n)[0] - one[0]) for n, one in zip(_NUMBERS, single, strict=True)]
         lines["replicas"] = Line.through([layers * size for size in bytes_of], replicas)
-        shards = [(each("fsdp", n)[1] - own) / layers for n, own in zip(_NUMBERS, computed, strict=True)]
-        apart = (each("fsdp", few, tensors=_TENSORS)[1] - computed[0]) / layers
-        piece = max(0.0, (apart - shards[0]) / (_TENSORS - 1))
-        line = Line.through(bytes_of, shards)
-        lines["shards"] = replace(line, fixed=max(0.0, line.fixed - piece), piece=piece)
-        found["hooks"] = max(0.0, (each("fsdp", few, reshard=False)[1] - computed[0]) / layers)
+        fixed, piece = shared()
+        large = (each("fsdp", _NUMBERS[1])[1] - computed[1]) / layers - piece
+        lines["shards"] = replace(Line.through(bytes_of, [fixed, large]), piece=piece)
+        fixed, piece = shared(reshard=False)
+        lines["hooks"] = Line(fixed, piece=piece)
         piped = [each("pipelined", n) for n in _NUMBERS]
         lines["messages"] = Line.through(
             bytes_of, [more - own / ranks.size for own, (_, more) in zip(computed, piped, strict=True)]
@@ -285,7 +304,7 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
 
 
 def _step(
-    ranks: _Ranks, subject: Subject, name: str, numbers: int, chunks: int, tensors: int = 1, reshard: bool | None = None
+    ranks: _Ranks, subject: Subject, name: str, numbers: int, chunks: int, tensors: int = 1, **typed: Any
 ) -> Tensor:
     """Measure a step of the small model, and its update."""
     alone, layer = name == "single", partial(_Scale, numbers, tensors)
@@ -293,8 +312,9 @@ def _step(
     parallel, pipelined = copy.deepcopy(subject.parallel), name == "pipelined"
     parallel.update(
         name=name, dp=None, pp=ranks.size if pipelined else 1, chunks=chunks, schedule="gpipe", stages_per_rank=None,
-        balance="uniform", reshard=reshard,
+        balance="uniform", reshard=None,
     )  # fmt: skip
+    parallel.update(typed)
     plan = make_plan(
         parallel, chain, global_batch_size=chunks * (1 if alone or pipelined else ranks.size), device=subject.device,
         precision=subject.precision, world_size=1 if alone else ranks.size,

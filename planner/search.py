@@ -111,7 +111,12 @@ class Found:
 
 
 def search(
-    works: Works, batch: int, places: Sequence[Place], tensor: bool = False, fixed: Mapping[str, Any] | None = None
+    works: Works,
+    batch: int,
+    places: Sequence[Place],
+    tensor: bool = False,
+    fixed: Mapping[str, Any] | None = None,
+    least: int = 1,
 ) -> Found:
     """Predict every layout of some places.
 
@@ -121,6 +126,7 @@ def search(
         places: The places.
         tensor: Whether layers may be cut (tensor parallelism).
         fixed: What is given of ``FREE``; and "strategy", "shards", "counts" and "recompute", as in ``Layout``.
+        least: Samples of the smallest micro-batch that the layers take.
 
     Raises:
         PlanError: There is no layout at all, or none fits: it says what comes nearest and by how much it misses.
@@ -128,7 +134,7 @@ def search(
     fit, nearest, tried, fixed = [], {}, 0, fixed or {}
     for place in places:
         for layout in layouts(works, place.costs.devices, batch, place.devices, tensor, fixed):
-            if place.whole and layout.ranks != place.devices:
+            if layout.samples < least or (place.whole and layout.ranks != place.devices):
                 continue
             tried += 1
             one = Candidate(works, layout, place)

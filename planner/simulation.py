@@ -15,6 +15,8 @@ from parallel.zero_bubble.schedule import ACTIONS
 
 _KINDS = {torchs: kind for kind, torchs in ACTIONS.items()}
 
+_REPLAYED = 128  # micro-batches of all stages
+
 Intervals = dict[int, list[Interval]]  # rank -> its work and its receives, in order
 
 
@@ -100,6 +102,13 @@ def replay(orders: Orders, seconds: Sequence[StageSeconds], transfer: float) -> 
                 goes_on = True
     assert not any(left.values()), f"nothing can go on: {left}"
     return done
+
+
+def duration(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule: str) -> float:
+    """Return how long a step takes: replayed, or by the formula where that would take more than milliseconds."""
+    if len(seconds) * chunks > _REPLAYED:
+        return makespan(seconds, ranks, chunks, schedule, 0.0)
+    return max(done[-1].end for done in simulate(seconds, ranks, chunks, schedule, 0.0).values())
 
 
 class _Parts(NamedTuple):

@@ -9,7 +9,7 @@ from parallel.plan import even_split
 from parallel.schedules import in_flight
 from parallel.zero_bubble.order import UNMEASURED, StageSeconds
 from planner.costs import Costs
-from planner.simulation import makespan
+from planner.simulation import duration
 from planner.work import LayerWork
 
 Works = Sequence[LayerWork]
@@ -132,18 +132,20 @@ def seconds_of(works: Works, layout: Layout, costs: Costs) -> Seconds:
     passed = one.per_rank * _passed(works, one, costs)
     compute = each[slowest] - tensor - passed
     gradients, shards = _replicas(held, parameters, compute, one, costs)
-    whole = makespan(stages, one.pp, m, one.schedule, 0.0) if one.pp > 1 else m * each[slowest]
+    whole = duration(stages, one.pp, m, one.schedule) if one.pp > 1 else m * each[slowest]
     if one.pp > 1:  # what the first and the last stage share
         gradients += costs.reduce(4 * sum(w.tied for w in works) / one.tp, 2, 2 if one.ranks <= costs.devices else 1)
-    part = slowed(stages, whole, one, costs)
+    part, reduced = slowed(stages, whole, one, costs), one.per_rank if one.shards == 1 else 1
+    # The first micro-batch passes through all stages in turn.
+    first, own = (sum(costs.begin(work, one.samples) for work in some) for some in (works, held))
     return Seconds(
-        compute=part * (m * compute + sum(costs.begin(work, one.samples) for work in held)),
-        bubble=part * (whole - m * each[slowest]),
+        compute=part * (m * compute + own),
+        bubble=part * (whole - m * each[slowest] + first - own),
         tensor=m * tensor,
         stages=m * passed,
         gradients=gradients,
         shards=shards,
-        optimizer=costs.optimizer(parameters / one.shards) + costs.fixed(one.dp, one.pp),
+        optimizer=costs.optimizer(parameters / one.shards) + costs.fixed(one.dp, one.pp, reduced),
     )
 
 
@@ -191,7 +193,8 @@ def _passed(works: Works, one: Layout, costs: Costs) -> float:
     if one.pp == 1:
         return 0.0
     apart = one.tp * (one.dp if one.stages_last else 1)  # how far the next stage's rank is
-    return 2 * costs.message(max(w.output for w in works[:-1]) * one.samples / one.tp, 2 * apart <= costs.devices)
+    size = max(work.output for work in works[:-1]) * one.samples / one.tp
+    return 2 * costs.message(size, 2 * apart <= costs.devices)
 
 
 def _replicas(held: Works, parameters: float, compute: float, one: Layout, costs: Costs) -> tuple[float, float]:
@@ -232,7 +235,7 @@ def bytes_of(works: Works, layout: Layout, costs: Costs, reserved: float, states
         cast = costs.itemsize * parameters if costs.itemsize < 4 else 0.0
         if one.dp > 1 and costs.heap:
             # What is freed stays: the gradients that have moved into buckets; whole parameters and their gradients.
-            cast += 4 * parameters * (1 if one.shards == 1 else 2)
+            cast += 4 * parameters * costs.copies[0 if one.shards == 1 else 1 if one.reshard else 2]
         elif one.shards > 1 and one.reshard:
             cast = min(cast or 4 * parameters, 2 * costs.itemsize * largest) + 4 * largest
         state = 4 * (2 + states) * parameters / one.shards

@@ -113,9 +113,7 @@ def choose(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = 
         found, model = predict_here(cfg)
     print("\n".join([*model.tables(found, words), PAPER_IS_OFF if queued else _HERE_IS_OFF]), flush=True)
     own = [*best_of_each(found, tensor=False).values()] if cfg.parallel.name == AUTO else found.best
-    near = [one for one in own if one.seconds.total <= _NEAR * own[0].seconds.total][:_MOST_TRIED]
-    tried = {} if queued or cfg.mode == "plan" or len(near) == 1 else _tried(cfg, near)
-    best = min(near, key=lambda one: tried.get(one.name, math.inf)) if tried else near[0]
+    best, tried = (own[0], {}) if queued or cfg.mode == "plan" else pick(cfg, own)
     if cfg.parallel.name == AUTO:
         lay_out(cfg, best)
     else:
@@ -126,8 +124,15 @@ def choose(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = 
     print(f"{' '.join(best.words)} is {'the' if tried else 'predicted to be the'} fastest\n", flush=True)
 
 
-def _tried(cfg: Any, near: Sequence[Candidate]) -> dict[str, float]:
-    """Return the seconds of a step of some layouts, by name, as a short run of each has them."""
+def pick(cfg: Any, candidates: Sequence[Candidate]) -> tuple[Candidate, dict[str, float]]:
+    """Return the fastest of some layouts that run here, which come in the order of what is predicted.
+
+    Where several are predicted to be close, a short run of each decides: their seconds of a step are returned too, by
+    name.
+    """
+    near = [one for one in candidates if one.seconds.total <= _NEAR * candidates[0].seconds.total][:_MOST_TRIED]
+    if len(near) == 1:
+        return near[0], {}
     print("those that are predicted to be close, in a short run of each:", flush=True)
     seconds = {}
     for one in near:
@@ -137,7 +142,7 @@ def _tried(cfg: Any, near: Sequence[Candidate]) -> dict[str, float]:
             seconds[one.name] = trial.seconds
     if not seconds:
         raise PlanError("no layout that was predicted to be fast runs; see above")
-    return seconds
+    return min(near, key=lambda one: seconds.get(one.name, math.inf)), seconds
 
 
 def compared_with_prediction(run_dir: Path) -> str:
@@ -173,12 +178,11 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
     on_gpus = plan.device_type == "cuda"
     memory = torch.cuda.mem_get_info()[0] if on_gpus else available_memory()
     for processes in counts or _counts(fixed, plan.device_type):
-        least = 1 + model.feels  # BatchNorm takes no single number
-        here = measure(subject, processes, least, max(least + 1, model.batch // processes))
+        here = measure(subject, processes, model.least, max(model.least + 1, model.batch))
         costs = MeasuredCosts(here, parameter_dtype(plan.precision).itemsize, on_gpus)
         each = memory if on_gpus else memory / processes
         places.append(Place(costs, processes, each, here.process + _RUN, states_of(cfg.optim), True))
-    return search(model.works, model.batch, places, fixed=fixed), model
+    return search(model.works, model.batch, places, fixed=fixed, least=model.least), model
 
 
 def _data(tree: dict, given: bytes | None) -> Any:

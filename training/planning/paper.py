@@ -21,7 +21,7 @@ from parallel.zero_bubble.order import StageSeconds
 from planner.cluster import Cluster, read_cluster
 from planner.costs import PaperCosts
 from planner.search import FREE, Candidate, Found, Place, search
-from planner.simulation import Intervals, makespan, simulate
+from planner.simulation import Intervals, duration, simulate
 from planner.step import Seconds, Works, slowed, stage_seconds
 from planner.work import work_of
 from training.optimizer import states_of
@@ -80,7 +80,7 @@ def predict_on_paper(cfg: Any, tensor: bool = False) -> tuple[Found, Model]:
         on_job(cfg),
     )
     cut = tensor and any(work.attention for work in model.works)
-    return search(model.works, model.batch, [place], cut, fixed_of(cfg)), model
+    return search(model.works, model.batch, [place], cut, fixed_of(cfg), model.least), model
 
 
 def on_paper(cfg: Any) -> bool:
@@ -132,12 +132,14 @@ class Model:
         batch: Samples of a step.
         tokens: Of a sample; None where it has none.
         feels: Whether it has BatchNorm.
+        least: Samples of the smallest micro-batch that it takes.
     """
 
     works: Works
     batch: int
     tokens: int | None
     feels: bool
+    least: int
 
     def tables(self, found: Found, words: Sequence[str], peak: float | None = None) -> Iterator[str]:
         """Yield the best ten, each strategy's best, what does not fit and why, and the commands to copy.
@@ -190,9 +192,14 @@ class Model:
 def model_of(cfg: Any, chain: Chain, data: DataSet, precision: str) -> Model:
     """Return what is known of a configuration's model without memory for it; the data is prepared."""
     feels = any(isinstance(module, _BatchNorm) for module in chain.skeleton().modules())
-    indices = np.arange(1 + feels) % len(data.train)  # BatchNorm takes no single number
-    works = work_of(chain, Batch(*data.train.read(indices, 0)), precision)
-    return Model(works, cfg.train.global_batch_size, data.seq_len, feels)
+    for least in (1, 2):
+        try:
+            works = work_of(chain, Batch(*data.train.read(np.arange(least) % len(data.train), 0)), precision)
+            break
+        except ValueError:  # BatchNorm takes no single number
+            if least == 2 or not feels:
+                raise
+    return Model(works, cfg.train.global_batch_size, data.seq_len, feels, least)
 
 
 def best_of_each(found: Found, tensor: bool = True) -> dict[str, Candidate]:
@@ -226,7 +233,7 @@ def timeline_of(one: Candidate) -> Intervals:
     """Return what each rank of a pipeline is predicted to do in a step, and when."""
     layout, costs = one.layout, one.place.costs
     stages = stage_seconds(one.works, layout, costs)
-    whole = makespan(stages, layout.pp, layout.chunks, layout.schedule, 0.0)
+    whole = duration(stages, layout.pp, layout.chunks, layout.schedule)
     part = slowed(stages, whole, layout, costs)
     stages = [StageSeconds(*(part * seconds for seconds in stage)) for stage in stages]
     return simulate(stages, layout.pp, layout.chunks, layout.schedule, 0.0)
