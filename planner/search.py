@@ -162,12 +162,7 @@ def search(
 
 
 def layouts(
-    works: Works,
-    per_node: int,
-    batch: int,
-    devices: int,
-    tensor: bool,
-    fixed: Mapping[str, Any],
+    works: Works, per_node: int, batch: int, devices: int, tensor: bool, fixed: Mapping[str, Any]
 ) -> Iterator[Layout]:
     """Yield the layouts of ``search``; ``per_node`` devices are in each node."""
 

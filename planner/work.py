@@ -85,16 +85,8 @@ def work_of(chain: Chain, sample: Batch, precision: str) -> list[LayerWork]:
     }
     return [
         LayerWork(
-            t.name,
-            t.work.flops / n,
-            t.work.attention / n,
-            t.work.products,
-            t.work.moved / n,
-            own[t.name],
-            t.output_bytes / n,
-            t.kept / n,
-            tied[t.name],
-            sum(1 for _ in skeleton[t.name].parameters()),
-        )  # fmt: skip
+            t.name, t.work.flops / n, t.work.attention / n, t.work.products, t.work.moved / n, own[t.name],
+            t.output_bytes / n, t.kept / n, tied[t.name], sum(1 for _ in skeleton[t.name].parameters()),
+        )
         for t in trace(chain, sample, precision, "cpu", Counted)
-    ]
+    ]  # fmt: skip
