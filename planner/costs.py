@@ -11,8 +11,8 @@ from planner.work import LayerWork
 
 _BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # of a number, as products read it
 _UPDATED = 28  # bytes moved for a parameter: weight, gradient and two states are read, all but the gradient written
-_HEAP = 0.3  # of parallel.devices.keep_freed_memory, on six small models, as is
-_COPIES = 2, 7, 6  # times the size of parameters, of ddp and of fsdp with parameters whole for a layer, or for a step
+_HEAP = 0.25  # of parallel.devices.keep_freed_memory, on six small models, as is
+_COPIES = 2, 6, 4  # times the size of parameters, of ddp and of fsdp with parameters whole for a layer, or for a step
 _NOT_CUT = 0.4  # the part of a layer's traffic outside its products that tensor parallelism leaves whole
 
 
@@ -64,8 +64,8 @@ class PaperCosts:
         """Seconds of the products of attention in a forward."""
         return work.attention * samples / tp / (self.peak * self.cluster.attention)
 
-    def message(self, size: float, inside: bool) -> float:
-        """Seconds of ``size`` bytes from one device to another, in the same node or not."""
+    def message(self, size: float, inside: bool, stages: int) -> float:
+        """Seconds of ``size`` bytes from one of some stages to another, whose devices are in the same node or not."""
         link = self.cluster.inside if inside else self.cluster.between
         return link.latency + size / (link.bandwidth * (1.0 if inside else self.cluster.message))
 
@@ -136,14 +136,14 @@ class MeasuredCosts:
         """Nothing: selective recomputation is not offered here."""
         return 0.0
 
-    def message(self, size: float, inside: bool) -> float:
-        """See PaperCosts."""
-        return self.here.messages(size) / 2
+    def message(self, size: float, inside: bool, stages: int) -> float:
+        """See PaperCosts; where there are more than two stages, one in between sends and receives twice as much."""
+        return self.here.messages(size) / 2 * min(2, stages - 1) / min(2, self.here.processes - 1)
 
     def gather(self, size: float, ranks: int, per_node: int, held: Sequence[LayerWork] = ()) -> float:
         """See PaperCosts."""
         line = self.here.shards
-        return (self._of_layers(line, held) + line.each * self._of_ring(size, ranks)) / 3
+        return (self._share(ranks) * self._of_layers(line, held) + line.each * self._of_ring(size, ranks)) / 3
 
     def hooks(self, held: Sequence[LayerWork]) -> float:
         """See PaperCosts."""
@@ -160,7 +160,11 @@ class MeasuredCosts:
     def fixed(self, dp: int, pp: int, reduced: int) -> float:
         """See PaperCosts."""
         step = self.here.pipeline if pp > 1 else self.here.step
-        return step + (reduced * self.here.replicas.fixed if dp > 1 else 0.0)
+        return step + (reduced * self._share(dp) * self.here.replicas.fixed if dp > 1 else 0.0)
+
+    def _share(self, ranks: int) -> float:
+        """Return by how much less some of the processes take than all: messages follow each other, and one thing more."""
+        return ranks / self.here.processes
 
     def _of_ring(self, size: float, ranks: int) -> float:
         """Return the bytes among all processes that take as long as ``size`` bytes among ``ranks`` of them."""
