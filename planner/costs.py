@@ -163,7 +163,7 @@ class MeasuredCosts:
         return step + (reduced * self._share(dp) * self.here.replicas.fixed if dp > 1 else 0.0)
 
     def _share(self, ranks: int) -> float:
-        """Return by how much less some of the processes take than all: messages follow each other, and one thing more."""
+        """Return the part of the time of all processes that some take, which is mostly messages in turn."""
         return ranks / self.here.processes
 
     def _of_ring(self, size: float, ranks: int) -> float:
