@@ -90,7 +90,7 @@ class PaperCosts:
         """Seconds of an all-reduce of ``size`` bytes, as ``gather``."""
         return 2 * self.gather(size, ranks, per_node)
 
-    def fixed(self, dp: int, pp: int, reduced: int) -> float:
+    def fixed(self, dp: int, reduced: int) -> float:
         """Seconds of a step that are in no other part, where gradients of ``reduced`` stages are."""
         return self.cluster.step
 
@@ -157,10 +157,9 @@ class MeasuredCosts:
         """See PaperCosts; what does not depend on the size is ``fixed``."""
         return self.here.replicas.each * self._of_ring(size, ranks)
 
-    def fixed(self, dp: int, pp: int, reduced: int) -> float:
+    def fixed(self, dp: int, reduced: int) -> float:
         """See PaperCosts."""
-        step = self.here.pipeline if pp > 1 else self.here.step
-        return step + (reduced * self._share(dp) * self.here.replicas.fixed if dp > 1 else 0.0)
+        return self.here.step + (reduced * self._share(dp) * self.here.replicas.fixed if dp > 1 else 0.0)
 
     def _share(self, ranks: int) -> float:
         """Return the part of the time of all processes that some take, which is mostly messages in turn."""

@@ -1,7 +1,8 @@
 """What a step is made of on this machine, measured in processes that compute at the same time, as a run's will.
 
-Layers are measured one by one, and what a strategy adds to them with a small model of its own: elementwise products,
-which compute next to nothing. All numbers are of the slowest rank.
+Layers are measured one by one, and then the whole model, where there is memory for it: when layers take turns, what one
+needs is no longer in the caches. What a strategy adds to them is measured with a small model of its own: elementwise
+products, which compute next to nothing. All numbers are of the slowest rank.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from parallel.strategy import Options, Strategy, build_strategy
 _NUMBERS = 2**8, 2**19  # of each layer of the small model, and of what its stages send
 _TENSORS = 8  # in which a layer's few numbers are kept, to see what each costs
 _LAYERS = 4  # of the small model, or one for each rank
-_MORE = 3  # micro-batches of the small model beside the first
+_MORE = 3  # micro-batches beside the first
 _ROUNDS, _PASS_S = 3, 2.0  # of the layers, unless one takes long; seconds of the model with the largest micro-batch
 _SIZES = 5  # of micro-batches
 _STEPS_S, _FEWEST_STEPS, _MOST_STEPS = 0.2, 5, 60  # of the small model
@@ -107,8 +108,7 @@ class Here:
         processes: That number.
         at_once: How many of them can compute at the same time.
         layers: Of the chain, in order.
-        step: Seconds of a step that are in no other part, without replicas or stages.
-        pipeline: The same of a pipeline's step.
+        step: Seconds of a step that are in no other part, without replicas.
         update: By parameters: clipping, and the optimizer.
         process: Bytes of a process with its data, and with a model of next to no size.
         replicas: What ddp adds to a step, by bytes of gradients.
@@ -121,7 +121,6 @@ class Here:
     at_once: int
     layers: tuple[LayerSeconds, ...]
     step: float
-    pipeline: float
     update: Line
     process: int = 0
     replicas: Line = Line()
@@ -155,7 +154,7 @@ class Subject:
     seed: int = 0
 
 
-def measure(subject: Subject, processes: int, least: int, most: int) -> Here:
+def measure(subject: Subject, processes: int, least: int, most: int, whole: bool = True) -> Here:
     """Measure in so many new processes; nothing is changed in this one.
 
     Args:
@@ -163,9 +162,10 @@ def measure(subject: Subject, processes: int, least: int, most: int) -> Here:
         processes: The number of processes.
         least: Samples of the smallest micro-batch that the model takes.
         most: Samples of the largest one to measure; of a slow model, fewer are.
+        whole: Whether each process has memory to train the whole model.
     """
     with tempfile.TemporaryDirectory() as folder:
-        args = cloudpickle.dumps(subject), (least, most), folder
+        args = cloudpickle.dumps(subject), (least, most, whole), folder
         run_workers(_work, args, processes, Path(folder) / "logs", timeout_s=subject.parallel.timeout_s)
         found = json.loads((Path(folder) / _FOUND).read_text())
     layers = tuple(LayerSeconds(name, *(Curve(*curve) for curve in curves)) for name, curves in found.pop("layers"))
@@ -173,7 +173,7 @@ def measure(subject: Subject, processes: int, least: int, most: int) -> Here:
     return Here(processes, layers=layers, **found, **lines)
 
 
-def _work(world: World, packed: bytes, limits: tuple[int, int], folder: str) -> None:
+def _work(world: World, packed: bytes, limits: tuple[int, int, bool], folder: str) -> None:
     """What each worker runs."""
     if world.rank == 0:
         redirect_output(Path(folder) / "logs", 0)  # torch's warnings
@@ -190,7 +190,7 @@ def _work(world: World, packed: bytes, limits: tuple[int, int], folder: str) -> 
         ranks = _Ranks(world.rank, world.size, at_once, local_device(subject.device, world.local_rank), some)
         data = subject.data()
         for name in ("single", "ddp", "fsdp") if world.size > 1 else ("single",):
-            _step(ranks, subject, name, _NUMBERS[0], 1)  # imports what it needs
+            _step(ranks, subject, name, _small(ranks, _NUMBERS[0]), _ones(_NUMBERS[0], 1))  # imports what it needs
         found = {"at_once": at_once, "process": peak_memory_bytes(ranks.device)}
         del data
         found |= {"layers": _layers(ranks, subject, *limits), **_strategies(ranks, subject)}
@@ -229,12 +229,15 @@ class _Ranks:
         return worst.quantile(0.25, dim=0).cpu()
 
 
-def _layers(ranks: _Ranks, subject: Subject, least: int, most: int) -> list[tuple[str, list[Curve]]]:
+def _layers(ranks: _Ranks, subject: Subject, least: int, most: int, whole: bool) -> list[tuple[str, list[Curve]]]:
     """Measure the layers with some sizes, on as many ranks at once as there are cores for, then on the first one."""
 
+    def some(samples: int) -> Batch:
+        indices = torch.arange(samples) % len(subject.sample)
+        return subject.sample.map(lambda tensor: tensor[indices])
+
     def timed(samples: int, together: bool) -> list[list[float]]:
-        some = torch.arange(samples) % len(subject.sample)
-        batch = subject.sample.map(lambda tensor: tensor[some]).to(ranks.device)
+        batch = some(samples).to(ranks.device)
         wait = partial(ranks.wait, ranks.some) if together and ranks.at_once > 1 else lambda: None
         times = time_layers(subject.precision, subject.chain, batch, subject.seed, _LEAST_S, wait)
         return [parts(layer) for layer in times]
@@ -246,6 +249,11 @@ def _layers(ranks: _Ranks, subject: Subject, least: int, most: int) -> list[tupl
         if ranks.rank < among:
             seconds = torch.tensor([[timed(samples, among > 1) for samples in sizes] for _ in range(count)])
         return ranks.slowest(seconds)
+
+    def second(samples: int) -> Tensor:
+        """Return the seconds of a second micro-batch of a step of the whole model, on all ranks at once."""
+        low, high = (_step(ranks, subject, "single", subject.chain, some(n * samples), n)[0] for n in (1, 2))
+        return high - low
 
     def parts(times: list[tuple[float, float]]) -> list[float]:
         (first, *others) = times
@@ -259,6 +267,11 @@ def _layers(ranks: _Ranks, subject: Subject, least: int, most: int) -> list[tupl
     found = rounds(ranks.at_once, sizes, count)
     if ranks.at_once > 1:
         found[..., -1] = rounds(1, sizes, count)[..., -1]
+    if whole:
+        places, turns = (len(sizes) // 2, len(sizes) - 1), max(1, ranks.size / ranks.at_once)
+        together = [found[i, :, :2].sum() * turns for i in places]
+        more = [float(second(sizes[i]) / seconds) for i, seconds in zip(places, together, strict=True)]
+        found *= torch.from_numpy(np.interp(sizes, [sizes[i] for i in places], more))[:, None, None]
     curves = [[Curve(sizes, seconds) for seconds in layer] for layer in found.permute(1, 2, 0).tolist()]
     return list(zip(subject.chain.names, curves, strict=True))
 
@@ -267,9 +280,9 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
     """Measure what strategies add to the layers' own time, on the small model."""
     few = _NUMBERS[0]
 
-    def step(name: str, numbers: int, chunks: int = 1, **more: Any) -> Tensor:
+    def step(name: str, numbers: int, chunks: int = 1, tensors: int = 1, **typed: Any) -> Tensor:
         """Return (step, update)."""
-        return _step(ranks, subject, name, numbers, chunks, **more)
+        return _step(ranks, subject, name, _small(ranks, numbers, tensors), _ones(numbers, chunks), chunks, **typed)
 
     def each(name: str, numbers: int, **more: Any) -> tuple[Tensor, float]:
         """Return (step, update) with one micro-batch, and the seconds of each micro-batch more."""
@@ -284,7 +297,6 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
 
     layers, bytes_of = ranks.layers, [4 * n for n in _NUMBERS]
     single, computed = zip(*(each("single", n) for n in _NUMBERS), strict=True)
-    found = {"step": float(single[0][0]), "pipeline": 0.0}
     lines = {"update": Line.through([layers * n for n in _NUMBERS], [float(one[1]) for one in single])}
     if ranks.size > 1:
         replicas = [float(step("ddp", n)[0] - one[0]) for n, one in zip(_NUMBERS, single, strict=True)]
@@ -298,31 +310,37 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
         lines["messages"] = Line.through(
             bytes_of, [more - own / ranks.size for own, (_, more) in zip(computed, piped, strict=True)]
         )
-        # One micro-batch passes through all stages.
-        found["pipeline"] = max(0.0, float(piped[0][0][0]) - ranks.size * piped[0][1])
-    return {**found, "lines": lines}
+    return {"step": float(single[0][0]), "lines": lines}
+
+
+def _small(ranks: _Ranks, numbers: int, tensors: int = 1) -> Chain:
+    """Return the small model, whose layers have so many numbers."""
+    layer = partial(_Scale, numbers, tensors)
+    return Chain([LayerSpec(f"layer{i}", layer) for i in range(ranks.layers)], loss=SquaredError())
+
+
+def _ones(numbers: int, chunks: int) -> Batch:
+    """Return a batch of a replica of the small model, of one sample a micro-batch."""
+    return Batch(torch.ones(chunks, numbers), torch.zeros(chunks, numbers))
 
 
 def _step(
-    ranks: _Ranks, subject: Subject, name: str, numbers: int, chunks: int, tensors: int = 1, **typed: Any
+    ranks: _Ranks, subject: Subject, name: str, chain: Chain, batch: Batch, chunks: int = 1, **typed: Any
 ) -> Tensor:
-    """Measure a step of the small model, and its update."""
-    alone, layer = name == "single", partial(_Scale, numbers, tensors)
-    chain = Chain([LayerSpec(f"layer{i}", layer) for i in range(ranks.layers)], loss=SquaredError())
-    parallel, pipelined = copy.deepcopy(subject.parallel), name == "pipelined"
+    """Measure a step of a model, and its update, on the batch of a replica."""
+    alone, pipelined, parallel = name == "single", name == "pipelined", copy.deepcopy(subject.parallel)
     parallel.update(
         name=name, dp=None, pp=ranks.size if pipelined else 1, chunks=chunks, schedule="gpipe", stages_per_rank=None,
         balance="uniform", reshard=None,
     )  # fmt: skip
     parallel.update(typed)
     plan = make_plan(
-        parallel, chain, global_batch_size=chunks * (1 if alone or pipelined else ranks.size), device=subject.device,
-        precision=subject.precision, world_size=1 if alone else ranks.size,
+        parallel, chain, global_batch_size=len(batch) * (1 if alone or pipelined else ranks.size),
+        device=subject.device, precision=subject.precision, world_size=1 if alone else ranks.size,
     )  # fmt: skip
     mesh = plan.mesh(0) if alone else plan.mesh(ranks.rank).connect(parallel.timeout_s)
-    sample = Batch(torch.ones(1, numbers), torch.zeros(1, numbers))
-    strategy = build_strategy(plan, chain, mesh, Options(subject.seed), sample, ranks.rank)
-    optimizer, batch = subject.optimizer(strategy), sample.map(lambda tensor: tensor.expand(chunks, -1))
+    strategy = build_strategy(plan, chain, mesh, Options(subject.seed), batch.chunks(chunks)[0], ranks.rank)
+    optimizer = subject.optimizer(strategy)
 
     def one(step: int) -> tuple[float, float]:
         start = time.perf_counter()

@@ -64,16 +64,6 @@ class Candidate:
         return self.memory.total - self.place.memory
 
     @property
-    def keys(self) -> dict[str, Any]:
-        """It as keys of the section ``parallel``, and whether activations are computed again."""
-        one = self.layout
-        keys = {"name": one.strategy, "dp": one.dp, "pp": one.pp, "chunks": one.chunks}
-        if one.pp > 1:
-            stages = one.per_rank if SCHEDULES[one.schedule].looped else None
-            keys |= {"schedule": one.schedule, "stages_per_rank": stages}
-        return {**keys, "activation_checkpointing": one.recompute == "full"}
-
-    @property
     def words(self) -> list[str]:
         """What is typed for it; tensor parallelism, which is planned on paper only, comes last."""
         one, info = self.layout, STRATEGIES[self.layout.strategy]

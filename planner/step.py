@@ -145,7 +145,7 @@ def seconds_of(works: Works, layout: Layout, costs: Costs) -> Seconds:
         stages=m * passed,
         gradients=gradients,
         shards=shards,
-        optimizer=costs.optimizer(parameters / one.shards) + costs.fixed(one.dp, one.pp, reduced),
+        optimizer=costs.optimizer(parameters / one.shards) + costs.fixed(one.dp, reduced),
     )
 
 

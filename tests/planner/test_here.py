@@ -78,7 +78,7 @@ def test_a_line_goes_through_two_points_and_never_below_zero():
 def made_up(processes: int, alone: float, at_once: int = 2) -> Here:
     """Return layers of 1 s forward and 2 s backward while two processes compute."""
     layers = tuple(LayerSeconds(n, Line(1.0), Line(2.0), Line(3.5), Line(alone)) for n in ("a", "b"))
-    return Here(processes, at_once, layers, step=0.1, pipeline=0.2, update=Line(0.05), replicas=Line(0.3, 0.1))
+    return Here(processes, at_once, layers, step=0.1, update=Line(0.05), replicas=Line(0.3, 0.1))
 
 
 WORKS = [LayerWork(name, 1.0, 0.0, 1, 0.0, 10, 4.0, 4.0) for name in ("a", "b")]

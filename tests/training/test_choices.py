@@ -11,6 +11,7 @@ from common.errors import PlanError
 from launchers import World
 from training.app import plain, prepared
 from training.planning.choice import choose, predict_here
+from training.planning.trial import keys_of
 
 COMMON = ["model=toy", "logger=none", "train.steps=4", "train.global_batch_size=4", "data.samples=40"]
 LONGER = ["train.steps=6" if word == "train.steps=4" else word for word in COMMON]
@@ -139,4 +140,4 @@ def test_a_layout_becomes_the_keys_of_its_command():
     found, _ = predict_here(cfg_of("parallel=auto"), counts=(2,))
     for one in found.best:
         typed = cfg_of(*one.words)
-        assert {**typed.parallel, **typed.train}.items() >= one.keys.items()
+        assert {**typed.parallel, **typed.train}.items() >= keys_of(one.layout).items()

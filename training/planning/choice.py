@@ -30,7 +30,7 @@ from training.checkpoint.files import Checkpoint
 from training.optimizer import Optimizer, states_of
 from training.planning import AUTO, is_automatic
 from training.planning.paper import PAPER_IS_OFF, Model, best_of_each, fixed_of, model_of, on_paper, predict_on_paper
-from training.planning.trial import lay_out, try_layout
+from training.planning.trial import keys_of, lay_out, try_layout
 from training.reporting.metrics import SUMMARY, read_object, write_json
 from training.setup import BALANCES, model_and_data, pack_given, prepare, unpack_given
 
@@ -115,12 +115,12 @@ def choose(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = 
     own = [*best_of_each(found, tensor=False).values()] if cfg.parallel.name == AUTO else found.best
     best, tried = (own[0], {}) if queued or cfg.mode == "plan" else pick(cfg, own)
     if cfg.parallel.name == AUTO:
-        lay_out(cfg, best)
+        lay_out(cfg, best.layout)
     else:
         cfg.parallel.chunks = best.layout.chunks
     if cfg.mode == "train":
         predicted = {"seconds": best.seconds.total, "bytes": best.memory.total, "tried": tried}
-        write_json(run_dir / CHOICES, {**best.keys, **predicted})
+        write_json(run_dir / CHOICES, {**keys_of(best.layout), **predicted})
     print(f"{' '.join(best.words)} is {'the' if tried else 'predicted to be the'} fastest\n", flush=True)
 
 
@@ -175,13 +175,14 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
         alone.parallel, plan.device_type, plan.precision, setup.chain, setup.sample,
         partial(Optimizer, to_dict(cfg.optim)), partial(_data, to_dict(cfg), pack_given()), cfg.seed,
     )  # fmt: skip
-    on_gpus = plan.device_type == "cuda"
+    on_gpus, states = plan.device_type == "cuda", states_of(cfg.optim)
     memory = torch.cuda.mem_get_info()[0] if on_gpus else available_memory()
     for processes in counts or _counts(fixed, plan.device_type):
-        here = measure(subject, processes, model.least, max(model.least + 1, model.batch))
-        costs = MeasuredCosts(here, parameter_dtype(plan.precision).itemsize, on_gpus)
         each = memory if on_gpus else memory / processes
-        places.append(Place(costs, processes, each, here.process + _RUN, states_of(cfg.optim), True))
+        whole = 4 * (2 + states) * sum(work.parameters for work in model.works) < each / 2  # the rest is activations'
+        here = measure(subject, processes, model.least, max(model.least + 1, model.batch), whole)
+        costs = MeasuredCosts(here, parameter_dtype(plan.precision).itemsize, on_gpus)
+        places.append(Place(costs, processes, each, here.process + _RUN, states, True))
     return search(model.works, model.batch, places, fixed=fixed, least=model.least), model
 
 

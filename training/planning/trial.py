@@ -16,8 +16,10 @@ import numpy as np
 from common.errors import PlanError
 from conf.instantiate import to_config, to_dict
 from launchers import WorkerFailed, World, run_workers
+from parallel.schedules import SCHEDULES
 from parallel.timeline import Interval
 from planner.search import Candidate
+from planner.step import Layout
 from training.callbacks import Callback, TrainingRun
 from training.reporting import METRICS, SUMMARY
 from training.reporting.metrics import after_warmup, read_records
@@ -48,9 +50,17 @@ class Trial:
     problem: str = ""
 
 
-def lay_out(cfg: Any, one: Candidate) -> None:
+def keys_of(one: Layout) -> dict[str, Any]:
+    """Return a layout as keys of the section ``parallel``, and whether activations are computed again."""
+    keys = {"name": one.strategy, "dp": one.dp, "pp": one.pp, "chunks": one.chunks}
+    if one.pp > 1:
+        keys |= {"schedule": one.schedule, "stages_per_rank": one.per_rank if SCHEDULES[one.schedule].looped else None}
+    return {**keys, "activation_checkpointing": one.recompute == "full"}
+
+
+def lay_out(cfg: Any, one: Layout) -> None:
     """Put a layout into a configuration."""
-    keys = dict(one.keys)
+    keys = keys_of(one)
     cfg.train.activation_checkpointing = keys.pop("activation_checkpointing")
     cfg.parallel.update(keys)
 
@@ -59,7 +69,7 @@ def try_layout(cfg: Any, one: Candidate, seconds: float) -> Trial:
     """Train in a layout for as many steps as are predicted to take some seconds."""
     steps = int(min(_MOST_STEPS, max(_FEWEST_STEPS, seconds / one.seconds.total)))
     trial = copy.deepcopy(cfg)
-    lay_out(trial, one)
+    lay_out(trial, one.layout)
     trial.update(logger={"_target_": "training.reporting.NoLogger"}, loggers=None, mode="train")
     trial.callbacks = [{"_target_": "training.planning.trial.Watch"}]
     trial.train.update(steps=steps, epochs=None, eval_every=None, checkpoint_every=None, resume=None)
