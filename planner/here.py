@@ -193,7 +193,8 @@ def _work(world: World, packed: bytes, limits: tuple[int, int, bool], folder: st
             _step(ranks, subject, name, _small(ranks, _NUMBERS[0]), _ones(_NUMBERS[0], 1))  # imports what it needs
         found = {"at_once": at_once, "process": peak_memory_bytes(ranks.device)}
         del data
-        found |= {"layers": _layers(ranks, subject, *limits), **_strategies(ranks, subject)}
+        found |= _strategies(ranks, subject)
+        found["layers"] = _layers(ranks, subject, *limits, found["step"])
         if world.rank == 0:
             (Path(folder) / _FOUND).write_text(json.dumps(found, default=astuple))
         ranks.wait()
@@ -229,7 +230,9 @@ class _Ranks:
         return worst.quantile(0.25, dim=0).cpu()
 
 
-def _layers(ranks: _Ranks, subject: Subject, least: int, most: int, whole: bool) -> list[tuple[str, list[Curve]]]:
+def _layers(
+    ranks: _Ranks, subject: Subject, least: int, most: int, whole: bool, step: float
+) -> list[tuple[str, list[Curve]]]:
     """Measure the layers with some sizes, on as many ranks at once as there are cores for, then on the first one."""
 
     def some(samples: int) -> Batch:
@@ -250,11 +253,6 @@ def _layers(ranks: _Ranks, subject: Subject, least: int, most: int, whole: bool)
             seconds = torch.tensor([[timed(samples, among > 1) for samples in sizes] for _ in range(count)])
         return ranks.slowest(seconds)
 
-    def second(samples: int) -> Tensor:
-        """Return the seconds of a second micro-batch of a step of the whole model, on all ranks at once."""
-        low, high = (_step(ranks, subject, "single", subject.chain, some(n * samples), n)[0] for n in (1, 2))
-        return high - low
-
     def parts(times: list[tuple[float, float]]) -> list[float]:
         (first, *others) = times
         forward, backward = (median(part) for part in zip(*others, strict=True))
@@ -268,10 +266,12 @@ def _layers(ranks: _Ranks, subject: Subject, least: int, most: int, whole: bool)
     if ranks.at_once > 1:
         found[..., -1] = rounds(1, sizes, count)[..., -1]
     if whole:
-        places, turns = (len(sizes) // 2, len(sizes) - 1), max(1, ranks.size / ranks.at_once)
-        together = [found[i, :, :2].sum() * turns for i in places]
-        more = [float(second(sizes[i]) / seconds) for i, seconds in zip(places, together, strict=True)]
-        found *= torch.from_numpy(np.interp(sizes, [sizes[i] for i in places], more))[:, None, None]
+        more, two = [], [len(sizes) // 2, len(sizes) - 1]
+        for place in two:  # a first micro-batch and a later one, on all ranks at once
+            batch, parts_of_both = some(2 * sizes[place]), found[place, :, :3]
+            took = _step(ranks, subject, "single", subject.chain, batch, 2)[0] - step
+            more.append(float(took / parts_of_both.sum()) * ranks.at_once / ranks.size)
+        found *= torch.from_numpy(np.interp(sizes, [sizes[place] for place in two], more))[:, None, None]
     curves = [[Curve(sizes, seconds) for seconds in layer] for layer in found.permute(1, 2, 0).tolist()]
     return list(zip(subject.chain.names, curves, strict=True))
 
