@@ -1,8 +1,7 @@
 """What a step is made of on this machine, measured in processes that compute at the same time, as a run's will.
 
-Layers are measured one by one, and then the whole model, where there is memory for it: when layers take turns, what one
-needs is no longer in the caches. What a strategy adds to them is measured with a small model of its own: elementwise
-products, which compute next to nothing. All numbers are of the slowest rank.
+Layers are measured one by one, and what a strategy adds to them with a small model of its own: elementwise products,
+which compute next to nothing. All numbers are of the slowest rank.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from parallel.strategy import Options, Strategy, build_strategy
 _NUMBERS = 2**8, 2**19  # of each layer of the small model, and of what its stages send
 _TENSORS = 8  # in which a layer's few numbers are kept, to see what each costs
 _LAYERS = 4  # of the small model, or one for each rank
-_MORE = 3  # micro-batches beside the first
+_MORE = 3  # micro-batches of the small model beside the first
 _ROUNDS, _PASS_S = 3, 2.0  # of the layers, unless one takes long; seconds of the model with the largest micro-batch
 _SIZES = 5  # of micro-batches
 _STEPS_S, _FEWEST_STEPS, _MOST_STEPS = 0.2, 5, 60  # of the small model
@@ -154,7 +153,7 @@ class Subject:
     seed: int = 0
 
 
-def measure(subject: Subject, processes: int, least: int, most: int, whole: bool = True) -> Here:
+def measure(subject: Subject, processes: int, least: int, most: int) -> Here:
     """Measure in so many new processes; nothing is changed in this one.
 
     Args:
@@ -162,10 +161,9 @@ def measure(subject: Subject, processes: int, least: int, most: int, whole: bool
         processes: The number of processes.
         least: Samples of the smallest micro-batch that the model takes.
         most: Samples of the largest one to measure; of a slow model, fewer are.
-        whole: Whether each process has memory to train the whole model.
     """
     with tempfile.TemporaryDirectory() as folder:
-        args = cloudpickle.dumps(subject), (least, most, whole), folder
+        args = cloudpickle.dumps(subject), (least, most), folder
         run_workers(_work, args, processes, Path(folder) / "logs", timeout_s=subject.parallel.timeout_s)
         found = json.loads((Path(folder) / _FOUND).read_text())
     layers = tuple(LayerSeconds(name, *(Curve(*curve) for curve in curves)) for name, curves in found.pop("layers"))
@@ -173,7 +171,7 @@ def measure(subject: Subject, processes: int, least: int, most: int, whole: bool
     return Here(processes, layers=layers, **found, **lines)
 
 
-def _work(world: World, packed: bytes, limits: tuple[int, int, bool], folder: str) -> None:
+def _work(world: World, packed: bytes, limits: tuple[int, int], folder: str) -> None:
     """What each worker runs."""
     if world.rank == 0:
         redirect_output(Path(folder) / "logs", 0)  # torch's warnings
@@ -190,11 +188,10 @@ def _work(world: World, packed: bytes, limits: tuple[int, int, bool], folder: st
         ranks = _Ranks(world.rank, world.size, at_once, local_device(subject.device, world.local_rank), some)
         data = subject.data()
         for name in ("single", "ddp", "fsdp") if world.size > 1 else ("single",):
-            _step(ranks, subject, name, _small(ranks, _NUMBERS[0]), _ones(_NUMBERS[0], 1))  # imports what it needs
+            _step(ranks, subject, name, _NUMBERS[0], 1)  # imports what it needs
         found = {"at_once": at_once, "process": peak_memory_bytes(ranks.device)}
         del data
-        found |= _strategies(ranks, subject)
-        found["layers"] = _layers(ranks, subject, *limits, found["step"])
+        found |= {"layers": _layers(ranks, subject, *limits), **_strategies(ranks, subject)}
         if world.rank == 0:
             (Path(folder) / _FOUND).write_text(json.dumps(found, default=astuple))
         ranks.wait()
@@ -230,17 +227,12 @@ class _Ranks:
         return worst.quantile(0.25, dim=0).cpu()
 
 
-def _layers(
-    ranks: _Ranks, subject: Subject, least: int, most: int, whole: bool, step: float
-) -> list[tuple[str, list[Curve]]]:
+def _layers(ranks: _Ranks, subject: Subject, least: int, most: int) -> list[tuple[str, list[Curve]]]:
     """Measure the layers with some sizes, on as many ranks at once as there are cores for, then on the first one."""
 
-    def some(samples: int) -> Batch:
-        indices = torch.arange(samples) % len(subject.sample)
-        return subject.sample.map(lambda tensor: tensor[indices])
-
     def timed(samples: int, together: bool) -> list[list[float]]:
-        batch = some(samples).to(ranks.device)
+        some = torch.arange(samples) % len(subject.sample)
+        batch = subject.sample.map(lambda tensor: tensor[some]).to(ranks.device)
         wait = partial(ranks.wait, ranks.some) if together and ranks.at_once > 1 else lambda: None
         times = time_layers(subject.precision, subject.chain, batch, subject.seed, _LEAST_S, wait)
         return [parts(layer) for layer in times]
@@ -265,13 +257,6 @@ def _layers(
     found = rounds(ranks.at_once, sizes, count)
     if ranks.at_once > 1:
         found[..., -1] = rounds(1, sizes, count)[..., -1]
-    if whole:
-        more, two = [], [len(sizes) // 2, len(sizes) - 1]
-        for place in two:  # a first micro-batch and a later one, on all ranks at once
-            batch, parts_of_both = some(2 * sizes[place]), found[place, :, :3]
-            took = _step(ranks, subject, "single", subject.chain, batch, 2)[0] - step
-            more.append(float(took / parts_of_both.sum()) * ranks.at_once / ranks.size)
-        found *= torch.from_numpy(np.interp(sizes, [sizes[place] for place in two], more))[:, None, None]
     curves = [[Curve(sizes, seconds) for seconds in layer] for layer in found.permute(1, 2, 0).tolist()]
     return list(zip(subject.chain.names, curves, strict=True))
 
@@ -280,9 +265,9 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
     """Measure what strategies add to the layers' own time, on the small model."""
     few = _NUMBERS[0]
 
-    def step(name: str, numbers: int, chunks: int = 1, tensors: int = 1, **typed: Any) -> Tensor:
+    def step(name: str, numbers: int, chunks: int = 1, **more: Any) -> Tensor:
         """Return (step, update)."""
-        return _step(ranks, subject, name, _small(ranks, numbers, tensors), _ones(numbers, chunks), chunks, **typed)
+        return _step(ranks, subject, name, numbers, chunks, **more)
 
     def each(name: str, numbers: int, **more: Any) -> tuple[Tensor, float]:
         """Return (step, update) with one micro-batch, and the seconds of each micro-batch more."""
@@ -313,34 +298,26 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
     return {"step": float(single[0][0]), "lines": lines}
 
 
-def _small(ranks: _Ranks, numbers: int, tensors: int = 1) -> Chain:
-    """Return the small model, whose layers have so many numbers."""
-    layer = partial(_Scale, numbers, tensors)
-    return Chain([LayerSpec(f"layer{i}", layer) for i in range(ranks.layers)], loss=SquaredError())
-
-
-def _ones(numbers: int, chunks: int) -> Batch:
-    """Return a batch of a replica of the small model, of one sample a micro-batch."""
-    return Batch(torch.ones(chunks, numbers), torch.zeros(chunks, numbers))
-
-
 def _step(
-    ranks: _Ranks, subject: Subject, name: str, chain: Chain, batch: Batch, chunks: int = 1, **typed: Any
+    ranks: _Ranks, subject: Subject, name: str, numbers: int, chunks: int, tensors: int = 1, **typed: Any
 ) -> Tensor:
-    """Measure a step of a model, and its update, on the batch of a replica."""
-    alone, pipelined, parallel = name == "single", name == "pipelined", copy.deepcopy(subject.parallel)
+    """Measure a step of the small model, and its update."""
+    alone, layer = name == "single", partial(_Scale, numbers, tensors)
+    chain = Chain([LayerSpec(f"layer{i}", layer) for i in range(ranks.layers)], loss=SquaredError())
+    parallel, pipelined = copy.deepcopy(subject.parallel), name == "pipelined"
     parallel.update(
         name=name, dp=None, pp=ranks.size if pipelined else 1, chunks=chunks, schedule="gpipe", stages_per_rank=None,
         balance="uniform", reshard=None,
     )  # fmt: skip
     parallel.update(typed)
     plan = make_plan(
-        parallel, chain, global_batch_size=len(batch) * (1 if alone or pipelined else ranks.size),
-        device=subject.device, precision=subject.precision, world_size=1 if alone else ranks.size,
+        parallel, chain, global_batch_size=chunks * (1 if alone or pipelined else ranks.size), device=subject.device,
+        precision=subject.precision, world_size=1 if alone else ranks.size,
     )  # fmt: skip
     mesh = plan.mesh(0) if alone else plan.mesh(ranks.rank).connect(parallel.timeout_s)
-    strategy = build_strategy(plan, chain, mesh, Options(subject.seed), batch.chunks(chunks)[0], ranks.rank)
-    optimizer = subject.optimizer(strategy)
+    sample = Batch(torch.ones(1, numbers), torch.zeros(1, numbers))
+    strategy = build_strategy(plan, chain, mesh, Options(subject.seed), sample, ranks.rank)
+    optimizer, batch = subject.optimizer(strategy), sample.map(lambda tensor: tensor.expand(chunks, -1))
 
     def one(step: int) -> tuple[float, float]:
         start = time.perf_counter()
