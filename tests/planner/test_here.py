@@ -14,7 +14,7 @@ from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
 from parallel.balance import time_layers
 from planner.costs import MeasuredCosts
-from planner.here import Here, LayerSeconds, Line, Subject, measure
+from planner.here import Curve, Here, LayerSeconds, Line, Subject, measure
 from planner.step import Layout, seconds_of
 from planner.work import LayerWork
 from training.app import plain
@@ -73,6 +73,11 @@ def test_a_line_goes_through_two_points_and_never_below_zero():
     disturbed = Line.through((1, 4), (2.0, 1.0))  # a smaller size takes no longer than a larger one
     assert disturbed(1) == disturbed(4) == pytest.approx(1.0)
     assert Line.through((1, 4), (1.0, 8.0)).fixed == 0
+
+
+def test_a_curve_goes_through_what_was_measured_and_beyond_it_in_proportion():
+    curve = Curve((1, 4), (2.0, 5.0))
+    assert [curve(size) for size in (1, 2, 4, 8)] == pytest.approx([2.0, 3.0, 5.0, 10.0])
 
 
 def made_up(processes: int, alone: float, at_once: int = 2) -> Here:

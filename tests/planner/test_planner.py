@@ -22,8 +22,10 @@ from planner.costs import PaperCosts
 from planner.search import Place, layouts, search
 from planner.step import Layout, bytes_of, cut, seconds_of
 from planner.work import LayerWork, work_of
-from training.app import execute
+from training.app import execute, plain
+from training.planning.paper import model_of
 from training.reporting.run_directory import release
+from training.setup import model_and_data
 
 PLAIN = Cluster(
     nodes=2, devices=4, device="made up", peak={"bf16": 1e12}, memory=8e9, memory_bandwidth=1e11,
@@ -146,6 +148,19 @@ def test_what_is_typed_is_kept():
     assert {(one.layout.pp, one.layout.schedule) for one in found.best} == {(4, "1f1b")}
     found = search(WORKS, 16, [PLACE], fixed={"strategy": "pipelined", "schedule": "planned", "stages_per_rank": 1})
     assert {(one.layout.schedule, one.layout.per_rank) for one in found.best} == {("planned", 1)}
+
+
+def test_no_micro_batch_is_smaller_than_the_layers_take():
+    assert min(one.layout.samples for one in search(WORKS, 16, [PLACE], least=2).best) == 2
+
+
+@pytest.mark.parametrize("size, least", [(64, 1), (32, 2)])
+def test_batchnorm_takes_one_sample_where_its_maps_have_several_numbers(size, least):
+    cfg = plain(compose("model=resnet50", f"data.image_size={size}"), None)
+    chain, data = model_and_data(cfg)
+    data.prepare()
+    model = model_of(cfg, chain, data, "fp32")
+    assert (model.least, model.feels) == (least, True)
 
 
 def test_of_several_places_each_has_the_layouts_that_need_all_of_its_devices():

@@ -10,7 +10,7 @@ from cases import Layout, Recipe, train
 from parallel.schedules import SCHEDULES, ideal_bubble
 from parallel.timeline import WORK, bubble_fraction, work_span
 from parallel.zero_bubble.order import UNMEASURED, StageSeconds
-from planner.simulation import makespan, simulate
+from planner.simulation import duration, makespan, simulate
 from training.reporting.timeline import draw
 
 TICK = StageSeconds(1, 2, 1, 1)
@@ -110,3 +110,10 @@ def test_what_is_simulated_can_be_drawn():
     done = simulate(scaled([1.0] * 4), 2, 4, "interleaved_zero_bubble", 0.1)
     (axes,) = draw(done, "toy: interleaved_zero_bubble", "simulated").axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["stages 0, 2\n(rank 0)", "stages 1, 3\n(rank 1)"]
+
+
+def test_a_small_pipeline_is_replayed_and_a_large_one_takes_the_formula():
+    stages = scaled([1.0, 1.0, 1.0, 9.0])  # of which the formula makes too much
+    assert duration(stages, 2, 4, "interleaved_1f1b") == simulated(stages, 2, 4, "interleaved_1f1b", 0.0)
+    assert duration(stages, 2, 64, "interleaved_1f1b") == makespan(stages, 2, 64, "interleaved_1f1b", 0.0)
+    assert duration(stages, 2, 4, "interleaved_1f1b") < makespan(stages, 2, 4, "interleaved_1f1b", 0.0)
