@@ -11,8 +11,8 @@ from planner.work import LayerWork
 
 _BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # of a number, as products read it
 _UPDATED = 28  # bytes moved for a parameter: weight, gradient and two states are read, all but the gradient written
-_HEAP = 0.25  # of parallel.devices.keep_freed_memory, on six small models, as is
-_COPIES = 2, 6, 4  # times the size of parameters, of ddp and of fsdp with parameters whole for a layer, or for a step
+# What parallel.devices.keep_freed_memory keeps, fitted to runs of four small models; see PaperCosts.
+_HEAP, _COPIES = 0.25, (2, 6, 4)
 _NOT_CUT = 0.4  # the part of a layer's traffic outside its products that tensor parallelism leaves whole
 
 

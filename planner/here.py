@@ -299,7 +299,7 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
 
 
 def _step(
-    ranks: _Ranks, subject: Subject, name: str, numbers: int, chunks: int, tensors: int = 1, **typed: Any
+    ranks: _Ranks, subject: Subject, name: str, numbers: int, chunks: int, tensors: int = 1, reshard: bool | None = None
 ) -> Tensor:
     """Measure a step of the small model, and its update."""
     alone, layer = name == "single", partial(_Scale, numbers, tensors)
@@ -307,9 +307,8 @@ def _step(
     parallel, pipelined = copy.deepcopy(subject.parallel), name == "pipelined"
     parallel.update(
         name=name, dp=None, pp=ranks.size if pipelined else 1, chunks=chunks, schedule="gpipe", stages_per_rank=None,
-        balance="uniform", reshard=None,
+        balance="uniform", reshard=reshard,
     )  # fmt: skip
-    parallel.update(typed)
     plan = make_plan(
         parallel, chain, global_batch_size=chunks * (1 if alone or pipelined else ranks.size), device=subject.device,
         precision=subject.precision, world_size=1 if alone else ranks.size,

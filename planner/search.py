@@ -140,11 +140,11 @@ def search(
             + (f" with {typed}; leave some of that out" if typed else "; choose a batch that more numbers divide")
         )
     if not fit:
-        least = min(nearest.values(), key=lambda one: one.missing)
+        closest = min(nearest.values(), key=lambda one: one.missing)
         raise PlanError(
-            f"none of {tried:,} layouts fits into {least.place.memory / 2**30:.1f} GiB; what comes nearest, "
-            f"{' '.join(least.words)}, needs {least.memory.total / 2**30:.1f} GiB, "
-            f"{least.missing / 2**30:.1f} more: take more devices, or a smaller model or batch"
+            f"none of {tried:,} layouts fits into {closest.place.memory / 2**30:.1f} GiB; what comes nearest, "
+            f"{' '.join(closest.words)}, needs {closest.memory.total / 2**30:.1f} GiB, "
+            f"{closest.missing / 2**30:.1f} more: take more devices, or a smaller model or batch"
         )
     fit.sort(key=lambda one: (one.seconds.total, one.memory.total))
     known = {one.layout.strategy for one in fit}

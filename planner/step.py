@@ -135,7 +135,8 @@ def seconds_of(works: Works, layout: Layout, costs: Costs) -> Seconds:
     whole = duration(stages, one.pp, m, one.schedule) if one.pp > 1 else m * each[slowest]
     if one.pp > 1:  # what the first and the last stage share
         gradients += costs.reduce(4 * sum(w.tied for w in works) / one.tp, 2, 2 if one.ranks <= costs.devices else 1)
-    part, reduced = slowed(stages, whole, one, costs), one.per_rank if one.shards == 1 else 1
+    part = slowed(stages, whole, one, costs)
+    reduced = one.per_rank if one.shards == 1 else 1  # DDP reduces each stage's gradients apart
     # The first micro-batch passes through all stages in turn.
     first, own = (sum(costs.begin(work, one.samples) for work in some) for some in (works, held))
     return Seconds(

@@ -179,7 +179,7 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
     memory = torch.cuda.mem_get_info()[0] if on_gpus else available_memory()
     for processes in counts or _counts(fixed, plan.device_type):
         each = memory if on_gpus else memory / processes
-        here = measure(subject, processes, model.least, max(model.least + 1, model.batch))
+        here = measure(subject, processes, model.least, model.batch)
         costs = MeasuredCosts(here, parameter_dtype(plan.precision).itemsize, on_gpus)
         places.append(Place(costs, processes, each, here.process + _RUN, states, True))
     return search(model.works, model.batch, places, fixed=fixed, least=model.least), model
