@@ -13,6 +13,8 @@ _BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # of a number, as product
 _UPDATED = 28  # bytes moved for a parameter: weight, gradient and two states are read, all but the gradient written
 # What parallel.devices.keep_freed_memory keeps, fitted to runs of four small models; see PaperCosts.
 _HEAP, _COPIES = 0.25, (2, 6, 4)
+# Layers that are measured one by one find what they need in a CPU's caches: fitted to runs of six small models.
+_IN_TURN = 1.1
 _NOT_CUT = 0.4  # the part of a layer's traffic outside its products that tensor parallelism leaves whole
 
 
@@ -64,8 +66,8 @@ class PaperCosts:
         """Seconds of the products of attention in a forward."""
         return work.attention * samples / tp / (self.peak * self.cluster.attention)
 
-    def message(self, size: float, inside: bool, stages: int) -> float:
-        """Seconds of ``size`` bytes from one of some stages to another, whose devices are in the same node or not."""
+    def message(self, size: float, inside: bool, pp: int, schedule: str) -> float:
+        """Seconds of ``size`` bytes from one of a pipeline's stages to the next, in the same node or not."""
         link = self.cluster.inside if inside else self.cluster.between
         return link.latency + size / (link.bandwidth * (1.0 if inside else self.cluster.message))
 
@@ -105,20 +107,21 @@ class MeasuredCosts:
     def __init__(self, here: Here, itemsize: int, on_gpus: bool) -> None:
         self.here, self.itemsize, self.devices = here, itemsize, here.processes
         self.hides = PaperCosts.hides if on_gpus else (0.0, 0.0)  # what moves bytes needs a core, too
-        self.heap, self.copies = (0.0, (0, 0, 0)) if on_gpus else (_HEAP, _COPIES)
+        self.heap, self.copies, self._in_turn = (0.0, (0, 0, 0), 1.0) if on_gpus else (_HEAP, _COPIES, _IN_TURN)
         self._layers = {layer.name: layer for layer in here.layers}
 
     def forward(self, work: LayerWork, samples: int, tp: int = 1) -> float:
         """See PaperCosts; ``tp`` is 1."""
-        return self._layers[work.name].forward(samples)
+        return self._in_turn * self._layers[work.name].forward(samples)
 
     def backward(self, work: LayerWork, samples: int, tp: int = 1) -> float:
         """See PaperCosts."""
-        return self._layers[work.name].backward(samples)
+        return self._in_turn * self._layers[work.name].backward(samples)
 
     def begin(self, work: LayerWork, samples: int) -> float:
         """Seconds that the first micro-batch of a step takes more: weights are cast, and gradients are not added up."""
-        return self._layers[work.name].first(samples) - self.forward(work, samples) - self.backward(work, samples)
+        first = self._in_turn * self._layers[work.name].first(samples)
+        return first - self.forward(work, samples) - self.backward(work, samples)
 
     def slowed(self, busy: float, samples: int) -> float:
         """Return how long work takes while ``busy`` processes compute, by what it takes while ``at_once`` do.
@@ -136,9 +139,10 @@ class MeasuredCosts:
         """Nothing: selective recomputation is not offered here."""
         return 0.0
 
-    def message(self, size: float, inside: bool, stages: int) -> float:
-        """See PaperCosts; where there are more than two stages, one in between sends and receives twice as much."""
-        return self.here.messages(size) / 2 * min(2, stages - 1) / min(2, self.here.processes - 1)
+    def message(self, size: float, inside: bool, pp: int, schedule: str) -> float:
+        """See PaperCosts; of more than two ranks, those in between send and receive twice as much."""
+        both = self.here.messages.get(schedule, self.here.messages["looped"])(size)
+        return both / 2 * (1 if schedule not in self.here.messages else min(2, pp - 1) / min(2, self.here.processes - 1))
 
     def gather(self, size: float, ranks: int, per_node: int, held: Sequence[LayerWork] = ()) -> float:
         """See PaperCosts."""

@@ -11,8 +11,8 @@ import json
 import pickle
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -39,7 +39,8 @@ from parallel.strategy import Options, Strategy, build_strategy
 
 _NUMBERS = 2**8, 2**19  # of each layer of the small model, and of what its stages send
 _TENSORS = 8  # in which a layer's few numbers are kept, to see what each costs
-_LAYERS = 4  # of the small model, or one for each rank
+_LAYERS = 4  # of the small model, or two for each rank
+_LOOPED = "interleaved_1f1b"
 _MORE = 3  # micro-batches of the small model beside the first
 _ROUNDS, _PASS_S = 3, 2.0  # of the layers, unless one takes long; seconds of the model with the largest micro-batch
 _SIZES = 5  # of micro-batches
@@ -113,7 +114,8 @@ class Here:
         replicas: What ddp adds to a step, by bytes of gradients.
         shards: What fsdp adds to a layer and micro-batch, by the bytes of its parameters.
         hooks: The same where parameters stay whole for a step and gradients are reduced once; by no size.
-        messages: What a pipeline adds to a stage and micro-batch, by the bytes that the stage sends each way.
+        messages: What a pipeline adds to a stage and micro-batch, by its schedule, and by the bytes that the stage
+            sends each way; "looped" are the schedules with several stages on a rank.
     """
 
     processes: int
@@ -125,7 +127,7 @@ class Here:
     replicas: Line = Line()
     shards: Line = Line()
     hooks: Line = Line()
-    messages: Line = Line()
+    messages: Mapping[str, Line] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -167,8 +169,8 @@ def measure(subject: Subject, processes: int, least: int, most: int) -> Here:
         run_workers(_work, args, processes, Path(folder) / "logs", timeout_s=subject.parallel.timeout_s)
         found = json.loads((Path(folder) / _FOUND).read_text())
     layers = tuple(LayerSeconds(name, *(Curve(*curve) for curve in curves)) for name, curves in found.pop("layers"))
-    lines = {name: Line(*line) for name, line in found.pop("lines").items()}
-    return Here(processes, layers=layers, **found, **lines)
+    lines, messages = ({name: Line(*line) for name, line in found.pop(key).items()} for key in ("lines", "messages"))
+    return Here(processes, layers=layers, messages=messages, **found, **lines)
 
 
 def _work(world: World, packed: bytes, limits: tuple[int, int], folder: str) -> None:
@@ -211,8 +213,8 @@ class _Ranks:
 
     @property
     def layers(self) -> int:
-        """The small model's layers: there are enough for a pipeline of all ranks."""
-        return max(_LAYERS, self.size)
+        """The small model's layers: there are enough for two stages on each rank."""
+        return max(_LAYERS, 2 * self.size)
 
     def wait(self, group: dist.ProcessGroup | None = None) -> None:
         """Wait for the others."""
@@ -269,9 +271,9 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
         """Return (step, update)."""
         return _step(ranks, subject, name, numbers, chunks, **more)
 
-    def each(name: str, numbers: int, **more: Any) -> tuple[Tensor, float]:
-        """Return (step, update) with one micro-batch, and the seconds of each micro-batch more."""
-        low, high = (step(name, numbers, chunks, **more) for chunks in (1, 1 + _MORE))
+    def each(name: str, numbers: int, least: int = 1, **more: Any) -> tuple[Tensor, float]:
+        """Return (step, update) with the fewest micro-batches, and the seconds of each micro-batch more."""
+        low, high = (step(name, numbers, chunks, **more) for chunks in (least, least + _MORE))
         return low, float(high[0] - low[0]) / _MORE
 
     def shared(**more: Any) -> tuple[float, float]:
@@ -283,6 +285,7 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
     layers, bytes_of = ranks.layers, [4 * n for n in _NUMBERS]
     single, computed = zip(*(each("single", n) for n in _NUMBERS), strict=True)
     lines = {"update": Line.through([layers * n for n in _NUMBERS], [float(one[1]) for one in single])}
+    messages: dict[str, Line] = {}
     if ranks.size > 1:
         replicas = [float(step("ddp", n)[0] - one[0]) for n, one in zip(_NUMBERS, single, strict=True)]
         lines["replicas"] = Line.through([layers * size for size in bytes_of], replicas)
@@ -291,23 +294,23 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
         lines["shards"] = replace(Line.through(bytes_of, [fixed, large]), piece=piece)
         fixed, piece = shared(reshard=False)
         lines["hooks"] = Line(fixed, piece=piece)
-        piped = [each("pipelined", n) for n in _NUMBERS]
-        lines["messages"] = Line.through(
-            bytes_of, [more - own / ranks.size for own, (_, more) in zip(computed, piped, strict=True)]
-        )
-    return {"step": float(single[0][0]), "lines": lines}
+        for schedule, (stages, least) in {"gpipe": (1, 1), "1f1b": (1, ranks.size), "looped": (2, 1)}.items():
+            more = [each("pipelined", n, least, schedule=_LOOPED if stages > 1 else schedule)[1] for n in _NUMBERS]
+            added = [(one - own / ranks.size) / stages for one, own in zip(more, computed, strict=True)]
+            messages[schedule] = Line.through(bytes_of, added)
+    return {"step": float(single[0][0]), "lines": lines, "messages": messages}
 
 
 def _step(
-    ranks: _Ranks, subject: Subject, name: str, numbers: int, chunks: int, tensors: int = 1, reshard: bool | None = None
+    ranks: _Ranks, subject: Subject, name: str, numbers: int, chunks: int, tensors: int = 1, **keys: Any
 ) -> Tensor:
-    """Measure a step of the small model, and its update."""
+    """Measure a step of the small model, and its update, with some ``keys`` of the section ``parallel``."""
     alone, layer = name == "single", partial(_Scale, numbers, tensors)
     chain = Chain([LayerSpec(f"layer{i}", layer) for i in range(ranks.layers)], loss=SquaredError())
     parallel, pipelined = copy.deepcopy(subject.parallel), name == "pipelined"
     parallel.update(
-        name=name, dp=None, pp=ranks.size if pipelined else 1, chunks=chunks, schedule="gpipe", stages_per_rank=None,
-        balance="uniform", reshard=reshard,
+        {"name": name, "dp": None, "pp": ranks.size if pipelined else 1, "chunks": chunks, "schedule": "gpipe",
+         "stages_per_rank": None, "balance": "uniform", "reshard": None, **keys}
     )  # fmt: skip
     plan = make_plan(
         parallel, chain, global_batch_size=chunks * (1 if alone or pipelined else ranks.size), device=subject.device,

@@ -195,7 +195,7 @@ def _passed(works: Works, one: Layout, costs: Costs) -> float:
         return 0.0
     apart = one.tp * (one.dp if one.stages_last else 1)  # how far the next stage's rank is
     size = max(work.output for work in works[:-1]) * one.samples / one.tp
-    return 2 * costs.message(size, 2 * apart <= costs.devices, one.pp * one.per_rank)
+    return 2 * costs.message(size, 2 * apart <= costs.devices, one.pp, one.schedule)
 
 
 def _replicas(held: Works, parameters: float, compute: float, one: Layout, costs: Costs) -> tuple[float, float]:
