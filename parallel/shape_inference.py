@@ -362,10 +362,12 @@ def check_gpus(plan: Plan, tensors: int, memory: Callable[[int], int]) -> None:
             )
 
 
-def stage_activations(plan: Plan, chain: Chain, sample: Batch) -> list[int]:
+def stage_activations(plan: Plan, chain: Chain, sample: Batch, recompute: bool = False) -> list[int]:
     """Estimate the bytes that each stage holds between forwards and backwards.
 
-    They are what autograd keeps for the micro-batches in flight, and the weights cast to the compute dtype.
+    They are what autograd keeps for the micro-batches in flight, and the weights cast to the compute dtype. With
+    ``recompute`` only the layers' inputs are kept, and one layer's activations at a time; the last layer, which has the
+    loss, is not recomputed.
     """
     traced = {t.name: t for t in trace(chain, sample, plan.precision, plan.device_type)}
     sizes = []
@@ -375,13 +377,20 @@ def stage_activations(plan: Plan, chain: Chain, sample: Batch) -> list[int]:
             position = stage.index % plan.pp
             held = in_flight(plan.schedule, plan.pp, plan.chunks, plan.stages_per_rank, position)
         layers = [traced[name] for name in stage.layers]
-        sizes.append(held * sum(t.kept + t.output_bytes for t in layers) + sum(t.cast for t in layers))
+        again = [t.kept for t in layers if recompute and t.name != chain.names[-1]]
+        kept = sum(t.kept + t.output_bytes for t in layers) - sum(again)
+        sizes.append(held * kept + max(again, default=0) + sum(t.cast for t in layers))
     return sizes
 
 
-def estimate_memory(plan: Plan, chain: Chain, sample: Batch, states: int) -> list[MemoryEstimate]:
-    """Estimate the memory of each rank, whose optimizer keeps ``states`` tensors of each trainable parameter's size."""
-    held, size = stage_activations(plan, chain, sample), parameter_dtype(plan.precision).itemsize
+def estimate_memory(
+    plan: Plan, chain: Chain, sample: Batch, states: int, recompute: bool = False
+) -> list[MemoryEstimate]:
+    """Estimate the memory of each rank, whose optimizer keeps ``states`` tensors of each trainable parameter's size.
+
+    ``recompute`` says whether activations are recomputed in the backward.
+    """
+    held, size = stage_activations(plan, chain, sample, recompute), parameter_dtype(plan.precision).itemsize
     layers = [sum(p.numel() for p in layer.parameters()) for _, layer in chain.skeleton().items()]
     estimates = []
     for rank in range(plan.processes):

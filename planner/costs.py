@@ -141,8 +141,9 @@ class MeasuredCosts:
 
     def message(self, size: float, inside: bool, pp: int, schedule: str) -> float:
         """See PaperCosts; of more than two ranks, those in between send and receive twice as much."""
-        both = self.here.messages.get(schedule, self.here.messages["looped"])(size)
-        return both / 2 * (1 if schedule not in self.here.messages else min(2, pp - 1) / min(2, self.here.processes - 1))
+        if schedule not in self.here.messages:
+            return self.here.messages["looped"](size) / 2
+        return self.here.messages[schedule](size) / 2 * min(2, pp - 1) / min(2, self.here.processes - 1)
 
     def gather(self, size: float, ranks: int, per_node: int, held: Sequence[LayerWork] = ()) -> float:
         """See PaperCosts."""

@@ -231,8 +231,9 @@ def bytes_of(works: Works, layout: Layout, costs: Costs, reserved: float, states
         inputs = [work.output * one.samples / (one.tp if one.scattered else 1) for work in own]
         activations = flight * sum(kept)
         if one.recompute == "full":
-            again = [work is not works[-1] for work in own]
-            activations = flight * sum(i if a else k for i, k, a in zip(inputs, kept, again, strict=True)) + max(kept)
+            again = [work is not works[-1] for work in own]  # and then only one layer's are there at a time
+            activations = flight * sum(i if a else k for i, k, a in zip(inputs, kept, again, strict=True))
+            activations += max((k for k, a in zip(kept, again, strict=True) if a), default=0.0)
         cast = costs.itemsize * parameters if costs.itemsize < 4 else 0.0
         if one.dp > 1 and costs.heap:
             # What is freed stays: the gradients that have moved into buckets; whole parameters and their gradients.

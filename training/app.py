@@ -254,7 +254,8 @@ def _describe(setup: Setup, composed: Any, hydra: Any) -> None:
         from training.optimizer import states_of
         from training.reporting.console import describe_memory
 
-        estimates = estimate_memory(setup.plan, setup.chain, setup.sample, states_of(setup.cfg.optim))
+        states, recompute = states_of(setup.cfg.optim), setup.cfg.train.activation_checkpointing
+        estimates = estimate_memory(setup.plan, setup.chain, setup.sample, states, recompute)
         print("\n" + describe_memory(estimates))
 
 

@@ -58,8 +58,9 @@ def test_every_layer_has_seconds_that_grow_with_the_samples(alone, both):
 
 
 def test_one_process_communicates_with_nobody_and_two_do(alone, both):
-    assert alone.replicas == alone.shards == alone.messages == Line() and alone.step > 0
-    assert both.replicas.fixed > 0 and both.shards(2**22) > 0 and both.messages(2**22) > 0
+    assert alone.replicas == alone.shards == Line() and not alone.messages and alone.step > 0
+    assert both.replicas.fixed > 0 and both.shards(2**22) > 0
+    assert both.messages.keys() == {"gpipe", "1f1b", "looped"} and all(of(2**22) > 0 for of in both.messages.values())
 
 
 def test_an_update_takes_longer_for_more_parameters_and_a_process_has_some_memory(alone):
@@ -83,16 +84,20 @@ def test_a_curve_goes_through_what_was_measured_and_beyond_it_in_proportion():
 def made_up(processes: int, alone: float, at_once: int = 2) -> Here:
     """Return layers of 1 s forward and 2 s backward while two processes compute."""
     layers = tuple(LayerSeconds(n, Line(1.0), Line(2.0), Line(3.5), Line(alone)) for n in ("a", "b"))
-    return Here(processes, at_once, layers, step=0.1, update=Line(0.05), replicas=Line(0.3, 0.1))
+    messages = {"gpipe": Line(0.8), "1f1b": Line(0.4), "looped": Line(0.2)}
+    return Here(processes, at_once, layers, step=0.1, update=Line(0.05), replicas=Line(0.3, 0.1), messages=messages)
 
 
+SLOWER = 1.1  # layers in turn on a CPU, by what each takes alone
 WORKS = [LayerWork(name, 1.0, 0.0, 1, 0.0, 10, 4.0, 4.0) for name in ("a", "b")]
 
 
 def test_a_step_of_one_process_is_its_layers_its_update_and_what_is_left():
     one = seconds_of(WORKS, Layout(chunks=3), MeasuredCosts(made_up(1, 3.0, at_once=1), 4, on_gpus=False))
-    assert (one.compute, one.optimizer) == (pytest.approx(3 * 6.0 + 2 * 0.5), pytest.approx(0.15))
+    assert (one.compute, one.optimizer) == (pytest.approx(SLOWER * (3 * 6.0 + 2 * 0.5)), pytest.approx(0.15))
     assert one.total == pytest.approx(one.compute + one.optimizer)
+    hot = seconds_of(WORKS, Layout(chunks=3), MeasuredCosts(made_up(1, 3.0, at_once=1), 4, on_gpus=True))
+    assert hot.compute == pytest.approx(one.compute / SLOWER)
 
 
 def test_replicas_add_what_was_measured_and_hide_nothing_on_a_cpu():
@@ -107,12 +112,23 @@ def test_a_process_that_waits_slows_nobody_down_and_more_than_the_cores_take_tur
     costs = MeasuredCosts(made_up(4, 1.5), 4, on_gpus=False)
     busy = {0.5: 0.5, 1: 0.5, 1.5: 0.75, 2: 1.0, 3: 1.5, 4: 2.0}
     assert {count: costs.slowed(count, 1) for count in busy} == pytest.approx(busy)
+    costs.here.messages["gpipe"] = Line()
     one = seconds_of(WORKS, Layout("pipelined", pp=2, chunks=2, schedule="gpipe"), costs)
     part = costs.slowed(2 * 6.0 / 9.0, 1)  # of 2 stages with 2 micro-batches of 3 s each one and a third compute
     # The first micro-batch takes half a second more in each of them.
-    assert one.compute + one.bubble == pytest.approx(part * (9.0 + 2 * 0.5))
+    assert one.compute + one.bubble == pytest.approx(SLOWER * part * (9.0 + 2 * 0.5))
     replicas = seconds_of(WORKS, Layout("ddp", dp=4), costs)
-    assert replicas.compute == pytest.approx(2.0 * 7.0)
+    assert replicas.compute == pytest.approx(SLOWER * 2.0 * 7.0)
+
+
+def test_a_message_takes_what_was_measured_with_its_schedule():
+    two, four = (MeasuredCosts(made_up(processes, 1.5), 4, on_gpus=False) for processes in (2, 4))
+    both_ways = {"gpipe": 0.8, "1f1b": 0.4, "interleaved_1f1b": 0.2, "interleaved_zero_bubble": 0.2}
+    for schedule, seconds in both_ways.items():
+        assert 2 * two.message(8.0, True, 2, schedule) == pytest.approx(seconds)
+        assert 2 * four.message(8.0, True, 4, schedule) == pytest.approx(seconds)
+    # Measured were ranks of which two have neighbours on both sides; here none has.
+    assert 2 * four.message(8.0, True, 2, "1f1b") == pytest.approx(0.4 / 2)
 
 
 def test_layers_that_are_built_alike_are_measured_once(subject):

@@ -86,6 +86,12 @@ def test_the_plan_shows_the_shares_and_what_is_whole_during_a_step(plan, text):
     assert hybrid[0]["weights"] == pytest.approx(one["weights"] / 2, abs=1)
 
 
+def test_recomputed_activations_take_less(text, plan):
+    words = [*TINY, "model.n_layer=4", "model.n_embd=256", *text, "data.seq_len=128", "train.global_batch_size=8"]
+    kept, again = (table(plan(*words, f"train.activation_checkpointing={on}"))[0] for on in ("false", "true"))
+    assert again["activations"] < kept["activations"] and again["weights"] == kept["weights"]
+
+
 @pytest.mark.slow
 def test_the_estimate_is_within_a_factor_of_two_of_what_a_run_takes(tmp_path, text, plan, tmp_path_factory):
     recipe = [

@@ -16,7 +16,6 @@ from torch import nn
 
 from common.errors import PlanError, TrainingError
 from data.dataset import Batch
-from models.chain import Chain
 from parallel.devices import peak_memory_bytes
 from parallel.plan import Plan
 from parallel.shape_inference import stage_activations
@@ -139,7 +138,7 @@ def summarise(
         "ideal_bubble_fraction": plan.ideal_bubble,
         "stages": [
             {"layers": list(stage.layers), "parameters": stage.parameters, "activation_bytes": activations}
-            for stage, activations in zip(plan.stages, _activations(plan, strategy.chain, sample), strict=True)
+            for stage, activations in zip(plan.stages, _activations(plan, strategy, sample), strict=True)
         ],
     }
 
@@ -156,8 +155,8 @@ def check_objective(name: str, metrics: Sequence[str], language: bool) -> None:
         raise TrainingError(f"sweep.objective={name} is not a number of this run, which has {', '.join(known)}")
 
 
-def _activations(plan: Plan, chain: Chain, sample: Batch) -> list[int | None]:
+def _activations(plan: Plan, strategy: Strategy, sample: Batch) -> list[int | None]:
     try:
-        return stage_activations(plan, chain, sample)
+        return stage_activations(plan, strategy.chain, sample, any(stage.recompute for stage in strategy.stages))
     except PlanError:  # a layer's shapes depend on numbers
         return [None] * len(plan.stages)
