@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil, log2
 
+from parallel.schedules import SCHEDULES
 from planner.cluster import Cluster
 from planner.here import Here, Line
 from planner.work import LayerWork
@@ -141,8 +142,8 @@ class MeasuredCosts:
 
     def message(self, size: float, inside: bool, pp: int, schedule: str) -> float:
         """See PaperCosts; of more than two ranks, those in between send and receive twice as much."""
-        if schedule not in self.here.messages:
-            return self.here.messages["looped"](size) / 2
+        if SCHEDULES[schedule].looped:
+            return self.here.messages["interleaved_1f1b"](size) / 2
         return self.here.messages[schedule](size) / 2 * min(2, pp - 1) / min(2, self.here.processes - 1)
 
     def gather(self, size: float, ranks: int, per_node: int, held: Sequence[LayerWork] = ()) -> float:

@@ -40,7 +40,8 @@ from parallel.strategy import Options, Strategy, build_strategy
 _NUMBERS = 2**8, 2**19  # of each layer of the small model, and of what its stages send
 _TENSORS = 8  # in which a layer's few numbers are kept, to see what each costs
 _LAYERS = 4  # of the small model, or two for each rank
-_LOOPED = "interleaved_1f1b"
+# Of a pipeline: the stages of a rank, and whether there are at least as many micro-batches as stages.
+_SCHEDULES = {"gpipe": (1, False), "1f1b": (1, True), "interleaved_1f1b": (2, False)}
 _MORE = 3  # micro-batches of the small model beside the first
 _ROUNDS, _PASS_S = 3, 2.0  # of the layers, unless one takes long; seconds of the model with the largest micro-batch
 _SIZES = 5  # of micro-batches
@@ -115,7 +116,7 @@ class Here:
         shards: What fsdp adds to a layer and micro-batch, by the bytes of its parameters.
         hooks: The same where parameters stay whole for a step and gradients are reduced once; by no size.
         messages: What a pipeline adds to a stage and micro-batch, by its schedule, and by the bytes that the stage
-            sends each way; "looped" are the schedules with several stages on a rank.
+            sends each way; interleaved_1f1b stands for all schedules with several stages on a rank.
     """
 
     processes: int
@@ -294,8 +295,8 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
         lines["shards"] = replace(Line.through(bytes_of, [fixed, large]), piece=piece)
         fixed, piece = shared(reshard=False)
         lines["hooks"] = Line(fixed, piece=piece)
-        for schedule, (stages, least) in {"gpipe": (1, 1), "1f1b": (1, ranks.size), "looped": (2, 1)}.items():
-            more = [each("pipelined", n, least, schedule=_LOOPED if stages > 1 else schedule)[1] for n in _NUMBERS]
+        for schedule, (stages, filled) in _SCHEDULES.items():
+            more = [each("pipelined", n, ranks.size if filled else 1, schedule=schedule)[1] for n in _NUMBERS]
             added = [(one - own / ranks.size) / stages for one, own in zip(more, computed, strict=True)]
             messages[schedule] = Line.through(bytes_of, added)
     return {"step": float(single[0][0]), "lines": lines, "messages": messages}

@@ -60,7 +60,8 @@ def test_every_layer_has_seconds_that_grow_with_the_samples(alone, both):
 def test_one_process_communicates_with_nobody_and_two_do(alone, both):
     assert alone.replicas == alone.shards == Line() and not alone.messages and alone.step > 0
     assert both.replicas.fixed > 0 and both.shards(2**22) > 0
-    assert both.messages.keys() == {"gpipe", "1f1b", "looped"} and all(of(2**22) > 0 for of in both.messages.values())
+    assert both.messages.keys() == {"gpipe", "1f1b", "interleaved_1f1b"}
+    assert all(of(2**22) > 0 for of in both.messages.values())
 
 
 def test_an_update_takes_longer_for_more_parameters_and_a_process_has_some_memory(alone):
@@ -84,7 +85,7 @@ def test_a_curve_goes_through_what_was_measured_and_beyond_it_in_proportion():
 def made_up(processes: int, alone: float, at_once: int = 2) -> Here:
     """Return layers of 1 s forward and 2 s backward while two processes compute."""
     layers = tuple(LayerSeconds(n, Line(1.0), Line(2.0), Line(3.5), Line(alone)) for n in ("a", "b"))
-    messages = {"gpipe": Line(0.8), "1f1b": Line(0.4), "looped": Line(0.2)}
+    messages = {"gpipe": Line(0.8), "1f1b": Line(0.4), "interleaved_1f1b": Line(0.2)}
     return Here(processes, at_once, layers, step=0.1, update=Line(0.05), replicas=Line(0.3, 0.1), messages=messages)
 
 
