@@ -110,6 +110,7 @@ class Here:
         at_once: How many of them can compute at the same time.
         layers: Of the chain, in order.
         step: Seconds of a step that are in no other part, without replicas.
+        apart: Seconds of a micro-batch that a layer takes more where it is measured by itself.
         update: By parameters: clipping, and the optimizer.
         process: Bytes of a process with its data, and with a model of next to no size.
         replicas: What ddp adds to a step, by bytes of gradients.
@@ -124,6 +125,7 @@ class Here:
     layers: tuple[LayerSeconds, ...]
     step: float
     update: Line
+    apart: float = 0.0
     process: int = 0
     replicas: Line = Line()
     shards: Line = Line()
@@ -266,7 +268,7 @@ def _layers(ranks: _Ranks, subject: Subject, least: int, most: int) -> list[tupl
 
 def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
     """Measure what strategies add to the layers' own time, on the small model."""
-    few = _NUMBERS[0]
+    few, layers, bytes_of = _NUMBERS[0], ranks.layers, [4 * n for n in _NUMBERS]
 
     def step(name: str, numbers: int, chunks: int = 1, **more: Any) -> Tensor:
         """Return (step, update)."""
@@ -283,7 +285,9 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
         piece = max(0.0, (several - one) / (_TENSORS - 1))
         return max(0.0, one - piece), piece
 
-    layers, bytes_of = ranks.layers, [4 * n for n in _NUMBERS]
+    chain, sample = _small(ranks, few)
+    times = time_layers(subject.precision, chain, sample.to(ranks.device), subject.seed, _LEAST_S)
+    one_by_one = sum(median(map(sum, layer[1:])) for layer in times)
     single, computed = zip(*(each("single", n) for n in _NUMBERS), strict=True)
     lines = {"update": Line.through([layers * n for n in _NUMBERS], [float(one[1]) for one in single])}
     messages: dict[str, Line] = {}
@@ -299,16 +303,23 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
             more = [each("pipelined", n, ranks.size if filled else 1, schedule=schedule)[1] for n in _NUMBERS]
             added = [(one - own / ranks.size) / stages for one, own in zip(more, computed, strict=True)]
             messages[schedule] = Line.through(bytes_of, added)
-    return {"step": float(single[0][0]), "lines": lines, "messages": messages}
+    apart, begun = (one_by_one - computed[0]) / layers, float(single[0][0]) - computed[0]
+    return {"step": max(0.0, begun), "apart": apart, "lines": lines, "messages": messages}
+
+
+def _small(ranks: _Ranks, numbers: int, tensors: int = 1) -> tuple[Chain, Batch]:
+    """Return the small model and a sample."""
+    layer = partial(_Scale, numbers, tensors)
+    chain = Chain([LayerSpec(f"layer{i}", layer) for i in range(ranks.layers)], loss=SquaredError())
+    return chain, Batch(torch.ones(1, numbers), torch.zeros(1, numbers))
 
 
 def _step(
     ranks: _Ranks, subject: Subject, name: str, numbers: int, chunks: int, tensors: int = 1, **keys: Any
 ) -> Tensor:
     """Measure a step of the small model, and its update, with some ``keys`` of the section ``parallel``."""
-    alone, layer = name == "single", partial(_Scale, numbers, tensors)
-    chain = Chain([LayerSpec(f"layer{i}", layer) for i in range(ranks.layers)], loss=SquaredError())
-    parallel, pipelined = copy.deepcopy(subject.parallel), name == "pipelined"
+    chain, sample = _small(ranks, numbers, tensors)
+    parallel, alone, pipelined = copy.deepcopy(subject.parallel), name == "single", name == "pipelined"
     parallel.update(
         {"name": name, "dp": None, "pp": ranks.size if pipelined else 1, "chunks": chunks, "schedule": "gpipe",
          "stages_per_rank": None, "balance": "uniform", "reshard": None, **keys}
@@ -318,7 +329,6 @@ def _step(
         precision=subject.precision, world_size=1 if alone else ranks.size,
     )  # fmt: skip
     mesh = plan.mesh(0) if alone else plan.mesh(ranks.rank).connect(parallel.timeout_s)
-    sample = Batch(torch.ones(1, numbers), torch.zeros(1, numbers))
     strategy = build_strategy(plan, chain, mesh, Options(subject.seed), sample, ranks.rank)
     optimizer, batch = subject.optimizer(strategy), sample.map(lambda tensor: tensor.expand(chunks, -1))
 
