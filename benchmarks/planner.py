@@ -192,8 +192,8 @@ def predicted(measured: Sequence[Row], cluster: Cluster | None = None) -> np.nda
 
 
 _SPREADS = {
-    "product": 0.15, "attention": 0.4, "traffic": 0.5, "launch": 1.0, "step": 1.5, "inside.bandwidth": 0.4,
-    "inside.latency": 1.0, "between.bandwidth": 0.7, "between.latency": 1.0,
+    "product": 0.15, "attention": 0.4, "traffic": 0.5, "launch": 1.0, "step": 1.5, "message": 0.5,
+    "inside.bandwidth": 0.4, "inside.latency": 1.0, "between.bandwidth": 0.7, "between.latency": 1.0,
 }  # fmt: skip
 
 
@@ -202,14 +202,14 @@ def fit(measured: Sequence[Row], start: Cluster) -> Cluster:
     from scipy.optimize import least_squares
 
     spreads, truth = np.array(list(_SPREADS.values())), np.array([row.seconds for row in measured])
-    numbers = [start.product, start.attention, start.traffic, start.launch, start.step]
+    numbers = [start.product, start.attention, start.traffic, start.launch, start.step, start.message]
     first = np.log([*numbers, start.inside.bandwidth, start.inside.latency, start.between.bandwidth,
                     start.between.latency])  # fmt: skip
 
     def changed(logs: np.ndarray) -> Cluster:
-        product, attention, traffic, launch, step, *links = np.exp(logs)
+        product, attention, traffic, launch, step, message, *links = np.exp(logs)
         return replace(start, product=product, attention=attention, traffic=traffic, launch=launch, step=step,
-                       inside=Link(*links[:2]), between=Link(*links[2:]))  # fmt: skip
+                       message=message, inside=Link(*links[:2]), between=Link(*links[2:]))  # fmt: skip
 
     def off(logs: np.ndarray) -> np.ndarray:
         return np.concatenate([np.log(predicted(measured, changed(logs)) / truth), _PRIOR * (logs - first) / spreads])

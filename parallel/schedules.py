@@ -66,6 +66,11 @@ SCHEDULES = {
 }
 
 
+def borders(stages: int) -> list[int]:
+    """Return how many stages are beside each of some stages in a row."""
+    return [(stage > 0) + (stage < stages - 1) for stage in range(stages)]
+
+
 def stages_per_rank(schedule: str, wanted: int | None) -> int:
     """Return how many stages each rank runs: ``wanted``, or what the schedule needs where that is None; or refuse."""
     looped = SCHEDULES[schedule].looped

@@ -67,8 +67,8 @@ class PaperCosts:
         """Seconds of the products of attention in a forward."""
         return work.attention * samples / tp / (self.peak * self.cluster.attention)
 
-    def message(self, size: float, inside: bool, pp: int, schedule: str) -> float:
-        """Seconds of ``size`` bytes from one of a pipeline's stages to the next, in the same node or not."""
+    def message(self, size: float, inside: bool, schedule: str) -> float:
+        """Seconds of ``size`` bytes from a stage to the next, in the same node or not."""
         link = self.cluster.inside if inside else self.cluster.between
         return link.latency + size / (link.bandwidth * (1.0 if inside else self.cluster.message))
 
@@ -140,11 +140,9 @@ class MeasuredCosts:
         """Nothing: selective recomputation is not offered here."""
         return 0.0
 
-    def message(self, size: float, inside: bool, pp: int, schedule: str) -> float:
-        """See PaperCosts; of more than two ranks, those in between send and receive twice as much."""
-        if SCHEDULES[schedule].looped:
-            return self.here.messages["interleaved_1f1b"](size) / 2
-        return self.here.messages[schedule](size) / 2 * min(2, pp - 1) / min(2, self.here.processes - 1)
+    def message(self, size: float, inside: bool, schedule: str) -> float:
+        """See PaperCosts."""
+        return self.here.messages["interleaved_1f1b" if SCHEDULES[schedule].looped else schedule](size)
 
     def gather(self, size: float, ranks: int, per_node: int, held: Sequence[LayerWork] = ()) -> float:
         """See PaperCosts."""

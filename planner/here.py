@@ -35,6 +35,7 @@ from parallel.balance import time_layers
 from parallel.devices import keep_freed_memory, local_device, peak_memory_bytes, share_cores, synchronize
 from parallel.host_group import init_process_group
 from parallel.plan import make_plan
+from parallel.schedules import borders
 from parallel.strategy import Options, Strategy, build_strategy
 
 _NUMBERS = 2**8, 2**19  # of each layer of the small model, and of what its stages send
@@ -116,8 +117,8 @@ class Here:
         replicas: What ddp adds to a step, by bytes of gradients.
         shards: What fsdp adds to a layer and micro-batch, by the bytes of its parameters.
         hooks: The same where parameters stay whole for a step and gradients are reduced once; by no size.
-        messages: What a pipeline adds to a stage and micro-batch, by its schedule, and by the bytes that the stage
-            sends each way; interleaved_1f1b stands for all schedules with several stages on a rank.
+        messages: Of a message from a stage to the next, by the pipeline's schedule, and by bytes; interleaved_1f1b
+            stands for all schedules with several stages on a rank.
     """
 
     processes: int
@@ -301,7 +302,9 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
         lines["hooks"] = Line(fixed, piece=piece)
         for schedule, (stages, filled) in _SCHEDULES.items():
             more = [each("pipelined", n, ranks.size if filled else 1, schedule=schedule)[1] for n in _NUMBERS]
-            added = [(one - own / ranks.size) / stages for one, own in zip(more, computed, strict=True)]
+            # Of the busiest rank, which has a half of each message that it sends or receives.
+            sent = sum(borders(stages * ranks.size)[min(1, ranks.size - 2) :: ranks.size])
+            added = [(one - own / ranks.size) / sent for one, own in zip(more, computed, strict=True)]
             messages[schedule] = Line.through(bytes_of, added)
     apart, begun = (one_by_one - computed[0]) / layers, float(single[0][0]) - computed[0]
     return {"step": max(0.0, begun), "apart": apart, "lines": lines, "messages": messages}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from parallel.plan import even_split
-from parallel.schedules import in_flight
+from parallel.schedules import borders, in_flight
 from parallel.zero_bubble.order import UNMEASURED, StageSeconds
 from planner.costs import Costs
 from planner.simulation import duration
@@ -129,7 +129,7 @@ def seconds_of(works: Works, layout: Layout, costs: Costs) -> Seconds:
     slowest = max(range(one.pp), key=each.__getitem__)
     held = [work for stage in cut(works, one)[slowest :: one.pp] for work in stage]
     parameters, tensor = _parameters(held, one), sum(_tensor(w, one, costs) for w in held)
-    passed = one.per_rank * _passed(works, one, costs)
+    passed = sum(borders(one.pp * one.per_rank)[slowest :: one.pp]) * _message(works, one, costs)
     compute = each[slowest] - tensor - passed
     gradients, shards = _replicas(held, parameters, compute, one, costs)
     whole = duration(stages, one.pp, m, one.schedule) if one.pp > 1 else m * each[slowest]
@@ -163,11 +163,12 @@ def _parameters(held: Works, one: Layout) -> float:
 
 def stage_seconds(works: Works, layout: Layout, costs: Costs) -> list[StageSeconds]:
     """Return how long each stage takes for a micro-batch, its messages, which a rank waits for, included."""
-    one, seconds, passed = layout, [], _passed(works, layout, costs) / 2
-    for stage in cut(works, one):
+    one, seconds, message = layout, [], _message(works, layout, costs)
+    for stage, beside in zip(cut(works, one), borders(one.pp * one.per_rank), strict=True):
         forward = sum(costs.forward(work, one.samples, one.tp) for work in stage)
         both = sum(_computed(work, one, costs, work is not works[-1]) for work in stage)
         tensor = sum(_tensor(work, one, costs) for work in stage)
+        passed = beside / 2 * message  # half of a message is its sender's, half its receiver's
         ahead = forward + tensor / 3 + passed
         behind = both - forward + tensor * 2 / 3 + passed
         seconds.append(StageSeconds(ahead, behind, behind / 2, behind / 2 * (UNMEASURED.weights / UNMEASURED.inputs)))
@@ -189,13 +190,13 @@ def _tensor(work: LayerWork, one: Layout, costs: Costs) -> float:
     return times * costs.reduce(work.output * one.samples, one.tp, min(one.tp, costs.devices))
 
 
-def _passed(works: Works, one: Layout, costs: Costs) -> float:
-    """Seconds of a micro-batch's two messages between two stages."""
+def _message(works: Works, one: Layout, costs: Costs) -> float:
+    """Seconds of a micro-batch's message between two stages, one way."""
     if one.pp == 1:
         return 0.0
     apart = one.tp * (one.dp if one.stages_last else 1)  # how far the next stage's rank is
     size = max(work.output for work in works[:-1]) * one.samples / one.tp
-    return 2 * costs.message(size, 2 * apart <= costs.devices, one.pp, one.schedule)
+    return costs.message(size, 2 * apart <= costs.devices, one.schedule)
 
 
 def _replicas(held: Works, parameters: float, compute: float, one: Layout, costs: Costs) -> tuple[float, float]:

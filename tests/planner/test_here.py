@@ -123,13 +123,18 @@ def test_a_process_that_waits_slows_nobody_down_and_more_than_the_cores_take_tur
 
 
 def test_a_message_takes_what_was_measured_with_its_schedule():
-    two, four = (MeasuredCosts(made_up(processes, 1.5), 4, on_gpus=False) for processes in (2, 4))
-    both_ways = {"gpipe": 0.8, "1f1b": 0.4, "interleaved_1f1b": 0.2, "interleaved_zero_bubble": 0.2}
-    for schedule, seconds in both_ways.items():
-        assert 2 * two.message(8.0, True, 2, schedule) == pytest.approx(seconds)
-        assert 2 * four.message(8.0, True, 4, schedule) == pytest.approx(seconds)
-    # Measured were ranks of which two have neighbours on both sides; here none has.
-    assert 2 * four.message(8.0, True, 2, "1f1b") == pytest.approx(0.4 / 2)
+    costs = MeasuredCosts(made_up(2, 1.5), 4, on_gpus=False)
+    one_way = {"gpipe": 0.8, "1f1b": 0.4, "interleaved_1f1b": 0.2, "interleaved_zero_bubble": 0.2}
+    for schedule, seconds in one_way.items():
+        assert costs.message(8.0, True, schedule) == seconds
+    plain, looped = (
+        seconds_of(
+            WORKS * per_rank, Layout("pipelined", pp=2, chunks=4, schedule=name, per_rank=per_rank), costs
+        ).stages
+        for name, per_rank in (("1f1b", 1), ("interleaved_1f1b", 2))
+    )
+    # A half of each message that comes or goes, forward and back: one beside a rank's only stage, three beside two.
+    assert (plain, looped) == (pytest.approx(4 * 0.4), pytest.approx(4 * 3 * 0.2))
 
 
 def test_layers_that_are_built_alike_are_measured_once(subject):

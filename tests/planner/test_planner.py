@@ -77,7 +77,7 @@ def test_one_device_only_computes():
 def test_equal_stages_wait_for_the_textbook_s_part_of_a_step(pp, chunks):
     one = seconds_of(WORKS, Layout("pipelined", pp=pp, chunks=chunks, ends_on_top=True), COSTS)
     working = one.compute + one.stages
-    assert one.bubble / (working + one.bubble) == pytest.approx((pp - 1) / (chunks + pp - 1))
+    assert one.bubble / (working + one.bubble) == pytest.approx((pp - 1) / (chunks + pp - 1), rel=1e-3)
 
 
 def test_several_stages_on_a_rank_divide_the_bubble():
@@ -85,7 +85,8 @@ def test_several_stages_on_a_rank_divide_the_bubble():
         seconds_of(WORKS, Layout("pipelined", pp=2, chunks=4, schedule=name, per_rank=n, ends_on_top=True), COSTS)
         for name, n in (("1f1b", 1), ("interleaved_1f1b", 4))
     )
-    assert looped.bubble == pytest.approx(plain.bubble / 4, rel=0.1) and looped.stages == 4 * plain.stages
+    assert looped.bubble == pytest.approx(plain.bubble / 4, rel=0.1)
+    assert looped.stages == 7 * plain.stages, "the first of eight stages sends to one side, the rank's others to both"
 
 
 def test_a_ring_is_as_fast_as_its_slowest_link_and_all_devices_of_a_node_serve_it():
