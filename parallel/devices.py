@@ -85,6 +85,8 @@ def synchronize(device: torch.device) -> None:
     """Wait until ``device`` has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def gpus_in_common(store: dist.Store, rank: int, size: int, device: torch.device) -> list[list[int]]:

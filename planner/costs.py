@@ -1,4 +1,4 @@
-"""The seconds of a layer, of a collective and of the optimizer, on a cluster that is only described."""
+"""The seconds of a layer, of a collective and of the optimizer: of a cluster on paper, and of this machine."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class PaperCosts:
     Attributes:
         devices: Devices of a node.
         itemsize: Bytes of a number as products read it.
+        gathered: Bytes of a number of shared parameters, as ranks send it.
         hides: The part of communication that computing at the same time hides: of gradients, and of shards.
         heap: The part of a model's bytes that an allocator that keeps what is freed needs on top.
         copies: How often it holds what replicas have of parameters and gradients beside their own: of ddp, and of fsdp
@@ -35,7 +36,7 @@ class PaperCosts:
 
     def __init__(self, cluster: Cluster, precision: str) -> None:
         self.cluster, self.peak = cluster, cluster.peak[precision]
-        self.devices, self.itemsize = cluster.devices, _BYTES[precision]
+        self.devices, self.itemsize, self.gathered = cluster.devices, _BYTES[precision], _BYTES[precision]
         self._known: dict[tuple[LayerWork, int, int], float] = {}
 
     def forward(self, work: LayerWork, samples: int, tp: int = 1) -> float:
@@ -105,8 +106,8 @@ class PaperCosts:
 class MeasuredCosts:
     """The seconds of one kind of work on this machine, with the methods and attributes of ``PaperCosts``."""
 
-    def __init__(self, here: Here, itemsize: int, on_gpus: bool) -> None:
-        self.here, self.itemsize, self.devices = here, itemsize, here.processes
+    def __init__(self, here: Here, precision: str, on_gpus: bool) -> None:
+        self.here, self.devices, self.itemsize, self.gathered = here, here.processes, _BYTES[precision], 4
         self.hides = PaperCosts.hides if on_gpus else (0.0, 0.0)  # what moves bytes needs a core, too
         self.heap, self.copies, self._in_turn = (0.0, (0, 0, 0), 1.0) if on_gpus else (_HEAP, _COPIES, _IN_TURN)
         self._layers = {layer.name: layer for layer in here.layers}
@@ -146,8 +147,8 @@ class MeasuredCosts:
 
     def gather(self, size: float, ranks: int, per_node: int, held: Sequence[LayerWork] = ()) -> float:
         """See PaperCosts."""
-        line = self.here.shards
-        return (self._share(ranks) * self._of_layers(line, held) + line.each * self._of_ring(size, ranks)) / 3
+        line = self.here.shards  # what does not depend on the size is mostly messages in turn
+        return (ranks / self.here.processes * self._of_layers(line, held) + line.each * self._of_ring(size, ranks)) / 3
 
     def hooks(self, held: Sequence[LayerWork]) -> float:
         """See PaperCosts."""
@@ -163,11 +164,7 @@ class MeasuredCosts:
 
     def fixed(self, dp: int, reduced: int) -> float:
         """See PaperCosts."""
-        return self.here.step + (reduced * self._share(dp) * self.here.replicas.fixed if dp > 1 else 0.0)
-
-    def _share(self, ranks: int) -> float:
-        """Return the part of the time of all processes that some take, which is mostly messages in turn."""
-        return ranks / self.here.processes
+        return self.here.step + (reduced * dp / self.here.processes * self.here.replicas.fixed if dp > 1 else 0.0)
 
     def _of_ring(self, size: float, ranks: int) -> float:
         """Return the bytes among all processes that take as long as ``size`` bytes among ``ranks`` of them."""

@@ -215,11 +215,6 @@ class _Ranks:
     device: torch.device
     some: dist.ProcessGroup | None  # the first ``at_once``, where they are not all
 
-    @property
-    def layers(self) -> int:
-        """The small model's layers: there are enough for two stages on each rank."""
-        return max(_LAYERS, 2 * self.size)
-
     def wait(self, group: dist.ProcessGroup | None = None) -> None:
         """Wait for the others."""
         if self.size > 1:
@@ -227,8 +222,9 @@ class _Ranks:
 
     def slowest(self, seconds: Sequence) -> Tensor:
         """Return what the slowest rank took, in the lower quartile of some rounds: machines are disturbed."""
-        worst = torch.as_tensor(seconds, dtype=torch.float64, device=self.device)
+        worst = torch.as_tensor(seconds, dtype=torch.float64)
         if self.size > 1:
+            worst = worst.to(self.device)
             dist.all_reduce(worst, dist.ReduceOp.MAX)
         return worst.quantile(0.25, dim=0).cpu()
 
@@ -269,11 +265,9 @@ def _layers(ranks: _Ranks, subject: Subject, least: int, most: int) -> list[tupl
 
 def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
     """Measure what strategies add to the layers' own time, on the small model."""
-    few, layers, bytes_of = _NUMBERS[0], ranks.layers, [4 * n for n in _NUMBERS]
-
-    def step(name: str, numbers: int, chunks: int = 1, **more: Any) -> Tensor:
-        """Return (step, update)."""
-        return _step(ranks, subject, name, numbers, chunks, **more)
+    few, bytes_of = _NUMBERS[0], [4 * n for n in _NUMBERS]
+    chain, sample = _small(ranks, few)
+    layers, step = len(chain.layers), partial(_step, ranks, subject)  # which returns (step, update)
 
     def each(name: str, numbers: int, least: int = 1, **more: Any) -> tuple[Tensor, float]:
         """Return (step, update) with the fewest micro-batches, and the seconds of each micro-batch more."""
@@ -286,9 +280,8 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
         piece = max(0.0, (several - one) / (_TENSORS - 1))
         return max(0.0, one - piece), piece
 
-    chain, sample = _small(ranks, few)
     times = time_layers(subject.precision, chain, sample.to(ranks.device), subject.seed, _LEAST_S)
-    one_by_one = sum(median(map(sum, layer[1:])) for layer in times)
+    one_by_one = float(ranks.slowest([sum(median(map(sum, layer[1:])) for layer in times)]))
     single, computed = zip(*(each("single", n) for n in _NUMBERS), strict=True)
     lines = {"update": Line.through([layers * n for n in _NUMBERS], [float(one[1]) for one in single])}
     messages: dict[str, Line] = {}
@@ -306,19 +299,19 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
             sent = sum(borders(stages * ranks.size)[min(1, ranks.size - 2) :: ranks.size])
             added = [(one - own / ranks.size) / sent for one, own in zip(more, computed, strict=True)]
             messages[schedule] = Line.through(bytes_of, added)
-    apart, begun = (one_by_one - computed[0]) / layers, float(single[0][0]) - computed[0]
-    return {"step": max(0.0, begun), "apart": apart, "lines": lines, "messages": messages}
+    apart = (one_by_one - computed[0]) / layers * ranks.at_once / ranks.size  # here all ranks computed at once
+    return {"step": max(0.0, float(single[0][0]) - computed[0]), "apart": apart, "lines": lines, "messages": messages}
 
 
 def _small(ranks: _Ranks, numbers: int, tensors: int = 1) -> tuple[Chain, Batch]:
-    """Return the small model and a sample."""
+    """Return the small model, which has layers enough for two stages on each rank, and a sample."""
     layer = partial(_Scale, numbers, tensors)
-    chain = Chain([LayerSpec(f"layer{i}", layer) for i in range(ranks.layers)], loss=SquaredError())
+    chain = Chain([LayerSpec(f"layer{i}", layer) for i in range(max(_LAYERS, 2 * ranks.size))], loss=SquaredError())
     return chain, Batch(torch.ones(1, numbers), torch.zeros(1, numbers))
 
 
 def _step(
-    ranks: _Ranks, subject: Subject, name: str, numbers: int, chunks: int, tensors: int = 1, **keys: Any
+    ranks: _Ranks, subject: Subject, name: str, numbers: int, chunks: int = 1, tensors: int = 1, **keys: Any
 ) -> Tensor:
     """Measure a step of the small model, and its update, with some ``keys`` of the section ``parallel``."""
     chain, sample = _small(ranks, numbers, tensors)

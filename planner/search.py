@@ -191,7 +191,7 @@ def _strategies(works: Works, one: Layout, per_node: int, fixed: Mapping[str, An
 
 def allowed(works: Works, one: Layout) -> bool:
     """Return whether there are layers and micro-batches enough for the pipeline."""
-    if one.counts and len(one.counts) != one.pp * one.per_rank:
+    if one.counts and (len(one.counts) != one.pp * one.per_rank or sum(one.counts) != len(works)):
         return False
     if one.pp == 1:
         return True

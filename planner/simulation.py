@@ -20,13 +20,13 @@ _REPLAYED = 128  # micro-batches of all stages
 Intervals = dict[int, list[Interval]]  # rank -> its work and its receives, in order
 
 
-def simulate(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule: str, transfer: float) -> Intervals:
+def simulate(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule: str) -> Intervals:
     """Return what each rank does in a step, and when, if stage i runs on rank i % ``ranks``.
 
-    A tensor reaches another rank ``transfer`` seconds after it is computed, and keeps no rank from computing.
+    Messages are part of the stages' seconds.
     """
     seconds = _as_run(seconds, schedule)
-    return replay(order(seconds, ranks, chunks, schedule), seconds, transfer)
+    return replay(order(seconds, ranks, chunks, schedule), seconds)
 
 
 def order(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule: str) -> Orders:
@@ -74,7 +74,7 @@ def _as_run(seconds: Sequence[StageSeconds], schedule: str) -> Sequence[StageSec
     return [first, *others]
 
 
-def replay(orders: Orders, seconds: Sequence[StageSeconds], transfer: float) -> Intervals:
+def replay(orders: Orders, seconds: Sequence[StageSeconds]) -> Intervals:
     """Return when all ranks do what is in their orders, each as early as it can."""
     done: Intervals = {rank: [] for rank in orders}
     free, ended = dict.fromkeys(orders, 0.0), {}
@@ -91,7 +91,7 @@ def replay(orders: Orders, seconds: Sequence[StageSeconds], transfer: float) -> 
                         break
                     sent = ended[kind == FORWARD, sender, chunk]
                     if sender % len(orders) != rank:
-                        start = max(start, sent + transfer)
+                        start = max(start, sent)
                         receive = RECEIVE_ACTIVATION if kind == FORWARD else RECEIVE_GRADIENT
                         done[rank].append(Interval(receive, stage, chunk, free[rank], start))
                 free[rank] = start + seconds[stage].of(kind)
@@ -107,8 +107,8 @@ def replay(orders: Orders, seconds: Sequence[StageSeconds], transfer: float) -> 
 def duration(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule: str) -> float:
     """Return how long a step takes: replayed, or by the formula where that would take more than milliseconds."""
     if len(seconds) * chunks > _REPLAYED:
-        return makespan(seconds, ranks, chunks, schedule, 0.0)
-    return max(done[-1].end for done in simulate(seconds, ranks, chunks, schedule, 0.0).values())
+        return makespan(seconds, ranks, chunks, schedule)
+    return max(done[-1].end for done in simulate(seconds, ranks, chunks, schedule).values())
 
 
 class _Parts(NamedTuple):
@@ -119,29 +119,28 @@ class _Parts(NamedTuple):
     weights: list[float]
 
 
-def makespan(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule: str, transfer: float) -> float:
+def makespan(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule: str) -> float:
     """Return about how long ``simulate`` says that a step takes, in a time that does not depend on ``chunks``.
 
     It is exact for gpipe and looped_bfs, and for interleaved_1f1b with equal stages. In 4,100 random cases (2 to 8
-    ranks, 1 to 3 stages on each that differ by a factor of two, transfers of 0 or 5 % of a forward) it was off by 3 %
-    at most for 1f1b. For the other three 95 % were within 5 %, and the worst 9 % (interleaved_1f1b), 11 % too short
-    (interleaved_zero_bubble) and 16 % too short (planned, with hardly more micro-batches than ranks; else 9 %).
+    ranks, 1 to 3 stages on each that differ by a factor of two) it was off by 3 % at most for 1f1b. For the other
+    three 95 % were within 5 %, and the worst 9 % (interleaved_1f1b), 11 % too short (interleaved_zero_bubble) and 16 %
+    too short (planned, with hardly more micro-batches than ranks; else 9 %).
     """
-    stages, arrives = _as_run(seconds, schedule), transfer if ranks > 1 else 0.0
-    forward, backward, inputs, weights = map(list, zip(*stages, strict=True))
-    none = [0.0] * len(stages)
+    forward, backward, inputs, weights = map(list, zip(*_as_run(seconds, schedule), strict=True))
+    none = [0.0] * len(seconds)
     if schedule in ("gpipe", "looped_bfs"):
         both = forward, backward[::-1]
-        return sum(_passes(times, none, ranks, chunks, chunks, arrives) for times in both)
+        return sum(_passes(times, none, ranks, chunks, chunks) for times in both)
     whole, split = _Parts(forward, backward, none), _Parts(forward, inputs, weights)
     if schedule == "planned":  # as many split backwards and as much memory as pay
         kinds = [(parts, spare) for parts in (whole, split) for spare in (0, ranks // 2, ranks)]
-        return min(_alternating(parts, ranks, chunks, arrives, 2, spare) for parts, spare in kinds)
+        return min(_alternating(parts, ranks, chunks, 2, spare) for parts, spare in kinds)
     parts = split if SCHEDULES[schedule].splits_backward else whole
-    return _alternating(parts, ranks, chunks, arrives, 2 if schedule == "interleaved_1f1b" else 1)
+    return _alternating(parts, ranks, chunks, 2 if schedule == "interleaved_1f1b" else 1)
 
 
-def _passes(times: list[float], more: list[float], ranks: int, chunks: int, last: int, transfer: float) -> float:
+def _passes(times: list[float], more: list[float], ranks: int, chunks: int, last: int) -> float:
     """Return when the last stage is done with ``last`` micro-batches.
 
     A rank does ``chunks`` in one stage before its next stage starts, and ``more`` after each, for which no rank waits.
@@ -150,14 +149,14 @@ def _passes(times: list[float], more: list[float], ranks: int, chunks: int, last
     for first in (0, *range(ranks, len(times))):
         total, slowest = ends[first - ranks] + more[first - ranks] if first else 0.0, 0.0
         for stage in range(first, len(times)):
-            total += times[stage] + transfer * (stage > first)
+            total += times[stage]
             slowest = max(slowest, times[stage] + more[stage])
             others = (chunks if stage < len(times) - ranks else last) - 1
             ends[stage] = max(ends[stage], total + others * slowest)
     return ends[-1]
 
 
-def _alternating(parts: _Parts, ranks: int, chunks: int, transfer: float, ahead: int, spare: int = 0) -> float:
+def _alternating(parts: _Parts, ranks: int, chunks: int, ahead: int, spare: int = 0) -> float:
     """Return the makespan of an order that alternates between forwards and backwards.
 
     It is the longest of some paths: for each rank, until its first backward, then what it does until its last forward,
@@ -167,8 +166,8 @@ def _alternating(parts: _Parts, ranks: int, chunks: int, transfer: float, ahead:
     forward, backward, weights = parts
     last, per_rank = len(forward) - 1, len(forward) // ranks
     size = chunks // max(1, chunks // ranks)  # of a round, in micro-batches
-    start = _passes(forward, [0.0] * len(forward), ranks, size, 1, transfer)
-    end = _passes(backward[::-1], weights[::-1], ranks, size, 1, transfer) + weights[0]
+    start = _passes(forward, [0.0] * len(forward), ranks, size, 1)
+    end = _passes(backward[::-1], weights[::-1], ranks, size, 1) + weights[0]
 
     def some(times: list[float], count: int) -> float:
         """Return the seconds of ``count`` pieces of work of a rank, which go in rounds over its stages."""
@@ -176,8 +175,8 @@ def _alternating(parts: _Parts, ranks: int, chunks: int, transfer: float, ahead:
         return sum((rounds * size + min(size, max(0, rest - size * i))) * one for i, one in enumerate(times))
 
     def way(times: list[float], low: int, high: int) -> float:
-        """Return the seconds between two stages: those above ``low`` up to ``high``, and the transfers."""
-        return sum(times[low + 1 : high + 1]) + (high - low) * transfer
+        """Return the seconds of the stages above ``low`` up to ``high``."""
+        return sum(times[low + 1 : high + 1])
 
     longest = 0.0
     for r in range(ranks):
@@ -199,7 +198,7 @@ def _alternating(parts: _Parts, ranks: int, chunks: int, transfer: float, ahead:
         each = cycle = (whole_f + whole_b) / total
         waits = 0.0
         for q in range(r + 1, ranks):
-            cycle += sum(forward[q::ranks] + backward[q::ranks]) / per_rank + 2 * transfer
+            cycle += sum(forward[q::ranks] + backward[q::ranks]) / per_rank
             covers = 1 + ahead * (q - r)
             waits = max(waits, pairs // covers * (cycle - covers * each))
         longest = max(longest, first + whole_f - warmed + done + final + waits)

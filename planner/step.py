@@ -128,10 +128,10 @@ def seconds_of(works: Works, layout: Layout, costs: Costs) -> Seconds:
     each = [sum(stage.forward + stage.backward for stage in stages[r :: one.pp]) for r in range(one.pp)]
     slowest = max(range(one.pp), key=each.__getitem__)
     held = [work for stage in cut(works, one)[slowest :: one.pp] for work in stage]
-    parameters, tensor = _parameters(held, one), sum(_tensor(w, one, costs) for w in held)
+    tensor = sum(_tensor(work, one, costs) for work in held)
     passed = sum(borders(one.pp * one.per_rank)[slowest :: one.pp]) * _message(works, one, costs)
     compute = each[slowest] - tensor - passed
-    gradients, shards = _replicas(held, parameters, compute, one, costs)
+    gradients, shards = _replicas(held, compute, one, costs)
     whole = duration(stages, one.pp, m, one.schedule) if one.pp > 1 else m * each[slowest]
     if one.pp > 1:  # what the first and the last stage share
         gradients += costs.reduce(4 * sum(w.tied for w in works) / one.tp, 2, 2 if one.ranks <= costs.devices else 1)
@@ -146,7 +146,7 @@ def seconds_of(works: Works, layout: Layout, costs: Costs) -> Seconds:
         stages=m * passed,
         gradients=gradients,
         shards=shards,
-        optimizer=costs.optimizer(parameters / one.shards) + costs.fixed(one.dp, reduced),
+        optimizer=costs.optimizer(_trained(held, one) / one.shards) + costs.fixed(one.dp, reduced),
     )
 
 
@@ -161,6 +161,11 @@ def _parameters(held: Works, one: Layout) -> float:
     return sum(work.parameters - (work.tied if one.pp == 1 else 0) for work in held) / one.tp
 
 
+def _trained(held: Works, one: Layout) -> float:
+    """Return how many of them get gradients."""
+    return _parameters(held, one) - sum(work.frozen for work in held) / one.tp
+
+
 def stage_seconds(works: Works, layout: Layout, costs: Costs) -> list[StageSeconds]:
     """Return how long each stage takes for a micro-batch, its messages, which a rank waits for, included."""
     one, seconds, message = layout, [], _message(works, layout, costs)
@@ -169,8 +174,8 @@ def stage_seconds(works: Works, layout: Layout, costs: Costs) -> list[StageSecon
         both = sum(_computed(work, one, costs, work is not works[-1]) for work in stage)
         tensor = sum(_tensor(work, one, costs) for work in stage)
         passed = beside / 2 * message  # half of a message is its sender's, half its receiver's
-        ahead = forward + tensor / 3 + passed
-        behind = both - forward + tensor * 2 / 3 + passed
+        ahead = forward + tensor / (3 if one.recompute == "full" else 2) + passed
+        behind = both + tensor + 2 * passed - ahead
         seconds.append(StageSeconds(ahead, behind, behind / 2, behind / 2 * (UNMEASURED.weights / UNMEASURED.inputs)))
     return seconds
 
@@ -184,9 +189,7 @@ def _computed(work: LayerWork, one: Layout, costs: Costs, again: bool) -> float:
 
 def _tensor(work: LayerWork, one: Layout, costs: Costs) -> float:
     """Two all-reduces of a block's forward, two of its backward, and two where the forward is computed again."""
-    if not work.attention or one.tp == 1:
-        return 0.0
-    times = 6 if one.recompute == "full" else 4
+    times = (6 if one.recompute == "full" else 4) if work.attention else 0
     return times * costs.reduce(work.output * one.samples, one.tp, min(one.tp, costs.devices))
 
 
@@ -196,22 +199,23 @@ def _message(works: Works, one: Layout, costs: Costs) -> float:
         return 0.0
     apart = one.tp * (one.dp if one.stages_last else 1)  # how far the next stage's rank is
     size = max(work.output for work in works[:-1]) * one.samples / one.tp
-    return costs.message(size, 2 * apart <= costs.devices, one.schedule)
+    return costs.message(size, one.pp * apart <= costs.devices, one.schedule)
 
 
-def _replicas(held: Works, parameters: float, compute: float, one: Layout, costs: Costs) -> tuple[float, float]:
+def _replicas(held: Works, compute: float, one: Layout, costs: Costs) -> tuple[float, float]:
     """Seconds for gradients, and for shared parameters, that the ``compute`` of a micro-batch does not hide."""
     if one.dp == 1:
         return 0.0, 0.0
+    parameters, trained = _parameters(held, one), _trained(held, one)
     per_node = max(1, costs.devices // (one.tp * (1 if one.stages_last else one.pp)))
     if one.shards == 1:
-        reduced = costs.reduce(4 * parameters, one.dp, min(one.dp, per_node))
+        reduced = costs.reduce(4 * trained, one.dp, min(one.dp, per_node))
         hidden = costs.hides[0] * min(reduced, compute * 2 / 3) if one.overlaps else 0.0
         return reduced - hidden, 0.0
-    size = costs.itemsize * parameters
+    size = costs.gathered * parameters
     whole = costs.gather(size, one.shards, min(one.shards, per_node), held)
     groups = one.dp // one.shards
-    outer = costs.reduce(costs.itemsize * parameters / one.shards, groups, max(1, per_node // one.shards))
+    outer = costs.reduce(costs.gathered * trained / one.shards, groups, max(1, per_node // one.shards))
     each = 3 * whole if one.reshard else 2 * whole / one.chunks + costs.hooks(held)  # with the gradients
     each += outer / one.chunks
     hidden = costs.hides[1] * min(each, compute)
@@ -222,13 +226,14 @@ def bytes_of(works: Works, layout: Layout, costs: Costs, reserved: float, states
     """Predict the memory of the fullest rank, whose optimizer keeps ``states`` tensors of each parameter (Adam: 2)."""
     one, held = layout, []
     stages, largest = cut(works, one), max(work.parameters for work in works) / one.tp
+    uncut = 1 if one.scattered else (10 * one.tp + 24) / 34  # 10 of 34 bytes are not cut (Korthikanti et al. 2022)
     for rank in range(one.pp):
         own = [work for stage in stages[rank :: one.pp] for work in stage]
-        parameters = _parameters(own, one)
+        parameters, trained = _parameters(own, one), _trained(own, one)
         flight = 1
         if one.pp > 1:
             flight = in_flight(one.schedule, one.pp, one.chunks, one.per_rank, rank)
-        kept = [work.kept * one.samples / one.tp * (1 if one.scattered else _uncut(one.tp)) for work in own]
+        kept = [work.kept * one.samples / one.tp * uncut for work in own]
         inputs = [work.output * one.samples / (one.tp if one.scattered else 1) for work in own]
         activations = flight * sum(kept)
         if one.recompute == "full":
@@ -241,11 +246,8 @@ def bytes_of(works: Works, layout: Layout, costs: Costs, reserved: float, states
             cast += 4 * parameters * costs.copies[0 if one.shards == 1 else 1 if one.reshard else 2]
         elif one.shards > 1 and one.reshard:
             cast = min(cast or 4 * parameters, 2 * costs.itemsize * largest) + 4 * largest
-        state = 4 * (2 + states) * parameters / one.shards
+        elif one.shards > 1:
+            cast = (cast or 4 * parameters) + 4 * trained
+        state = 4 * (parameters + (1 + states) * trained) / one.shards
         held.append(Bytes(state, cast, activations, reserved + costs.heap * (state + cast + activations)))
     return max(held, key=lambda one: one.total)
-
-
-def _uncut(tp: int) -> float:
-    """How much more a rank keeps where the inputs of products are not cut: 10 of 34 bytes (Korthikanti et al. 2022)."""
-    return (10 * tp + 24) / 34

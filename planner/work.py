@@ -33,6 +33,7 @@ class LayerWork:
         kept: Bytes that autograd holds until the backward.
         tied: How many of its parameters another layer has too, whose gradients are added up.
         tensors: How many tensors its parameters are.
+        frozen: How many of its parameters are not trained.
     """
 
     name: str = field(compare=False)  # layers that are alike are equal
@@ -45,6 +46,7 @@ class LayerWork:
     kept: float
     tied: int = 0
     tensors: int = 0
+    frozen: int = 0
 
 
 class Counted(TorchDispatchMode):
@@ -87,6 +89,7 @@ def work_of(chain: Chain, sample: Batch, precision: str) -> list[LayerWork]:
         LayerWork(
             t.name, t.work.flops / n, t.work.attention / n, t.work.products, t.work.moved / n, own[t.name],
             t.output_bytes / n, t.kept / n, tied[t.name], sum(1 for _ in skeleton[t.name].parameters()),
+            sum(p.numel() for p in skeleton[t.name].parameters() if not p.requires_grad),
         )
         for t in trace(chain, sample, precision, "cpu", Counted)
     ]  # fmt: skip

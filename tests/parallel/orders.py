@@ -16,4 +16,4 @@ def interleaved(ranks: int, per_rank: int, chunks: int) -> Orders:
 
 def span(orders: Orders, seconds: Sequence[StageSeconds]) -> float:
     """How long all takes, every action as early as its rank and what it needs let it be."""
-    return work_span([i for done in replay(orders, seconds, 0.0).values() for i in done])[1]
+    return work_span([i for done in replay(orders, seconds).values() for i in done])[1]

@@ -94,23 +94,23 @@ WORKS = [LayerWork(name, 1.0, 0.0, 1, 0.0, 10, 4.0, 4.0) for name in ("a", "b")]
 
 
 def test_a_step_of_one_process_is_its_layers_its_update_and_what_is_left():
-    one = seconds_of(WORKS, Layout(chunks=3), MeasuredCosts(made_up(1, 3.0, at_once=1), 4, on_gpus=False))
+    one = seconds_of(WORKS, Layout(chunks=3), MeasuredCosts(made_up(1, 3.0, at_once=1), "fp32", on_gpus=False))
     assert (one.compute, one.optimizer) == (pytest.approx(SLOWER * (3 * 6.0 + 2 * 0.5)), pytest.approx(0.15))
     assert one.total == pytest.approx(one.compute + one.optimizer)
-    hot = seconds_of(WORKS, Layout(chunks=3), MeasuredCosts(made_up(1, 3.0, at_once=1), 4, on_gpus=True))
+    hot = seconds_of(WORKS, Layout(chunks=3), MeasuredCosts(made_up(1, 3.0, at_once=1), "fp32", on_gpus=True))
     assert hot.compute == pytest.approx(one.compute / SLOWER)
 
 
 def test_replicas_add_what_was_measured_and_hide_nothing_on_a_cpu():
-    costs = MeasuredCosts(made_up(2, 1.5), 4, on_gpus=False)
+    costs = MeasuredCosts(made_up(2, 1.5), "fp32", on_gpus=False)
     one = seconds_of(WORKS, Layout("ddp", dp=2), costs)
     assert one.gradients == pytest.approx(0.1 * 4 * 20) and one.optimizer == pytest.approx(0.05 + 0.1 + 0.3)
-    hidden = seconds_of(WORKS, Layout("ddp", dp=2), MeasuredCosts(made_up(2, 1.5), 4, on_gpus=True))
+    hidden = seconds_of(WORKS, Layout("ddp", dp=2), MeasuredCosts(made_up(2, 1.5), "fp32", on_gpus=True))
     assert hidden.gradients < one.gradients
 
 
 def test_a_process_that_waits_slows_nobody_down_and_more_than_the_cores_take_turns():
-    costs = MeasuredCosts(made_up(4, 1.5), 4, on_gpus=False)
+    costs = MeasuredCosts(made_up(4, 1.5), "fp32", on_gpus=False)
     busy = {0.5: 0.5, 1: 0.5, 1.5: 0.75, 2: 1.0, 3: 1.5, 4: 2.0}
     assert {count: costs.slowed(count, 1) for count in busy} == pytest.approx(busy)
     costs.here.messages["gpipe"] = Line()
@@ -123,7 +123,7 @@ def test_a_process_that_waits_slows_nobody_down_and_more_than_the_cores_take_tur
 
 
 def test_a_message_takes_what_was_measured_with_its_schedule():
-    costs = MeasuredCosts(made_up(2, 1.5), 4, on_gpus=False)
+    costs = MeasuredCosts(made_up(2, 1.5), "fp32", on_gpus=False)
     one_way = {"gpipe": 0.8, "1f1b": 0.4, "interleaved_1f1b": 0.2, "interleaved_zero_bubble": 0.2}
     for schedule, seconds in one_way.items():
         assert costs.message(8.0, True, schedule) == seconds

@@ -19,7 +19,7 @@ from models.llama import llama
 from parallel.strategies import STRATEGIES
 from planner.cluster import Cluster, Link, read_cluster
 from planner.costs import PaperCosts
-from planner.search import Place, layouts, search
+from planner.search import Place, allowed, layouts, search
 from planner.step import Layout, bytes_of, cut, seconds_of
 from planner.work import LayerWork, work_of
 from training.app import execute, plain
@@ -119,6 +119,30 @@ def test_shares_divide_the_state_and_stages_the_layers():
     assert [len(stage) for stage in cut(WORKS, Layout(pp=4, ends_on_top=True))] == [3, 2, 2, 3]
 
 
+def test_a_pipeline_s_shares_have_whole_parameters_and_gradients_for_a_step():
+    one = bytes_of(WORKS, Layout("pipe_fsdp", dp=2, pp=2, chunks=2, shards=2, reshard=False), COSTS, 0.0)
+    assert one.gathered == (2 + 4) * 4_000_000, "half of eight blocks, in bf16; gradients in float32"
+
+
+def test_frozen_parameters_have_no_gradients_no_states_and_no_update():
+    frozen = [replace(work, frozen=work.parameters) for work in WORKS[:-2]]
+    half = [*frozen, *WORKS[-2:]]
+    assert bytes_of(half, Layout(), COSTS, 0.0).state == 4 * 8_000_000 + 12 * 1_000_000
+    some, whole = (seconds_of(works, Layout("ddp", dp=8, overlaps=False), COSTS) for works in (half, WORKS))
+    assert some.gradients == pytest.approx(whole.gradients / 8)
+    assert some.optimizer == pytest.approx(whole.optimizer / 8)
+
+
+def test_messages_of_a_pipeline_that_leaves_its_node_take_what_they_take_between_nodes():
+    inside, between = (seconds_of(WORKS, Layout("pipelined", pp=pp, chunks=4), COSTS).stages for pp in (4, 8))
+    assert between == pytest.approx(10 * inside), "four devices are in a node, and links between nodes a tenth as fast"
+
+
+def test_a_balance_has_all_layers():
+    assert allowed(WORKS, Layout("pipelined", pp=2, chunks=2, counts=(4, 6)))
+    assert not allowed(WORKS, Layout("pipelined", pp=2, chunks=2, counts=(4, 4)))
+
+
 def test_a_tied_weight_is_held_once_by_a_rank_and_its_gradients_pass_between_two():
     tied = [ENDS[0], *[BLOCK] * 2, replace(BLOCK, name="head", parameters=3_000_000, tied=3_000_000)]
     assert bytes_of(tied, Layout(), COSTS, 0.0).state == 16 * 2_000_000
@@ -201,6 +225,7 @@ WRONG = {
     "negative": ({"memory": -1}, "memory=-1 must be a number above 0"),
     "a word": ({"product": "much"}, "product=much must be a number"),
     "half a node": ({"nodes": 1.5}, "nodes=1.5 must be a whole number"),
+    "no count": ({"nodes": 4.0}, "nodes=4.0 must be a whole number"),
     "a link": ({"inside": {"bandwidth": 1e9}}, "inside must have bandwidth and latency"),
     "a peak": ({"peak": {"bf16": 0}}, "peak.bf16=0 must be a number above 0"),
     "unknown": ({"colour": 1}, "does not know colour"),

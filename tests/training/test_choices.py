@@ -10,7 +10,10 @@ from composed import compose
 from common.errors import PlanError
 from launchers import World
 from training.app import plain, prepared
-from training.planning.choice import choose, predict_here
+from training.checkpoint.files import Checkpoint
+from training.planning import choice
+from training.planning.choice import choose, predict_here, recall
+from training.planning.paper import command
 from training.planning.trial import keys_of
 
 COMMON = ["model=toy", "logger=none", "train.steps=4", "train.global_batch_size=4", "data.samples=40"]
@@ -84,6 +87,20 @@ def test_the_same_words_go_on_with_the_layout_that_was_chosen_and_evaluate(autom
     assert evaluated.summary["parallel"] == "pipelined"
 
 
+def test_a_resumed_layout_computes_again_what_it_has_computed_again(automatic, monkeypatch):
+    saved = Checkpoint.find(automatic.folder)
+    saved.config["train"]["activation_checkpointing"] = True
+    monkeypatch.setattr(Checkpoint, "find", lambda path: saved)
+    cfg = cfg_of("parallel=auto", f"train.resume='{automatic.folder}'")
+    recall(cfg, automatic.folder)
+    assert cfg.train.activation_checkpointing and (cfg.parallel.name, cfg.parallel.pp) == ("pipelined", 2)
+
+
+def test_cores_beyond_the_most_processes_are_left_alone(monkeypatch):
+    monkeypatch.setattr(choice, "usable_cores", lambda: 16)
+    assert choice._counts({}, "cpu") == [1, 2, 8]
+
+
 @pytest.mark.slow
 def test_mode_plan_prints_what_would_be_chosen_and_leaves_nothing(tmp_path):
     run = train([*COMMON, "parallel=auto", "mode=plan"], tmp_path / "run")
@@ -138,6 +155,8 @@ def test_compare_runs_each_strategy_s_best_beside_its_prediction(tmp_path):
 @pytest.mark.slow
 def test_a_layout_becomes_the_keys_of_its_command():
     found, _ = predict_here(cfg_of("parallel=auto"), counts=(2,))
+    typed = ["model=toy", "parallel=auto", "parallel.pp=2", "parallel.threads=1", "mode=plan"]
+    assert command(typed, found.best[0]).startswith("python train.py model=toy parallel.threads=1 parallel=")
     for one in found.best:
         typed = cfg_of(*one.words)
         assert {**typed.parallel, **typed.train}.items() >= keys_of(one.layout).items()

@@ -20,7 +20,6 @@ from common.errors import PlanError
 from common.machine import available_memory, usable_cores
 from conf.instantiate import to_config, to_dict
 from launchers import World
-from parallel.devices import parameter_dtype
 from parallel.plan import Plan
 from parallel.strategies import strategy_info
 from planner.costs import MeasuredCosts
@@ -70,6 +69,7 @@ def recall(cfg: Any, run_dir: Path) -> None:
         stages = len(layout["stages"]) // layout["pp"]
         more = {"schedule": layout["schedule"], "stages_per_rank": stages} if layout.get("schedule") else {}
         parallel.update(name=layout["parallel"], dp=layout["dp"], pp=layout["pp"], chunks=layout["chunks"], **more)
+        cfg.train.activation_checkpointing = saved.config["train"]["activation_checkpointing"]
     if layout["parallel"] != parallel.name or layout["pp"] != parallel.pp:
         return
     if parallel.chunks == AUTO:
@@ -102,9 +102,12 @@ def choose(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = 
             f"{key} measures this machine, launcher=slurm runs on others: give the number, or parallel=auto"
         )
     if queued != on_paper(cfg):
+        way_out = (
+            "type cluster=NAME of conf/cluster" if queued else "leave cluster= out, or type mode=plan parallel=auto"
+        )
         raise PlanError(
             f"{key} measures this machine with launcher=local, and goes by a cluster's description with launcher=slurm:"
-            f" {'type cluster=NAME of conf/cluster' if queued else 'leave cluster= out, or type mode=plan'}"
+            f" {way_out}"
         )
     if queued:
         found, model = predict_on_paper(cfg)
@@ -175,12 +178,14 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
         alone.parallel, plan.device_type, plan.precision, setup.chain, setup.sample,
         partial(Optimizer, to_dict(cfg.optim)), partial(_data, to_dict(cfg), pack_given()), cfg.seed,
     )  # fmt: skip
-    on_gpus, states = plan.device_type == "cuda", states_of(cfg.optim)
-    memory = torch.cuda.mem_get_info()[0] if on_gpus else available_memory()
+    cuda, states = plan.device_type == "cuda", states_of(cfg.optim)
+    memory, devices = (torch.cuda.mem_get_info()[0], torch.cuda.device_count()) if cuda else (available_memory(), 1)
+    needed = max(work.kept + 2 * work.output for work in model.works)  # of a layer with its input, for a sample
     for processes in counts or _counts(fixed, plan.device_type):
-        each = memory if on_gpus else memory / processes
-        here = measure(subject, processes, model.least, model.batch)
-        costs = MeasuredCosts(here, parameter_dtype(plan.precision).itemsize, on_gpus)
+        each = memory / math.ceil(processes / devices)
+        most = max(model.least, min(model.batch, int(each / 2 / needed)))
+        here = measure(subject, processes, model.least, most)
+        costs = MeasuredCosts(here, plan.precision, plan.device_type != "cpu")
         places.append(Place(costs, processes, each, here.process + _RUN, states, True))
     return search(model.works, model.batch, places, fixed=fixed, least=model.least), model
 
@@ -229,6 +234,7 @@ def _counts(fixed: Mapping[str, Any], device_type: str) -> list[int]:
     least = fixed.get("dp", 1) * fixed.get("pp", 1)
     if {"dp", "pp"} <= fixed.keys():
         return [least]
-    usual = {"cuda": {1, torch.cuda.device_count()}, "mps": {1}}.get(device_type, {1, 2, usable_cores()})
-    usual = {count for count in usual if count <= _MOST_PROCESSES or device_type == "cuda"}
+    usual = {"cuda": {1, torch.cuda.device_count()}, "mps": {1}}.get(
+        device_type, {1, 2, min(usable_cores(), _MOST_PROCESSES)}
+    )
     return sorted(count for count in usual if count % least == 0) or [least]

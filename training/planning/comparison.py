@@ -80,7 +80,7 @@ def compare(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] =
         raise TrainingError("mode=compare starts its processes itself: launcher=local, without torchrun or srun")
     cfg.parallel.name = AUTO
     print("this machine is measured", flush=True)
-    found, model = predict_here(cfg, () if torch.cuda.is_available() else _PROCESSES)
+    found, model = predict_here(cfg, () if torch.accelerator.is_available() else _PROCESSES)
     rows, problems = [], []
     for name, best in best_of_each(found).items():
         trial = try_layout(cfg, best, _SECONDS)

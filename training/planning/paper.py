@@ -29,10 +29,11 @@ from training.reporting.console import columns
 from training.setup import model_and_data
 
 HERE = "here"  # the option of cluster= that is measured
-PAPER_IS_OFF = "such predictions were 3 to 10 % off on average in six tables of measured layouts: docs/planner.md"
+PAPER_IS_OFF = "such predictions were 3 to 8 % off on average in six tables of measured layouts: docs/planner.md"
 _SHOWN = 10
 _PICTURE, _DRAWN_RANKS, _DRAWN_CHUNKS = "predicted_timeline.png", 16, 64
-_NOT_COPIED = ("mode", "parallel", "cluster", "hydra")  # sections of a command
+_OF_LAYOUT = ("parallel", *(f"parallel.{key}" for key in FREE))  # keys of a command that a layout says itself
+_NOT_COPIED = ("mode", "cluster", "hydra")  # sections of a command
 _PAPER = "bf16"  # the precision on paper of train.precision=auto
 
 
@@ -213,7 +214,12 @@ def best_of_each(found: Found, tensor: bool = True) -> dict[str, Candidate]:
 
 def command(words: Sequence[str], one: Candidate) -> str:
     """Return the command that trains in a layout, from the one that was typed."""
-    own = [word for word in words if word.partition("=")[0].partition(".")[0] not in _NOT_COPIED]
+    keys = [word.partition("=")[0] for word in words]
+    own = [
+        word
+        for word, key in zip(words, keys, strict=True)
+        if key not in _OF_LAYOUT and key.partition(".")[0] not in _NOT_COPIED
+    ]
     return shlex.join(["python", "train.py", *own, *one.words])
 
 
@@ -236,4 +242,4 @@ def timeline_of(one: Candidate) -> Intervals:
     whole = duration(stages, layout.pp, layout.chunks, layout.schedule)
     part = slowed(stages, whole, layout, costs)
     stages = [StageSeconds(*(part * seconds for seconds in stage)) for stage in stages]
-    return simulate(stages, layout.pp, layout.chunks, layout.schedule, 0.0)
+    return simulate(stages, layout.pp, layout.chunks, layout.schedule)
