@@ -34,7 +34,7 @@ from training.reporting.metrics import SUMMARY, read_object, write_json
 from training.setup import BALANCES, model_and_data, pack_given, prepare, unpack_given
 
 CHOICES = "choices.json"
-_HERE_IS_OFF = "such predictions were 14 % off on average for six small models on two cores: docs/planner.md"
+_HERE_IS_OFF = "such predictions were 11 % off on average for six small models on two cores: docs/planner.md"
 _NEAR, _MOST_TRIED = 1.3, 3  # layouts predicted to take at most so much longer than the best are tried, the first few
 _SECONDS = 1.0  # of such a run
 _MOST_PROCESSES = 8  # on a CPU
