@@ -10,7 +10,7 @@ from benchmarks.planner import MORE, by_one_row, predicted, published, rows
 ROWS = rows()
 PRESENT = (MORE / "vtrain").is_dir()
 LIMITS = {
-    "Megatron-LM 2021": 0.08, "Korthikanti 2022": 0.06, "torchtitan": 0.08, "vTrain": 0.06, "llm-foundry": 0.035,
+    "Megatron-LM 2021": 0.09, "Korthikanti 2022": 0.06, "torchtitan": 0.08, "vTrain": 0.06, "llm-foundry": 0.035,
     "KempnerForge": 0.08,
 }  # fmt: skip
 
@@ -30,7 +30,7 @@ def test_one_measured_row_corrects_the_others():
         pytest.skip("vTrain's rows are not part of this repository")
     places, corrected = by_one_row(own, predicted(own))
     off = np.abs(corrected / np.array([own[place].seconds for place in places]) - 1)
-    assert off.mean() <= 0.05 and np.quantile(off, 0.9) <= 0.135
+    assert off.mean() <= 0.05 and np.quantile(off, 0.9) <= 0.12
 
 
 def test_the_tables_are_written_with_a_picture(tmp_path):

@@ -41,7 +41,7 @@ pytestmark = [
 TOLERANCE = 1e-4  # relative, in float32: kernels add up in another order
 # Runs are started afresh: a fork of a process that has asked for its GPUs could not use them.
 EXACT = [f"device={DEVICE}", "train.deterministic=true"]
-SIGNALS = 8 if DEVICE == "cuda" else 2
+SIGNALS = 20 if DEVICE == "cuda" else 2
 # The update of a larger model is still under way on the GPU when a signal arrives.
 LARGER = ["model.n_layer=8", "model.n_embd=512", "model.n_head=8"] if DEVICE == "cuda" else []
 SOON_S = 60
