@@ -23,7 +23,7 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -190,16 +190,20 @@ def _kempner(row: dict[str, str]) -> Row:
 # -- predictions -----------------------------------------------------------------------------------------------------
 
 
+@cache
 def cluster_of(name: str) -> Cluster:
     """Return the cluster of a file."""
     return read_cluster(OmegaConf.to_container(OmegaConf.load(FOLDER / "cluster" / f"{name}.yaml")))
 
 
+def costs_of(row: Row, cluster: Cluster | None = None) -> PaperCosts:
+    """Return the costs of a row, by its own cluster's file or by ``cluster``."""
+    return PaperCosts(replace(cluster or cluster_of(row.cluster), **row.other), "bf16")
+
+
 def predicted(measured: Sequence[Row], cluster: Cluster | None = None) -> np.ndarray:
     """Return the seconds of each row, by its own cluster's file or by ``cluster``."""
-    clusters = {row.cluster: cluster or cluster_of(row.cluster) for row in measured}
-    costs = [PaperCosts(replace(clusters[row.cluster], **row.other), "bf16") for row in measured]
-    return np.array([seconds_of(row.works, row.layout, c).total for row, c in zip(measured, costs, strict=True)])
+    return np.array([seconds_of(row.works, row.layout, costs_of(row, cluster)).total for row in measured])
 
 
 _SPREADS = {
@@ -328,13 +332,13 @@ def _fits(table: str, measured: Sequence[Row]) -> dict[str, object]:
 
 
 def _is_said_to_fit(row: Row) -> bool:
-    cluster = replace(cluster_of(row.cluster), **row.other)
-    needed = bytes_of(row.works, row.layout, PaperCosts(cluster, "bf16"), cluster.reserved)
-    return needed.total <= cluster.memory
+    costs = costs_of(row)
+    needed = bytes_of(row.works, row.layout, costs, costs.cluster.reserved)
+    return needed.total <= costs.cluster.memory
 
 
 def _memory(row: Row) -> Iterator[dict[str, object]]:
-    held = bytes_of(row.works, row.layout, PaperCosts(cluster_of(row.cluster), "bf16"), 0.0)
+    held = bytes_of(row.works, row.layout, costs_of(row), 0.0)
     state, kept = (size / 2**30 for size in (held.state + held.gathered, held.activations))
     for what, wanted, gib in (("weights, gradients, optimizer", row.state, state), ("activations", row.kept, kept)):
         if wanted:

@@ -69,7 +69,8 @@ def recall(cfg: Any, run_dir: Path) -> None:
         stages = len(layout["stages"]) // layout["pp"]
         more = {"schedule": layout["schedule"], "stages_per_rank": stages} if layout.get("schedule") else {}
         parallel.update(name=layout["parallel"], dp=layout["dp"], pp=layout["pp"], chunks=layout["chunks"], **more)
-        cfg.train.activation_checkpointing = saved.config["train"]["activation_checkpointing"]
+        if saved.config is not None:  # older checkpoints keep none
+            cfg.train.activation_checkpointing = saved.config["train"]["activation_checkpointing"]
     if layout["parallel"] != parallel.name or layout["pp"] != parallel.pp:
         return
     if parallel.chunks == AUTO:
@@ -102,12 +103,10 @@ def choose(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = 
             f"{key} measures this machine, launcher=slurm runs on others: give the number, or parallel=auto"
         )
     if queued != on_paper(cfg):
-        way_out = (
-            "type cluster=NAME of conf/cluster" if queued else "leave cluster= out, or type mode=plan parallel=auto"
-        )
+        on_cluster, on_this = "type cluster=NAME of conf/cluster", "leave cluster= out, or type mode=plan parallel=auto"
         raise PlanError(
             f"{key} measures this machine with launcher=local, and goes by a cluster's description with launcher=slurm:"
-            f" {way_out}"
+            f" {on_cluster if queued else on_this}"
         )
     if queued:
         found, model = predict_on_paper(cfg)
