@@ -62,13 +62,6 @@ class StepBatchNorm(nn.modules.batchnorm._BatchNorm):
             self.seen += self.moments
         return y
 
-    @torch.no_grad()
-    def update(self, mean: Tensor, variance: Tensor) -> None:
-        """Update the running statistics, once per step, with the mean and unbiased variance ([c]) of its samples."""
-        self.running_mean.lerp_(mean.to(self.running_mean), self.momentum)
-        self.running_var.lerp_(variance.to(self.running_var), self.momentum)
-        self.num_batches_tracked += 1
-
 
 class BatchNorm1d(StepBatchNorm, nn.BatchNorm1d):
     """``nn.BatchNorm1d``: [b, c] or [b, c, t] -> same."""

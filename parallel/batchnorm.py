@@ -39,7 +39,10 @@ class RunningStatistics:
                 norm.normalise = partial(normalise_over_replicas, group=replicas)
 
     def update(self, usable: bool) -> None:
-        """Update the running statistics at the end of a step; nothing changes where it does not update the weights."""
+        """Update the running statistics at the end of a step; nothing changes where it does not update the weights.
+
+        All layers together: a GPU waits for this, and one by one the launches of their kernels take milliseconds.
+        """
         seen = [norm.seen for norm in self._norms]
         means = torch._foreach_div(seen, self._microbatches)
         torch._foreach_zero_([*seen, *(norm.moments for norm in self._norms)])  # what is not finite is gone with them
@@ -49,8 +52,10 @@ class RunningStatistics:
             flat = torch.cat([mean.flatten() for mean in means]) / dist.get_world_size(self._replicas)
             dist.all_reduce(flat, group=self._replicas)
             means = [part.view(2, -1) for part in flat.split([mean.numel() for mean in means])]
-        for norm, (mean, variance) in zip(self._norms, means, strict=True):
-            norm.update(mean, variance)
+        running = [tensor for norm in self._norms for tensor in (norm.running_mean, norm.running_var)]
+        weights = [norm.momentum for norm in self._norms for _ in range(2)]
+        torch._foreach_lerp_(running, [part for mean in means for part in mean.unbind()], weights)
+        torch._foreach_add_([norm.num_batches_tracked for norm in self._norms], 1)
 
 
 def normalise_over_replicas(

@@ -8,6 +8,7 @@ from torch import nn
 
 from models import batchnorm
 from models.batchnorm import BatchNorm2d
+from parallel.batchnorm import RunningStatistics
 
 DRAWN = torch.Generator().manual_seed(1)
 CHUNKS = [3 * torch.randn(4, 5, 6, 6, generator=DRAWN, dtype=torch.float64) + 1 for _ in range(3)]
@@ -43,7 +44,7 @@ def test_the_update_of_one_micro_batch_is_torch_s(dimensions, shape):
     ours, theirs = getattr(batchnorm, name)(5).double(), getattr(nn, name)(5).double()
     x = torch.randn(shape, generator=DRAWN, dtype=torch.float64)
     torch.testing.assert_close(ours(x), theirs(x), rtol=1e-12, atol=1e-12)
-    ours.update(*ours.moments)
+    RunningStatistics([ours], microbatches=1, replicas=None).update(usable=True)
     for key, value in theirs.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[key], value)
     with pytest.raises(ValueError, match="expected"):
@@ -69,7 +70,7 @@ def test_the_update_of_a_step_is_one_towards_the_mean_over_its_micro_batches():
     ours, theirs = pair()
     for chunk in CHUNKS:
         ours(chunk)
-    ours.update(*(ours.seen / len(CHUNKS)))
+    RunningStatistics([ours], len(CHUNKS), replicas=None).update(usable=True)
     mean = sum(moments(chunk) for chunk in CHUNKS) / len(CHUNKS)
     running = torch.stack((theirs.running_mean, theirs.running_var))
     torch.testing.assert_close(torch.stack((ours.running_mean, ours.running_var)), 0.9 * running + 0.1 * mean)
