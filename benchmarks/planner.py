@@ -21,11 +21,10 @@ from __future__ import annotations
 import csv
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from omegaconf import OmegaConf
@@ -48,9 +47,6 @@ _UNFITTED = {
     "product": 0.7, "attention": 0.5, "traffic": 1.0, "launch": 2e-5, "message": 0.5, "step": 0.1,
     "inside": Link(300e9, 1e-5), "between": Link(25e9, 2e-5),
 }  # fmt: skip
-# Of NVIDIA's cluster, whose network it has published. Its fastest published step takes 1.1 s: it cannot have vTrain's
-# second that is in no other part. All else is as in the file of vTrain's cluster, of the same devices.
-_SELENE = {"between": _UNFITTED["between"], "step": _UNFITTED["step"]}
 _LOSS_SCALE = 0.02  # errors beyond it count less in a fit: a table has rows that nothing explains
 _PRIOR = 0.05  # how much a fit is held to what the file says, beside an error
 
@@ -64,12 +60,13 @@ class Row:
         sweep: Rows of the same sweep train the same model on the same batch.
         alike: Rows that are calibrated together.
         cluster: The name of a cluster's file.
-        other: What the row's cluster has otherwise than the file says.
         works: The layers' work.
         layout: The layout.
         seconds: The step as measured.
         state: GiB of weights, gradients and optimizer state as published; None where they are not.
         kept: GiB of activations, likewise.
+        own: Makes the row's cluster of the file's.
+        number: Bytes of a weight, of a gradient, and of a number of the optimizer's state.
     """
 
     table: str
@@ -81,12 +78,13 @@ class Row:
     seconds: float
     state: float | None = None
     kept: float | None = None
-    other: Mapping[str, Any] = field(default_factory=dict)
+    own: Callable[[Cluster], Cluster] = lambda cluster: cluster
+    number: int = 4
 
 
 def decoder(
     hidden: int, layers: int, heads: int, sequence: int, vocabulary: int, kv_heads: int = 0, mlp: int = 0,
-    fused: bool = True, tied: bool = True,
+    scores: str = "fused", tied: bool = True, alternate: bool = False,
 ) -> list[LayerWork]:  # fmt: skip
     """Return the work of a decoder in half precision, of which each number is arithmetic (Korthikanti et al. 2022).
 
@@ -98,14 +96,18 @@ def decoder(
         vocabulary: Words.
         kv_heads: Heads of keys and values; 0: as many as ``heads``.
         mlp: The width of a gated MLP; 0: a plain one of four times ``hidden``.
-        fused: Whether attention keeps no scores.
+        scores: Of attention. "fused": never in memory; "kept"; "again": not kept, but computed again for the backward.
         tied: Whether the head is the embedding.
+        alternate: Whether a block keeps its input, what attention returns, and what every other product does, as
+            torchtitan's selective recomputation has it.
     """
     s, h, wide = sequence, hidden, mlp or 4 * hidden
     keys = h * (kv_heads or heads) // heads
     weights = 2 * h * (h + keys) + h * wide * (3 if mlp else 2)
-    moved = 36 * s * h + (0 if fused else 8 * heads * s * s) + (4 * s * wide if mlp else 0)
-    kept = s * h * (24 if mlp else 34) + (6 * s * wide if mlp else 0) + (0 if fused else 5 * heads * s * s)
+    times = {"fused": 0, "kept": 1, "again": 4 / 3}[scores]  # again: four passes, where a step has three
+    moved = 36 * s * h + times * 8 * heads * s * s + (4 * s * wide if mlp else 0)
+    kept = s * h * (24 if mlp else 34) + (6 * s * wide if mlp else 0) + (scores == "kept") * 5 * heads * s * s
+    kept = 2 * s * (4 * h + keys + wide) if alternate else kept
     block = LayerWork("block", 2 * s * weights, 4 * s * s * h, 6, moved, weights, 2 * s * h, kept)
     embedding = LayerWork("embedding", 0, 0, 0, 4 * s * h, vocabulary * h, 2 * s * h, 0)
     own = 0 if tied else vocabulary * h
@@ -139,24 +141,33 @@ def _published(row: dict[str, str]) -> Row:
     )  # fmt: skip
     works = decoder(
         n["hidden"], n["layers"], n["heads"], n["sequence"], n["vocabulary"], n.get("kv_heads", 0), n.get("mlp", 0),
-        fused=not megatron or recompute == "selective", tied=megatron,
+        scores={"full": "kept", "selective": "again"}[recompute] if megatron else "fused", tied=megatron,
+        alternate=not megatron,
     )  # fmt: skip
     gib = [float(row[key]) if row[key] else None for key in ("state_gib", "kept_gib")]
     sweep = row["table"], row["model"]
-    name, other = ("a100x512", _SELENE) if megatron else (row["cluster"], {})
+    name, own = ("a100x512", _selene) if megatron else (row["cluster"], partial(replace, memory=96e9))
     return Row(row["table"], sweep, (*sweep, n["tp"], n["samples"]), name, works, layout, float(row["seconds"]), *gib,
-               other)  # fmt: skip
+               own)  # fmt: skip
+
+
+def _selene(a100x512: Cluster) -> Cluster:
+    """Return NVIDIA's cluster, whose network it has published, of the devices of vTrain's.
+
+    Its fastest published step takes 1.1 s: it cannot have vTrain's second that is in no other part.
+    """
+    return replace(a100x512, between=_UNFITTED["between"], step=_UNFITTED["step"])
 
 
 def _vtrain(row: dict[str, str]) -> Row:
     size, devices, batch, samples, hidden, heads, layers, sequence, tp, dp, pp, ms = map(float, row.values())
     layout = Layout("pipe_ddp", int(dp), int(tp), int(pp), int(batch / dp / samples), int(samples), recompute="full",
                     scattered=False, overlaps=False, stages_last=True, ends_on_top=True)  # fmt: skip
-    works = decoder(int(hidden), int(layers), int(heads), int(sequence), 51200, fused=False)
+    works = decoder(int(hidden), int(layers), int(heads), int(sequence), 51200, scores="kept")
     return Row("vTrain", ("vTrain", size), ("vTrain", size, tp, samples), "a100x512", works, layout, ms / 1e3)
 
 
-_A100_40GB = {"device": "A100 40 GB", "memory": 40e9, "memory_bandwidth": 1.555e12}
+_SMALL = partial(replace, device="A100 40 GB", memory=42.3e9, memory_bandwidth=1.555e12)
 _MPT = {
     "125m": (768, 12, 12), "350m": (1024, 24, 16), "760m": (1536, 24, 12), "1b": (2048, 24, 16), "3b": (2560, 32, 20),
     "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 48, 56), "70b": (8192, 80, 64),
@@ -172,7 +183,7 @@ def _foundry(row: dict[str, str]) -> Row:
     seconds = float(row["global_batch"]) * sequence / float(row["tokens_per_s"])
     works, small = decoder(*_MPT[row["model"]], sequence, 50368), row["gpu"] == "a100_40gb"
     return Row("llm-foundry", key, (*key, samples), "a100x64", works, layout, seconds,
-               other=_A100_40GB if small else {})  # fmt: skip
+               own=_SMALL if small else Row.own)  # fmt: skip
 
 
 def _kempner(row: dict[str, str]) -> Row:
@@ -183,8 +194,15 @@ def _kempner(row: dict[str, str]) -> Row:
     works = decoder(n["dim"], n["layers"], n["heads"], n["seq_len"], 128256, n["kv_heads"], mlp, tied=False)
     key = "KempnerForge", row["model"]
     sweep = *key, n["gpus"], n["dp_shard"] * n["micro_batch"] * n["grad_accum"]
+    group = n["tp"] if n["tp"] > 1 else n["dp_shard"]
     return Row("KempnerForge", sweep, (*key, n["tp"]), "h200x8", works, layout, float(row["step_time_s"]),
-               other={"devices": 4})  # fmt: skip
+               own=partial(_of_four, group=min(group, 4)), number=2)  # fmt: skip
+
+
+def _of_four(h200x8: Cluster, group: int) -> Cluster:
+    """Return a cluster whose nodes have four devices and no switch: each pair has a third of a device's links."""
+    bandwidth = h200x8.inside.bandwidth * max(1, group - 1) / 3
+    return replace(h200x8, devices=4, inside=Link(bandwidth, h200x8.inside.latency))
 
 
 # -- predictions -----------------------------------------------------------------------------------------------------
@@ -198,7 +216,7 @@ def cluster_of(name: str) -> Cluster:
 
 def costs_of(row: Row, cluster: Cluster | None = None) -> PaperCosts:
     """Return the costs of a row, by its own cluster's file or by ``cluster``."""
-    return PaperCosts(replace(cluster or cluster_of(row.cluster), **row.other), "bf16")
+    return PaperCosts(row.own(cluster or cluster_of(row.cluster)), "bf16")
 
 
 def predicted(measured: Sequence[Row], cluster: Cluster | None = None) -> np.ndarray:
@@ -334,7 +352,7 @@ def _fits(table: str, measured: Sequence[Row]) -> dict[str, object]:
 def _is_said_to_fit(row: Row) -> bool:
     costs = costs_of(row)
     needed = bytes_of(row.works, row.layout, costs, costs.cluster.reserved)
-    return needed.total <= costs.cluster.memory
+    return needed.total - needed.state * (1 - row.number / 4) <= costs.cluster.memory
 
 
 def _memory(row: Row) -> Iterator[dict[str, object]]:

@@ -32,7 +32,7 @@ class PaperCosts:
             where parameters are whole for a layer, or for a step.
     """
 
-    hides, heap, copies = (0.9, 0.95), 0.0, (0, 0, 0)
+    hides, heap, copies = (0.9, 0.5), 0.0, (0, 0, 0)
 
     def __init__(self, cluster: Cluster, precision: str) -> None:
         self.cluster, self.peak = cluster, cluster.peak[precision]
