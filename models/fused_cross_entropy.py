@@ -45,8 +45,21 @@ def _by_blocks(logits: Tensor, targets: Tensor, needs_grad: bool, rows: int) -> 
     return total
 
 
-# One operator for torch.compile, which then need not know which of the two ways it takes.
+# One operator for torch.compile, which then need not know which way it takes, and for whoever counts operators.
 @torch.library.custom_op("one_word_parallel::cross_entropy_", mutates_args={"logits"})
+def _row_wise(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
+    """Compute what ``_by_blocks`` does, in the way of the device."""
+    kind = logits.device.type
+    if kind == "cuda":
+        return _on_cuda(logits, targets, needs_grad)
+    return _by_blocks(logits, targets, needs_grad, CPU_ROWS if kind == "cpu" else OTHER_ROWS)
+
+
+@_row_wise.register_fake
+def _(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
+    return logits.new_empty((), dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
 def _on_cuda(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
     """Compute what ``_by_blocks`` does, in one kernel where it works on this GPU."""
     if not _kernel_works(logits.device, logits.dtype):
@@ -54,11 +67,6 @@ def _on_cuda(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
     from models.cross_entropy_kernel import cross_entropy_rows
 
     return cross_entropy_rows(logits, targets, needs_grad).sum()
-
-
-@_on_cuda.register_fake
-def _(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
-    return logits.new_empty((), dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 @cache
@@ -86,10 +94,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cast: Tensor, targets: Tensor, bias: Tensor | None, needs_grad: bool):
         logits = F.linear(x, cast, None if bias is None else bias.to(cast.dtype))
-        if x.device.type == "cuda":
-            total = _on_cuda(logits, targets, needs_grad)
-        else:
-            total = _by_blocks(logits, targets, needs_grad, CPU_ROWS if x.device.type == "cpu" else OTHER_ROWS)
+        total = _row_wise(logits, targets, needs_grad)
         if not needs_grad:
             return total, None, None
         # Rows that do not count get no gradient: zeroing x does that for the weight, and x is the small one.
