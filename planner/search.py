@@ -171,8 +171,8 @@ def layouts(
 
 def _strategies(works: Works, one: Layout, per_node: int, fixed: Mapping[str, Any]) -> Iterator[Layout]:
     for name, info in STRATEGIES.items():
-        wanted = fixed.get("strategy", name) == name
-        if not wanted or info.several_devices or info.replicas != (one.dp > 1) or info.stage_per_rank != (one.pp > 1):
+        wanted = fixed["strategy"] == name if "strategy" in fixed else not info.several_devices
+        if not wanted or info.replicas != (one.dp > 1) or info.stage_per_rank != (one.pp > 1):
             continue
         shards = {"": 1, "all": one.dp, "node": max(1, per_node // (one.tp * one.pp))}[info.shards]
         shards = fixed.get("shards", shards)

@@ -175,6 +175,8 @@ def test_what_is_typed_is_kept():
     assert {(one.layout.pp, one.layout.schedule) for one in found.best} == {(4, "1f1b")}
     found = search(WORKS, 16, [PLACE], fixed={"strategy": "pipelined", "schedule": "planned", "stages_per_rank": 1})
     assert {(one.layout.schedule, one.layout.per_rank) for one in found.best} == {("planned", 1)}
+    found = search(WORKS, 16, [PLACE], fixed={"strategy": "model_parallel", "dp": 1, "pp": 1})
+    assert found.best[0].words[0] == "parallel=model_parallel"
 
 
 def test_no_micro_batch_is_smaller_than_the_layers_take():

@@ -206,7 +206,7 @@ def _fixed(cfg: Any) -> dict[str, Any]:
         raise PlanError(f"parallel.chunks=auto does not predict parallel={cfg.parallel.name}: give the number")
     plan, fixed = _first_plan(cfg), {"recompute": "full" if cfg.train.activation_checkpointing else "none"}
     if info.several_devices:  # its stages compute in turn
-        return {**fixed, "strategy": "single", "dp": 1, "pp": 1}
+        return {**fixed, "strategy": plan.strategy, "dp": 1, "pp": 1}
     fixed |= {"strategy": plan.strategy, "dp": plan.dp, "pp": plan.pp, "shards": plan.mesh(0).shards}
     if plan.pipelined:
         counts = tuple(len(stage.layers) for stage in plan.stages)
