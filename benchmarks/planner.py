@@ -299,10 +299,11 @@ def published(chosen: Namespace) -> Iterator[Table]:
         lines.append(_line(name, way, seconds, truth) | _ranking(measured, seconds))
         if name in FITTED and len(measured) > 2 * _FOLDS:
             unseen = by_unseen(measured, cluster_of(FITTED[name]))
-            lines.append(_line(name, "unseen rows", unseen, truth))
+            lines.append(_line(name, "unseen rows", unseen, truth) | _ranking(measured, unseen))
         places, corrected = by_one_row(measured, seconds)
         if len(places) > 2:
-            lines.append(_line(name, "calibrated by one row", corrected, truth[places]))
+            rest = [measured[i] for i in places]
+            lines.append(_line(name, "calibrated by one row", corrected, truth[places]) | _ranking(rest, corrected))
     yield Table("planner", lines, {"rows": len(everything)}, partial(figure.against_measured, points=points))
     if memory := [line for row in everything if row.state for line in _memory(row)]:
         yield Table("planner_memory", memory)

@@ -28,7 +28,7 @@ from planner.search import Candidate, Found, Place, divisors, search
 from training.checkpoint.files import Checkpoint
 from training.optimizer import Optimizer, states_of
 from training.planning import AUTO, is_automatic
-from training.planning.paper import PAPER_IS_OFF, Model, best_of_each, fixed_of, model_of, on_paper, predict_on_paper
+from training.planning.paper import PAPER_IS_OFF, Model, fixed_of, model_of, on_paper, predict_on_paper
 from training.planning.trial import keys_of, lay_out, try_layout
 from training.reporting.metrics import SUMMARY, read_object, write_json
 from training.setup import BALANCES, model_and_data, pack_given, prepare, unpack_given
@@ -114,7 +114,7 @@ def choose(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = 
         print(f"{key}: this machine is measured", flush=True)
         found, model = predict_here(cfg)
     print("\n".join([*model.tables(found, words), PAPER_IS_OFF if queued else _HERE_IS_OFF]), flush=True)
-    own = [*best_of_each(found, tensor=False).values()] if cfg.parallel.name == AUTO else found.best
+    own = [one for one in found.best if one.layout.tp == 1]
     best, tried = (own[0], {}) if queued or cfg.mode == "plan" else pick(cfg, own)
     if cfg.parallel.name == AUTO:
         lay_out(cfg, best.layout)
@@ -132,19 +132,23 @@ def pick(cfg: Any, candidates: Sequence[Candidate]) -> tuple[Candidate, dict[str
     Where several are predicted to be close, a short run of each decides: their seconds of a step are returned too, by
     name.
     """
-    near = [one for one in candidates if one.seconds.total <= _NEAR * candidates[0].seconds.total][:_MOST_TRIED]
-    if len(near) == 1:
-        return near[0], {}
+    if len(few := nearest(candidates)) == 1:
+        return few[0], {}
     print("those that are predicted to be close, in a short run of each:", flush=True)
     seconds = {}
-    for one in near:
+    for one in few:
         trial = try_layout(cfg, one, _SECONDS)
         print(f"  {one.name}: {trial.problem or f'{trial.seconds:.3g} s a step'}", flush=True)
         if not trial.problem:
             seconds[one.name] = trial.seconds
     if not seconds:
         raise PlanError("no layout that was predicted to be fast runs; see above")
-    return min(near, key=lambda one: seconds.get(one.name, math.inf)), seconds
+    return min(few, key=lambda one: seconds.get(one.name, math.inf)), seconds
+
+
+def nearest(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Return the first candidate, and the next few that are predicted to be close to it."""
+    return [one for one in candidates if one.seconds.total <= _NEAR * candidates[0].seconds.total][:_MOST_TRIED]
 
 
 def compared_with_prediction(run_dir: Path) -> str:
