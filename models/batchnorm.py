@@ -59,7 +59,7 @@ class StepBatchNorm(nn.modules.batchnorm._BatchNorm):
         self._check_input_dim(x)
         y = self.normalise(x, self.weight, self.bias, self.eps, self.moments)
         if not self.recomputing:
-            self.seen += self.moments
+            self.seen.add_(self.moments)
         return y
 
 
