@@ -92,6 +92,8 @@ def read_cluster(section: Mapping[str, Any]) -> Cluster:
         free = key in ("launch", "step", "reserved", "inside.latency", "between.latency")  # may be 0
         if type(number) not in (int, float) or not (number > 0 or (free and number == 0)):
             raise PlanError(f"{named}: {key}={number} must be a number above 0")
+        if key in ("product", "attention") and number > 1:
+            raise PlanError(f"{named}: {key}={number} is the part of the peak that is reached, and at most 1")
         if key in ("nodes", "devices") and type(number) is not int:
             raise PlanError(f"{named}: {key}={number} must be a whole number")
     links = {link: Link(**given[link]) for link in ("inside", "between")}

@@ -123,9 +123,7 @@ def search(
     """
     fit, nearest, tried, fixed = [], {}, 0, fixed or {}
     for place in places:
-        for layout in layouts(works, place.costs.devices, batch, place.devices, tensor, fixed):
-            if layout.samples < least or (place.whole and layout.ranks != place.devices):
-                continue
+        for layout in layouts(works, place.costs.devices, batch, place.devices, tensor, fixed, least, place.whole):
             tried += 1
             one = Candidate(works, layout, place)
             if one.missing <= 0:
@@ -133,12 +131,8 @@ def search(
             elif layout.strategy not in nearest or one.missing < nearest[layout.strategy].missing:
                 nearest[layout.strategy] = one
     if not tried:
-        typed = " ".join(f"{key}={value}" for key, value in fixed.items())
-        devices = " or ".join(str(place.devices) for place in places)
-        raise PlanError(
-            f"train.global_batch_size={batch} and {len(works)} layers on {devices} devices allow no layout"
-            + (f" with {typed}; leave some of that out" if typed else "; choose a batch that more numbers divide")
-        )
+        typed = ", ".join(f"{key}={value}" for key, value in fixed.items())
+        raise PlanError(f"{len(works)} layers and train.global_batch_size={batch} allow no layout here with {typed}")
     if not fit:
         closest = min(nearest.values(), key=lambda one: one.missing)
         raise PlanError(
@@ -152,26 +146,29 @@ def search(
 
 
 def layouts(
-    works: Works, per_node: int, batch: int, devices: int, tensor: bool, fixed: Mapping[str, Any]
-) -> Iterator[Layout]:
-    """Yield the layouts of ``search``; ``per_node`` devices are in each node."""
+    works: Works, per_node: int, batch: int, devices: int, tensor: bool, fixed: Mapping[str, Any], least: int = 1,
+    whole: bool = False,
+) -> Iterator[Layout]:  # fmt: skip
+    """Yield the layouts of ``search``; ``per_node`` devices are in each node, and ``whole`` is as in ``Place``."""
 
-    def numbers(key: str, choices: Sequence[int]) -> Sequence[int]:
-        return [n for n in choices if fixed.get(key) in (None, n)]
+    def numbers(key: str, usual: Sequence[int], possible: Sequence[int]) -> Sequence[int]:
+        return [n for n in possible if n == fixed[key]] if key in fixed else usual
 
     for tp in divisors(min(per_node, devices)) if tensor else [1]:
-        for pp in numbers("pp", divisors(devices // tp)):
-            for dp in numbers("dp", sorted({1, devices // (tp * pp)})):
-                if batch % dp:
-                    continue
-                for chunks in numbers("chunks", divisors(batch // dp)):
+        for pp in numbers("pp", divisors(devices // tp), range(1, devices // tp + 1)):
+            possible = [n for n in divisors(batch) if n * tp * pp <= devices]
+            for dp in numbers("dp", sorted({1, possible[-1]}), possible):
+                for chunks in numbers("chunks", cuts := divisors(batch // dp), cuts):
                     one = Layout(dp=dp, tp=tp, pp=pp, chunks=chunks, samples=batch // dp // chunks)
-                    yield from _strategies(works, one, per_node, fixed)
+                    if one.samples >= least and (not whole or one.ranks == devices):
+                        yield from _strategies(works, one, per_node, fixed)
 
 
 def _strategies(works: Works, one: Layout, per_node: int, fixed: Mapping[str, Any]) -> Iterator[Layout]:
     for name, info in STRATEGIES.items():
-        wanted = fixed["strategy"] == name if "strategy" in fixed else not info.several_devices
+        typed, stages = fixed.get("schedule"), fixed.get("stages_per_rank")
+        piped = info.stage_per_rank or not (typed or stages)  # else what is typed has no meaning
+        wanted = fixed["strategy"] == name if "strategy" in fixed else piped and not info.several_devices
         if not wanted or info.replicas != (one.dp > 1) or info.stage_per_rank != (one.pp > 1):
             continue
         shards = {"": 1, "all": one.dp, "node": max(1, per_node // (one.tp * one.pp))}[info.shards]
@@ -179,7 +176,6 @@ def _strategies(works: Works, one: Layout, per_node: int, fixed: Mapping[str, An
         if info.shards == "node" and (shards in (1, one.dp) or one.dp % shards):
             continue
         base = replace(one, strategy=name, shards=shards, reshard=not info.stage_per_rank)
-        typed, stages = fixed.get("schedule"), fixed.get("stages_per_rank")
         for schedule in ([typed] if typed else _SCHEDULES) if info.stage_per_rank else ["gpipe"]:
             usual = _PER_RANK if SCHEDULES[schedule].looped else (1,)
             for per_rank in [stages] if stages and info.stage_per_rank else usual:

@@ -134,7 +134,8 @@ def seconds_of(works: Works, layout: Layout, costs: Costs) -> Seconds:
     gradients, shards = _replicas(held, compute, one, costs)
     whole = duration(stages, one.pp, m, one.schedule) if one.pp > 1 else m * each[slowest]
     if one.pp > 1:  # what the first and the last stage share
-        gradients += costs.reduce(4 * sum(w.tied for w in works) / one.tp, 2, 2 if one.ranks <= costs.devices else 1)
+        tied = sum(min(work.tied, work.trained) for work in works)
+        gradients += costs.reduce(4 * tied / one.tp, 2, 2 if one.ranks <= costs.devices else 1)
     part = slowed(stages, whole, one, costs)
     reduced = one.per_rank if one.shards == 1 else 1  # DDP reduces each stage's gradients apart
     # The first micro-batch passes through all stages in turn.
@@ -162,8 +163,8 @@ def _parameters(held: Works, one: Layout) -> float:
 
 
 def _trained(held: Works, one: Layout) -> float:
-    """Return how many of them get gradients."""
-    return _parameters(held, one) - sum(work.frozen for work in held) / one.tp
+    """Return how many of them get gradients; without a pipeline, tied ones once."""
+    return sum(work.trained - (min(work.tied, work.trained) if one.pp == 1 else 0) for work in held) / one.tp
 
 
 def stage_seconds(works: Works, layout: Layout, costs: Costs) -> list[StageSeconds]:

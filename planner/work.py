@@ -48,6 +48,11 @@ class LayerWork:
     tensors: int = 0
     frozen: int = 0
 
+    @property
+    def trained(self) -> int:
+        """How many of its own parameters get gradients."""
+        return self.parameters - self.frozen
+
 
 class Counted(TorchDispatchMode):
     """Adds up the work of the operators inside the block."""

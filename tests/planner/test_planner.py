@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import inf
 
 import pytest
@@ -21,7 +21,7 @@ from parallel.strategies import STRATEGIES
 from planner.cluster import Cluster, Link, read_cluster
 from planner.costs import PaperCosts
 from planner.search import Place, allowed, layouts, search
-from planner.step import Layout, bytes_of, cut, seconds_of
+from planner.step import Layout, Seconds, bytes_of, cut, seconds_of
 from planner.work import LayerWork, work_of
 from training.app import execute, plain
 from training.planning.paper import model_of
@@ -203,8 +203,24 @@ def test_where_nothing_fits_the_nearest_is_named_with_what_it_misses():
         search(WORKS, 16, [replace(PLACE, memory=1e6)])
     found = search(WORKS, 16, [replace(PLACE, memory=1.3e8)])
     assert "single" in found.nearest and found.nearest["single"].memory.total > 1.3e8
-    with pytest.raises(PlanError, match="allow no layout with pp=3; leave some of that out"):
-        search(WORKS, 16, [PLACE], fixed={"pp": 3})
+    with pytest.raises(PlanError, match="train.global_batch_size=16 allow no layout here with pp=9"):
+        search(WORKS, 16, [PLACE], fixed={"pp": 9})
+
+
+def test_typed_numbers_may_leave_devices_free_and_a_batch_may_fill_most_of_them():
+    found = search(WORKS, 16, [PLACE], fixed={"pp": 3, "dp": 2})
+    assert {one.layout.ranks for one in found.best} == {6}
+    assert {one.layout.dp for one in search(WORKS, 15, [PLACE]).best if one.layout.strategy == "ddp"} == {5}
+    assert {one.layout.strategy for one in search(WORKS, 16, [PLACE], fixed={"schedule": "1f1b"}).best} == {
+        "pipelined", "pipe_ddp", "pipe_fsdp",
+    }  # fmt: skip
+
+
+def test_frozen_parameters_that_are_tied_are_not_taken_off_twice():
+    first, last = replace(ENDS[0], parameters=500, frozen=500), replace(ENDS[1], parameters=500, frozen=500, tied=500)
+    tied = [first, replace(BLOCK, frozen=BLOCK.parameters - 100), last]
+    for one in layouts(tied, 4, 16, 8, False, {}):
+        assert all(getattr(seconds_of(tied, one, COSTS), part.name) > -1e-12 for part in fields(Seconds))
 
 
 def test_a_thousand_devices_take_seconds():
