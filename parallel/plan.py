@@ -150,6 +150,7 @@ def make_plan(
     """
     info = strategy_info(parallel.name)
     pipelined = info.stage_per_rank
+    check_numbers(parallel)
     _check_shape(parallel, info)
     fixed = None if parallel.dp is None else parallel.dp * (parallel.pp if pipelined else 1)
     started_here = world_size is None and hardware is None
@@ -159,8 +160,8 @@ def make_plan(
     processes = dp * ranks_per_replica
     _check_world(processes, dp, ranks_per_replica, hardware, world_size)
     chunks = parallel.chunks
-    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-        raise PlanError(f"parallel.chunks={chunks} must be a whole number of at least 1, or auto")
+    if chunks == "auto":
+        raise PlanError("parallel.chunks=auto is chosen for mode=train and mode=plan: give the number here")
     _check_cut(global_batch_size, dp, chunks)
 
     per_rank = 1
@@ -197,8 +198,11 @@ def make_plan(
     )
 
 
-def _check_shape(parallel, info: StrategyInfo) -> None:
-    """Refuse numbers of replicas and stages that contradict what the strategy is."""
+def check_numbers(parallel) -> None:
+    """Refuse numbers that no strategy takes. Raises PlanError."""
+    chunks = parallel.chunks
+    if chunks != "auto" and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
+        raise PlanError(f"parallel.chunks={chunks} must be a whole number of at least 1, or auto")
     for key in ("dp", "pp", "stages_per_rank", "threads", "timeout_s", "bucket_mb"):
         value = getattr(parallel, key)
         if value is not None and not value > 0:
@@ -206,6 +210,10 @@ def _check_shape(parallel, info: StrategyInfo) -> None:
             raise PlanError(f"parallel.{key}={value} must be {least}")
     if (parallel.threads or 0) > _MOST_THREADS:
         raise PlanError(f"parallel.threads={parallel.threads} must be at most {_MOST_THREADS:,}")
+
+
+def _check_shape(parallel, info: StrategyInfo) -> None:
+    """Refuse numbers of replicas and stages that contradict what the strategy is."""
     name = parallel.name
     if not info.replicas and parallel.dp not in (None, 1):
         other = suggest(replicas=True, stages=info.stages)

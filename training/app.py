@@ -92,7 +92,11 @@ def execute(cfg: Any, run_dir: Path, world: World | None, hydra: Any = None, iso
         )
     if cfg.mode in ("plan", "compare", *ALONE):
         stopping.at_once()
-    words = mask_secrets(typed_overrides(hydra)) if hydra is not None else []
+    words = _words(cfg, hydra)
+    if cfg.cluster is not None:
+        from training.planning.paper import check_cluster
+
+        check_cluster(cfg)
     if cfg.parallel.name == "auto" and cfg.mode == "plan":
         from training.planning.paper import on_paper, plan_on_paper
 
@@ -139,14 +143,23 @@ def execute(cfg: Any, run_dir: Path, world: World | None, hydra: Any = None, iso
         where = shlex.quote(f"hydra.run.dir={hydra_word(str(run_dir))}")
         resume = f"go on with the same command and train.resume=auto {where}"
         raise Stopped(f"{stopped}; {resume if cfg.mode == 'train' else _AGAIN}") from None
-    if cfg.mode == "train" and not isolated and not queued:
-        from training.modes import closing_sample
+    if cfg.mode == "train" and not queued:
+        if not isolated:
+            from training.modes import closing_sample
 
-        print(closing_sample(cfg, run_dir, entropy), end="", flush=True)
+            print(closing_sample(cfg, run_dir, entropy), end="", flush=True)
         if automatic:
             from training.planning.choice import compared_with_prediction
 
             print(compared_with_prediction(run_dir), end="", flush=True)
+
+
+def _words(cfg: Any, hydra: Any) -> list[str]:
+    """Return the command line's words, for commands to copy; empty for a configuration that was made in another way."""
+    if hydra is None:
+        return []
+    own = [word for word in cfg[COMMAND]["where"] if word.startswith("--config-dir=")]
+    return [*own, *mask_secrets(typed_overrides(hydra))]
 
 
 # -- before the run --------------------------------------------------------------------------------------------------

@@ -127,11 +127,7 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: H
     Raises:
         UserError: For a configuration that cannot run, with the numbers and a way out.
     """
-    for check in (check_train, environment, _check_sections):
-        check(cfg)
-    chain, data = model_and_data(cfg)
-    for check in (_check_names, _check_weights, check_length):
-        check(cfg, chain, data)
+    chain, data = checked_model_and_data(cfg)
     setup = Setup(cfg, chain, data, _plan(cfg, chain, world_size, nodes, hardware))
     for check in (_check_parameters, _check_optimizer_layout, _check_gpus, _check_compile):
         check(setup)
@@ -141,6 +137,16 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: H
     if cfg.parallel.balance in BALANCES and len(setup.plan.stages) > 1:
         _balance(setup, world_size, nodes, hardware)
     return setup
+
+
+def checked_model_and_data(cfg: Any) -> tuple[Chain, DataSet]:
+    """Build the chain and the data, and check all that does not depend on the layout. Raises UserError."""
+    for check in (check_train, environment, _check_sections):
+        check(cfg)
+    chain, data = model_and_data(cfg)
+    for check in (_check_names, _check_weights, check_length):
+        check(cfg, chain, data)
+    return chain, data
 
 
 # -- checks of the configuration -------------------------------------------------------------------------------------

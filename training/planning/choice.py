@@ -28,8 +28,9 @@ from planner.search import Candidate, Found, Place, divisors, search
 from training.checkpoint.files import Checkpoint
 from training.optimizer import Optimizer, states_of
 from training.planning import AUTO, is_automatic
-from training.planning.paper import PAPER_IS_OFF, Model, fixed_of, model_of, on_paper, predict_on_paper
+from training.planning.paper import PAPER_IS_OFF, Model, model_of, on_paper, predict_on_paper
 from training.planning.trial import keys_of, lay_out, try_layout
+from training.planning.typed import accepted, check_kept, fixed_of, possible_rooms
 from training.reporting.metrics import SUMMARY, read_object, write_json
 from training.setup import BALANCES, model_and_data, pack_given, prepare, unpack_given
 
@@ -68,8 +69,11 @@ def recall(cfg: Any, run_dir: Path) -> None:
     if parallel.name == AUTO:
         stages = len(layout["stages"]) // layout["pp"]
         more = {"schedule": layout["schedule"], "stages_per_rank": stages} if layout.get("schedule") else {}
-        parallel.update(name=layout["parallel"], dp=layout["dp"], pp=layout["pp"], chunks=layout["chunks"], **more)
-        if saved.config is not None:  # older checkpoints keep none
+        kept = {"name": layout["parallel"], "dp": layout["dp"], "pp": layout["pp"], "chunks": layout["chunks"]}
+        check_kept({"schedule": None, "stages_per_rank": None, **kept, **more}, cfg)
+        recompute = fixed_of(cfg).get("recompute")
+        parallel.update(**kept, **more)
+        if saved.config is not None and recompute is None:  # older checkpoints keep none
             cfg.train.activation_checkpointing = saved.config["train"]["activation_checkpointing"]
     if layout["parallel"] != parallel.name or layout["pp"] != parallel.pp:
         return
@@ -102,16 +106,11 @@ def choose(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = 
         raise PlanError(
             f"{key} measures this machine, launcher=slurm runs on others: give the number, or parallel=auto"
         )
-    if queued != on_paper(cfg):
-        on_cluster, on_this = "type cluster=NAME of conf/cluster", "leave cluster= out, or type mode=plan parallel=auto"
-        raise PlanError(
-            f"{key} measures this machine with launcher=local, and goes by a cluster's description with launcher=slurm:"
-            f" {on_cluster if queued else on_this}"
-        )
+    if queued and not on_paper(cfg):
+        raise PlanError(f"{key} goes by a cluster's description with launcher=slurm: type cluster=NAME of conf/cluster")
     if queued:
         found, model = predict_on_paper(cfg)
     else:
-        print(f"{key}: this machine is measured", flush=True)
         found, model = predict_here(cfg)
     print("\n".join([*model.tables(found, words), PAPER_IS_OFF if queued else _HERE_IS_OFF]), flush=True)
     own = [one for one in found.best if one.layout.tp == 1]
@@ -123,7 +122,8 @@ def choose(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = 
     if cfg.mode == "train":
         predicted = {"seconds": best.seconds.total, "bytes": best.memory.total, "tried": tried}
         write_json(run_dir / CHOICES, {**keys_of(best.layout), **predicted})
-    print(f"{' '.join(best.words)} is {'the' if tried else 'predicted to be the'} fastest\n", flush=True)
+    print(f"{' '.join(best.words)} is {'the' if tried else 'predicted to be the'} fastest", flush=True)
+    print("\n".join([*model.batchnorm_of(best, cfg), ""]), flush=True)
 
 
 def pick(cfg: Any, candidates: Sequence[Candidate]) -> tuple[Candidate, dict[str, float]]:
@@ -147,8 +147,10 @@ def pick(cfg: Any, candidates: Sequence[Candidate]) -> tuple[Candidate, dict[str
 
 
 def nearest(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Return the first candidate, and the next few that are predicted to be close to it."""
-    return [one for one in candidates if one.seconds.total <= _NEAR * candidates[0].seconds.total][:_MOST_TRIED]
+    """Return the first candidate, and the next few that are predicted to be close and recompute as much."""
+    first = candidates[0]
+    alike = (one for one in candidates if one.layout.recompute == first.layout.recompute)
+    return [one for one in alike if one.seconds.total <= _NEAR * first.seconds.total][:_MOST_TRIED]
 
 
 def compared_with_prediction(run_dir: Path) -> str:
@@ -174,7 +176,7 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
     alone = copy.deepcopy(cfg)
     alone.parallel.update(name="single", dp=1, pp=1, chunks=1, schedule="gpipe", stages_per_rank=None)
     alone.parallel.update(balance="uniform", shard=None, reshard=None, comm_hook="none")
-    setup, fixed = prepare(alone), _fixed(cfg)
+    fixed, setup = _fixed(cfg), prepare(alone)
     plan, places = setup.plan, []
     model = model_of(cfg, setup.chain, setup.data, plan.precision)
     subject = Subject(
@@ -184,13 +186,17 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
     cuda, states = plan.device_type == "cuda", states_of(cfg.optim)
     memory, devices = (torch.cuda.mem_get_info()[0], torch.cuda.device_count()) if cuda else (available_memory(), 1)
     needed = max(work.kept + 2 * work.output for work in model.works)  # of a layer with its input, for a sample
-    for processes in counts or _counts(fixed, plan.device_type):
+    rooms = [(n, n, True) for n in counts or _counts(fixed, plan.device_type)]
+    rooms = possible_rooms(model.works, model.batch, rooms, fixed, model.least)
+    sizes = " and of ".join(f"{n}" for n, *_ in rooms)
+    print(f"this machine is measured, in groups of {sizes} processes", flush=True)
+    for processes, *_ in rooms:
         each = memory / math.ceil(processes / devices)
         most = max(model.least, min(model.batch, int(each / 2 / needed)))
         here = measure(subject, processes, model.least, most)
         costs = MeasuredCosts(here, plan.precision, plan.device_type != "cpu")
         places.append(Place(costs, processes, each, here.process + _RUN, states, True))
-    return search(model.works, model.batch, places, fixed=fixed, least=model.least), model
+    return accepted(search(model.works, model.batch, places, fixed=fixed, least=model.least), cfg), model
 
 
 def _data(tree: dict, given: bytes | None) -> Any:

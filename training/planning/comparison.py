@@ -52,7 +52,7 @@ class Row:
         """The same of the run, in which communication is all that is neither computing nor a bubble."""
         trial = self.trial
         compute = min(trial.busy if trial.busy is not None else trial.seconds, trial.seconds)
-        bubble = min((trial.bubble or 0.0) * trial.seconds, trial.seconds - compute)
+        bubble = min(trial.idle or 0.0, trial.seconds - compute)
         return dict(zip(PARTS, (compute, bubble, trial.seconds - compute - bubble), strict=True))
 
     @property
@@ -79,7 +79,6 @@ def compare(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] =
     if world is not None or cfg.launcher.name != "local":
         raise TrainingError("mode=compare starts its processes itself: launcher=local, without torchrun or srun")
     cfg.parallel.name = AUTO
-    print("this machine is measured", flush=True)
     found, model = predict_here(cfg, () if torch.accelerator.is_available() else _PROCESSES)
     rows, problems = [], []
     for name, best in best_of_each(found).items():

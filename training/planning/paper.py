@@ -13,7 +13,6 @@ import numpy as np
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from common.errors import PlanError
-from conf import COMMAND
 from conf.instantiate import to_dict
 from data.dataset import Batch, DataSet
 from models.chain import Chain
@@ -25,8 +24,10 @@ from planner.simulation import Intervals, duration, simulate
 from planner.step import Seconds, Works, slowed, stage_seconds
 from planner.work import work_of
 from training.optimizer import states_of
+from training.planning import AUTO
+from training.planning.typed import accepted, fixed_of, possible_rooms
 from training.reporting.console import columns
-from training.setup import model_and_data
+from training.setup import checked_model_and_data
 
 HERE = "here"  # the option of cluster= that is measured
 PAPER_IS_OFF = "such predictions were 2 to 9 % off on average in six tables of measured layouts: docs/planner.md"
@@ -51,15 +52,17 @@ def plan_on_paper(cfg: Any, run_dir: Path, words: Sequence[str] = ()) -> str:
     began = time.perf_counter()
     found, model = predict_on_paper(cfg, tensor=True)
     cluster, precision = cluster_of(cfg)
+    twice = " (a tied one counted twice)" if any(work.tied for work in model.works) else ""
     about = [
-        f"{cfg.model.name}: {sum(work.parameters for work in model.works):,} parameters (a tied one counted twice), "
-        f"{precision}, {model.batch:,} samples a step",
+        f"{cfg.model.name}: {sum(work.parameters for work in model.works):,} parameters{twice}, {precision}, "
+        f"global batch {model.batch:,}",
         f"cluster={cfg.cluster.name}: {cluster.size:,} x {cluster.device}, {cluster.devices} in a node; efficiencies: "
         f"{cluster.source}",
         f"{found.tried:,} layouts in {time.perf_counter() - began:.1f} s, of which {len(found.best):,} fit",
     ]
     tables = model.tables(found, words, cluster.peak[precision])
-    return "\n".join([*about, *tables, PAPER_IS_OFF, *_draw(found, cfg, run_dir)])
+    told = model.batchnorm_of(found.best[0], cfg)
+    return "\n".join([*about, *tables, PAPER_IS_OFF, *told, *_draw(found, cfg, run_dir)])
 
 
 def predict_on_paper(cfg: Any, tensor: bool = False) -> tuple[Found, Model]:
@@ -69,9 +72,12 @@ def predict_on_paper(cfg: Any, tensor: bool = False) -> tuple[Found, Model]:
         PlanError: See ``plan_on_paper``.
     """
     cluster, precision = cluster_of(cfg)
-    chain, data = model_and_data(cfg)
+    fixed, (chain, data) = fixed_of(cfg), checked_model_and_data(cfg)
     data.prepare()
     model = model_of(cfg, chain, data, precision)
+    cut = tensor and any(work.attention for work in model.works)
+    room = cluster.devices, cluster.size, on_job(cfg)
+    possible_rooms(model.works, model.batch, [room], fixed, model.least, cut)
     place = Place(
         PaperCosts(cluster, precision),
         cluster.size,
@@ -80,8 +86,8 @@ def predict_on_paper(cfg: Any, tensor: bool = False) -> tuple[Found, Model]:
         states_of(cfg.optim),
         on_job(cfg),
     )
-    cut = tensor and any(work.attention for work in model.works)
-    return search(model.works, model.batch, [place], cut, fixed_of(cfg), model.least), model
+    found = search(model.works, model.batch, [place], cut, fixed, model.least)
+    return accepted(found, cfg, cluster.nodes), model
 
 
 def on_paper(cfg: Any) -> bool:
@@ -112,16 +118,13 @@ def cluster_of(cfg: Any) -> tuple[Cluster, str]:
     return cluster, precision
 
 
-def fixed_of(cfg: Any) -> dict[str, Any]:
-    """Return what the user has set of a layout."""
-    typed = cfg.get(COMMAND, {}).get("typed", ())
-    keys = [key for key in FREE if f"parallel.{key}" in typed and cfg.parallel.get(key) not in (None, "auto")]
-    fixed = {key: cfg.parallel[key] for key in keys}
-    if cfg.train.activation_checkpointing or "train.activation_checkpointing" in typed:
-        fixed["recompute"] = "full" if cfg.train.activation_checkpointing else "none"
-    if not isinstance(cfg.parallel.balance, str):
-        fixed["counts"] = tuple(cfg.parallel.balance)
-    return fixed
+def check_cluster(cfg: Any) -> None:
+    """Check that a cluster that is described is not typed where nothing is planned on paper. Raises PlanError."""
+    if on_paper(cfg) and not (cfg.parallel.name == AUTO and (cfg.mode == "plan" or on_job(cfg))):
+        raise PlanError(
+            f"cluster={cfg.cluster.name} is for parallel=auto on paper and in a job of a queue: leave cluster= out, or "
+            "type mode=plan parallel=auto"
+        )
 
 
 @dataclass(frozen=True)
@@ -159,20 +162,24 @@ class Model:
         yield ""
         yield columns([head + ["MFU"] * (peak is not None), *rows])
         yield ""
-        if self.feels:
-            one = found.best[0].layout
-            yield (
-                f"BatchNorm normalizes by the micro-batch: the best layout's {one.samples} samples give the numbers of "
-                f"parallel=single parallel.chunks={one.dp * one.chunks}"
-            )
         for name, one in found.nearest.items():
             needed, there = (size / 2**30 for size in (one.memory.total, one.place.memory))
             yield f"{name} does not fit: {needed:.1f} GiB of {there:.1f} at the least ({one.name})"
         if found.best[0].layout.tp > 1:
             yield "tp, tensor parallelism, is planned on paper only: nothing here trains with it"
-        yield "to copy, the best of each strategy that can be run, the fastest first:"
-        for one in best_of_each(found, tensor=False).values():
+        if runnable := best_of_each(found, tensor=False).values():
+            yield "to copy, the best of each strategy that can be run, the fastest first:"
+        for one in runnable:
             yield f"  {command(words, one)}"
+
+    def batchnorm_of(self, one: Candidate, cfg: Any) -> list[str]:
+        """Return a line that says which layout of one device has the same micro-batches, where BatchNorm feels them."""
+        layout, together = one.layout, one.layout.dp if cfg.parallel.sync_batchnorm else 1
+        samples, chunks = layout.samples * together, layout.chunks * layout.dp // together
+        return [
+            f"BatchNorm normalizes by the micro-batch: {one.name} has {samples} samples in each, as parallel=single "
+            f"parallel.chunks={chunks}"
+        ] * self.feels
 
     def _row(self, one: Candidate, parts: Sequence[str], peak: float | None) -> list[str]:
         total, shown = one.seconds.total, [f"{getattr(one.seconds, part):.3g}" for part in parts]

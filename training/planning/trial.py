@@ -6,7 +6,7 @@ import copy
 import json
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from common.errors import PlanError
 from conf.instantiate import to_config, to_dict
 from launchers import WorkerFailed, World, run_workers
 from parallel.schedules import SCHEDULES
-from parallel.timeline import Interval
+from parallel.timeline import WORK, Interval, Steps, steady_steps, work_span
 from planner.search import Candidate
 from planner.step import Layout
 from training.callbacks import Callback, TrainingRun
@@ -37,7 +37,7 @@ class Trial:
         seconds: The lower quartile of steps after the warm-up: machines are disturbed.
         peak: Bytes of the fullest rank.
         busy: Seconds of a step in which the busiest rank computed; None on a GPU, whose work it does not see.
-        bubble: The part of a pipeline's time that it waits; None without a pipeline.
+        idle: Seconds of a step in which a pipeline's busiest rank waits for others; None without a pipeline.
         steps: Of a pipeline's ranks: what each did in its newest steps, and when.
         problem: Why there are no measurements; empty where there are.
     """
@@ -45,7 +45,7 @@ class Trial:
     seconds: float = 0.0
     peak: int = 0
     busy: float | None = None
-    bubble: float | None = None
+    idle: float | None = None
     steps: dict[int, list[list[Interval]]] = field(default_factory=dict)
     problem: str = ""
 
@@ -87,17 +87,28 @@ def try_layout(cfg: Any, one: Candidate, seconds: float) -> Trial:
         summary = json.loads((folder / SUMMARY).read_text())
         took = [record["step_time_s"] for record in read_records(folder / METRICS) if "step_time_s" in record]
         watched = [json.loads((folder / _WATCHED.format(rank)).read_text()) for rank in range(plan.processes)]
+    steps = {
+        rank: [[Interval(*i) for i in step] for step in watched[rank]["steps"]]
+        for rank in plan.mesh(0).pipeline(0)
+        if plan.pipelined
+    }
     return Trial(
         float(np.quantile(after_warmup(took), 0.25)),
         max(summary["peak_memory_bytes"]),
         max(one["busy"] for one in watched) if plan.device_type == "cpu" else None,
-        summary["bubble_fraction"],
-        {
-            rank: [[Interval(*i) for i in step] for step in watched[rank]["steps"]]
-            for rank in plan.mesh(0).pipeline(0)
-            if plan.pipelined
-        },
+        _idle([*steps.values()]) if steps else None,
+        steps,
     )
+
+
+def _idle(ranks: Sequence[Steps]) -> float:
+    """Return the seconds of a step in which the busiest rank does not work, until the last has done so."""
+    steps, span, busy = steady_steps(ranks), 0.0, np.zeros(len(ranks))
+    for index in steps:
+        first, last = work_span([i for own in ranks for i in own[index]])
+        span += last - first
+        busy += [sum(i.end - i.start for i in own[index] if i.kind in WORK) for own in ranks]
+    return (span - busy.max()) / len(steps)
 
 
 class Watch(Callback):

@@ -125,6 +125,8 @@ def beside(predicted: Mapping[int, Sequence[Interval]], measured: Mapping[int, S
     for axes, (name, step) in zip(figure.subplots(2, sharex=True), both.items(), strict=True):
         handles |= {handle.get_label(): handle for handle in _rows(axes, step)}
         axes.set_title(name, fontsize=10.5)
+    spans = (work_span([i for own in step.values() for i in own]) for step in both.values())
+    _scale(axes, 1e3 * max(last - first for first, last in spans))  # both have it
     figure.suptitle(title, fontsize=13, fontweight="bold")
     figure.legend(handles=[*handles.values()], loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return figure
@@ -172,8 +174,12 @@ def _bar(axes: Axes, left: float, right: float, top: float, height: float, lw: f
     axes.add_patch(Rectangle((left, top), right - left, height, lw=lw, **colours))
 
 
-def _finish(axes: Axes, span: float, labels: list[str]) -> None:
+def _scale(axes: Axes, span: float) -> None:
     axes.set_xlim(-0.004 * span, 1.004 * span)
+
+
+def _finish(axes: Axes, span: float, labels: list[str]) -> None:
+    _scale(axes, span)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.set_yticks(range(len(labels)), labels)
     axes.tick_params(axis="y", length=0)

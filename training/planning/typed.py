@@ -1,0 +1,106 @@
+"""What the user has typed of a layout that is chosen: checked before anything is measured, and kept."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from common.errors import PlanError
+from conf import COMMAND
+from parallel.mesh import Mesh
+from parallel.plan import check_groups, check_numbers
+from parallel.strategies import strategy_info
+from planner.search import FREE, Found, layouts
+from planner.step import Layout, Works
+
+# (devices of a node, devices, whether a layout must take all of them)
+Room = tuple[int, int, bool]
+_OF_SOME = ("shard", "reshard", "comm_hook")  # keys that some strategies take
+
+
+def fixed_of(cfg: Any) -> dict[str, Any]:
+    """Return what the user has set of a layout, as ``planner.search.search`` takes it.
+
+    Raises:
+        PlanError: A number is impossible.
+    """
+    check_numbers(cfg.parallel)
+    typed = cfg.get(COMMAND, {}).get("typed", ())
+    keys = [key for key in FREE if f"parallel.{key}" in typed and cfg.parallel.get(key) not in (None, "auto")]
+    fixed = {key: cfg.parallel[key] for key in keys}
+    if cfg.train.activation_checkpointing or "train.activation_checkpointing" in typed:
+        fixed["recompute"] = "full" if cfg.train.activation_checkpointing else "none"
+    if not isinstance(cfg.parallel.balance, str):
+        fixed["counts"] = tuple(cfg.parallel.balance)
+    return fixed
+
+
+def possible_rooms(
+    works: Works, batch: int, rooms: Sequence[Room], fixed: Mapping[str, Any], least: int, tensor: bool = False
+) -> list[Room]:
+    """Return the rooms that have a layout; the other arguments are those of ``search``.
+
+    Raises:
+        PlanError: There is none; it says which numbers would be possible.
+    """
+
+    def having(given: Mapping[str, Any], some: Sequence[Room] = rooms) -> Iterator[Layout]:
+        for per_node, devices, whole in some:
+            yield from layouts(works, per_node, batch, devices, tensor, given, least, whole)
+
+    if found := [room for room in rooms if any(True for _ in having(fixed, [room]))]:
+        return found
+    counts, typed = fixed.get("counts", ()), [key for key in FREE if key in fixed]
+    if counts and sum(counts) != len(works):
+        raise PlanError(f"parallel.balance={[*counts]} has {sum(counts)} layers, and the model {len(works)}")
+    possible = {}
+    for key in typed:
+        without = having({other: value for other, value in fixed.items() if other != key})
+        if values := {getattr(one, "per_rank" if key == "stages_per_rank" else key) for one in without}:
+            possible[key] = ", ".join(map(str, sorted(values)))
+    said = " ".join(f"parallel.{key}={fixed[key]}" for key in typed)
+    devices = " or ".join(str(devices) for _, devices, _ in rooms)
+    raise PlanError(
+        f"train.global_batch_size={batch} and {len(works)} layers on {devices} devices allow no layout"
+        + (f" with {said}" if said else "; choose a batch that more numbers divide")
+        + "".join(f"; parallel.{key} may be {values}" for key, values in possible.items())
+        + ("; leave some of that out" if said and not possible else "")
+    )
+
+
+def check_kept(saved: Mapping[str, Any], cfg: Any) -> None:
+    """Check that what is typed beside parallel=auto is the layout of the checkpoint, which has the keys of ``FREE``.
+
+    Raises:
+        PlanError: It is not.
+    """
+    if wrong := [f"parallel.{key}={value}" for key, value in fixed_of(cfg).items() if saved.get(key, value) != value]:
+        kept = " ".join(f"parallel.{key}={saved[key]}" for key in FREE if saved[key] is not None)
+        raise PlanError(
+            f"parallel=auto keeps the checkpoint's layout, {saved['name']} with {kept}, and {' '.join(wrong)} is "
+            "another: leave it out, or type the strategy too"
+        )
+
+
+def accepted(found: Found, cfg: Any, nodes: int = 1) -> Found:
+    """Leave out the layouts whose strategies do not take what is typed of shard, reshard and comm_hook.
+
+    Raises:
+        PlanError: None of them does.
+    """
+    if all(cfg.parallel[key] in (None, "none") for key in _OF_SOME):
+        return found
+    parallel, best, problem = copy.deepcopy(cfg.parallel), [], ""
+    for one in found.best:
+        layout = one.layout
+        parallel.update(name=layout.strategy, dp=layout.dp, pp=layout.pp)
+        try:
+            check_groups(parallel, strategy_info(layout.strategy), Mesh(layout.dp, layout.pp), nodes)
+            best.append(one)
+        except PlanError as error:
+            problem = str(error)
+    if not best:
+        raise PlanError(problem)
+    return replace(found, best=best)
