@@ -1,0 +1,74 @@
+"""What is typed of a layout beside parallel=auto: refused where it is impossible, before anything is measured; kept."""
+
+import pytest
+from omegaconf import open_dict
+
+from common.errors import UserError
+from conf.composition import compose
+from training.app import execute, plain
+from training.planning import choice
+from training.planning.paper import predict_on_paper
+from training.planning.typed import check_kept
+
+TOY = ("model=toy", "logger=none", "parallel=auto")
+PAPER = ("mode=plan", "parallel=auto", "logger=none", "cluster=a100x64")
+
+
+def typed(*words):
+    """The configuration of a command line, and Hydra's own section."""
+    cfg = compose(words, with_hydra=True)
+    with open_dict(cfg):
+        return cfg, cfg.pop("hydra")
+
+
+REFUSED = {
+    "no ranks": ((*TOY, "parallel.pp=0"), r"parallel.pp=0 must be at least 1"),
+    "a word": ((*TOY, "parallel.chunks=abc"), r"parallel.chunks=abc must be a whole number of at least 1, or auto"),
+    "more micro-batches than samples": ((*TOY, "parallel.chunks=1000"), r"parallel.chunks may be 1, 2, 4, .*64"),
+    "more stages than layers": ((*TOY, "parallel.pp=40"), r"3 layers on 40 devices allow no .* parallel.pp=40"),
+    "a schedule that takes one stage": (
+        (*TOY, "parallel.pp=2", "parallel.schedule=1f1b", "parallel.stages_per_rank=2"), r"stages_per_rank may be 1",
+    ),
+    "layers that are not there": ((*TOY, "parallel.balance=[9,4]"), r"\[9, 4\] has 13 layers, and the model 3"),
+    "replicas that do not divide the batch": (
+        (*PAPER, "model=resnet50", "parallel.dp=7"), r"parallel.dp may be 1, 4, 8, 15, 30, 60",
+    ),
+    "a sequence that is too long": ((*PAPER, "model=gpt2", "data.seq_len=5000"), r"longer than the model's 1024"),
+    "no batch": ((*PAPER, "model=toy", "train.global_batch_size=0"), r"global_batch_size=0 must be at least 1"),
+    "a cluster without a choice": (("model=toy", "mode=plan", "cluster=a100x64"), r"leave cluster= out"),
+    "a cluster to compare on": (("model=toy", "mode=compare", "cluster=a100x64"), r"leave cluster= out"),
+    "more than a peak": ((*PAPER, "model=toy", "cluster.product=1.5"), r"product=1.5 .* at most 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words, says", REFUSED.values(), ids=REFUSED)
+def test_what_is_impossible_is_refused_before_anything_is_measured(tmp_path, monkeypatch, words, says):
+    monkeypatch.setattr(choice, "measure", lambda *_: pytest.fail("it was measured"))
+    cfg, hydra = typed(*words)
+    with pytest.raises(UserError, match=says):
+        execute(cfg, tmp_path, None, hydra)
+
+
+@pytest.mark.parametrize(
+    "word, left_out",
+    [
+        ("parallel.shard=4", {"single", "pipelined", "ddp", "pipe_ddp"}),
+        ("parallel.comm_hook=bf16", {"fsdp", "hsdp", "pipe_fsdp"}),
+        ("parallel.schedule=1f1b", {"single", "ddp", "fsdp", "hsdp"}),
+    ],
+)
+def test_strategies_that_do_not_take_what_is_typed_are_left_out(word, left_out):
+    def strategies(*words):
+        found, _ = predict_on_paper(
+            plain(*typed(*PAPER, "model=gpt2", "model.size=tiny", "train.global_batch_size=256", *words))
+        )
+        return {one.layout.strategy for one in found.best}
+
+    assert strategies() - strategies(word) == left_out
+
+
+def test_a_checkpoint_s_layout_is_kept_and_another_one_is_not_taken_without_a_word():
+    saved = {"name": "ddp", "dp": 2, "pp": 1, "chunks": 1, "schedule": None, "stages_per_rank": None}
+    check_kept(saved, plain(*typed(*TOY, "parallel.dp=2")))
+    with pytest.raises(UserError, match=r"ddp with parallel.dp=2 .* and parallel.dp=4 is another"):
+        check_kept(saved, plain(*typed(*TOY, "parallel.dp=4")))
