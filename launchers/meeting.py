@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from common.errors import LaunchError
+from launchers import stopping
 from launchers.heartbeat import watched
 from launchers.world import LOOPBACK, STORE_FILE, World, is_loopback, master_address, restarts
 
@@ -86,6 +87,8 @@ def _exchange(world: World, store: Store, what: str, mine: Any, timeout_s: float
     keys = [f"{what}-{rank}" for rank in range(world.size)]
     store.set(keys[world.rank], json.dumps(mine))
     while not store.check(keys):
+        if world.origin != "local" and stopping.wanted():  # there may be no one left to come
+            raise stopping.Stopped(f"stopped while rank {world.rank} waited for the other ranks")
         if time.monotonic() > deadline:
             missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
             raise LaunchError(

@@ -11,7 +11,7 @@ from pathlib import Path
 import launched
 import pytest
 
-from launchers import LaunchError, World, connect, use_loopback
+from launchers import LaunchError, World, connect, stopping, use_loopback
 from launchers.meeting import listen
 from launchers.world import is_loopback
 
@@ -60,6 +60,12 @@ def test_why_ranks_do_not_meet_is_said_in_time(port, rank, size, here, port_is_h
         with pytest.raises(LaunchError, match=words.format(port=port)):
             connect(World(rank, size, rank, here, "environment"), timeout_s=1)
     assert time.monotonic() - start < 30
+
+
+def test_a_rank_that_is_told_to_stop_waits_for_no_one(port, monkeypatch):
+    monkeypatch.setattr(stopping, "wanted", lambda: True)
+    with pytest.raises(stopping.Stopped, match="while rank 0 waited for the other ranks"):
+        connect(World(0, 2, 0, 2, "environment"), timeout_s=60)
 
 
 def test_an_interface_that_the_user_chose_is_kept(monkeypatch):
