@@ -93,10 +93,6 @@ def execute(cfg: Any, run_dir: Path, world: World | None, hydra: Any = None, iso
     if cfg.mode in ("plan", "compare", *ALONE):
         stopping.at_once()
     words = _words(cfg, hydra)
-    if cfg.cluster is not None:
-        from training.planning.paper import check_cluster
-
-        check_cluster(cfg)
     if cfg.parallel.name == "auto" and cfg.mode == "plan":
         from training.planning.paper import on_paper, plan_on_paper
 
@@ -173,6 +169,10 @@ def plain(cfg: Any, hydra: Any) -> Any:
         tree[COMMAND] = composed_by(hydra, cfg)
     cfg = to_config(tree)
     add_to_path(cfg.import_from or ())
+    if cfg.cluster is not None:
+        from training.planning.paper import check_cluster
+
+        check_cluster(cfg)
     return cfg
 
 

@@ -24,14 +24,17 @@ def typed(*words):
 REFUSED = {
     "no ranks": ((*TOY, "parallel.pp=0"), r"parallel.pp=0 must be at least 1"),
     "a word": ((*TOY, "parallel.chunks=abc"), r"parallel.chunks=abc must be a whole number of at least 1, or auto"),
-    "more micro-batches than samples": ((*TOY, "parallel.chunks=1000"), r"parallel.chunks may be 1, 2, 4, .*64"),
+    "more micro-batches than samples": ((*TOY, "parallel.chunks=1000"), r"parallel.chunks=1, 2, 4, .*64"),
     "more stages than layers": ((*TOY, "parallel.pp=40"), r"3 layers on 40 devices allow no .* parallel.pp=40"),
     "a schedule that takes one stage": (
-        (*TOY, "parallel.pp=2", "parallel.schedule=1f1b", "parallel.stages_per_rank=2"), r"stages_per_rank may be 1",
+        (*TOY, "parallel.pp=2", "parallel.schedule=1f1b", "parallel.stages_per_rank=2"), r"parallel.stages_per_rank=1$",
     ),
+    "a stage without layers": ((*PAPER, "model=toy", "parallel.balance=[3,0]"), r"balance=\[3, 0\] must be uniform, .*0"),
+    "groups that do not fit": ((*TOY, "parallel.shard=3"), r"shard=3 does not divide .* groups can have 2"),
+    "devices": ((*PAPER, "model=toy", "parallel.devices=[cpu,cpu]"), r"parallel.devices is for strategies of one"),
     "layers that are not there": ((*TOY, "parallel.balance=[9,4]"), r"\[9, 4\] has 13 layers, and the model 3"),
     "replicas that do not divide the batch": (
-        (*PAPER, "model=resnet50", "parallel.dp=7"), r"parallel.dp may be 1, 4, 8, 15, 30, 60",
+        (*PAPER, "model=resnet50", "parallel.dp=7"), r"parallel.dp=1, 4, 8, 15, 30, 60",
     ),
     "a sequence that is too long": ((*PAPER, "model=gpt2", "data.seq_len=5000"), r"longer than the model's 1024"),
     "no batch": ((*PAPER, "model=toy", "train.global_batch_size=0"), r"global_batch_size=0 must be at least 1"),

@@ -187,7 +187,7 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
     memory, devices = (torch.cuda.mem_get_info()[0], torch.cuda.device_count()) if cuda else (available_memory(), 1)
     needed = max(work.kept + 2 * work.output for work in model.works)  # of a layer with its input, for a sample
     rooms = [(n, n, True) for n in counts or _counts(fixed, plan.device_type)]
-    rooms = possible_rooms(model.works, model.batch, rooms, fixed, model.least)
+    rooms = possible_rooms(cfg, model.works, rooms, fixed, model.least)
     sizes = " and of ".join(f"{n}" for n, *_ in rooms)
     print(f"this machine is measured, in groups of {sizes} processes", flush=True)
     for processes, *_ in rooms:

@@ -16,6 +16,7 @@ from common.errors import PlanError
 from conf.instantiate import to_dict
 from data.dataset import Batch, DataSet
 from models.chain import Chain
+from parallel.strategies import strategy_info
 from parallel.zero_bubble.order import StageSeconds
 from planner.cluster import Cluster, read_cluster
 from planner.costs import PaperCosts
@@ -77,7 +78,7 @@ def predict_on_paper(cfg: Any, tensor: bool = False) -> tuple[Found, Model]:
     model = model_of(cfg, chain, data, precision)
     cut = tensor and any(work.attention for work in model.works)
     room = cluster.devices, cluster.size, on_job(cfg)
-    possible_rooms(model.works, model.batch, [room], fixed, model.least, cut)
+    possible_rooms(cfg, model.works, [room], fixed, model.least, cut, cluster.nodes)
     place = Place(
         PaperCosts(cluster, precision),
         cluster.size,
@@ -221,11 +222,13 @@ def best_of_each(found: Found, tensor: bool = True) -> dict[str, Candidate]:
 
 def command(words: Sequence[str], one: Candidate) -> str:
     """Return the command that trains in a layout, from the one that was typed."""
+    # The stages of one process are typed, and no part of what is predicted.
+    said = [key for key in _OF_LAYOUT if key != "parallel.pp" or not strategy_info(one.layout.strategy).several_devices]
     keys = [word.partition("=")[0] for word in words]
     own = [
         word
         for word, key in zip(words, keys, strict=True)
-        if key not in _OF_LAYOUT and key.partition(".")[0] not in _NOT_COPIED
+        if key not in said and key.partition(".")[0] not in _NOT_COPIED
     ]
     return shlex.join(["python", "train.py", *own, *one.words])
 

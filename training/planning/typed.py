@@ -14,6 +14,8 @@ from parallel.plan import check_groups, check_numbers
 from parallel.strategies import strategy_info
 from planner.search import FREE, Found, layouts
 from planner.step import Layout, Works
+from training.planning.trial import keys_of
+from training.setup import BALANCES
 
 # (devices of a node, devices, whether a layout must take all of them)
 Room = tuple[int, int, bool]
@@ -32,26 +34,45 @@ def fixed_of(cfg: Any) -> dict[str, Any]:
     fixed = {key: cfg.parallel[key] for key in keys}
     if cfg.train.activation_checkpointing or "train.activation_checkpointing" in typed:
         fixed["recompute"] = "full" if cfg.train.activation_checkpointing else "none"
-    if not isinstance(cfg.parallel.balance, str):
-        fixed["counts"] = tuple(cfg.parallel.balance)
+    if (balance := cfg.parallel.balance) not in ("uniform", *BALANCES):
+        counts = [] if balance is None or isinstance(balance, str | int) else [*balance]
+        if not counts or not all(type(n) is int and n > 0 for n in counts):
+            raise PlanError(
+                f"parallel.balance={balance} must be uniform, {', '.join(BALANCES)}, or whole numbers above 0, the "
+                "layers of each stage"
+            )
+        fixed["counts"] = tuple(counts)
+    if cfg.parallel.devices is not None:
+        raise PlanError("parallel.devices is for strategies of one process, which parallel=auto does not choose")
     return fixed
 
 
 def possible_rooms(
-    works: Works, batch: int, rooms: Sequence[Room], fixed: Mapping[str, Any], least: int, tensor: bool = False
-) -> list[Room]:
-    """Return the rooms that have a layout; the other arguments are those of ``search``.
+    cfg: Any, works: Works, rooms: Sequence[Room], fixed: Mapping[str, Any], least: int, tensor: bool = False,
+    nodes: int = 1,
+) -> list[Room]:  # fmt: skip
+    """Return the rooms that have a layout; ``fixed``, ``least`` and ``tensor`` are those of ``search``.
 
     Raises:
         PlanError: There is none; it says which numbers would be possible.
     """
+    batch = cfg.train.global_batch_size
 
     def having(given: Mapping[str, Any], some: Sequence[Room] = rooms) -> Iterator[Layout]:
         for per_node, devices, whole in some:
             yield from layouts(works, per_node, batch, devices, tensor, given, least, whole)
 
-    if found := [room for room in rooms if any(True for _ in having(fixed, [room]))]:
+    found, problems = [], {}
+    for room in rooms:
+        for one in having(fixed, [room]):
+            if not (problem := _problem(cfg, one, nodes)):
+                found.append(room)
+                break
+            problems.setdefault(one.shards > 1, problem)
+    if found:
         return found
+    if problems:  # what a strategy that shares parameters has to say is nearer to what was meant
+        raise PlanError(problems.get(True) or problems[False])
     counts, typed = fixed.get("counts", ()), [key for key in FREE if key in fixed]
     if counts and sum(counts) != len(works):
         raise PlanError(f"parallel.balance={[*counts]} has {sum(counts)} layers, and the model {len(works)}")
@@ -65,7 +86,7 @@ def possible_rooms(
     raise PlanError(
         f"train.global_batch_size={batch} and {len(works)} layers on {devices} devices allow no layout"
         + (f" with {said}" if said else "; choose a batch that more numbers divide")
-        + "".join(f"; parallel.{key} may be {values}" for key, values in possible.items())
+        + "".join(f"; possible are, for example, parallel.{key}={values}" for key, values in possible.items())
         + ("; leave some of that out" if said and not possible else "")
     )
 
@@ -90,17 +111,20 @@ def accepted(found: Found, cfg: Any, nodes: int = 1) -> Found:
     Raises:
         PlanError: None of them does.
     """
-    if all(cfg.parallel[key] in (None, "none") for key in _OF_SOME):
-        return found
-    parallel, best, problem = copy.deepcopy(cfg.parallel), [], ""
-    for one in found.best:
-        layout = one.layout
-        parallel.update(name=layout.strategy, dp=layout.dp, pp=layout.pp)
-        try:
-            check_groups(parallel, strategy_info(layout.strategy), Mesh(layout.dp, layout.pp), nodes)
-            best.append(one)
-        except PlanError as error:
-            problem = str(error)
+    best = [one for one in found.best if not _problem(cfg, one.layout, nodes)]
     if not best:
-        raise PlanError(problem)
-    return replace(found, best=best)
+        raise PlanError(f"of what fits, {_problem(cfg, found.best[0].layout, nodes)}")
+    return replace(found, best=best, tried=found.tried - len(found.best) + len(best))
+
+
+def _problem(cfg: Any, one: Layout, nodes: int) -> str:
+    """Return why a layout does not take what is typed of ``_OF_SOME``; empty where it does."""
+    if all(cfg.parallel[key] in (None, "none") for key in _OF_SOME):
+        return ""
+    parallel, keys = copy.deepcopy(cfg.parallel), keys_of(one)
+    parallel.update({key: value for key, value in keys.items() if key in parallel})
+    try:
+        check_groups(parallel, strategy_info(one.strategy), Mesh(one.dp, one.pp), nodes)
+    except PlanError as error:
+        return str(error)
+    return ""

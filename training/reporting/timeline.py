@@ -127,6 +127,7 @@ def beside(predicted: Mapping[int, Sequence[Interval]], measured: Mapping[int, S
         axes.set_title(name, fontsize=10.5)
     spans = (work_span([i for own in step.values() for i in own]) for step in both.values())
     _scale(axes, 1e3 * max(last - first for first, last in spans))  # both have it
+    figure.axes[0].set_xlabel("")
     figure.suptitle(title, fontsize=13, fontweight="bold")
     figure.legend(handles=[*handles.values()], loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return figure
