@@ -1,8 +1,9 @@
 """BatchNorm whose running statistics take one update per optimizer step, however the batch was cut.
 
 torch's layer updates them at every forward: four micro-batches move them four times, two replicas hold two versions,
-and a recomputed forward counts twice. Here a forward only adds up its statistics, and the strategy, which knows all
-micro-batches and replicas, makes the one update at the end of the step: evaluation does not depend on the layout.
+and a recomputed forward counts twice. Here a forward only leaves its statistics in a buffer. The strategy, which knows
+all micro-batches and replicas, adds them up and makes the one update at the end of the step: evaluation does not depend
+on the layout.
 """
 
 from __future__ import annotations
@@ -31,25 +32,20 @@ class StepBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     Attributes:
         normalise: How a micro-batch is normalised in training. A strategy may set one that works across replicas.
-        recomputing: Whether a forward runs a second time for its backward, and is not counted again.
-        seen: [2, c] sums of means and of unbiased variances over the step's micro-batches.
         moments: [2, c] mean and unbiased variance of the newest micro-batch.
     """
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
         """See torch's layer of the same name."""
         super().__init__(num_features, eps, momentum)
-        # Not in checkpoints: they are zero between steps.
-        self.register_buffer("seen", torch.zeros(2, num_features), persistent=False)
+        # Not in checkpoints: it is zero between steps.
         self.register_buffer("moments", torch.zeros(2, num_features), persistent=False)
         self.normalise: Normalise = normalise
-        self.recomputing = False
 
     def reset_running_stats(self) -> None:
         """Set the running statistics to their initial values."""
         super().reset_running_stats()
         if "moments" in self._buffers:
-            self.seen.zero_()
             self.moments.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,10 +53,7 @@ class StepBatchNorm(nn.modules.batchnorm._BatchNorm):
         if not self.training:
             return super().forward(x)
         self._check_input_dim(x)
-        y = self.normalise(x, self.weight, self.bias, self.eps, self.moments)
-        if not self.recomputing:
-            self.seen.add_(self.moments)
-        return y
+        return self.normalise(x, self.weight, self.bias, self.eps, self.moments)
 
 
 class BatchNorm1d(StepBatchNorm, nn.BatchNorm1d):

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.batchnorm import StepBatchNorm
 
@@ -23,39 +23,54 @@ class RunningStatistics:
 
     def __init__(
         self,
-        norms: Sequence[StepBatchNorm],
+        stages: Sequence[nn.Module],
         microbatches: int,
         replicas: dist.ProcessGroup | None,
         synchronise: bool = False,
     ) -> None:
-        """Refer to the layers.
+        """Refer to the layers of some stages, of which there is one at least.
 
         ``microbatches`` is how many each replica computes in a step, ``replicas`` the ranks that hold the same stages
         (None where there is one), and ``synchronise`` whether to normalise over the replicas' micro-batches together.
         """
-        self._norms, self._microbatches, self._replicas = norms, microbatches, replicas
+        self._microbatches, self._replicas = microbatches, replicas
+        of_stage = {stage: [m for m in stage.modules() if isinstance(m, StepBatchNorm)] for stage in stages}
+        norms = [norm for some in of_stage.values() for norm in some]
+        # Tensors are listed once: a GPU waits for what the host does at the end of a step.
+        self._moments = {stage: [norm.moments for norm in some] for stage, some in of_stage.items()}
+        self._sums = {stage: [torch.zeros_like(one) for one in moments] for stage, moments in self._moments.items()}
+        self._all_sums = [tensor for some in self._sums.values() for tensor in some]
+        self._to_clear = [*self._all_sums, *(norm.moments for norm in norms)]
+        self._running = [tensor for norm in norms for tensor in (norm.running_mean, norm.running_var)]
+        self._weights = [norm.momentum for norm in norms for _ in range(2)]
+        self._counts = [norm.num_batches_tracked for norm in norms]
+        self._means: Sequence[Tensor] = ()
         if synchronise and replicas is not None:
             for norm in norms:
                 norm.normalise = partial(normalise_over_replicas, group=replicas)
 
-    def update(self, usable: bool) -> None:
-        """Update the running statistics at the end of a step; nothing changes where it does not update the weights.
+    def add(self, stage: nn.Module) -> None:
+        """Add up what a stage's layers saw in the newest micro-batch, after its forward."""
+        if self._sums[stage]:
+            torch._foreach_add_(self._sums[stage], self._moments[stage])
 
-        All layers together: a GPU waits for this, and one by one the launches of their kernels take milliseconds.
+    def take(self) -> None:
+        """Take the means over the step's micro-batches, before the host waits for the step's numbers.
+
+        All layers together: one by one, the launches of their kernels take milliseconds.
         """
-        seen = [norm.seen for norm in self._norms]
-        means = torch._foreach_div(seen, self._microbatches)
-        torch._foreach_zero_([*seen, *(norm.moments for norm in self._norms)])  # what is not finite is gone with them
-        if not usable:
-            return
+        self._means = torch._foreach_div(self._all_sums, self._microbatches)
+        torch._foreach_zero_(self._to_clear)  # what is not finite is gone with them
+
+    def update(self) -> None:
+        """Update the running statistics with what was taken, where the step updates the weights."""
+        means = self._means
         if self._replicas is not None:
             flat = torch.cat([mean.flatten() for mean in means]) / dist.get_world_size(self._replicas)
             dist.all_reduce(flat, group=self._replicas)
             means = [part.view(2, -1) for part in flat.split([mean.numel() for mean in means])]
-        running = [tensor for norm in self._norms for tensor in (norm.running_mean, norm.running_var)]
-        weights = [norm.momentum for norm in self._norms for _ in range(2)]
-        torch._foreach_lerp_(running, [part for mean in means for part in mean.unbind()], weights)
-        torch._foreach_add_([norm.num_batches_tracked for norm in self._norms], 1)
+        torch._foreach_lerp_(self._running, [part for mean in means for part in mean.unbind()], self._weights)
+        torch._foreach_add_(self._counts, 1)
 
 
 def normalise_over_replicas(

@@ -48,7 +48,7 @@ class PipeStage(PipelineStage):
             output_args=_without([_example(stage, spec, sent=True) for spec in sent], self._constants_out),
             group=mesh.pp_group,
         )
-        self._timeline = strategy.timeline
+        self._stage, self._statistics, self._timeline = stage, strategy.statistics, strategy.timeline
         self._neighbours = ranks[(index - 1) % len(ranks)], ranks[(index + 1) % len(ranks)]  # before and after
         self._examples = [incoming[i] for i in self._constants_in]
         self._dtypes_out = [spec.dtype for spec in sent] if index < stages - 1 else []
@@ -103,6 +103,8 @@ class PipeStage(PipelineStage):
         start = self._timeline.begin(RECEIVE_ACTIVATION, self.stage_index, fwd_chunk_id)
         self._microbatch = fwd_chunk_id
         output = _unwrapped(super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
+        if self._statistics is not None and self._stage.training:
+            self._statistics.add(self._stage)
         self._timeline.note(FORWARD, self.stage_index, fwd_chunk_id, start)
         return output
 

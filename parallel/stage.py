@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models.batchnorm import StepBatchNorm
 from models.chain import Chain, Tensors, is_within
 from models.losses import Sums
 from models.seeds import BySample, Samples, computing, derive_seed, forget, seed_generators
@@ -140,7 +137,6 @@ class Stage(nn.Module):
                     *tensors,
                     use_reentrant=False,
                     preserve_rng_state=False,
-                    context_fn=partial(_contexts, layer),
                 )
             else:
                 output = self.compute_layer(name, layer, where, *tensors)
@@ -252,23 +248,3 @@ def place_of(error: BaseException, layers: Sequence[str], first: int) -> str:
         elif module in ("parallel.pipe_stage", "parallel.zero_bubble.schedule"):
             index = next((first + seen[key] for key in ("fwd_chunk_id", "bwd_chunk_id") if key in seen), index)
     return "" if index is None else f"the {'backward' if backward else 'forward'} of {layer}, micro-batch {index}"
-
-
-def _contexts(layer: nn.Module) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of the forward and of its recomputation, which BatchNorm must not count again."""
-    return nullcontext(), _Recomputing(layer)
-
-
-class _Recomputing(AbstractContextManager):
-    """Entered for each recomputation: twice, where the backward is split."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self._norms = [module for module in layer.modules() if isinstance(module, StepBatchNorm)]
-
-    def __enter__(self) -> None:
-        for norm in self._norms:
-            norm.recomputing = True
-
-    def __exit__(self, *exception) -> None:
-        for norm in self._norms:
-            norm.recomputing = False

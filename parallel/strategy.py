@@ -174,9 +174,10 @@ class Strategy(ABC):
             for stage in self.stages:
                 stage.compile(random=not random.isdisjoint(stage.layers.names))
         self.gradients = Gradients(plan, chain, self.stages, mesh, self.device, options.timeout_s)
-        norms = [m for stage in self.stages for m in stage.modules() if isinstance(m, StepBatchNorm)]
-        together = options.sync_batchnorm
-        self.statistics = RunningStatistics(norms, plan.chunks, mesh.dp_group, together) if norms else None
+        self.statistics: RunningStatistics | None = None
+        if any(isinstance(module, StepBatchNorm) for stage in self.stages for module in stage.modules()):
+            together = options.sync_batchnorm
+            self.statistics = RunningStatistics(self.stages, plan.chunks, mesh.dp_group, together)
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -201,9 +202,11 @@ class Strategy(ABC):
         with self._step(step, self.loss_scale.factor / terms):
             self.forward_backward(self._placed(batch))
         self.gradients.finish()
-        result = self._agree(terms, stop, loss_limit)
         if self.statistics is not None:
-            self.statistics.update(result.usable)
+            self.statistics.take()
+        result = self._agree(terms, stop, loss_limit)
+        if self.statistics is not None and result.usable:
+            self.statistics.update()
         return result
 
     def eval_step(self, batch: Batch) -> Tensor:
@@ -420,6 +423,9 @@ class LocalStrategy(Strategy):
                 self.sharding.before_backward(self.stages, last)
             with nullcontext() if last else self._no_sync():
                 loss = self._model(*chunk.input_tensors, samples=samples, targets=chunk.targets, weights=chunk.weights)
+                if self.statistics is not None:
+                    for stage in self.stages:
+                        self.statistics.add(stage)
                 with self._backward:
                     loss.backward()
 

@@ -25,7 +25,7 @@ def test_weights_start_as_torchvision_s():
             values = (module.weight, module.bias, module.running_mean, module.running_var)
             assert [value.unique().tolist() for value in values] == [[1.0], [0.0], [0.0], [1.0]], name
             assert module.num_batches_tracked == 0
-            assert not module.seen.any()
+            assert not module.moments.any()
     bound = 1 / math.sqrt(2048)
     assert layers["fc"].weight.abs().max().item() == pytest.approx(bound, rel=1e-3)
 

@@ -82,8 +82,9 @@ def test_after_a_step_that_was_not_finite_the_next_ones_statistics_are():
     norm = BatchNorm2d(3)
     images = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1))
     statistics = RunningStatistics([norm], microbatches=1, replicas=None)
-    norm(images / 0)
-    statistics.update(usable=False)
-    norm(images)
-    statistics.update(usable=True)
+    for given in (images / 0, images):
+        norm(given)
+        statistics.add(norm)
+        statistics.take()
+    statistics.update()
     torch.testing.assert_close(norm.running_mean, 0.1 * images.mean((0, 2, 3)))
