@@ -24,7 +24,7 @@ def _choice(name: str, words: str) -> type[Enum]:
 
 Device = _choice("Device", "auto cpu cuda mps")
 Mode = _choice("Mode", "train eval plan export sample verify compare")
-Precision = _choice("Precision", "auto fp64 fp32 bf16 fp16")
+Precision = _choice("Precision", "auto fp64 fp32 bf16 bf16_residual fp16")
 Format = _choice("Format", "safetensors torch_export onnx triton peft")
 Positions = _choice("Positions", "all last")
 Direction = _choice("Direction", "minimize maximize")

@@ -326,6 +326,15 @@ class Chain:
         return self.tied.get(name, name)
 
 
+def converted(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
+    """Return a layer's output with its floating-point tensors in ``dtype``; None leaves them as they are."""
+    if dtype is None:
+        return tensors
+    if isinstance(tensors, tuple):
+        return tuple(converted(tensor, dtype) for tensor in tensors)
+    return tensors.to(dtype) if tensors.is_floating_point() else tensors
+
+
 def is_within(parameter: str, layers: Sequence[str]) -> bool:
     """Return whether the parameter with this full name belongs to one of the layers."""
     return any(parameter.startswith(f"{layer}.") for layer in layers)

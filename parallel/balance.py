@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from data.dataset import Batch
 from models.chain import Chain, as_tuple
-from parallel.devices import autocast, local_device, outside_autocast, parameter_dtype, share_cores, synchronize
+from parallel.devices import (
+    autocast,
+    between_layers,
+    local_device,
+    outside_autocast,
+    parameter_dtype,
+    share_cores,
+    synchronize,
+)
 from parallel.plan import Plan, block_partition, even_split
 from parallel.schedules import SCHEDULES, in_flight
 from parallel.shape_inference import TensorSpec, trace
@@ -72,7 +80,8 @@ def time_layers(
         for layer in chain.layers:
             key = layer.build, layer is chain.layers[-1], *((TensorSpec.of(x), x.stride()) for x in tensors)
             if key not in alike:
-                stage = Stage(chain, [layer.name], seed=seed, device=sample.targets.device, dtype=dtype)
+                device, passed = sample.targets.device, between_layers(precision)
+                stage = Stage(chain, [layer.name], seed=seed, device=device, dtype=dtype, between_layers=passed)
                 with autocast(precision, stage.device.type):
                     _time_stage(stage, tensors, sample, 1)  # kernels are chosen and memory is taken
                 stage.zero_grad()

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from common.errors import PlanError
 from common.machine import usable_cores
 
-_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# What products are computed in. bf16_residual: what layers pass on is bf16, too.
+_COMPUTE = {"bf16": torch.bfloat16, "bf16_residual": torch.bfloat16, "fp16": torch.float16}
 CPU_PRECISION = "CPU_PRECISION"  # an environment variable: what auto is on a CPU, whatever the CPU can do
 
 
@@ -222,6 +223,14 @@ def best_precision(device_type: str) -> str:
 def parameter_dtype(precision: str) -> torch.dtype:
     """Return the dtype of weights, gradients and optimizer state: bf16 and fp16 are computed under autocast."""
     return torch.float64 if precision == "fp64" else torch.float32
+
+
+def between_layers(precision: str) -> torch.dtype | None:
+    """Return the dtype in which layers pass floating-point tensors on; None where each layer decides by itself.
+
+    Under autocast a residual stream stays in float32. In bf16 it is half as large, in memory and between stages.
+    """
+    return torch.bfloat16 if precision == "bf16_residual" else None
 
 
 def autocast(precision: str, device_type: str, keep_casts: bool = True):

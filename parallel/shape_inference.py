@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.errors import PlanError
 from data.dataset import Batch
 from models.batchnorm import StepBatchNorm
-from models.chain import Chain, as_tuple, checked
+from models.chain import Chain, as_tuple, checked, converted
 from models.seeds import Samples, computing
-from parallel.devices import autocast, parameter_dtype
+from parallel.devices import autocast, between_layers, parameter_dtype
 from parallel.plan import Plan
 from parallel.schedules import in_flight
 
@@ -131,6 +131,8 @@ def trace(
                         raise reads_numbers(layer.name, module) from None
                     sizes.append(kept.bytes - before)
             tensors = checked(layer.name, module, output)
+            if layer is not chain.layers[-1]:
+                tensors = converted(tensors, between_layers(precision))
             specs = tuple(map(TensorSpec.of, tensors))
             random = draws.seen or bool(notes)
             traces.append(

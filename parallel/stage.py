@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models.chain import Chain, Tensors, is_within
+from models.chain import Chain, Tensors, converted, is_within
 from models.losses import Sums
 from models.seeds import BySample, Samples, computing, derive_seed, forget, seed_generators
 
@@ -33,16 +33,19 @@ class Stage(nn.Module):
         seed: int,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
+        between_layers: torch.dtype | None = None,
         recompute: bool = False,
         shard: Callable[[nn.Module], None] | None = None,
     ) -> None:
         """Build the layers ``names`` with their initial weights.
 
+        Floating-point tensors that a layer passes to the next are converted to ``between_layers``, where it is given.
         With ``recompute`` a layer's activations are recomputed in the backward, and not kept. ``shard`` reduces the
         parameters of a module, each layer and at last the stage, to this rank's share.
         """
         super().__init__()
         self.chain, self.device, self.seed, self.recompute = chain, device, seed, recompute
+        self._between_layers = between_layers
         left_to_stage = chain.tied_within(names)
 
         def built(name: str, layer: nn.Module) -> None:
@@ -140,6 +143,8 @@ class Stage(nn.Module):
                 )
             else:
                 output = self.compute_layer(name, layer, where, *tensors)
+            if name != self.chain.names[-1]:
+                output = converted(output, self._between_layers)
             tensors = tuple(map(self._in_order, output if isinstance(output, tuple) else (output,)))
         if owns_loss:
             return self.compute_layer(last_name, last.loss, where, *tensors, targets, weights)

@@ -24,7 +24,7 @@ from data.dataset import Batch
 from models.batchnorm import StepBatchNorm
 from models.chain import Chain
 from parallel.batchnorm import RunningStatistics
-from parallel.devices import autocast, local_device, outside_autocast, parameter_dtype
+from parallel.devices import autocast, between_layers, local_device, outside_autocast, parameter_dtype
 from parallel.gradients import Gradients, replicate, sum_dtype
 from parallel.mesh import Mesh
 from parallel.plan import Plan
@@ -163,6 +163,7 @@ class Strategy(ABC):
                 seed=options.seed,
                 device=devices[i % len(devices)],
                 dtype=self._dtype,
+                between_layers=between_layers(plan.precision),
                 recompute=options.recompute,
                 shard=self.sharding.shard if self.sharding is not None else None,
             )

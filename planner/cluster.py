@@ -97,4 +97,7 @@ def read_cluster(section: Mapping[str, Any]) -> Cluster:
         if key in ("nodes", "devices") and type(number) is not int:
             raise PlanError(f"{named}: {key}={number} must be a whole number")
     links = {link: Link(**given[link]) for link in ("inside", "between")}
-    return Cluster(**{**given, **links})
+    peak = dict(given["peak"])
+    if "bf16" in peak:
+        peak.setdefault("bf16_residual", peak["bf16"])  # the same products
+    return Cluster(**{**given, **links, "peak": peak})

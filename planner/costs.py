@@ -10,7 +10,7 @@ from planner.cluster import Cluster
 from planner.here import Here, Line
 from planner.work import LayerWork
 
-_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # of a number, as products read it
+_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "bf16_residual": 2, "fp16": 2}  # of a number, as products read it
 _UPDATED = 28  # bytes moved for a parameter: weight, gradient and two states are read, all but the gradient written
 # What parallel.devices.keep_freed_memory keeps, fitted to runs of four small models; see PaperCosts.
 _HEAP, _COPIES = 0.25, (2, 6, 4)

@@ -122,7 +122,7 @@ def arm() -> None:
         """A run that comes to its end leaves the checksum of each rank's weights."""
         digest = hashlib.sha256()
         for _, parameter in strategy.named_parameters():
-            digest.update(local(parameter.detach()).numpy().tobytes())
+            digest.update(local(parameter.detach()).cpu().numpy().tobytes())
         told = {"weights": digest.hexdigest(), "stage": strategy.mesh.position, "replica": strategy.mesh.replica}
         attempt.record.note(f"end-{attempt.first}-{attempt.rank}", told)
 

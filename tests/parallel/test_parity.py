@@ -92,6 +92,8 @@ def test_activation_recomputation_gives_the_same_bits(trained, model, layout):
     [
         ("gpt2", "bf16", PIPE_DDP),
         ("gpt2", "fp16", PIPE_DDP),
+        ("gpt2", "bf16_residual", PIPE_DDP),
+        ("gpt2", "bf16_residual", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="1f1b")),
         ("translator", "bf16", Layout("pipelined", pp=2, chunks=4, schedule="1f1b")),
         # A cast that autocast keeps from the first micro-batch would get its gradient after its layer was reduced.
         ("gpt2", "bf16", Layout("fsdp", dp=2, chunks=4)),
@@ -146,7 +148,8 @@ def test_a_layer_that_keeps_itself_in_float32_gets_gradients_with_float32_s_digi
 
 
 @pytest.mark.parametrize(
-    "precision, loss, weights", [("bf16", 1e-3, 5e-2), pytest.param("fp16", 1e-4, 5e-3, marks=pytest.mark.slow)]
+    "precision, loss, weights",
+    [("bf16", 1e-3, 5e-2), ("bf16_residual", 2e-3, 5e-2), pytest.param("fp16", 1e-4, 5e-3, marks=pytest.mark.slow)],
 )
 def test_half_precision_steps_drift_by_rounding_only(trained, precision, loss, weights):
     """A weight that differs by float32's 1e-7 is at times cast to the next number of the half format, 2^-8 away in

@@ -12,7 +12,7 @@ from torch import nn
 from data.dataset import Batch
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
-from parallel.devices import autocast, parameter_dtype
+from parallel.devices import autocast, between_layers, parameter_dtype
 from parallel.shape_inference import TensorSpec, drawing_by_microbatch, trace
 
 RECIPES = {name: Recipe(name, global_batch=6, lr=0.1) for name in ("toy", "gpt2")}
@@ -24,7 +24,9 @@ def traced(model: str, precision: str):
     return chain, batch, trace(chain, batch, precision, "cpu")
 
 
-@pytest.mark.parametrize("model, precision", [("toy", "fp64"), ("gpt2", "fp32"), ("gpt2", "bf16")])
+@pytest.mark.parametrize(
+    "model, precision", [("toy", "fp64"), ("gpt2", "fp32"), ("gpt2", "bf16"), ("gpt2", "bf16_residual")]
+)
 def test_every_border_is_what_a_real_forward_gives(model, precision):
     chain, batch, borders = traced(model, precision)
     dtype = parameter_dtype(precision)
@@ -35,7 +37,7 @@ def test_every_border_is_what_a_real_forward_gives(model, precision):
     with autocast(precision, "cpu"):
         for name, layer in layers.items():
             if name != chain.names[-1]:
-                x = layer(x)
+                x = layer(x).to(between_layers(precision))
             elif hasattr(layer, "loss"):
                 x = layer.loss(x, targets, None).loss
             else:

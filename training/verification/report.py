@@ -136,7 +136,7 @@ def _single(cfg: Any, chunks: int) -> dict[str, Any]:
 
 def _layouts(report: Report, cfg: Any, setup: Setup, folder: Path, typed: Collection[str]) -> Iterator[Layout]:
     """Yield the layout of one process, and the one that was typed or all others, each as it ends."""
-    batch, half_precision = cfg.train.global_batch_size, cfg.train.precision in ("bf16", "fp16")
+    batch, half_precision = cfg.train.global_batch_size, cfg.train.precision in ("bf16", "bf16_residual", "fp16")
     chosen = cfg.parallel.name not in ("single", "auto") and any(key.partition(".")[0] == "parallel" for key in typed)
     count = next(n for n in (4, 2, 1) if batch % n == 0)
     wanted = list(places(cfg.verify.processes, count))
