@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -118,8 +118,11 @@ def has_compiler() -> bool:
     return True
 
 
-def timed(job: Job, beside_plain: bool = False) -> dict[str, list[float]]:
-    """Return the seconds of each measured step, and of those of a plain loop in turns with them if it is wanted."""
+def timed(job: Job, beside_plain: bool = False, others: Mapping[str, Job] | None = None) -> dict[str, list[float]]:
+    """Return the seconds of each measured step.
+
+    In turns with them, those of a plain loop if it is wanted, and those of ``others`` by name.
+    """
     keep_freed_memory()
     trainer = Trainer(configured([*command_line(job), "parallel=single"]))
     steps = {OURS: trainer.step}
@@ -129,6 +132,8 @@ def timed(job: Job, beside_plain: bool = False) -> dict[str, list[float]]:
     if beside_plain:
         model = same_model(trainer)
         steps[PLAIN_LOOP] = PlainLoop(trainer, token_loss(model), adamw(model), job.compiled).step
+    for name, other in (others or {}).items():
+        steps[name] = Trainer(configured([*command_line(other), "parallel=single"])).step
     return take_turns(steps, job.steps, min(job.steps, WARM_UP))
 
 
