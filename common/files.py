@@ -70,6 +70,12 @@ def expand_home(path: str | os.PathLike) -> Path:
         raise UserError(f"{path}: no such home folder, or HOME is not set; give a whole path") from None
 
 
+def folder_of(weights: str | os.PathLike) -> Path:
+    """Return the folder in which weights lie: the path itself, or that of a .safetensors file."""
+    path = expand_home(weights)
+    return path.parent if path.suffix == ".safetensors" and not path.is_dir() else path
+
+
 def parse_json(text: bytes | str) -> Any:
     """Return the value of a JSON text.
 

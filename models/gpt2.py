@@ -10,13 +10,14 @@ import math
 from functools import partial
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import CausalAttention, UsesCache
 from models.chain import Chain, LayerSpec, check_sizes, check_width, draw_normal
 from models.fused_cross_entropy import FusedHead
-from models.gpt2_sizes import Size, with_sizes
+from models.gpt2_sizes import GPT2, Size, with_sizes
 from models.huggingface import HuggingFace
 from models.losses import TokenCrossEntropy
 
@@ -158,10 +159,21 @@ def _hugging_face(size: Size, dropout: float) -> HuggingFace:
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout),
     }
     return HuggingFace(
+        GPT2,
         config,
         names={"embedding.": "transformer.", "h.": "transformer.h.", "head.ln_f.": "transformer.ln_f.", "head.": ""},
         words=(EMBEDDING,),
         transposed=("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"),
-        redundant=(".attn.bias", ".attn.masked_bias"),
+        redundant={".attn.bias": _is_causal, ".attn.masked_bias": _is_low},
         optional="transformer.",
     )
+
+
+def _is_causal(mask: Tensor) -> bool:
+    length = mask.shape[-1] if mask.ndim else 0
+    wanted = torch.ones(length, length, dtype=torch.bool).tril()
+    return mask.numel() == length**2 and torch.equal(mask.reshape(length, length).bool(), wanted)
+
+
+def _is_low(masked: Tensor) -> bool:
+    return bool((masked < -1e3).all())  # its share in a softmax is 0

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from common.errors import ModelError
+from models.config_json import Family
 
 # Parameters -> AdamW's highest rate: table 2.1 of Brown et al. 2020 ("Language Models are Few-Shot Learners"), up to
 # 1.3B at the sizes of GPT-2 next to its own. Below, the rate goes on as it does there, about as 1/sqrt(parameters); for
@@ -48,6 +49,31 @@ def with_sizes(size: str, given: Mapping[str, Any], sizes: Mapping[str, Any] = S
     if size not in sizes:
         raise ModelError(f"model.size: Invalid value {size!r}, expected one of [{', '.join(sizes)}]")
     return replace(sizes[size], **{key: value for key, value in given.items() if value is not None})
+
+
+def _complete(config: dict[str, Any]) -> dict[str, Any]:
+    published = config.get("n_inner") == 4 * config.get("n_embd", 0)
+    return config | ({"n_inner": "4 n_embd"} if published else {})
+
+
+GPT2 = Family(
+    "gpt2",
+    kinds={"GPT2LMHeadModel": {}},
+    sizes={"n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "block_size": "n_positions"},
+    fixed={
+        "activation_function": ["gelu_new", "gelu_pytorch_tanh"], "layer_norm_epsilon": [1e-5], "n_inner": ["4 n_embd"],
+        "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False], "tie_word_embeddings": [True],
+        "add_cross_attention": [False],
+    },
+    # The order of attention's operations, and what GPT2LMHeadModel does not read; training's dropout is model.dropout.
+    free=frozenset({
+        "reorder_and_upcast_attn", "resid_pdrop", "embd_pdrop", "attn_pdrop", "vocab_size", "n_ctx", "n_special",
+        "predict_special_tokens", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+        "summary_type", "summary_use_proj",
+    }),
+    unseen=("n_head", "activation_function", "layer_norm_epsilon"),
+    complete=_complete,
+)  # fmt: skip
 
 
 def parameters_of(model: Mapping[str, Any]) -> int:

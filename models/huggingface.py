@@ -6,11 +6,14 @@ matrices that the other keeps transposed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+
+from models.config_json import Family, first_difference
 
 
 @dataclass(frozen=True)
@@ -18,19 +21,21 @@ class HuggingFace:
     """How transformers keeps the models of a family.
 
     Attributes:
+        family: What the keys of config.json mean.
         config: What of config.json follows from the sizes.
         names: {how a name begins here: how it begins there}; the first that fits counts.
         words: The parameters of which each row is a word.
         transposed: How the names of matrices end that are kept transposed there.
-        redundant: How their names end that repeat others, such as a causal mask.
+        redundant: {how names of tensors end that follow from the sizes, such as a causal mask: whether one does}.
         optional: How their names may begin or not: published files lack it.
     """
 
+    family: Family
     config: Mapping[str, Any]
     names: Mapping[str, str]
     words: tuple[str, ...]
     transposed: tuple[str, ...] = ()
-    redundant: tuple[str, ...] = ()
+    redundant: Mapping[str, Callable[[Tensor], bool]] = field(default_factory=dict)
     optional: str = ""
 
     def their_name(self, name: str) -> str:
@@ -41,6 +46,19 @@ class HuggingFace:
     def convert(self, name: str, tensor: Tensor) -> Tensor:
         """Return the parameter ``name`` as Hugging Face keeps it, or theirs as this project keeps it."""
         return tensor.t().contiguous() if name.endswith(self.transposed) else tensor
+
+    def difference(self, path: Path) -> str | None:
+        """Return in which size the model is not what a config.json describes, and the cure; None: it is that.
+
+        Raises:
+            ModelError: config.json describes a model that this family does not have.
+        """
+        own = self.family.describe(self.config, f"model={self.family.name}")
+        if (differs := first_difference(self.family.read(path), own)) is None:
+            return None
+        key, value, mine = differs
+        says = f"{path} says {self.family.sizes.get(key, key)}={value}"
+        return f"{says}, the model has {mine}; set model.{key}={value}"
 
     def export(self, state: Mapping[str, Tensor], words: int | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return Hugging Face's state dict, without a tied head, and the content of config.json.

@@ -20,11 +20,11 @@ from common.errors import ModelError
 from models.attention import UsesCache
 from models.chain import Chain, LayerSpec, check_sizes, draw_normal
 from models.fused_cross_entropy import FusedHead
-from models.gpt2_sizes import with_sizes
 from models.huggingface import HuggingFace
-from models.llama_sizes import LLAMA3, SIZES, Size, sizes_of, to_config
+from models.llama_sizes import LLAMA, LLAMA3, Size, chosen_size, sizes_of, to_config
 from models.losses import TokenCrossEntropy
 
+SizeName = Literal["tiny", "135M", "360M", "qwen2.5-0.5B", "qwen3-0.6B", "llama3.2-1B", "tinyllama-1.1B"]
 _EMBEDDING = "embedding.embed_tokens.weight"
 _NAMES = {"embedding.": "model.", "layers.": "model.layers.", "head.norm.": "model.norm.", "head.": ""}
 
@@ -151,7 +151,7 @@ class Head(FusedHead):
 
 
 def llama(
-    size: Literal["tiny", "135M", "360M", "qwen2.5-0.5B", "qwen3-0.6B", "llama3.2-1B", "tinyllama-1.1B"] = "tiny",
+    size: SizeName | None = "tiny",
     n_layer: int | None = None,
     n_head: int | None = None,
     kv_heads: int | None = None,
@@ -170,11 +170,12 @@ def llama(
 ) -> Chain:
     """Build a model of the family as a chain: ``embedding``, ``layers.0`` … ``layers.N-1``, ``head``.
 
-    Token ids [b, t] -> logits [b, t, vocab_size]. Each number after ``size`` that is given replaces the size's own;
-    ``models.llama_sizes.Size`` says what they mean. Raises ValueError for sizes that do not fit together.
+    Token ids [b, t] -> logits [b, t, vocab_size]. Each number after ``size`` that is given replaces the size's own; for
+    None all are given. ``models.llama_sizes.Size`` says what they mean. Raises ValueError for sizes that do not fit
+    together.
     """
     given = {key: value for key, value in locals().items() if key != "size"}
-    chosen: Size = with_sizes(size, given, SIZES)
+    chosen = chosen_size(size, given)
     check_sizes(**{key: value for key, value in vars(chosen).items() if type(value) is int})
     if chosen.n_head % chosen.kv_heads:
         raise ModelError(f"model.kv_heads={chosen.kv_heads} does not divide model.n_head={chosen.n_head}; set another")
@@ -195,8 +196,24 @@ def llama(
         limits={"positions": chosen.block_size, "vocabulary": chosen.vocab_size},
         embedding=_EMBEDDING,
         continues=True,
-        hugging_face=None if config is None else HuggingFace(config, _NAMES, words=(_EMBEDDING, "head.lm_head.weight")),
+        hugging_face=None if config is None else _hugging_face(chosen, config),
     )
+
+
+def _hugging_face(size: Size, config: dict[str, Any]) -> HuggingFace:
+    """Return how transformers keeps it. Older files have the rotations too, maybe rounded to 16 bits."""
+    return HuggingFace(
+        LLAMA,
+        config,
+        _NAMES,
+        words=(_EMBEDDING, "head.lm_head.weight"),
+        redundant={".rotary_emb.inv_freq": partial(_turns_so, size)},
+    )
+
+
+def _turns_so(size: Size, given: Tensor) -> bool:
+    wanted = frequencies(size, given.device)
+    return given.shape == wanted.shape and torch.allclose(given.float(), wanted, rtol=1e-2, atol=1e-7)
 
 
 llama.sizes_of = sizes_of  # what null stands for: see training.setup.complete

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from common.errors import ModelError
-from common.files import expand_home, parse_json
+from common.files import folder_of
+from models.config_json import Family, first_difference
 from models.gpt2_sizes import with_sizes
 
 
@@ -69,82 +69,96 @@ KEYS = {  # this project's names, and those of Hugging Face's config.json
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
     "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "mlp_width": "intermediate_size",
     "vocab_size": "vocab_size", "block_size": "max_position_embeddings", "norm_eps": "rms_norm_eps",
-    "tied": "tie_word_embeddings", "init_std": "initializer_range",
+    "tied": "tie_word_embeddings", "init_std": "initializer_range", "rope_theta": "rope_theta",
 }  # fmt: skip
-KINDS = {
-    "LlamaForCausalLM": {"qkv_bias": False, "qk_norm": False},
-    "Qwen2ForCausalLM": {"qkv_bias": True, "qk_norm": False},
-    "Qwen3ForCausalLM": {"qkv_bias": False, "qk_norm": True},
-}
-# What else config.json may hold, rotations and kinds of layers included: the values that this model computes with ...
-_FIXED = {
-    "hidden_act": ["silu"], "attention_dropout": [0.0], "mlp_bias": [False], "attention_bias": [False],
-    "pretraining_tp": [1], "use_sliding_window": [False], "rope_interleaved": [False], "partial_rotary_factor": [1.0],
-    "rope_type": ["default", "llama3"], "type": ["default", "llama3"], "layer_types": [[], ["full_attention"]],
-}  # fmt: skip
-# ... and what no logit depends on, or is read.
-_FREE = {
-    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id",
-    "eos_token_id", "pad_token_id", "_name_or_path", "is_llama_config", "transformers.js_config", "sliding_window",
-    "max_window_layers", "rope_theta", "rope_scaling", "rope_parameters", *LLAMA3, *KEYS.values(),
-}  # fmt: skip
+
+
+def _complete(config: dict[str, Any]) -> dict[str, Any]:
+    heads, kind = config.get("num_attention_heads"), config["architectures"][0]
+    full = {"tie_word_embeddings": False, "initializer_range": 0.02, "rope_theta": 10_000.0}
+    if heads is not None and "hidden_size" in config:
+        own = 128 if kind == "Qwen3ForCausalLM" else config["hidden_size"] // heads
+        full |= {"num_key_value_heads": heads, "head_dim": own}
+    full |= config | {**config.get("rope_scaling", {}), **config.get("rope_parameters", {})}
+    full["rope_theta"] = float(full["rope_theta"])
+    stretched = "llama3" in (full.get("rope_type"), full.get("type"))
+    full["rope_scaling"] = {key: full[key] for key in LLAMA3} if stretched else None
+    full.pop("rope_parameters", None)
+    if "layer_types" in full:
+        full["layer_types"] = sorted({*full["layer_types"]})
+    if full.get("use_sliding_window") is False:
+        full.pop("sliding_window", None)
+    return full
+
+
+LLAMA = Family(
+    "llama",
+    kinds={
+        "LlamaForCausalLM": {"qkv_bias": False, "qk_norm": False},
+        "Qwen2ForCausalLM": {"qkv_bias": True, "qk_norm": False},
+        "Qwen3ForCausalLM": {"qkv_bias": False, "qk_norm": True},
+    },
+    sizes={**KEYS, "rope_scaling": "rope_scaling"},
+    fixed={
+        "hidden_act": ["silu"], "attention_dropout": [0.0], "mlp_bias": [False], "attention_bias": [False],
+        "pretraining_tp": [1], "sliding_window": [], "use_sliding_window": [False], "use_mrope": [False],
+        "rope_interleaved": [False], "partial_rotary_factor": [1.0], "rope_type": ["default", "llama3"],
+        "type": ["default", "llama3"], "layer_types": [["full_attention"]],
+    },
+    free=frozenset({"is_llama_config", "max_window_layers", *LLAMA3}),
+    unseen=(
+        "num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling", "rms_norm_eps",
+        "hidden_act",
+    ),
+    complete=_complete,
+)  # fmt: skip
+
+
+def chosen_size(size: str | None, given: Mapping[str, Any]) -> Size:
+    """Return one of ``SIZES``, each number replaced by what is given and not None; None: all of them are given.
+
+    Raises:
+        ModelError: The size is unknown, or something is not given.
+    """
+    if size is not None:
+        return with_sizes(size, given, SIZES)
+    own = {key: value for key, value in given.items() if value is not None}
+    if lacks := [field.name for field in fields(Size) if field.default is MISSING and field.name not in own]:
+        raise ModelError(
+            f"model.size is not set, nor is model.{', model.'.join(lacks)}; set model.size=, or model.init_from= a "
+            "folder with config.json"
+        )
+    return Size(**own)
 
 
 def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, Any]:
     """Return what the nulls of a section ``model`` stand for, for data of so many ``words``.
 
-    Those are the sizes in the config.json of the folder ``init_from``, where there is one; else the vocabulary: that of
-    ``size``, or of the data if it is larger.
+    Those are the sizes in the config.json beside the weights ``init_from``, where there is one; else the vocabulary:
+    that of ``size``, or of the data if it is larger.
 
     Raises:
-        ModelError: config.json describes something else, or a size in the section is not the folder's.
+        ModelError: config.json describes something else, or a size in the section is not what it says.
     """
-    path = None if model.get("init_from") is None else expand_home(model["init_from"]) / "config.json"
-    known = {field.name: model.get(field.name) for field in fields(Size)}
-    if path is None or not path.is_file() or None not in known.values():
-        own = with_sizes(model["size"], known, SIZES).vocab_size
+    known, size = {field.name: model.get(field.name) for field in fields(Size)}, model["size"]
+    typed = {key: value for key, value in known.items() if value is not None}
+    path = None if model.get("init_from") is None else folder_of(model["init_from"]) / "config.json"
+    if path is None or not path.is_file() or typed.keys() | {"rope_scaling"} == known.keys():
+        own = chosen_size(size, known).vocab_size
         return {"vocab_size": own if known["vocab_size"] else max(own, words or 0)}
-    sizes = read_config(path)
-    for key, value in sizes.items():
-        own = known[key]
-        if own not in (None, value) and not (key == "vocab_size" and own > value):
-            raise ModelError(f"model.{key}={own}, and {path} says {KEYS.get(key, key)}={value}; leave model.{key} out")
+    sizes = LLAMA.read(path)
+    chosen = {} if size is None else vars(chosen_size(size, known))
+    for own, said, out in ((typed, "", None), (chosen, f"size={size} has ", "size")):
+        if (differs := first_difference(sizes, own)) is not None:
+            key, value, mine = differs
+            says = f"{path} says {LLAMA.sizes.get(key, key)}={value}"
+            raise ModelError(f"model.{said}{key}={mine}, and {says}; leave model.{out or key} out")
     return sizes
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Return the sizes that a config.json describes.
-
-    Raises:
-        ModelError: It is of another kind, or has a key that may change numbers and that this model does not know.
-    """
-    try:
-        config = {key: value for key, value in parse_json(path.read_bytes()).items() if value is not None}
-        kind, heads = config["architectures"][0], config["num_attention_heads"]
-        extras = KINDS[kind]
-        known = {"num_key_value_heads": heads, "tie_word_embeddings": False, "initializer_range": 0.02}
-        known |= {"head_dim": 128 if extras["qk_norm"] else config["hidden_size"] // heads, **config}
-        rope = {"rope_theta": 10_000.0, "layer_types": []} | config
-        rope |= {**config.get("rope_scaling", {}), **config.get("rope_parameters", {})}
-        rope["layer_types"] = sorted({*rope["layer_types"]})
-        stretched = "llama3" in (rope.get("rope_type"), rope.get("type"))
-        scaling = {key: rope[key] for key in LLAMA3} if stretched else None
-        theta = float(rope["rope_theta"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path} is none of {', '.join(KINDS)}: {error!r}") from None
-    problems = [f"lacks {theirs}" for theirs in KEYS.values() if theirs not in known]
-    for key, value in rope.items():
-        if key not in _FREE and value not in _FIXED.get(key, ()):
-            problems.append(f"has {key}={value}, which is not known here")
-    if problems:
-        raise ModelError(f"{path} {', '.join(problems)}; model=llama would compute other numbers than {kind}")
-    sizes = {key: known[theirs] for key, theirs in KEYS.items()}
-    return {**sizes, **extras, "rope_theta": theta, "rope_scaling": scaling}
 
 
 def to_config(size: Size) -> dict[str, Any] | None:
     """Return config.json of transformers for these sizes; None where no published kind is like that."""
-    kind = next((kind for kind, extras in KINDS.items() if extras.items() <= vars(size).items()), None)
+    kind = next((kind for kind, extras in LLAMA.kinds.items() if extras.items() <= vars(size).items()), None)
     if kind is None:
         return None
     scaling = {"rope_type": "default"} if size.rope_scaling is None else {"rope_type": "llama3", **size.rope_scaling}
@@ -156,6 +170,5 @@ def to_config(size: Size) -> dict[str, Any] | None:
         "attention_bias": False,
         # as transformers 5 reads it, and as 4 does
         "rope_parameters": {"rope_theta": size.rope_theta, **scaling},
-        "rope_theta": size.rope_theta,
         "rope_scaling": None if size.rope_scaling is None else scaling,
     }

@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 
+from common.errors import ModelError
 from conf.instantiate import to_config
 from data.images import load_torchvision
 from models.gpt2 import gpt2
+from models.gpt2_sizes import GPT2
 from parallel.sharding import fill
 from training.checkpoint.init_from import Weights
 
@@ -82,3 +84,71 @@ def test_a_vocabulary_padded_to_50304_gives_the_same_logits_for_the_50257_words(
     theirs = reference.state_dict()
     assert theirs.keys() - back.keys() == {"lm_head.weight"}, "which is tied"
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in back.items())
+
+
+def published(folder, **options):
+    """transformers' model with random weights, each of them, and the folder in which it lies."""
+    pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
+    load_torchvision()
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(1)
+    sizes = dict(n_layer=2, n_head=4, n_embd=32, n_positions=48, vocab_size=100, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **options)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+def loaded(folder):
+    """The chain's layers with a folder's weights, by its config.json."""
+    chain = gpt2(size="tiny", **GPT2.read(folder / "config.json"), vocab_size=100)
+    layers = chain.build(chain.names, 5, CPU).eval()
+    weights = Weights(to_config({"init_from": str(folder)}), chain)
+    for name, tensor in layers.named_parameters():
+        fill(tensor, weights[name], name)
+    return layers
+
+
+SAME = [{}, {"activation_function": "gelu_pytorch_tanh"}, {"reorder_and_upcast_attn": True}, {"n_inner": 128}]
+OTHER = [
+    ({"activation_function": "relu"}, "has activation_function=relu .here gelu_new or gelu_pytorch_tanh"),
+    ({"activation_function": "gelu"}, "has activation_function=gelu "),
+    ({"scale_attn_weights": False}, "has scale_attn_weights=False .here True"),
+    ({"scale_attn_by_inverse_layer_idx": True}, "has scale_attn_by_inverse_layer_idx=True .here False"),
+    ({"layer_norm_epsilon": 1e-3}, "has layer_norm_epsilon=0.001 .here 1e-05"),
+    ({"tie_word_embeddings": False}, "has tie_word_embeddings=False .here True"),
+    ({"n_inner": 64}, "has n_inner=64 .here 4 n_embd"),
+    ({"add_cross_attention": True}, "has add_cross_attention=True"),
+    ({"rotary": True}, "has rotary=True, which is not known here"),
+]
+
+
+@pytest.mark.parametrize("options", SAME, ids=str)
+@torch.no_grad()
+def test_what_config_json_may_say_gives_the_logits_of_transformers(tmp_path, options):
+    reference, tokens = published(tmp_path, **options), tokens_below(100)
+    wanted = reference(tokens).logits
+    assert (loaded(tmp_path)(tokens) - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("options, says", OTHER, ids=[str(options) for options, _ in OTHER])
+def test_what_would_change_numbers_is_an_error_that_names_it(tmp_path, options, says):
+    published(tmp_path, **options)
+    with pytest.raises(ModelError, match=says):
+        GPT2.read(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    "name, right, wrong",
+    [
+        ("h.0.attn.bias", torch.ones(1, 1, 48, 48).tril(), torch.ones(1, 1, 48, 48)),
+        ("h.0.attn.masked_bias", torch.tensor(-1e4, dtype=torch.bfloat16), torch.tensor(-1.0)),
+    ],
+)
+def test_a_buffer_that_follows_from_the_sizes_must_be_what_the_model_computes(name, right, wrong):
+    (follows,) = [check for end, check in gpt2(**SMALL).hugging_face.redundant.items() if name.endswith(end)]
+    assert follows(right) and not follows(wrong)

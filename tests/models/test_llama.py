@@ -12,7 +12,7 @@ from common.errors import ModelError
 from data.images import load_torchvision
 from models.generate import Draws, generate
 from models.llama import llama
-from models.llama_sizes import KEYS, SIZES, Size, read_config, sizes_of, to_config
+from models.llama_sizes import KEYS, LLAMA, SIZES, Size, sizes_of, to_config
 
 CPU = torch.device("cpu")
 WORDS, POSITIONS = 130, 64
@@ -54,7 +54,7 @@ def published(kind, options):
 def as_ours(model, folder):
     """The same model as a chain's layers, by its config.json."""
     model.save_pretrained(folder)
-    chain = llama(**read_config(folder / "config.json"))
+    chain = llama(**LLAMA.read(folder / "config.json"))
     layers, state = chain.build(chain.names, 5, CPU).eval(), model.state_dict()
     with torch.no_grad():
         for name, parameter in layers.named_parameters():
@@ -86,6 +86,15 @@ def test_logits_gradients_and_greedy_text_are_those_of_transformers(tmp_path, ki
         assert text == more[0, len(prompt) :].tolist()
 
 
+@pytest.mark.parametrize("kind, options", PUBLISHED.values(), ids=PUBLISHED)
+def test_the_rotations_that_older_files_hold_must_be_those_of_the_config_json(tmp_path, kind, options):
+    reference = published(kind, options)
+    chain, _ = as_ours(reference, tmp_path)
+    (follows,), given = chain.hugging_face.redundant.values(), reference.model.rotary_emb.inv_freq
+    assert all(follows(given.to(dtype)) for dtype in (torch.float32, torch.float16, torch.bfloat16))
+    assert not follows(given**1.1) and not follows(given[:-1])
+
+
 def layers_before_the_head(layers, tokens):
     for _, layer in layers.items()[:-1]:
         tokens = layer(tokens)
@@ -97,7 +106,7 @@ def test_config_json_is_read_and_written_without_a_difference(tmp_path, kind, op
     model = published(kind, options)
     model.save_pretrained(tmp_path)
     config = model.config
-    written = to_config(Size(**read_config(tmp_path / "config.json")))
+    written = to_config(Size(**LLAMA.read(tmp_path / "config.json")))
     (tmp_path / "again").mkdir()
     (tmp_path / "again" / "config.json").write_text(json.dumps(written))
     from transformers import AutoConfig
@@ -111,14 +120,15 @@ def test_config_json_is_read_and_written_without_a_difference(tmp_path, kind, op
 @pytest.mark.parametrize("size", SIZES)
 def test_a_size_is_what_its_own_config_json_says(tmp_path, size):
     (tmp_path / "config.json").write_text(json.dumps(to_config(SIZES[size])))
-    assert Size(**read_config(tmp_path / "config.json")) == SIZES[size]
+    assert Size(**LLAMA.read(tmp_path / "config.json")) == SIZES[size]
 
 
 BASE = {"architectures": ["LlamaForCausalLM"], **{k: v for k, v in to_config(SIZES["tiny"]).items() if v is not None}}
 STRANGE = {
-    "another kind": ({"architectures": ["MistralForCausalLM"]}, "is none of LlamaForCausalLM"),
-    "another function": ({"hidden_act": "gelu"}, "hidden_act=gelu"),
+    "another kind": ({"architectures": ["MistralForCausalLM"]}, "describes MistralForCausalLM .here LlamaForCausalLM"),
+    "another function": ({"hidden_act": "gelu"}, "hidden_act=gelu .here silu"),
     "a bias": ({"mlp_bias": True}, "mlp_bias=True"),
+    "a window of a kind that has no switch for it": ({"sliding_window": 4096}, "sliding_window=4096 .here none"),
     "a window": ({"use_sliding_window": True}, "use_sliding_window=True"),
     "windows of layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
     "other rotations": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type=yarn"),
@@ -132,15 +142,17 @@ STRANGE = {
 def test_what_would_change_numbers_is_an_error_that_names_it(tmp_path, changed, says):
     (tmp_path / "config.json").write_text(json.dumps({**BASE, **changed}))
     with pytest.raises(ModelError, match=says):
-        read_config(tmp_path / "config.json")
+        LLAMA.read(tmp_path / "config.json")
 
 
 def test_a_size_that_is_typed_beside_a_folder_must_be_the_folders(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(BASE))
-    open_sizes = {"size": "135M", "init_from": str(tmp_path)}
-    assert sizes_of(open_sizes)["n_embd"] == 128
+    open_sizes = {"size": None, "init_from": str(tmp_path)}
+    assert sizes_of({**open_sizes, "size": "tiny"}) == sizes_of(open_sizes) == vars(SIZES["tiny"])
     with pytest.raises(ModelError, match="model.n_layer=5, and .*config.json says num_hidden_layers=4"):
         sizes_of({**open_sizes, "n_layer": 5})
+    with pytest.raises(ModelError, match="size=135M has n_embd=576, and .* says hidden_size=128; leave model.size"):
+        sizes_of({**open_sizes, "size": "135M"})
 
 
 @pytest.mark.filterwarnings("error")

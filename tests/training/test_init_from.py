@@ -11,7 +11,7 @@ from composed import config, losses, run, run_layout, saved
 from hugging_face import make_gpt2
 from safetensors.torch import load_file, save_file
 
-from common.errors import TrainingError
+from common.errors import TrainingError, UserError
 from conf.composition import quote_values
 from data.vocabulary import gpt2
 from training.app import execute
@@ -39,13 +39,15 @@ def published(tmp_path_factory):
 
 @pytest.fixture
 def altered(published, tmp_path):
-    """``altered(change)``: a copy of it with a changed dictionary of tensors."""
+    """``altered(change, key=value)``: a copy of it with a changed dictionary of tensors, and a changed config.json."""
 
-    def make(change):
+    def make(change=lambda state: None, **config):
         folder = shutil.copytree(published, tmp_path / "altered")
         state = load_file(folder / "model.safetensors")
         change(state)
         save_file(state, folder / "model.safetensors")
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | config))
         return folder
 
     return make
@@ -144,9 +146,9 @@ def test_fewer_words_than_gpt2s_cannot_be_grown(recipe):
 @pytest.mark.parametrize(
     "words, changed, says",
     [
-        ("model.n_head=8", {}, r"has 4 heads, the model 8; set model.n_head=4"),
-        ("model.n_embd=64", {}, r"wte.weight has \(50257, 32\), the model \(50304, 64\).* and \d+ more"),
-        ("model.n_layer=3", {}, r"h.2.ln_1.weight is missing"),
+        ("model.n_head=8", {}, r"config.json says n_head=4, the model has 8; set model.n_head=4"),
+        ("model.n_embd=64", {}, r"config.json says n_embd=32, the model has 64; set model.n_embd=32"),
+        ("model.n_layer=3", {}, r"config.json says n_layer=2, the model has 3; set model.n_layer=2"),
         ("seed=1", {"wte": torch.zeros(50305, 32)}, r"wte.weight has \(50305, 32\), the model \(50304, 32\)"),
     ],
 )
@@ -156,10 +158,41 @@ def test_weights_that_do_not_fit_the_model_are_named(recipe, altered, words, cha
         prepare(config(*recipe, words, f"model.init_from='{folder}'"))
 
 
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ("model.n_embd=64", r"wte.weight has \(50257, 32\), the model \(50304, 64\).* and \d+ more"),
+        ("model.n_layer=3", "h.2.ln_1.weight is missing"),
+    ],
+)
+def test_without_config_json_names_and_shapes_say_what_does_not_fit(recipe, altered, words, says):
+    (folder := altered()).joinpath("config.json").unlink()
+    with pytest.raises(TrainingError, match=says):
+        prepare(config(*recipe, words, f"model.init_from='{folder}'"))
+
+
+def test_a_config_json_that_describes_other_numbers_ends_the_run_before_it_starts(recipe, altered):
+    folder = altered(activation_function="relu")
+    with pytest.raises(UserError, match="has activation_function=relu"):
+        prepare(config(*recipe, f"model.init_from='{folder}'"))
+
+
+def test_a_head_in_the_file_must_be_the_embedding_to_which_the_model_ties_it(recipe, altered, published):
+    rows = load_file(published / "model.safetensors")["transformer.wte.weight"]
+    other = rows.clone()
+    other[-1, -1] += 1e-3
+    folder = altered(lambda state: state.update({"lm_head.weight": rows}))
+    prepare(config(*recipe, f"model.init_from='{folder}'"))
+    save_file(load_file(folder / "model.safetensors") | {"lm_head.weight": other}, folder / "model.safetensors")
+    with pytest.raises(TrainingError, match="lm_head.weight differs from transformer.wte.weight"):
+        prepare(config(*recipe, f"model.init_from='{folder}'"))
+
+
 def test_the_published_file_has_no_prefix(recipe, published, tmp_path):
     state = load_file(published / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in state.items() if name != "lm_head.weight"}
-    save_file({**bare, "h.0.attn.bias": torch.ones(1, 1, 4, 4)}, tmp_path / "gpt2.safetensors")
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
+    save_file({**bare, "h.0.attn.bias": mask}, tmp_path / "gpt2.safetensors")
     run(tmp_path / "run", *recipe, f"model.init_from='{tmp_path / 'gpt2.safetensors'}'", *NO_STEP)
     assert torch.equal(saved(tmp_path / "run", 1)["h.0.ln_1.weight"], bare["h.0.ln_1.weight"])
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import TrainingError
-from common.files import expand_home, parse_json
+from common.files import expand_home, folder_of, parse_json
 from data.vocabulary import GPT2_VOCAB_SIZE, added_tokens, gpt2, parse_extra_tokens
 from models.chain import Chain
 from parallel.sharding import fill, whole
@@ -77,22 +76,40 @@ def read_base(model: Any, chain: Chain, strategy: Strategy) -> None:
 
 
 def check_start(model: Any, chain: Chain) -> Weights:
-    """Return what ``model.init_from`` holds, once it is sure that it is this model, by names and shapes.
+    """Return what ``model.init_from`` holds, once it is sure that it is this model: by config.json, names and shapes.
 
     Raises:
-        TrainingError: Tensors are missing, of another size, or not the model's; the message names them.
+        TrainingError: A size differs, or tensors are missing, of another size, or not the model's; the message says it.
+        ModelError: config.json describes a model that this project does not have.
     """
     weights = Weights(model, chain)
+    path = folder_of(model.init_from) / "config.json"
+    if chain.hugging_face is not None and path.is_file():
+        if (differs := chain.hugging_face.difference(path)) is not None:
+            raise TrainingError(f"model.init_from: {differs}")
     shapes = {name: tuple(weights[name].shape) for name in weights}
     wanted = {name: tuple(tensor.shape) for name, tensor in weights.expected.items()}
     problems = [f"{name} is missing" for name in wanted if name not in shapes]
     problems += [f"{n} has {shape}, the model {wanted[n]}" for n, shape in shapes.items() if shape != wanted[n]]
     problems += [f"{name} is not the model's" for name in weights.unexpected]
+    problems += [] if problems else weights.contradictions()
     if problems:
         more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        said = f"{'; '.join(problems[:_SHOWN])}{more}. Give the model the sizes that the weights have"
+        said = f"{'; '.join(problems[:_SHOWN])}{more}. Give the model the sizes that they were trained with"
         raise TrainingError(f"model.init_from={model.init_from} does not fit model={model.name}: {said}")
     return weights
+
+
+def unseen(model: Any, chain: Chain) -> str | None:
+    """Return a warning where no config.json says what the weights do not show; None where there is one, or no form."""
+    folder, form = folder_of(model.init_from), chain.hugging_face
+    if form is None or (folder / "config.json").is_file():
+        return None
+    said = ", ".join(f"{key}={form.config[key]}" for key in form.family.unseen)
+    return (
+        f"{folder} has no config.json, and its weights fit other models too: nothing shows that they were trained with "
+        f"{said}"
+    )
 
 
 def not_drawn(model: Any, chain: Chain) -> Chain:
@@ -127,18 +144,20 @@ class Weights(dict):
         self._format = form = chain.hugging_face
         self.added: tuple[str, ...] = ()
         if form is not None and "extra_tokens" in model:
-            _check_heads(model, form.config, files[0].parent)
             self.added = _known_tokens(model, files[0].parent)
         skeleton = (chain.base or chain).skeleton()
         self.expected = {name: t for name, t in skeleton.state_dict().items() if name not in chain.tied}
         super().__init__({name: key for name in self.expected if (key := self._key(name)) in self._file_of})
         used = {*self.values(), *map(self._key, chain.tied)}
-        redundant = () if form is None else form.redundant
-        self.unexpected = [name for name in self._file_of if name not in used and not name.endswith(redundant)]
+        copies = {self._key(copy): self._key(name) for copy, name in chain.tied.items()}
+        self._copies = {copy: own for copy, own in copies.items() if copy in self._file_of}
+        known = {} if form is None else form.redundant
+        others = [name for name in self._file_of if name not in used]
+        self._redundant = {n: follows for n in others for end, follows in known.items() if n.endswith(end)}
+        self.unexpected = [name for name in others if name not in self._redundant]
 
     def __getitem__(self, name: str) -> StoredTensor:
-        key = super().__getitem__(name)
-        stored = StoredTensor(self._file_of[key], key)
+        stored = self._stored(super().__getitem__(name))
         if self._format is None:
             return stored
         if name.endswith(self._format.transposed):
@@ -147,11 +166,32 @@ class Weights(dict):
         grows = name in self._format.words and rows > stored.shape[0] and width == list(stored.shape[1:])
         return _Padded(stored, rows) if grows else stored
 
+    def contradictions(self) -> list[str]:
+        """Return what is wrong with tensors that say again what follows from others: tied ones and redundant ones."""
+        problems = [
+            f"{copy} differs from {own}, the model has one tensor for both"
+            for copy, own in self._copies.items()
+            if not _equal(self._stored(copy), self._stored(own))
+        ]
+        for key, follows in self._redundant.items():
+            if not follows(self._stored(key)[...]):
+                problems.append(f"{key} holds other numbers than the model computes")
+        return problems
+
+    def _stored(self, key: str) -> StoredTensor:
+        return StoredTensor(self._file_of[key], key)
+
     def _key(self, name: str) -> str:
         if self._format is None:
             return name
         theirs = self._format.their_name(name)
         return theirs if theirs in self._file_of else theirs.removeprefix(self._format.optional)
+
+
+def _equal(one: StoredTensor, other: StoredTensor) -> bool:
+    count = one.shape[0]
+    blocks = (slice(i, min(i + _BLOCK, count)) for i in range(0, count, _BLOCK))
+    return one.shape == other.shape and all(bool((one[block] == other[block]).all()) for block in blocks)
 
 
 class _Transposed:
@@ -224,16 +264,6 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise TrainingError(f"model.init_from: {path} cannot be read as safetensors: {error}") from error
-
-
-def _check_heads(model: Any, wanted: Mapping[str, Any], folder: Path) -> None:
-    """Check what config.json says and shapes do not: the number of heads."""
-    try:
-        heads = parse_json((folder / "config.json").read_bytes())["n_head"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return
-    if heads != wanted["n_head"]:
-        raise TrainingError(f"{folder} has {heads} heads, the model {wanted['n_head']}; set model.n_head={heads}")
 
 
 def _known_tokens(model: Any, folder: Path) -> tuple[str, ...]:
