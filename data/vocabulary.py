@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from common.errors import DataError
-from common.files import expand_home, parse_json
+from common.files import folder_of, parse_json
 from common.machine import usable_cores
 from data.documents import Document, batches
 
@@ -153,12 +153,12 @@ class HuggingFaceVocabulary(Vocabulary):
     """The tokens of a Hugging Face tokenizer.json, read by the library tokenizers; nothing beside it is executed."""
 
     def __init__(self, tokenizer: str | os.PathLike):
-        """Read a folder with a tokenizer.json, or that file, and the settings beside it.
+        """Read a folder with a tokenizer.json, that file, or the one beside weights, and the settings beside it.
 
         Raises:
             DataError: There is no such file, it cannot be read, or no file beside it says which token ends a text.
         """
-        path = expand_home(tokenizer).absolute()
+        path = folder_of(tokenizer).absolute()
         self.path = path / _TOKENIZER if path.is_dir() else path
         if not self.path.is_file():
             raise DataError(

@@ -34,7 +34,7 @@ from parallel.shape_inference import check_gpus, drawing_by_microbatch
 from parallel.strategies import strategy_info
 from training.callbacks import build as build_callbacks
 from training.checkpoint.configuration import check_fits, checkpoint_of
-from training.checkpoint.init_from import check_base, check_start, vocabulary_with
+from training.checkpoint.init_from import check_base, check_start, unseen, vocabulary_with
 from training.evaluate import extents
 from training.first_batch import check_read, check_shapes, check_splits
 from training.optimizer import check_layout, check_optimizer, check_rates, states_of
@@ -240,10 +240,14 @@ def _check_names(cfg: Any, chain: Chain, data: DataSet) -> None:
 def _check_weights(cfg: Any, chain: Chain, data: DataSet) -> None:
     if (saved := _saved(cfg)) is not None:
         check_fits(saved, chain, cfg)
-    anew = cfg.mode != "eval" and cfg.train.resume is None
-    if cfg.model.init_from is not None and (anew or chain.base is not None):
+    if _reads_weights(cfg, chain):
         check_start(cfg.model, chain)
     check_base(cfg, chain)
+
+
+def _reads_weights(cfg: Any, chain: Chain) -> bool:
+    anew = cfg.mode != "eval" and cfg.train.resume is None
+    return cfg.model.init_from is not None and (anew or chain.base is not None)
 
 
 # -- checks of the plan ----------------------------------------------------------------------------------------------
@@ -362,7 +366,9 @@ def describe(setup: Setup) -> str:
     data = describe_data(setup.data.description, setup.data.unigram_entropy, setup.extents if evaluated else {})
     recipe = f"\n{line}" if (line := describe_recipe(setup.cfg)) else ""
     plan = describe_plan(setup.plan, setup.cfg.model.name, data, setup.data.seq_len, setup.shares)
-    return "\n".join([plan, *setup.by_microbatch[1]]) + recipe
+    warning = unseen(setup.cfg.model, setup.chain) if _reads_weights(setup.cfg, setup.chain) else None
+    warnings = [] if warning is None else [f"warning: {warning}"]
+    return "\n".join([plan, *setup.by_microbatch[1], *warnings]) + recipe
 
 
 def describe_recipe(cfg: Any) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,11 @@ import torch
 from commandline import ROOT, train
 from composed import config, losses, run, run_layout
 from hugging_face import make_folder, write_rows
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from common.errors import UserError
 from training.app import execute
-from training.setup import prepare
+from training.setup import describe, prepare
 
 pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
 KEPT = ["train.epochs=null", "train.steps=1", "optim.lr=0", "train.precision=fp32", "train.eval_every=null"]
@@ -100,9 +102,39 @@ SIZES = [
 ]  # fmt: skip
 
 
+def test_the_path_of_the_weights_is_read_as_their_folder_is(folders, rows):
+    folder = folders("llama, tied")
+    setups = [prepare(config(*words(place, rows))) for place in (folder, folder / "model.safetensors")]
+    whole, path = ({**setup.cfg.model, "init_from": None, "tokenizer": None} for setup in setups)
+    assert whole == path and whole["size"] is None and whole["n_embd"] == 48
+    assert setups[0].data.vocabulary.key == setups[1].data.vocabulary.key
+    assert "no config.json" not in describe(setups[1])
+
+
+def test_without_config_json_sizes_are_typed_and_the_plan_says_what_nothing_shows(folders, rows, tmp_path):
+    folder = shutil.copytree(folders("llama, tied"), tmp_path / "bare")
+    (folder / "config.json").unlink()
+    with pytest.raises(UserError, match="model.size is not set, nor is model.n_embd, .*a folder with config.json"):
+        prepare(config(*words(folder, rows)))
+    plan = describe(prepare(config(*words(folder, rows, *SIZES))))
+    assert f"warning: {folder} has no config.json" in plan
+    assert "num_attention_heads=4, num_key_value_heads=2, head_dim=12, rope_theta=10000.0, rope_scaling=None" in plan
+
+
+def test_rotations_in_the_file_that_are_not_the_models_are_an_error(folders, rows, tmp_path):
+    folder = shutil.copytree(folders("llama, tied"), tmp_path / "old")
+    turns = 1.0 / 10_000.0 ** (torch.arange(0, 12, 2) / 12)
+    for scale, fits in ((1.0, True), (1.1, False)):
+        state = {"model.layers.0.self_attn.rotary_emb.inv_freq": (turns**scale).half()}
+        save_file(load_file(folder / "model.safetensors") | state, folder / "model.safetensors")
+        with nullcontext() if fits else pytest.raises(UserError, match="inv_freq holds other numbers than the model"):
+            prepare(config(*words(folder, rows)))
+
+
 @pytest.mark.parametrize(
     "word, says",
     [
+        ("model.size=llama3.2-1B", "model.size=llama3.2-1B has n_embd=2048, and .*; leave model.size out"),
         ("model.n_layer=5", "model.n_layer=5, and .* says num_hidden_layers=4"),
         ("model.vocab_size=300", "model.vocab_size=300, and .* says vocab_size=416"),
         ("data.seq_len=500", "data.seq_len=500 is longer than the model's 128 positions"),

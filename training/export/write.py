@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from common.errors import CheckpointError, TrainingError
-from common.files import atomic_folder, expand_home, explain, template
+from common.files import atomic_folder, explain, folder_of, template
 from data.dataset import DataSet
 from data.vocabulary import END_OF_TEXT
 from models.lora import merge
@@ -131,7 +131,7 @@ def write_adapters(folder: Path, model: Any, data: DataSet, strategy: Strategy) 
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(model.init_from),
+        "base_model_name_or_path": str(folder_of(model.init_from)),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
@@ -144,7 +144,7 @@ def write_adapters(folder: Path, model: Any, data: DataSet, strategy: Strategy) 
 
 def _published(folder: str | None) -> dict[str, str]:
     """Return what a folder of Hugging Face's says beside its weights, by the names of its files."""
-    paths = [] if folder is None else [expand_home(folder) / name for name in (_CONFIG, _GENERATION)]
+    paths = [] if folder is None else [folder_of(folder) / name for name in (_CONFIG, _GENERATION)]
     return {path.name: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
 
 
