@@ -19,6 +19,7 @@ _FREE = {
     "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "return_dict", "output_attentions",
     "output_hidden_states", "output_past", "id2label", "label2id", "_num_labels", "problem_type",
     "task_specific_params", "gradient_checkpointing", "transformers.js_config", "_attn_implementation_autoset",
+    "unsloth_fixed", "unsloth_version",
 }  # fmt: skip
 _FIXED = {"is_encoder_decoder": [False], "chunk_size_feed_forward": [0], "pruned_heads": [{}]}
 
