@@ -84,8 +84,7 @@ def _complete(config: dict[str, Any]) -> dict[str, Any]:
     stretched = "llama3" in (full.get("rope_type"), full.get("type"))
     full["rope_scaling"] = {key: full[key] for key in LLAMA3} if stretched else None
     full.pop("rope_parameters", None)
-    if "layer_types" in full:
-        full["layer_types"] = sorted({*full["layer_types"]})
+    full["layer_types"] = sorted({*full.get("layer_types", ())} or {"full_attention"})
     if full.get("use_sliding_window") is False:
         full.pop("sliding_window", None)
     return full

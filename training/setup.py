@@ -34,7 +34,7 @@ from parallel.shape_inference import check_gpus, drawing_by_microbatch
 from parallel.strategies import strategy_info
 from training.callbacks import build as build_callbacks
 from training.checkpoint.configuration import check_fits, checkpoint_of
-from training.checkpoint.init_from import check_base, check_start, unseen, vocabulary_with
+from training.checkpoint.init_from import check_base, check_copies, check_start, unseen, vocabulary_with
 from training.evaluate import extents
 from training.first_batch import check_read, check_shapes, check_splits
 from training.optimizer import check_layout, check_optimizer, check_rates, states_of
@@ -241,7 +241,7 @@ def _check_weights(cfg: Any, chain: Chain, data: DataSet) -> None:
     if (saved := _saved(cfg)) is not None:
         check_fits(saved, chain, cfg)
     if _reads_weights(cfg, chain):
-        check_start(cfg.model, chain)
+        check_copies(cfg.model, check_start(cfg.model, chain))
     check_base(cfg, chain)
 
 

@@ -92,12 +92,22 @@ def check_start(model: Any, chain: Chain) -> Weights:
     problems = [f"{name} is missing" for name in wanted if name not in shapes]
     problems += [f"{n} has {shape}, the model {wanted[n]}" for n, shape in shapes.items() if shape != wanted[n]]
     problems += [f"{name} is not the model's" for name in weights.unexpected]
-    problems += [] if problems else weights.contradictions()
     if problems:
         more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        said = f"{'; '.join(problems[:_SHOWN])}{more}. Give the model the sizes that they were trained with"
+        said = f"{'; '.join(problems[:_SHOWN])}{more}. Give the model the sizes that the weights have"
         raise TrainingError(f"model.init_from={model.init_from} does not fit model={model.name}: {said}")
     return weights
+
+
+def check_copies(model: Any, weights: Weights) -> None:
+    """Check the tensors that say again what follows from others, and are not loaded: tied ones and redundant ones.
+
+    Raises:
+        TrainingError: One says something else: the weights were trained as another model.
+    """
+    if problems := weights.contradictions():
+        said = "; ".join(problems[:_SHOWN])
+        raise TrainingError(f"model.init_from={model.init_from} is not what model={model.name} computes: {said}")
 
 
 def unseen(model: Any, chain: Chain) -> str | None:
@@ -108,7 +118,7 @@ def unseen(model: Any, chain: Chain) -> str | None:
     said = ", ".join(f"{key}={form.config[key]}" for key in form.family.unseen)
     return (
         f"{folder} has no config.json, and its weights fit other models too: nothing shows that they were trained with "
-        f"{said}"
+        f"{said}; put the model's config.json there, and it is compared"
     )
 
 
