@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from common.errors import ModelError
 from data.images import load_torchvision
 from models.generate import Draws, generate
 from models.llama import llama
-from models.llama_sizes import KEYS, LLAMA, SIZES, Size, sizes_of, to_config
+from models.llama_sizes import KEYS, LLAMA, SIZES, Size, chosen_size, sizes_of, to_config
 
 CPU = torch.device("cpu")
 WORDS, POSITIONS = 130, 64
@@ -153,6 +154,15 @@ def test_a_size_that_is_typed_beside_a_folder_must_be_the_folders(tmp_path):
         sizes_of({**open_sizes, "n_layer": 5})
     with pytest.raises(ModelError, match="size=135M has n_embd=576, and .* says hidden_size=128; leave model.size"):
         sizes_of({**open_sizes, "size": "135M"})
+
+
+def test_a_size_s_own_rotations_do_not_stay_beside_a_folder_that_has_none(tmp_path):
+    size, own = "llama3.2-1B", SIZES["llama3.2-1B"]
+    (tmp_path / "config.json").write_text(json.dumps(to_config(replace(own, rope_scaling=None))))
+    section = {"size": None, "init_from": str(tmp_path)}
+    assert chosen_size(None, sizes_of(section)) == replace(own, rope_scaling=None)
+    with pytest.raises(ModelError, match=f"model.size={size} has rope_scaling=.*, and .* says rope_scaling=None"):
+        sizes_of({**section, "size": size})
 
 
 @pytest.mark.filterwarnings("error")
