@@ -65,8 +65,9 @@ class StepResult:
     """The numbers of a training step, the same on every rank.
 
     ``loss`` and ``metrics`` are means over the ``terms`` of the global batch: its tokens without padding, for a
-    language model. ``grad_norm`` is that of the whole model before clipping, tied parameters counted once. ``stop``
-    says whether some rank asked to stop, ``spike`` whether the loss is above the limit that was given.
+    language model. Without any they are NaN. ``grad_norm`` is that of the whole model before clipping, tied parameters
+    counted once. ``stop`` says whether some rank asked to stop, ``spike`` whether the loss is above the limit that was
+    given.
     """
 
     loss: float

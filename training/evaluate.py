@@ -13,6 +13,10 @@ from launchers import heartbeat, stopping
 from launchers.stopping import Stopped
 from parallel.strategy import Strategy
 
+IGNORED_TARGETS = (
+    "the loss ignores all of them, as those of rows whose answers lie beyond data.seq_len; raise data.seq_len, or "
+    "correct the targets"
+)
 _ASK_EVERY_S = 1.0
 
 
@@ -25,7 +29,8 @@ def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str,
         limit: The largest number of global batches; None for the whole split.
 
     Returns:
-        "loss", the mean over all terms, and the mean of each of the loss's metrics.
+        "loss", the mean over all terms, and the mean of each of the loss's metrics. Nothing where no target counts:
+        there is no such mean then.
 
     Raises:
         Stopped: A rank was told to stop, about a second ago at most. All ranks raise it after the same batch.
@@ -45,11 +50,13 @@ def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str,
             asked += max(1, int(_ASK_EVERY_S * done / max(seconds, 1e-6)))
     loss, count, *metrics = strategy.all_sum(total)
     named = {"loss": loss, **dict(zip(strategy.chain.loss.metrics, metrics, strict=True))}
-    return {name: value / count if count else math.nan for name, value in named.items()}
+    return {name: value / count for name, value in named.items()} if count else {}
 
 
-def not_finite(record: Mapping[str, float], batch: int) -> str | None:
-    """Return a warning about an evaluation's results that are not finite; None where all are."""
+def problem(record: Mapping[str, float], batch: int) -> str | None:
+    """Return a warning about an evaluation without results, or with some that are not finite; None where all are."""
+    if not record:
+        return f"warning: no target of this evaluation counts, so it has no loss: {IGNORED_TARGETS}"
     wrong = [f"{name} is {value}" for name, value in record.items() if not math.isfinite(value)]
     if not wrong:
         return None
@@ -70,7 +77,10 @@ def extents(data: DataSet, global_batch_size: int, limit: int | None) -> dict[st
 
 
 def evaluate_split(setup: Any, strategy: Strategy, split: str) -> dict[str, float]:
-    """Evaluate on the split "val" or "test" of a run; return the results by their names in metrics.jsonl."""
+    """Evaluate on the split "val" or "test" of a run; return the results by their names in metrics.jsonl.
+
+    There are none where no target counts.
+    """
     source = setup.data.valid if split == "val" else setup.data.test
     result = evaluate(strategy, source, setup.cfg.train.eval_batches)
     return record_of(result, split, language=setup.data.seq_len is not None)
@@ -86,6 +96,6 @@ def record_of(result: dict[str, float], prefix: str, language: bool) -> dict[str
             one, as one with auxiliary terms has, else of the loss.
     """
     record = {f"{prefix}_{name}": value for name, value in result.items()}
-    if language:
+    if language and result:
         record[f"{prefix}_perplexity"] = math.exp(min(result.get("token_loss", result["loss"]), 700.0))
     return record

@@ -110,7 +110,7 @@ def check_loss_value(loss: Any, sums: Any, trained: bool) -> None:
         )
 
 
-def check_targets(loss: Any, output: Tensors, size: int, targets: Tensor) -> None:
+def check_targets(loss: Any, output: Tensors, size: int, targets: Tensor, whose: str) -> None:
     """Compute the loss of made-up outputs with the targets themselves, the largest and the smallest among them.
 
     Args:
@@ -118,6 +118,7 @@ def check_targets(loss: Any, output: Tensors, size: int, targets: Tensor) -> Non
         output: What the model gives for a micro-batch, on the meta device.
         size: Samples of a micro-batch.
         targets: Those that are known, [n, ...].
+        whose: Whose targets these are, in words.
 
     Raises:
         TrainingError: The loss cannot take the targets.
@@ -143,7 +144,7 @@ def check_targets(loss: Any, output: Tensors, size: int, targets: Tensor) -> Non
         span = f" from {lowest} to {highest}" if whole else ""
         shapes = " and ".join(str(list(t.shape)) for t in as_tuple(output))
         raise TrainingError(
-            f"the loss {type(loss).__name__} cannot take this data's targets, "
+            f"the loss {type(loss).__name__} cannot take the targets of {whose}, "
             f"{str(targets.dtype).removeprefix('torch.')} {list(targets.shape)}{span}, with the model's output {shapes}"
             f": {error}"
         ) from None
@@ -182,10 +183,11 @@ def check_shapes(setup: Any) -> None:
                 tensors = checked(name, layer, output)
         at = f"loss {type(loss).__name__}: "
         check_loss_value(loss, loss(output, sample.targets, None), setup.plan.parameters > 0)
-        if (samples[0].targets == IGNORED).all():
+        whole = samples[0] is not batch  # else one sample is known, which says nothing of the others
+        if whole and (samples[0].targets == IGNORED).all():
             raise TrainingError(f"no target counts: all {len(samples[0]):,} samples to train on are {IGNORED}, ignored")
         for one in samples:
-            check_targets(loss, output, len(batch), one.targets)
+            check_targets(loss, output, len(batch), one.targets, "this data" if whole else "the first sample")
     except UserError:
         raise
     except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, IndexError) as error:

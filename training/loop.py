@@ -27,7 +27,7 @@ from training.callbacks import Callbacks, TrainingRun
 from training.checkpoint.files import Checkpoint
 from training.checkpoint.load import load
 from training.checkpoint.save import Checkpointer, is_due
-from training.evaluate import evaluate_split, not_finite
+from training.evaluate import IGNORED_TARGETS, evaluate_split, problem
 from training.first_not_finite import first_not_finite
 from training.identity import recipe
 from training.optimizer import Optimizer
@@ -172,10 +172,13 @@ class Loop:
         strategy, config = self.strategy, self.config
         locate = partial(first_not_finite, strategy, batch, step)
         skipped = self.skipping.judge(step, result, locate, strategy.loss_scale.enabled)
-        strategy.loss_scale.update(result.finite)
+        if result.terms:
+            strategy.loss_scale.update(result.finite)
         if skipped:
             if self.skipping.place:
                 self.say(f"step {step} is {skipped}, first in {self.skipping.place}")
+            if not result.terms and self.skipping.empty == 1:
+                self.say(f"step {step} is {skipped}: {IGNORED_TARGETS}")
             if self.skipping.rolls_back:
                 self.checkpoints.wait_pending()
                 done = self.skipping.roll_back(self.checkpoints.folder, strategy, self.optimizer)
@@ -193,8 +196,9 @@ class Loop:
     def _record(self, step: int, result: StepResult, lr: float, skipped: str, seconds: float) -> None:
         outcome, setup = self.outcome, self.setup
         outcome.steps, outcome.skipped = step, self.skipping.skipped
-        outcome.first_loss = result.loss if outcome.first_loss is None else outcome.first_loss
-        outcome.final_loss = result.loss
+        if result.terms:
+            outcome.first_loss = result.loss if outcome.first_loss is None else outcome.first_loss
+            outcome.final_loss = result.loss
         outcome.seconds.append(seconds)
         record = {
             "step": step,
@@ -214,7 +218,7 @@ class Loop:
             self.callbacks.call("on_step", record)
 
     def _evaluate(self, step: int) -> bool:
-        """Evaluate on the validation split; return whether there is one. Told to stop meanwhile, the run stops."""
+        """Evaluate on the validation split; return whether that has given a loss. Told to stop, the run stops."""
         if self.setup.data.valid is None:
             return False
         heartbeat.note(step, "evaluating")
@@ -222,12 +226,16 @@ class Loop:
             record = evaluate_split(self.setup, self.strategy, "val")
         except Stopped:
             self.stop(step)
+        warning = problem(record, self.setup.plan.global_batch_size)
+        if not record:
+            self.say(warning)
+            return False
         if record["val_loss"] < (math.inf if self.outcome.best_val_loss is None else self.outcome.best_val_loss):
             self.outcome.best_val_loss, self.outcome.best_step = record["val_loss"], self.skipping.counted
         self.recorder.record({"step": step, **record})
         self.say(f"step {step}: {numbers(record, self.setup.extents.get('val'))}")
-        if (problem := not_finite(record, self.setup.plan.global_batch_size)) is not None:
-            self.say(problem)
+        if warning is not None:
+            self.say(warning)
         self.callbacks.call("on_evaluation", {"step": step, **record})
         return True
 
@@ -264,10 +272,14 @@ class Loop:
 class Skipping:
     """Decides after each step whether it counts. Every rank decides alike, from the numbers that all agree on.
 
+    A step in which no target counts has the loss 0/0, which says nothing of the weights: it is neither one that is not
+    finite nor does it end a row of such.
+
     Attributes:
         skipped: The number of steps skipped so far.
         counted: The last step that counted. Checkpoints are of that step: those skipped since then are done again.
         in_a_row: How many of the newest steps were skipped in a row; ``spikes_in_a_row``: for a spike.
+        empty: The number of steps so far in which no target counted; ``empty_in_a_row``: of the newest.
         seen: The number of losses in the running ``mean`` of those that counted.
         place: Where the numbers of the last step first were not finite, in words; empty where that was not looked for.
     """
@@ -277,6 +289,8 @@ class Skipping:
         self._config = config
         self.skipped, self.counted, self.place = 0, 0, ""
         self.in_a_row = self.spikes_in_a_row = self.seen = 0
+        self.empty = self.empty_in_a_row = 0
+        self._located = False
         self.mean = 0.0
         self._after_counted = self._state()
 
@@ -309,6 +323,9 @@ class Skipping:
             TrainingError: More than ``train.max_skipped`` steps in a row were skipped.
         """
         self.place = ""
+        if not result.terms:
+            return self._judge_empty(step)
+        self.empty_in_a_row = 0
         if result.usable:
             self.in_a_row = self.spikes_in_a_row = 0
             self.seen += 1
@@ -320,11 +337,22 @@ class Skipping:
         self.spikes_in_a_row = self.spikes_in_a_row + 1 if result.spike else 0
         gives_up = self.in_a_row > self._config.max_skipped
         expected = scaled and math.isfinite(result.loss)
-        if not result.finite and (gives_up or (self.skipped == 1 and not expected)):
-            self.place = locate()
+        if not result.finite and (gives_up or not (self._located or expected)):
+            self.place, self._located = locate(), True
         if gives_up:
             raise TrainingError(self._give_up(step, result))
         return "skipped: loss spike" if result.spike else "skipped: not finite"
+
+    def _judge_empty(self, step: int) -> str:
+        self.skipped += 1
+        self.empty += 1
+        self.empty_in_a_row += 1
+        if self.empty_in_a_row > (most := self._config.max_skipped):
+            raise TrainingError(
+                f"step {step}: no target counts for {self.empty_in_a_row} steps in a row (train.max_skipped={most}): "
+                f"{IGNORED_TARGETS}"
+            )
+        return "skipped: no target counts"
 
     def _give_up(self, step: int, result: StepResult) -> str:
         row = f"for {self.in_a_row} steps in a row (train.max_skipped={self._config.max_skipped})"
@@ -344,10 +372,11 @@ class Skipping:
     def check_any_counted(self, outcome: Outcome) -> None:
         """Raise TrainingError where a run has ended without a step that counted."""
         if self.counted == 0:
-            raise TrainingError(
-                f"no step counted: the updates of all {outcome.steps} steps were skipped, the last with loss "
-                f"{outcome.final_loss:.4g}, so the weights are those of the start"
-            )
+            if outcome.final_loss is None:
+                why = f"as no target counts in any: {IGNORED_TARGETS}"
+            else:
+                why = f"the last with loss {outcome.final_loss:.4g}, so the weights are those of the start"
+            raise TrainingError(f"no step counted: the updates of all {outcome.steps} steps were skipped, {why}")
 
     def roll_back(self, folder: Path, strategy: Strategy, optimizer: Optimizer) -> str:
         """Load weights and optimizer from the newest checkpoint. All ranks call it together.

@@ -32,7 +32,7 @@ from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.init_from import not_drawn, read_base, start
 from training.checkpoint.load import load, resume
 from training.checkpoint.save import Checkpointer
-from training.evaluate import evaluate_split, not_finite
+from training.evaluate import evaluate_split, problem
 from training.identity import changes, check_ranks, follows_total
 from training.loop import Loop
 from training.optimizer import Optimizer
@@ -128,10 +128,11 @@ def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict
         for split, source in (("val", setup.data.valid), ("test", setup.data.test)):
             if source is not None:
                 results[split] = evaluate_split(setup, strategy, split)
-                recorder.record({"step": step, **results[split]})
-                recorder.say(numbers(results[split], setup.extents.get(split)))
-                if (problem := not_finite(results[split], setup.plan.global_batch_size)) is not None:
-                    recorder.say(problem)
+                if results[split]:
+                    recorder.record({"step": step, **results[split]})
+                    recorder.say(numbers(results[split], setup.extents.get(split)))
+                if (warning := problem(results[split], setup.plan.global_batch_size)) is not None:
+                    recorder.say(warning)
         outcome = Outcome(steps=step, best_val_loss=results["val"].get("val_loss"))
         summary = _summary(setup, strategy, outcome, results["test"], gather_results(strategy, outcome))
     finally:
@@ -255,15 +256,15 @@ def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) 
 
 
 def _test(setup: Setup, strategy: Strategy, loop: Loop) -> dict[str, float]:
-    """Return the results on the test split; empty without one."""
+    """Return the results on the test split; empty without one, or where no target of it counts."""
     if setup.data.test is None or setup.cfg.train.eval_every is None:
         return {}
     try:
         result = evaluate_split(setup, strategy, "test")
     except Stopped:
         loop.stop(loop.outcome.steps)
-    if (problem := not_finite(result, setup.plan.global_batch_size)) is not None:
-        loop.recorder.say(problem)
+    if (warning := problem(result, setup.plan.global_batch_size)) is not None:
+        loop.recorder.say(warning)
     return result
 
 

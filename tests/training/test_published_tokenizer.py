@@ -68,9 +68,45 @@ def test_the_exported_folder_has_the_tokenizer_byte_for_byte_and_transformers_re
         assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == theirs.eos_token_id
 
 
-def test_rows_that_are_all_cut_before_their_answers_are_refused(line, tmp_path):
-    with pytest.raises(TrainingError, match="no target counts"):
-        run(tmp_path / "run", *line, "data.seq_len=8", "train.steps=1")
+def test_rows_that_are_all_cut_before_their_answers_end_the_run_with_the_reason(line, tmp_path):
+    for most, said in ((10, "no step counted: .* of all 4 steps"), (2, "no target counts for 3 steps in a row")):
+        with pytest.raises(TrainingError, match=f"{said}.*answers lie beyond data.seq_len; raise data.seq_len"):
+            run(tmp_path / f"run-{most}", *line, "data.seq_len=8", "train.steps=4", f"train.max_skipped={most}")
+
+
+@pytest.fixture
+def some_cut(line, tmp_path):
+    """Rows of which every fourth has an answer within data.seq_len; those to validate and to test on have none."""
+    rows = [("a" if i % 4 == 1 and i % 20 not in (9, 19) else "many " * 60, "b") for i in range(80)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"q": q, "a": a}) + "\n" for q, a in rows))
+    return [*line, f"data.root='{tmp_path}/rows.jsonl'", "data.template=null", "data.seq_len=32"]
+
+
+def test_steps_in_which_no_target_counts_are_skipped_and_the_first_row_says_nothing_of_the_others(
+    some_cut, tmp_path, ranks, capsys
+):
+    task = [*some_cut, "train.steps=8", "train.max_skipped=7"]
+    summary = run(tmp_path / "run", *task)
+    steps = records(tmp_path / "run")
+    empty = [record["step"] for record in steps if record["skipped"]]
+    assert 0 < len(empty) == summary["skipped_steps"] < 8
+    assert all((record["loss"] is None) == record["skipped"] for record in steps)
+    assert math.isfinite(summary["first_loss"]) and math.isfinite(summary["final_loss"])
+    said = [line for line in capsys.readouterr().err.splitlines() if "is skipped" in line]
+    assert len(said) == 1 and said[0].startswith(f"step {empty[0]} is skipped: no target counts: ")
+    layout = records(run_layout(ranks, "pipe_ddp", tmp_path / "layout", *task))
+    assert [record["step"] for record in layout if record["skipped"]] == empty
+    assert [r["loss"] for r in layout if r["loss"]] == pytest.approx([r["loss"] for r in steps if r["loss"]], rel=1e-5)
+
+
+def test_an_evaluation_in_which_no_target_counts_has_no_loss_and_says_why(some_cut, tmp_path, capsys):
+    early = ["train.eval_every=1", "+callbacks.stop._target_=training.callbacks.early_stop.EarlyStop"]
+    summary = run(tmp_path / "run", *some_cut, *early, "+callbacks.stop.patience=1", "train.steps=3")
+    assert (summary["steps"], summary["best_val_loss"], summary["test_loss"]) == (3, None, None)
+    assert all("val_loss" not in record for record in records(tmp_path / "run"))
+    said = capsys.readouterr().err
+    assert said.count("warning: no target of this evaluation counts, so it has no loss: ") == 4
+    assert "nan" not in said and "optim.lr" not in said
 
 
 def test_a_tokenizer_that_is_gone_is_an_error_that_names_it(line, trained, folder, tmp_path):
