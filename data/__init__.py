@@ -8,6 +8,8 @@
 
     language.py     what data sets of text share: documents -> cached tokens -> windows
     documents.py vocabulary.py words.py token_windows.py     the steps of that
+    prompts.py      rows of text, or of prompts and answers, as tokens
+    templates.py    chat templates, rendered by a process with limits of time and memory
     images.py       what data sets of images share
     tensors.py      data that are in memory already
     cache.py        folders that are built once; mapped files; downloads with a time limit

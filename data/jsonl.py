@@ -24,8 +24,8 @@ from data.cache import MappedFile, cached_folder
 from data.dataset import DataSet, Source, check_at_least, once
 from data.documents import files_of, split_of
 from data.loader import VariableLength, bucket_widths
-from data.prompts import RowTokens
-from data.vocabulary import ExtraTokens, choose_vocabulary
+from data.prompts import RowProblem, RowTokens
+from data.vocabulary import HALF_CHARACTER, ExtraTokens, choose_vocabulary
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +39,7 @@ _CHECK_ALL, _CHECK_SOME = 1_000_000, 10_000
 PERIOD = 20
 PADDING_TARGET = -100  # torch's ignore_index: such a target does not count in the loss
 _LENGTHS = "tokens.uint32"
+_AT_A_TIME = 256  # rows, of all that are read in order
 _VALID, _TEST = 9, 19
 
 
@@ -108,7 +109,7 @@ class RowData(DataSet):
             for split, part in selected.items()
         )
         if self.bucket_by_length:
-            counts = cached_counts(rows["train"], self.row_tokens, self.cache_dir)
+            counts = cached_counts(rows["train"], self.row_tokens, self.seq_len + 1, self.cache_dir)
             self.train = BucketedRows(counts, rows["train"], selected["train"], self.row_tokens, self.seq_len)
         self.description = self._describe()
 
@@ -213,19 +214,19 @@ class TokenRows(Source):
         """Return inputs and targets, both int64 [b, width]; ``width`` is seq_len where it is None."""
         import torch
 
-        texts = [self.rows.texts(self.selection.row(indices), part) for part in self.row_tokens.parts]
-        shape = (len(texts[0]), width or self.seq_len)
+        shape = (len(indices), width or self.seq_len)
         end = self.row_tokens.vocabulary.end
         inputs, targets = np.full(shape, end, np.int64), np.full(shape, PADDING_TARGET, np.int64)
-        for i, (encoded, prompt) in enumerate(self.row_tokens.encode(*texts)):
-            tokens, first = encoded[: shape[1] + 1], max(prompt, 1)  # the first that counts
+        encoded = encoded_rows(self.rows, self.selection.row(indices), self.row_tokens, shape[1] + 1)
+        for i, (tokens, prompt) in enumerate(encoded):
+            first = max(prompt, 1)  # the first that counts
             inputs[i, : len(tokens) - 1] = tokens[:-1]
             targets[i, first - 1 : len(tokens) - 1] = tokens[first:]
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
 class BucketedRows(TokenRows, VariableLength):
-    """TokenRows whose batches can be narrower than seq_len; ``counts`` has the tokens of every row."""
+    """TokenRows whose batches can be narrower than seq_len; ``counts`` has the tokens of every row, as it is cut."""
 
     def __init__(self, counts: MappedFile, rows: Rows, selection: RowSelection, *more: Any):
         super().__init__(rows, selection, *more)
@@ -233,20 +234,36 @@ class BucketedRows(TokenRows, VariableLength):
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
         """Return the positions filled: the tokens of a row less the last, which is only a target."""
-        return np.minimum(self.counts.array[self.selection.row(indices)].astype(np.int64) - 1, self.seq_len)
+        return self.counts.array[self.selection.row(indices)].astype(np.int64) - 1
 
 
-def cached_counts(rows: Rows, row_tokens: RowTokens, cache_dir: str | os.PathLike | None) -> MappedFile:
-    """Return how many tokens each row has, uncut, the closing one included."""
+def encoded_rows(
+    rows: Rows, indices: np.ndarray, row_tokens: RowTokens, most: int, threads: int = 1
+) -> list[tuple[list[int], int]]:
+    """Return at most so many tokens of rows, int [b], and how many of them are the prompt's: see RowTokens.encode.
+
+    Raises:
+        DataError: A row cannot be read or encoded. It names the file, the row and the reason.
+    """
+    texts = [rows.texts(indices, part) for part in row_tokens.parts]
+    try:
+        return row_tokens.encode(*texts, most=most, threads=threads)
+    except RowProblem as problem:
+        raise DataError(f"{rows.name(indices[problem.index])}: {problem}") from None
+
+
+def cached_counts(rows: Rows, row_tokens: RowTokens, most: int, cache_dir: str | os.PathLike | None) -> MappedFile:
+    """Return how many tokens each row has, ``most`` or less, the closing one included."""
     threads = min(4, usable_cores())
 
     def build(folder: Path) -> None:
         with open(folder / _LENGTHS, "wb") as file:
-            for texts in zip(*map(rows.texts_in_order, row_tokens.parts), strict=True):
-                encoded = row_tokens.encode(*texts, threads=threads)
+            for start in range(0, len(rows), _AT_A_TIME):
+                indices = np.arange(start, min(start + _AT_A_TIME, len(rows)))
+                encoded = encoded_rows(rows, indices, row_tokens, most, threads)
                 file.write(np.array([len(tokens) for tokens, _ in encoded], dtype=np.uint32).tobytes())
 
-    name = f"lengths-{key_of(rows, row_tokens.key)}"
+    name = f"lengths-{key_of(rows, [*row_tokens.key, str(most)])}"
     return MappedFile(cached_folder(cache_dir, name, build) / _LENGTHS, "uint32")
 
 
@@ -280,7 +297,7 @@ class RowFiles:
                 raise DataError(f"{self.files[number]} has changed since it was indexed; start the run again")
             yield file
 
-    def texts_in_order(self, fields: Sequence[str], at_a_time: int = 256) -> Iterator[list[str]]:
+    def texts_in_order(self, fields: Sequence[str], at_a_time: int = _AT_A_TIME) -> Iterator[list[str]]:
         """Yield the texts of all rows, in lists of so many. Raises as texts() does."""
         for start in range(0, len(self), at_a_time):
             yield self.texts(np.arange(start, min(start + at_a_time, len(self))), fields)
@@ -331,13 +348,19 @@ class Rows(RowFiles):
         for index, line in zip(indices, self.lines(indices), strict=True):
             try:
                 row = parse_json(_decoded(line))
-                texts.append("\n".join([row[field] for field in fields]))
+                text = "\n".join([row[field] for field in fields])
+                _ = text.isascii() or text.encode()  # JSON can write half a character
             except (ValueError, LookupError, TypeError):
-                number, path = self.place(index)
                 raise DataError(
-                    f"{path} line {number}: {_problem(line, fields)}. Correct the line, or delete it"
+                    f"{self.name(index)}: {_problem(line, fields)}. Correct the line, or delete it"
                 ) from None
+            texts.append(text)
         return texts
+
+    def name(self, index: int) -> str:
+        """Return a row's file and line, as a message has them."""
+        number, path = self.place(index)
+        return f"{path} line {number}"
 
     def place(self, index: int) -> tuple[int, Path]:
         """Return a row's line number, from 1 on, and its file, which is read up to the row."""
@@ -394,8 +417,14 @@ def _problem(line: bytes, fields: Sequence[str]) -> str:
     if missing:
         there = ", ".join(map(repr, list(row)[:10])) or "none"
         return f"the field {missing[0]!r} (data.field=) is missing; there are: {there}"
-    field = next(field for field in fields if not isinstance(row[field], str))
-    return f"the field {field!r} is not a string but of type {type(row[field]).__name__}"
+    for field in fields:
+        if not isinstance(row[field], str):
+            return f"the field {field!r} is not a string but of type {type(row[field]).__name__}"
+    field, half = next((field, half) for field in fields if (half := HALF_CHARACTER.search(row[field])))
+    return (
+        f"the field {field!r} holds {half[0]!r} at character {half.start() + 1}, half of a character (a lone "
+        "surrogate), which is no text and has no tokens"
+    )
 
 
 class Jsonl(RowData):

@@ -53,13 +53,18 @@ class ParquetRows(RowFiles):
                 try:
                     texts[i] = "\n".join([value.as_py() for value in values])
                 except (TypeError, ValueError):  # of another type; not UTF-8
-                    row = indices[i] - self._starts[place - group]
                     held = ", ".join(str(value.type) if value.is_valid else "null" for value in values)
                     raise DataError(
-                        f"{self.files[number]} row {row} (from 0): {', '.join(fields)} is {held}, not text in UTF-8. "
+                        f"{self.name(indices[i])}: {', '.join(fields)} is {held}, not text in UTF-8. "
                         "Correct it, or choose another column by data.column="
                     ) from None
         return texts
+
+    def name(self, index: int) -> str:
+        """Return a row's file and number, as a message has them."""
+        place = int(np.searchsorted(self._starts, index, side="right")) - 1
+        number, group, _ = self._groups[place].tolist()
+        return f"{self.files[number]} row {index - self._starts[place - group]} (from 0)"
 
     def _columns(self, number: int, group: int, fields: Sequence[str]) -> list[Any]:
         """Return some columns of a row group, each a pyarrow.ChunkedArray."""

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from datetime import datetime
-from functools import cache
+from datetime import date
 from os.path import commonprefix
-from typing import Any
-
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import DataError
 from common.files import expand_home
+from data.templates import ChatTemplate
 from data.vocabulary import Vocabulary
+
+
+class RowProblem(DataError):
+    """A row that cannot be encoded.
+
+    Attributes:
+        index: Its place among the rows given.
+    """
+
+    def __init__(self, index: int, message: str) -> None:
+        super().__init__(message)
+        self.index = index
 
 
 class RowTokens:
@@ -47,97 +52,72 @@ class RowTokens:
             raise DataError(f"{self.named} is for prompts and answers: name the field of the answer, data.answer=")
         self.template = None if template is None else _read(self.named, template, vocabulary)
         self.parts = [list(fields), [answer]] if self.answers else [list(fields)]
-        self.key = [*fields, answer or "", vocabulary.key, self.template or "", json.dumps(vocabulary.special)]
+        self.key = [*fields, answer or "", vocabulary.key, *(self.template.key if self.template is not None else ())]
 
     def encode(
-        self, texts: Sequence[str], answers: Sequence[str] | None = None, threads: int = 1
+        self,
+        texts: Sequence[str],
+        answers: Sequence[str] | None = None,
+        most: int | None = None,
+        threads: int = 1,
     ) -> list[tuple[list[int], int]]:
         """Return each row's tokens and how many of them are the prompt's, which do not count in the loss.
 
+        Args:
+            texts: The rows' texts, or their prompts.
+            answers: Their answers, where they have any.
+            most: How many tokens are wanted of each; None for all. A long row costs no more than these.
+            threads: For the tokenizer.
+
         Raises:
-            DataError: The template cannot be rendered, or the whole of a row does not begin as its prompt does.
+            RowProblem: The template cannot be rendered, the whole of a row does not begin as its prompt does, or it has
+                no tokens.
         """
-        prompts, end = self.prompts(texts, threads), [self.vocabulary.end] if self.template is None else []
         if answers is None:
-            return [([*tokens, *end], 0) for tokens in prompts]
-        rows = self._tokens([self._text(*row) for row in zip(texts, answers, strict=True)], threads)
+            return [([*tokens, self.vocabulary.end][:most], 0) for tokens in self._tokens(texts, most, threads)]
+        rendered = [self._text(i, *row) for i, row in enumerate(zip(texts, answers, strict=True))]
+        prompts = self._tokens([text[:prompt] for text, prompt in rendered], most, threads)
+        rows = self._tokens([text for text, _ in rendered], most, threads)
+        if self.template is None:
+            rows = [[*tokens, self.vocabulary.end][:most] for tokens in rows]
+        elif (empty := next((i for i, tokens in enumerate(rows) if not tokens), None)) is not None:
+            raise self._problem(empty, "it writes nothing", texts[empty])
         # A token of both is the answer's.
-        counts = [len(commonprefix(pair)) for pair in zip(prompts, rows, strict=True)]
-        return [([*tokens, *end], count) for tokens, count in zip(rows, counts, strict=True)]
+        return [(tokens, len(commonprefix((prompt, tokens)))) for prompt, tokens in zip(prompts, rows, strict=True)]
 
-    def prompts(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
+    def prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens that a model continues: those of texts or, where rows have answers, of prompts."""
-        return self._tokens([self._text(text) for text in texts], threads)
+        return self._tokens([self._text(i, text)[0] for i, text in enumerate(texts)], most=None, threads=1)
 
-    def _tokens(self, texts: Sequence[str], threads: int) -> list[list[int]]:
+    def _tokens(self, texts: Sequence[str], most: int | None, threads: int) -> list[list[int]]:
+        rendered = self.template is not None
+        begin = () if rendered else self.vocabulary.begin
+        return [[*begin, *tokens] for tokens in self.vocabulary.first_tokens(texts, most, threads, rendered)]
+
+    def _text(self, index: int, prompt: str, answer: str | None = None) -> tuple[str, int]:
+        """Return a whole row as text and how many characters are before its answer; without one, only these."""
         if self.template is None:
-            return self.vocabulary.encode_texts(texts, threads)
-        return self.vocabulary.tokens(texts, threads, rendered=True)
-
-    def _text(self, prompt: str, answer: str | None = None) -> str:
-        """Return a whole row as text or, without an answer, what is before it."""
-        if self.template is None:
-            return f"{prompt}\n{answer or ''}" if self.answers else prompt
-        user, assistant = {"role": "user", "content": prompt}, {"role": "assistant", "content": answer}
-        start = self._render([user], add_generation_prompt=True)
-        if answer is None:
-            return start
-        whole = self._render([user, assistant], add_generation_prompt=False)
-        if not whole.startswith(start):
-            raise DataError(
-                f"{self.named} writes {start[-80:]!r} for a prompt alone, and something else before its answer, in "
-                f"{whole[:300]!r}; give a template that only adds the answer"
-            )
-        return whole
-
-    def _render(self, messages: list[dict[str, str]], **options: bool) -> str:
-        special = self.vocabulary.special
+            start = f"{prompt}\n" if self.answers else prompt
+            return start + (answer or ""), len(start)
         try:
-            return _compiled(self.template).render(messages=messages, tools=None, documents=None, **options, **special)
-        except Exception as error:  # whatever the template does
-            where = f"the row whose prompt begins with {messages[0]['content'][:60]!r}"
-            raise DataError(f"{self.named}: {error}, in {where}; correct the row, or use another template") from None
+            return self.template.render(prompt, answer)
+        except DataError as error:
+            raise self._problem(index, str(error), prompt) from None
+
+    def _problem(self, index: int, problem: str, prompt: str) -> RowProblem:
+        where = f"the row whose prompt begins with {prompt[:60]!r}"
+        return RowProblem(index, f"{self.named}: {problem}, in {where}; correct the row, or use another template")
 
 
-def _read(named: str, template: str, vocabulary: Vocabulary) -> str:
+def _read(named: str, template: str, vocabulary: Vocabulary) -> ChatTemplate:
     try:
         text = vocabulary.chat_template if template == "tokenizer" else expand_home(template).read_text("utf-8")
         if isinstance(text, list):
             text = {one["name"]: one["template"] for one in text}["default"]
         if text is None:
             raise LookupError(f"{vocabulary.label} come without one")
-        _compiled(text)
-    except (OSError, ValueError, TypeError, LookupError, TemplateError) as error:
+        read = ChatTemplate(text, tuple(vocabulary.special.items()), date.today().isoformat())
+        read.check()
+    except (OSError, ValueError, TypeError, LookupError, DataError) as error:
         raise DataError(f"{named} cannot be read ({error}); give a Jinja file") from None
-    return text
-
-
-class _Generation(Extension):
-    """The block in which some templates put what the model is to write."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Return the content of the block."""
-        next(parser.stream)
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True))
-
-
-@cache
-def _compiled(text: str) -> Template:
-    """Return a chat template in the environment that transformers has for it, sandboxed.
-
-    Source: _compile_jinja_template in github.com/huggingface/transformers, utils/chat_template_utils.py.
-    """
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    extensions = [_Generation, "jinja2.ext.loopcontrols"]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = tojson
-    environment.globals |= {"raise_exception": raise_exception, "strftime_now": lambda f: datetime.now().strftime(f)}
-    return environment.from_string(text)
+    return read

@@ -6,9 +6,10 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,15 @@ MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc
 # As Hugging Face writes them beside a model. What a tokenizer consists of:
 _TOKENIZER, _SETTINGS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _SPECIAL = "special_tokens_map.json"
+# Where a long text is cut before it is encoded: before a space behind a word, behind a lone line end before a word.
+_PLACE, _ACROSS = re.compile(r"(?<=\S)(?= )|(?<=\S\n)(?=\S)"), re.compile(r"\S |\n\S")
+# Characters that are encoded for each token wanted: a token is four on average. Tokens that are encoded besides: what a
+# tokenizer does at the end of a text, such as stripping it, is not done where the text is cut.
+_CHARACTERS_A_TOKEN, _TOKENS_MORE = 8, 16
 _FILES = (_TOKENIZER, _SETTINGS, _SPECIAL, _TEMPLATE, "added_tokens.json", "vocab.json", "merges.txt")
 _EXAMPLE = """'model.extra_tokens={"<a>": "start of an entity", "<b>": null}'"""
+# What JSON can write and no text has: half of a character, a lone surrogate. Tokenizers fail on it.
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 # What parse_extra_tokens takes.
 ExtraTokens = str | Mapping[str, str | None] | None
 
@@ -83,6 +91,36 @@ class Vocabulary(ABC):
         """Do nothing: the tokens do not depend on the text."""
         return
 
+    def first_tokens(
+        self, texts: Sequence[str], most: int | None, threads: int = 1, rendered: bool = False
+    ) -> list[list[int]]:
+        """Return the first tokens of each text, ``most`` or less, at the cost of these; None for all. See tokens()."""
+        if most is None:
+            return self.tokens(texts, threads, rendered)
+        found: dict[int, list[int]] = {}
+        characters = _CHARACTERS_A_TOKEN * (most + _TOKENS_MORE)
+        while left := [i for i in range(len(texts)) if i not in found]:
+            cut = [texts[i] if len(texts[i]) <= characters else self._beginning(texts[i], characters) for i in left]
+            for i, text, tokens in zip(left, cut, self.tokens(cut, threads, rendered), strict=True):
+                if len(text) == len(texts[i]) or len(tokens) >= most + _TOKENS_MORE:
+                    found[i] = tokens[:most]
+            characters *= 4
+        return [found[i] for i in range(len(texts))]
+
+    def _beginning(self, text: str, least: int) -> str:
+        """Return at least so many characters of a text, up to a place where a token ends in any case."""
+        place = _PLACE.search(text, least) if self._words_apart else None
+        return text if place is None else text[: place.start()]
+
+    @cached_property
+    def _words_apart(self) -> bool:
+        """Whether no token reaches across a place where texts are cut. Then what is behind it changes none before."""
+        return not any(_ACROSS.search(text) for text in self._token_texts())
+
+    @abstractmethod
+    def _token_texts(self) -> Iterable[str]:
+        """Return the text of each token; a text that is one such place where tokens depend on more than themselves."""
+
     def encode_texts(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
         """Return each text's tokens, behind those of ``begin``."""
         return [[*self.begin, *tokens] for tokens in self.tokens(texts, threads)]
@@ -130,6 +168,9 @@ class GPT2Vocabulary(Vocabulary):
             return [gpt2(self.extra).encode(text, **known) for text in texts]
         return gpt2(self.extra).encode_batch(texts, num_threads=threads, **known)
 
+    def _token_texts(self) -> Iterable[str]:
+        return [*(token.decode(errors="replace") for token in gpt2().token_byte_values()), *self.extra]
+
     def decode(self, tokens: Sequence[int]) -> str:
         """See Vocabulary."""
         return gpt2(self.extra).decode(list(tokens))
@@ -166,7 +207,8 @@ class HuggingFaceVocabulary(Vocabulary):
             )
         given = (self._settings(_SPECIAL) | self._settings(_SETTINGS)).items()
         texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in given}
-        self.special = {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
+        texts = {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
+        self.special = {name: text for name, text in texts.items() if not HALF_CHARACTER.search(text)}
         self._sha256 = hashlib.sha256(self.path.read_bytes()).hexdigest()
         tokenizer = _tokenizer(self.path, self._sha256)
         self.size = max(tokenizer.get_vocab().values()) + 1  # there may be gaps
@@ -209,6 +251,20 @@ class HuggingFaceVocabulary(Vocabulary):
         if threads == 1:  # without the library's threads, which a forked process would not have
             return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
         return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _token_texts(self) -> Iterable[str]:
+        content = json.loads(_tokenizer(self.path, self._sha256).to_str())
+        model, added = content["model"], {token["content"] for token in content["added_tokens"]}
+        if model["type"] not in ("BPE", "Unigram"):  # a word as a whole decides
+            return ["a b"]
+        words = [word if isinstance(word, str) else word[0] for word in model["vocab"]]
+        words = [word for word in words if word not in added]
+        if '"ByteLevel"' in json.dumps([content["pre_tokenizer"], content["normalizer"], content["decoder"]]):
+            byte_of = _byte_of_character()
+            own = (bytes(byte_of.get(character, 0) for character in word).decode(errors="replace") for word in words)
+        else:
+            own = (word.replace("\u2581", " ") for word in words)
+        return [*added, *own]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of some tokens, special ones included."""
@@ -311,7 +367,8 @@ def parse_extra_tokens(value: ExtraTokens) -> dict[str, str | None]:
     tokens = dict(value.items())
     for name, description in tokens.items():
         words = description is None or (isinstance(description, str) and description)
-        if not isinstance(name, str) or not name.strip() or "\n" in name or not words:
+        text = isinstance(name, str) and name.strip() and "\n" not in name and not HALF_CHARACTER.search(name)
+        if not text or not words:
             raise DataError(
                 f"model.extra_tokens: {name!r}: {description!r} must be a token, which is text within a line, and its "
                 "description, which is words, or null for the mean of all tokens"

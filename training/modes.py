@@ -189,6 +189,14 @@ def _check_sample(cfg: Any) -> None:
     if settings.prompts is not None and (settings.prompt or not settings.prompts):
         problem = "and sample.prompt are both set" if settings.prompt else "is empty"
         raise TrainingError(f"""sample.prompts {problem}; write sample.prompts=["def main", "class A"] alone""")
+    for prompt in [settings.prompt] if settings.prompts is None else settings.prompts:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise TrainingError(
+                f"the prompt {prompt!a} is no text: it holds half of a character, or a byte that is not UTF-8, as a "
+                "terminal in Latin-1 writes it; type it in UTF-8"
+            ) from None
 
 
 def _encode(data: DataSet, prompt: str) -> list[int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizer_folders import tokenizer_folder
 
 from common.errors import DataError
 from data import jsonl as jsonl_module
@@ -265,6 +266,39 @@ def test_a_corrupt_row_is_named_by_file_line_and_reason_and_the_others_are_read(
     with pytest.raises(DataError, match=r"/second\.jsonl line 4: not JSON \(Expecting ',' delimiter at character 14\)"):
         everything(rows)
     assert rows.texts(np.array([0, 1, 2, 3, 5]), ["text"]) == ["a", "b", "good", "good", "good"]
+
+
+@pytest.mark.parametrize("style", [None, "qwen"])
+@pytest.mark.parametrize("half", ["\\ud83d", "\\ude00\\ud83d"])
+def test_half_of_a_character_is_found_before_training_whatever_the_tokens(tmp_path, rows_of, style, half):
+    rows = ['{"text": "a \\ud83d\\ude00"}', f'{{"text": "b {half}"}}']
+    root = written(tmp_path / "a.jsonl", "\n".join(rows).encode())
+    options = {"tokenizer": str(tokenizer_folder(tmp_path / "tokenizer", style))} if style else {}
+    message = rf"a\.jsonl line 2: the field 'text' holds '{half[:6]}' at character 3, half of a char.*Correct the line"
+    with pytest.raises(DataError, match=message.replace("\\u", "\\\\u")):
+        rows_of(root, **options)
+
+
+@pytest.mark.parametrize("style", [None, "qwen", "llama3"])
+def test_a_long_row_costs_what_its_first_tokens_cost(tmp_path, rows_of, monkeypatch, style):
+    sentence = "Natalia sold 48/2 = 24 clips, and\n\n  that's  all (é).\nIt is 72. "
+    root = write(tmp_path / "a.jsonl", [sentence * n for n in (1, 2, 3000, 30_000)])
+    options = {"tokenizer": str(tokenizer_folder(tmp_path / "tokenizer", style))} if style else {}
+    vocabulary, given = rows_of(root, seq_len=40, **options).vocabulary, []
+    whole = [tokens[:41] for tokens in vocabulary.encode_texts([sentence * n for n in (2, 3000)])]
+    encode = type(vocabulary).tokens
+
+    def counted(self, texts, *more):
+        given.extend(map(len, texts))
+        return encode(self, texts, *more)
+
+    monkeypatch.setattr(type(vocabulary), "tokens", counted)
+    for bucketed in (False, True):
+        source = rows_of(root, seq_len=40, bucket_by_length=bucketed, **options).train
+        inputs, targets = source.read(np.array([1, 2, 3]), 0)
+        for row, tokens in zip((0, 1, 2), (*whole, whole[1]), strict=True):
+            assert inputs[row].tolist() == tokens[:-1] and targets[row].tolist() == tokens[1:]
+    assert max(given) < 3000 < len(sentence) * 3000
 
 
 def test_own_memory_does_not_grow_with_the_rows(tmp_path, cache):

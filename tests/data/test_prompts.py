@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 
 import numpy as np
 import pytest
 from tokenizer_folders import CHATML, LLAMA3, MARKED, REFUSING, tokenizer_folder
 
 from common.errors import DataError
+from data import prompts as prompts_module
 from data.jsonl import Jsonl
 from data.loader import TrainBatches
 from data.vocabulary import END_OF_TEXT, gpt2
@@ -154,6 +156,44 @@ def test_a_template_is_refused(rows_of, tmp_path, template, own, message):
         template = str(tmp_path / "my.jinja")
     with pytest.raises(DataError, match=message):
         read(rows_of([("unknown", "x")], tokenizer=str(folder), template=template).train)
+
+
+@pytest.mark.parametrize("bucketed", [False, True])
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{{ messages[0].content if messages[0].content == 'a' }}", "it writes nothing"),
+        ("{{ messages[0].content if messages[0].content == 'a' else 'x' * 10**10 }}", "it needs more than 1,024 MiB"),
+    ],
+)
+def test_the_row_that_a_template_fails_on_is_named(rows_of, tmp_path, template, message, bucketed):
+    (tmp_path / "my.jinja").write_text(template)
+    where = "in the row whose prompt begins with 'this one'"
+    with pytest.raises(DataError, match=f"rows.jsonl line 3: data.template=.*my.jinja: {message}.*, {where}"):
+        rows = [("a", "b"), ("a", ""), ("this one", "c")]
+        read(rows_of(rows, template=str(tmp_path / "my.jinja"), bucket_by_length=bucketed).train)
+
+
+def test_a_template_that_writes_the_day_has_its_lengths_counted_anew_the_next_day(rows_of, tmp_path, monkeypatch):
+    class Day(date):
+        now = date(2026, 5, 9)
+
+        @classmethod
+        def today(cls):
+            return cls.now
+
+    monkeypatch.setattr(prompts_module, "date", Day)
+    days = {"the day": "{{ 'x ' * (strftime_now('%d') | int) }}", "no day": ""}
+    for name, text in days.items():
+        (tmp_path / f"{name}.jinja").write_text(text + "{% for m in messages %}{{ m.content }}{% endfor %}")
+    rows = [("many " * (i % 30), "words") for i in range(40)]
+    for name in days:
+        lengths = []
+        for Day.now in (date(2026, 5, 9), date(2026, 11, 30)):
+            options = {"template": str(tmp_path / f"{name}.jinja"), "seq_len": 512}
+            lengths.append(rows_of(rows, bucket_by_length=True, **options).train.lengths(np.arange(9)).tolist())
+            assert lengths[-1] == [len(inputs) for inputs, _ in read(rows_of(rows, **options).train)][:9]
+        assert (lengths[0] == lengths[1]) == (name == "no day")
 
 
 def test_a_template_needs_answers_and_a_file(rows_of):

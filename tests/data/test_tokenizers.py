@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from tokenizer_folders import STYLES, tokenizer_folder
+from tokenizer_folders import STYLES, TEXT, tokenizer_folder
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from common.errors import DataError
+from data import vocabulary as vocabulary_module
 from data.jsonl import Jsonl
 from data.text import Text
-from data.vocabulary import HuggingFaceVocabulary
+from data.vocabulary import GPT2Vocabulary, HuggingFaceVocabulary
 
 # With a line end at every place where a long text is cut into pieces.
 LONG = "".join(f"Natalia sold {i} clips,  and that's all.\n{'  ' * (i % 3)}It's (here);\n\n" for i in range(4000))
@@ -107,6 +110,64 @@ def test_what_ends_a_text_is_what_the_files_beside_the_tokenizer_say(tmp_path, f
     vocabulary = HuggingFaceVocabulary(tmp_path / "tokenizer.json")
     assert vocabulary.decode([vocabulary.end]) == end
     assert vocabulary.start == vocabulary.end
+
+
+PIECES = [
+    " ", "  ", "\n", "\n\n", "\t", "\r\n", " \n", "\u00a0", "\u2003", "\x85", "\x1c", "Natalia", "sold", "clips", "'s",
+    "'", "don't", ".", "...", "!?", "(", "48/2", "1234567", "é", "e\u0301", "\u0301", "漢字", "字。", "😀", "\ufb01",
+    "``", "<|im_start|>", "<think>", "<|endoftext|>", "</s>", "The answer is", "_x",
+]  # fmt: skip
+VOCABULARIES = {
+    "GPT-2": lambda folder: GPT2Vocabulary({"<a>": None}),
+    "BPE in bytes": lambda folder: HuggingFaceVocabulary(tokenizer_folder(folder, "qwen")),
+    "pieces of Unigram": lambda folder: HuggingFaceVocabulary(unigram_folder(folder)),
+}
+ACROSS_WORDS = {
+    "a token with a space inside": lambda folder: GPT2Vocabulary({"sold clips": None}),
+    "BPE across words": lambda folder: HuggingFaceVocabulary(tokenizer_folder(folder, "llama2")),
+}
+
+
+def unigram_folder(folder):
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.Metaspace()
+    special = {"special_tokens": ["<unk>", "</s>"], "unk_token": "<unk>"}
+    tokenizer.train_from_iterator(TEXT, trainers.UnigramTrainer(vocab_size=200, show_progress=False, **special))
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    return folder
+
+
+def random_text(draw: random.Random, pieces: int) -> str:
+    return "".join(draw.choice(PIECES) + draw.choice(["", " "]) for _ in range(pieces))
+
+
+@pytest.mark.parametrize("build", VOCABULARIES.values(), ids=VOCABULARIES)
+def test_where_a_long_text_is_cut_no_token_changes(tmp_path, build):
+    vocabulary, draw, places = build(tmp_path / "tokenizer"), random.Random(1), 0
+    assert vocabulary._words_apart
+    for _ in range(60):
+        text = random_text(draw, 60)
+        (whole,) = vocabulary.tokens([text], rendered=True)
+        parts = [text[: place.start()] for place in vocabulary_module._PLACE.finditer(text)]
+        for part, tokens in zip(parts, vocabulary.tokens(parts, rendered=True), strict=True):
+            assert tokens == whole[: len(tokens)], part
+        places += len(parts)
+    assert places > 900
+
+
+@pytest.mark.parametrize("build", [*VOCABULARIES.values(), *ACROSS_WORDS.values()], ids=[*VOCABULARIES, *ACROSS_WORDS])
+def test_the_first_tokens_are_those_of_the_whole_text(tmp_path, monkeypatch, build):
+    monkeypatch.setattr(vocabulary_module, "_CHARACTERS_A_TOKEN", 1)
+    monkeypatch.setattr(vocabulary_module, "_TOKENS_MORE", 0)
+    vocabulary, draw = build(tmp_path / "tokenizer"), random.Random(2)
+    texts = ["", "a", "x" * 500, *(random_text(draw, n) for n in range(1, 200, 7))]
+    whole = vocabulary.tokens(texts, rendered=True)
+    for most in (1, 2, 7, 50):
+        assert vocabulary.first_tokens(texts, most, rendered=True) == [tokens[:most] for tokens in whole]
+    assert vocabulary.first_tokens(texts, None, rendered=True) == whole
+    assert vocabulary._words_apart == (build in VOCABULARIES.values())
 
 
 def test_a_vocabulary_with_gaps_is_as_large_as_its_last_token_says(tmp_path):

@@ -94,6 +94,7 @@ def test_the_command_lines_json_and_a_mapping_are_the_same():
         ("{<a>: x}", "is not JSON.*model.extra_tokens="),
         (["<a>"], "must map tokens to descriptions"),
         ({"a\nb": None}, "text within a line"),
+        ({"<\udce9>": None}, "text within a line"),
         ({"<a>": 3}, "'<a>': 3 must be a token.*and its description"),
         ({"<a>": None, "<a>b": None}, "<a>b begins with <a>"),
         ({"<|endoftext|>": None}, "is one of GPT-2's own tokens"),

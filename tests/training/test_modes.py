@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 
 import pytest
@@ -166,6 +167,14 @@ def test_what_is_kept_from_token_to_token_does_not_change_the_text(say):
     assert say(*line, "sample.seed=1337") == text != say(*line, "sample.seed=7")
     assert say(*line, "sample.temperature=0") == say(*line, "sample.top_k=1") != text
     assert say(f"sample.prompt='{'a b c ' * 20}'", "sample.tokens=40").startswith("a b c")
+
+
+@pytest.mark.parametrize("key", ["sample.prompt", "sample.prompts"])
+def test_a_prompt_that_is_not_utf_8_is_refused_before_anything_is_loaded(tmp_path, key):
+    typed = os.fsdecode("café".encode("latin-1"))
+    value = f"'{typed}'" if key == "sample.prompt" else f"['a','{typed}']"
+    with pytest.raises(TrainingError, match=r"the prompt 'caf\\udce9' is no text: .*not UTF-8.*Latin-1.*in UTF-8"):
+        do(tmp_path, "model=gpt2", "mode=sample", "checkpoint=nowhere", f"{key}={value}")
 
 
 def test_a_model_of_words_speaks_in_words(words, tmp_path, capsys, caplog):

@@ -1,0 +1,112 @@
+"""Chat templates of others: what each row may take, and the process that renders them."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+
+import pytest
+
+from common.errors import DataError
+from data import templates
+from data.templates import ChatTemplate
+
+LONGER = "it takes more than 3 s of processor time"
+LARGER = r"it needs more than 1,024 MiB of memory"
+LONG = "it writes [0-9,]* characters, more than 1,000,0.."
+# Jinja computes what is constant while it reads a template; the length of messages is not.
+ENDLESS = {
+    "a repeated text": ("{{ 'x' * 10**10 }}", LARGER),
+    "a repeated text, of a row": ("{{ 'x' * 10**10 * messages | length }}", LARGER),
+    "a list": ("{{ ([messages] * 10**10) | length }}", LARGER),
+    "a width": ("{{ '%9999999999d' % messages | length }}", f"{LARGER}|too big|{LONG}"),
+    "a width that fits": ("{{ '%900000000d' % messages | length }}", f"{LARGER}|{LONG}"),
+    "a format": ("{{ '{:>9999999999}'.format(messages | length) }}", f"{LARGER}|Too many|too large"),
+    "a text in the middle": ("{{ messages[0].content.center(10**10) }}", LARGER),
+    "a filter": ("{{ messages[0].content | center(900000000) }}", f"{LARGER}|{LONG}"),
+    "a text that is doubled": (
+        "{% set n = namespace(x='x') %}{% for i in range(64) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}", LARGER,
+    ),
+    "a text": ("{{ 'x' * 2 * 10**6 }}", LONG),
+    "a power": ("{{ (8 + messages | length) ** (10 ** 9) }}", f"{LONGER}|{LARGER}"),
+    "loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", LONGER),
+    "itself": ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "recursion"),
+    "half of a character": (r"{{ '\ud83d' }}", "surrogates not allowed"),
+}  # fmt: skip
+
+
+def chat(text: str) -> ChatTemplate:
+    return ChatTemplate(text, (("eos_token", "</s>"),), "2026-01-31")
+
+
+@pytest.mark.parametrize("text, message", ENDLESS.values(), ids=ENDLESS)
+def test_what_a_template_takes_is_limited(text, message):
+    with pytest.raises(DataError, match=message):
+        chat(text).check()
+        chat(text).render("a question", "an answer")
+    whole = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    assert chat(whole).render("a", "b") == ("a</s>b</s>", 5), "the next one is rendered"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20
+
+
+def test_a_long_row_may_be_long():
+    text, whole = "many words " * 500_000, "{{ messages | map(attribute='content') | join('') }}"
+    assert chat(whole).render(text, "x") == (f"{text}x", len(text))
+
+
+def test_one_process_renders_row_after_row_and_each_alike():
+    template = chat("{{ messages[-1].content }}{{ range(10**4) | random }}{{ lipsum(n=1) }}{{ strftime_now('%F %H') }}")
+    before = templates._take(template)
+    templates._give_back(before)
+    prompt = template.render("a", None)
+    assert prompt == template.render("a", None) and "2026-01-31 00" in prompt[0]
+    after = templates._take(template)
+    templates._give_back(after)
+    assert after is before
+    start = time.perf_counter()
+    for _ in range(100):
+        template.render("a", None)
+    assert time.perf_counter() - start < 10
+
+
+def test_threads_and_forked_processes_have_processes_of_their_own():
+    template, wrong = chat("{{ messages[0].content }}"), []
+
+    def read(name: str) -> None:
+        wrong.extend(i for i in range(50) if template.render(f"{name} {i}", None)[0] != f"{name} {i}")
+
+    read("before")
+    child = os.fork()
+    if child == 0:
+        read("forked")
+        os._exit(len(wrong))
+    threads = [threading.Thread(target=read, args=(f"thread {n}",)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and os.waitpid(child, 0)[1] == 0
+
+
+def test_signals_for_the_whole_group_leave_the_process_and_its_end_is_said():
+    template = chat("{{ messages[0].content }}")
+    process = templates._take(template)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(process._process.pid, number)
+    assert process.ask(["a", None]) == {"text": "a", "prompt": 1}
+    os.kill(process._process.pid, signal.SIGKILL)
+    with pytest.raises(DataError, match="the process that renders it has ended with code -9"):
+        process.ask(["a", None])
+
+
+def test_only_a_template_that_asks_for_the_day_depends_on_it():
+    def keys(text: str) -> list[list[str]]:
+        return [ChatTemplate(text, (), day).key for day in ("2026-01-31", "2026-02-01")]
+
+    today, tomorrow = keys("{{ strftime_now('%d %b %Y') }}")
+    assert today != tomorrow
+    today, tomorrow = keys("{{ messages }}")
+    assert today == tomorrow
