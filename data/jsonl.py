@@ -128,8 +128,8 @@ class RowData(DataSet):
                 for indices in np.array_split(np.linspace(0, len(rows) - 1, _CHECK_SOME, dtype=np.int64), 100):
                     rows.texts(indices, fields)
 
-        # An empty folder in the cache says that the rows were checked.
-        cached_folder(self.cache_dir, f"checked-{key_of(rows, fields)}", check)
+        # An empty folder in the cache says that the rows were checked, and for what.
+        cached_folder(self.cache_dir, f"checked-{key_of(rows, [*fields, 'JSON of whole characters'])}", check)
 
     def _describe(self) -> str:
         splits = (("train", self.train), ("valid", self.valid), ("test", self.test))

@@ -120,12 +120,20 @@ PIECES = [
 VOCABULARIES = {
     "GPT-2": lambda folder: GPT2Vocabulary({"<a>": None}),
     "BPE in bytes": lambda folder: HuggingFaceVocabulary(tokenizer_folder(folder, "qwen")),
+    "GPT-2 as tokenizers reads it": lambda folder: HuggingFaceVocabulary(gpt2_folder(folder)),
     "pieces of Unigram": lambda folder: HuggingFaceVocabulary(unigram_folder(folder)),
 }
 ACROSS_WORDS = {
     "a token with a space inside": lambda folder: GPT2Vocabulary({"sold clips": None}),
     "BPE across words": lambda folder: HuggingFaceVocabulary(tokenizer_folder(folder, "llama2")),
 }
+
+
+def gpt2_folder(folder):
+    folder.mkdir()
+    for name, content in GPT2Vocabulary().files(1024).items():
+        (folder / name).write_text(content)
+    return folder
 
 
 def unigram_folder(folder):
