@@ -43,7 +43,7 @@ class Train:
     precision: Precision = Precision.auto  # auto: bf16 where the device is fast at it, else fp32
     grad_clip: float | None = None  # largest norm of the whole model's gradient
     clip_value: float | None = None  # largest absolute value of a gradient element, before grad_clip
-    max_skipped: int = 10  # steps in a row that are skipped, as their loss or gradient is not finite, before giving up
+    max_skipped: int = 10  # steps in a row that are skipped (loss or gradient not finite, or no target), before the end
     spike_factor: float | None = None  # skip steps whose loss exceeds this multiple of the mean of some twenty before
     spike_rollback: int | None = None  # after this many spikes in a row: return to the newest checkpoint's weights
     compile: bool = False  # torch.compile, layer by layer

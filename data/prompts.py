@@ -110,14 +110,18 @@ class RowTokens:
 
 
 def _read(named: str, template: str, vocabulary: Vocabulary) -> ChatTemplate:
+    way_out = "give a Jinja file"
     try:
         text = vocabulary.chat_template if template == "tokenizer" else expand_home(template).read_text("utf-8")
         if isinstance(text, list):
             text = {one["name"]: one["template"] for one in text}["default"]
         if text is None:
             raise LookupError(f"{vocabulary.label} come without one")
-        read = ChatTemplate(text, tuple(vocabulary.special.items()), date.today().isoformat())
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise DataError(f"{named} cannot be read ({error}); {way_out}") from None
+    read = ChatTemplate(text, tuple(vocabulary.special.items()), date.today().isoformat())
+    try:
         read.check()
-    except (OSError, ValueError, TypeError, LookupError, DataError) as error:
-        raise DataError(f"{named} cannot be read ({error}); give a Jinja file") from None
+    except DataError as error:
+        raise DataError(f"{named} cannot be read ({error}); {way_out}") from None
     return read

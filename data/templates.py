@@ -190,7 +190,7 @@ def _answer(request: Sequence[Any], work: Callable[[], dict[str, Any]]) -> None:
     except MemoryError:
         answer = json.dumps({"problem": f"it needs more than {memory >> 20:,} MiB of memory"})
     except Exception as error:  # whatever the template does
-        answer = json.dumps({"problem": f"{error or type(error).__name__}"[:_MESSAGE_CHARACTERS]})
+        answer = json.dumps({"problem": (str(error) or type(error).__name__)[:_MESSAGE_CHARACTERS]})
     _limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)  # for the next row
     sys.stdout.buffer.write(answer.encode() + b"\n")
     sys.stdout.buffer.flush()

@@ -112,14 +112,10 @@ class Vocabulary(ABC):
         place = _PLACE.search(text, least) if self._words_apart else None
         return text if place is None else text[: place.start()]
 
-    @cached_property
+    @property
+    @abstractmethod
     def _words_apart(self) -> bool:
         """Whether no token reaches across a place where texts are cut. Then what is behind it changes none before."""
-        return not any(_ACROSS.search(text) for text in self._token_texts())
-
-    @abstractmethod
-    def _token_texts(self) -> Iterable[str]:
-        """Return the text of each token; a text that is one such place where tokens depend on more than themselves."""
 
     def encode_texts(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
         """Return each text's tokens, behind those of ``begin``."""
@@ -168,8 +164,9 @@ class GPT2Vocabulary(Vocabulary):
             return [gpt2(self.extra).encode(text, **known) for text in texts]
         return gpt2(self.extra).encode_batch(texts, num_threads=threads, **known)
 
-    def _token_texts(self) -> Iterable[str]:
-        return [*(token.decode(errors="replace") for token in gpt2().token_byte_values()), *self.extra]
+    @property
+    def _words_apart(self) -> bool:
+        return not any(map(_ACROSS.search, self.extra))  # GPT-2's own do not
 
     def decode(self, tokens: Sequence[int]) -> str:
         """See Vocabulary."""
@@ -252,19 +249,19 @@ class HuggingFaceVocabulary(Vocabulary):
             return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
         return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def _token_texts(self) -> Iterable[str]:
+    @cached_property
+    def _words_apart(self) -> bool:
         content = json.loads(_tokenizer(self.path, self._sha256).to_str())
         model, added = content["model"], {token["content"] for token in content["added_tokens"]}
-        if model["type"] not in ("BPE", "Unigram"):  # a word as a whole decides
-            return ["a b"]
-        words = [word if isinstance(word, str) else word[0] for word in model["vocab"]]
-        words = [word for word in words if word not in added]
+        if model["type"] not in ("BPE", "Unigram"):
+            return False  # a word as a whole may decide
+        words = {word if isinstance(word, str) else word[0] for word in model["vocab"]} - added
         if '"ByteLevel"' in json.dumps([content["pre_tokenizer"], content["normalizer"], content["decoder"]]):
             byte_of = _byte_of_character()
             own = (bytes(byte_of.get(character, 0) for character in word).decode(errors="replace") for word in words)
         else:
             own = (word.replace("\u2581", " ") for word in words)
-        return [*added, *own]
+        return not any(map(_ACROSS.search, (*added, *own)))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of some tokens, special ones included."""
