@@ -164,7 +164,7 @@ class Local:
 
     name: str = "local"
     max_restarts: int = 0  # how often a run resumes by itself after a process has died
-    allow_mixed: bool = False  # warn, instead of refusing, where ranks differ in code, versions or data
+    allow_mixed: bool = False  # warn, instead of refusing, where ranks differ in code, versions, data or weights
 
 
 @dataclass
@@ -188,7 +188,7 @@ class Slurm:
     wait: bool = True  # false: print the job's number and return at once
     max_parallel: int | None = None  # jobs of a sweep that run at the same time; null: all
     poll_s: float = 2.0  # seconds between two queries of the queue
-    allow_mixed: bool = False  # warn, instead of refusing, where ranks differ in code, versions or data
+    allow_mixed: bool = False  # warn, instead of refusing, where ranks differ in code, versions, data or weights
 
 
 @cache  # once per process

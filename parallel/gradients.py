@@ -184,7 +184,7 @@ def replicate(stage: nn.Module, mesh: Mesh, bucket_mb: float, comm_hook: str) ->
     replicated = DistributedDataParallel(
         stage,
         process_group=mesh.dp_group,
-        init_sync=False,  # weights are drawn by name: equal already
+        init_sync=False,  # weights are drawn by name or read: equal already, which the run checks
         **_NO_BUFFER_SYNC,
         gradient_as_bucket_view=True,
         bucket_cap_mb=bucket_mb,

@@ -20,6 +20,9 @@ from conf.instantiate import to_dict
 from conf.masking import mask_secrets
 from data.dataset import Batch, DataSet, Source
 from parallel.mesh import Mesh
+from parallel.sharding import rows_of
+from parallel.strategy import Strategy
+from training.checkpoint.init_from import digest_read
 from training.reporting.metrics import flat
 from training.reporting.recorder import git_state
 
@@ -27,6 +30,8 @@ _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("common", "conf", "data", "launchers", "models", "parallel", "training", "hydra_plugins")
 _SAMPLES = 8  # of each split
 _DIGITS = 12
+_SHOWN = 3
+_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of so many bytes
 _SAMPLES_KEY = "samples"
 # Of the section train, what changes what is learned. The precision is added as it was chosen.
 _LEARNED = (
@@ -42,7 +47,7 @@ _NOT_CONTENT = {"data.root", "data.cache_dir", "data.num_workers"}
 
 
 def check_ranks(mesh: Mesh, setup: Any) -> str | None:
-    """Compare code, versions and data of all ranks. All ranks call it together.
+    """Compare code, versions, data and starting weights of all ranks. All ranks call it together.
 
     Args:
         mesh: The ranks, connected.
@@ -54,7 +59,7 @@ def check_ranks(mesh: Mesh, setup: Any) -> str | None:
     Raises:
         LaunchError: On every rank: something differs. The message names the ranks and both values.
     """
-    answers = mesh.gather({"node": socket.gethostname(), **describe_rank(setup.data)})
+    answers = mesh.gather({"node": socket.gethostname(), **describe_rank(setup)})
     problems = []
     for name in answers[0]:
         ranks: dict[str, list[int]] = {}
@@ -69,12 +74,12 @@ def check_ranks(mesh: Mesh, setup: Any) -> str | None:
     if setup.cfg.launcher.get("allow_mixed", False):
         return f"{differs} (launcher.allow_mixed=true)"
     raise LaunchError(
-        f"{differs}. Give every machine the same working copy, packages and data; launcher.allow_mixed=true makes this "
-        "a warning"
+        f"{differs}. Give every machine the same working copy, packages, data and weights; launcher.allow_mixed=true "
+        "makes this a warning"
     )
 
 
-def describe_rank(data: DataSet) -> dict[str, str | None]:
+def describe_rank(setup: Any) -> dict[str, str | None]:
     """Return what all ranks must have in common, in words and digests, by what it is; None for what is not known."""
     commit, _ = git_state()  # what was changed since then is in the files' digest
     return {
@@ -82,8 +87,71 @@ def describe_rank(data: DataSet) -> dict[str, str | None]:
         "project files": _project_digest(),
         "torch": torch.__version__,
         "Python": platform.python_version(),
-        "data": data_digest(data),
+        "data": data_digest(setup.data),
+        "model.init_from": digest_read(setup.cfg, setup.chain),
     }
+
+
+def check_weights(strategy: Strategy, allow_mixed: bool = False) -> str | None:
+    """Compare the weights of the ranks that hold the same ones: replicas of a stage, and copies of a tied parameter.
+
+    All ranks call it together, between two steps.
+
+    Args:
+        strategy: This rank's part of the model.
+        allow_mixed: Whether weights that differ are a warning: processors of several kinds may round differently.
+
+    Returns:
+        The warning; None where the weights are equal.
+
+    Raises:
+        TrainingError: On every rank: some differ. The message names the ranks.
+    """
+    mesh = strategy.mesh
+    if mesh.size == 1:
+        return None
+    answers = mesh.gather([socket.gethostname(), _digests_of_weights(strategy)])
+    nodes, ranks = [node for node, _ in answers], {}
+    for rank, (_, held) in enumerate(answers):
+        for what, digest in held:
+            ranks.setdefault(what, {}).setdefault(digest, []).append(rank)
+    problems = [f"{what}: {_who_has_what(having, nodes)}" for what, having in ranks.items() if len(having) > 1]
+    if not problems:
+        return None
+    more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    differs = f"ranks that train the same weights have different ones: {'; '.join(problems[:_SHOWN])}{more}"
+    if allow_mixed:
+        return f"{differs} (launcher.allow_mixed=true)"
+    raise TrainingError(
+        f"{differs}. Their gradients are averaged and their weights are not, so these would stay apart. Give every "
+        "machine the same files (model.init_from, train.resume); where its processors are of several kinds, which may "
+        "round differently, launcher.allow_mixed=true makes this a warning"
+    )
+
+
+def _digests_of_weights(strategy: Strategy) -> list[tuple[str, str]]:
+    """Return (what this rank holds, a digest of its bits), of parameters and the buffers that are saved.
+
+    Each stage is one; each copy of a tied parameter, each share of what replicas share is one of its own.
+    """
+    chain, digests = strategy.chain, {}
+    tied = set(chain.tied.values())
+    for index, stage in zip(strategy.indices, strategy.stages, strict=True):
+        tensors = {chain.canonical(name): tensor for name, tensor in stage.layers.state_dict().items()}
+        for name, tensor in tensors.items():
+            part, _, _, shared = rows_of(tensor)
+            what = name if name in tied else f"stage {index}"
+            what = f"share {strategy.mesh.shard} of {what}" if shared else what
+            digests.setdefault((what, index), hashlib.sha256()).update(name.encode() + _bits(part))
+    return sorted({(what, digest.hexdigest()[:_DIGITS]) for (what, _), digest in digests.items()})
+
+
+def _bits(tensor: Tensor) -> bytes:
+    """Return a tensor's bits, of a row their sum: what a GPU holds is read there."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    bits = real.detach().view(_WHOLE[real.itemsize])
+    rows = bits.sum(dim=tuple(range(1, bits.dim())), dtype=bits.dtype) if bits.dim() > 1 else bits
+    return rows.cpu().numpy().tobytes()
 
 
 def _who_has_what(ranks: dict[str, list[int]], nodes: list[str]) -> str:

@@ -26,6 +26,7 @@ from launchers.stopping import Stopped
 from models.given import GIVEN, given_objects
 from parallel.devices import keep_freed_memory, parameter_dtype, share_cores
 from parallel.host_group import NCCL, init_process_group
+from parallel.mesh import Mesh
 from parallel.plan import Plan
 from parallel.strategy import Options, Strategy, build_strategy
 from training.checkpoint.configuration import checkpoint_of
@@ -33,7 +34,7 @@ from training.checkpoint.init_from import not_drawn, read_base, start
 from training.checkpoint.load import load, resume
 from training.checkpoint.save import Checkpointer
 from training.evaluate import evaluate_split, problem
-from training.identity import changes, check_ranks, follows_total
+from training.identity import changes, check_ranks, check_weights, follows_total
 from training.loop import Loop
 from training.optimizer import Optimizer
 from training.reporting import SUMMARY
@@ -85,6 +86,7 @@ def run(
             keep=cfg.train.keep_checkpoints,
             timeout_s=cfg.parallel.timeout_s,
             config=kept(cfg),
+            check=partial(check_weights, strategy, _allows_mixed(cfg)),
         )
         resumed, done = None, 0
         if cfg.train.resume is not None:
@@ -95,6 +97,7 @@ def run(
         starts = cfg.model.init_from is not None or cfg.model.get("extra_tokens")
         if resumed is None and starts and setup.chain.base is None:
             start(cfg.model, setup.chain, strategy)
+        _warn(strategy.mesh, checkpoints.check())
         _check_steps_left(setup, strategy, run_dir, done)
         recorder = _recorder(setup, strategy, run_dir, first_step=done + 1)
         checkpoints.warn = lambda words: recorder.say(f"warning: {words}")
@@ -121,6 +124,7 @@ def run(
 def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict[str, Any]:
     """Evaluate a checkpoint on the validation and the test split (``mode=eval``)."""
     step = load(checkpoint_of(setup.cfg), strategy).step
+    _warn(strategy.mesh, check_weights(strategy, _allows_mixed(setup.cfg)))
     recorder = _recorder(setup, strategy, run_dir, first_step=1)
     results: dict[str, dict[str, float]] = {"val": {}, "test": {}}
     summary = None
@@ -164,8 +168,7 @@ def _strategy(setup: Setup, world: World, store: dist.Store | None) -> Iterator[
     with _process_group(world, setup, store):
         mesh = setup.plan.mesh(world.rank).connect(setup.cfg.parallel.timeout_s)
         if store is not None:  # the ranks were started one by one, maybe on several machines
-            if (warning := check_ranks(mesh, setup)) is not None and mesh.rank == 0:
-                print(f"warning: {warning}", file=sys.stderr, flush=True)
+            _warn(mesh, check_ranks(mesh, setup))
         options, model, chain = strategy_options(setup.cfg), setup.cfg.model, setup.chain
         anew = setup.cfg.mode == "train" and setup.cfg.train.resume is None
         if model.init_from is not None and (anew or chain.base is not None):
@@ -234,6 +237,15 @@ def _check_steps_left(setup: Setup, strategy: Strategy, run_dir: Path, done: int
         raise TrainingError(
             f"the checkpoint is at step {done} and the run ends at step {setup.total_steps}; set train.steps higher"
         )
+
+
+def _allows_mixed(cfg: Any) -> bool:
+    return cfg.launcher.get("allow_mixed", False)
+
+
+def _warn(mesh: Mesh, warning: str | None) -> None:
+    if warning is not None and mesh.rank == 0:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
 def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) -> Recorder:

@@ -36,7 +36,7 @@ def test_ranks_that_differ_are_refused_with_both_values(monkeypatch, name):
     with pytest.raises(LaunchError) as error:
         check_ranks(TwoRanks(2, 1), setup)
     said = str(error.value)
-    assert f"{name}: {describe_rank(setup.data)[name]} on rank 0 (" in said and "0123456789ab on rank 1 (n2)" in said
+    assert f"{name}: {describe_rank(setup)[name]} on rank 0 (" in said and "0123456789ab on rank 1 (n2)" in said
     assert "launcher.allow_mixed=true" in said
     setup.cfg.launcher.allow_mixed = True
     assert "0123456789ab on rank 1 (n2)" in check_ranks(TwoRanks(2, 1), setup)

@@ -6,6 +6,7 @@ Each rank reads the tensors of its own layers only, and of shared ones its rows.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shlex
 from dataclasses import replace
@@ -22,11 +23,13 @@ from models.chain import Chain
 from parallel.sharding import fill, whole
 from parallel.strategy import Strategy
 from training.checkpoint.files import sha256
-from training.checkpoint.load import StoredTensor
+from training.checkpoint.load import AUTO, StoredTensor
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SHOWN = 3
 _PADDED_TO = 128  # a vocabulary's size, a multiple of it
+_SAMPLED, _SAMPLES = 4096, 64  # of a file: bytes to a block, and blocks
+_DIGITS = 12
 _BLOCK = 4096  # rows summed at a time: a float64 copy of a whole embedding would be twice its size
 
 
@@ -73,6 +76,31 @@ def read_base(model: Any, chain: Chain, strategy: Strategy) -> None:
     """Load the base of adapters where it is not drawn: a checkpoint has none of it. The errors are ``start``'s."""
     if chain.base is not None and model.init_from is not None:
         start(model, chain, strategy)
+
+
+def digest_read(cfg: Any, chain: Chain) -> str | None:
+    """Return a digest of the files that ``model.init_from`` names; None where none are read, or none are there.
+
+    Of each it is the name, the size and blocks from all over it: a rank reads its own layers only, and to read the
+    whole of a large model on every rank may take minutes.
+    """
+    model = cfg.model
+    if model.init_from is None or (chain.base is None and (cfg.mode == "eval" or cfg.train.resume not in (None, AUTO))):
+        return None
+    digest = hashlib.sha256()
+    try:
+        files = _files(expand_home(model.init_from))
+        beside = [files[0].with_name(name) for name in ("config.json", "tokenizer.json")]
+        for path in [*files, *filter(Path.exists, beside)]:
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\0".encode())
+            with path.open("rb") as file:
+                for start in range(0, size, max(_SAMPLED, size // _SAMPLES)):
+                    file.seek(start)
+                    digest.update(file.read(_SAMPLED))
+    except (OSError, TrainingError):  # those that are needed are missed when they are read
+        return None
+    return digest.hexdigest()[:_DIGITS]
 
 
 def check_start(model: Any, chain: Chain) -> Weights:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -52,12 +53,19 @@ def load(path: Path, strategy: Strategy, optimizer: Optimizer | None = None, ver
         verify: Whether rank 0 compares all checksums first.
 
     Raises:
-        CheckpointError: On every rank: something is missing, damaged or of another shape; the message names it.
+        CheckpointError: On every rank: something is missing, damaged, of another shape or another on other ranks;
+            the message names it.
     """
     from safetensors import SafetensorError
 
     first = strategy.mesh.rank == 0
     checkpoint = _together(strategy.mesh, lambda: Checkpoint.find(path, verify and first))
+    digests = strategy.mesh.gather(hashlib.sha256(repr(sorted(checkpoint.files.items())).encode()).hexdigest())
+    if others := [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise CheckpointError(
+            f"{checkpoint.folder} is another checkpoint on rank{'s' * (len(others) > 1)} {', '.join(others)} than on "
+            "rank 0: give every machine the same one"
+        )
     # An older checkpoint names the optimizer of the matrices only.
     if optimizer is not None and checkpoint.optimizer not in (optimizer.kind, optimizer.kind.partition(" for ")[0]):
         raise CheckpointError(

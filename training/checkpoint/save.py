@@ -75,6 +75,7 @@ class Checkpointer:
         keep: int = 3,
         timeout_s: float = 300.0,
         config: dict | None = None,
+        check: Callable[[], str | None] = lambda: None,
         warn: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Remove the drafts of killed runs.
@@ -87,9 +88,12 @@ class Checkpointer:
             keep: How many of the newest checkpoints are kept.
             timeout_s: The longest wait for another rank, in seconds, beyond what its files may take.
             config: The run's configuration, which each checkpoint keeps.
-            warn: Takes a sentence about a save in the background that has failed.
+            check: Called on every rank before its weights are saved; raises where they may not be, or returns a
+                warning.
+            warn: Takes a sentence about a save in the background that has failed, or what ``check`` returns.
         """
-        self.folder, self.strategy, self.optimizer, self.warn = Path(folder), strategy, optimizer, warn
+        self.folder, self.strategy, self.optimizer = Path(folder), strategy, optimizer
+        self.check, self.warn = check, warn
         self._every, self.keep, self._timeout_s = every, keep, timeout_s
         self._mesh, plan = strategy.mesh, strategy.plan
         self.rank, self._alone = self._mesh.rank, self._mesh.size == 1
@@ -168,6 +172,8 @@ class Checkpointer:
             if self.rank == 0:
                 self._amend(final, progress)
             return final
+        if (warning := self.check()) is not None:
+            self.warn(warning)
         scale = self.strategy.loss_scale
         scaled = {"scale": scale.scale, "good_steps": scale.good_steps}
         manifest = {"step": step, **self._about, "loss_scale": scaled, "progress": progress}
