@@ -93,7 +93,7 @@ def describe_rank(setup: Any) -> dict[str, str | None]:
 
 
 def check_weights(strategy: Strategy, allow_mixed: bool = False) -> str | None:
-    """Compare the weights of the ranks that hold the same ones: replicas of a stage, and copies of a tied parameter.
+    """Compare what the ranks hold of the same tensors: replicas, and copies of a tied parameter.
 
     All ranks call it together, between two steps.
 
@@ -113,37 +113,35 @@ def check_weights(strategy: Strategy, allow_mixed: bool = False) -> str | None:
     answers = mesh.gather([socket.gethostname(), _digests_of_weights(strategy)])
     nodes, ranks = [node for node, _ in answers], {}
     for rank, (_, held) in enumerate(answers):
-        for what, digest in held:
-            ranks.setdefault(what, {}).setdefault(digest, []).append(rank)
-    problems = [f"{what}: {_who_has_what(having, nodes)}" for what, having in ranks.items() if len(having) > 1]
+        for tensor, digest in held:
+            ranks.setdefault(tensor, {}).setdefault(digest, []).append(rank)
+    problems = [f"{tensor}: {_who_has_what(having, nodes)}" for tensor, having in ranks.items() if len(having) > 1]
     if not problems:
         return None
     more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    differs = f"ranks that train the same weights have different ones: {'; '.join(problems[:_SHOWN])}{more}"
+    differs = f"ranks do not hold the same weights: {'; '.join(problems[:_SHOWN])}{more}"
     if allow_mixed:
         return f"{differs} (launcher.allow_mixed=true)"
     raise TrainingError(
-        f"{differs}. Their gradients are averaged and their weights are not, so these would stay apart. Give every "
-        "machine the same files (model.init_from, train.resume); where its processors are of several kinds, which may "
-        "round differently, launcher.allow_mixed=true makes this a warning"
+        f"{differs}. Gradients are averaged and weights are not, so they would stay apart. Give every machine the same "
+        "files (model.init_from, train.resume), and keep no numbers in a layer that an evaluation changes; where "
+        "processors of several kinds round differently, launcher.allow_mixed=true makes this a warning"
     )
 
 
 def _digests_of_weights(strategy: Strategy) -> list[tuple[str, str]]:
-    """Return (what this rank holds, a digest of its bits), of parameters and the buffers that are saved.
+    """Return (its canonical name, a digest of its bits) of each parameter, and each buffer that is saved.
 
-    Each stage is one; each copy of a tied parameter, each share of what replicas share is one of its own.
+    Of one that replicas share, it is this rank's share.
     """
-    chain, digests = strategy.chain, {}
-    tied = set(chain.tied.values())
-    for index, stage in zip(strategy.indices, strategy.stages, strict=True):
-        tensors = {chain.canonical(name): tensor for name, tensor in stage.layers.state_dict().items()}
-        for name, tensor in tensors.items():
+    digests = set()
+    for stage in strategy.stages:
+        for name, tensor in stage.layers.state_dict().items():
             part, _, _, shared = rows_of(tensor)
-            what = name if name in tied else f"stage {index}"
-            what = f"share {strategy.mesh.shard} of {what}" if shared else what
-            digests.setdefault((what, index), hashlib.sha256()).update(name.encode() + _bits(part))
-    return sorted({(what, digest.hexdigest()[:_DIGITS]) for (what, _), digest in digests.items()})
+            share = f" (share {strategy.mesh.shard})" if shared else ""
+            digest = hashlib.sha256(_bits(part)).hexdigest()[:_DIGITS]
+            digests.add((strategy.chain.canonical(name) + share, digest))
+    return sorted(digests)
 
 
 def _bits(tensor: Tensor) -> bytes:

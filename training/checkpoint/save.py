@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.errors import CheckpointError
+from common.errors import CheckpointError, TrainingError
 from common.files import flush_path, free_space
 from common.machine import available_memory
 from parallel.sharding import Rows, rows_of
@@ -88,8 +88,7 @@ class Checkpointer:
             keep: How many of the newest checkpoints are kept.
             timeout_s: The longest wait for another rank, in seconds, beyond what its files may take.
             config: The run's configuration, which each checkpoint keeps.
-            check: Called on every rank before its weights are saved; raises where they may not be, or returns a
-                warning.
+            check: Called on every rank with each save; raises where the run may not go on, or returns a warning.
             warn: Takes a sentence about a save in the background that has failed, or what ``check`` returns.
         """
         self.folder, self.strategy, self.optimizer = Path(folder), strategy, optimizer
@@ -164,6 +163,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: With ``wait``, on every rank: it could not be written. Older ones are untouched.
+            TrainingError: On every rank: what ``check`` raises, once the checkpoint is written.
         """
         self.wait_pending()
         self._newest = step
@@ -172,8 +172,6 @@ class Checkpointer:
             if self.rank == 0:
                 self._amend(final, progress)
             return final
-        if (warning := self.check()) is not None:
-            self.warn(warning)
         scale = self.strategy.loss_scale
         scaled = {"scale": scale.scale, "good_steps": scale.good_steps}
         manifest = {"step": step, **self._about, "loss_scale": scaled, "progress": progress}
@@ -188,6 +186,13 @@ class Checkpointer:
                 raise CheckpointError(failure)
         elif copies is None:  # the originals may not change yet
             self._pending.join()
+        try:
+            warning = self.check()
+        except TrainingError:
+            self.wait_pending()  # what was trained is not lost
+            raise
+        if warning is not None:
+            self.warn(warning)
         return final
 
     def wait_pending(self) -> str | None:

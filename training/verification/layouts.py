@@ -202,6 +202,7 @@ class Runs:
             "keep_checkpoints": self.steps + 1, "profile": 0, "trace": False, "max_skipped": 0,
             "resume": before and str(self.path(before) / "plain"),
         }  # fmt: skip
+        tree["launcher"]["allow_mixed"] = True  # weights that come apart are compared tensor by tensor, with causes
         if not own:
             tree |= {"optim": _PLAIN, "scheduler": {"_target_": "training.optimizer.Constant"}, "recipe": None}
         return to_config(tree)
