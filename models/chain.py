@@ -32,7 +32,7 @@ from models.seeds import by_sample, derive_seed, seeded
 
 _MOST_LAYERS = 10_000  # each is a Python object several times over
 CPU = torch.device("cpu")
-
+LOSS = ""  # stands for the chain's loss among the names of layers; no layer has this one
 
 Tensors = Tensor | tuple[Tensor, ...]  # what passes between layers
 

@@ -7,7 +7,7 @@ not cast, and a border declared float32 where the run sends bfloat16 corrupts si
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.errors import PlanError
 from data.dataset import Batch
 from models.batchnorm import StepBatchNorm
-from models.chain import Chain, as_tuple, checked, converted
+from models.chain import LOSS, Chain, Tensors, as_tuple, checked, converted
 from models.seeds import Samples, computing
 from parallel.devices import autocast, between_layers, parameter_dtype
 from parallel.plan import Plan
@@ -153,7 +153,7 @@ def reads_numbers(name: str, layer: nn.Module) -> PlanError:
 
 
 def drawing_by_microbatch(chain: Chain, sample: Batch) -> list[str]:
-    """Find the layers whose random numbers in training depend on how the batch is cut.
+    """Find the layers whose random numbers in training depend on how the batch is cut; ``LOSS`` stands for the loss.
 
     Those are layers that draw by themselves (``F.dropout``, ``nn.MultiheadAttention``, ``torch.rand``), and those in
     which dropout by sample does not find the samples: its input's first dimension is not that of the batch, which
@@ -162,8 +162,8 @@ def drawing_by_microbatch(chain: Chain, sample: Batch) -> list[str]:
     once = sample.to("meta")
     batches = [once, once.map(lambda tensor: torch.cat((tensor, tensor)))]
     inputs = [batch.input_tensors for batch in batches]
-    known: dict[tuple, tuple[bool, list[tuple[Tensor, ...]]]] = {}
-    found = []
+    known: dict[tuple, tuple[bool, list[Tensors]]] = {}
+    found, outputs = [], []
     for layer in chain.layers:
         last = layer is chain.layers[-1]
         key = layer.build, last, *((t.shape, t.dtype) for t in inputs[0])
@@ -178,16 +178,25 @@ def drawing_by_microbatch(chain: Chain, sample: Batch) -> list[str]:
                         if last and hasattr(module, "loss"):
                             _loss(chain, module, tensors, batch.targets)
                         else:
-                            outputs.append(as_tuple(module(*tensors)))
+                            outputs.append(module(*tensors))
                 except Exception:  # a user's code
                     return found
                 seen |= draws.seen
             doubled = [(name, (2 * shape[0], *shape[1:])) for name, shape in notes[0]]
             known[key] = seen or doubled != notes[1], outputs
-        draws_by_itself, inputs = known[key]
+        draws_by_itself, outputs = known[key]
+        inputs = list(map(as_tuple, outputs))
         if draws_by_itself:
             found.append(layer.name)
+    if outputs and _loss_draws(chain, outputs[0], once):
+        found.append(LOSS)
     return found
+
+
+def _loss_draws(chain: Chain, output: Tensors, batch: Batch) -> bool:
+    with torch.no_grad(), _Draws(len(batch), []) as draws, suppress(Exception):  # a user's code
+        chain.loss(output, batch.targets, None)
+    return draws.seen
 
 
 def stage_borders(plan: Plan, chain: Chain, sample: Batch) -> list[tuple[TensorSpec, ...]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models.chain import Chain, Tensors, converted, is_within
+from models.chain import LOSS, Chain, Tensors, as_tuple, converted, is_within
 from models.losses import Sums
 from models.seeds import BySample, Samples, computing, derive_seed, forget, seed_generators
 
@@ -148,7 +148,9 @@ class Stage(nn.Module):
             tensors = tuple(map(self._in_order, output if isinstance(output, tuple) else (output,)))
         if owns_loss:
             return self.compute_layer(last_name, last.loss, where, *tensors, targets, weights)
-        return output if targets is None else self.chain.loss(output, targets, weights)
+        if targets is None:
+            return output
+        return self.compute_layer(LOSS, self.chain.loss, where, output, targets, weights)
 
     def as_sent(self, x: Tensor) -> Tensor:
         """Return ``x`` as it is sent to the next stage: contiguous.
@@ -184,16 +186,16 @@ class Stage(nn.Module):
         return self.chain.channels_last and x.dim() == 4
 
     def compute_layer(
-        self, name: str, layer: Callable, where: tuple[int, int] | None, *tensors: Tensor | None
+        self, name: str, layer: Callable, where: tuple[int, int] | None, *tensors: Tensors | None
     ) -> Tensors | Sums:
-        """Compute a layer, or the loss that it owns, with its random numbers; ``where``: first sample and count."""
+        """Compute a layer, or the loss, with its random numbers; ``where``: first sample and count."""
         if not self.training or where is None:
             return layer(*tensors)
         first, count = where
         # What the layer draws by itself depends on the micro-batch, its dropout on the sample.
         seed = derive_seed(self.seed, self.step, first, name)
         # The inputs' device counts: ``data_parallel`` runs copies of the stage on others.
-        seed_generators(tensors[0].device, seed)
+        seed_generators(as_tuple(tensors[0])[0].device, seed)
         with computing(Samples(count, first, self.seed, self.step), seed):
             return layer(*tensors)
 
@@ -247,7 +249,7 @@ def place_of(error: BaseException, layers: Sequence[str], first: int) -> str:
         backward = backward or frame.f_code.co_name.startswith("backward")
         if frame.f_code is Stage.compute_layer.__code__:
             kind = type(getattr(seen["layer"], "__self__", seen["layer"])).__name__
-            layer = f"layer {seen['name']!r} ({kind})"
+            layer = f"layer {seen['name']!r} ({kind})" if seen["name"] != LOSS else f"the loss ({kind})"
         elif module in ("parallel.strategy", "parallel.local") and "samples" in seen:
             index = seen["samples"][0] // seen["samples"][1]
         elif module in ("parallel.pipe_stage", "parallel.zero_bubble.schedule"):

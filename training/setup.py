@@ -23,7 +23,7 @@ from conf.instantiate import build, check_section, environment, instantiate, tar
 from data.dataset import Batch, DataSet
 from data.loader import TrainBatches
 from launchers import World, run_workers
-from models.chain import Chain
+from models.chain import LOSS, Chain
 from models.given import given_objects, set_given
 from models.lora import adapt
 from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer, stage_shares
@@ -91,10 +91,13 @@ class Setup:
         info = strategy_info(plan.strategy)
         copies = len(plan.devices) if info.several_devices and not info.stages else 1
         each, pieces = plan.microbatch_size // copies, plan.dp * plan.chunks * copies
-        if layers := drawing_by_microbatch(self.chain, self.sample):
+        if drawing := drawing_by_microbatch(self.chain, self.sample):
             size = f"{each}"
+            layers = [name for name in drawing if name != LOSS]
             named = " and ".join([", ".join(layers[:3]), *[f"{len(layers) - 3} more"] * (len(layers) > 3)])
-            draw = f"layers {named} draw by themselves" if len(layers) > 1 else f"layer {named} draws by itself"
+            who = [f"layer{'s' * (len(layers) > 1)} {named}"] * bool(layers)
+            who += [f"the loss {type(self.chain.loss).__name__}"] * (LOSS in drawing)
+            draw = f"{' and '.join(who)} {'draws by itself' if len(drawing) == 1 else 'draw by themselves'}"
             lines.append(f"numbers depend on the micro-batch ({size} sample{'s' * (each > 1)}): {draw}")
         if any(isinstance(module, _BatchNorm) for module in self.chain.skeleton().modules()):
             replicas = plan.dp if self.cfg.parallel.sync_batchnorm else 1

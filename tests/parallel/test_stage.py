@@ -73,6 +73,25 @@ def test_a_layer_that_turns_its_input_changes_nothing_that_depends_on_the_cut(sh
     assert torch.equal(second(first(x, samples=index).clone(), samples=index), stage(chain)(x, samples=index))
 
 
+class Noisy(SquaredError):
+    """Draws by itself."""
+
+    def __call__(self, output: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None) -> Sums:
+        return super().__call__(output + torch.randn_like(output), targets, weights)
+
+
+def loss_of_noise(first: int = 0, **more) -> torch.Tensor:
+    noisy = stage(Chain([LayerSpec("only", nn.Identity)], loss=Noisy()), **more)
+    torch.rand(first + 1)  # whatever was drawn before
+    return noisy(torch.zeros(4, 5), samples=(first, 4), targets=torch.zeros(4, 5))
+
+
+def test_what_a_loss_draws_depends_on_the_micro_batch_alone_as_what_a_layer_draws():
+    assert torch.equal(loss_of_noise(), loss_of_noise())
+    others = [loss_of_noise(), *(loss_of_noise(**other) for other in ({"seed": 4}, {"step": 2}, {"first": 4}))]
+    assert len({loss.item() for loss in others}) == 4
+
+
 def test_evaluation_drops_nothing_and_draws_nothing():
     evaluated = stage(dropouts()).eval()
     before = torch.get_rng_state()

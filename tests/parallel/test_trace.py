@@ -10,7 +10,7 @@ from small_models import chain_and_batches
 from torch import nn
 
 from data.dataset import Batch
-from models.chain import Chain, LayerSpec
+from models.chain import LOSS, Chain, LayerSpec
 from models.losses import SquaredError
 from parallel.devices import autocast, between_layers, parameter_dtype
 from parallel.shape_inference import TensorSpec, drawing_by_microbatch, trace
@@ -116,3 +116,15 @@ DRAWS = {
 def test_layers_whose_numbers_depend_on_the_micro_batch_are_found(build, draws):
     chain = Chain([LayerSpec("first", nn.Identity), LayerSpec("h.0", build)], loss=SquaredError())
     assert drawing_by_microbatch(chain, Batch(torch.ones(4, 8, 6), torch.ones(4))) == ["h.0"] * draws
+
+
+class Noisy(SquaredError):
+    """Draws by itself."""
+
+    def __call__(self, output, targets, weights):
+        return super().__call__(tuple(torch.rand_like(one) for one in output)[0], targets, weights)
+
+
+def test_a_loss_that_draws_is_found_too():
+    chain = Chain([LayerSpec("twice", lambda: Draw(lambda x: (x, x)))], loss=Noisy())
+    assert drawing_by_microbatch(chain, Batch(torch.ones(4, 8), torch.ones(4, 8))) == [LOSS]

@@ -161,10 +161,21 @@ class OwnDropout(torch.nn.Linear):
         return torch.nn.functional.dropout(super().forward(x), 0.1, self.training)
 
 
-def test_the_plan_names_layers_that_draw_by_themselves():
+class Noisy(SquaredError):
+    def __call__(self, output, targets, weights):
+        return super().__call__(output + torch.randn_like(output), targets, weights)
+
+
+def test_the_plan_names_layers_and_losses_that_draw_by_themselves():
     setup = prepare(config("train.global_batch_size=4", "device=cpu"))
     layers = [LayerSpec(f"h.{i}", lambda: OwnDropout(10, 10)) for i in range(5)]
-    for count, said in ((1, "layer h.0 draws by itself"), (5, "layers h.0, h.1, h.2 and 2 more draw by themselves")):
-        mine = replace(setup, chain=Chain(layers[:count], loss=SquaredError()))
+    plain = [LayerSpec("last", lambda: torch.nn.Linear(10, 5))]
+    for drawing, loss, said in (
+        (layers[:1], SquaredError(), "layer h.0 draws by itself"),
+        (layers, SquaredError(), "layers h.0, h.1, h.2 and 2 more draw by themselves"),
+        (plain, Noisy(), "the loss Noisy draws by itself"),
+        ([*layers[:2], *plain], Noisy(), "layers h.0, h.1 and the loss Noisy draw by themselves"),
+    ):
+        mine = replace(setup, chain=Chain(drawing, loss=loss))
         assert mine.by_microbatch == ("4", [f"numbers depend on the micro-batch (4 samples): {said}"])
         assert said in describe(mine)

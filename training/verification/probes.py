@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from common.errors import PlanError
 from data.dataset import Batch
 from models.batchnorm import StepBatchNorm
-from models.chain import CPU, as_tuple, is_within
+from models.chain import CPU, LOSS, as_tuple, is_within
 from parallel.devices import parameter_dtype
 from parallel.shape_inference import drawing_by_microbatch, trace
 from parallel.stage import Stage
@@ -263,7 +263,8 @@ def probe(setup: Setup) -> Iterator[Finding]:
     samples = Batch(*setup.data.train.read(indices, 0)).map(lambda t: t.to(dtype) if t.is_floating_point() else t)
     layers, inputs = [], samples.input_tensors
     for name in chain.names:
-        layers.append(Layer(setup, name, inputs, samples, name in drawing))
+        draws = name in drawing or (name == chain.names[-1] and LOSS in drawing)
+        layers.append(Layer(setup, name, inputs, samples, draws))
         inputs = tuple(layers[-1].seen[True]["given"].values())
     for name, probes in PROBES.items():
         by_layer = {layer: [one for same in probes for one in same(layer, tolerance)] for layer in layers}

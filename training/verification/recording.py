@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.chain import as_tuple
+from models.chain import LOSS, as_tuple
 from models.losses import Sums
 from parallel.stage import Stage
 
@@ -35,7 +35,7 @@ def recorded(step: int, path: Path) -> Iterator[None]:
                 tensor.register_hook(lambda g, i=i: note((*where, backward, i), g, scale))
 
     def compute_layer(stage: Stage, name: str, layer: Any, where: tuple[int, int] | None, *tensors: Any) -> Any:
-        wanted = stage.training and stage.step == step and where is not None
+        wanted = stage.training and stage.step == step and where is not None and name != LOSS
         if wanted:
             watch((name, where[0]), tensors, INPUT, INPUT_GRADIENT, stage.loss_scale)
         output = inner(stage, name, layer, where, *tensors)
