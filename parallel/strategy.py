@@ -101,20 +101,34 @@ class LossScale:
     good_steps: int = 0
     interval: int = 2000
 
+    def __post_init__(self) -> None:
+        self._after_counted = self.scale, self.good_steps
+
     @property
     def factor(self) -> float:
         """What the loss is multiplied by before the backward."""
         return self.scale if self.enabled else 1.0
 
-    def update(self, finite: bool) -> None:
-        """Adapt the scale, once per step, with the same flag on every rank."""
+    def update(self, result: StepResult) -> None:
+        """Adapt the scale, once per step, by what every rank knows of it alike."""
         if not self.enabled:
             return
-        self.good_steps = self.good_steps + 1 if finite else 0
-        if not finite:
+        self.good_steps = self.good_steps + 1 if result.finite else 0
+        if not result.finite:
             self.scale /= 2
         elif self.good_steps == self.interval:
             self.scale, self.good_steps = self.scale * 2, 0
+        if result.usable:
+            self._after_counted = self.scale, self.good_steps
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the scale after the last step that counted: a resumed run does those again that were skipped since."""
+        scale, good_steps = self._after_counted
+        return {"scale": scale, "good_steps": good_steps}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue from what ``state_dict`` has returned."""
+        self.scale, self.good_steps = self._after_counted = float(state["scale"]), int(state["good_steps"])
 
 
 class Strategy(ABC):

@@ -183,7 +183,7 @@ def train(layout: Layout, recipe: Recipe) -> Result:
         outcome = strategy.train_step(mine, step)
         if hook is not None:
             hook.remove()
-        strategy.loss_scale.update(outcome.finite)
+        strategy.loss_scale.update(outcome)
         _double(strategy, plan, recipe.double_gradients_of_stage)
         if recipe.clip is not None:
             strategy.clip_grad_norm_(recipe.clip, outcome.grad_norm)

@@ -206,6 +206,22 @@ def test_a_nan_on_one_rank_has_all_ranks_skip_that_step(ranks, tmp_path, layout,
     assert all(torch.isfinite(tensor).all() for _, tensors in results for tensor in tensors.values())
 
 
+@pytest.mark.parametrize("saved_after", [3, 4], ids=["a step that counted", "a step that was skipped"])
+def test_a_run_in_float16_goes_on_with_the_loss_scale_of_the_weights_that_were_saved(tmp_path, spoil, saved_after):
+    spoil("nan", 4)
+    half = ["train.epochs=null", "train.precision=fp16", "scheduler=constant"]
+    run(tmp_path / "whole", *half, "train.steps=6")
+    run(tmp_path / "halves", *half, f"train.steps={saved_after}")
+    run(tmp_path / "halves", *half, "train.steps=6", "train.resume=auto")
+    scales = {
+        (name, step): json.loads((tmp_path / name / f"checkpoints/step-{step:08d}/manifest.json").read_text())
+        for name, step in (("whole", 6), ("halves", 3), ("halves", 6))
+    }
+    scales = {key: (m["loss_scale"]["scale"], m["loss_scale"]["good_steps"]) for key, m in scales.items()}
+    assert scales == {("whole", 6): (32768.0, 2), ("halves", 3): (65536.0, 3), ("halves", 6): (32768.0, 2)}
+    assert same(saved(tmp_path / "whole", 6), saved(tmp_path / "halves", 6))
+
+
 # -- clipping --------------------------------------------------------------------------------------------------------
 
 

@@ -58,7 +58,7 @@ class Checkpoint:
         step: The step after which it was saved.
         optimizer: The optimizer's class, by its full name.
         layout: The run's plan: parallel, dp, pp, chunks, precision, stages …
-        loss_scale: For float16: scale, good_steps.
+        loss_scale: For float16: scale, good_steps, as they were after that step.
         progress: What the training loop needs to go on.
         config: What the run keeps of its configuration; None in older checkpoints.
         files: Size in bytes and sha256 of each file, by its name.

@@ -77,8 +77,7 @@ def load(path: Path, strategy: Strategy, optimizer: Optimizer | None = None, ver
         strategy.load_state_dict(tensors, lambda name: name not in strategy.chain.unsaved)
         if optimizer is not None:
             _load_optimizer(tensors, strategy, optimizer)
-            scale, state = strategy.loss_scale, checkpoint.loss_scale
-            scale.scale, scale.good_steps = float(state["scale"]), int(state["good_steps"])
+            strategy.loss_scale.load_state_dict(checkpoint.loss_scale)
     except KeyError as error:
         raise CheckpointError(f"{checkpoint.folder} does not fit this model: {error.args[0]}") from error
     except (ValueError, TypeError, OSError, SafetensorError) as error:

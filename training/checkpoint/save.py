@@ -172,9 +172,8 @@ class Checkpointer:
             if self.rank == 0:
                 self._amend(final, progress)
             return final
-        scale = self.strategy.loss_scale
-        scaled = {"scale": scale.scale, "good_steps": scale.good_steps}
-        manifest = {"step": step, **self._about, "loss_scale": scaled, "progress": progress}
+        scale = self.strategy.loss_scale.state_dict()
+        manifest = {"step": step, **self._about, "loss_scale": scale, "progress": progress}
         self._connect()
         files = self._files()
         copies = None if wait else copy_tensors(files, self._writers, self._buffers)
