@@ -163,6 +163,7 @@ class Strategy(ABC):
         self.timeline: Timeline | None = None
         self.loss_scale = LossScale(enabled=plan.precision == "fp16")
         self._dtype, self._replica, self._alone = parameter_dtype(plan.precision), mesh.replica, mesh.size == 1
+        self._averaged = plan.dp if self.loss_scale.enabled else 1  # by what else than its terms a loss is divided
         shares = plan.sharded and mesh.inner_group is not None  # there are others to share with
         self.sharding = Sharding(mesh, self.device.type, plan.reshard) if shares else None
         # One context spans a whole step, so that weights are cast once and not once per micro-batch. A cast that is
@@ -214,8 +215,9 @@ class Strategy(ABC):
         """
         terms = batch.targets.numel()
         self.gradients.clear()
-        # Replicas' gradients are averaged and the global mean divides by dp x terms: each divides by its own terms.
-        with self._step(step, self.loss_scale.factor / terms):
+        # Replicas' gradients are averaged and the global mean divides by dp x terms: each divides by its own terms. In
+        # float16 it divides by dp x terms, so that every number is as large as in one process, and as near to overflow.
+        with self._step(step, self.loss_scale.factor / (self._averaged * terms)):
             self.forward_backward(self._placed(batch))
         self.gradients.finish()
         if self.statistics is not None:
@@ -301,7 +303,7 @@ class Strategy(ABC):
         loss, count, assumed, squares, stops, *metrics = self.all_sum(local)
         # Gradients were divided by the number of terms; where some were padding, by too many.
         factor = assumed / count if count else 1.0
-        factor /= self.loss_scale.factor
+        factor *= self._averaged / self.loss_scale.factor
         self.gradients.multiply(factor)
         norm = math.sqrt(squares) * factor if math.isfinite(squares) else math.nan
         mean = loss / count if count else math.nan
