@@ -43,9 +43,9 @@ class Optimizer:
     """The optimizer of a configuration over what this rank holds; does nothing on a rank without parameters.
 
     Weight decay acts on matrices; biases and the scales of norms are left out unless ``decay_vectors``. ``rates`` has
-    factors on the learning rate of the parameters of some modules. Where the section has ``others``, a second optimizer
-    has all parameters that are not matrices, for an optimizer that is made for matrices (Muon). One fused kernel
-    updates all parameters of one rate where the optimizer and the device have it.
+    factors on the learning rate of the parameters of some modules. Where the section has ``others``, the optimizer is
+    one for the matrices of hidden layers (Muon), and a second one has all other parameters; see ``hidden_matrices``.
+    One fused kernel updates all parameters of one rate where the optimizer and the device have it.
 
     Of shared parameters, an elementwise optimizer updates this rank's rows as plain tensors. One that needs whole
     tensors gets one after the other: parameter, gradient and state are gathered, every rank computes the same update,
@@ -69,8 +69,9 @@ class Optimizer:
         if config.get("others") is None:
             sections = [(config, parameters)]
         else:
-            matrices = [(name, p) for name, p in parameters if p.dim() == 2]
-            rest = [(name, p) for name, p in parameters if p.dim() != 2]
+            hidden = hidden_matrices(strategy.chain)
+            matrices = [(name, p) for name, p in parameters if name in hidden]
+            rest = [(name, p) for name, p in parameters if name not in hidden]
             sections = [(config, matrices), (config["others"], rest)]
         shared = {key: config.get(key) for key in ("decay_vectors", "rates")}
         exact = strategy.plan.precision in ("fp32", "fp64")
@@ -250,7 +251,26 @@ def _share(value: Tensor, like: nn.Parameter) -> Tensor:
 
 def _kind(config: Mapping[str, Any]) -> str:
     kind, others = config["_target_"], (config.get("others") or config)["_target_"]
-    return kind if others == kind else f"{kind} for matrices and {others} for the others"
+    return kind if others == kind else f"{kind} for the matrices of hidden layers and {others} for the others"
+
+
+def hidden_matrices(chain: Chain) -> set[str]:
+    """Return the names of the trainable matrices of a model's hidden layers, the tied ones' canonical names.
+
+    The others are embeddings and the model's output layer, which is the last module that holds a matrix itself, and
+    whatever is tied to them.
+    """
+    outer, found = {chain.embedding}, []
+    for layer_name, layer in chain.skeleton().items():
+        for name, module in layer.named_modules(prefix=layer_name):
+            own = module.named_parameters(name, recurse=False)
+            matrices = {chain.canonical(key): p.requires_grad for key, p in own if p.dim() == 2}
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                outer.update(matrices)
+            if matrices:
+                found.append(matrices)
+    outer.update(*found[-1:])
+    return {name for matrices in found for name, trained in matrices.items() if trained} - outer
 
 
 def _build(config: Mapping, parameters: list[tuple[str, Tensor]], fused: bool) -> torch.optim.Optimizer:
@@ -351,6 +371,17 @@ def check_layout(config: Mapping[str, Any], plan: Plan, chain: Chain) -> None:
                 "gradients (Lion), 'update: per_parameter' where it depends on those of its tensor (LAMB). Otherwise "
                 f"use {ways_out}"
             )
+
+
+def check_others(config: Mapping[str, Any], chain: Chain) -> None:
+    """Check that an optimizer for the matrices of hidden layers has some; raise TrainingError."""
+    if config.get("others") is not None and not hidden_matrices(chain):
+        kind, others = (section["_target_"] for section in (config, config["others"]))
+        raise TrainingError(
+            f"optim: {kind} is for the matrices of hidden layers, and this model trains none: embeddings, the output "
+            f"layer, convolutions, biases and norms have {others} (optim.others). Use that one alone, such as "
+            "optim=adamw"
+        )
 
 
 def check_rates(rates: Mapping[str, float] | None, chain: Chain) -> None:

@@ -37,7 +37,7 @@ from training.checkpoint.configuration import check_fits, checkpoint_of
 from training.checkpoint.init_from import check_base, check_copies, check_start, unseen, vocabulary_with
 from training.evaluate import extents
 from training.first_batch import check_read, check_shapes, check_splits
-from training.optimizer import check_layout, check_optimizer, check_rates, states_of
+from training.optimizer import check_layout, check_optimizer, check_others, check_rates, states_of
 from training.reporting.recorder import sections
 from training.reporting.summary import check_objective
 
@@ -266,6 +266,7 @@ def _check_parameters(setup: Setup) -> None:
 def _check_optimizer_layout(setup: Setup) -> None:
     if setup.cfg.mode in ("train", "plan"):
         check_layout(to_dict(setup.cfg.optim), setup.plan, setup.chain)
+        check_others(to_dict(setup.cfg.optim), setup.chain)
 
 
 def _check_gpus(setup: Setup) -> None:

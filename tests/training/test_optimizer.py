@@ -1,15 +1,18 @@
 """The optimizer: rates by numbers worked out by hand, which parameters decay, how the update runs, what is resumed."""
 
+import json
+import re
+
 import pytest
 import torch
 from composed import config, for_rank, losses, run, run_on_rank, saved
 
-from common.errors import CheckpointError, PlanError
+from common.errors import CheckpointError, PlanError, TrainingError
 from conf.instantiate import add_to_path, to_dict
 from parallel.strategy import Options, build_strategy
-from training.optimizer import Constant, CosineWarmup, Optimizer, Step
+from training.optimizer import Constant, CosineWarmup, Optimizer, Step, hidden_matrices
 from training.run import run as train
-from training.setup import prepare
+from training.setup import build_chain, prepare
 
 ADAMW = ["optim=adamw", "optim.weight_decay=0.5"]
 
@@ -133,12 +136,67 @@ def test_numbers_that_an_optimizer_keeps_outside_of_tensors_are_resumed(own_opti
     assert_it_resumes_with_the_same_bits(own_optimizer(), tmp_path)
 
 
-def test_another_optimizer_for_the_others_is_no_silent_loss_of_its_state(tmp_path):
-    muon = ["optim=muon", "train.epochs=null", "train.steps=2", "train.checkpoint_every=1"]
-    run(tmp_path / "whole", *muon)
-    sgd = "optim.others._target_=torch.optim.SGD"
-    with pytest.raises(CheckpointError, match="AdamW for the others, this run has .* torch.optim.SGD for the others"):
-        run(tmp_path / "other", *muon, sgd, f"train.resume='{tmp_path}/whole/checkpoints/step-00000001'")
+@pytest.mark.parametrize(
+    "before, after, said",
+    [
+        ("optim=muon", "optim=muon optim.others._target_=torch.optim.NAdam",
+         "saved with optim .*AdamW for the others, this run has .*NAdam for the others"),
+        ("optim=sgd", "optim=sgd optim.others={_target_:torch.optim.AdamW,lr:0.1}",
+         "saved with optim torch.optim.SGD, this run has torch.optim.SGD for the matrices of hidden layers and"),
+    ],
+    ids=["another", "one more"],
+)  # fmt: skip
+def test_another_optimizer_for_the_others_is_no_silent_loss_of_its_state(tmp_path, before, after, said):
+    short = ["train.epochs=null", "train.steps=2", "train.checkpoint_every=1"]
+    run(tmp_path / "whole", *before.split(), *short)
+    with pytest.raises(CheckpointError, match=said):
+        resume = f"train.resume='{tmp_path}/whole/checkpoints/step-00000001'"
+        run(tmp_path / "other", *after.split(), *short, resume)
+
+
+MODELS = {
+    "tied": ("gpt2", r"h\.\d\.(attn|mlp)\.c_\w+\.weight", 8),
+    "untied": ("transformer", r"layers\.\d\.(linear\d\.|self_attn.(in_proj_|out_proj\.))weight", 8),
+    "classes": ("classifier", r"fc[123]\.1\.weight", 3),
+}
+
+
+@pytest.mark.parametrize("model, pattern, count", MODELS.values(), ids=MODELS)
+def test_muon_has_the_matrices_of_hidden_layers_and_adamw_embeddings_and_the_output_layer(model, pattern, count):
+    cfg = config(f"model={model}", *["model.n_layer=2"] * (model != "classifier"))
+    chain = build_chain(cfg.model, 100)
+    hidden = hidden_matrices(chain)
+    assert len(hidden) == count and all(re.fullmatch(pattern, name) for name in hidden)
+
+
+def test_adapters_are_hidden_and_what_is_frozen_is_not_trained():
+    cfg = config("model=llama", "model.n_layer=2", "model.lora.rank=4")
+    hidden = hidden_matrices(build_chain(cfg.model, 100))
+    assert len(hidden) == 2 * 2 * 7 and all(".lora_" in name for name in hidden)
+
+
+def test_a_pipeline_s_copies_of_a_tied_embedding_have_adamw_on_every_stage(ranks, text, tmp_path):
+    gpt2 = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=32", *text, "optim=muon"]
+    gpt2 += ["train.epochs=null", "train.steps=1", "train.global_batch_size=4", "train.eval_every=null"]
+    ranks.run(2, run_on_rank, *for_rank(tmp_path, *gpt2, "parallel=pipelined"))
+    state = saved(tmp_path, 1, "optimizer")
+    assert {"embedding.wte.weight/exp_avg", "h.0.attn.c_attn.weight/momentum_buffer"} <= state.keys()
+    manifest = json.loads((tmp_path / "checkpoints/latest/manifest.json").read_text())
+    kinds = "torch.optim.Muon for the matrices of hidden layers and torch.optim.AdamW for the others"
+    assert manifest["optimizer"] == kinds
+
+
+@pytest.mark.parametrize("typed", ["optim.weight_decay=0.3", "optim.others.weight_decay=0.3"])
+def test_what_is_typed_acts_on_what_muon_does_not_take_too(toy, typed):
+    before, after = step_without_gradient(*toy("optim=muon", typed, "optim.others.lr=0.01"), lr=0.02)
+    decay = {"net1.weight": 0.02 * (0.3 if "others" not in typed else 0.1), "net2.weight": 0.01 * 0.3}
+    for name, old in before.items():
+        torch.testing.assert_close(after[name].detach(), old * (1 - decay.get(name, 0.0)))
+
+
+def test_a_model_without_hidden_matrices_is_refused(toy):
+    with pytest.raises(TrainingError, match=r"torch.optim.Muon is for .* this model trains none: .* optim=adamw"):
+        prepare(config("model=convnet", "optim=muon"))
 
 
 def test_state_of_the_weights_dtype_follows_it_when_a_run_is_resumed_in_another_precision(tmp_path):

@@ -66,8 +66,7 @@ def load(path: Path, strategy: Strategy, optimizer: Optimizer | None = None, ver
             f"{checkpoint.folder} is another checkpoint on rank{'s' * (len(others) > 1)} {', '.join(others)} than on "
             "rank 0: give every machine the same one"
         )
-    # An older checkpoint names the optimizer of the matrices only.
-    if optimizer is not None and checkpoint.optimizer not in (optimizer.kind, optimizer.kind.partition(" for ")[0]):
+    if optimizer is not None and checkpoint.optimizer != optimizer.kind:
         raise CheckpointError(
             f"{checkpoint.folder} was saved with optim {checkpoint.optimizer}, this run has {optimizer.kind}: go on "
             "with the same optimizer, or start anew"
