@@ -163,7 +163,7 @@ class Strategy(ABC):
         self.timeline: Timeline | None = None
         self.loss_scale = LossScale(enabled=plan.precision == "fp16")
         self._dtype, self._replica, self._alone = parameter_dtype(plan.precision), mesh.replica, mesh.size == 1
-        self._averaged = plan.dp if self.loss_scale.enabled else 1  # by what else than its terms a loss is divided
+        self._averaged = plan.dp if self.loss_scale.enabled else 1  # a loss is divided by its terms and by this
         shares = plan.sharded and mesh.inner_group is not None  # there are others to share with
         self.sharding = Sharding(mesh, self.device.type, plan.reshard) if shares else None
         # One context spans a whole step, so that weights are cast once and not once per micro-batch. A cast that is
