@@ -111,7 +111,7 @@ class LossScale:
 
     def update(self, result: StepResult) -> None:
         """Adapt the scale, once per step, by what every rank knows of it alike."""
-        if not self.enabled:
+        if not self.enabled or not result.terms:
             return
         self.good_steps = self.good_steps + 1 if result.finite else 0
         if not result.finite:

@@ -172,8 +172,7 @@ class Loop:
         strategy, config = self.strategy, self.config
         locate = partial(first_not_finite, strategy, batch, step)
         skipped = self.skipping.judge(step, result, locate, strategy.loss_scale.enabled)
-        if result.terms:
-            strategy.loss_scale.update(result)
+        strategy.loss_scale.update(result)
         if skipped:
             if self.skipping.place:
                 self.say(f"step {step} is {skipped}, first in {self.skipping.place}")
