@@ -330,7 +330,6 @@ def work(world: World, tree: dict, run_dir: str, given: bytes | None) -> None:
     """What each local worker runs. After a restart it resumes from the newest checkpoint."""
     from launchers.world import restarts
     from training.checkpoint.load import after_restart
-    from training.reporting import SUMMARY
     from training.run import run
     from training.setup import unpack_given
 
@@ -338,7 +337,6 @@ def work(world: World, tree: dict, run_dir: str, given: bytes | None) -> None:
     cfg, folder = to_config(tree), Path(run_dir)
     if restarts() > 0:
         after_restart(cfg, folder)
-        (folder / SUMMARY).unlink(missing_ok=True)  # not all ranks had left after it was written
     run(cfg, folder, world)
 
 

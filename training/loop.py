@@ -94,7 +94,7 @@ class Loop:
         # It names the operation whose backward gave a NaN.
         anomaly = torch.autograd.detect_anomaly(check_nan=True) if config.detect_anomaly else nullcontext()
         with profiled as advance, anomaly:
-            for step, batch in self._batches(first_step):
+            for step, batch in () if self._is_last(first_step - 1) else self._batches(first_step):
                 heartbeat.note(step - 1, f"in step {step}")
                 result = strategy.train_step(batch, step, stopping.wanted(), self.skipping.loss_limit)
                 lr = self.optimizer.base_lr * self.schedule.factor(step, total, self.setup.per_epoch)
@@ -133,14 +133,17 @@ class Loop:
         numbers = {key: getattr(self.outcome, key) for key in _RESUMED}
         called = self.callbacks.state_dict() if self.callbacks.all else {}
         kept = {**numbers, "recipe": self.recipe, "skipping": self.skipping.state_dict(), "callbacks": called}
+        if (reason := self.callbacks.run.stop_reason) is not None:
+            kept |= {"ended_of": self.setup.total_steps, "stop_reason": reason}
         return jsonable(kept)
 
-    def restore(self, progress: dict, path: Path | None) -> None:
+    def restore(self, progress: dict, path: Path | None, ended: bool = False) -> None:
         """Continue an earlier run.
 
         Args:
             progress: What its ``progress()`` was.
             path: The checkpoint that holds it.
+            ended: Whether no step is left to train, even if a callback has ended the run before its last one.
         """
         self.outcome.checkpoint = path
         for key in _RESUMED:
@@ -149,13 +152,15 @@ class Loop:
             self.skipping.load_state_dict(progress["skipping"])
             self.outcome.skipped = self.skipping.skipped
         self.callbacks.load_state_dict(progress.get("callbacks", {}))
+        if ended:
+            self.callbacks.run.stop_reason = progress.get("stop_reason")
 
     def _begin(self, done: int, unevaluated: bool) -> None:
         """Do what was still to be done after step ``done``, which is saved."""
         self.outcome.steps = self.skipping.counted = self._begun = done
         heartbeat.note(done, "meeting the other ranks")
         stops, unevaluated = self.strategy.sum_of(stopping.wanted(), unevaluated)
-        due = unevaluated and done > 0 and is_due(self.config.eval_every, done, done == self.setup.total_steps)
+        due = unevaluated and done > 0 and is_due(self.config.eval_every, done, self._is_last(done))
         if stops:
             self.stop(done)
         if due:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from parallel.mesh import Mesh
 from parallel.plan import Plan
 from parallel.strategy import Options, Strategy, build_strategy
 from training.checkpoint.configuration import checkpoint_of
+from training.checkpoint.files import Checkpoint
 from training.checkpoint.init_from import not_drawn, read_base, start
 from training.checkpoint.load import load, resume
 from training.checkpoint.save import Checkpointer
@@ -37,8 +38,8 @@ from training.evaluate import evaluate_split, problem
 from training.identity import changes, check_ranks, check_weights, follows_total
 from training.loop import Loop
 from training.optimizer import Optimizer
-from training.reporting import SUMMARY
 from training.reporting.console import describe_results, numbers, what_to_type
+from training.reporting.metrics import SUMMARY, read_object
 from training.reporting.recorder import Loggers, Recorder, sections
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
 from training.setup import Setup, build_setup
@@ -98,26 +99,30 @@ def run(
         if resumed is None and starts and setup.chain.base is None:
             start(cfg.model, setup.chain, strategy)
         _warn(strategy.mesh, checkpoints.check())
-        _check_steps_left(setup, strategy, run_dir, done)
-        recorder = _recorder(setup, strategy, run_dir, first_step=done + 1)
+        ended = resumed is not None and _has_ended(setup, checkpoints, resumed)
+        summary = _summary_of(strategy, run_dir, done) if ended else None
+        recorder = _recorder(setup, strategy, run_dir, first_step=done + 1, ended=ended)
         checkpoints.warn = lambda words: recorder.say(f"warning: {words}")
         loop = Loop(setup, strategy, optimizer, checkpoints, recorder)
         if resumed is not None:
-            loop.restore(resumed.progress, resumed.folder)
+            loop.restore(resumed.progress, resumed.folder, ended)
             if (changed := changes(resumed.progress.get("recipe"), loop.recipe, cfg.get(COMMAND))) is not None:
                 recorder.say(f"warning: {changed}")
-        summary = None
+        ranks = []
         try:
-            outcome = loop.run(done + 1, recorder.lacks_evaluation(done))
-            test = _test(setup, strategy, loop)
-            ranks = gather_results(strategy, outcome, optimizer.state_of)
-            summary = _summary(setup, strategy, outcome, test, ranks)
-            loop.callbacks.call("on_end", summary)
+            if summary is None:
+                outcome = loop.run(done + 1, recorder.lacks_evaluation(done))
+                test = _test(setup, strategy, loop)
+                ranks = gather_results(strategy, outcome, optimizer.state_of)
+                summary = _summary(setup, strategy, outcome, test, ranks)
+                loop.callbacks.call("on_end", summary)
+            else:
+                recorder.say(f"step {done} was the last one, and summary.json is written: nothing is left to do")
         finally:
             checkpoints.close()
             recorder.close(summary)
         if world.rank == 0:
-            _report(setup, world, run_dir, outcome, summary, ranks)
+            _report(setup, world, run_dir, loop.outcome, summary, ranks)
         return summary
 
 
@@ -225,18 +230,23 @@ def set_arithmetic(train: Any) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _check_steps_left(setup: Setup, strategy: Strategy, run_dir: Path, done: int) -> None:
-    """Raise TrainingError where a resumed run has no step left to train.
+def _has_ended(setup: Setup, checkpoints: Checkpointer, resumed: Checkpoint) -> bool:
+    """Return whether a run that is resumed in its own directory has no step left to train.
 
-    One that was stopped in the evaluation after its last step is completed by ``train.resume=auto``.
+    It may have been killed after its last checkpoint: what comes after the training is still to be done then.
+
+    Raises:
+        TrainingError: No step is left, and the checkpoint is of another run or of a step after the last one.
     """
-    if done < setup.total_steps:
-        return
-    summarised = strategy.sum_of((run_dir / SUMMARY).exists())[0] > 0
-    if done > setup.total_steps or setup.cfg.train.resume != "auto" or summarised:
+    own = checkpoints.gather(resumed.folder.parent == checkpoints.folder.resolve())[0]
+    if own and resumed.progress.get("ended_of") == setup.total_steps:  # a callback has ended it
+        return True
+    if resumed.step > setup.total_steps or (resumed.step == setup.total_steps and not own):
         raise TrainingError(
-            f"the checkpoint is at step {done} and the run ends at step {setup.total_steps}; set train.steps higher"
+            f"the checkpoint is at step {resumed.step} and the run ends at step {setup.total_steps}; set train.steps "
+            "higher"
         )
+    return resumed.step == setup.total_steps
 
 
 def _allows_mixed(cfg: Any) -> bool:
@@ -248,9 +258,19 @@ def _warn(mesh: Mesh, warning: str | None) -> None:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
-def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) -> Recorder:
+def _summary_of(strategy: Strategy, run_dir: Path, step: int) -> dict[str, Any] | None:
+    """Return the summary.json of a run that ended with ``step``, as rank 0 reads it; None where there is none."""
+    summary = read_object(run_dir / SUMMARY) if strategy.mesh.rank == 0 else None
+    summary = strategy.mesh.gather(summary)[0]
+    return summary if summary.get("steps") == step else None
+
+
+def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int, ended: bool = False) -> Recorder:
     cfg, logger = setup.cfg, None
     if strategy.mesh.rank == 0:
+        if not ended:
+            with suppress(OSError):
+                (run_dir / SUMMARY).unlink()  # of the run that is resumed: it describes fewer steps
         name = f"{cfg.model.name}-{cfg.parallel.name}"
         shown = {key: value for key, value in mask_secrets(to_dict(cfg)).items() if key != COMMAND}
         supplied = {"run_dir": run_dir, "run_config": shown, "run_name": name}
@@ -290,8 +310,8 @@ def _summary(
 def _report(
     setup: Setup, world: World, run_dir: Path, outcome: Outcome, summary: dict, ranks: list[RankResult]
 ) -> None:
-    """Write the timeline, if it was asked for, and print the results."""
-    if setup.cfg.train.trace and setup.plan.pipelined:
+    """Write the timeline, if it was asked for and steps were trained, and print the results."""
+    if setup.cfg.train.trace and setup.plan.pipelined and outcome.seconds:
         from training.reporting.timeline import write_timeline  # it imports matplotlib
 
         intervals = [rank.intervals for rank in ranks]
@@ -299,8 +319,8 @@ def _report(
     headline, *rest = describe_results(summary, run_dir, setup.extents, _idle(setup, world)).split("\n")
     if outcome.checkpoint is not None and setup.cfg.model._target_ != GIVEN:
         link = hydra_word(str(outcome.checkpoint.parents[1]))
-        length = [f"train.steps={2 * outcome.steps}", *["train.epochs=null"] * (setup.cfg.train.epochs is not None)]
-        length += _rate_at_end(setup, outcome.steps)
+        length = [f"train.steps={2 * summary['steps']}", *["train.epochs=null"] * (setup.cfg.train.epochs is not None)]
+        length += _rate_at_end(setup, summary["steps"])
         where = setup.cfg.get(COMMAND, {}).get("where", [])
         rest.append(what_to_type(link, length, where, python=given_objects() is not None))
     print("\n".join([styled(headline, "bold", sys.stdout), *rest]), flush=True)

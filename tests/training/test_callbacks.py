@@ -88,6 +88,15 @@ def test_early_stop_ends_the_run_as_after_its_last_step(tmp_path):
     assert (tmp_path / "checkpoints" / "latest").resolve().name == "step-00000004"
 
 
+def test_a_run_that_early_stop_has_ended_stays_ended_until_it_is_to_be_longer(tmp_path):
+    ended = run_config(early_stop(), tmp_path)
+    assert run_config(early_stop("train.resume=auto"), tmp_path) == ended
+    (tmp_path / "summary.json").unlink()
+    assert run_config(early_stop("train.resume=auto"), tmp_path)["test_loss"] == ended["test_loss"]
+    assert [line["step"] for line in records(tmp_path) if "loss" in line] == [1, 2, 3, 4]
+    assert run_config(early_stop("train.resume=auto", "train.steps=9"), tmp_path)["steps"] == 5
+
+
 def test_a_resumed_run_knows_how_long_it_has_not_been_better(tmp_path):
     first = early_stop("train.steps=3")
     run_config(first, tmp_path)

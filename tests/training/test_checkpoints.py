@@ -4,6 +4,7 @@ Resuming what is damaged: it is named, and the newest whole checkpoint is taken 
 import json
 import os
 import shutil
+import signal
 import time
 
 import pytest
@@ -19,6 +20,7 @@ from training.checkpoint import save
 from training.checkpoint.files import Checkpoint, is_usable, sha256, with_checksum
 from training.loop import Loop
 from training.optimizer import Optimizer
+from training.reporting.recorder import Loggers, Recorder
 
 STEPS = ["train.epochs=null", "train.steps=6", "optim.momentum=0.9"]
 EVERY_2 = [*STEPS, "train.checkpoint_every=2", "train.keep_checkpoints=9"]
@@ -295,6 +297,44 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_is_completed(copy, plai
     assert (copy / "metrics.jsonl").read_text() == lines
     assert resumed["steps"] == 6 and resumed["first_loss"] == losses(plainly)[0]
     assert resumed["test_loss"] is not None
+
+
+def run_and_be_killed(tree, folder, meeting, name):
+    """On each rank of a pool: a run whose rank 0 is killed as it calls a function, or a method, for the first time."""
+    owner, _, method = name.rpartition(".")
+    owner = {"": run_module, "Recorder": Recorder, "Loggers": Loggers}[owner]
+    if dist.get_rank() == 0:
+        setattr(owner, method, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
+    run_on_rank(tree, folder, meeting)
+
+
+@pytest.mark.parametrize("moment", ["_test", "Recorder.close", "Loggers.finish"])
+def test_killed_anywhere_between_its_last_checkpoint_and_its_end_a_run_is_completed_by_the_same_command(
+    ranks, tmp_path, moment
+):
+    words = (*QUIET, *STEPS, "parallel=ddp", "parallel.dp=2", "train.resume=auto", "logger=csv")
+    tree, folder = to_dict(compose(*words)), str(tmp_path)
+    with pytest.raises(AssertionError, match="rank 0 of 2:\nthe process ended"):
+        ranks.run(2, run_and_be_killed, tree, folder, str(tmp_path / "meeting-1"), moment)
+    assert (tmp_path / "summary.json").exists() == (moment == "Loggers.finish")
+    (tmp_path / "checkpoints" / "latest").unlink()
+    for start in (2, 3):  # the third one has nothing to do
+        first, second = ranks.run(2, run_on_rank, tree, folder, str(tmp_path / f"meeting-{start}"))
+        assert first == second == json.loads((tmp_path / "summary.json").read_text())
+        assert first["steps"] == 6 and first["test_loss"] is not None and first["first_loss"] == losses(tmp_path)[0]
+        assert [line["step"] for line in steps(tmp_path)] == [1, 2, 3, 4, 5, 6]
+        assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 7
+        assert os.readlink(tmp_path / "checkpoints" / "latest") == "step-00000006"
+
+
+def test_a_run_that_is_complete_keeps_its_summary_and_computes_nothing(copy, plainly, monkeypatch):
+    shutil.copy(plainly / "summary.json", copy)
+    whole = json.loads((copy / "summary.json").read_text())
+    monkeypatch.setattr(run_module, "evaluate_split", pytest.fail)
+    assert run(copy, *EVERY_2, "train.resume=auto") == whole == json.loads((copy / "summary.json").read_text())
+    assert whole["step_time_s"] > 0, "which only the process that has trained knows"
+    with pytest.raises(TrainingError, match="is at step 6 and the run ends at step 4; set train.steps higher"):
+        run(copy, *EVERY_2, "train.resume=auto", "train.steps=4")
 
 
 # -- whole, and of no use ------------------------------------------------------------------------------------------

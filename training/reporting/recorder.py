@@ -53,8 +53,6 @@ class Recorder:
         if logger is None:
             return
         write_json(run_dir / "environment.json", describe())
-        with suppress(OSError):
-            (run_dir / SUMMARY).unlink()  # of the run that is resumed: it describes fewer steps
         self._metrics = MetricsFile(run_dir / METRICS)
         if resumed:
             self._metrics.truncate_after(first_step - 1)
