@@ -115,6 +115,58 @@ def test_losses_do_not_depend_on_saving(plainly, tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
+# -- where there are no links ----------------------------------------------------------------------------------------
+
+
+def refuse_links(monkeypatch, error):
+    def symlink(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(os, "symlink", symlink)
+
+
+NO_LINKS = [
+    PermissionError(1, "Operation not permitted"),
+    OSError(95, "Operation not supported"),
+    NotImplementedError(),
+]
+
+
+@pytest.mark.parametrize("error", NO_LINKS, ids=lambda error: type(error).__name__)
+def test_without_symbolic_links_old_checkpoints_are_removed_and_latest_and_best_are_found(
+    tmp_path, monkeypatch, caplog, error
+):
+    refuse_links(monkeypatch, error)
+    words = ["train.eval_every=1", "train.checkpoint_every=1", "train.keep_checkpoints=2", "optim.lr=3.0"]
+    run(tmp_path, *STEPS, *words)
+    assert len([record for record in caplog.records if "has no links" in record.message]) == 1
+    found = {line["step"]: line["val_loss"] for line in records(tmp_path) if "val_loss" in line}
+    best = min(found, key=found.get)
+    assert best < 5, "else this test shows nothing"
+    assert names(tmp_path) == [f"step-{n:08d}" for n in (best, 5, 6)]
+    for name, number in {"": 6, "checkpoints": 6, "checkpoints/latest": 6, "checkpoints/best": best}.items():
+        assert Checkpoint.find(tmp_path / name).step == number, name
+    run(tmp_path, *STEPS, *words, "train.resume=auto", "train.steps=7")
+    assert [line["step"] for line in steps(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
+    assert names(tmp_path) == [f"step-{n:08d}" for n in (best, 6, 7)]
+
+
+def test_links_that_can_no_longer_be_changed_do_not_lead_to_older_ones(plainly, tmp_path, monkeypatch):
+    shutil.copytree(plainly, tmp_path / "run", symlinks=True)
+    refuse_links(monkeypatch, NO_LINKS[0])
+    run(tmp_path / "run", *EVERY_2, "train.resume=auto", "train.steps=8")
+    assert Checkpoint.find(tmp_path / "run").step == 8
+
+
+def test_a_run_whose_folder_was_copied_with_its_links_followed_goes_on(plainly, tmp_path):
+    folder = shutil.copytree(plainly, tmp_path / "run", symlinks=False)
+    assert (folder / "checkpoints" / "latest" / "manifest.json").exists()
+    run(folder, *EVERY_2, "train.resume=auto", "train.steps=8")
+    assert os.readlink(folder / "checkpoints" / "latest") == "step-00000008"
+    assert Checkpoint.find(folder).step == 8
+    assert "unused-latest" in names(folder)
+
+
 # -- several ranks ---------------------------------------------------------------------------------------------------
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import operator
 import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +35,8 @@ _DTYPES = {
     "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 _STEP = re.compile(r"step-(\d{8,})")
+
+log = logging.getLogger("training")
 
 
 def step_name(step: int) -> str:
@@ -60,6 +65,7 @@ class Checkpoint:
         layout: The run's plan: parallel, dp, pp, chunks, precision, stages …
         loss_scale: For float16: scale, good_steps, as they were after that step.
         progress: What the training loop needs to go on.
+        best_step: The step of the lowest validation loss so far; None before the first evaluation.
         config: What the run keeps of its configuration; None in older checkpoints.
         files: Size in bytes and sha256 of each file, by its name.
     """
@@ -81,6 +87,8 @@ class Checkpoint:
             self.step, self.optimizer = operator.index(manifest["step"]), manifest["optimizer"]
             self.layout, self.loss_scale = manifest["layout"], manifest["loss_scale"]
             self.progress, self.config = manifest.get("progress", {}), manifest.get("config")
+            best = self.progress.get("best_step")
+            self.best_step = None if best is None else operator.index(best)
             self.files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged: {error!r}") from error
@@ -140,11 +148,27 @@ def _named_by(path: Path) -> Path:
     if (path / MANIFEST).exists():
         return path
     for folder in (path, path / "checkpoints"):
-        if (folder / LATEST).is_dir():
-            return folder / LATEST
-        if steps := step_folders(folder):
-            return steps[-1]
+        if (found := _current(folder, LATEST)) is not None:
+            return found
+    if path.name in (LATEST, BEST) and (found := _current(path.parent, path.name)) is not None:
+        return found
     return path
+
+
+def _current(folder: Path, name: str) -> Path | None:
+    """Return the checkpoint that ``latest`` or ``best`` means in a ``checkpoints`` folder; None where there is none.
+
+    Where the folder has no links, the newest checkpoint is the latest, and says which one is the best.
+    """
+    if (folder / name).is_symlink() and (folder / name).is_dir():
+        return folder / name
+    newest = next(reversed(step_folders(folder)), None)
+    if newest is None:
+        return folder / name if (folder / name).is_dir() else None
+    if name == LATEST:
+        return newest
+    best = Checkpoint(newest).best_step
+    return folder / step_name(best) if best is not None else None
 
 
 # -- the manifest ----------------------------------------------------------------------------------------------------
@@ -275,20 +299,47 @@ def publish(draft: Path, final: Path) -> None:
 
 
 def update_link(folder: Path, name: str, target: str) -> None:
-    """Make the relative link ``name`` lead to ``target``, in one step."""
-    link = folder / f".{name}.tmp"
-    link.unlink(missing_ok=True)
-    link.symlink_to(target)
-    os.replace(link, folder / name)
+    """Make the relative link ``name`` lead to ``target``, in one step.
+
+    Links are a convenience: on a file system without them a warning says so once, and ``Checkpoint.find`` needs none.
+    """
+    link, place = folder / f".{name}.tmp", folder / name
+    try:
+        if place.is_dir() and not place.is_symlink():  # the folder was copied, and its links were followed
+            log.warning("%s is a folder and no link: it is kept as %s", place, set_aside(place).name)
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        os.replace(link, place)
+    except (OSError, NotImplementedError) as error:
+        with suppress(OSError):
+            place.unlink(missing_ok=True)  # it would lead to an older one
+        _tell_of_no_links(folder, getattr(error, "strerror", None) or str(error))
     flush_path(folder)
 
 
-def remove_old(folder: Path, keep: int) -> None:
-    """Remove all checkpoints but the newest ``keep`` and those that ``best`` and ``latest`` lead to."""
-    linked = {os.readlink(folder / name) for name in (LATEST, BEST) if (folder / name).is_symlink()}
+@lru_cache
+def _tell_of_no_links(folder: Path, why: str) -> None:
+    log.warning("%s has no links %s and %s (%s): its newest checkpoint is the latest, and names the best",
+                folder, LATEST, BEST, why)  # fmt: skip
+
+
+def remove_old(folder: Path, keep: int, best: int | None = None) -> None:
+    """Remove all checkpoints but the newest ``keep``, that of the step ``best``, and those that links lead to."""
+    kept = {os.readlink(folder / name) for name in (LATEST, BEST) if (folder / name).is_symlink()}
+    if best is not None:
+        kept.add(step_name(best))
     for old in step_folders(folder)[: -max(keep, 1)]:
-        if old.name not in linked:
+        if old.name not in kept:
             remove(old)
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a folder, so that it is not taken for a checkpoint of this run, and return its new path."""
+    renamed = folder.with_name(UNUSED + folder.name)
+    if renamed.exists():
+        remove(renamed)
+    os.replace(folder, renamed)
+    return renamed
 
 
 def remove(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from training.checkpoint.files import (
     LATEST,
     UNUSED,
     Checkpoint,
-    remove,
+    set_aside,
     step_folders,
     step_name,
     step_of,
@@ -204,16 +203,13 @@ def _make_newest(folder: Path, loaded: Checkpoint | None, quiet: bool) -> None:
     """Make a checkpoint the newest one of its run. Newer ones, damaged or skipped on purpose, are renamed."""
     step = 0
     if loaded is not None:
-        step, best = loaded.step, loaded.progress.get("best_step")
-        update_link(folder, LATEST, loaded.folder.name)
-        if best is not None and (folder / step_name(best)).is_dir():
-            update_link(folder, BEST, step_name(best))
+        step = loaded.step
+        for name, number in ((LATEST, step), (BEST, loaded.best_step)):
+            if number is not None and (folder / step_name(number)).is_dir():
+                update_link(folder, name, step_name(number))
     for newer in step_folders(folder):
         if step_of(newer) > step:
-            renamed = newer.with_name(UNUSED + newer.name)
-            if renamed.exists():
-                remove(renamed)
-            os.replace(newer, renamed)
+            renamed = set_aside(newer)
             if not quiet:  # the damaged ones have been named already
                 _warn(f"{newer} is kept as {renamed.name}: this run goes on from step {step}")
     for name in (LATEST, BEST):

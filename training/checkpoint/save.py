@@ -323,9 +323,10 @@ class _Save(threading.Thread):
         flush_path(self.draft)
         publish(self.draft, final)
         update_link(folder, LATEST, final.name)
-        if self._manifest["progress"].get("best_step") == self.step:
+        best = self._manifest["progress"].get("best_step")
+        if best == self.step:
             update_link(folder, BEST, final.name)
-        remove_old(folder, self._checkpoints.keep)
+        remove_old(folder, self._checkpoints.keep, best)
 
 
 def is_due(every: int | None, step: int, last: bool) -> bool:
