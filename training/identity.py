@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import secrets
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +30,8 @@ from training.reporting.recorder import git_state
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("common", "conf", "data", "launchers", "models", "parallel", "training", "hydra_plugins")
+_APPEARS_S = 10.0  # how long a file may take until another machine sees it
+_POLL_S = 0.1
 _SAMPLES = 8  # of each split
 _DIGITS = 12
 _SHOWN = 3
@@ -76,6 +80,53 @@ def check_ranks(mesh: Mesh, setup: Any) -> str | None:
     raise LaunchError(
         f"{differs}. Give every machine the same working copy, packages, data and weights; launcher.allow_mixed=true "
         "makes this a warning"
+    )
+
+
+def check_run_directory(mesh: Mesh, run_dir: Path, writes: bool, timeout_s: float) -> str | None:
+    """Check that all ranks have the run directory of rank 0, which makes a file there. All ranks call it together.
+
+    Args:
+        mesh: The ranks, connected.
+        run_dir: The run directory.
+        writes: Whether this rank will write a part of each checkpoint.
+        timeout_s: The longest wait for the file, in seconds, where it is less than ``_APPEARS_S``.
+
+    Returns:
+        A warning about ranks that have another directory and write nothing; None where there is none.
+
+    Raises:
+        LaunchError: On every rank: ranks that write have another directory. The message names them.
+    """
+    # A name that no machine has looked for before: network file systems remember for a while what was not there.
+    token = run_dir / mesh.gather(f".shared-{secrets.token_hex(8)}")[0]
+    made = True
+    if mesh.rank == 0:
+        try:
+            token.touch()
+        except OSError:
+            made = False  # that the disk is full, or cannot be written, is said where something is to be kept
+    if not mesh.gather(made)[0]:
+        return None
+    waited_s, deadline = min(_APPEARS_S, timeout_s / 2), time.monotonic()
+    while not (seen := token.exists()) and time.monotonic() < deadline + waited_s:
+        time.sleep(_POLL_S)
+    answers = mesh.gather((seen, writes, socket.gethostname()))
+    if mesh.rank == 0:
+        token.unlink(missing_ok=True)
+    other = {rank: (writing, node) for rank, (saw, writing, node) in enumerate(answers) if not saw}
+    if not other:
+        return None
+    listed = ", ".join(f"{rank} ({node})" for rank, (_, node) in other.items())
+    differs = (
+        f"the run directory {run_dir} is another one on rank{'s' * (len(other) > 1)} {listed} than on rank 0 "
+        f"({answers[0][2]}): a file that rank 0 made there did not appear in {waited_s:g} s"
+    )
+    if not any(writing for writing, _ in other.values()):
+        return f"{differs}. They cannot load a checkpoint, so the run cannot be resumed or restarted"
+    raise LaunchError(
+        f"{differs}. All of them write parts of each checkpoint: set hydra.run.dir to a directory that all machines "
+        "share, or train.checkpoint_every=null"
     )
 
 

@@ -35,7 +35,7 @@ from training.checkpoint.init_from import not_drawn, read_base, start
 from training.checkpoint.load import load, resume
 from training.checkpoint.save import Checkpointer
 from training.evaluate import evaluate_split, problem
-from training.identity import changes, check_ranks, check_weights, follows_total
+from training.identity import changes, check_ranks, check_run_directory, check_weights, follows_total
 from training.loop import Loop
 from training.optimizer import Optimizer
 from training.reporting.console import describe_results, numbers, what_to_type
@@ -79,6 +79,8 @@ def run(
         if cfg.mode == "eval":
             return evaluate_checkpoint(setup, strategy, run_dir)
         optimizer = Optimizer(to_dict(cfg.optim), strategy)
+        writes = cfg.train.checkpoint_every is not None and strategy.mesh.copy == 0
+        _warn(strategy.mesh, check_run_directory(strategy.mesh, run_dir, writes, cfg.parallel.timeout_s))
         checkpoints = Checkpointer(
             run_dir / "checkpoints",
             strategy,
@@ -89,17 +91,16 @@ def run(
             config=kept(cfg),
             check=partial(check_weights, strategy, _allows_mixed(cfg)),
         )
-        resumed, done = None, 0
+        resumed, done, ended = None, 0, False
         if cfg.train.resume is not None:
             resumed = resume(cfg.train.resume, checkpoints.folder, strategy, optimizer)
         if resumed is not None:
-            checkpoints.resumed_from(resumed)
-            done = resumed.step
+            done, own = resumed.step, checkpoints.resumed_from(resumed)
+            ended = _has_ended(setup.total_steps, resumed, own)
         starts = cfg.model.init_from is not None or cfg.model.get("extra_tokens")
         if resumed is None and starts and setup.chain.base is None:
             start(cfg.model, setup.chain, strategy)
         _warn(strategy.mesh, checkpoints.check())
-        ended = resumed is not None and _has_ended(setup, checkpoints, resumed)
         summary = _summary_of(strategy, run_dir, done) if ended else None
         recorder = _recorder(setup, strategy, run_dir, first_step=done + 1, ended=ended)
         checkpoints.warn = lambda words: recorder.say(f"warning: {words}")
@@ -215,6 +216,11 @@ def _process_group(world: World, setup: Setup, store: dist.Store | None) -> Iter
         yield
 
 
+def _warn(mesh: Mesh, text: str) -> None:
+    if mesh.rank == 0:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
 def _weight_bytes(plan: Plan, rank: int) -> int:
     """Return the bytes of the weights that ``rank`` holds."""
     stages = plan.stages_of(plan.mesh(rank).position)
@@ -230,23 +236,21 @@ def set_arithmetic(train: Any) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _has_ended(setup: Setup, checkpoints: Checkpointer, resumed: Checkpoint) -> bool:
-    """Return whether a run that is resumed in its own directory has no step left to train.
+def _has_ended(total: int, resumed: Checkpoint, own: bool) -> bool:
+    """Return whether a run of ``total`` steps, resumed from a checkpoint of its ``own`` or not, has none left to train.
 
     It may have been killed after its last checkpoint: what comes after the training is still to be done then.
 
     Raises:
         TrainingError: No step is left, and the checkpoint is of another run or of a step after the last one.
     """
-    own = checkpoints.gather(resumed.folder.parent == checkpoints.folder.resolve())[0]
-    if own and resumed.progress.get("ended_of") == setup.total_steps:  # a callback has ended it
+    if own and resumed.progress.get("ended_of") == total:  # a callback has ended it
         return True
-    if resumed.step > setup.total_steps or (resumed.step == setup.total_steps and not own):
+    if resumed.step > total or (resumed.step == total and not own):
         raise TrainingError(
-            f"the checkpoint is at step {resumed.step} and the run ends at step {setup.total_steps}; set train.steps "
-            "higher"
+            f"the checkpoint is at step {resumed.step} and the run ends at step {total}; set train.steps higher"
         )
-    return resumed.step == setup.total_steps
+    return resumed.step == total
 
 
 def _allows_mixed(cfg: Any) -> bool:

@@ -3,21 +3,31 @@ Resuming what is damaged: it is named, and the newest whole checkpoint is taken 
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
+import zlib
+from contextlib import redirect_stderr
+from io import StringIO
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from composed import QUIET, compose, losses, records, run, run_on_rank, saved, steps
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from common.errors import CheckpointError, TrainingError, UserError
+from common.errors import CheckpointError, LaunchError, TrainingError, UserError
 from conf.instantiate import to_dict
+from parallel.sharding import Rows
+from training import identity
 from training import run as run_module
 from training.checkpoint import save
-from training.checkpoint.files import Checkpoint, is_usable, sha256, with_checksum
+from training.checkpoint.files import Checkpoint, Content, is_usable, sha256, with_checksum
 from training.loop import Loop
 from training.optimizer import Optimizer
 from training.reporting.recorder import Loggers, Recorder
@@ -217,6 +227,104 @@ def test_a_rank_that_cannot_write_is_named_by_all(ranks, tmp_path, layout, step,
         assert says.format(step=step) in text
         assert "MiB are free at" in text or fault != "full"
     assert names(tmp_path) == left
+
+
+def lose(path, *args):
+    """Writes a file, of which 64 bytes of the last tensor become zeros, as between two machines that share a page."""
+    written = real_write_file(path, *args)
+    with open(path, "r+b") as file:
+        file.seek(-64, os.SEEK_END)
+        file.write(bytes(64))
+    return written
+
+
+real_write_file = save.write_file
+
+
+def run_and_lose(tree, folder, meeting):
+    save.write_file = lose if dist.get_rank() == 1 else real_write_file
+    try:
+        run_on_rank(tree, folder, meeting)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        save.write_file = real_write_file
+
+
+def test_what_a_file_system_loses_of_one_rank_is_noticed_before_anything_old_is_removed(ranks, tmp_path):
+    words = (*QUIET, *EVERY_2, "parallel=fsdp", "parallel.dp=2", "train.keep_checkpoints=1")
+    run(tmp_path, *EVERY_2, "train.steps=2")
+    tree = to_dict(compose(*words, "train.resume=auto"))
+    for said in ranks.run(2, run_and_lose, tree, str(tmp_path), str(tmp_path / "meeting")):
+        assert "step-00000006.tmp/model-00.safetensors of " in said
+        assert "is not what its ranks have written" in said and "the file system lost some of it" in said
+    assert names(tmp_path) == ["best", "latest", "step-00000002"]
+
+
+@given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=4))
+def test_the_checksums_of_all_writers_add_up_to_that_of_the_file_wherever_their_borders_are(content, borders):
+    borders = sorted({0, len(content), *(border for border in borders if border < len(content))})
+    parts = [
+        Content.of(end - begin, zlib.adler32(content[begin:end]), begin) for begin, end in pairwise(borders)
+    ]  # fmt: skip
+    assert sum(reversed(parts), Content()) == Content.of(len(content), zlib.adler32(content))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_only_a_file_that_several_ranks_write_is_opened_for_synchronous_writes(tmp_path, monkeypatch, shared):
+    """So Linux's NFS client sends what was written, and not the rest of its page."""
+    opened, real = [], os.open
+    monkeypatch.setattr(os, "open", lambda path, flags, *rest: opened.append(flags) or real(path, flags, *rest))
+    rows = Rows(torch.ones(2, 3), 0, (4, 3), shared)
+    save.write_file(tmp_path / "model-00.safetensors", {"weight": rows}, True)
+    assert bool(opened[0] & os.O_DSYNC) == shared
+
+
+# -- a run directory that is not shared --------------------------------------------------------------------------------
+
+
+def run_in_own_folder(tree, folder, meeting, checked=True):
+    """On each rank of a pool: one run, in another run directory on each. The summary, or what went wrong."""
+    identity._APPEARS_S, own = 0.3, Path(f"{folder}-of-rank-{dist.get_rank()}")
+    own.mkdir(exist_ok=True)
+    real = run_module.check_run_directory
+    run_module.check_run_directory = real if checked else lambda *_: None
+    said = StringIO()
+    try:
+        with redirect_stderr(said):
+            return run_on_rank(tree, str(own), meeting), said.getvalue()
+    except (CheckpointError, LaunchError) as error:
+        return str(error)
+    finally:
+        run_module.check_run_directory = real
+
+
+@pytest.mark.parametrize("layout", ["pipelined", "fsdp"])
+def test_ranks_that_write_checkpoints_to_other_directories_are_named_before_the_first_step(ranks, tmp_path, layout):
+    tree = to_dict(compose(*QUIET, *EVERY_2, f"parallel={layout}", "parallel.dp=null"))
+    for said in ranks.run(2, run_in_own_folder, tree, str(tmp_path / "run"), str(tmp_path / "meeting")):
+        assert re.search(r"the run directory .* is another one on rank 1 \(.*\) than on rank 0 \(", said)
+        assert "set hydra.run.dir to a directory that all machines share" in said
+    assert not list(tmp_path.glob("*/metrics.jsonl")) and not list(tmp_path.glob("*/.shared-*"))
+
+
+def test_ranks_that_only_read_checkpoints_are_warned_about(ranks, tmp_path):
+    tree = to_dict(compose(*QUIET, *EVERY_2, "parallel=ddp", "parallel.dp=2"))
+    (one, said), (two, _) = ranks.run(2, run_in_own_folder, tree, str(tmp_path / "run"), str(tmp_path / "meeting"))
+    assert one["steps"] == two["steps"] == 6
+    assert "is another one on rank 1" in said and "the run cannot be resumed or restarted" in said
+
+
+@pytest.mark.parametrize("layout, says", [("pipelined", "that rank 1 has written"), ("fsdp", "is not what its ranks")])
+def test_a_directory_that_is_no_longer_shared_costs_no_older_checkpoint(ranks, tmp_path, layout, says):
+    for rank in (0, 1):
+        run(tmp_path / f"run-of-rank-{rank}", *EVERY_2, "train.steps=2")
+    words = ["train.keep_checkpoints=1", "train.resume=auto", f"parallel={layout}", "parallel.dp=null"]
+    tree = to_dict(compose(*QUIET, *EVERY_2, *words))
+    for said in ranks.run(2, run_in_own_folder, tree, str(tmp_path / "run"), str(tmp_path / "meeting"), False):
+        assert "of step 6 could not be written" in said and says in said
+        assert "share the run directory" in said
+    assert names(tmp_path / "run-of-rank-0") == ["best", "latest", "step-00000002"]
 
 
 # -- resuming what is damaged -----------------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ import operator
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.errors import CheckpointError
 from common.files import expand_home, flush_path, parse_json, write_atomically
@@ -29,6 +30,7 @@ LATEST, BEST = "latest", "best"
 UNUSED = "unused-"
 FORMAT = 2
 
+_MODULUS = 65521  # of Adler-32
 _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "int64": "I64",
     "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3",
@@ -214,11 +216,14 @@ def sha256(path: Path) -> str:
 # -- the tensors ----------------------------------------------------------------------------------------------------
 
 
-def write_file(path: Path, tensors: dict[str, Rows], first: bool) -> None:
+def write_file(path: Path, tensors: dict[str, Rows], first: bool) -> Content:
     """Write a safetensors file, or this rank's rows of it, to their place, and flush it.
 
     Where each tensor lies follows from the names, dtypes and shapes alone, so that every rank knows it. The first of
     the writers also writes the header and what is not shared.
+
+    Returns:
+        What was written.
 
     Raises:
         CheckpointError: Weights are not finite: nothing could go on from them.
@@ -232,18 +237,23 @@ def write_file(path: Path, tensors: dict[str, Rows], first: bool) -> None:
             )
     header, starts = lay_out(tensors)
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    # Between ranks that share tensors, borders lie anywhere in a page. Linux's NFS client may send a page as a whole,
+    # with zeros over the bytes of another machine, unless the file is opened for synchronous writes.
+    shared = any(rows.shared for rows in tensors.values())
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (getattr(os, "O_DSYNC", 0) if shared else 0), 0o666)
+    written = Content()
     try:
         if first:
-            _write_at(descriptor, header, 0)
+            written += _write_at(descriptor, header, 0)
         for name, rows in tensors.items():
             if rows.shared or first:
                 before = rows.start * rows.tensor[:1].nbytes if rows.shared else 0
                 content = rows.tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-                _write_at(descriptor, content, starts[name] + before)
+                written += _write_at(descriptor, content, starts[name] + before)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    return written
 
 
 def is_usable(name: str, tensor: Tensor) -> bool:
@@ -275,16 +285,57 @@ def lay_out(tensors: dict[str, Rows]) -> tuple[bytes, dict[str, int]]:
     return header, {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
 
 
-def _write_at(descriptor: int, content: Any, offset: int) -> None:
+def _write_at(descriptor: int, content: Any, offset: int) -> Content:
     content = memoryview(content)
+    written = Content.of(len(content), zlib.adler32(content), offset)
     while content:
-        written = os.pwrite(descriptor, content[: 1 << 30], offset)  # Linux writes 2 GiB at a time, at most
-        content, offset = content[written:], offset + written
+        count = os.pwrite(descriptor, content[: 1 << 30], offset)  # Linux writes 2 GiB at a time, at most
+        content, offset = content[count:], offset + count
+    return written
 
 
-def describe(path: Path) -> dict[str, Any]:
-    """Return the size and the sha256 of a file, read again: it comes from the page cache."""
-    return {"sha256": sha256(path), "bytes": path.stat().st_size}
+def describe(path: Path, written: Content) -> dict[str, Any]:
+    """Return the size and the sha256 of a file, read again: on one machine it comes from the page cache.
+
+    Raises:
+        CheckpointError: It does not hold what its writers have ``written``.
+    """
+    digest, size, checksum = hashlib.sha256(), 0, 1
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+            size, checksum = size + len(block), zlib.adler32(block, checksum)
+    if Content.of(size, checksum) != written:
+        raise CheckpointError(
+            f"{path} of {size} bytes is not what its ranks have written ({written.size} bytes): the file system lost "
+            "some of it, or the ranks do not share the run directory"
+        )
+    return {"sha256": digest.hexdigest(), "bytes": size}
+
+
+class Content(NamedTuple):
+    """A checksum of some bytes of a file that knows their places: those of all writers add up to that of the file.
+
+    Attributes:
+        size: The number of bytes.
+        total: Their sum, modulo 65521 as in Adler-32.
+        weighted: The sum of each times its position in the file, modulo 65521.
+    """
+
+    size: int = 0
+    total: int = 0
+    weighted: int = 0
+
+    @classmethod
+    def of(cls, size: int, checksum: int, offset: int = 0) -> Content:
+        """Return that of ``size`` bytes from ``offset`` on whose Adler-32 is ``checksum``."""
+        total = (checksum & 0xFFFF) - 1
+        from_the_end = (checksum >> 16) - size  # each byte times how many there are from it on
+        return cls(size, total % _MODULUS, ((offset + size) * total - from_the_end) % _MODULUS)
+
+    def __add__(self, other: Content) -> Content:
+        size, total, weighted = map(sum, zip(self, other, strict=True))
+        return Content(size, total % _MODULUS, weighted % _MODULUS)
 
 
 # -- changes of the folder -------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from training.checkpoint.files import (
     LATEST,
     MANIFEST,
     Checkpoint,
+    Content,
     describe,
     publish,
     read_manifest,
@@ -212,11 +213,13 @@ class Checkpointer:
             self._newest = None
         return failure
 
-    def resumed_from(self, checkpoint: Checkpoint) -> None:
-        """Note that the run has loaded a checkpoint, so that it is not saved again."""
+    def resumed_from(self, checkpoint: Checkpoint) -> bool:
+        """Note that the run has loaded a checkpoint, so that it is not saved again; return whether it is its own."""
+        own = self.gather(checkpoint.folder.parent == self.folder.resolve())[0]
         self._newest = checkpoint.step
-        if checkpoint.folder.parent == self.folder.resolve():
+        if own:
             self._saved = checkpoint.step
+        return own
 
     def close(self) -> None:
         """Give a pending save some time to end, on a rank that leaves early. It does not wait for other ranks."""
@@ -270,8 +273,8 @@ class _Save(threading.Thread):
         if sys.platform == "linux":  # there, threads have priorities: training comes first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
-            self._together("written their files", self._write)
-            files = self._together("read their files again", self._describe)
+            written = self._together("written their files", self._write)
+            files = self._together("read their files again", partial(self._describe, written))
             self._together("published it", partial(self._publish, files))
         except CheckpointError as error:
             self.error = f"the checkpoint of step {self.step} could not be written: {error}"
@@ -304,20 +307,36 @@ class _Save(threading.Thread):
                 raise CheckpointError(f"rank {rank}: {error}" if len(answers) > 1 else error)
         return [value for value, _ in answers]
 
-    def _write(self) -> None:
-        """Write this rank's rows."""
-        for name, rows in self._files.items():
-            write_file(self.draft / name, rows, self._checkpoints.first)
+    def _write(self) -> dict[str, Content]:
+        """Write this rank's rows, and return what it has written of each file."""
+        first = self._checkpoints.first
+        return {name: write_file(self.draft / name, rows, first) for name, rows in self._files.items()}
 
-    def _describe(self) -> dict[str, dict]:
-        """Return size and sha256 of the files whose first writer this rank is."""
-        return {name: describe(self.draft / name) for name in self._files if self._checkpoints.first}
+    def _describe(self, written: list[dict[str, Content]]) -> dict[str, dict]:
+        """Return size and sha256 of the files whose first writer this rank is, of which each rank has ``written``."""
+        if not self._checkpoints.first:
+            return {}
+        parts = {name: [Content(*part[name]) for part in written if name in part] for name in self._files}
+        return {name: describe(self.draft / name, sum(own, Content())) for name, own in parts.items()}
 
     def _publish(self, described: list[dict[str, dict]]) -> None:
-        """Complete the draft and give it its name, on rank 0. Raises OSError; older checkpoints are untouched then."""
+        """Complete the draft and give it its name, on rank 0. Older checkpoints are untouched if that fails.
+
+        Raises:
+            OSError: The disk is full, or cannot be written.
+            CheckpointError: A rank's file is not there as that rank has described it.
+        """
         if self._checkpoints.rank != 0:
             return
         files = {name: entry for part in described for name, entry in sorted(part.items())}
+        for rank, part in enumerate(described):
+            for name, entry in part.items():
+                path = self.draft / name
+                if not path.exists() or path.stat().st_size != entry["bytes"]:
+                    raise CheckpointError(
+                        f"{path} is not the file of {entry['bytes']} bytes that rank {rank} has written: the ranks do "
+                        "not share the run directory"
+                    )
         folder, final = self.draft.parent, self.draft.with_name(step_name(self.step))
         write_manifest(self.draft / MANIFEST, {**self._manifest, "files": files})
         flush_path(self.draft)
