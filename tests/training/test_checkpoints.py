@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import time
 import zlib
 from contextlib import redirect_stderr
@@ -278,6 +279,38 @@ def test_only_a_file_that_several_ranks_write_is_opened_for_synchronous_writes(t
     rows = Rows(torch.ones(2, 3), 0, (4, 3), shared)
     save.write_file(tmp_path / "model-00.safetensors", {"weight": rows}, True)
     assert bool(opened[0] & os.O_DSYNC) == shared
+
+
+def run_and_count_writers(tree, folder, meeting, hosts):
+    """On each rank of a pool: how many processes on its machine copy at the same time, as each save counts them."""
+    real_copy, real_name, counted = save.copy_tensors, socket.gethostname, set()
+
+    def counting(files, writers, buffers):
+        counted.add(writers)
+        return real_copy(files, writers, buffers)
+
+    save.copy_tensors, own = counting, hosts[dist.get_rank()]
+    socket.gethostname = lambda: own
+    try:
+        run_on_rank(tree, folder, meeting)
+        return counted
+    finally:
+        save.copy_tensors, socket.gethostname = real_copy, real_name
+
+
+@pytest.mark.parametrize(
+    "layout, hosts, writers",
+    [
+        ("fsdp", ["a", "a"], [{2}, {2}]),
+        ("fsdp", ["a", "b"], [{1}, {1}]),
+        ("pipelined", ["a", "b"], [{1}, {1}]),
+        ("ddp", ["a", "a"], [{1}, {1}]),  # one of them writes
+    ],
+)
+def test_memory_for_copies_is_counted_by_machine(ranks, tmp_path, layout, hosts, writers):
+    tree = to_dict(compose(*QUIET, *EVERY_2, f"parallel={layout}", "parallel.dp=null"))
+    found = ranks.run(2, run_and_count_writers, tree, str(tmp_path), str(tmp_path / "meeting"), hosts)
+    assert found == writers
 
 
 # -- a run directory that is not shared --------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -99,7 +100,7 @@ class Checkpointer:
         self.rank, self._alone = self._mesh.rank, self._mesh.size == 1
         # What this rank writes: nothing, its rows of files, or also what each file has once.
         self._writes, self.first = self._mesh.copy == 0, self._mesh.shard == 0
-        self._writers = plan.pp * self._mesh.shards
+        self._writers = 1  # on this machine
         self._about = {
             "seed": strategy.options.seed,
             "optimizer": optimizer.kind,
@@ -249,7 +250,10 @@ class Checkpointer:
         if self._alone or self.group is not None:
             return
         own = sum(rows.tensor.nbytes for part in self._files().values() for rows in part.values())
-        patience = timedelta(seconds=self._timeout_s + max(self.gather(own)) / _SLOWEST_DISK)
+        node = socket.gethostname()
+        others = self.gather((node, own))
+        self._writers = sum(where == node and size > 0 for where, size in others)
+        patience = timedelta(seconds=self._timeout_s + max(size for _, size in others) / _SLOWEST_DISK)
         self.group = dist.new_group(backend="gloo", timeout=patience)
 
 
@@ -384,7 +388,8 @@ def copy_tensors(files: Files, writers: int, buffers: dict[str, Tensor]) -> File
     copy.
 
     Returns:
-        The copies, or None where memory does not suffice for as many as ``writers`` processes make at the same time.
+        The copies, or None where this machine's memory does not suffice for as many as its ``writers`` make at the same
+        time.
     """
     tensors = {name: rows.tensor for part in files.values() for name, rows in part.items()}
     new = {name: tensor for name, tensor in tensors.items() if name not in buffers}
