@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,6 +62,12 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
         raise
     flush_path(folder.parent)
+
+
+def check_regular(path: Path) -> None:
+    """Raise OSError where a path leads to a device, a pipe or a socket, which might never end, or to a folder."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def expand_home(path: str | os.PathLike) -> Path:

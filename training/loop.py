@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from common.errors import TrainingError
+from common.errors import CheckpointError, TrainingError
 from common.files import jsonable
 from conf.instantiate import build
 from data.dataset import Batch
@@ -144,14 +144,22 @@ class Loop:
             progress: What its ``progress()`` was.
             path: The checkpoint that holds it.
             ended: Whether no step is left to train, even if a callback has ended the run before its last one.
+
+        Raises:
+            CheckpointError: It is not what a loop has written.
         """
         self.outcome.checkpoint = path
-        for key in _RESUMED:
-            setattr(self.outcome, key, progress.get(key))
-        if "skipping" in progress:
-            self.skipping.load_state_dict(progress["skipping"])
-            self.outcome.skipped = self.skipping.skipped
-        self.callbacks.load_state_dict(progress.get("callbacks", {}))
+        try:
+            for key in _RESUMED:
+                value = progress.get(key)
+                setattr(self.outcome, key, value if value is None or isinstance(value, int) else float(value))
+            if "skipping" in progress:
+                self.skipping.load_state_dict(progress["skipping"])
+                self.outcome.skipped = self.skipping.skipped
+            called = dict(progress.get("callbacks", {}))
+        except (LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(f"progress in the manifest of {path} cannot be right: {error!r}") from error
+        self.callbacks.load_state_dict(called)
         if ended:
             self.callbacks.run.stop_reason = progress.get("stop_reason")
 
@@ -409,7 +417,7 @@ class Skipping:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Take the ``state_dict`` of the run that is resumed."""
         for name in _DECIDING:
-            setattr(self, name, state[name])
+            setattr(self, name, type(getattr(self, name))(state[name]))
         self._after_counted = self._state()
 
 

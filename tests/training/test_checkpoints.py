@@ -530,6 +530,61 @@ def test_a_run_that_is_complete_keeps_its_summary_and_computes_nothing(copy, pla
         run(copy, *EVERY_2, "train.resume=auto", "train.steps=4")
 
 
+# -- manifests that others have made -----------------------------------------------------------------------------------
+
+
+def rewrite_manifest(folder, change):
+    """Changes the manifest of a checkpoint as its ``change`` does, and makes its checksum fit."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(with_checksum(manifest)))
+
+
+def lists(name):
+    return lambda manifest: manifest["files"].update({name: {"bytes": 0, "sha256": "0" * 64}})
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda manifest: manifest.update(progress="x"), "manifest.json is damaged: "),
+        (lambda manifest: manifest["progress"].update(best_step="x"), "manifest.json is damaged: "),
+        (lambda manifest: manifest["progress"].update(skipping="x"), "progress in the manifest .* cannot be right"),
+        (
+            lambda manifest: manifest["progress"].update(best_val_loss=[1]),
+            "progress in the manifest .* cannot be right",
+        ),
+        (lambda manifest: manifest["progress"].update(callbacks=3), "progress in the manifest .* cannot be right"),
+        (lambda manifest: manifest["files"]["model-00.safetensors"].update(bytes="x"), "manifest.json is damaged: "),
+        (lambda manifest: manifest["files"]["model-00.safetensors"].update(sha256=None), "its sha256 is .* says None"),
+        (lists("/dev/zero"), "/dev/zero is not the name of a file in its folder"),
+        (lists("../step-00000004/model-00.safetensors"), "model-00.safetensors is not the name of a file"),
+        (lists(".."), r"\.\. is not the name of a file in its folder"),
+    ],
+)
+def test_a_manifest_that_cannot_be_right_is_named(copy, change, says):
+    shutil.rmtree(step(copy, 4))
+    shutil.rmtree(step(copy, 2))
+    rewrite_manifest(step(copy, 6), change)
+    with pytest.raises(CheckpointError, match=says):
+        run(copy, *EVERY_2, "train.steps=8", f"train.resume={step(copy, 6)}")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model-00.safetensors", "a-link.safetensors"])
+def test_a_pipe_or_a_device_in_a_checkpoint_is_named_and_not_read(copy, name):
+    path = step(copy, 6) / name
+    if name.startswith("a-link"):
+        path.symlink_to("/dev/zero")
+        rewrite_manifest(step(copy, 6), lists(name))
+    else:
+        path.unlink()
+        os.mkfifo(path)
+        if name.startswith("model"):
+            rewrite_manifest(step(copy, 6), lists(name))
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read: .*not a regular file"):
+        Checkpoint(step(copy, 6), verify=True)
+
+
 # -- whole, and of no use ------------------------------------------------------------------------------------------
 
 

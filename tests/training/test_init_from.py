@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -216,3 +217,16 @@ def test_any_other_model_starts_from_its_own_export(tmp_path):
     assert all(torch.equal(again[name], wanted[name]) for name in wanted)
     with pytest.raises(TrainingError, match=r"net1.weight has \(10, 10\), the model \(20, 10\)"):
         prepare(config(*length, from_export, "model.hidden=20"))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "config.json", None])
+def test_a_pipe_or_a_device_is_named_and_not_read(recipe, published, tmp_path, name):
+    if name is None:
+        path = folder = "/dev/zero"
+    else:
+        folder = shutil.copytree(published, tmp_path / "published")
+        path = folder / name
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+    with pytest.raises(TrainingError, match=f"{path} is a device, a pipe or a socket"):
+        prepare(config(*recipe, f"model.init_from={folder}"))

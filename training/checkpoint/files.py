@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.errors import CheckpointError
-from common.files import expand_home, flush_path, parse_json, write_atomically
+from common.files import check_regular, expand_home, flush_path, parse_json, write_atomically
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,7 +91,8 @@ class Checkpoint:
             self.progress, self.config = manifest.get("progress", {}), manifest.get("config")
             best = self.progress.get("best_step")
             self.best_step = None if best is None else operator.index(best)
-            self.files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+            described = manifest["files"].items()
+            self.files = {_inside(name): (operator.index(e["bytes"]), str(e["sha256"])) for name, e in described}
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged: {error!r}") from error
         for name, (size, checksum) in self.files.items():
@@ -133,8 +134,16 @@ class Checkpoint:
         return None
 
 
+def _inside(name: str) -> str:
+    """Return the name of a file in the checkpoint's folder; raise ValueError if it leads elsewhere."""
+    if name in ("", ".", "..") or Path(name).name != name:
+        raise ValueError(f"{name} is not the name of a file in its folder")
+    return name
+
+
 def _check_file(path: Path, size: int, checksum: str | None) -> None:
     try:
+        check_regular(path)
         found = path.stat().st_size
         if found != size:
             raise CheckpointError(f"{path} has {found} bytes, the manifest says {size}: the checkpoint is damaged")
@@ -183,6 +192,7 @@ def read_manifest(path: Path) -> dict:
         CheckpointError: The file cannot be read, is damaged, or is something else.
     """
     try:
+        check_regular(path)
         manifest = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -259,6 +259,9 @@ class _Padded:
 
 def _files(path: Path) -> list[Path]:
     given = f"model.init_from={path}"
+    for entry in [path, *(path.iterdir() if path.is_dir() else ())]:
+        if entry.exists() and not entry.is_file() and not entry.is_dir():
+            raise TrainingError(f"{given}: {entry} is a device, a pipe or a socket, which might never end; give a file")
     if path.is_dir():
         if (path / "manifest.json").exists():
             word = shlex.quote(f"checkpoint={path}")
