@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import secrets
 import socket
@@ -109,11 +110,12 @@ def check_run_directory(mesh: Mesh, run_dir: Path, writes: bool, timeout_s: floa
     if not mesh.gather(made)[0]:
         return None
     waited_s, deadline = min(_APPEARS_S, timeout_s / 2), time.monotonic()
-    while not (seen := token.exists()) and time.monotonic() < deadline + waited_s:
+    while not (seen := os.path.exists(token)) and time.monotonic() < deadline + waited_s:
         time.sleep(_POLL_S)
     answers = mesh.gather((seen, writes, socket.gethostname()))
     if mesh.rank == 0:
-        token.unlink(missing_ok=True)
+        with suppress(OSError):
+            token.unlink()
     other = {rank: (writing, node) for rank, (saw, writing, node) in enumerate(answers) if not saw}
     if not other:
         return None
@@ -125,8 +127,8 @@ def check_run_directory(mesh: Mesh, run_dir: Path, writes: bool, timeout_s: floa
     if not any(writing for writing, _ in other.values()):
         return f"{differs}. They cannot load a checkpoint, so the run cannot be resumed or restarted"
     raise LaunchError(
-        f"{differs}. All of them write parts of each checkpoint: set hydra.run.dir to a directory that all machines "
-        "share, or train.checkpoint_every=null"
+        f"{differs}. Parts of each checkpoint would be written there: set hydra.run.dir to a directory that all "
+        "machines share, or train.checkpoint_every=null"
     )
 
 
