@@ -216,9 +216,9 @@ def _process_group(world: World, setup: Setup, store: dist.Store | None) -> Iter
         yield
 
 
-def _warn(mesh: Mesh, text: str) -> None:
-    if mesh.rank == 0:
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+def _warn(mesh: Mesh, warning: str | None) -> None:
+    if warning is not None and mesh.rank == 0:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
 def _weight_bytes(plan: Plan, rank: int) -> int:
@@ -255,11 +255,6 @@ def _has_ended(total: int, resumed: Checkpoint, own: bool) -> bool:
 
 def _allows_mixed(cfg: Any) -> bool:
     return cfg.launcher.get("allow_mixed", False)
-
-
-def _warn(mesh: Mesh, warning: str | None) -> None:
-    if warning is not None and mesh.rank == 0:
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
 def _summary_of(strategy: Strategy, run_dir: Path, step: int) -> dict[str, Any] | None:
