@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from conf import COMMAND, help_page
 from conf.composition import check_keys, compose, compose_and_run, is_override, quote_values, with_schema
 from launchers import World
-from training.app import clear_errors, completed, execute, follow, plain, saved_config
+from training.app import clear_errors, completed, execute, follow, leading, plain, saved_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,21 +34,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             world = World.detect()
             if world is not None and world.rank > 0:
                 follow(world, arguments)
-            elif {"-h", "--help"} & set(arguments):
-                print(help_page(), end="", flush=True)
-            else:
-                from training.reporting.run_directory import locked_directories
-
-                words = quote_values(arguments)
-                saved = saved_config(words)
-                if saved is not None and {"--cfg", "-c"} & set(words):  # of which Hydra would show the files' part
-                    print(OmegaConf.to_yaml(compose(list(filter(is_override, words)), words, saved=saved)))
-                    return 0
-                with locked_directories():
-                    compose_and_run(partial(run, saved=saved), words, saved.words if saved else ())
+                return 0
+            with leading(world, arguments):
+                _lead(arguments)
     except SystemExit as leaving:  # Hydra leaves this way after --cfg
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     return 0
+
+
+def _lead(arguments: Sequence[str]) -> None:
+    """Do what a command line says, in the one process of a run that reads it."""
+    from training.reporting.run_directory import locked_directories
+
+    if {"-h", "--help"} & set(arguments):
+        print(help_page(), end="", flush=True)
+        return
+    words = quote_values(arguments)
+    saved = saved_config(words)
+    if saved is not None and {"--cfg", "-c"} & set(words):  # of which Hydra would show the files' part
+        print(OmegaConf.to_yaml(compose(list(filter(is_override, words)), words, saved=saved)))
+        return
+    with locked_directories():
+        compose_and_run(partial(run, saved=saved), words, saved.words if saved else ())
 
 
 def run(cfg: Any, hydra_section: Any, saved: Any = None) -> float | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from common.errors import UserError
 from common.files import expand_home
 from common.machine import changed_environment
 from conf import CHOSEN, FOLDER, ON_TOP, TRAINED, masking
-from conf.instantiate import add_to_path, is_ours, literal, targets, why_foreign
+from conf.instantiate import add_to_path, is_ours, literal, to_dict, why_foreign
 from conf.messages import unknown_key
 from conf.schema import Root, register
 from launchers.world import launcher_start
@@ -34,6 +36,9 @@ from launchers.world import launcher_start
 GROUPS = (*CHOSEN, "parallel", "launcher", "logger")  # of which a run needs an option each
 # What a checkpoint does not keep.
 _WHERE = ("device", "parallel", "cluster", "launcher", "logger", "loggers", "callbacks", "import_from")
+# What a rank takes from rank 0 only where its own command line gives the same: it is executed, read or written here.
+_GUARDED = ("parallel.env", "data", "callbacks", "checkpoint", "model.init_from")
+_ANY = "\0"  # stands for what each process names by itself: the time of its start
 _LISTED = {"logger@loggers.": "logger", "callback@callbacks.": "callbacks"}  # groups of which several may be chosen
 
 
@@ -213,8 +218,9 @@ def compose(
     path = str(folder).replace("\\", "\\\\").replace("'", "\\'")
     search = [] if folder is None else [f"hydra.searchpath=['file://{path}']"]
     words = [*(saved.words if saved is not None else ()), *expand_lists(overrides)]
+    name = get_args_parser().parse_known_args(arguments)[0].config_name or "train"
     with hydra.initialize_config_dir(str(FOLDER), version_base="1.3"):
-        cfg = hydra.compose("train", [*words, *search], return_hydra_config=True)
+        cfg = hydra.compose(name, [*words, *search], return_hydra_config=True)
     choices = cfg.hydra.runtime.choices
     if not with_hydra:
         with open_dict(cfg):
@@ -225,27 +231,93 @@ def compose(
     return cfg
 
 
-def check_received(tree: Mapping[str, Any], arguments: Sequence[str]) -> None:
+@dataclass(frozen=True)
+class OwnCommand:
+    """What a rank's own command line composes, to judge what rank 0 sends.
+
+    Attributes:
+        tree: The configuration, as plain data.
+        run_dir: Which run directories are its own: a regular expression, as time and run id are rank 0's.
+    """
+
+    tree: Mapping[str, Any]
+    run_dir: str
+
+
+def compose_own(
+    arguments: Sequence[str], saved: Any = None, replaced: Callable[[Any], Any] = lambda cfg: cfg
+) -> OwnCommand:
+    """Compose the configuration of this rank's own command line.
+
+    Args:
+        arguments: The command line.
+        saved: What a checkpoint knows (training.checkpoint.configuration.SavedConfig).
+        replaced: What a Python program makes of the configuration.
+
+    Raises:
+        HydraException: Where it cannot be composed.
+    """
+    cfg = compose([word for word in arguments if is_override(word)], arguments, with_hydra=True, saved=saved)
+    for name in ("began", "now", "run_id"):
+        OmegaConf.register_new_resolver(name, lambda *given: _ANY, replace=True)
+    HydraConfig.instance().set_config(cfg)
+    run_dir = re.escape(os.path.abspath(cfg.hydra.run.dir)).replace(_ANY, r"[\w-][\w.-]*")
+    with open_dict(cfg):
+        del cfg.hydra
+    return OwnCommand({**to_dict(replaced(cfg)), "import_from": code_folders(arguments)}, run_dir)
+
+
+def check_received(tree: dict[str, Any], run_dir: str, own: OwnCommand) -> None:
     """Check rank 0's configuration on another rank: it has come through a store that others may reach.
+
+    What it could have executed, written or read here must be what this rank's own command line names: variables of the
+    environment, paths, and every section with code besides this project's and torch's.
 
     Args:
         tree: The configuration, as plain data. Its ``import_from`` becomes this rank's own.
-        arguments: What was typed here.
+        run_dir: The run directory.
+        own: What this rank's own command line composes.
 
     Raises:
-        UserError: It names code besides this project's and torch's that this rank's own command line does not name.
+        UserError: Something differs. The message names the keys; values may be secret.
     """
-    tree["import_from"] = code_folders(arguments)
+    tree["import_from"] = own.tree["import_from"]
     add_to_path(tree["import_from"])
-    foreign = {target for target in targets(tree) if why_foreign(target) is not None}
-    if foreign:
-        own = OmegaConf.to_container(compose([word for word in arguments if is_override(word)], arguments))
-        foreign -= set(targets(own))
-    if foreign:
+    foreign = [node for node in _nodes(tree) if why_foreign(node["_target_"]) is not None]
+    mine = [node for node in _nodes(own.tree) if isinstance(node["_target_"], str)]
+    strange = [f"_target_={node['_target_']}" for node in foreign if not any(_agrees(one, node) for one in mine)]
+    strange += [key for key in _GUARDED if _at(tree, key) != _at(own.tree, key)]
+    if _at(tree, "train.resume") not in ("auto", _at(own.tree, "train.resume")):  # auto: found in the run directory
+        strange.append("train.resume")
+    if not re.fullmatch(own.run_dir, run_dir):
+        strange.append(f"hydra.run.dir={run_dir}")
+    if strange:
         raise UserError(
-            f"rank 0 sends _target_={', '.join(sorted(foreign))}, which the command line of this rank does not name: "
-            "give every machine the same command line"
+            f"rank 0 sends {', '.join(sorted(strange))}, which the command line of this rank does not name: give every "
+            "machine the same command line, in the same folder, and the variables that it refers to"
         )
+
+
+def _nodes(tree: Any) -> list[dict]:
+    """Return the sections that name a target, at any depth."""
+    if not isinstance(tree, (dict, list)):
+        return []
+    own = [tree] if isinstance(tree, dict) and "_target_" in tree else []
+    return own + [node for item in (tree.values() if isinstance(tree, dict) else tree) for node in _nodes(item)]
+
+
+def _agrees(own: Any, sent: Any) -> bool:
+    """Return whether rank 0 sends what this rank composes; a size that is open here may be a number."""
+    if isinstance(own, dict) and isinstance(sent, dict):
+        return own.keys() == sent.keys() and all(_agrees(own[key], sent[key]) for key in own)
+    return own == sent or (own is None and isinstance(sent, (int, float)))
+
+
+def _at(tree: Any, path: str) -> Any:
+    """Return what stands at a dotted path of plain data; None where nothing does."""
+    for key in path.split("."):
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree or None  # an empty mapping is as good as none
 
 
 def _for_jobs(overrides: list[str]) -> list[str]:

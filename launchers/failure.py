@@ -42,6 +42,21 @@ class WorkerFailed(LaunchError):
         return f"rank {self.rank} raised\n{self.text}" if self.kind == "exception" else self.text
 
 
+class EndedTogether(LaunchError):
+    """Rank 0 has refused or left the run before it began, and this rank ends with it.
+
+    Attributes:
+        exit_code: Rank 0's.
+    """
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message, exit_code)
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
 @dataclass(frozen=True)
 class Death:
     """A worker that ended before its work was done.
@@ -94,6 +109,8 @@ def is_peer_error(error: BaseException) -> bool:
     from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
     error = _first(error)
+    if isinstance(error, EndedTogether):
+        return True
     if isinstance(error, BrokenPipeError):
         return False  # of a pipe of this process's own: torch reports a lost peer in its own classes
     if isinstance(error, (ConnectionError, DistBackendError, DistNetworkError, DistStoreError)):

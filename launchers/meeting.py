@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import LaunchError
 from launchers import stopping
-from launchers.heartbeat import watched
+from launchers.failure import EndedTogether
+from launchers.heartbeat import Beats, await_keys, poll_s, store_of, watched
 from launchers.world import LOOPBACK, STORE_FILE, World, is_loopback, master_address, restarts
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # another, under one torchrun) reuses it under a prefix of its own, so that it sees none of the first one's keys.
 _opened: dict[str, Store] = {}
 _connections = itertools.count()
+# The store and the places of the rendezvous that this process is in, and its beats.
+_met: tuple[Store, list[Place], Beats] | None = None
+_READY = "ready"  # what rank 0 tells when all ranks are
 
 
 def connect(world: World, timeout_s: float) -> Store | None:
@@ -82,11 +86,15 @@ def connect(world: World, timeout_s: float) -> Store | None:
 
 
 def _exchange(world: World, store: Store, what: str, mine: Any, timeout_s: float) -> list:
-    """Gather what each rank gives, by rank. It polls: a store's own wait() logs C++ frames when it times out."""
-    deadline = time.monotonic() + timeout_s
-    keys = [f"{what}-{rank}" for rank in range(world.size)]
+    """Gather what each rank gives, by rank.
+
+    It polls: a store's own wait() logs C++ frames when it times out. Rank 0 asks for all, and the others for what it
+    has gathered: a thousand ranks that ask for a thousand keys each would keep the store busy.
+    """
+    deadline, pause_s = time.monotonic() + timeout_s, poll_s(world.size)
+    keys, gathered = [f"{what}-{rank}" for rank in range(world.size)], f"{what}-gathered"
     store.set(keys[world.rank], json.dumps(mine))
-    while not store.check(keys):
+    while not store.check(keys if world.rank == 0 else [gathered]):
         if world.origin != "local" and stopping.wanted():  # there may be no one left to come
             raise stopping.Stopped(f"stopped while rank {world.rank} waited for the other ranks")
         if time.monotonic() > deadline:
@@ -96,8 +104,10 @@ def _exchange(world: World, store: Store, what: str, mine: Any, timeout_s: float
                 f"missing: {', '.join(missing)}. Have they ended? Start them with the same MASTER_ADDR, MASTER_PORT "
                 "and WORLD_SIZE, or allow more time"
             )
-        time.sleep(_POLL_S)
-    given = [json.loads(store.get(key)) for key in keys]
+        time.sleep(pause_s)
+    if world.rank == 0:
+        store.set(gathered, json.dumps([json.loads(store.get(key)) for key in keys]))
+    given = json.loads(store.get(gathered))
     store.add(f"seen-{what}", 1)
     # The host stays until the others have seen it: they could not ask any more.
     while world.rank == 0 and store.add(f"seen-{what}", 0) < world.size and time.monotonic() < deadline:
@@ -187,7 +197,6 @@ class Place:
         node: The machine's name.
         address: The machine's IPv4 address.
         port: The port on which the rank listens for the others' probes.
-        timeout_s: How long it waits for others, in seconds, as far as it knows the configuration.
     """
 
     rank: int
@@ -195,7 +204,6 @@ class Place:
     node: str
     address: str
     port: int
-    timeout_s: float
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.node}, {self.address})"
@@ -210,6 +218,9 @@ class Place:
 def rendezvous(world: World, timeout_s: float) -> Iterator[tuple[Store | None, list[Place]]]:
     """Meet the other ranks; while the block runs, let them know what this rank is doing.
 
+    Inside of another one, the ranks have met already and go on with ``timeout_s``: before they read their command lines
+    they know no more than what is typed there.
+
     Args:
         world: This rank's world.
         timeout_s: How long to wait for the others, in seconds.
@@ -222,18 +233,120 @@ def rendezvous(world: World, timeout_s: float) -> Iterator[tuple[Store | None, l
         LaunchError: Ranks do not come or machines cannot reach each other; or the block has failed because others were
             lost and some stand still. The message names the ranks.
     """
+    global _met
+    if _met is not None:
+        store, places, beats = _met
+        store.set_timeout(timedelta(seconds=timeout_s))
+        beats.timeout_s = timeout_s
+        yield store, places
+        return
     store = connect(world, timeout_s)
     if store is None:
         yield None, []
         return
-    places: list[Place] = []
-    names = [f"rank {rank}" for rank in range(world.size)]
-    if world.origin != "local":
-        places = find_peers(world, store, timeout_s)
-        timeout_s = places[0].timeout_s  # rank 0 knows the configuration
-        names = list(map(str, places))
-    with watched(world, store, timeout_s, names):
-        yield store, places
+    places = find_peers(world, store, timeout_s) if world.origin != "local" else []
+    with watched(world, store, timeout_s, _names(world, places)) as beats:
+        _met = store, places, beats
+        try:
+            yield store, places
+        finally:
+            _met = None
+
+
+def _names(world: World, places: list[Place]) -> list[str]:
+    return [str(place) for place in places] or [f"rank {rank}" for rank in range(world.size)]
+
+
+# -- until the run begins: rank 0 prepares it, and the others end with it where it cannot begin -----------------------
+
+
+def tell(store: Store, what: str, content: Any) -> None:
+    """Give the other ranks what they ``hear``."""
+    store.set(what, json.dumps({"content": content}))
+
+
+def hear(world: World, what: str, timeout_s: float, heed: bool = True) -> Any:
+    """Return what rank 0 tells, for which this rank waits as long as rank 0 lives. Call it within ``rendezvous``.
+
+    Args:
+        world: This rank's world.
+        what: What is told.
+        timeout_s: How long rank 0 may be silent, in seconds.
+        heed: Whether a request to stop ends the wait.
+
+    Raises:
+        SystemExit: Rank 0 has done its work without a run.
+        Stopped: Rank 0, or this rank, was told to stop.
+        EndedTogether: Rank 0 has ended with an error.
+        LaunchError: Rank 0 is not heard any more.
+    """
+    store, places, _ = _met
+    await_keys(store, {0: what}, timeout_s, names := _names(world, places), heed)
+    told = json.loads(store.get(what))
+    store.add(f"heard-{what}", 1)
+    if "content" in told:
+        return told["content"]
+    if told["exit_code"] == 0:
+        raise SystemExit(0)
+    if told["exit_code"] == stopping.EXIT_CODE:
+        raise stopping.Stopped(f"stopped before the first step, as {names[0]} was")
+    raise EndedTogether(f"{names[0]} has ended before the first step: {told['message']}", told["exit_code"])
+
+
+def ending(error: BaseException) -> tuple[int, str]:
+    """Return the exit code and the message of an error."""
+    return (stopping.EXIT_CODE if isinstance(error, stopping.Stopped) else 1), str(error)
+
+
+@contextmanager
+def ending_together(
+    store: Store | None, what: str, describe: Callable[[BaseException], tuple[int, str]] = ending
+) -> Iterator[None]:
+    """On rank 0: where the block ends before it has told the others what they ``hear``, they end, too.
+
+    Args:
+        store: The store of ``rendezvous``; None where there is one rank only.
+        what: What is to be told.
+        describe: Returns the exit code and the message of an error.
+    """
+    try:
+        yield
+    except BaseException as error:
+        _tell_end(store, what, *describe(error))
+        raise
+    _tell_end(store, what, 0, "")
+
+
+def _tell_end(store: Store | None, what: str, exit_code: int, message: str) -> None:
+    if store is None or store.check([what]):
+        return
+    store.set(what, json.dumps({"exit_code": exit_code, "message": message}))
+    others, deadline = len(_met[1]) - 1, time.monotonic() + _PROBE_S
+    # The host stays until the others have heard it: they could not ask any more.
+    while store.add(f"heard-{what}", 0) < others and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def ready_together(world: World, timeout_s: float) -> None:
+    """Wait until all ranks call this, as long as each of them lives: one may read its data for the first time.
+
+    Raises as ``hear`` does. Nothing is waited for where the ranks have met in another way than by ``rendezvous``.
+    """
+    if _met is None:
+        return
+    store, places, _ = _met
+    names = _names(world, places)
+    if stopping.wanted():
+        raise stopping.Stopped("stopped before the first step")
+    if world.rank > 0:
+        with store_of(names[0]):
+            store.set(f"ready-{world.rank}", "")
+        hear(world, _READY, timeout_s, heed=False)  # from here on the ranks stop together
+        return
+    with ending_together(store, _READY):
+        others = {rank: f"ready-{rank}" for rank in range(1, world.size)}
+        await_keys(store, others, timeout_s, names)
+        tell(store, _READY, None)
 
 
 def find_peers(world: World, store: Store, timeout_s: float) -> list[Place]:
@@ -248,7 +361,7 @@ def find_peers(world: World, store: Store, timeout_s: float) -> list[Place]:
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     with listen(own_address(), 0) as listener:
         address, port = listener.getsockname()[:2]
-        mine = [world.rank, world.local_rank == 0, node, address, port, timeout_s]
+        mine = [world.rank, world.local_rank == 0, node, address, port]
         places = [Place(*place) for place in _exchange(world, store, "place", mine, timeout_s)]
         me = places[world.rank]
         leaders = [place for place in places if place.leader]

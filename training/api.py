@@ -16,7 +16,7 @@ from conf.composition import check_keys, compose, compose_and_run, quote_values
 from conf.instantiate import check_role
 from launchers import World
 from models.given import GIVEN, set_given
-from training.app import completed, execute, follow, saved_config
+from training.app import completed, execute, follow, leading, saved_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,9 +129,9 @@ def run_words(
     set_given(objects)
     try:
         if world is not None and world.rank > 0:
-            follow(world, overrides)
+            follow(world, overrides, partial(_replaced, config, objects))
             raise SystemExit  # as on the command line, what follows is rank 0's
-        with locked_directories(), _clear_errors():
+        with leading(world, overrides), locked_directories(), _clear_errors():
             words = quote_values(overrides)
             saved = saved_config(words)
             return compose_and_run(partial(_run, act, config, objects, world), words, saved.words if saved else ())
@@ -176,7 +176,7 @@ def _run(act: Callable, config: Any, objects: dict[str, Any], world: World | Non
         if config is not None or objects:
             if objects and world is None and (cfg if config is None else config).launcher.name == "slurm":
                 raise TrainingError("objects of a Python program exist on this machine only: use launcher=local")
-            cfg = with_given(cfg if config is None else config, objects)
+            cfg = _replaced(config, objects, cfg)
             file = run_dir / (hydra.output_subdir or ".hydra") / "config.yaml"
             OmegaConf.save(cfg, file)
             mask_files([file])
@@ -189,6 +189,12 @@ def _trained(cfg: Any, run_dir: Path, world: World | None, hydra: Any, model: Ch
 
     execute(cfg, run_dir, world, hydra)
     return Result(run_dir, read_object(run_dir / SUMMARY), model.tied if model is not None else {})
+
+
+def _replaced(config: Any, objects: dict[str, Any], cfg: Any) -> Any:
+    """Return what a program runs in place of ``cfg``, which its words compose."""
+    cfg = cfg if config is None else config
+    return with_given(cfg, objects) if objects or config is not None else cfg
 
 
 def with_given(cfg: Any, objects: dict[str, Any]) -> Any:

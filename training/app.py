@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +16,20 @@ from omegaconf import OmegaConf, flag_override
 from common.errors import TrainingError, exit_is_failure, printable
 from common.machine import changed_environment, check_memory, styled
 from conf import COMMAND
-from conf.composition import check_received, composed_by, differences, hydra_word, typed_overrides
+from conf.composition import (
+    check_received,
+    compose_own,
+    composed_by,
+    differences,
+    hydra_word,
+    quote_values,
+    typed_overrides,
+)
 from conf.instantiate import add_to_path, environment, to_config, to_dict
 from conf.masking import hide, mask_secrets
 from launchers import Interrupted, WorkerFailed, World, run_workers, start_fork_server, stopping
+from launchers.failure import EndedTogether
+from launchers.heartbeat import note
 from launchers.stopping import Stopped
 from training.planning import is_automatic
 
@@ -29,7 +38,7 @@ if TYPE_CHECKING:
     from training.setup import Setup
 
 ALONE = ("export", "sample")  # modes that need one process whatever the strategy is
-_KEY = "job"
+_JOB = "job"  # what rank 0 tells the others
 _AGAIN = "start it again with the same command"
 _OPEN_FILES = 4096  # that a process may have: a launcher holds several of each worker
 
@@ -47,22 +56,56 @@ def clear_errors() -> Iterator[None]:
     except Stopped as stopped:
         print(stopped, end="\n" if str(stopped) else "", file=sys.stderr)
         raise SystemExit(stopping.EXIT_CODE) from None
-    except Interrupted as interrupted:
-        _fail(str(interrupted), interrupted.exit_code if interrupted.signum in stopping.SIGNALS else 1)
-    except KeyboardInterrupt:
-        _fail("stopped by SIGINT")
-    except Exception as error:
-        from conf.messages import explain
-
-        message = explain(error)
+    except (KeyboardInterrupt, Exception) as error:
+        code, message = _described(error)
         if message is None:
             raise
-        _fail(message)
+        if message:
+            print(f"{styled('error:', 'red', sys.stderr)} {message}", file=sys.stderr)
+        raise SystemExit(code) from None
 
 
-def _fail(message: str, code: int = 1) -> None:
-    print(f"{styled('error:', 'red', sys.stderr)} {printable(hide(message))}", file=sys.stderr)
-    raise SystemExit(code)
+def _described(error: BaseException) -> tuple[int, str | None]:
+    """Return the exit code of an error and its message; None for the message of an error of the program's own."""
+    if isinstance(error, EndedTogether):
+        code, message = error.exit_code, str(error)
+    elif isinstance(error, Interrupted):
+        code, message = error.exit_code if error.signum in stopping.SIGNALS else 1, str(error)
+    elif isinstance(error, KeyboardInterrupt):
+        code, message = 1, "stopped by SIGINT"
+    else:
+        from conf.messages import explain
+
+        code, message = 1, explain(error)
+    return code, message and printable(hide(message))
+
+
+@contextmanager
+def leading(world: World | None, arguments: Sequence[str]) -> Iterator[None]:
+    """Meet the other ranks before anything is read or prepared, on rank 0 of ranks that exist already.
+
+    They wait as long as this rank lives, and end with it where it ends without a run.
+    """
+    if world is None or world.size == 1:
+        yield
+        return
+    from launchers.meeting import ending_together, rendezvous
+
+    if world.origin == "torchrun":
+        stopping.stop_without_parent()
+    with rendezvous(world, _typed_timeout(arguments)) as (store, _), ending_together(store, _JOB, _ended):
+        note(0, "reading the command line and preparing the data")
+        yield
+
+
+def _ended(error: BaseException) -> tuple[int, str]:
+    """Return the exit code of rank 0 after an error, and its message for the other ranks."""
+    if isinstance(error, Stopped):
+        return stopping.EXIT_CODE, ""
+    if isinstance(error, SystemExit):  # Hydra has said why
+        return error.code if isinstance(error.code, int) else int(error.code is not None), "its output says why"
+    code, message = _described(error)
+    return code, message or printable(hide(repr(error)))
 
 
 @exit_is_failure()
@@ -176,6 +219,18 @@ def plain(cfg: Any, hydra: Any) -> Any:
     return cfg
 
 
+@contextmanager
+def _nothing_begun() -> Iterator[None]:
+    """Before the first step, a signal that stops a run ends the preparations."""
+    try:
+        yield
+    except Interrupted as interrupted:
+        if interrupted.signum not in stopping.SIGNALS or stopping.second_signal():
+            raise
+        raise Stopped(f"stopped before the first step; {_AGAIN}") from None
+
+
+@_nothing_begun()
 def prepared(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = ()) -> Setup:
     """Check a run and prepare it, on the submitting side of a queue too; what is left to measure is in ``cfg`` then.
 
@@ -199,22 +254,10 @@ def prepared(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] 
     if is_automatic(cfg):
         from training.planning.choice import choose
 
-        with _nothing_begun():
-            choose(cfg, run_dir, world, words)
+        choose(cfg, run_dir, world, words)
     if _is_queued(cfg, world):
         return prepare_here(cfg)
     return prepare(cfg, *((world.size, world.nodes) if world else ()))
-
-
-@contextmanager
-def _nothing_begun() -> Iterator[None]:
-    """Before the first step, a signal that stops a run ends the preparations."""
-    try:
-        yield
-    except Interrupted as interrupted:
-        if interrupted.signum not in stopping.SIGNALS or stopping.second_signal():
-            raise
-        raise Stopped(f"stopped before the first step; {_AGAIN}") from None
 
 
 def _start_fork_server(cfg: Any, world: World | None, isolated: bool) -> None:
@@ -342,42 +385,58 @@ def work(world: World, tree: dict, run_dir: str, given: bytes | None) -> None:
 
 def _lead(setup, run_dir: Path, world: World) -> None:
     """Rank 0 under torchrun or srun: tell the other ranks what to run and where."""
-    from launchers.meeting import describe_places, rendezvous
+    from launchers.meeting import describe_places, rendezvous, tell
     from training.run import run
 
     cfg = setup.cfg
-    with rendezvous(world, cfg.parallel.timeout_s) as (store, places):
+    with rendezvous(world, cfg.parallel.timeout_s) as (store, places), _requeued(world):
+        if stopping.wanted():
+            raise Stopped("stopped before the first step")
         if store is not None:
             print(describe_places(places), flush=True)
-            store.set(_KEY, json.dumps({"cfg": to_dict(cfg), "run_dir": str(run_dir)}))
-        with _requeued(world):
-            run(cfg, run_dir, world, store, setup)
+            tell(store, _JOB, {"cfg": to_dict(cfg), "run_dir": os.path.abspath(run_dir)})
+        run(cfg, run_dir, world, store, setup)
 
 
-def follow(world: World, arguments: Sequence[str] = ()) -> None:
+def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any], Any] = lambda cfg: cfg) -> None:
     """Run rank 0's job on another rank, under torchrun or srun.
 
     The configuration and the run directory are rank 0's, so that there is one of each. Prints nothing unless it fails.
 
     Args:
         world: Who this rank is.
-        arguments: The command line, for a time-out that is typed there: that of the configuration comes too late.
+        arguments: The command line: for a time-out that is typed there, as that of the configuration comes too late,
+            and to judge what rank 0 sends.
+        replaced: What a Python program makes of the configuration that the command line composes.
     """
-    from datetime import timedelta
-
-    from launchers.meeting import rendezvous
+    from launchers.meeting import hear, rendezvous
     from launchers.worker import redirect_output
     from training.run import run
 
     console, timeout_s = os.dup(2), _typed_timeout(arguments)
-    with rendezvous(world, timeout_s) as (store, _):
-        store.wait([_KEY], timedelta(seconds=timeout_s))
-        job = json.loads(store.get(_KEY))
-        check_received(job["cfg"], arguments)
+    if world.origin == "torchrun":
+        stopping.stop_without_parent()
+    with rendezvous(world, timeout_s) as (_, places):
+        try:  # while rank 0 composes and prepares
+            words = quote_values(arguments)
+            own = compose_own(words, saved_config(words), replaced)
+        except Exception as error:  # rank 0's own is to be heard first
+            own = error
+        try:
+            job = hear(world, _JOB, timeout_s)
+        except EndedTogether as ended:
+            # Under torchrun and srun the ranks of a machine share a console.
+            mine, first = places[world.rank], places[0]
+            said = world.origin == "environment" or (mine.leader and mine.machine != first.machine)
+            raise EndedTogether(str(ended) if said else "", ended.exit_code) from None
+        if isinstance(own, Exception):
+            raise own
+        check_received(job["cfg"], job["run_dir"], own)
+        cfg = to_config(job["cfg"])
         redirect_output(Path(job["run_dir"]) / "logs", world.rank)
         try:
-            with _requeued(world):
-                run(to_config(job["cfg"]), Path(job["run_dir"]), world, store)
+            with rendezvous(world, cfg.parallel.timeout_s) as (store, _), _requeued(world):
+                run(cfg, Path(job["run_dir"]), world, store)
         except Stopped:
             raise Stopped from None  # rank 0 says it
         except BaseException:
@@ -400,8 +459,6 @@ def _requeued(world: World) -> AbstractContextManager:
     """A run in a user's batch script that was told to stop is queued again as the same job."""
     from launchers.slurm.task import requeued
 
-    if world.origin == "torchrun":
-        stopping.stop_without_parent()
     return requeued(world) if world.origin == "slurm" else nullcontext()
 
 

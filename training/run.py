@@ -21,7 +21,7 @@ from conf.composition import hydra_word
 from conf.instantiate import add_to_path, build, environment, to_dict
 from conf.masking import mask_secrets
 from launchers import World
-from launchers.meeting import rendezvous
+from launchers.meeting import ready_together, rendezvous
 from launchers.stopping import Stopped
 from models.given import GIVEN, given_objects
 from parallel.devices import keep_freed_memory, parameter_dtype, share_cores
@@ -75,6 +75,8 @@ def run(
     share_cores(world.local_size, cfg.parallel.threads)
     set_arithmetic(cfg.train)
     setup = setup or build_setup(cfg, world.size, world.nodes)
+    if store is not None:  # the ranks were started one by one, maybe on machines that read their data anew
+        ready_together(world, cfg.parallel.timeout_s)
     with _strategy(setup, world, store) as strategy:
         if cfg.mode == "eval":
             return evaluate_checkpoint(setup, strategy, run_dir)

@@ -23,6 +23,7 @@ from conf.instantiate import build, check_section, environment, instantiate, tar
 from data.dataset import Batch, DataSet
 from data.loader import TrainBatches
 from launchers import World, run_workers
+from launchers.heartbeat import note
 from models.chain import LOSS, Chain
 from models.given import given_objects, set_given
 from models.lora import adapt
@@ -112,6 +113,7 @@ class Setup:
 
 def build_setup(cfg: Any, world_size: int, nodes: int) -> Setup:
     """Build what another process has checked; see ``prepare``."""
+    note(0, "preparing the data")
     chain, data = model_and_data(cfg)
     plan = _plan(cfg, chain, world_size, nodes)
     data.prepare()
@@ -134,7 +136,9 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: H
     setup = Setup(cfg, chain, data, _plan(cfg, chain, world_size, nodes, hardware))
     for check in (_check_parameters, _check_optimizer_layout, _check_gpus, _check_compile):
         check(setup)
+    note(0, "preparing the data")
     data.prepare()
+    note(0, "checking the run")
     for check in (check_splits, check_fit, _check_length_of_run, check_read, check_sample, check_shapes):
         check(setup)
     if cfg.parallel.balance in BALANCES and len(setup.plan.stages) > 1:

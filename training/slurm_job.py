@@ -11,7 +11,6 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from launchers.world import restarts
 from training.reporting.job_record import FAILED, FINISHED, RUNNING, update_job
 from training.reporting.run_directory import EARLIER_ATTEMPT_S, hold, locked_directories, release
 
-_BALANCE = "balance"  # a key of the store
+_BALANCE = "balance"  # what rank 0 tells the others
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def run_as_job(setup: Any, run_dir: Path) -> None:
 def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
     """Run one rank's part of the job (see launchers.slurm.task.work)."""
     from launchers.failure import is_peer_error
-    from launchers.meeting import describe_places, rendezvous
+    from launchers.meeting import describe_places, ending_together, hear, rendezvous, tell
     from training.checkpoint.load import after_restart
     from training.run import run
     from training.setup import describe, prepare
@@ -124,13 +123,13 @@ def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
         with rendezvous(world, cfg.parallel.timeout_s) as (store, places):
             add_to_path(cfg.import_from or ())
             if world.rank > 0:  # what rank 0 has measured counts for all
-                store.wait([_BALANCE], timedelta(seconds=cfg.parallel.timeout_s))
-                cfg.parallel.balance, setup = json.loads(store.get(_BALANCE)), None
+                cfg.parallel.balance, setup = hear(world, _BALANCE, cfg.parallel.timeout_s), None
             else:
-                setup = prepare(cfg, world.size, world.nodes)
-                if store is not None:
-                    store.set(_BALANCE, json.dumps(to_dict(cfg.parallel)["balance"]))
-                hold(run_dir, EARLIER_ATTEMPT_S if restarts() > 0 else 0.0)
+                with ending_together(store, _BALANCE):
+                    setup = prepare(cfg, world.size, world.nodes)
+                    hold(run_dir, EARLIER_ATTEMPT_S if restarts() > 0 else 0.0)
+                    if store is not None:
+                        tell(store, _BALANCE, to_dict(cfg.parallel)["balance"])
                 update_job(run_dir, status=RUNNING)
                 print("\n".join(filter(None, [describe(setup), describe_places(places)])), flush=True)
             run(cfg, run_dir, world, store, setup)

@@ -1,14 +1,17 @@
 """Models, losses and optimizers in a folder of the user's own: ``--config-dir``."""
 
 import json
+import os
 import sys
+from contextlib import nullcontext
 
 import pytest
 from composed import config, records
 from omegaconf import OmegaConf
 
 from common.errors import TrainingError, UserError
-from conf.composition import check_received
+from conf.composition import check_received, compose_own
+from conf.instantiate import literal
 from training import train
 from training.evaluate import record_of
 from training.setup import prepare
@@ -137,18 +140,46 @@ def test_a_layer_whose_output_cannot_be_passed_on_is_named_before_anything_start
         train(*mine, "model=broken", *QUICK, f"hydra.run.dir={tmp_path}/run")
 
 
-def test_a_rank_builds_nothing_that_only_rank_0_has_named():
-    """Its configuration has come through a store that others may reach."""
+DIARY = ["data=digits", "callbacks=[{_target_: mine.Diary, file: a}]", "parallel.env={OMP_PROC_BIND: close}"]
 
-    def sent(target):
-        return {"data": {"_target_": "data.digits.Digits"}, "callbacks": [{"_target_": target}]}
 
-    typed = ["data=digits", "callbacks=[{_target_: mine.Diary}]", "train.steps=3"]
-    check_received(sent("training.callbacks.early_stop.EarlyStop"), [])
-    check_received(sent("mine.Diary"), typed)
-    for target in ("os.system", "torch.hub.load", "training.api.train"):
-        with pytest.raises(UserError, match=f"rank 0 sends _target_={target}, which .* this rank does not name"):
-            check_received(sent(target), typed)
+@pytest.mark.parametrize(
+    ("typed", "changes", "named"),
+    [
+        ([], {}, None),
+        (DIARY, {}, None),
+        (["data=digits", "train.resume=runs/a"], {"train.resume": "auto"}, None),  # of the run directory
+        ([], {"train.steps": 5, "parallel.balance": [1, 2]}, None),
+        (DIARY, {"optim": {"_target_": "os.system", "lr": 1}}, "_target_=os.system"),
+        (DIARY, {"optim": {"_target_": "torch.hub.load"}}, "_target_=torch.hub.load"),
+        (DIARY, {"optim": {"_target_": "training.api.train"}}, "_target_=training.api.train"),
+        (DIARY, {"callbacks": [{"_target_": "mine.Diary", "file": "b"}]}, "_target_=mine.Diary, callbacks"),
+        (DIARY, {"parallel.env": {"LD_PRELOAD": "a.so"}}, "parallel.env"),
+        ([], {"parallel.env": {"GIT_CONFIG_COUNT": "1"}}, "parallel.env"),
+        (["data=digits"], {"data.cache_dir": "/etc"}, "data"),
+        ([], {"model.init_from": "/etc/shadow"}, "model.init_from"),
+        ([], {"train.resume": "/elsewhere"}, "train.resume"),
+        ([], {"checkpoint": "/elsewhere"}, "checkpoint"),
+        ([], {"run_dir": "/etc"}, "hydra.run.dir=/etc"),
+        ([], {"run_dir": "outputs/../../etc/cron.d/b"}, "hydra.run.dir=outputs/../../etc/cron.d/b"),
+        ([], {"run_dir": f"{os.getcwd()}/outputs/../10-00-00-a"}, "hydra.run.dir=.*/outputs/../10-00-00-a"),
+        (["hydra.run.dir=runs/${now:%Y}/b"], {"run_dir": "runs/2026/b"}, None),
+        (["hydra.run.dir=runs/${now:%Y}/b"], {"run_dir": "runs/2026/c"}, "hydra.run.dir=.*/runs/2026/c"),
+    ],
+)
+def test_a_rank_takes_nothing_from_rank_0_that_is_executed_read_or_written_and_that_it_does_not_name(
+    typed, changes, named, monkeypatch
+):
+    """Rank 0's configuration has come through a store that others may reach."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    own = compose_own(typed)
+    sent, run_dir = OmegaConf.create(literal(own.tree)), changes.get("run_dir", "outputs/2026-01-01/10-00-00-abcdef")
+    for key in changes.keys() - {"run_dir"}:
+        OmegaConf.update(sent, key, changes[key], merge=False, force_add=True)
+    received = OmegaConf.to_container(sent)
+    path = run_dir if ".." in run_dir or named == "hydra.run.dir=/etc" else os.path.abspath(run_dir)
+    with nullcontext() if named is None else pytest.raises(UserError, match=f"rank 0 sends {named}, which the command"):
+        check_received(received, path, own)
 
 
 def test_a_loss_that_the_last_layer_computes_cannot_be_replaced(text):

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -27,6 +28,7 @@ from training.reporting.metrics import METRICS, SUMMARY, MetricsFile, read_recor
 SECONDS_BETWEEN_LINES = 5.0
 STEPS_IN_AVERAGE = 30
 PACKAGES = ("torch", "torchvision", "hydra-core", "omegaconf", "wandb", "tiktoken", "safetensors", "numpy")
+_GIT_NEEDS = ("PATH", "HOME", "XDG_CONFIG_HOME")
 
 log = logging.getLogger("training")
 
@@ -233,19 +235,22 @@ def git_state(tracked_file: str | Path = __file__) -> tuple[str | None, bool | N
     """
     file = Path(tracked_file).resolve()
     folder = file.parent
-    if _run("git", "-C", str(folder), "ls-files", "--error-unmatch", file.name) is None:
-        return None, None
-    commit = _run("git", "-C", str(folder), "rev-parse", "HEAD")
+    # No variable of a run's configuration (GIT_CONFIG_…, GIT_DIR) says what git does or has it start a program.
+    kept = {name: os.environ[name] for name in _GIT_NEEDS if name in os.environ}
     # Without optional locks: recording a run must not get in the way of a commit being made.
-    changes = _run("git", "--no-optional-locks", "-C", str(folder), "status", "--porcelain")
+    git = partial(_run, "git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), env=kept)
+    if git("ls-files", "--error-unmatch", file.name) is None:
+        return None, None
+    commit = git("rev-parse", "HEAD")
+    changes = git("status", "--porcelain")
     return commit, None if changes is None else bool(changes)
 
 
-def _run(*command: str) -> str | None:
-    """Return a command's output, or None where it fails, hangs or does not exist."""
+def _run(*command: str, env: Mapping[str, str] | None = None) -> str | None:
+    """Return a command's output, or None where it fails, hangs or does not exist; ``env``: its environment."""
     options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "errors": "replace", "timeout": 5.0}
     with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.check_output(command, **options).strip()
+        return subprocess.check_output(command, env=env, **options).strip()
     return None
 
 

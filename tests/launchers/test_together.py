@@ -1,0 +1,112 @@
+"""Ranks that were started one by one wait for rank 0 as long as it lives, end with it, and obey nobody in its place."""
+
+import os
+import signal
+import time
+from functools import partial
+
+import pytest
+from commandline import Started, free_port, wait_until
+
+from conf.instantiate import to_dict
+from launchers import World, meeting
+
+TOY = ["model=toy", "train.epochs=null", "train.steps=2", "logger=none", "device=cpu", "parallel=ddp"]
+
+
+def slow_data(seconds, mark=None):
+    """In a new process: the toy's data takes so long to prepare."""
+    from data.random_regression import RandomRegression
+
+    prepare = RandomRegression.prepare
+
+    def slowly(self):
+        if mark is not None:
+            (mark.parent / f"{mark.name}-{os.environ['RANK']}").touch()
+        time.sleep(seconds)
+        prepare(self)
+
+    RandomRegression.prepare = slowly
+
+
+def begin(tmp_path, ranks, *words, before=None):
+    """Start those of two ranks, as an operator of Kubernetes starts them; the later ones of ``ranks`` first."""
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    begun = {}
+    for rank in ranks:
+        env = {**place, "RANK": str(rank)}
+        begun[rank] = Started([*TOY, *words], tmp_path / "run", env=env, tag=f"rank{rank}", before=before)
+    return begun, place
+
+
+def end(begun):
+    try:
+        return {rank: one.wait(120) for rank, one in begun.items()}
+    finally:
+        for one in begun.values():
+            one.kill()
+
+
+def test_data_that_take_longer_than_the_time_out_to_prepare_end_no_run(tmp_path):
+    begun, _ = begin(tmp_path, [1, 0], "parallel.timeout_s=4", before=partial(slow_data, 9))
+    ended = end(begun)
+    assert [ended[rank].code for rank in (0, 1)] == [0, 0], "".join(one.console for one in ended.values())
+    assert len(ended[0].losses) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["optim.lr=-1"], "Invalid learning rate: -1.0"),  # the command line
+        (["parallel.chnks=2"], "chnks"),  # its composition
+        (["train.global_batch_size=100000000"], "global_batch_size=100000000"),  # the data
+    ],
+)
+def test_where_rank_0_refuses_the_others_end_with_it_at_once_and_say_why(tmp_path, words, said):
+    begun, _ = begin(tmp_path, [1, 0], *words)
+    ended = end(begun)
+    assert [ended[rank].code for rank in (0, 1)] == [1, 1]
+    assert said in ended[0].stderr and ended[0].stderr.count("error:") == 1
+    assert "rank 0 (" in ended[1].stderr and said in ended[1].stderr and ended[1].stderr.count("error:") == 1
+    assert abs(ended[0].seconds - ended[1].seconds) < 5
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_one_rank_that_is_told_to_stop_while_rank_0_prepares_stops_all(tmp_path, told):
+    mark = tmp_path / "preparing"
+    begun, _ = begin(tmp_path, [1, 0], before=partial(slow_data, 5, mark))
+    wait_until((tmp_path / "preparing-0").exists, 60, "rank 0")
+    begun[told].process.send_signal(signal.SIGTERM)
+    ended = end(begun)
+    assert [ended[rank].code for rank in (0, 1)] == [75, 75], "".join(one.console for one in ended.values())
+
+
+def test_a_mode_without_a_run_ends_all_ranks(tmp_path):
+    begun, _ = begin(tmp_path, [1, 0], "mode=plan")
+    ended = end(begun)
+    assert [ended[rank].code for rank in (0, 1)] == [0, 0] and ended[1].console == ""
+
+
+def test_a_false_rank_0_has_no_command_executed_on_another(tmp_path, monkeypatch):
+    """By variables of which git makes a configuration, and that starts a program."""
+    from composed import config
+
+    mark = tmp_path / "executed"
+    (program := tmp_path / "program").write_text(f"#!/bin/sh\ntouch {mark}\n")
+    program.chmod(0o755)
+    git = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "core.fsmonitor", "GIT_CONFIG_VALUE_0": str(program)}
+    tree = to_dict(config(*TOY))
+    tree["parallel"]["env"] = git
+    begun, place = begin(tmp_path, [1])
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, place[name])
+    try:
+        with meeting.rendezvous(World(0, 2, 0, 2, "environment"), 60) as (store, _):
+            meeting.tell(store, "job", {"cfg": tree, "run_dir": str(tmp_path / "run")})
+            begun[1].process.wait(60)
+    finally:
+        ended = end(begun)
+    assert ended[1].code == 1 and "rank 0 sends parallel.env, which the command line of this rank" in ended[1].stderr
+    assert not mark.exists()
