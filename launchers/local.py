@@ -20,7 +20,7 @@ from common.machine import changed_environment
 from launchers.failure import Death, WorkerFailed, read_report, remove_empty_log, root_cause
 from launchers.heartbeat import describe_stall, read_notes
 from launchers.meeting import local_store
-from launchers.stopping import SIGNALS, Stopped, StopSignals
+from launchers.stopping import SIGNALS, Interrupted, Stopped, StopSignals
 from launchers.worker import Console, Job, work
 
 _POLL_S = 0.1
@@ -81,7 +81,8 @@ def run_workers(
         LaunchError: The workers cannot be forked.
         WorkerFailed: The error of the rank that failed first, once all workers are gone.
         Interrupted: This process got SIGINT, or a signal of launchers.stopping that was not passed on, or a second
-            one; once all workers are gone. It is a KeyboardInterrupt.
+            one; or a signal of launchers.stopping has ended a worker that does not ask for it. All workers are gone
+            then. It is a KeyboardInterrupt.
         Stopped: The workers said that they were told to stop. It is a KeyboardInterrupt too.
     """
     log_dir = os.path.abspath(log_dir)
@@ -131,7 +132,7 @@ class _Workers:
 
         Raises:
             Stopped: They were told to stop, and did.
-            Interrupted: This process was told to stop at once.
+            Interrupted: This process was told to stop at once, or a worker that cannot stop by itself was told to stop.
         """
         self._start()
         # A worker whose work is not done has failed or was told to stop, whatever its exit code.
@@ -150,6 +151,9 @@ class _Workers:
             while len(self.exitcodes) < self._job.processes and time.monotonic() < deadline:
                 self._poll()
             raise Stopped(stopped)
+        told = next((-death.exitcode for death in deaths if -death.exitcode in SIGNALS), None)
+        if told is not None and not self._job.stoppable:
+            raise Interrupted(told)
         # Judged before the others are ended, so that their deaths are not taken for causes.
         stall = None
         if all(death.aborted for death in deaths):

@@ -171,6 +171,15 @@ def test_a_sweep_that_is_stopped_goes_on_with_its_unfinished_jobs(start, tmp_pat
     assert '"interrupted"' in jobs[0] and '"waiting"' in jobs[1]
 
 
+def test_one_process_of_those_that_measure_is_told_to_stop_and_all_do(start):
+    run = start("parallel=auto", until=Started.workers)
+    run.workers()[-1].terminate()
+    ended = run.wait(60)
+    assert ended.code == EXIT_CODE, ended.console
+    assert "stopped before the first step; " in ended.stderr and "Traceback" not in ended.stderr
+    nobody_is_left(run)
+
+
 @pytest.mark.slow
 def test_the_trials_of_chunk_counts_stop_too(start):
     run = start("parallel=pipelined", "parallel.chunks=auto", until=Started.heeds)
