@@ -359,14 +359,22 @@ def check_layout(config: Mapping[str, Any], plan: Plan, chain: Chain) -> None:
         PlanError: One may depend on all parameters at once, and the layout takes them apart.
     """
     copies = len(plan.stages) > 1 and chain.tied  # a tied parameter may be there twice
-    if not (plan.pipelined or plan.mesh(0).shards > 1 or copies):
-        return
+    if plan.pipelined or plan.mesh(0).shards > 1 or copies:
+        check_apart(config, plan.strategy)
+
+
+def check_apart(config: Mapping[str, Any], strategy: str) -> None:
+    """Check that the section's optimizers can work where a strategy gives no rank the model in one piece.
+
+    Raises:
+        PlanError: One may depend on all parameters at once.
+    """
     ways_out = " or ".join(f"parallel={name}" for name in names_where(stages=False, shards="", gpu_only=False))
     for section in filter(None, (config, config.get("others"))):
         if update_of(section) not in (ELEMENTWISE, PER_PARAMETER):
             raise PlanError(
                 f"optim: {section['_target_']} may compute one number from all parameters (as Prodigy and normalised "
-                f"SGD do), and parallel={plan.strategy} gives no rank the model in one piece. If it does not, say so "
+                f"SGD do), and parallel={strategy} gives no rank the model in one piece. If it does not, say so "
                 "beside its _target_: 'update: elementwise' where each number's update depends on that number's own "
                 "gradients (Lion), 'update: per_parameter' where it depends on those of its tensor (LAMB). Otherwise "
                 f"use {ways_out}"

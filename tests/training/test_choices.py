@@ -4,16 +4,18 @@ import json
 import re
 
 import pytest
+import torch
 from commandline import train
 from composed import compose
 
 from common.errors import PlanError
+from conf import COMMAND
 from launchers import World
 from training.app import plain, prepared
 from training.checkpoint.files import Checkpoint
 from training.planning import choice
 from training.planning.choice import choose, predict_here, recall
-from training.planning.paper import command
+from training.planning.paper import command, predict_on_paper
 from training.planning.trial import keys_of
 
 COMMON = ["model=toy", "logger=none", "train.steps=4", "train.global_batch_size=4", "data.samples=40"]
@@ -131,6 +133,23 @@ def test_a_job_of_a_cluster_gets_the_best_layout_of_its_nodes(tmp_path):
     plan = prepared(cfg, tmp_path, None).plan
     choice = json.loads((tmp_path / "choices.json").read_text())
     assert plan.processes == 4 and choice["name"] == plan.strategy and choice["dp"] * choice["pp"] == 4
+
+
+class Normalised(torch.optim.SGD):
+    """An optimizer that says nothing of what its update depends on."""
+
+
+def test_a_layout_that_the_optimizer_does_not_allow_is_not_chosen():
+    """One that may compute one number from all parameters needs a rank that has them all."""
+    words, whole = ("parallel=auto", "cluster=laptop", "mode=plan"), f"optim._target_={__name__}.Normalised"
+    free, _ = predict_on_paper(cfg_of(*words))
+    kept, _ = predict_on_paper(cfg_of(*words, whole))
+    assert {"pipelined", "fsdp"} & {one.layout.strategy for one in free.best}
+    assert {one.layout.strategy for one in kept.best} == {"single", "ddp"}
+    typed = cfg_of(*words, "parallel.dp=1", "parallel.pp=2", whole)
+    typed[COMMAND] = {"typed": ["parallel.dp", "parallel.pp"]}
+    with pytest.raises(PlanError, match="Normalised may compute one number .* and parallel=pipelined gives no rank"):
+        predict_on_paper(typed)
 
 
 @pytest.mark.slow

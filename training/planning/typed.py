@@ -9,11 +9,13 @@ from typing import Any
 
 from common.errors import PlanError
 from conf import COMMAND
+from conf.instantiate import to_dict
 from parallel.mesh import Mesh
 from parallel.plan import check_groups, check_numbers
 from parallel.strategies import strategy_info
 from planner.search import FREE, Found, layouts
 from planner.step import Layout, Works
+from training.optimizer import check_apart
 from training.planning.trial import keys_of
 from training.setup import BALANCES
 
@@ -106,7 +108,7 @@ def check_kept(saved: Mapping[str, Any], cfg: Any) -> None:
 
 
 def accepted(found: Found, cfg: Any, nodes: int = 1) -> Found:
-    """Leave out the layouts whose strategies do not take what is typed of shard, reshard and comm_hook.
+    """Leave out the layouts that do not take what is typed: shard, reshard and comm_hook, and the optimizer.
 
     Raises:
         PlanError: None of them does.
@@ -118,13 +120,14 @@ def accepted(found: Found, cfg: Any, nodes: int = 1) -> Found:
 
 
 def _problem(cfg: Any, one: Layout, nodes: int) -> str:
-    """Return why a layout does not take what is typed of ``_OF_SOME``; empty where it does."""
-    if all(cfg.parallel[key] in (None, "none") for key in _OF_SOME):
-        return ""
-    parallel, keys = copy.deepcopy(cfg.parallel), keys_of(one)
-    parallel.update({key: value for key, value in keys.items() if key in parallel})
+    """Return why a layout does not take the optimizer, or what is typed of ``_OF_SOME``; empty where it does."""
     try:
-        check_groups(parallel, strategy_info(one.strategy), Mesh(one.dp, one.pp), nodes)
+        if one.pp > 1 or one.shards > 1:
+            check_apart(to_dict(cfg.optim), one.strategy)
+        if any(cfg.parallel[key] not in (None, "none") for key in _OF_SOME):
+            parallel, keys = copy.deepcopy(cfg.parallel), keys_of(one)
+            parallel.update({key: value for key, value in keys.items() if key in parallel})
+            check_groups(parallel, strategy_info(one.strategy), Mesh(one.dp, one.pp), nodes)
     except PlanError as error:
         return str(error)
     return ""
