@@ -122,6 +122,12 @@ class Mesh:
             self.outer_group = self.new_group(outer, timeout_s)
         return self
 
+    def disconnect(self) -> None:
+        """Close the process groups of ``connect``. Every rank calls this, once none uses them any more."""
+        for group in {self.pp_group, self.dp_group, self.inner_group, self.outer_group} - {None}:
+            dist.destroy_process_group(group)
+        self.pp_group = self.dp_group = self.inner_group = self.outer_group = None
+
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list:
         """Return every rank's value, by rank. All ranks of ``group`` call this together (None: all ranks).
 

@@ -177,6 +177,17 @@ def measure(subject: Subject, processes: int, least: int, most: int) -> Here:
     return Here(processes, layers=layers, messages=messages, **found, **lines)
 
 
+def free_memory(timeout_s: float) -> float:
+    """Return the free bytes of the first GPU, for which a new process asks: it takes a CUDA context, some 0.5 GiB."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_workers(_ask_free_memory, (folder,), 1, Path(folder) / "logs", timeout_s=timeout_s)
+        return float((Path(folder) / _FOUND).read_text())
+
+
+def _ask_free_memory(_: World, folder: str) -> None:
+    (Path(folder) / _FOUND).write_text(str(torch.cuda.mem_get_info(0)[0]))
+
+
 def _work(world: World, packed: bytes, limits: tuple[int, int], folder: str) -> None:
     """What each worker runs."""
     if world.rank == 0:
@@ -343,6 +354,7 @@ def _step(
     count = int(min(_MOST_STEPS, max(_FEWEST_STEPS, _STEPS_S / float(first.sum()))))
     found = ranks.slowest([one(step) for step in range(3, 3 + count)])
     strategy.close()
+    mesh.disconnect()
     return found
 
 

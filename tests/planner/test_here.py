@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -62,6 +63,21 @@ def test_one_process_communicates_with_nobody_and_two_do(alone, both):
     assert both.replicas.fixed > 0 and both.shards(2**22) > 0
     assert both.messages.keys() == {"gpipe", "1f1b", "interleaved_1f1b"}
     assert all(of(2**22) > 0 for of in both.messages.values())
+
+
+class Counting(Plain):
+    """Writes how many process groups there are when it is made."""
+
+    def __init__(self, file, strategy) -> None:
+        super().__init__(strategy)
+        with open(file, "a") as counts:
+            counts.write(f"{len(torch.distributed.distributed_c10d._world.pg_map)}\n")
+
+
+def test_each_layout_that_was_measured_leaves_its_process_groups(subject, tmp_path):
+    measure(replace(subject, optimizer=partial(Counting, tmp_path / "counts")), 2, *SIZES)
+    counts = [int(line) for line in (tmp_path / "counts").read_text().split()]
+    assert len(counts) > 20 and max(counts) <= 3, counts  # all ranks, and those of the layout
 
 
 def test_an_update_takes_longer_for_more_parameters_and_a_process_has_some_memory(alone):

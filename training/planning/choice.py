@@ -23,7 +23,7 @@ from launchers import World
 from parallel.plan import Plan
 from parallel.strategies import strategy_info
 from planner.costs import MeasuredCosts
-from planner.here import Subject, measure
+from planner.here import Subject, free_memory, measure
 from planner.search import Candidate, Found, Place, divisors, search
 from training.checkpoint.files import Checkpoint
 from training.optimizer import Optimizer, states_of
@@ -184,7 +184,8 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
         partial(Optimizer, to_dict(cfg.optim)), partial(_data, to_dict(cfg), pack_given()), cfg.seed,
     )  # fmt: skip
     cuda, states = plan.device_type == "cuda", states_of(cfg.optim)
-    memory, devices = (torch.cuda.mem_get_info()[0], torch.cuda.device_count()) if cuda else (available_memory(), 1)
+    devices = torch.cuda.device_count() if cuda else 1
+    memory = free_memory(alone.parallel.timeout_s) if cuda else available_memory()
     needed = max(work.kept + 2 * work.output for work in model.works)  # of a layer with its input, for a sample
     rooms = [(n, n, True) for n in counts or _counts(fixed, plan.device_type)]
     rooms = possible_rooms(cfg, model.works, rooms, fixed, model.least)
