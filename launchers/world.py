@@ -55,7 +55,7 @@ class World:
 
     @classmethod
     def detect(cls, environ: Mapping[str, str] = os.environ) -> World | None:
-        """Return the world that RANK and WORLD_SIZE, or a SLURM step of several tasks, describe.
+        """Return the world that RANK and WORLD_SIZE, a SLURM step of several tasks, or mpirun describe.
 
         The names are torchrun's. MASTER_ADDR and MASTER_PORT must be set where there is more than one rank that
         run_workers has not started. LOCAL_RANK and LOCAL_WORLD_SIZE may be left out together: where MASTER_ADDR is a
@@ -100,7 +100,8 @@ def master_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     if not host:
         raise LaunchError(
             "MASTER_ADDR is not set, but WORLD_SIZE says there are other ranks to meet: set it to rank 0's "
-            "address (127.0.0.1 when all ranks are on this machine) and MASTER_PORT to a free port there"
+            "address (127.0.0.1 when all ranks are on this machine) and MASTER_PORT to a free port there; mpirun "
+            "passes them on with -x MASTER_ADDR -x MASTER_PORT (Open MPI), -genv MASTER_ADDR ... (MPICH, Intel MPI)"
         )
     port = _integer(environ, "MASTER_PORT")
     if not 0 < port < 65536:
@@ -163,18 +164,30 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-# -- a SLURM job step's environment in torchrun's names --------------------------------------------------------------
+# -- a SLURM job step's environment, and that of mpirun, in torchrun's names -----------------------------------------
+
+# Of Open MPI, and of MPICH and those that are made of it.
+_OF_MPI = (
+    {
+        "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE", "RANK": "OMPI_COMM_WORLD_RANK",
+        "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+    },
+    {
+        "WORLD_SIZE": "PMI_SIZE", "RANK": "PMI_RANK",
+        "LOCAL_RANK": "MPI_LOCALRANKID", "LOCAL_WORLD_SIZE": "MPI_LOCALNRANKS",
+    },
+)  # fmt: skip
 
 
 def step_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
     """Return ``environ`` with the variables of a task as torchrun would set them.
 
     They are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. The port follows from the
-    job's number; MASTER_ADDR and MASTER_PORT stay where they are set. ``environ`` is returned unchanged where
-    ``_is_step`` is false.
+    job's number; MASTER_ADDR and MASTER_PORT stay where they are set. Of several processes that mpirun has started, the
+    first four are set. Else ``environ`` is returned unchanged.
     """
     if not _is_step(environ):
-        return environ
+        return _of_mpi(environ)
     tasks = tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
     job = int(environ["SLURM_JOB_ID"])
     return {
@@ -194,6 +207,15 @@ def _is_step(environ: Mapping[str, str]) -> bool:
         return False
     # A batch script has SLURM_PROCID too, but no step.
     return bool(environ.get("SLURM_STEP_ID")) and int(environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1
+
+
+def _of_mpi(environ: Mapping[str, str]) -> Mapping[str, str]:
+    if environ.get("RANK") or environ.get("WORLD_SIZE"):
+        return environ
+    for names in _OF_MPI:
+        if int(environ.get(names["WORLD_SIZE"]) or 1) > 1:
+            return {**environ, **{name: environ[its] for name, its in names.items() if its in environ}}
+    return environ
 
 
 def first_node(nodes: str) -> str:

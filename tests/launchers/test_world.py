@@ -1,4 +1,4 @@
-"""Who a process is, by its environment: torchrun's names, or those of a SLURM step."""
+"""Who a process is, by its environment: torchrun's names, or those of a SLURM step or of mpirun."""
 
 import pytest
 
@@ -20,6 +20,15 @@ STEP = {
     "MASTER_ADDR": "10.0.0.7",
 }
 LOCAL = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.7",
+    "MASTER_PORT": "29500",
+}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "MASTER_ADDR": "n1"}
 UNDER_TORCHRUN = {"TORCHELASTIC_RUN_ID": "x"}
 
 
@@ -33,12 +42,21 @@ UNDER_TORCHRUN = {"TORCHELASTIC_RUN_ID": "x"}
         pytest.param({"RANK": "0", "WORLD_SIZE": "1"}, World(0, 1, 0, 1, "environment"), id="one needs no address"),
         (STEP, World(3, 5, 1, 2, "slurm")),
         ({**STEP, "RANK": "0", "WORLD_SIZE": "1", **UNDER_TORCHRUN}, World(0, 1, 0, 1, "torchrun")),
+        (OPEN_MPI, World(3, 4, 1, 2, "environment")),
+        ({**MPICH, "MASTER_PORT": "29500"}, World(3, 4, 1, 2, "environment")),
+        ({**OPEN_MPI, **TWO}, World(1, 2, 1, 2, "environment")),
+        pytest.param({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}, None, id="mpirun -n 1"),
         pytest.param({**STEP, "SLURM_STEP_ID": ""}, None, id="a batch script"),
         pytest.param({**STEP, "SLURM_STEP_NUM_TASKS": "1"}, None, id="a shell in an allocation"),
     ],
 )
 def test_the_environment_tells_who_a_process_is(environ, found):
     assert World.detect(environ) == found
+
+
+def test_mpirun_without_an_address_is_told_how_to_pass_one_on():
+    with pytest.raises(LaunchError, match="MASTER_ADDR is not set.*mpirun passes them on with -x MASTER_ADDR"):
+        World.detect({**OPEN_MPI, "MASTER_ADDR": ""})
 
 
 @pytest.mark.parametrize(
