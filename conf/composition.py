@@ -264,7 +264,8 @@ def compose_own(
     run_dir = re.escape(os.path.abspath(cfg.hydra.run.dir)).replace(_ANY, r"[\w-][\w.-]*")
     with open_dict(cfg):
         del cfg.hydra
-    return OwnCommand({**to_dict(replaced(cfg)), "import_from": code_folders(arguments)}, run_dir)
+    tree = json.loads(json.dumps(to_dict(replaced(cfg))))  # as what rank 0 sends has been sent
+    return OwnCommand({**tree, "import_from": code_folders(arguments)}, run_dir)
 
 
 def check_received(tree: dict[str, Any], run_dir: str, own: OwnCommand) -> None:

@@ -155,7 +155,7 @@ def _check_heard(
     if at.left == _STOPPED:
         raise Stopped(f"stopped before the first step, as {name} was")
     if at.left:
-        raise LaunchError(f"{name} has ended before the first step: {at.doing}")
+        raise LaunchError(f"{name} has ended before the first step, {at.doing}; its output says why")
     if beat != before:
         heard[rank] = beat, time.monotonic()
     elif time.monotonic() - since > timeout_s:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import LaunchError
 from launchers import stopping
 from launchers.failure import EndedTogether
-from launchers.heartbeat import Beats, await_keys, poll_s, store_of, watched
+from launchers.heartbeat import Beats, await_keys, note, poll_s, store_of, watched
 from launchers.world import LOOPBACK, STORE_FILE, World, is_loopback, master_address, restarts
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class Place:
         rank: The rank.
         leader: Whether it is the first rank of its machine.
         node: The machine's name.
-        address: The machine's IPv4 address.
+        address: The machine's address.
         port: The port on which the rank listens for the others' probes.
     """
 
@@ -281,6 +281,7 @@ def hear(world: World, what: str, timeout_s: float, heed: bool = True) -> Any:
         LaunchError: Rank 0 is not heard any more.
     """
     store, places, _ = _met
+    note(0, "waiting for rank 0")
     await_keys(store, {0: what}, timeout_s, names := _names(world, places), heed)
     told = json.loads(store.get(what))
     store.add(f"heard-{what}", 1)
@@ -312,7 +313,8 @@ def ending_together(
     try:
         yield
     except BaseException as error:
-        _tell_end(store, what, *describe(error))
+        with suppress(Exception):  # of a store that is gone; the error says more
+            _tell_end(store, what, *describe(error))
         raise
     _tell_end(store, what, 0, "")
 
@@ -421,7 +423,7 @@ def use_loopback() -> None:
 
 
 def own_address() -> str:
-    """Return the IPv4 address of the interface that gloo and NCCL will use.
+    """Return the address of the interface that gloo and NCCL will use: of IPv6 where there is none of IPv4.
 
     It is the interface that GLOO_SOCKET_IFNAME names, else the one that leads to MASTER_ADDR; the variables that name
     it are then set where the user has not.
@@ -434,19 +436,20 @@ def own_address() -> str:
     if named := os.environ.get("GLOO_SOCKET_IFNAME"):
         if (first := named.split(",")[0]) not in addresses:
             raise LaunchError(
-                f"GLOO_SOCKET_IFNAME={named} names no interface of this machine with an IPv4 address; there are "
+                f"GLOO_SOCKET_IFNAME={named} names no interface of this machine with an address; there are "
                 f"{_listed(addresses)}; unset it, or name one of them"
             )
-        return addresses[first]
+        return addresses[first][0]
     if is_loopback(host):
         return LOOPBACK
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, port))  # sends nothing: asks the routing table
-        except OSError as error:
-            raise LaunchError(f"this machine has no way to MASTER_ADDR={host}: {error}") from error
-        address = probe.getsockname()[0]
-    for name in (name for name, its_address in addresses.items() if its_address == address):
+    try:
+        family, _, _, _, there = _preferred(host, port, socket.SOCK_DGRAM)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(there)  # sends nothing: asks the routing table
+            address = probe.getsockname()[0]
+    except OSError as error:
+        raise LaunchError(f"this machine has no way to MASTER_ADDR={host}: {error}") from error
+    for name in (name for name, its in addresses.items() if address in its):
         _use_interface(name)
     return address
 
@@ -457,20 +460,26 @@ def _use_interface(name: str) -> None:
             os.environ[variable] = name
 
 
-def _addresses() -> dict[str, str]:
-    """Return each interface's first IPv4 address."""
+def _addresses() -> dict[str, list[str]]:
+    """Return each interface's addresses, those of IPv4 first; without those of IPv6 that hold on one link only."""
     import psutil
 
-    first: dict[str, str] = {}
-    for name, addresses in psutil.net_if_addrs().items():
-        for address in addresses:
-            if address.family == socket.AF_INET:
-                first.setdefault(name, address.address)
-    return first
+    found: dict[str, list[str]] = {}
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for name, addresses in psutil.net_if_addrs().items():
+            own = [one.address for one in addresses if one.family == family and not one.address.startswith("fe80")]
+            if own:
+                found.setdefault(name, []).extend(own)
+    return found
 
 
-def _listed(addresses: dict[str, str]) -> str:
-    return ", ".join(f"{name} ({address})" for name, address in addresses.items())
+def _listed(addresses: dict[str, list[str]]) -> str:
+    return ", ".join(f"{name} ({its[0]})" for name, its in addresses.items())
+
+
+def _preferred(host: str, port: int, kind: socket.SocketKind) -> tuple:
+    """Return the entry of ``socket.getaddrinfo`` for a host, of IPv4 if there is one."""
+    return min(socket.getaddrinfo(host, port, type=kind), key=lambda entry: entry[0] != socket.AF_INET)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -478,8 +487,7 @@ def listen(host: str, port: int) -> socket.socket:
 
     IPv4 is preferred: a client that asks for "localhost" tries both families, while a socket listens on one.
     """
-    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, kind, protocol, _, address = min(addresses, key=lambda entry: entry[0] != socket.AF_INET)
+    family, kind, protocol, _, address = _preferred(host, port, socket.SOCK_STREAM)
     listener = socket.socket(family, kind, protocol)
     try:
         # A port whose last owner has just left may be taken again at once.

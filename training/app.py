@@ -34,6 +34,7 @@ from launchers.stopping import Stopped
 from training.planning import is_automatic
 
 if TYPE_CHECKING:
+    from launchers.meeting import Place
     from training.checkpoint.configuration import SavedConfig
     from training.setup import Setup
 
@@ -416,27 +417,21 @@ def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any]
     console, timeout_s = os.dup(2), _typed_timeout(arguments)
     if world.origin == "torchrun":
         stopping.stop_without_parent()
-    with rendezvous(world, timeout_s) as (_, places):
+    with rendezvous(world, timeout_s) as (store, places), _said_once(world, places):
         try:  # while rank 0 composes and prepares
             words = quote_values(arguments)
             own = compose_own(words, saved_config(words), replaced)
         except Exception as error:  # rank 0's own is to be heard first
             own = error
-        try:
-            job = hear(world, _JOB, timeout_s)
-        except EndedTogether as ended:
-            # Under torchrun and srun the ranks of a machine share a console.
-            mine, first = places[world.rank], places[0]
-            said = world.origin == "environment" or (mine.leader and mine.machine != first.machine)
-            raise EndedTogether(str(ended) if said else "", ended.exit_code) from None
+        job = hear(world, _JOB, timeout_s)
         if isinstance(own, Exception):
             raise own
         check_received(job["cfg"], job["run_dir"], own)
-        cfg = to_config(job["cfg"])
-        redirect_output(Path(job["run_dir"]) / "logs", world.rank)
+        cfg, run_dir = to_config(job["cfg"]), Path(job["run_dir"])
+        redirect_output(run_dir / "logs", world.rank)
         try:
-            with rendezvous(world, cfg.parallel.timeout_s) as (store, _), _requeued(world):
-                run(cfg, Path(job["run_dir"]), world, store)
+            with rendezvous(world, cfg.parallel.timeout_s), _requeued(world):
+                run(cfg, run_dir, world, store)
         except Stopped:
             raise Stopped from None  # rank 0 says it
         except BaseException:
@@ -444,6 +439,17 @@ def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any]
             raise
         finally:
             sys.stdout.flush()
+
+
+@contextmanager
+def _said_once(world: World, places: Sequence[Place]) -> Iterator[None]:
+    """Say what has ended rank 0 only where its own words are not seen: ranks of a machine share a console, pods do not."""
+    try:
+        yield
+    except EndedTogether as ended:
+        mine, first = places[world.rank], places[0]
+        said = world.origin == "environment" or (mine.leader and mine.machine != first.machine)
+        raise EndedTogether(str(ended) if said else "", ended.exit_code) from None
 
 
 def _typed_timeout(arguments: Sequence[str]) -> float:

@@ -13,9 +13,8 @@ from commandline import ROOT, environment
 class Hosts:
     """Needs root and the ip command; raises OSError or CalledProcessError where there can be no namespaces."""
 
-    ADDRESSES = ("10.213.77.1", "10.213.77.2")
-
-    def __init__(self):
+    def __init__(self, addresses=("10.213.77.1/24", "10.213.77.2/24")):
+        self.addresses = addresses
         self.names = [f"owp{os.getpid()}{side}" for side in "ab"]
         self._end = ExitStack()
 
@@ -33,8 +32,8 @@ class Hosts:
                 self.ip("-n", name, "link", "set", "lo", "up")
             left, right = self.names
             self.ip("link", "add", "cable", "netns", left, "type", "veth", "peer", "name", "cable", "netns", right)
-            for name, address in zip(self.names, self.ADDRESSES, strict=True):
-                self.ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
+            for name, address in zip(self.names, self.addresses, strict=True):
+                self.ip("-n", name, "addr", "add", address, "dev", "cable", *["nodad"] * (":" in address))
                 self.ip("-n", name, "link", "set", "cable", "up")
             self.ip("netns", "exec", left, "true")
         except BaseException:
@@ -55,7 +54,7 @@ class Hosts:
         for node, (name, output) in enumerate(zip(self.names, outputs, strict=True)):
             command = [
                 "ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
-                f"--node-rank={node}", "--nproc-per-node=2", f"--master-addr={self.ADDRESSES[0]}",
+                f"--node-rank={node}", "--nproc-per-node=2", f"--master-addr={self.addresses[0].partition('/')[0]}",
                 "--master-port=29417", str(program), *words,
             ]  # fmt: skip
             more = environment({"OMP_NUM_THREADS": "1", **env[node]})

@@ -19,13 +19,16 @@ pytestmark = pytest.mark.slurm
 LAYOUTS = Path(__file__).with_name("layouts.py")
 
 
+IPV6 = ("fd00:77::1/64", "fd00:77::2/64")
+
+
 @pytest.fixture
-def hosts():
+def hosts(request):
     if reason := lacking():
         pytest.skip(reason)
     with ExitStack() as end:
         try:
-            pair = end.enter_context(Hosts())
+            pair = end.enter_context(Hosts(*getattr(request, "param", ())))
         except (OSError, subprocess.SubprocessError) as error:
             pytest.skip(f"no network namespaces here: {(getattr(error, 'stderr', None) or str(error)).strip()}")
         yield pair
@@ -54,6 +57,15 @@ def test_two_torchrun_agents_give_the_same_losses_in_one_run_directory(hosts, re
     assert codes == [0, 0], "\n".join(path.read_text() for path in outputs)
     assert Run(0, "", "", 0.0, tmp_path / "run").losses == pytest.approx(local_losses(), rel=1e-6)
     assert re.search(r"10.213.77.1: ranks 0-1 .*10.213.77.2: ranks 2-3", outputs[0].read_text())
+
+
+@pytest.mark.parametrize("hosts", [[IPV6]], indirect=True, ids=["IPv6"])
+def test_hosts_with_addresses_of_ipv6_only_meet_and_train(hosts, tmp_path):
+    outputs = [tmp_path / "a", tmp_path / "b"]
+    toy = [*TOY, "logger=none", "train.steps=2", "parallel=pipe_ddp", f"hydra.run.dir={tmp_path}/run"]
+    codes, _ = end(hosts.torchrun(toy, outputs), 90)
+    assert codes == [0, 0], "\n".join(path.read_text() for path in outputs)
+    assert re.search(r": ranks 0-1 .*: ranks 2-3", outputs[0].read_text())
 
 
 def test_a_cable_that_is_cut_in_the_middle_ends_the_run_soon_after_the_timeout_and_names_the_ranks(hosts, tmp_path):

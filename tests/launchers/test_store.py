@@ -5,13 +5,16 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
 import launched
 import pytest
+from torch.distributed import HashStore
 
-from launchers import LaunchError, World, connect, stopping, use_loopback
+from launchers import LaunchError, World, connect, meeting, stopping, use_loopback
+from launchers.heartbeat import poll_s
 from launchers.meeting import listen
 from launchers.world import is_loopback
 
@@ -66,6 +69,33 @@ def test_a_rank_that_is_told_to_stop_waits_for_no_one(port, monkeypatch):
     monkeypatch.setattr(stopping, "wanted", lambda: True)
     with pytest.raises(stopping.Stopped, match="while rank 0 waited for the other ranks"):
         connect(World(0, 2, 0, 2, "environment"), timeout_s=60)
+
+
+class Counted:
+    """A rank's view of a store that counts the keys for which it asks at once."""
+
+    def __init__(self, store):
+        self.store, self.most = store, 0
+
+    def check(self, keys):
+        self.most = max(self.most, len(keys))
+        return self.store.check(keys)
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+
+def test_many_ranks_that_meet_ask_the_store_for_one_key_each():
+    store, ranks = HashStore(), 32
+    views = [Counted(store) for _ in range(ranks)]
+
+    def exchange(rank):
+        return meeting._exchange(World(rank, ranks, rank, ranks, "local"), views[rank], "what", rank, 60)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        assert list(pool.map(exchange, range(ranks))) == [[*range(ranks)]] * ranks
+    assert [view.most for view in views] == [ranks] + [1] * (ranks - 1)
+    assert 1024 / poll_s(1024) <= 2000, "requests a second"
 
 
 def test_an_interface_that_the_user_chose_is_kept(monkeypatch):

@@ -8,9 +8,6 @@ from functools import partial
 import pytest
 from commandline import Started, free_port, wait_until
 
-from conf.instantiate import to_dict
-from launchers import World, meeting
-
 TOY = ["model=toy", "train.epochs=null", "train.steps=2", "logger=none", "device=cpu", "parallel=ddp"]
 
 
@@ -29,14 +26,14 @@ def slow_data(seconds, mark=None):
     RandomRegression.prepare = slowly
 
 
-def begin(tmp_path, ranks, *words, before=None):
-    """Start those of two ranks, as an operator of Kubernetes starts them; the later ones of ``ranks`` first."""
+def begin(tmp_path, *words, of_rank_0=(), before=None):
+    """Start two ranks as an operator of Kubernetes does; by rank."""
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     begun = {}
-    for rank in ranks:
+    for rank, more in ((1, ()), (0, of_rank_0)):
         env = {**place, "RANK": str(rank)}
-        begun[rank] = Started([*TOY, *words], tmp_path / "run", env=env, tag=f"rank{rank}", before=before)
-    return begun, place
+        begun[rank] = Started([*TOY, *words, *more], tmp_path / "run", env=env, tag=f"rank{rank}", before=before)
+    return begun
 
 
 def end(begun):
@@ -48,7 +45,7 @@ def end(begun):
 
 
 def test_data_that_take_longer_than_the_time_out_to_prepare_end_no_run(tmp_path):
-    begun, _ = begin(tmp_path, [1, 0], "parallel.timeout_s=4", before=partial(slow_data, 9))
+    begun = begin(tmp_path, "parallel.timeout_s=4", before=partial(slow_data, 9))
     ended = end(begun)
     assert [ended[rank].code for rank in (0, 1)] == [0, 0], "".join(one.console for one in ended.values())
     assert len(ended[0].losses) == 2
@@ -63,7 +60,7 @@ def test_data_that_take_longer_than_the_time_out_to_prepare_end_no_run(tmp_path)
     ],
 )
 def test_where_rank_0_refuses_the_others_end_with_it_at_once_and_say_why(tmp_path, words, said):
-    begun, _ = begin(tmp_path, [1, 0], *words)
+    begun = begin(tmp_path, *words)
     ended = end(begun)
     assert [ended[rank].code for rank in (0, 1)] == [1, 1]
     assert said in ended[0].stderr and ended[0].stderr.count("error:") == 1
@@ -74,7 +71,7 @@ def test_where_rank_0_refuses_the_others_end_with_it_at_once_and_say_why(tmp_pat
 @pytest.mark.parametrize("told", [0, 1])
 def test_one_rank_that_is_told_to_stop_while_rank_0_prepares_stops_all(tmp_path, told):
     mark = tmp_path / "preparing"
-    begun, _ = begin(tmp_path, [1, 0], before=partial(slow_data, 5, mark))
+    begun = begin(tmp_path, before=partial(slow_data, 5, mark))
     wait_until((tmp_path / "preparing-0").exists, 60, "rank 0")
     begun[told].process.send_signal(signal.SIGTERM)
     ended = end(begun)
@@ -82,31 +79,19 @@ def test_one_rank_that_is_told_to_stop_while_rank_0_prepares_stops_all(tmp_path,
 
 
 def test_a_mode_without_a_run_ends_all_ranks(tmp_path):
-    begun, _ = begin(tmp_path, [1, 0], "mode=plan")
+    begun = begin(tmp_path, "mode=plan")
     ended = end(begun)
     assert [ended[rank].code for rank in (0, 1)] == [0, 0] and ended[1].console == ""
 
 
-def test_a_false_rank_0_has_no_command_executed_on_another(tmp_path, monkeypatch):
-    """By variables of which git makes a configuration, and that starts a program."""
-    from composed import config
-
-    mark = tmp_path / "executed"
-    (program := tmp_path / "program").write_text(f"#!/bin/sh\ntouch {mark}\n")
+def test_a_false_rank_0_has_no_program_executed_on_another(tmp_path):
+    """By variables of which git makes a configuration; on its own machine it may, but git does not heed them."""
+    (program := tmp_path / "program").write_text(f"#!/bin/sh\ntouch {tmp_path}/executed-$RANK\n")
     program.chmod(0o755)
-    git = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "core.fsmonitor", "GIT_CONFIG_VALUE_0": str(program)}
-    tree = to_dict(config(*TOY))
-    tree["parallel"]["env"] = git
-    begun, place = begin(tmp_path, [1])
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "lo")
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, place[name])
-    try:
-        with meeting.rendezvous(World(0, 2, 0, 2, "environment"), 60) as (store, _):
-            meeting.tell(store, "job", {"cfg": tree, "run_dir": str(tmp_path / "run")})
-            begun[1].process.wait(60)
-    finally:
-        ended = end(begun)
-    assert ended[1].code == 1 and "rank 0 sends parallel.env, which the command line of this rank" in ended[1].stderr
-    assert not mark.exists()
+    git = f"{{GIT_CONFIG_COUNT: 1, GIT_CONFIG_KEY_0: core.fsmonitor, GIT_CONFIG_VALUE_0: {program}}}"
+    begun = begin(tmp_path, of_rank_0=[f"parallel.env={git}"])
+    ended = end(begun)
+    assert not list(tmp_path.glob("executed*"))
+    assert [ended[rank].code for rank in (0, 1)] == [1, 1]
+    assert "rank 0 sends parallel.env, which the command line of this rank does not name" in ended[1].stderr
+    assert "rank 1 (" in ended[0].stderr and "its output says why" in ended[0].stderr
