@@ -283,6 +283,7 @@ def hear(world: World, what: str, timeout_s: float, heed: bool = True) -> Any:
     store, places, _ = _met
     note(0, "waiting for rank 0")
     await_keys(store, {0: what}, timeout_s, names := _names(world, places), heed)
+    note(0, "starting")
     told = json.loads(store.get(what))
     store.add(f"heard-{what}", 1)
     if "content" in told:

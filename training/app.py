@@ -443,7 +443,7 @@ def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any]
 
 @contextmanager
 def _said_once(world: World, places: Sequence[Place]) -> Iterator[None]:
-    """Say what has ended rank 0 only where its own words are not seen: ranks of a machine share a console, pods do not."""
+    """Say what has ended rank 0 only where its own words are not seen: pods share no console, ranks of a machine do."""
     try:
         yield
     except EndedTogether as ended:

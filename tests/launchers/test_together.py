@@ -1,12 +1,20 @@
 """Ranks that were started one by one wait for rank 0 as long as it lives, end with it, and obey nobody in its place."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 
 import pytest
-from commandline import Started, free_port, wait_until
+from commandline import ROOT, Started, environment, free_port, wait_until
+from composed import config
+
+from conf.instantiate import to_dict
+
+PATHS = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "launchers")]
 
 TOY = ["model=toy", "train.epochs=null", "train.steps=2", "logger=none", "device=cpu", "parallel=ddp"]
 
@@ -45,7 +53,7 @@ def end(begun):
 
 
 def test_data_that_take_longer_than_the_time_out_to_prepare_end_no_run(tmp_path):
-    begun = begin(tmp_path, "parallel.timeout_s=4", before=partial(slow_data, 9))
+    begun = begin(tmp_path, "parallel.timeout_s=6", before=partial(slow_data, 9))
     ended = end(begun)
     assert [ended[rank].code for rank in (0, 1)] == [0, 0], "".join(one.console for one in ended.values())
     assert len(ended[0].losses) == 2
@@ -82,6 +90,32 @@ def test_a_mode_without_a_run_ends_all_ranks(tmp_path):
     begun = begin(tmp_path, "mode=plan")
     ended = end(begun)
     assert [ended[rank].code for rank in (0, 1)] == [0, 0] and ended[1].console == ""
+
+
+@pytest.mark.parametrize(("words", "code"), [([], 0), (["optim.lr=-1"], 1)])
+def test_so_it_is_with_the_tasks_of_a_job(tmp_path, words, code):
+    tree = to_dict(config(*TOY, "launcher=slurm", "parallel.timeout_s=6", *words))
+    tree["data"]["_target_"] = "launched.SlowRegression"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run_0.json").write_text(json.dumps({"cfg": tree, "run_dir": str(tmp_path / "run")}))
+    step = {
+        "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1",
+        "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(PATHS),
+    }  # fmt: skip
+    tasks = []
+    for rank in ("1", "0"):
+        env = environment({**step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank})
+        command = [sys.executable, "-m", "training.slurm_job", str(tmp_path)]
+        tasks.append(subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True))
+    try:
+        said = [task.communicate(timeout=100)[1] for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    assert [task.returncode for task in tasks] == [code, code], said
+    reports = [json.loads((tmp_path / f"7_{rank}.json").read_text()) for rank in range(2)]
+    assert [report.get("peer") for report in reports] == ([None, None] if code == 0 else [False, True])
 
 
 def test_a_false_rank_0_has_no_program_executed_on_another(tmp_path):
