@@ -282,6 +282,7 @@ def hear(world: World, what: str, timeout_s: float, heed: bool = True) -> Any:
     """
     store, places, _ = _met
     note(0, "waiting for rank 0")
+    heed = heed and world.origin != "slurm"  # whose tasks are all told, and rank 0 puts the job into the queue again
     await_keys(store, {0: what}, timeout_s, names := _names(world, places), heed)
     note(0, "starting")
     told = json.loads(store.get(what))
@@ -314,20 +315,22 @@ def ending_together(
     try:
         yield
     except BaseException as error:
-        with suppress(Exception):  # of a store that is gone; the error says more
-            _tell_end(store, what, *describe(error))
+        _tell_end(store, what, *describe(error))
         raise
     _tell_end(store, what, 0, "")
 
 
 def _tell_end(store: Store | None, what: str, exit_code: int, message: str) -> None:
-    if store is None or store.check([what]):
+    if store is None:
         return
-    store.set(what, json.dumps({"exit_code": exit_code, "message": message}))
-    others, deadline = len(_met[1]) - 1, time.monotonic() + _PROBE_S
-    # The host stays until the others have heard it: they could not ask any more.
-    while store.add(f"heard-{what}", 0) < others and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+    with suppress(Exception):  # of a store that is gone: the others see that it is
+        if store.check([what]):
+            return
+        store.set(what, json.dumps({"exit_code": exit_code, "message": message}))
+        others, deadline = len(_met[1]) - 1, time.monotonic() + _PROBE_S
+        # The host stays until the others have heard it: they could not ask any more.
+        while store.add(f"heard-{what}", 0) < others and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
 
 def ready_together(world: World, timeout_s: float) -> None:
@@ -339,14 +342,16 @@ def ready_together(world: World, timeout_s: float) -> None:
         return
     store, places, _ = _met
     names = _names(world, places)
-    if stopping.wanted():
-        raise stopping.Stopped("stopped before the first step")
     if world.rank > 0:
+        if stopping.wanted():
+            raise stopping.Stopped("stopped before the first step")
         with store_of(names[0]):
             store.set(f"ready-{world.rank}", "")
         hear(world, _READY, timeout_s, heed=False)  # from here on the ranks stop together
         return
     with ending_together(store, _READY):
+        if stopping.wanted():
+            raise stopping.Stopped("stopped before the first step")
         others = {rank: f"ready-{rank}" for rank in range(1, world.size)}
         await_keys(store, others, timeout_s, names)
         tell(store, _READY, None)

@@ -10,18 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from data.random_regression import RandomRegression
 from launchers import World, connect
-
-
-class SlowRegression(RandomRegression):
-    """The toy's data, which take longer to prepare than ranks wait for a silent one."""
-
-    def prepare(self):
-        import preloaded  # noqa: F401  what a run imports later, which may take as long on a busy machine
-
-        time.sleep(9)
-        super().prepare()
 
 
 def join_group(world):

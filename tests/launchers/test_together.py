@@ -3,18 +3,17 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
-from commandline import ROOT, Started, environment, free_port, wait_until
+from commandline import ROOT, Forked, Started, environment, free_port, wait_until
 from composed import config
 
 from conf.instantiate import to_dict
 
-PATHS = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "launchers")]
+TASK = ROOT / "training" / "slurm_job.py"
 
 TOY = ["model=toy", "train.epochs=null", "train.steps=2", "logger=none", "device=cpu", "parallel=ddp"]
 
@@ -27,7 +26,7 @@ def slow_data(seconds, mark=None):
 
     def slowly(self):
         if mark is not None:
-            (mark.parent / f"{mark.name}-{os.environ['RANK']}").touch()
+            Path(f"{mark}-{os.environ['RANK']}").touch()
         time.sleep(seconds)
         prepare(self)
 
@@ -95,25 +94,26 @@ def test_a_mode_without_a_run_ends_all_ranks(tmp_path):
 @pytest.mark.parametrize(("words", "code"), [([], 0), (["optim.lr=-1"], 1)])
 def test_so_it_is_with_the_tasks_of_a_job(tmp_path, words, code):
     tree = to_dict(config(*TOY, "launcher=slurm", "parallel.timeout_s=6", *words))
-    tree["data"]["_target_"] = "launched.SlowRegression"
     (tmp_path / "run").mkdir()
     (tmp_path / "run_0.json").write_text(json.dumps({"cfg": tree, "run_dir": str(tmp_path / "run")}))
     step = {
         "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1",
         "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(PATHS),
+        "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    tasks = []
+    tasks, said = [], []
     for rank in ("1", "0"):
-        env = environment({**step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank})
-        command = [sys.executable, "-m", "training.slurm_job", str(tmp_path)]
-        tasks.append(subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True))
+        said.append(tmp_path / f"said-{rank}")
+        said[-1].touch()
+        place = {"cwd": tmp_path, "env": environment({**step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank})}
+        output = {"stdout": str(said[-1]), "stderr": str(said[-1])}
+        tasks.append(Forked([str(TASK), str(tmp_path)], **place, **output, before=partial(slow_data, 9)))
     try:
-        said = [task.communicate(timeout=100)[1] for task in tasks]
+        codes = [task.wait(100) for task in tasks]
     finally:
         for task in tasks:
             task.kill()
-    assert [task.returncode for task in tasks] == [code, code], said
+    assert codes == [code, code], "".join(path.read_text() for path in said)
     reports = [json.loads((tmp_path / f"7_{rank}.json").read_text()) for rank in range(2)]
     assert [report.get("peer") for report in reports] == ([None, None] if code == 0 else [False, True])
 
