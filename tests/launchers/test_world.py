@@ -44,6 +44,7 @@ UNDER_TORCHRUN = {"TORCHELASTIC_RUN_ID": "x"}
         ({**STEP, "RANK": "0", "WORLD_SIZE": "1", **UNDER_TORCHRUN}, World(0, 1, 0, 1, "torchrun")),
         (OPEN_MPI, World(3, 4, 1, 2, "environment")),
         ({**MPICH, "MASTER_PORT": "29500"}, World(3, 4, 1, 2, "environment")),
+        pytest.param({**STEP, **OPEN_MPI}, World(3, 4, 1, 2, "environment"), id="mpirun in an allocation"),
         ({**OPEN_MPI, **TWO}, World(1, 2, 1, 2, "environment")),
         pytest.param({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}, None, id="mpirun -n 1"),
         pytest.param({**STEP, "SLURM_STEP_ID": ""}, None, id="a batch script"),
