@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from common.errors import PlanError
+
+# The least and the most that each number can be, generously: beyond them it is a slip of the keyboard or of the unit.
+_RANGES = {
+    "nodes": (1, 100_000), "devices": (1, 1_000), "peak": (1e6, 1e18), "memory": (1e6, 1e15),
+    "memory_bandwidth": (1e6, 1e17), "bandwidth": (1e3, 1e16), "latency": (0, 10), "product": (1e-4, 1),
+    "attention": (1e-4, 1), "traffic": (1e-4, 100), "launch": (0, 10), "message": (1e-4, 1), "step": (0, 3600),
+    "reserved": (0, 1e15),
+}  # fmt: skip
+_MOST = 1_000_000  # devices in all nodes: a search goes through what divides their number
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,8 @@ def read_cluster(section: Mapping[str, Any]) -> Cluster:
         PlanError: A number is missing or impossible; the message names it.
     """
     given = {key: value for key, value in section.items() if key != "name"}
-    named = f"cluster={section.get('name', '')}"
+    name = section.get("name", "")
+    named = f"cluster={name} (cluster/{name}.yaml)"
     known = [one.name for one in fields(Cluster)]
     if wrong := sorted({*known} ^ {*given}):
         problem = "lacks" if wrong[0] in known else "does not know"
@@ -83,19 +94,19 @@ def read_cluster(section: Mapping[str, Any]) -> Cluster:
     flat = {key: value for key, value in given.items() if key not in ("device", "source", "peak", "inside", "between")}
     for key in ("peak", "inside", "between"):
         if not hasattr(given[key], "items"):
-            raise PlanError(f"{named}: {key}={given[key]} must be numbers by name")
+            raise PlanError(f"{named}: {key}={reprlib.repr(given[key])} must be numbers by name")
         flat |= {f"{key}.{name}": number for name, number in given[key].items()}
     for link in ("inside", "between"):
         if {*given[link]} != {"bandwidth", "latency"}:
             raise PlanError(f"{named}: {link} must have bandwidth and latency, and no more")
     for key, number in flat.items():
-        free = key in ("launch", "step", "reserved", "inside.latency", "between.latency")  # may be 0
-        if type(number) not in (int, float) or not (number > 0 or (free and number == 0)):
-            raise PlanError(f"{named}: {key}={number} must be a number above 0")
-        if key in ("product", "attention") and number > 1:
-            raise PlanError(f"{named}: {key}={number} is the part of the peak that is reached, and at most 1")
-        if key in ("nodes", "devices") and type(number) is not int:
-            raise PlanError(f"{named}: {key}={number} must be a whole number")
+        least, most = _RANGES[key if key in _RANGES else "peak" if key.startswith("peak.") else key.rpartition(".")[2]]
+        whole = key in ("nodes", "devices")
+        if type(number) not in ((int,) if whole else (int, float)) or not least <= number <= most:
+            kind = "whole number" if whole else "number"
+            raise PlanError(f"{named}: {key}={reprlib.repr(number)} must be a {kind} from {least:,g} to {most:,g}")
+    if (size := given["nodes"] * given["devices"]) > _MOST:
+        raise PlanError(f"{named}: nodes x devices={size:,} must be at most {_MOST:,}")
     links = {link: Link(**given[link]) for link in ("inside", "between")}
     peak = dict(given["peak"])
     if "bf16" in peak:

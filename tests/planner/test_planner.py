@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import time
@@ -242,24 +243,32 @@ def test_every_cluster_is_whole_and_says_where_its_numbers_come_from(name):
 
 
 WRONG = {
-    "missing": ({"memory": None}, "memory=None must be a number above 0"),
-    "negative": ({"memory": -1}, "memory=-1 must be a number above 0"),
-    "a word": ({"product": "much"}, "product=much must be a number"),
+    "missing": ({"memory": None}, r"memory=None must be a number from 1e\+06 to 1e\+15"),
+    "negative": ({"memory": -1}, "memory=-1 must be a number from"),
+    "a word": ({"product": "much"}, "product='much' must be a number from 0.0001 to 1"),
+    "a number as text": ({"memory": "8e9"}, "memory='8e9' must be a number"),
+    "true": ({"devices": True}, "devices=True must be a whole number from 1 to 1,000"),
+    "nan": ({"step": math.nan}, "step=nan must be a number from 0 to 3,600"),
+    "infinite": ({"memory": math.inf}, "memory=inf must be a number"),
+    "more than a float": ({"memory": 10**400}, r"memory=1000\d+\.\.\.0+ must be a number"),
+    "tiny": ({"between": {"bandwidth": 1e-300, "latency": 0}}, "between.bandwidth=1e-300 must be a number from 1,000"),
     "half a node": ({"nodes": 1.5}, "nodes=1.5 must be a whole number"),
     "no count": ({"nodes": 4.0}, "nodes=4.0 must be a whole number"),
+    "no end of nodes": ({"nodes": 10**12}, "nodes=1000000000000 must be a whole number from 1 to 100,000"),
+    "nodes and devices": ({"nodes": 100_000, "devices": 100}, "nodes x devices=10,000,000 must be at most 1,000,000"),
     "a link": ({"inside": {"bandwidth": 1e9}}, "inside must have bandwidth and latency"),
-    "a peak": ({"peak": {"bf16": 0}}, "peak.bf16=0 must be a number above 0"),
+    "a peak": ({"peak": {"bf16": 0}}, "peak.bf16=0 must be a number"),
     "unknown": ({"colour": 1}, "does not know colour"),
 }
 
 
 @pytest.mark.parametrize("changes, says", WRONG.values(), ids=WRONG)
 def test_a_wrong_number_of_a_cluster_is_named(changes, says):
-    with pytest.raises(PlanError, match=f"cluster=a100x64.*{says}"):
+    with pytest.raises(PlanError, match=rf"cluster=a100x64 \(cluster/a100x64.yaml\).*{says}"):
         read_cluster(section("a100x64", **changes))
     lacking = section("a100x64")
     del lacking["between"]
-    with pytest.raises(PlanError, match="cluster=a100x64 lacks between"):
+    with pytest.raises(PlanError, match=r"\(cluster/a100x64.yaml\) lacks between"):
         read_cluster(lacking)
 
 
