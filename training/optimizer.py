@@ -320,10 +320,14 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
     Raises:
         TrainingError: One has no learning rate, or refuses the section's numbers, such as a negative one.
     """
-    for section in filter(None, (config, config.get("others"))):
+    for place, section in (("optim", config), ("optim.others", config.get("others"))):
+        if not section:
+            continue
         kind = target_of("optim", section)
         if "lr" not in section:
             raise TrainingError(f"optim: {section['_target_']} needs a learning rate (lr), which the schedule changes")
+        if type(lr := section["lr"]) not in (int, float) or not math.isfinite(lr):
+            raise TrainingError(f"{place}.lr={lr!r} must be a finite number, such as 1e-3: {section['_target_']}")
         closure = inspect.signature(getattr(kind, "step", kind)).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise TrainingError(

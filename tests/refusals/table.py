@@ -91,6 +91,10 @@ VALUES = {
     "device=cuda": Refusal("device=cuda", "this machine has none; here are: cpu"),
     "optim": [
         Refusal("optim.lr=-1", "-1"),
+        Refusal("optim.lr=null", "optim.lr=None must be a finite number", "1e-3"),
+        Refusal("optim.lr=true", "optim.lr=True must be a finite number"),
+        Refusal("optim.lr=nan", "optim.lr=nan must be a finite number"),
+        Refusal("optim=muon optim.others.lr=inf", "optim.others.lr=inf must be a finite number"),
         Refusal("optim.nesterov=perhaps", "nesterov", "'perhaps'", "Boolean"),
         Refusal("optim.weight_decay=null", "weight_decay", "NoneType", "Float"),
         Refusal("optim._target_=torch.optim.RMSprop", "no key optim.dampening", "torch.optim.RMSprop"),
