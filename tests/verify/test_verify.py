@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import signal
+from functools import partial
 
 import pytest
 import torch
-from commandline import train
-from zoo import DDP, PIPE, SMALLER, ZOO, chain, elsewhere, tied
+from commandline import Started, train, wait_until
+from zoo import DDP, PIPE, SMALLER, WHOLE, ZOO, Coin, RoundsLargeBatches, chain, elsewhere, tied
 
+from launchers import Interrupted
 from models.given import set_given
 from parallel.schedules import SCHEDULES
 from parallel.strategies import STRATEGIES
 from training import load_config, verify
 from training.api import with_given
 from training.setup import prepare
+from training.verification import probes
 from training.verification.layouts import name_of, places
 from training.verification.probes import probe
 
@@ -24,14 +29,14 @@ DATA = torch.randn(32, 8, generator=generator), torch.randint(0, 3, (32,), gener
 WORDS = ("logger=none", "train.global_batch_size=8", "train.precision=fp64", "device=cpu", "verify.timeout_s=30")
 
 
-def findings(model):
+def findings(model, own=0):
     from data.tensors import TensorData
 
     objects = {"model": model, "data": TensorData(*DATA)}
     set_given(objects)
     try:
         cfg = with_given(load_config(*WORDS, "parallel=single"), objects)
-        return list(probe(prepare(cfg)))
+        return list(probe(prepare(cfg), own))
     finally:
         set_given(None)
 
@@ -45,6 +50,53 @@ def test_a_broken_model_is_named_with_its_layer_and_the_reason(broken):
 
 def test_a_sound_model_has_no_findings():
     assert not any(found.text for found in findings(chain()))
+
+
+def test_a_coin_is_named_and_never_taken_for_samples_that_see_each_other():
+    hidden = random.Random(0).random
+    for source in (hidden, random.random, lambda: 1 + random.random()):  # the last one never falls on the other side
+        found = findings(chain(partial(Coin, source)))
+        assert [(one.probe, one.layer) for one in found if one.text] == [("repeats", "b (Coin)")], found
+
+
+def test_as_many_samples_as_the_run_has_in_a_micro_batch_are_computed_at_once(tmp_path, monkeypatch):
+    words = ("logger=none", "device=cpu", "verify.processes=1", "verify.steps=1", f"hydra.run.dir={tmp_path}/v")
+    model = chain(partial(RoundsLargeBatches, 8))
+    report = verify(*words, model=model, data=DATA)  # the batch of a step is 64, that of the verification 8
+    assert ["in a batch of 64" in one.text for one in report.failed] == [True, True], report
+    monkeypatch.setattr(probes, "_PATIENCE_S", 0.0)
+    found = [one for one in findings(model, 32) if one.text]
+    assert [one.holds for one in found] == [True] and "a (Linear): no batch of 32 was computed" in str(found[0]), found
+    monkeypatch.setattr(probes, "available_memory", lambda: 0.0)
+    assert "no batch of 8 was computed" in str([str(one) for one in findings(model, 32)])
+
+
+def test_probes_end_when_the_process_is_told_to_stop(monkeypatch):
+    monkeypatch.setattr(probes.stopping, "noted", lambda: signal.SIGTERM)
+    with pytest.raises(Interrupted):
+        findings(chain())
+
+
+@pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
+def test_a_verification_that_is_stopped_says_how_far_it_is_and_leaves_what_it_has(signum, code, tmp_path):
+    words = ["mode=verify", "model=toy", "verify.processes=2", "verify.steps=1", "logger=none", "device=cpu"]
+    certificate = tmp_path / "run" / "certificate.json"
+    started = Started(words, tmp_path / "run")
+    try:
+        wait_until(lambda: certificate.exists() and json.loads(certificate.read_text())["layouts"], 120, "a layout")
+        before = json.loads(certificate.read_text())  # what SIGKILL would leave
+        assert not before["complete"] and not before["ok"] and before["probes"] and before["planned"] > 5
+        started.process.send_signal(signum)
+        run = started.wait()
+    finally:
+        started.kill()
+    said = json.loads(certificate.read_text())
+    reached = f"{len(said['layouts'])} of {said['planned']} layouts"
+    assert run.code == code and reached in run.stderr, run.console
+    assert f"partial: it ended after {reached}" in run.stdout, run.console
+    assert run.stdout.count("parallel=single chunks=4  ") == 1, "no table"
+    page = certificate.with_suffix(".html").read_text()
+    assert "was not compared in every layout" in page and reached in page and "is the same" not in page
 
 
 def test_every_strategy_and_every_schedule_is_a_layout():
@@ -62,6 +114,7 @@ def test_every_layout_of_a_sound_model_holds_and_the_certificate_says_so(tmp_pat
     )
     assert report.ok, report
     names = [outcome.name for outcome in report.compared]
+    assert "parallel=single chunks=1" in names and report.complete
     for strategy in ("model_parallel", "ddp", "fsdp", "pipelined"):
         assert any(f"parallel={strategy}" in name for name in names), names
     said = json.loads((tmp_path / "v" / "certificate.json").read_text())
@@ -89,7 +142,7 @@ def only(tmp_path, model, *words):
 @pytest.mark.parametrize("broken", [one for one in ZOO if one.wrong], ids=lambda broken: broken.name)
 def test_a_broken_model_is_wrong_in_a_layout_and_the_probe_explains_it(broken, tmp_path):
     _, failed = only(tmp_path, broken.chain(), *broken.wrong)
-    if broken.wrong is SMALLER:
+    if broken.wrong in (SMALLER, WHOLE):
         assert failed.reason == "micro-batches of another size change what is learned"
     else:
         assert failed.reason.startswith("first in ") and "Probe: " in failed.reason, failed.reason
@@ -99,7 +152,7 @@ def test_the_layer_that_draws_from_numpy_is_where_ddp_first_differs(tmp_path):
     broken = next(one for one in ZOO if one.name == "numpy noise")
     _, failed = only(tmp_path, broken.chain(), *DDP)
     assert "first in the forward of b on rank" in failed.reason and "its inputs are equal" in failed.reason
-    assert "Probe: gives other numbers for the same input" in failed.reason
+    assert "Probe: draws from numpy's generator in training" in failed.reason
 
 
 def doubled():

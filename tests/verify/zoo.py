@@ -24,6 +24,32 @@ class Numpy(nn.Module):
         return x + 0.1 * float(np.random.rand())
 
 
+class Coin(nn.Module):
+    """Leaves out what a coin decides, in training."""
+
+    def __init__(self, coin: Callable[[], float]) -> None:
+        super().__init__()
+        self.coin = coin
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1.5 if self.training and self.coin() < 0.5 else x
+
+
+class RoundsLargeBatches(nn.Module):
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.half().to(x.dtype) if len(x) > self.most else x
+
+
+class LossRoundsLargeBatches(ClassCrossEntropy):
+    def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
+        sums = super().__call__(output, targets, weights)
+        return Sums(sums.loss.half().double(), sums.count, sums.metrics) if len(output) > 4 else sums
+
+
 class Counter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -180,6 +206,7 @@ def twice() -> Chain:
 
 DDP = ("parallel=ddp", "parallel.dp=2", "parallel.chunks=2")
 PIPE = ("parallel=pipelined", "parallel.pp=2", "parallel.chunks=4", "parallel.schedule=1f1b")
+WHOLE = ("verify.processes=1", "verify.steps=1")  # one process, all samples in one go among others
 SMALLER = ("verify.processes=1",)  # one process with twice as many micro-batches
 
 
@@ -199,10 +226,15 @@ class Broken:
 
 
 ZOO = [
-    Broken("numpy noise", partial(chain, Numpy), "repeats", "b", "draws random numbers that are not torch's", DDP),
+    Broken("numpy noise", partial(chain, Numpy), "repeats", "b", "draws from numpy's generator in training", DDP),
+    Broken("a coin", partial(chain, partial(Coin, random.random)), "repeats", "b", "draws from Python's generator"),
+    Broken("numpy's coin", partial(chain, partial(Coin, np.random.random)), "repeats", "b", "from numpy's generator"),
+    Broken("a hidden coin", partial(chain, partial(Coin, _GENERATOR.random)), "repeats", "b", "that are not torch's"),
     Broken("a counter", partial(chain, Counter), "repeats", "b", "keeps something between calls", DDP),
     Broken("dropout by random", partial(chain, PythonDropout), "repeats", "b", "in training", DDP),
     Broken("the batch's mean", partial(chain, BatchMean), "halves", "b", "see each other in training", SMALLER),
+    Broken("half above four", partial(chain, partial(RoundsLargeBatches, 4)), "sizes", "b", "in a batch of 8", WHOLE),
+    Broken("loss above four", partial(chain, loss=LossRoundsLargeBatches()), "sizes", "c", "in a batch of 8"),
     Broken("in evaluation", partial(chain, MeanInEvaluation), "halves", "b", "see each other in evaluation", SMALLER),
     Broken("contrastive", partial(chain, loss=Contrastive()), "loss", "c", "Contrastive of a batch is not", SMALLER),
     Broken("mean of some", partial(chain, loss=MeanOfSome()), "loss", "c", "MeanOfSome of a batch is not", SMALLER),

@@ -5,7 +5,10 @@ Each layer is a stage of its own and gets what the layer before it gave. Nothing
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,15 +19,21 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from common.errors import PlanError
+from common.machine import available_memory
 from data.dataset import Batch
+from launchers import Interrupted, stopping
 from models.batchnorm import StepBatchNorm
-from models.chain import CPU, LOSS, as_tuple, is_within
+from models.chain import CPU, LOSS, Chain, as_tuple, is_within
 from parallel.devices import parameter_dtype
 from parallel.shape_inference import drawing_by_microbatch, trace
 from parallel.stage import Stage
 from training.setup import Setup
 
-_SAMPLES, _ALL = 4, slice(None)
+_SAMPLES = 4
+_FEW, _PAIR = slice(0, _SAMPLES), slice(0, 2)
+# A layer that flips a coin gives the same in all of these calls, and in two of _FEW, in one of 2,000 verifications.
+_DRAWS = 11
+_PATIENCE_S = 60.0  # what batches above the verified one may take
 _MODES = TRAINING, EVALUATION = "training", "evaluation"
 _FLOOR = 1e-3  # what is below this part of the largest of all tensors may be rounding alone
 _LAST_IGNORED = torch.tensor([1.0, 1.0, 1.0, 0.0])
@@ -60,6 +69,7 @@ class Layer:
     """
 
     def __init__(self, setup: Setup, name: str, inputs: tuple[Tensor, ...], samples: Batch, drawing: bool) -> None:
+        """Build the layer, and see what it does with the first of ``samples``, which ``inputs`` were computed from."""
         self.chain, self.name, self.inputs, self.samples, self.drawing = setup.chain, name, inputs, samples, drawing
         self.seed, self.dtype = setup.cfg.seed, parameter_dtype(setup.plan.precision)
         self.stage = Stage(self.chain, [name], seed=self.seed, device=CPU, dtype=self.dtype)
@@ -67,14 +77,34 @@ class Layer:
         loss = self.module if hasattr(self.module, "loss") else self.chain.loss
         self.loss, self.kind = f"loss {type(loss).__name__}", f"{name} ({type(self.module).__name__})"
         self.norms = any(isinstance(module, _BatchNorm) for module in self.module.modules())
+        self.sizes: tuple[int, ...] = ()  # of batches to compute in one go
+        self.drawn: dict[bool, set[str]] = {True: set(), False: set()}
         self.before = {True: self.state()}
         self.seen = {True: self.run(True)}
-        self.before[False] = self.state()
+        self.after = {True: self.state()}
+        began = time.process_time()
         self.seen[False] = self.run(False)
+        self.seconds = (time.process_time() - began) / _SAMPLES  # of a sample's forward
+        self.before[False], self.after[False] = self.after[True], self.state()
 
-    def run(self, training: bool, rows: slice = _ALL, weights: Tensor | None = None, again: bool = False) -> dict:
-        """Compute some samples in step 1 or in evaluation; with ``again``, activations are recomputed."""
-        first, last, _ = rows.indices(_SAMPLES)
+    def run(
+        self,
+        training: bool,
+        rows: slice = _FEW,
+        weights: Tensor | None = None,
+        again: bool = False,
+        backward: bool = True,
+        state: int = 0,
+    ) -> dict:
+        """Compute some samples in step 1 or in evaluation; with ``again``, activations are recomputed.
+
+        Python's and numpy's generators are in the state number ``state``: it alone decides what is drawn from them.
+        """
+        with _generators(state, self.drawn[training]):
+            return self._run(training, rows, weights, again, backward)
+
+    def _run(self, training: bool, rows: slice, weights: Tensor | None, again: bool, backward: bool) -> dict:
+        first, last, _ = rows.indices(len(self.samples))
         stage, where = self.stage, (first, last - first)
         stage.recompute = again
         stage.zero_grad()
@@ -82,8 +112,8 @@ class Layer:
         inputs = self.rows(rows)
         with torch.set_grad_enabled(training):
             outputs = as_tuple(stage(*inputs, samples=where))
-        if parts := [(t * torch.linspace(1, 2, t.numel()).view(t.shape)).sum() for t in outputs if t.requires_grad]:
-            torch.stack([part.double() for part in parts]).sum().backward()
+        if parts := [_weighed(t, last - first) for t in outputs if t.requires_grad and backward]:
+            torch.stack(parts).sum().backward()
         stage.recompute = False
         if stage.ends_chain:
             with torch.no_grad():
@@ -95,7 +125,7 @@ class Layer:
         seen["sums"] = {"sums": stage.take_sums()} if stage.ends_chain else {}
         seen["gradients"] = {f"input {i}": t.grad for i, t in enumerate(inputs) if t.requires_grad}
         seen["gradients"] |= {n: p.grad for n, p in self.module.named_parameters() if p.requires_grad and p.numel()}
-        return seen | {"state": self.state()}
+        return seen
 
     @cached_property
     def halves(self) -> dict[bool, list[dict]]:
@@ -110,10 +140,19 @@ class Layer:
 
     def rows(self, rows: slice) -> tuple[Tensor, ...]:
         """Copy what some samples are of the inputs; an input without a dimension of samples is passed on whole."""
-        first, last, _ = rows.indices(_SAMPLES)
-        each = [(t, len(t) // _SAMPLES if t.dim() > 0 and len(t) % _SAMPLES == 0 else 0) for t in self.inputs]
-        parts = [(t[first * n : last * n] if n else t).detach().clone() for t, n in each]
+        parts = [_of_samples(t, rows, len(self.samples)).detach().clone() for t in self.inputs]
         return tuple(p.requires_grad_(t.requires_grad) for p, t in zip(parts, self.inputs, strict=True))
+
+    def in_batch(self, training: bool, count: int) -> tuple[Tensors, Tensors]:
+        """Return what the first samples, in a batch of ``count``, and alone give, with the sums of the whole batch."""
+        few, whole = self.seen[training], self.run(training, slice(0, count))
+        ours, theirs = ({**one["outputs"], **_of_inputs(one)} for one in (whole, few))
+        ours = {name: None if t is None else _of_samples(t, _FEW, count) for name, t in ours.items()}
+        if whole["sums"]:
+            parts = [slice(first, min(first + _SAMPLES, count)) for first in range(0, count, _SAMPLES)]
+            sums = [self.run(training, part, backward=False)["sums"]["sums"] for part in parts]
+            ours, theirs = ours | whole["sums"], theirs | {"sums": torch.stack(sums).sum(dim=0)}
+        return ours, theirs
 
     def state(self) -> Tensors:
         """Return copies of all parameters and of the buffers but BatchNorm's, which are updated once per step."""
@@ -136,6 +175,45 @@ class Layer:
                 "size, or use parallel.sync_batchnorm=true"
             )
         return "draws random numbers by itself: seeded for each micro-batch" if self.drawing else None
+
+
+def _weighed(output: Tensor, count: int) -> Tensor:
+    """Return a sum over an output in which each number of a sample has a weight of its own."""
+    rows = output.reshape(count if output.numel() % count == 0 else 1, -1)
+    return (rows * torch.linspace(1, 2, rows.shape[1])).sum().double()
+
+
+def _of_samples(tensor: Tensor, rows: slice, count: int) -> Tensor:
+    """Return what belongs to some of ``count`` samples; all of it, where it has no dimension of samples."""
+    each = len(tensor) // count if tensor.dim() > 0 and len(tensor) % count == 0 else 0
+    first, last, _ = rows.indices(count)
+    return tensor[first * each : last * each] if each else tensor
+
+
+def _of_inputs(seen: dict) -> Tensors:
+    """Return the gradients of the inputs that have a dimension of samples in any batch."""
+    return {name: g for name, g in seen["gradients"].items() if name.startswith("input ")}
+
+
+@contextmanager
+def _generators(state: int, drawn: set[str]) -> Iterator[None]:
+    """Give Python's and numpy's generators a state, note in ``drawn`` which have left it, and undo that."""
+    kept = random.getstate(), np.random.get_state()
+    random.seed(state)
+    np.random.seed(state)
+    began = _states()
+    try:
+        yield
+    finally:
+        now = _states()
+        drawn.update(name for name in began if now[name] != began[name])
+        random.setstate(kept[0])
+        np.random.set_state(kept[1])
+
+
+def _states() -> dict[str, tuple]:
+    kind, key, *rest = np.random.get_state()
+    return {"Python's generator": random.getstate(), "numpy's generator": (kind, key.tobytes(), *rest)}
 
 
 def difference(ours: Tensor | None, theirs: Tensor | None, floor: float = 0.0) -> float:
@@ -205,20 +283,41 @@ def _outputs(layer: Layer, tolerance: float) -> Iterator[tuple[str, bool]]:
         yield f"parameters without a gradient: {', '.join(without)}", True
 
 
+def _repeats(layer: Layer, tolerance: float) -> Iterator[tuple[str, bool]]:
+    """Compute the same again, with Python's and numpy's generators in other states."""
+    for mode in _MODES:
+        training = mode == TRAINING
+        pairs = [(layer.run(training, state=1), layer.seen[training])]
+        first, *others = (layer.run(training, _PAIR, backward=False, state=n) for n in range(_DRAWS))
+        pairs += [(other, first) for other in others]
+        size = max(largest_difference(*(seen["given"] | seen["sums"] for seen in pair))[0] for pair in pairs)
+        if drawn := layer.drawn[training]:
+            numbers = f"numbers change by {size:.0e}" if size else f"{_DRAWS} draws changed no number"
+            yield f"draws from {' and '.join(sorted(drawn))} in {mode}, which no seed of a run sets ({numbers})", False
+        elif size > tolerance:
+            text = f"gives other numbers for the same input in {mode}: it draws random numbers that are not torch's, or"
+            yield f"{text} keeps something between calls (by {size:.0e})", False
+
+
+def _sizes(layer: Layer, tolerance: float) -> Iterator[tuple[str, bool]]:
+    """Compute samples together with more others than the other probes do."""
+    for mode in _MODES:
+        for count in layer.sizes:
+            size, _ = largest_difference(*layer.in_batch(mode == TRAINING, count))
+            if size > tolerance:
+                text = f"gives a sample other numbers in a batch of {count} than in one of {_SAMPLES} in {mode}"
+                yield f"{text}: what it does depends on how many samples there are (by {size:.0e})", False
+
+
 PROBES: dict[str, list[Callable[[Layer, float], Iterator[tuple[str, bool]]]]] = {
     "unchanged": [
         Same("its forward changes its {what} in {mode}, each replica and micro-batch its own",
-             lambda layer, training: (layer.seen[training]["state"], layer.before[training])),
+             lambda layer, training: (layer.after[training], layer.before[training])),
     ],
-    "repeats": [
-        Same("gives other numbers for the same input in {mode}: it draws random numbers that are not torch's, or keeps "
-             "something between calls",
-             lambda layer, training: tuple(seen["given"] | seen["sums"]
-                                           for seen in (layer.run(training), layer.seen[training]))),
-    ],
+    "repeats": [_repeats],
     "leaves its input": [
         Same("writes into its input in {mode}, which the layer before may need",
-             lambda layer, training: (layer.seen[training]["inputs"], dict(enumerate(layer.inputs)))),
+             lambda layer, training: (layer.seen[training]["inputs"], dict(enumerate(layer.rows(_FEW))))),
     ],
     "halves": [
         Same("samples see each other in {mode}: half of a batch gives other numbers than the whole",
@@ -236,8 +335,9 @@ PROBES: dict[str, list[Callable[[Layer, float], Iterator[tuple[str, bool]]]]] = 
              lambda layer, training: layer.joined(training, "sums"), Layer.rule),
         Same("{loss} counts samples of weight 0, by which evaluation fills up its last batch",
              lambda layer, training: (layer.run(False, weights=_LAST_IGNORED.to(layer.dtype))["sums"],
-                                      layer.run(False, slice(0, -1))["sums"]), modes=[EVALUATION]),
+                                      layer.run(False, slice(0, _SAMPLES - 1))["sums"]), modes=[EVALUATION]),
     ],
+    "sizes": [_sizes],
     "outputs": [_outputs],
     "initial weights": [
         Same("initial numbers of {what} depend on what was built before: draw them from torch's generator",
@@ -247,42 +347,84 @@ PROBES: dict[str, list[Callable[[Layer, float], Iterator[tuple[str, bool]]]]] = 
 }  # fmt: skip
 
 
-def probe(setup: Setup) -> Iterator[Finding]:
+def probe(setup: Setup, own: int = 0) -> Iterator[Finding]:
     """Yield what each probe has found in each layer; for one that has found nothing, a finding without text.
 
-    A layer in which "unchanged" or "repeats" has found something is not probed on: what else differs would follow.
+    A layer in which "unchanged" or "repeats" has found something is not probed on: what else differs would follow; nor
+    is one for "sizes" after "halves" or "loss". ``own`` is the number of samples in a micro-batch of the run to verify:
+    "sizes" computes as many at once, and those of a step.
+
+    Raises:
+        Interrupted: This process was told to stop.
     """
-    chain, dtype, tolerance = setup.chain, parameter_dtype(setup.plan.precision), setup.cfg.verify.tolerance
-    for name, whole in (("shapes", _shapes), ("shared parameters", _shared)):
-        found = [Finding(name, *one) for one in whole(setup)]
-        yield from found or [Finding(name, holds=True)]
-    if found:  # a layer that is built would change another
+    chain, tolerance = setup.chain, setup.cfg.verify.tolerance
+    try:
+        traces = trace(chain, setup.sample, setup.plan.precision, "cpu")
+        kept = [one.kept / setup.plan.microbatch_size for one in traces]
+    except PlanError as error:
+        yield Finding("shapes", text=str(error).partition(". ")[0])
+        kept = None
+    else:
+        yield Finding("shapes", holds=True)
+    shared = [Finding("shared parameters", *one) for one in _shared(chain)]
+    yield from shared or [Finding("shared parameters", holds=True)]
+    if shared:  # a layer that is built would change another
         return
-    drawing = drawing_by_microbatch(chain, setup.sample)
-    indices = np.arange(_SAMPLES, dtype=np.int64) % len(setup.data.train)
-    samples = Batch(*setup.data.train.read(indices, 0)).map(lambda t: t.to(dtype) if t.is_floating_point() else t)
-    layers, inputs = [], samples.input_tensors
-    for name in chain.names:
-        draws = name in drawing or (name == chain.names[-1] and LOSS in drawing)
-        layers.append(Layer(setup, name, inputs, samples, draws))
-        inputs = tuple(layers[-1].seen[True]["given"].values())
+    layers, too_large = _layers(setup, own, kept)
+    skipped: list[Layer] = []
     for name, probes in PROBES.items():
-        by_layer = {layer: [one for same in probes for one in same(layer, tolerance)] for layer in layers}
+        found = [*too_large] if name == "sizes" else []
+        by_layer = {}
+        for layer in layers:
+            _check_stopped()
+            if name != "sizes" or layer not in skipped:
+                by_layer[layer] = [one for same in probes for one in same(layer, tolerance)]
         if name in ("unchanged", "repeats"):
             layers = [layer for layer in layers if not by_layer[layer]]
-        found = [Finding(name, layer.kind, *one) for layer, ones in by_layer.items() for one in ones]
+        elif name in ("halves", "loss"):
+            skipped += [layer for layer in layers if by_layer[layer]]
+        found += [Finding(name, layer.kind, *one) for layer, ones in by_layer.items() for one in ones]
         yield from found or [Finding(name, holds=True)]
 
 
-def _shapes(setup: Setup) -> Iterator[tuple[str, str]]:
-    try:
-        trace(setup.chain, setup.sample, setup.plan.precision, "cpu")
-    except PlanError as error:
-        yield "", str(error).partition(". ")[0]
+def _layers(setup: Setup, own: int, kept: list[float] | None) -> tuple[list[Layer], list[Finding]]:
+    """Build every layer with its input, and find which batches are too large for this machine.
+
+    ``kept`` are the bytes that each layer keeps of a sample for the backward; None where that is not known.
+    """
+    chain, dtype, step = setup.chain, parameter_dtype(setup.plan.precision), setup.plan.microbatch_size
+    drawing = drawing_by_microbatch(chain, setup.sample)
+    sizes = sorted({size for size in (step, own) if size > _SAMPLES})
+    indices = np.arange(max([_SAMPLES, *sizes]), dtype=np.int64) % len(setup.data.train)
+    samples = Batch(*setup.data.train.read(indices, 0)).map(lambda t: t.to(dtype) if t.is_floating_point() else t)
+    layers, too_large, inputs = [], [], samples.input_tensors
+    for i, name in enumerate(chain.names):
+        _check_stopped()
+        draws = name in drawing or (name == chain.names[-1] and LOSS in drawing)
+        layers.append(layer := Layer(setup, name, inputs, samples, draws))
+        each = (kept[i] if kept else 0) + 4 * sum(t.nbytes for t in layer.seen[True]["given"].values()) / _SAMPLES
+        while sizes:
+            needed, seconds = sizes[-1] * each, 5 * sizes[-1] * layer.seconds
+            if needed < available_memory() and (sizes[-1] == step or seconds < _PATIENCE_S / len(chain.names)):
+                break
+            text = f"no batch of {sizes[-1]} was computed from here on: it takes about {needed / 2**30:.1f} GiB and "
+            too_large.append(Finding("sizes", layer.kind, f"{text}{seconds:.0f} s", holds=True))
+            sizes.pop()
+        layer.sizes, count = tuple(sizes), max([_SAMPLES, *sizes])
+        seen = layer.run(True, slice(0, count), backward=False) if sizes else layer.seen[True]
+        inputs = tuple(t.detach().requires_grad_(t.requires_grad) for t in seen["given"].values())
+        samples = samples.map(lambda t, count=count: t[:count])
+    return layers, too_large
 
 
-def _shared(setup: Setup) -> Iterator[tuple[str, str]]:
-    chain, built = setup.chain, {}
+def _check_stopped() -> None:
+    """Raise Interrupted where this process was told to stop."""
+    if (signum := stopping.noted()) is not None:
+        raise Interrupted(signum)
+
+
+def _shared(chain: Chain) -> Iterator[tuple[str, str]]:
+    built = {}
     for spec in chain.layers:
         for name, own in spec.made().named_parameters(prefix=spec.name, remove_duplicate=False):
             first = built.setdefault(own, name)

@@ -1,10 +1,12 @@
-"""Probing a model and comparing its layouts, with a line for each, and the certificate that is left."""
+"""Probing a model and comparing its layouts, with a line for each, and the certificate, which is left at any time."""
 
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Collection, Iterator
@@ -20,7 +22,7 @@ from common.machine import changed_environment, styled
 from conf import COMMAND
 from conf.instantiate import environment, to_config, to_dict
 from conf.masking import mask_secrets
-from launchers import World, start_fork_server
+from launchers import Interrupted, World, start_fork_server
 from training.reporting.console import columns
 from training.reporting.recorder import describe
 from training.setup import Setup, prepare
@@ -41,6 +43,8 @@ class Report:
         limits: The largest difference of each thing compared that is no difference.
         probes: The findings, at least one of each probe.
         layouts: The layouts, the one that the others are compared with first; those that cannot be cut too.
+        planned: How many layouts there are to be; None until all layers are probed.
+        complete: Whether nothing is left to do.
         seconds: How long it took.
     """
 
@@ -48,6 +52,8 @@ class Report:
     limits: dict[str, float] = field(default_factory=dict)
     probes: list[Finding] = field(default_factory=list)
     layouts: list[Layout] = field(default_factory=list)
+    planned: int | None = None
+    complete: bool = False
     seconds: float = 0.0
 
     @property
@@ -63,7 +69,12 @@ class Report:
     @property
     def ok(self) -> bool:
         """Whether no probe has found what changes results, and all layouts that can be cut hold, at least one."""
-        return bool(self.compared) and not self.failed
+        return self.complete and bool(self.compared) and not self.failed
+
+    @property
+    def reached(self) -> str:
+        """How far it is."""
+        return f"{len(self.layouts)} of {self.planned} layouts" if self.planned else "the probes of layers"
 
     def table(self) -> str:
         """Return the largest differences of each layout, by what was compared."""
@@ -76,45 +87,67 @@ class Report:
     def __str__(self) -> str:
         """Say what does not hold, and how much does."""
         held = sum(layout.holds is True for layout in self.compared)
-        return "\n".join([*map(str, self.failed), f"{held} of {len(self.compared)} layouts hold"])
+        lines = [*map(str, self.failed), f"{held} of {len(self.compared)} layouts hold"]
+        partly = f"partial: it ended after {self.reached}, and says nothing of those that are left"
+        return "\n".join(lines + [partly] * (not self.complete))
 
 
 def prove(cfg: Any, run_dir: Path, typed: Collection[str]) -> Report:
     """Probe the model, compare its layouts, print a line for each, and write the certificate into the run directory.
 
-    ``typed`` are the keys that the user has set: precision, batch and layout are his then.
+    It is written after each line: one that was stopped, by SIGKILL too, leaves what it has. ``typed`` are the keys that
+    the user has set: precision, batch and layout are his then.
 
     Raises:
         UserError: The configuration cannot run in one process either.
+        KeyboardInterrupt: It was stopped; what it has was printed.
     """
     began = time.monotonic()
     if World.detect() is not None:
         raise TrainingError("mode=verify starts its processes itself: call it without torchrun or srun")
     if cfg.verify.steps < 1:
         raise TrainingError(f"verify.steps={cfg.verify.steps} must be at least 1")
+    own = _own_microbatch(cfg)
     cfg = _settled(cfg, typed)
     with changed_environment(environment(cfg)):
         start_fork_server(["training.preload"])
     setup = prepare(to_config(as_run(cfg, _single(cfg, chunks=1))))
     report = Report(_about(cfg, setup))
     print(f"{cfg.model.name}, {setup.plan.parameters:,} parameters, {setup.data.description}, {cfg.train.precision}")
-    for finding in probe(setup):
-        report.probes.append(finding)
-        print(f"  {_mark(finding)} {finding}", flush=True)
-    print(f"  probes: {time.monotonic() - began:.0f} s")
-    for layout in _layouts(report, cfg, setup, run_dir / "layouts", typed):
-        report.layouts.append(layout)
-        print(f"  {_mark(layout)} {layout}", flush=True)
-    if report.ok:
-        shutil.rmtree(run_dir / "layouts", ignore_errors=True)
-    report.seconds = time.monotonic() - began
-    write(report, run_dir)
-    print(f"\n{report.table()}\n\n{report}\n{run_dir / PAGE}", flush=True)
+
+    def note(one: Finding | Layout, said: str = "") -> None:
+        report.seconds = time.monotonic() - began
+        write(report, run_dir)
+        print(f"  {_mark(one)} {said}{one}", flush=True)
+
+    try:
+        for finding in probe(setup, own):
+            report.probes.append(finding)
+            note(finding)
+        print(f"  probes: {time.monotonic() - began:.0f} s")
+        for layout in _layouts(report, cfg, setup, run_dir / "layouts", typed, own):
+            report.layouts.append(layout)
+            note(layout, f"{len(report.layouts)}/{report.planned} ")
+        report.complete = True
+    except KeyboardInterrupt as stopped:
+        signum = getattr(stopped, "signum", signal.SIGINT)
+        raise Interrupted(signum, f"{report.reached} were reached, which the certificate has") from None
+    finally:
+        if not report.failed:
+            shutil.rmtree(run_dir / "layouts", ignore_errors=True)
+        write(report, run_dir)
+        print(f"\n{report.table()}\n\n{report}\n{run_dir / PAGE}", flush=True)
     return report
 
 
 def _mark(one: Finding | Layout) -> str:
     return "-" if one.holds is None else styled(*(("✓", "green") if one.holds else ("✗", "red")), sys.stdout)
+
+
+def _own_microbatch(cfg: Any) -> int:
+    """Return how many samples a micro-batch of the run to verify has; the most it can have, where it is to choose."""
+    pieces = (n for n in (cfg.parallel.dp, cfg.parallel.chunks) if isinstance(n, int) and n > 0)
+    return cfg.train.global_batch_size // math.prod(pieces)
 
 
 def _settled(cfg: Any, typed: Collection[str]) -> Any:
@@ -134,7 +167,9 @@ def _single(cfg: Any, chunks: int) -> dict[str, Any]:
     return {**to_dict(cfg)["parallel"], **ONE, "name": "single", "schedule": "gpipe", "chunks": chunks}
 
 
-def _layouts(report: Report, cfg: Any, setup: Setup, folder: Path, typed: Collection[str]) -> Iterator[Layout]:
+def _layouts(
+    report: Report, cfg: Any, setup: Setup, folder: Path, typed: Collection[str], own: int
+) -> Iterator[Layout]:
     """Yield the layout of one process, and the one that was typed or all others, each as it ends."""
     batch, half_precision = cfg.train.global_batch_size, cfg.train.precision in ("bf16", "bf16_residual", "fp16")
     chosen = cfg.parallel.name not in ("single", "auto") and any(key.partition(".")[0] == "parallel" for key in typed)
@@ -147,11 +182,13 @@ def _layouts(report: Report, cfg: Any, setup: Setup, folder: Path, typed: Collec
         count, wanted = plan.dp * plan.chunks, [{**place, "dp": plan.dp, "pp": plan.pp, "chunks": plan.chunks}]
         cfg.verify.processes = plan.processes
     by_rule = any(finding.probe == "halves" and finding.text and finding.holds for finding in report.probes)
-    other = next((n for n in (2 * count, *range(count - 1, 0, -1)) if batch % n == 0), None)
+    others = [n for n in (2 * count, *range(count - 1, 0, -1)) if batch % n == 0][:1]
     if half_precision and by_rule:  # other micro-batches would be another training
         wanted.insert(0, {**_single(cfg, count), "precision": "fp32"})
-    elif other is not None and not by_rule and (half_precision or not chosen):
-        wanted.insert(0, _single(cfg, other))
+    elif not by_rule and (half_precision or not chosen):
+        others += [] if chosen else [1, *([batch // own] if own and batch % own == 0 else [])]  # in one go; its own
+        wanted[:0] = [_single(cfg, n) for n in dict.fromkeys(others) if n != count]
+    report.planned = 1 + len(wanted)
     runs = Runs(cfg, folder, setup.chain, count)
     report.limits = runs.limits
     for place in (_single(cfg, count), *wanted):
