@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 
@@ -33,6 +34,9 @@ def explain(error: Exception) -> str | None:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
         return f"there is no '{error.missing_cfg_file}'{_nearest(f'{group}={{}}', name, error.options)}"
+    if twice := re.match(r"Multiple values for (\S+)\. To override a value use '(.*: (.*))'", str(error)):
+        typed = f"{twice[1]}={twice[3]}"
+        return f"{twice[1]} has an option already: drop the plus of +{typed} (in a file: {twice[2]})"
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__

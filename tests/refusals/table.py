@@ -47,6 +47,10 @@ WORDS = {
         Refusal("train.stepz=5", "did you mean train.steps?"),
         Refusal("-m ++train.stepz=3 seed=1,2 hydra.sweep.dir=sweep", "did you mean train.steps?"),
     ],
+    "experiment has an option already": Refusal(
+        "+experiment=convnet_mnist", "drop the plus of +experiment=convnet_mnist", "override experiment: convnet_mnist"
+    ),
+    "model has an option already": Refusal("+model=gpt2", "drop the plus of +model=gpt2"),
     "no key paralel": Refusal("+paralel=ddp", "did you mean parallel?"),
     "--parallel=ddp": Refusal("--parallel=ddp", "without dashes: parallel=ddp"),
     "optim.mometum": Refusal("+optim.mometum=0.9", "did you mean optim.momentum?"),
