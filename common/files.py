@@ -15,6 +15,7 @@ from typing import Any
 
 from common.errors import UserError
 
+TYPED_IN = "TRAIN_PATHS_TYPED_IN"  # a variable: the folder that relative paths are in, if not in the current one
 _PLAIN = (type(None), bool, int, str)  # as JSON has them
 
 
@@ -70,10 +71,13 @@ def check_regular(path: Path) -> None:
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
-def expand_home(path: str | os.PathLike) -> Path:
-    """Return a path with its ``~`` or ``~user`` replaced by that user's folder; raise UserError if there is none."""
+def expand_home(path: str | os.PathLike, base: Path | None = None) -> Path:
+    """Return a path with its ``~`` or ``~user`` replaced by that user's folder; raise UserError if there is none.
+
+    A relative one is in ``base``, or in the folder that the variable ``TYPED_IN`` names, if one of them is given.
+    """
     try:
-        return Path(path).expanduser()
+        return Path(base or os.environ.get(TYPED_IN, ""), Path(path).expanduser())
     except RuntimeError:
         raise UserError(f"{path}: no such home folder, or HOME is not set; give a whole path") from None
 

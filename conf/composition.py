@@ -25,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from common.errors import UserError
-from common.files import expand_home
+from common.files import TYPED_IN, expand_home
 from common.machine import changed_environment
 from conf import CHOSEN, FOLDER, ON_TOP, TRAINED, masking
 from conf.instantiate import add_to_path, is_ours, literal, to_dict, why_foreign
@@ -73,12 +73,14 @@ def compose_and_run(task: Callable[[Any, Any], Any], arguments: Sequence[str], b
         _register_resolvers(*start)  # a launcher of others (joblib) runs this in a process of its own
         hydra_section = HydraConfig.get()
         cfg = named(cfg, hydra_section.runtime.choices, folders)
-        if hydra_section.mode == RunMode.MULTIRUN:
-            return task(cfg, hydra_section)  # the sweep keeps an error of its jobs
-        try:
-            results.append(task(cfg, hydra_section))
-        except Exception as error:
-            raise Refused(error) from None
+        # Where the job has a current directory of its own, paths are still meant as they were typed.
+        with changed_environment({TYPED_IN: hydra_section.runtime.cwd if hydra_section.job.chdir else None}):
+            if hydra_section.mode == RunMode.MULTIRUN:
+                return task(cfg, hydra_section)  # the sweep keeps an error of its jobs
+            try:
+                results.append(task(cfg, hydra_section))
+            except Exception as error:
+                raise Refused(error) from None
 
     parser = get_args_parser()
     parsed, unknown = parser.parse_known_intermixed_args(arguments)

@@ -96,7 +96,7 @@ def export(cfg: Any, run_dir: Path) -> str:
         TrainingError: For a folder that exists, and as ``training.export.write`` does.
         CheckpointError: For a checkpoint that cannot be read, or a folder that cannot be written.
     """
-    folder = Path(run_dir).absolute() / expand_home(cfg.export_to)
+    folder = expand_home(cfg.export_to, Path(run_dir).absolute())
     if folder.exists():
         raise TrainingError(f"{folder} exists already; choose another export_to=")
     check_export(cfg)

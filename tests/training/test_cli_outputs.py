@@ -34,6 +34,17 @@ def types(record):
     return {key: type(value) for key, value in record.items()}
 
 
+def test_relative_paths_are_meant_where_they_were_typed_in_a_directory_of_the_job_too(tmp_path):
+    (tmp_path / "x.txt").write_text("a text of some words\n" * 500)
+    words = ["model=gpt2", "model.size=tiny", "data=text", "data.seq_len=16", "train.global_batch_size=4"]
+    words += ["train.steps=1", "logger=none", "device=cpu", "hydra.job.chdir=true"]
+    trained = train([*words, "data.root=x.txt", "parallel=ddp", "parallel.dp=2"], tmp_path / "run", cwd=tmp_path)
+    assert trained.code == 0, trained.console
+    words = ["mode=export", "checkpoint=run", "export_to=weights", "hydra.job.chdir=true"]
+    exported = train(words, tmp_path / "exported", cwd=tmp_path)
+    assert exported.code == 0 and (tmp_path / "exported" / "weights").is_dir(), exported.console
+
+
 @pytest.fixture
 def gpt2(cli):
     """A pipeline of two stages, twice: 4 processes, with wandb."""
