@@ -11,10 +11,12 @@ from functools import partial
 import pytest
 import torch
 from commandline import Started, train, wait_until
-from zoo import DDP, PIPE, SMALLER, WHOLE, ZOO, Coin, RoundsLargeBatches, chain, elsewhere, tied
+from zoo import DDP, PIPE, SMALLER, WHOLE, ZOO, Coin, Last, RoundsLargeBatches, chain, elsewhere, tied
 
 from launchers import Interrupted
+from models.chain import Chain, LayerSpec
 from models.given import set_given
+from models.losses import ClassCrossEntropy
 from parallel.schedules import SCHEDULES
 from parallel.strategies import STRATEGIES
 from training import load_config, verify
@@ -69,6 +71,35 @@ def test_as_many_samples_as_the_run_has_in_a_micro_batch_are_computed_at_once(tm
     assert [one.holds for one in found] == [True] and "a (Linear): no batch of 32 was computed" in str(found[0]), found
     monkeypatch.setattr(probes, "available_memory", lambda: 0.0)
     assert "no batch of 8 was computed" in str([str(one) for one in findings(model, 32)])
+
+
+class Scaled(torch.nn.Module):
+    """Passes on a number that all samples are multiplied by."""
+
+    def forward(self, x, scale=None):
+        if scale is None:
+            return x, x.new_ones(()) * self.weight
+        return x * scale
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+
+def test_the_gradient_of_a_number_that_all_samples_share_is_no_finding():
+    layers = [LayerSpec("a", partial(torch.nn.Linear, 8, 8)), LayerSpec("b", Scaled), LayerSpec("b2", Scaled)]
+    found = findings(Chain([*layers, LayerSpec("c", Last)], loss=ClassCrossEntropy()))
+    assert not [one for one in found if not one.holds], found
+
+
+class InFours(torch.nn.Module):
+    def forward(self, x):
+        return x.view(-1, 4, 8).tanh().view(-1, 8)
+
+
+def test_an_error_with_some_numbers_of_samples_is_a_finding():
+    (found,) = [one for one in findings(chain(InFours)) if not one.holds]
+    assert "b (InFours): some numbers of samples cannot be computed: shape" in str(found)
 
 
 def test_probes_end_when_the_process_is_told_to_stop(monkeypatch):

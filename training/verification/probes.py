@@ -145,13 +145,15 @@ class Layer:
 
     def in_batch(self, training: bool, count: int) -> tuple[Tensors, Tensors]:
         """Return what the first samples, in a batch of ``count``, and alone give, with the sums of the whole batch."""
-        few, whole = self.seen[training], self.run(training, slice(0, count))
-        ours, theirs = ({**one["outputs"], **_of_inputs(one)} for one in (whole, few))
-        ours = {name: None if t is None else _of_samples(t, _FEW, count) for name, t in ours.items()}
-        if whole["sums"]:
+        batch, few = self.run(training, slice(0, count)), self.seen[training]
+        whole = {**batch["outputs"], **_gradients_by_sample(batch, count)}
+        alone = {**few["outputs"], **_gradients_by_sample(few, _SAMPLES)}
+        ours = {name: _of_samples(whole[name], _FEW, count) for name in whole if name in alone}
+        theirs = {name: alone[name] for name in ours}
+        if batch["sums"]:
             parts = [slice(first, min(first + _SAMPLES, count)) for first in range(0, count, _SAMPLES)]
             sums = [self.run(training, part, backward=False)["sums"]["sums"] for part in parts]
-            ours, theirs = ours | whole["sums"], theirs | {"sums": torch.stack(sums).sum(dim=0)}
+            ours, theirs = ours | batch["sums"], theirs | {"sums": torch.stack(sums).sum(dim=0)}
         return ours, theirs
 
     def state(self) -> Tensors:
@@ -190,9 +192,10 @@ def _of_samples(tensor: Tensor, rows: slice, count: int) -> Tensor:
     return tensor[first * each : last * each] if each else tensor
 
 
-def _of_inputs(seen: dict) -> Tensors:
-    """Return the gradients of the inputs that have a dimension of samples in any batch."""
-    return {name: g for name, g in seen["gradients"].items() if name.startswith("input ")}
+def _gradients_by_sample(seen: dict, count: int) -> dict[str, Tensor]:
+    """Return the gradients of the inputs that have a dimension of samples: others add up over the batch."""
+    gradients = ((name, g) for name, g in seen["gradients"].items() if name.startswith("input ") and g is not None)
+    return {name: g for name, g in gradients if g.dim() and len(g) % count == 0}
 
 
 @contextmanager
@@ -378,7 +381,7 @@ def probe(setup: Setup, own: int = 0) -> Iterator[Finding]:
         for layer in layers:
             _check_stopped()
             if name != "sizes" or layer not in skipped:
-                by_layer[layer] = [one for same in probes for one in same(layer, tolerance)]
+                by_layer[layer] = [one for same in probes for one in _found(same, layer, tolerance)]
         if name in ("unchanged", "repeats"):
             layers = [layer for layer in layers if not by_layer[layer]]
         elif name in ("halves", "loss"):
@@ -415,6 +418,13 @@ def _layers(setup: Setup, own: int, kept: list[float] | None) -> tuple[list[Laye
         inputs = tuple(t.detach().requires_grad_(t.requires_grad) for t in seen["given"].values())
         samples = samples.map(lambda t, count=count: t[:count])
     return layers, too_large
+
+
+def _found(same: Callable, layer: Layer, tolerance: float) -> list[tuple[str, bool]]:
+    try:
+        return list(same(layer, tolerance))
+    except RuntimeError as error:
+        return [(f"some numbers of samples cannot be computed: {str(error).splitlines()[0]}", False)]
 
 
 def _check_stopped() -> None:
