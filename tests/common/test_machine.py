@@ -1,0 +1,26 @@
+"""How this process's threads wait for each other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+
+
+@pytest.mark.parametrize(
+    "typed, spins", [({}, "10000"), ({"GOMP_SPINCOUNT": "77"}, "77"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")]
+)
+def test_threads_of_a_run_spin_for_half_a_millisecond_unless_the_environment_says_otherwise(tmp_path, typed, spins):
+    kept = {key: value for key, value in os.environ.items() if key not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    words = ["model=toy", "mode=plan", f"hydra.run.dir={tmp_path}/run"]
+    env = {**kept, **typed, "OMP_DISPLAY_ENV": "verbose"}
+    ended = subprocess.run([sys.executable, str(TRAIN), *words], env=env, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    if "GOMP_SPINCOUNT" not in ended.stderr:
+        pytest.skip("torch here is not built with GNU OpenMP")
+    assert f"GOMP_SPINCOUNT = '{spins}'" in ended.stderr
