@@ -38,7 +38,8 @@ GROUPS = (*CHOSEN, "parallel", "launcher", "logger")  # of which a run needs an 
 _WHERE = ("device", "parallel", "cluster", "launcher", "logger", "loggers", "callbacks", "import_from")
 # What a rank takes from rank 0 only where its own command line gives the same: it is executed, read or written here.
 _GUARDED = ("parallel.env", "data", "callbacks", "checkpoint", "model.init_from")
-_ANY = "\0"  # stands for what each process names by itself: the time of its start
+_ANY = "\0"  # stands for what each process names by itself: the time of its start, in any form, and the run's id ...
+_ANY_PATH = r"(?!\.)[\w .,:+-]+(?:/(?!\.)[\w .,:+-]+)*"  # ... in a path, which this never leads upwards
 _LISTED = {"logger@loggers.": "logger", "callback@callbacks.": "callbacks"}  # groups of which several may be chosen
 
 
@@ -263,7 +264,7 @@ def compose_own(
     for name in ("began", "now", "run_id"):
         OmegaConf.register_new_resolver(name, lambda *given: _ANY, replace=True)
     HydraConfig.instance().set_config(cfg)
-    run_dir = re.escape(os.path.abspath(cfg.hydra.run.dir)).replace(_ANY, r"[\w-][\w.-]*")
+    run_dir = re.escape(os.path.abspath(cfg.hydra.run.dir)).replace(_ANY, _ANY_PATH)
     with open_dict(cfg):
         del cfg.hydra
     tree = json.loads(json.dumps(to_dict(replaced(cfg))))  # as what rank 0 sends has been sent

@@ -165,6 +165,8 @@ DIARY = ["data=digits", "callbacks=[{_target_: mine.Diary, file: a}]", "parallel
         ([], {"run_dir": f"{os.getcwd()}/outputs/../10-00-00-a"}, "hydra.run.dir=.*/outputs/../10-00-00-a"),
         (["hydra.run.dir=runs/${now:%Y}/b"], {"run_dir": "runs/2026/b"}, None),
         (["hydra.run.dir=runs/${now:%Y}/b"], {"run_dir": "runs/2026/c"}, "hydra.run.dir=.*/runs/2026/c"),
+        (["hydra.run.dir=runs/${now:%Y/%m/%d %H:%M}/b"], {"run_dir": "runs/2026/01/31 10:00/b"}, None),
+        (["hydra.run.dir=runs/${now:%Y/%m}/b"], {"run_dir": f"{os.getcwd()}/runs/2026/../b"}, "hydra.run.dir=.*"),
     ],
 )
 def test_a_rank_takes_nothing_from_rank_0_that_is_executed_read_or_written_and_that_it_does_not_name(
