@@ -19,7 +19,14 @@ _FREE = {
     "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "return_dict", "output_attentions",
     "output_hidden_states", "output_past", "id2label", "label2id", "_num_labels", "problem_type",
     "task_specific_params", "gradient_checkpointing", "transformers.js_config", "_attn_implementation_autoset",
-    "unsloth_fixed", "unsloth_version",
+    "unsloth_fixed", "unsloth_version", "tokenizer_class", "prefix", "finetuning_task", "torchscript", "use_bfloat16",
+    "tf_legacy_loss", "is_decoder", "sep_token_id", "decoder_start_token_id",
+    # How text is generated, which stands in generation_config.json since transformers 4.25.
+    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
+    "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores",
+    "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
+    "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
 }  # fmt: skip
 _FIXED = {"is_encoder_decoder": [False], "chunk_size_feed_forward": [0], "pruned_heads": [{}]}
 
@@ -56,7 +63,7 @@ class Family:
             return self.describe(parse_json(path.read_bytes()), str(path))
         except ModelError:
             raise
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             raise ModelError(f"{path} is none of {', '.join(self.kinds)}: {error!r}") from None
 
     def describe(self, content: Mapping[str, Any], where: str) -> dict[str, Any]:

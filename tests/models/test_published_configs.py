@@ -153,6 +153,11 @@ GPT2_SMALL = {
     "summary_type": "cls_index", "summary_use_proj": True,
     "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, "vocab_size": 50257,
 }  # fmt: skip
+OF_ANY_MODEL = {  # what transformers before 4.25 wrote of generation, and what it writes of training and tokenizers
+    "do_sample": True, "early_stopping": False, "finetuning_task": None, "is_decoder": False, "max_length": 300,
+    "min_length": 0, "num_beams": 1, "prefix": "a", "repetition_penalty": 1.2, "temperature": 0.7, "top_k": 50,
+    "top_p": 0.9, "tokenizer_class": "BertTokenizer", "torchscript": False, "use_bfloat16": False,
+}  # fmt: skip
 GPT2_MEDIUM = {"n_embd": 1024, "n_head": 16, "n_layer": 24, "n_special": 0, "predict_special_tokens": True}
 PUBLISHED_GPT2 = {
     "124M": (GPT2_SMALL, 124_439_808),
@@ -199,6 +204,17 @@ def test_a_published_gpt2_is_the_size_of_its_name(path, size, published):
     assert parameters(chain) == count and chain.hugging_face.difference(path(content)) is None
 
 
+def test_how_a_model_generates_and_what_its_tokenizer_is_changes_no_number_of_it(path):
+    assert GPT2.read(path({**GPT2_SMALL, **OF_ANY_MODEL})) == vars(GPT2_SIZES["124M"])
+    assert LLAMA.read(path({**SMOL, **OF_ANY_MODEL})) == LLAMA.read(path(SMOL))
+
+
 def test_mistral_is_refused_by_its_name_and_for_its_window(path):
     with pytest.raises(ModelError, match="describes MistralForCausalLM .*, has sliding_window=4096 .here none"):
         LLAMA.read(path(MISTRAL))
+
+
+@pytest.mark.parametrize("heads", [0, "9", [9]])
+def test_heads_that_cannot_be_are_an_error_that_names_the_file(path, heads):
+    with pytest.raises(ModelError, match="config.json is none of LlamaForCausalLM"):
+        LLAMA.read(path({**SMOL, "num_attention_heads": heads}))
