@@ -38,7 +38,7 @@ def test_manifests(tmp_path, changes, sealed):
         "format": 2,
         "step": 1,
         "optimizer": "torch.optim.SGD",
-        "layout": {"parallel": "single", "pp": 1, "chunks": 1, "stages": [["a"]]},
+        "layout": {"parallel": "single", "dp": 1, "pp": 1, "chunks": 1, "stages": [["a"]]},
         "loss_scale": {"scale": 1.0, "good_steps": 0},
         "files": {},
         **changes,

@@ -549,6 +549,9 @@ def lists(name):
     [
         (lambda manifest: manifest.update(progress="x"), "manifest.json is damaged: "),
         (lambda manifest: manifest["progress"].update(best_step="x"), "manifest.json is damaged: "),
+        (lambda manifest: manifest.update(layout="x"), "manifest.json is damaged: "),
+        (lambda manifest: manifest["layout"].update(pp=0), "manifest.json is damaged: .*'pp': 0"),
+        (lambda manifest: manifest["layout"].update(stages=5), "manifest.json is damaged: "),
         (lambda manifest: manifest["progress"].update(skipping="x"), "progress in the manifest .* cannot be right"),
         (
             lambda manifest: manifest["progress"].update(best_val_loss=[1]),

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -87,7 +87,7 @@ class Checkpoint:
         try:
             self.folder = folder.resolve()
             self.step, self.optimizer = operator.index(manifest["step"]), manifest["optimizer"]
-            self.layout, self.loss_scale = manifest["layout"], manifest["loss_scale"]
+            self.layout, self.loss_scale = _layout(manifest["layout"]), manifest["loss_scale"]
             self.progress, self.config = manifest.get("progress", {}), manifest.get("config")
             best = self.progress.get("best_step")
             self.best_step = None if best is None else operator.index(best)
@@ -132,6 +132,14 @@ class Checkpoint:
             except CheckpointError as error:
                 warn(f"damaged checkpoint {candidate.name}: {error}")
         return None
+
+
+def _layout(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the layout of a manifest; raise LookupError, TypeError or ValueError if none is like that."""
+    numbers = {key: operator.index(given[key]) for key in ("dp", "pp", "chunks")}
+    if min(numbers.values()) < 1:
+        raise ValueError(f"layout: {numbers}")
+    return {**given, "parallel": str(given["parallel"]), **numbers, "stages": [list(one) for one in given["stages"]]}
 
 
 def _inside(name: str) -> str:
