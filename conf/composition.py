@@ -240,7 +240,7 @@ class OwnCommand:
 
     Attributes:
         tree: The configuration, as plain data.
-        run_dir: Which run directories are its own: a regular expression, as time and run id are rank 0's.
+        run_dir: The run directory. In it and in ``tree``, ``_ANY`` stands for time and run id, which are rank 0's.
     """
 
     tree: Mapping[str, Any]
@@ -263,8 +263,8 @@ def compose_own(
     cfg = compose([word for word in arguments if is_override(word)], arguments, with_hydra=True, saved=saved)
     for name in ("began", "now", "run_id"):
         OmegaConf.register_new_resolver(name, lambda *given: _ANY, replace=True)
+    run_dir = cfg.hydra.runtime.output_dir = os.path.abspath(cfg.hydra.run.dir)
     HydraConfig.instance().set_config(cfg)
-    run_dir = re.escape(os.path.abspath(cfg.hydra.run.dir)).replace(_ANY, _ANY_PATH)
     with open_dict(cfg):
         del cfg.hydra
     tree = json.loads(json.dumps(to_dict(replaced(cfg))))  # as what rank 0 sends has been sent
@@ -290,10 +290,10 @@ def check_received(tree: dict[str, Any], run_dir: str, own: OwnCommand) -> None:
     foreign = [node for node in _nodes(tree) if why_foreign(node["_target_"]) is not None]
     mine = [node for node in _nodes(own.tree) if isinstance(node["_target_"], str)]
     strange = [f"_target_={node['_target_']}" for node in foreign if not any(_agrees(one, node) for one in mine)]
-    strange += [key for key in _GUARDED if _at(tree, key) != _at(own.tree, key)]
+    strange += [key for key in _GUARDED if not _agrees(_at(own.tree, key), _at(tree, key))]
     if _at(tree, "train.resume") not in ("auto", _at(own.tree, "train.resume")):  # auto: found in the run directory
         strange.append("train.resume")
-    if not re.fullmatch(own.run_dir, run_dir):
+    if not _agrees(own.run_dir, run_dir):
         strange.append(f"hydra.run.dir={run_dir}")
     if strange:
         raise UserError(
@@ -311,9 +311,16 @@ def _nodes(tree: Any) -> list[dict]:
 
 
 def _agrees(own: Any, sent: Any) -> bool:
-    """Return whether rank 0 sends what this rank composes; a size that is open here may be a number."""
+    """Return whether rank 0 sends what this rank composes; a size that is open here may be a number.
+
+    ``_ANY`` may be a name, or a path that leads nowhere but below.
+    """
     if isinstance(own, dict) and isinstance(sent, dict):
         return own.keys() == sent.keys() and all(_agrees(own[key], sent[key]) for key in own)
+    if isinstance(own, list) and isinstance(sent, list):
+        return len(own) == len(sent) and all(map(_agrees, own, sent))
+    if isinstance(own, str) and isinstance(sent, str) and _ANY in own:
+        return re.fullmatch(re.escape(own).replace(_ANY, _ANY_PATH), sent) is not None
     return own == sent or (own is None and isinstance(sent, (int, float)))
 
 

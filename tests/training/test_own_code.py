@@ -141,12 +141,19 @@ def test_a_layer_whose_output_cannot_be_passed_on_is_named_before_anything_start
 
 
 DIARY = ["data=digits", "callbacks=[{_target_: mine.Diary, file: a}]", "parallel.env={OMP_PROC_BIND: close}"]
+RUN_S_OWN = [
+    "hydra.run.dir=runs/a", "callbacks=[{_target_: mine.Diary, file: '${hydra:runtime.output_dir}/diary-${run_id:}'}]",
+]  # fmt: skip
+IN_ITS_RUN = {"_target_": "mine.Diary", "file": f"{os.getcwd()}/runs/a/diary-abc123"}
+ELSEWHERE = {**IN_ITS_RUN, "file": "/etc/diary-abc123"}
 
 
 @pytest.mark.parametrize(
     ("typed", "changes", "named"),
     [
         ([], {}, None),
+        (RUN_S_OWN, {"run_dir": "runs/a", "callbacks": [IN_ITS_RUN]}, None),
+        (RUN_S_OWN, {"run_dir": "runs/a", "callbacks": [ELSEWHERE]}, "_target_=mine.Diary, callbacks"),
         (DIARY, {}, None),
         (["data=digits", "train.resume=runs/a"], {"train.resume": "auto"}, None),  # of the run directory
         ([], {"train.steps": 5, "parallel.balance": [1, 2]}, None),
