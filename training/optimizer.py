@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 from unittest.mock import patch
@@ -328,6 +328,10 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
             raise TrainingError(f"optim: {section['_target_']} needs a learning rate (lr), which the schedule changes")
         if type(lr := section["lr"]) not in (int, float) or not math.isfinite(lr):
             raise TrainingError(f"{place}.lr={lr!r} must be a finite number, such as 1e-3: {section['_target_']}")
+        for key, value in section.items():  # torch refuses what is below 0, and NaN is not
+            numbers = value if isinstance(value, Sequence) else [value]
+            if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
+                raise TrainingError(f"{place}.{key}={value} must be finite: {section['_target_']}")
         closure = inspect.signature(getattr(kind, "step", kind)).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise TrainingError(
@@ -402,8 +406,8 @@ def check_rates(rates: Mapping[str, float] | None, chain: Chain) -> None:
         raise TrainingError(f"optim.rates={rates} must be factors by module, such as {{fc: 10, layer4.0: 0.1}}")
     names = [name for name, _ in chain.skeleton().named_parameters()]
     for module, factor in (rates or {}).items():
-        if not isinstance(factor, (int, float)) or factor < 0:
-            raise TrainingError(f"optim.rates.{module}={factor} must be a number of at least 0")
+        if not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
+            raise TrainingError(f"optim.rates.{module}={factor} must be a number of at least 0, and finite")
         if not any(_is_in(name, module) for name in names):
             parts = sorted({part for name in names for part in name.split(".")[:-1]})
             known = [part for part in parts if not part.isdecimal()] or parts

@@ -99,6 +99,8 @@ VALUES = {
         Refusal("optim.lr=true", "optim.lr=True must be a finite number"),
         Refusal("optim.lr=nan", "optim.lr=nan must be a finite number"),
         Refusal("optim=muon optim.others.lr=inf", "optim.others.lr=inf must be a finite number"),
+        Refusal("optim.weight_decay=nan", "optim.weight_decay=nan must be finite"),
+        Refusal("optim=adamw optim.betas=[0.9,nan]", "optim.betas=[0.9, nan] must be finite"),
         Refusal("optim.nesterov=perhaps", "nesterov", "'perhaps'", "Boolean"),
         Refusal("optim.weight_decay=null", "weight_decay", "NoneType", "Float"),
         Refusal("optim._target_=torch.optim.RMSprop", "no key optim.dampening", "torch.optim.RMSprop"),
@@ -110,6 +112,7 @@ VALUES = {
     ],
     "names nothing: write the dotted name of a class": Refusal("optim._target_=nothing", "_target_=nothing "),
     "optim.rates": [
+        Refusal("optim.rates={net1:nan}", "optim.rates.net1=nan must be a number of at least 0, and finite"),
         Refusal("+optim.rates={net3:2}", "the model has no module 'net3'; it has net1, net2"),
         Refusal("+optim.rates={net1:-1}", "net1=-1 must be a number of at least 0"),
         Refusal("+optim.rates=10", "optim.rates=10 must be factors by module"),
