@@ -48,6 +48,7 @@ class PipeStage(PipelineStage):
             output_args=_without([_example(stage, spec, sent=True) for spec in sent], self._constants_out),
             group=mesh.pp_group,
         )
+        self.strategy = strategy
         self._stage, self._statistics, self._timeline = stage, strategy.statistics, strategy.timeline
         self._neighbours = ranks[(index - 1) % len(ranks)], ranks[(index + 1) % len(ranks)]  # before and after
         self._examples = [incoming[i] for i in self._constants_in]
@@ -100,12 +101,14 @@ class PipeStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
         """Compute a micro-batch's forward, and record when."""
+        self.strategy.computing = FORWARD, fwd_chunk_id
         start = self._timeline.begin(RECEIVE_ACTIVATION, self.stage_index, fwd_chunk_id)
         self._microbatch = fwd_chunk_id
         output = _unwrapped(super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
         if self._statistics is not None and self._stage.training:
             self._statistics.add(self._stage)
         self._timeline.note(FORWARD, self.stage_index, fwd_chunk_id, start)
+        self.strategy.computing = None
         return output
 
     def forward_maybe_with_nosync(self, *args: Tensor, **kwargs):
@@ -128,9 +131,11 @@ class PipeStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss=None, full_backward: bool = True, last_backward: bool = False):
         """Compute a micro-batch's backward, or its first part, and record when."""
+        self.strategy.computing = BACKWARD, bwd_chunk_id
         start = self._timeline.begin(RECEIVE_GRADIENT, self.stage_index, bwd_chunk_id)
         _unwrapped(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward)
         self._timeline.note(BACKWARD if full_backward else BACKWARD_INPUT, self.stage_index, bwd_chunk_id, start)
+        self.strategy.computing = None
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False):
         """Compute gradients: "full" for all of them, or "input" and later "weight" for those of inputs and weights."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,6 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from models.chain import LOSS, Chain, Tensors, as_tuple, converted, is_within
 from models.losses import Sums
 from models.seeds import BySample, Samples, computing, derive_seed, forget, seed_generators
+
+# The attribute of an error that says in which layer it was raised, in words.
+RAISED_IN = "raised_in_layer"
 
 
 class Stage(nn.Module):
@@ -188,16 +190,24 @@ class Stage(nn.Module):
     def compute_layer(
         self, name: str, layer: Callable, where: tuple[int, int] | None, *tensors: Tensors | None
     ) -> Tensors | Sums:
-        """Compute a layer, or the loss, with its random numbers; ``where``: first sample and count."""
-        if not self.training or where is None:
-            return layer(*tensors)
-        first, count = where
-        # What the layer draws by itself depends on the micro-batch, its dropout on the sample.
-        seed = derive_seed(self.seed, self.step, first, name)
-        # The inputs' device counts: ``data_parallel`` runs copies of the stage on others.
-        seed_generators(as_tuple(tensors[0])[0].device, seed)
-        with computing(Samples(count, first, self.seed, self.step), seed):
-            return layer(*tensors)
+        """Compute a layer, or the loss, with its random numbers; ``where``: first sample and count.
+
+        An error keeps the layer's name and kind under ``RAISED_IN``.
+        """
+        try:
+            if not self.training or where is None:
+                return layer(*tensors)
+            first, count = where
+            # What the layer draws by itself depends on the micro-batch, its dropout on the sample.
+            seed = derive_seed(self.seed, self.step, first, name)
+            # The inputs' device counts: ``data_parallel`` runs copies of the stage on others.
+            seed_generators(as_tuple(tensors[0])[0].device, seed)
+            with computing(Samples(count, first, self.seed, self.step), seed):
+                return layer(*tensors)
+        except Exception as error:
+            kind = type(getattr(layer, "__self__", layer)).__name__
+            vars(error)[RAISED_IN] = f"layer {name!r} ({kind})" if name != LOSS else f"the loss ({kind})"
+            raise
 
     def compile(self, random: bool) -> None:
         """Compile layers and loss in place, so that names stay.
@@ -235,23 +245,3 @@ def _dense(x: Tensor) -> Tensor:
     """Return ``x`` contiguous, in dimensions of size 1 too: torch takes their strides for a hint at channels_last."""
     x = x.contiguous()
     return x.view(x.shape) if 1 in x.shape else x
-
-
-def place_of(error: BaseException, layers: Sequence[str], first: int) -> str:
-    """Say where the step was when ``error`` was raised in it; return "" where that was in no micro-batch.
-
-    It is read from the frames of the traceback: a step that succeeds does nothing for it. ``layers`` are those of this
-    rank, for an error of which no more is known; ``first`` is the index in the global batch of its first micro-batch.
-    """
-    layer, index, backward = f"layers {layers[0]} … {layers[-1]}", None, False
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        seen, module = frame.f_locals, frame.f_globals.get("__name__")
-        backward = backward or frame.f_code.co_name.startswith("backward")
-        if frame.f_code is Stage.compute_layer.__code__:
-            kind = type(getattr(seen["layer"], "__self__", seen["layer"])).__name__
-            layer = f"layer {seen['name']!r} ({kind})" if seen["name"] != LOSS else f"the loss ({kind})"
-        elif module in ("parallel.strategy", "parallel.local") and "samples" in seen:
-            index = seen["samples"][0] // seen["samples"][1]
-        elif module in ("parallel.pipe_stage", "parallel.zero_bubble.schedule"):
-            index = next((first + seen[key] for key in ("fwd_chunk_id", "bwd_chunk_id") if key in seen), index)
-    return "" if index is None else f"the {'backward' if backward else 'forward'} of {layer}, micro-batch {index}"

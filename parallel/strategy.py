@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -30,11 +29,9 @@ from parallel.mesh import Mesh
 from parallel.plan import Plan
 from parallel.shape_inference import trace
 from parallel.sharding import Sharding, fill
-from parallel.stage import Stage, place_of
+from parallel.stage import RAISED_IN, Stage
 from parallel.strategies import strategy_info
-
-if TYPE_CHECKING:
-    from parallel.timeline import Timeline
+from parallel.timeline import BACKWARD, FORWARD, Timeline
 
 
 @dataclass(frozen=True)
@@ -143,6 +140,8 @@ class Strategy(ABC):
         timeline: When this rank worked, in a pipeline's newest steps; None without a pipeline.
         loss_scale: For float16.
         sharding: How replicas share parameters, gradients and optimizer state; None where each has its own.
+        computing: What this rank computes now, which an error says: FORWARD or BACKWARD, and the index of one of its
+            replica's micro-batches. None between them.
     """
 
     def __init__(
@@ -161,6 +160,7 @@ class Strategy(ABC):
         self.plan, self.chain, self.mesh, self.options = plan, chain, mesh, options
         self.device, self.devices = devices[0], list(dict.fromkeys(devices))
         self.timeline: Timeline | None = None
+        self.computing: tuple[str, int] | None = None
         self.loss_scale = LossScale(enabled=plan.precision == "fp16")
         self._dtype, self._replica, self._alone = parameter_dtype(plan.precision), mesh.replica, mesh.size == 1
         self._averaged = plan.dp if self.loss_scale.enabled else 1  # a loss is divided by its terms and by this
@@ -261,6 +261,7 @@ class Strategy(ABC):
             self._note_place(error, step)
             raise
         finally:
+            self.computing = None
             for stage in self.stages:
                 stage.end()
             if self.sharding is not None and not training:
@@ -268,12 +269,16 @@ class Strategy(ABC):
 
     def _note_place(self, error: Exception, step: int | None) -> None:
         """Add to an error where in the step it was raised."""
-        layers = [name for stage in self.stages for name in stage.layers.names]
-        place = place_of(error, layers, self._replica * self.plan.chunks)
-        if place:
-            place += f" with {self.plan.microbatch_size} samples"
-        rank = "" if self._alone else f"rank {self.mesh.rank}"
-        words = filter(None, [place, f"step {step}" if step else "evaluation", rank])
+        words = [f"step {step}" if step else "evaluation"]
+        if self.computing is not None:
+            direction, index = self.computing
+            layers = [name for stage in self.stages for name in stage.layers.names]
+            layer = vars(error).get(RAISED_IN, f"layers {layers[0]} … {layers[-1]}")
+            number = self._replica * self.plan.chunks + index  # among those of all replicas
+            place = f"the {direction} of {layer}, micro-batch {number} with {self.plan.microbatch_size} samples"
+            words.insert(0, place)
+        if not self._alone:
+            words.append(f"rank {self.mesh.rank}")
         add_note(error, f"raised in {', '.join(words)}")
 
     def _placed(self, batch: Batch) -> Batch:
@@ -435,7 +440,8 @@ class LocalStrategy(Strategy):
     def forward_backward(self, batch: Batch) -> None:
         """See ``Strategy.forward_backward``. Replicas average their gradients in the last micro-batch's backward."""
         chunks = batch.chunks(self.plan.chunks)
-        for samples, chunk in zip(self.samples_of(batch).tolist(), chunks, strict=True):
+        for i, (samples, chunk) in enumerate(zip(self.samples_of(batch).tolist(), chunks, strict=True)):
+            self.computing = FORWARD, i
             last = chunk is chunks[-1]
             if self.sharding is not None:
                 self.sharding.before_backward(self.stages, last)
@@ -444,12 +450,15 @@ class LocalStrategy(Strategy):
                 if self.statistics is not None:
                     for stage in self.stages:
                         self.statistics.add(stage)
+                self.computing = BACKWARD, i
                 with self._backward:
                     loss.backward()
 
     def forward(self, batch: Batch) -> None:
         """See ``Strategy.forward``."""
-        for samples, chunk in zip(self.samples_of(batch).tolist(), batch.chunks(self.plan.chunks), strict=True):
+        chunks = batch.chunks(self.plan.chunks)
+        for i, (samples, chunk) in enumerate(zip(self.samples_of(batch).tolist(), chunks, strict=True)):
+            self.computing = FORWARD, i
             self._model(*chunk.input_tensors, samples=samples, targets=chunk.targets, weights=chunk.weights)
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ class SplitStage(PipeStage):
     def __init__(self, strategy: Strategy, stage: Stage, *more) -> None:
         """See ``PipeStage``."""
         super().__init__(strategy, stage, *more)
-        self.strategy, self._buckets = strategy, None
+        self._buckets = None
         if strategy.mesh.dp_group is not None and strategy.sharding is None:
             average = averaging(strategy.mesh, strategy.options.comm_hook)
             self._buckets = Buckets(stage.parameters(), average, strategy.options.bucket_mb)
@@ -62,9 +62,11 @@ class SplitStage(PipeStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False):
         """Compute the second part of a split backward, and record when."""
+        self.strategy.computing = BACKWARD, bwd_chunk_id
         start = self._timeline.now()
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self._timeline.note(BACKWARD_WEIGHT, self.stage_index, bwd_chunk_id, start)
+        self.strategy.computing = None
 
     def backward(self, backward_type: str, bwd_kwargs: dict, last_backward: bool):
         """See ``PipeStage.backward``.

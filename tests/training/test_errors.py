@@ -17,7 +17,10 @@ from torch import nn
 
 from common.errors import TrainingError, format_exception, message_for_user
 from data.dataset import Batch
+from models.losses import SquaredError
+from parallel.stage import Stage
 from parallel.strategy import Strategy
+from training.run import run as train
 from training.setup import prepare
 
 LAYOUTS = {
@@ -66,22 +69,54 @@ def said_on_rank(tree, folder, meeting, fault, backward):
     return said
 
 
+RECOMPUTED, SPLIT = ["train.activation_checkpointing=true"], ["parallel.schedule=planned", "parallel.stages_per_rank=1"]
+
+
 @pytest.mark.parametrize(
-    "layout, backward, place",
+    "layout, more, backward, place",
     [
-        ("single", False, "forward of layer 'relu' [(]ReLU[)], micro-batch 1 with 32 samples, step 1"),
-        ("single", True, "backward of layers net1 … net2, micro-batch 1 with 32 samples, step 1"),
-        ("fsdp", False, "forward of layer 'relu' [(]ReLU[)], micro-batch 0 with 32 samples, step 2, rank 0"),
-        ("pipe_ddp", False, "forward of layer 'relu' [(]ReLU[)], micro-batch [15] with 8 samples, step 1, rank [1-3]"),
+        ("single", [], False, "forward of layer 'relu' [(]ReLU[)], micro-batch 1 with 32 samples, step 1"),
+        ("single", [], True, "backward of layers net1 … net2, micro-batch 1 with 32 samples, step 1"),
+        ("single", RECOMPUTED, False, "backward of layer 'relu' [(]ReLU[)], micro-batch 0 with 32 samples, step 1"),
+        ("fsdp", [], False, "forward of layer 'relu' [(]ReLU[)], micro-batch 0 with 32 samples, step 2, rank 0"),
+        ("pipelined", [], True, "backward of layers relu … net2, micro-batch 1 with 32 samples, step 1, rank 1"),
+        ("pipelined", SPLIT, True, "backward of layers relu … net2, micro-batch 1 with 32 samples, step 1, rank 1"),
+        ("pipe_ddp", [], False, "forward of layer 'relu' [(]ReLU[)], micro-batch [15] with 8 samples, step 1, rank ."),
+        ("pipe_ddp", [], True, "backward of layers relu … net2, micro-batch [15] with 8 samples, step 1, rank ."),
     ],
 )
-def test_an_error_in_a_layer_names_layer_step_micro_batch_and_rank(ranks, tmp_path, layout, backward, place):
+def test_an_error_in_a_layer_names_layer_step_micro_batch_and_rank(ranks, tmp_path, layout, more, backward, place):
     processes, where = LAYOUTS[layout]
-    task = for_rank(tmp_path, *QUICK, "train.epochs=null", "train.steps=3", f"parallel={layout}", *where)
-    said = ranks.run(processes, said_on_rank, *task, "own", backward)
+    words = [*QUICK, "train.epochs=null", "train.steps=3", f"parallel={layout}", *where, *more]
+    said = ranks.run(processes, said_on_rank, *for_rank(tmp_path, *words), "own", backward)
     told = [text for text in said if "my own problem" in text]
     assert any(re.search(rf"my own problem\nraised in the {place}\s*$", text) for text in told), said
     assert all("in fail\n" in text and "failed to run" not in text for text in told), "the user's own lines"
+
+
+@pytest.mark.parametrize(
+    "owner, function, calls, place",
+    [
+        (SquaredError, "__call__", 4, "the forward of the loss (SquaredError), micro-batch 0 with 32 samples, step 2"),
+        (Stage, "_in_order", 3, "the forward of layers net1 … net2, micro-batch 0 with 32 samples, step 1"),
+        (nn.ReLU, "forward", 8, "the forward of layer 'relu' (ReLU), micro-batch 1 with 32 samples, evaluation"),
+        (Batch, "chunks", 2, "step 2"),
+    ],
+)
+def test_an_error_elsewhere_in_a_step_names_what_is_known(tmp_path, monkeypatch, owner, function, calls, place):
+    """In steps of two micro-batches; the first evaluation is after step 2."""
+    real, called = getattr(owner, function), []
+
+    def broken(*args, **kwargs):
+        called.append(args)
+        return fail() if len(called) == calls else real(*args, **kwargs)
+
+    cfg = config(*QUICK, "train.epochs=null", "train.steps=2", "parallel.chunks=2")
+    setup = prepare(cfg)
+    monkeypatch.setattr(owner, function, broken)
+    with pytest.raises(ArithmeticError) as error:
+        train(cfg, tmp_path, setup=setup)
+    assert error.value.__notes__ == [f"raised in {place}"]
 
 
 def test_an_error_of_another_kind_names_its_layer_before_anything_starts(monkeypatch):
