@@ -9,9 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -126,7 +124,8 @@ class _Part:
         self._group = group
         self._own = {parameter: self._stand_in(parameter) for _, parameter in parameters}
         self.optimizer = _build(config, [(name, self._own[parameter]) for name, parameter in parameters], fused)
-        self._exact_muon = exact and type(self.optimizer).__name__ == "Muon"
+        if exact and type(self.optimizer) is torch.optim.Muon:
+            self.optimizer = ExactMuon(self.optimizer.param_groups, **self.optimizer.defaults)
         self._at_first = [_numbers(one) for one in self.optimizer.param_groups]
         if group is not None:
             self._scatter()
@@ -143,8 +142,7 @@ class _Part:
         for parameter, own in self._own.items():
             if own is not parameter and parameter.grad is not None:
                 own.grad = local(parameter.grad) if self._group is None else whole(parameter.grad, self._group)
-        with _exact_muon() if self._exact_muon else nullcontext():
-            self.optimizer.step()
+        self.optimizer.step()
         for parameter, own in self._own.items():
             if own is not parameter:
                 own.grad = None
@@ -223,14 +221,36 @@ def _is_like(value: Any, own: Tensor) -> bool:
     return torch.is_tensor(value) and value.shape == own.shape
 
 
-def _exact_muon() -> AbstractContextManager:
-    """Have ``torch.optim.Muon`` orthogonalise in the gradients' own dtype.
+class ExactMuon(torch.optim.Muon):
+    """torch's Muon that orthogonalises in the gradients' own dtype.
 
     In torch's bfloat16, the last bit of a gradient moves the loss by 1e-4 within 20 steps.
     """
-    from torch.optim import _muon
 
-    return patch.object(_muon, "_zeropower_via_newtonschulz", _orthogonalised)
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Update the parameters that have a gradient; there is no ``closure`` in training."""
+        for group in self.param_groups:
+            lr, momentum = group["lr"], group["momentum"]
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                state = self.state[parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(gradient)
+                buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+                update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+                update = _orthogonalised(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                parameter.mul_(1 - lr * group["weight_decay"])
+                parameter.add_(update, alpha=-lr * _muon_factor(group["adjust_lr_fn"], *parameter.shape))
+
+
+def _muon_factor(adjust: str | None, rows: int, columns: int) -> float:
+    """The factor on the learning rate of a matrix, by ``adjust_lr_fn``."""
+    if adjust == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
 
 
 def _orthogonalised(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

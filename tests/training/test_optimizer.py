@@ -186,6 +186,35 @@ def test_a_pipeline_s_copies_of_a_tied_embedding_have_adamw_on_every_stage(ranks
     assert manifest["optimizer"] == kinds
 
 
+MUON = {
+    "as it comes": {},
+    "without Nesterov's momentum": {"nesterov": False, "momentum": 0.8, "weight_decay": 0.2},
+    "at AdamW's rates": {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 4, "eps": 1e-5},
+}
+
+
+@pytest.mark.parametrize("options", MUON.values(), ids=MUON)
+def test_muon_orthogonalises_in_single_precision_unless_the_run_has_less(toy, options):
+    """A tall matrix, for three steps; torch's own Muon orthogonalises in bfloat16."""
+    words = ["optim=muon", "model.hidden=20", *(f"optim.{key}={value}" for key, value in options.items())]
+
+    def trained(precision, own=False):
+        strategy, optimizer = toy(*words, f"train.precision={precision}")
+        weight = dict(strategy.named_parameters())["net1.weight"]
+        of_torch = torch.optim.Muon([weight], lr=0.02, **options)
+        draw = torch.Generator().manual_seed(3)
+        for _ in range(3):
+            weight.grad = torch.randn(weight.shape, generator=draw).to(weight)
+            of_torch.step() if own else optimizer.step(0.02)
+        return weight.detach().double()
+
+    exact = trained("fp64")
+    torch.testing.assert_close(trained("fp32"), exact, rtol=0, atol=1e-6)
+    rounded = trained("fp32", own=True)
+    assert torch.equal(trained("bf16"), rounded)
+    assert 1e-5 < (rounded - exact).abs().max() < 2e-3
+
+
 @pytest.mark.parametrize("typed", ["optim.weight_decay=0.3", "optim.others.weight_decay=0.3"])
 def test_what_is_typed_acts_on_what_muon_does_not_take_too(toy, typed):
     before, after = step_without_gradient(*toy("optim=muon", typed, "optim.others.lr=0.01"), lr=0.02)
