@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +27,12 @@ class Stage(nn.Module):
         layers: The layers, by their names.
         begins_chain, ends_chain: Whether the first or the last layer of the chain is among them.
         sums: [loss, count, *metrics] float64 of each micro-batch since the last ``take_sums``, at the chain's end.
+        layer_hook: A function that all stages of this process call in place of each layer and of the loss, or None.
+            ``layer_hook(stage, name, where, layer, *tensors)`` returns what ``layer(*tensors)`` gives; ``where`` is
+            that of ``compute_layer``.
     """
+
+    layer_hook: ClassVar[Callable | None] = None
 
     def __init__(
         self,
@@ -194,16 +201,17 @@ class Stage(nn.Module):
 
         An error keeps the layer's name and kind under ``RAISED_IN``.
         """
+        call = layer if Stage.layer_hook is None else partial(Stage.layer_hook, self, name, where, layer)
         try:
             if not self.training or where is None:
-                return layer(*tensors)
+                return call(*tensors)
             first, count = where
             # What the layer draws by itself depends on the micro-batch, its dropout on the sample.
             seed = derive_seed(self.seed, self.step, first, name)
             # The inputs' device counts: ``data_parallel`` runs copies of the stage on others.
             seed_generators(as_tuple(tensors[0])[0].device, seed)
             with computing(Samples(count, first, self.seed, self.step), seed):
-                return layer(*tensors)
+                return call(*tensors)
         except Exception as error:
             kind = type(getattr(layer, "__self__", layer)).__name__
             vars(error)[RAISED_IN] = f"layer {name!r} ({kind})" if name != LOSS else f"the loss ({kind})"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.chain import Chain, LayerSpec
+from models.chain import LOSS, Chain, LayerSpec
 from models.losses import SquaredError, Sums
 from parallel.stage import Stage
 
@@ -139,3 +139,17 @@ def test_a_layer_that_owns_the_loss_gets_what_the_layer_before_returned():
     x, scale, targets = drawn(4, 10), drawn(4), drawn(4, 5)
     loss = made(x, scale, samples=(0, 4), targets=targets)
     assert loss.item() == pytest.approx(SquaredError()(made.layers(x, scale), targets, None).loss.item())
+
+
+def test_a_hook_computes_each_layer_and_the_loss_with_the_same_random_numbers(monkeypatch):
+    called = []
+
+    def hook(stage, name, where, layer, *tensors):
+        called.append((name, where))
+        return layer(*tensors)
+
+    ones = torch.ones(4, 64)
+    plain = stage(dropouts(2))(ones, samples=(8, 4), targets=ones)
+    monkeypatch.setattr(Stage, "layer_hook", hook)
+    assert torch.equal(stage(dropouts(2))(ones, samples=(8, 4), targets=ones), plain)
+    assert called == [("drop0", (8, 4)), ("drop1", (8, 4)), (LOSS, (8, 4))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ Key = tuple[str, int, str, int]  # layer, first sample of the micro-batch, kind,
 @contextmanager
 def recorded(step: int, path: Path) -> Iterator[None]:
     """Write what each layer gets and gives in a step, with the gradients, to ``path``."""
-    inner, records = Stage.compute_layer, {}
+    records: dict[tuple, Tensor] = {}
 
     def note(key: tuple, tensor: Tensor, scale: float = 1.0) -> None:
         records.setdefault(key, (tensor.detach() / scale).cpu())  # the first time: a recomputation does not count
@@ -34,19 +34,18 @@ def recorded(step: int, path: Path) -> Iterator[None]:
             if tensor.requires_grad:  # replicas scale their loss by what they add up
                 tensor.register_hook(lambda g, i=i: note((*where, backward, i), g, scale))
 
-    def compute_layer(stage: Stage, name: str, layer: Any, where: tuple[int, int] | None, *tensors: Any) -> Any:
-        wanted = stage.training and stage.step == step and where is not None and name != LOSS
-        if wanted:
-            watch((name, where[0]), tensors, INPUT, INPUT_GRADIENT, stage.loss_scale)
-        output = inner(stage, name, layer, where, *tensors)
-        if wanted:
-            given = (output.loss, output.count) if isinstance(output, Sums) else as_tuple(output)
-            watch((name, where[0]), given, OUTPUT, OUTPUT_GRADIENT, stage.loss_scale)
+    def hook(stage: Stage, name: str, where: tuple[int, int] | None, layer: Callable, *tensors: Any) -> Any:
+        if not stage.training or stage.step != step or where is None or name == LOSS:
+            return layer(*tensors)
+        watch((name, where[0]), tensors, INPUT, INPUT_GRADIENT, stage.loss_scale)
+        output = layer(*tensors)
+        given = (output.loss, output.count) if isinstance(output, Sums) else as_tuple(output)
+        watch((name, where[0]), given, OUTPUT, OUTPUT_GRADIENT, stage.loss_scale)
         return output
 
-    Stage.compute_layer = compute_layer
+    Stage.layer_hook = hook
     try:
         yield
     finally:
-        Stage.compute_layer = inner
+        Stage.layer_hook = None
         torch.save(records, path)
