@@ -131,7 +131,7 @@ class Root:
     callbacks: Any = None  # by name, such as callbacks=[early_stop] sets, or a list of sections with a _target_
     launcher: Any = None
     cluster: Any = None  # what parallel=auto plans for on paper; null: this machine, which is measured
-    allow: Any = None  # has no effect: what is typed may name any class
+    allow: Any = None  # has no effect: the .hydra/config.yaml of older runs may have it, and older commands type it
     import_from: Any = None  # folders in which Python looks for code too; found by itself (composition.code_folders)
 
 

@@ -73,7 +73,7 @@ def load_config(*overrides: str) -> Any:
         UserError: A word is wrong; the message names the nearest that exists.
     """
     _check_words(overrides)
-    with _clear_errors():
+    with _user_errors():
         words = quote_values(overrides)
         return compose(words, saved=saved_config(words))
 
@@ -131,7 +131,7 @@ def run_words(
         if world is not None and world.rank > 0:
             follow(world, overrides, partial(_replaced, config, objects))
             raise SystemExit  # as on the command line, what follows is rank 0's
-        with leading(world, overrides), locked_directories(), _clear_errors():
+        with leading(world, overrides), locked_directories(), _user_errors():
             words = quote_values(overrides)
             saved = saved_config(words)
             return compose_and_run(partial(_run, act, config, objects, world), words, saved.words if saved else ())
@@ -213,7 +213,7 @@ def with_given(cfg: Any, objects: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def _clear_errors() -> Iterator[None]:
+def _user_errors() -> Iterator[None]:
     """Let a program see each mistake of its own as a UserError."""
     from conf.messages import explain
 

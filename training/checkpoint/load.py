@@ -42,23 +42,26 @@ class Optimizer(Protocol):
         """Replace them."""
 
 
-def load(path: Path, strategy: Strategy, optimizer: Optimizer | None = None, verify: bool = True) -> Checkpoint:
-    """Load a checkpoint. All ranks call it; each reads its own tensors only.
+def load(path: Path, strategy: Strategy, optimizer: Optimizer | None = None) -> Checkpoint:
+    """Load a checkpoint. All ranks call it; rank 0 compares all checksums first, and each reads its own tensors only.
 
     Args:
         path: See ``Checkpoint.find``.
         strategy: The model to load into.
         optimizer: Its optimizer; None to load weights only.
-        verify: Whether rank 0 compares all checksums first.
 
     Raises:
         CheckpointError: On every rank: something is missing, damaged, of another shape or another on other ranks;
             the message names it.
     """
+    checkpoint = _together(strategy.mesh, lambda: Checkpoint.find(path, verify=strategy.mesh.rank == 0))
+    return _load(checkpoint, strategy, optimizer)
+
+
+def _load(checkpoint: Checkpoint, strategy: Strategy, optimizer: Optimizer | None) -> Checkpoint:
+    """Load what each rank has found by itself, if it is the same checkpoint."""
     from safetensors import SafetensorError
 
-    first = strategy.mesh.rank == 0
-    checkpoint = _together(strategy.mesh, lambda: Checkpoint.find(path, verify and first))
     digests = strategy.mesh.gather(hashlib.sha256(repr(sorted(checkpoint.files.items())).encode()).hexdigest())
     if others := [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise CheckpointError(
@@ -164,9 +167,12 @@ def resume(wanted: str, folder: Path, strategy: Strategy, optimizer: Optimizer) 
         CheckpointError: On every rank: the checkpoint that was named is damaged, or does not fit.
     """
     first = strategy.mesh.rank == 0
-    path = _together(strategy.mesh, lambda: _choose(wanted, folder) if first else None)
-    path = strategy.mesh.gather(path)[0]
-    loaded = None if path is None else load(Path(path), strategy, optimizer, verify=False)
+    chosen = _together(strategy.mesh, lambda: _choose(wanted, folder) if first else None)
+    path = strategy.mesh.gather(chosen and str(chosen.folder))[0]
+    loaded = None
+    if path is not None:
+        checkpoint = _together(strategy.mesh, lambda: chosen or Checkpoint.find(Path(path)))
+        loaded = _load(checkpoint, strategy, optimizer)
     if first and folder.is_dir() and (loaded is None or loaded.folder.parent == folder.resolve()):
         try:
             _make_newest(folder, loaded, quiet=wanted == AUTO)
@@ -187,7 +193,7 @@ def _together(mesh: Mesh, work: Callable[[], T]) -> T:
     return value
 
 
-def _choose(wanted: str, folder: Path) -> str | None:
+def _choose(wanted: str, folder: Path) -> Checkpoint | None:
     if wanted == AUTO:
         chosen = Checkpoint.newest(folder, True, lambda why: _warn(f"{why}; it is not used, and kept as {UNUSED}…"))
     else:
@@ -196,7 +202,7 @@ def _choose(wanted: str, folder: Path) -> str | None:
         print(f"train.resume=auto: no checkpoint in {folder} to go on from; this run starts at step 1", flush=True)
         return None
     print(f"going on from {chosen.folder}", flush=True)
-    return str(chosen.folder)
+    return chosen
 
 
 def _make_newest(folder: Path, loaded: Checkpoint | None, quiet: bool) -> None:
