@@ -16,7 +16,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from models.chain import Chain, is_within
-from parallel.mesh import Mesh
+from parallel.mesh import COPIES, PEERS, PIPELINE, Mesh
 from parallel.plan import HIERARCHICAL, Plan
 from parallel.sharding import local
 from parallel.stage import Stage
@@ -56,7 +56,7 @@ class Gradients:
         ]
         self._sharded = mesh.shards > 1
         self._in_buckets = mesh.dp_group is not None and not self._sharded
-        self._is_first_copy = mesh.copy == 0
+        self._is_first_copy = mesh.axis(COPIES, PEERS).index == 0
         self._copies = _copies(plan, chain, stages, mesh, timeout_s)
 
     def clear(self) -> None:
@@ -162,7 +162,8 @@ def _copies(
         if len(holders) < 2:
             continue
         positions = sorted({index % mesh.pp for index in holders})
-        group = mesh.new_group([[mesh.rank_at(replica, p) for p in positions] for replica in range(mesh.dp)], timeout_s)
+        pipelines = mesh.lines(PIPELINE)
+        group = mesh.new_group([[ranks[position] for position in positions] for ranks in pipelines], timeout_s)
         held = [
             stage.layers.get_parameter(name)
             for stage in stages
@@ -231,7 +232,7 @@ def averaging(mesh: Mesh, comm_hook: str) -> Average:
     groups; hierarchical_bf16 likewise, in bf16 between groups.
     """
     dtype = _COMPRESSED.get(comm_hook)
-    if comm_hook in HIERARCHICAL and mesh.inner_group is not None:
+    if comm_hook in HIERARCHICAL and mesh.axis(PEERS).size > 1:
         return _Hierarchical(mesh, dtype)
     return partial(_average, mesh.dp_group, dtype)
 
@@ -253,15 +254,16 @@ def _average(group: dist.ProcessGroup, dtype: torch.dtype | None, gradients: Ten
 
 
 class _Hierarchical:
-    """Reduce-scatter in the group, all-reduce of one part between groups, all-gather in the group.
+    """Reduce-scatter among peers, all-reduce of one part between their groups, all-gather among peers.
 
-    Each rank sends 1/group of the bytes between groups. The three collectives of a bucket follow each other before the
+    Each rank sends 1/peers of the bytes between groups. The three collectives of a bucket follow each other before the
     next bucket's begin: ranks must call those of a process group in one order. On a GPU they do so on a stream of their
     own: the backward does not wait for them.
     """
 
     def __init__(self, mesh: Mesh, across: torch.dtype | None) -> None:
-        self._mesh, self._across = mesh, across
+        self._copies, self._peers, self._across = mesh.axis(COPIES), mesh.axis(PEERS), across
+        self._dp = mesh.dp
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, gradients: Tensor) -> Future:
@@ -274,17 +276,17 @@ class _Hierarchical:
             return self._averaged(gradients)  # whoever waits for the future waits for what is on this stream now
 
     def _averaged(self, gradients: Tensor) -> Future:
-        mesh = self._mesh
-        each = -(-gradients.numel() // mesh.group)
-        whole = gradients.new_zeros(each * mesh.group)
-        torch.div(gradients, mesh.dp, out=whole[: gradients.numel()])
+        peers, copies = self._peers, self._copies
+        each = -(-gradients.numel() // peers.size)
+        whole = gradients.new_zeros(each * peers.size)
+        torch.div(gradients, self._dp, out=whole[: gradients.numel()])
         part = gradients.new_empty(each)
-        dist.reduce_scatter_tensor(part, whole, group=mesh.inner_group)
-        if mesh.outer_group is not None:
+        dist.reduce_scatter_tensor(part, whole, group=peers.group)
+        if copies.group is not None:
             sent = part if self._across is None else part.to(self._across)
-            dist.all_reduce(sent, group=mesh.outer_group)
+            dist.all_reduce(sent, group=copies.group)
             part = sent.to(part.dtype)
-        dist.all_gather_into_tensor(whole, part, group=mesh.inner_group)
+        dist.all_gather_into_tensor(whole, part, group=peers.group)
         gradients.copy_(whole[: gradients.numel()])
         done = Future(devices=[gradients.device] if gradients.is_cuda else [])
         done.set_result(gradients)

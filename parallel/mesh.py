@@ -1,26 +1,32 @@
-"""Ranks as a grid of replicas and pipeline positions, and the process groups along its lines.
+"""The ranks of a run as a mesh of named axes, and the process groups along them.
 
-With parallel.order=dp_pp (rank = replica x pp + position) for dp=2, pp=2:
+A mesh is the ranks in one array, which has an axis for each way to divide the work. For parallel=pipe_ddp with dp=2,
+pp=2, and parallel.order=dp_pp (copies before pipeline: rank = replica x pp + position):
 
-                 position 0   position 1
-    replica 0      rank 0       rank 1      <- a pipeline: neighbours exchange activations
-    replica 1      rank 2       rank 3
-                     ^- ranks 0 and 2 hold the same stages and average their gradients
+              position 0   position 1
+    copy 0      rank 0       rank 1      <- along pipeline: neighbours exchange activations
+    copy 1      rank 2       rank 3
+                  ^- along copies: ranks 0 and 2 hold the same stages and average their gradients
 
-parallel.order=pp_dp numbers down the columns instead.
+parallel.order=pp_dp has pipeline before copies, and numbers down the columns instead.
 
-Neighbouring replicas form groups (``group`` of them). A group reduces gradients among its ranks first and then with the
-other groups; where training is sharded, its ranks share one copy of the parameters. For dp=4, group=2 and one stage:
+A copy of the parameters is one rank's, or is shared among the ranks along shards. Replica is the place along copies and
+shards together: each replica computes samples of its own. For parallel=hsdp with dp=4, two shards and one stage:
 
-    group 0      ranks 0, 1     <- inner: reduce-scatter, and shares of one copy
-    group 1      ranks 2, 3
-                 ^- ranks 0 and 2 (outer): all-reduce of what each holds after the reduce-scatter
+              shard 0      shard 1
+    copy 0    rank 0       rank 1        <- along shards: reduce-scatter, and shares of one copy
+    copy 1    rank 2       rank 3
+                ^- along copies: ranks 0 and 2 all-reduce what each holds after the reduce-scatter
+
+parallel.comm_hook=hierarchical reduces the gradients of copies in the same way. There, the columns are peers: each rank
+has all parameters, and those of a row reduce gradients among themselves first.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -30,106 +36,148 @@ import torch.distributed as dist
 
 from common.errors import LaunchError
 
+COPIES, PEERS, SHARDS, PIPELINE = "copies", "peers", "shards", "pipeline"
+REPLICAS = (COPIES, PEERS, SHARDS)  # the axes along which ranks compute different samples
+ORDERS = {"dp_pp": (*REPLICAS, PIPELINE), "pp_dp": (PIPELINE, *REPLICAS)}  # of the axes, the slowest first
+
 
 @dataclass
-class Mesh:
-    """The grid of ranks, seen from one of them.
+class Axis:
+    """The ranks that differ from this one along an axis, or along several axes together.
 
     Attributes:
-        dp: The number of replicas.
-        pp: The number of ranks of each pipeline.
-        rank: This process's rank.
-        order: dp_pp or pp_dp, the numbering of the ranks.
-        group: How many neighbouring replicas form a group.
-        sharded: Whether the ranks of a group share one copy of the parameters.
-        dp_group: The ranks that hold the same stages. Like the next three None until ``connect``, or for one rank.
-        pp_group: The ranks of this pipeline.
-        inner_group: The ranks of ``dp_group`` in the same group of replicas.
-        outer_group: The ranks of ``dp_group`` at the same place of every group.
+        ranks: The ranks, this one included, in order.
+        index: This rank's place among them, from 0.
+        group: Their process group; None before ``Mesh.connect``, and for one rank.
     """
 
-    dp: int
-    pp: int
-    rank: int = 0
-    order: str = "dp_pp"
-    group: int = 1
-    sharded: bool = False
-    dp_group: dist.ProcessGroup | None = field(default=None, repr=False)
-    pp_group: dist.ProcessGroup | None = field(default=None, repr=False)
-    inner_group: dist.ProcessGroup | None = field(default=None, repr=False)
-    outer_group: dist.ProcessGroup | None = field(default=None, repr=False)
-
-    def rank_at(self, replica: int, position: int) -> int:
-        """Return the rank that runs ``position`` of pipeline ``replica``."""
-        return replica * self.pp + position if self.order == "dp_pp" else position * self.dp + replica
-
-    def coordinates(self, rank: int) -> tuple[int, int]:
-        """Return (replica, position) of a rank."""
-        return divmod(rank, self.pp) if self.order == "dp_pp" else divmod(rank, self.dp)[::-1]
+    ranks: list[int]
+    index: int
+    group: dist.ProcessGroup | None = field(default=None, repr=False)
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return self.dp * self.pp
+        return len(self.ranks)
+
+
+class Mesh:
+    """The ranks, seen from one of them.
+
+    Attributes:
+        sizes: The number of ranks along each axis by its name, the slowest first.
+        index: This rank's place along each axis, from 0.
+        rank: This process's rank.
+        size: The number of all ranks.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], rank: int = 0) -> None:
+        """Arrange the ranks. An axis that ``sizes`` does not name has one rank."""
+        self.sizes, self.rank, self.size = dict(sizes), rank, math.prod(sizes.values())
+        self._ranks = torch.arange(self.size).reshape(tuple(sizes.values()))
+        self.index = dict(zip(sizes, (self._ranks == rank).nonzero()[0].tolist(), strict=True))
+        self._axes: dict[tuple[str, ...], Axis] = {}
+
+    @classmethod
+    def of(
+        cls, dp: int = 1, pp: int = 1, rank: int = 0, order: str = "dp_pp", group: int = 1, sharded: bool = False
+    ) -> Mesh:
+        """Return the mesh of ``dp`` replicas of ``pp`` ranks.
+
+        ``group`` neighbouring replicas share one copy of the parameters where these are ``sharded``; otherwise they
+        are copies that reduce gradients among themselves first.
+        """
+        sizes = {COPIES: dp // group, SHARDS if sharded else PEERS: group, PIPELINE: pp}
+        return cls({name: sizes.get(name, 1) for name in ORDERS[order]}, rank)
+
+    def axis(self, *names: str) -> Axis:
+        """Return the ranks along an axis, or along several together, that have this rank's index on the others."""
+        names = tuple(name for name, size in self.sizes.items() if name in names and size > 1)
+        if names not in self._axes:
+            here = tuple(slice(None) if name in names else index for name, index in self.index.items())
+            ranks = self._ranks[here].flatten().tolist()
+            self._axes[names] = Axis(ranks, ranks.index(self.rank))
+        return self._axes[names]
+
+    def lines(self, *names: str) -> list[list[int]]:
+        """Return all lines of ranks along an axis, or along several together."""
+        along = [i for i, name in enumerate(self.sizes) if name in names]
+        across = [i for i in range(len(self.sizes)) if i not in along]
+        in_lines = self._ranks.permute(*across, *along)
+        return in_lines.reshape(-1, math.prod(in_lines.shape[len(across) :])).tolist()
+
+    def counts(self, cut_along: Collection[str] = ()) -> bool:
+        """Return whether this rank counts, and saves, what it has of something that is cut along some axes.
+
+        Along the other axes ranks have the same, and the first one counts. What is on one position of the pipeline is
+        on no other.
+        """
+        return all(index == 0 for name, index in self.index.items() if name not in (*cut_along, PIPELINE))
+
+    # -- replicas and positions --------------------------------------------------------------------------------------
 
     @property
-    def replica(self) -> int:
-        """The replica that this rank belongs to, from 0."""
-        return self.coordinates(self.rank)[0]
+    def dp(self) -> int:
+        """The number of replicas."""
+        return self.axis(*REPLICAS).size
 
     @property
-    def position(self) -> int:
-        """This rank's place in its pipeline, from 0."""
-        return self.coordinates(self.rank)[1]
+    def pp(self) -> int:
+        """The number of ranks of each pipeline."""
+        return self.axis(PIPELINE).size
 
     @property
     def shards(self) -> int:
         """How many ranks share one copy of the parameters; 1 where each has its own."""
-        return self.group if self.sharded else 1
+        return self.axis(SHARDS).size
 
     @property
-    def shard(self) -> int:
-        """This rank's place among those that share a copy, from 0."""
-        return self.replica % self.shards
+    def replica(self) -> int:
+        """The replica that this rank belongs to, from 0."""
+        return self.axis(*REPLICAS).index
 
     @property
-    def copy(self) -> int:
-        """The copy of the parameters that this rank has, or has a share of, from 0. The first one is saved."""
-        return self.replica // self.shards
+    def position(self) -> int:
+        """This rank's place in its pipeline, from 0."""
+        return self.axis(PIPELINE).index
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that average their gradients."""
+        return self.axis(*REPLICAS).group
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup | None:
+        """The ranks of this pipeline."""
+        return self.axis(PIPELINE).group
 
     def pipeline(self, replica: int) -> list[int]:
         """Return the ranks of one pipeline, first stage to last."""
-        return [self.rank_at(replica, position) for position in range(self.pp)]
+        return self.lines(PIPELINE)[replica]
 
     def replicas(self, position: int) -> list[int]:
         """Return the ranks that hold the same stages."""
-        return [self.rank_at(replica, position) for replica in range(self.dp)]
+        return self.lines(*REPLICAS)[position]
+
+    # -- communication -----------------------------------------------------------------------------------------------
 
     def connect(self, timeout_s: float) -> Mesh:
-        """Make the process groups, and return this mesh. Every rank calls this."""
-        self.pp_group = self.new_group([self.pipeline(r) for r in range(self.dp)], timeout_s)
-        columns = [self.replicas(position) for position in range(self.pp)]
-        self.dp_group = self.new_group(columns, timeout_s)
-        if self.group == self.dp:
-            self.inner_group = self.dp_group
-        elif self.group == 1:
-            self.outer_group = self.dp_group
-        else:
-            starts = range(0, self.dp, self.group)
-            inner = [column[start : start + self.group] for column in columns for start in starts]
-            self.inner_group = self.new_group(inner, timeout_s)
-            outer = [column[place :: self.group] for column in columns for place in range(self.group)]
-            self.outer_group = self.new_group(outer, timeout_s)
+        """Make the process groups along each axis and along those of the replicas. Every rank calls this."""
+        for names in (*((name,) for name in self.sizes), REPLICAS):
+            axis = self.axis(*names)
+            if axis.group is None:
+                axis.group = self.new_group(self.lines(*names), timeout_s)
         return self
 
     def disconnect(self) -> None:
         """Close the process groups of ``connect``. Every rank calls this, once none uses them any more."""
-        for group in {self.pp_group, self.dp_group, self.inner_group, self.outer_group} - {None}:
-            dist.destroy_process_group(group)
-        self.pp_group = self.dp_group = self.inner_group = self.outer_group = None
+        for axis in self._axes.values():
+            if axis.group is not None:
+                dist.destroy_process_group(axis.group)
+                axis.group = None
 
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list:
-        """Return every rank's value, by rank. All ranks of ``group`` call this together (None: all ranks).
+        """Return every rank's value, by rank. All ranks of ``group`` call this together (None: all ranks of the mesh).
 
         Values travel as JSON in tensors of bytes, never as pickles: whoever can reach the ranks' connections can end
         the run, and can execute nothing. A value is made of what JSON knows; tuples come back as lists.
@@ -150,7 +198,7 @@ class Mesh:
             ) from None
 
     def _gather_tensors(self, mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-        received = [torch.zeros_like(mine) for _ in range(self.size)]
+        received = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(received, mine, group)
         return received
 

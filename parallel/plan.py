@@ -111,8 +111,8 @@ class Plan:
         return ideal_bubble(self.schedule, self.pp, self.chunks, self.stages_per_rank)
 
     def mesh(self, rank: int) -> Mesh:
-        """Return the grid of ranks, seen from ``rank``."""
-        return Mesh(self.dp, self.pp if self.pipelined else 1, rank, self.order, self.group, self.sharded)
+        """Return the mesh of ranks, seen from ``rank``."""
+        return Mesh.of(self.dp, self.pp if self.pipelined else 1, rank, self.order, self.group, self.sharded)
 
     def stages_of(self, position: int) -> list[StagePlan]:
         """Return the stages of a pipeline position: every ``pp``-th one, or all of them where one process runs all."""
@@ -169,7 +169,7 @@ def make_plan(
         per_rank = stages_per_rank(parallel.schedule, parallel.stages_per_rank)
         check_chunks(parallel.schedule, chunks, parallel.pp)
     skeleton = chain.skeleton()
-    group, reshard = check_groups(parallel, info, Mesh(dp, ranks_per_replica, order=parallel.order), nodes)
+    group, reshard = check_groups(parallel, info, Mesh.of(dp, ranks_per_replica, order=parallel.order), nodes)
     if info.sharded:
         check_shardable(parallel.name, skeleton)
     costs = [sum(p.numel() for p in layer.parameters()) for _, layer in skeleton.items()]

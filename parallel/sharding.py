@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.mesh import Mesh
+from parallel.mesh import COPIES, REPLICAS, SHARDS, Mesh
 from parallel.stage import Stage
 
 
@@ -38,15 +38,16 @@ class Sharding:
         from torch.distributed.device_mesh import DeviceMesh
 
         self._fsdp, self._reshard = fsdp, reshard
-        if mesh.outer_group is None:
-            self._ranks = DeviceMesh.from_group(mesh.inner_group, device_type)
+        copies, shards = mesh.axis(COPIES), mesh.axis(SHARDS)
+        if copies.group is None:
+            self._ranks = DeviceMesh.from_group(shards.group, device_type, mesh_dim_names=(SHARDS,))
         else:
-            replicas = mesh.replicas(mesh.position)
+            replicas = mesh.axis(*REPLICAS).ranks
             self._ranks = DeviceMesh.from_group(
-                [mesh.outer_group, mesh.inner_group],
+                [copies.group, shards.group],
                 device_type,
-                mesh=[replicas[start : start + mesh.group] for start in range(0, mesh.dp, mesh.group)],
-                mesh_dim_names=("copies", "shards"),
+                mesh=[replicas[start : start + shards.size] for start in range(0, len(replicas), shards.size)],
+                mesh_dim_names=(COPIES, SHARDS),
             )
 
     def shard(self, module: nn.Module) -> None:

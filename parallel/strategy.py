@@ -25,7 +25,7 @@ from models.chain import Chain
 from parallel.batchnorm import RunningStatistics
 from parallel.devices import autocast, between_layers, local_device, outside_autocast, parameter_dtype
 from parallel.gradients import Gradients, replicate, sum_dtype
-from parallel.mesh import Mesh
+from parallel.mesh import SHARDS, Mesh
 from parallel.plan import Plan
 from parallel.shape_inference import trace
 from parallel.sharding import Sharding, fill
@@ -164,7 +164,7 @@ class Strategy(ABC):
         self.loss_scale = LossScale(enabled=plan.precision == "fp16")
         self._dtype, self._replica, self._alone = parameter_dtype(plan.precision), mesh.replica, mesh.size == 1
         self._averaged = plan.dp if self.loss_scale.enabled else 1  # a loss is divided by its terms and by this
-        shares = plan.sharded and mesh.inner_group is not None  # there are others to share with
+        shares = mesh.axis(SHARDS).group is not None  # there are others to share with
         self.sharding = Sharding(mesh, self.device.type, plan.reshard) if shares else None
         # One context spans a whole step, so that weights are cast once and not once per micro-batch. A cast that is
         # kept gets its gradient last, when its layer's may have been reduced.

@@ -22,7 +22,7 @@ from conf import COMMAND, ON_TOP, TRAINED
 from conf.instantiate import to_dict
 from conf.masking import mask_secrets
 from data.dataset import Batch, DataSet, Source
-from parallel.mesh import Mesh
+from parallel.mesh import SHARDS, Mesh
 from parallel.sharding import rows_of
 from parallel.strategy import Strategy
 from training.checkpoint.init_from import digest_read
@@ -191,7 +191,7 @@ def _digests_of_weights(strategy: Strategy) -> list[tuple[str, str]]:
     for stage in strategy.stages:
         for name, tensor in stage.layers.state_dict().items():
             part, _, _, shared = rows_of(tensor)
-            share = f" (share {strategy.mesh.shard})" if shared else ""
+            share = f" (share {strategy.mesh.index[SHARDS]})" if shared else ""
             digest = hashlib.sha256(_bits(part)).hexdigest()[:_DIGITS]
             digests.add((strategy.chain.canonical(name) + share, digest))
     return sorted(digests)

@@ -19,6 +19,7 @@ from common.errors import PlanError, TrainingError
 from conf import OWN_KEYS
 from conf.instantiate import build, resolve, target_of
 from models.chain import Chain
+from parallel.mesh import SHARDS
 from parallel.plan import Plan
 from parallel.sharding import local, rows_in, rows_of, shared_like, whole
 from parallel.strategies import names_where
@@ -77,7 +78,7 @@ class Optimizer:
             whole_only = update_of(section) == PER_PARAMETER
             alone = [(name, p) for name, p in own if whole_only and rows_of(p).shared]
             together = [(name, p) for name, p in own if not (whole_only and rows_of(p).shared)]
-            for part, group in (*(([pair], strategy.mesh.inner_group) for pair in alone), (together, None)):
+            for part, group in (*(([pair], strategy.mesh.axis(SHARDS).group) for pair in alone), (together, None)):
                 if part:
                     self._parts.append(_Part({**section, **shared}, part, group, fused, exact))
         # Learning rates follow one schedule, each in proportion to its own.

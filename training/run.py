@@ -26,7 +26,7 @@ from launchers.stopping import Stopped
 from models.given import GIVEN, given_objects
 from parallel.devices import keep_freed_memory, parameter_dtype, share_cores
 from parallel.host_group import NCCL, init_process_group
-from parallel.mesh import Mesh
+from parallel.mesh import SHARDS, Mesh
 from parallel.plan import Plan
 from parallel.strategy import Options, Strategy, build_strategy
 from training.checkpoint.configuration import checkpoint_of
@@ -81,7 +81,7 @@ def run(
         if cfg.mode == "eval":
             return evaluate_checkpoint(setup, strategy, run_dir)
         optimizer = Optimizer(to_dict(cfg.optim), strategy)
-        writes = cfg.train.checkpoint_every is not None and strategy.mesh.copy == 0
+        writes = cfg.train.checkpoint_every is not None and strategy.mesh.counts({SHARDS})
         _warn(strategy.mesh, check_run_directory(strategy.mesh, run_dir, writes, cfg.parallel.timeout_s))
         checkpoints = Checkpointer(
             run_dir / "checkpoints",

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from small_models import chain_and_batches
 
 from data.dataset import Batch
+from parallel.mesh import SHARDS
 from parallel.plan import Plan, make_plan
 from parallel.sharding import whole
 from parallel.strategies import strategy_info
@@ -221,7 +222,8 @@ def trainings(ranks) -> Callable[[Layout, Recipe], list[Result]]:
 
 
 def _copy(strategy: Strategy, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: whole(tensor, strategy.mesh.inner_group).detach().cpu().clone() for name, tensor in state.items()}
+    group = strategy.mesh.axis(SHARDS).group
+    return {name: whole(tensor, group).detach().cpu().clone() for name, tensor in state.items()}
 
 
 def _interleave(batch: Batch) -> Batch:

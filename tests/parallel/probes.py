@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
+import torch.distributed as dist
 from cases import Layout, Recipe, build
 from small_models import chain_and_batches
 
+from parallel.mesh import Mesh
 from parallel.sharding import local
 from training.optimizer import Optimizer
+
+
+def gathered_along(sizes: dict[str, int]) -> dict[str, list[str]]:
+    """What this rank gathers along each axis of a mesh, where each rank gives its number in words."""
+    mesh = Mesh(sizes, dist.get_rank()).connect(timeout_s=60)
+    found = {name: mesh.gather(str(mesh.rank), mesh.axis(name).group) for name in sizes}
+    mesh.disconnect()
+    return found
 
 
 def norms(recipe: Recipe, layout: Layout, limit: float) -> tuple[float, ...]:

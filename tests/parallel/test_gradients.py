@@ -15,7 +15,7 @@ def squared_norm(*gradients):
     for parameter, gradient in zip(layers, gradients, strict=True):
         parameter.grad = gradient
     stage, chain = SimpleNamespace(layers=layers), SimpleNamespace(tied={})
-    return float(Gradients(None, chain, [stage], Mesh(1, 1), torch.device("cpu"), timeout_s=1).squared_norm())
+    return float(Gradients(None, chain, [stage], Mesh.of(), torch.device("cpu"), timeout_s=1).squared_norm())
 
 
 def test_a_norm_of_millions_of_elements_is_that_of_float64_however_they_are_divided():

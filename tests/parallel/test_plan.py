@@ -23,7 +23,6 @@ from models.sequential import chain_of
 from models.toy import toy
 from parallel.devices import Hardware, gpus_in_common
 from parallel.host_group import choose_backend
-from parallel.mesh import Mesh
 from parallel.plan import Plan, block_partition, make_plan, partition_layers
 from parallel.schedules import SCHEDULES, ideal_bubble, in_flight, stages_per_rank
 from parallel.shape_inference import check_gpus
@@ -253,23 +252,7 @@ def test_1f1b_holds_fewer_micro_batches_than_gpipe_and_fewest_at_the_end_and_non
         assert 1 <= in_flight(schedule, 2, chunks, stages_per_rank(schedule, None), rank) <= chunks
 
 
-# -- the grid of ranks, and groups of replicas -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "order, pipelines, replicas",
-    [
-        ("dp_pp", [[0, 1, 2], [3, 4, 5]], [[0, 3], [1, 4], [2, 5]]),
-        ("pp_dp", [[0, 2, 4], [1, 3, 5]], [[0, 1], [2, 3], [4, 5]]),
-    ],
-)
-def test_the_grid_of_two_replicas_and_three_stages(order, pipelines, replicas):
-    mesh = Mesh(dp=2, pp=3, order=order)
-    assert [mesh.pipeline(replica) for replica in range(2)] == pipelines
-    assert [mesh.replicas(position) for position in range(3)] == replicas
-    for rank in range(6):
-        seen = Mesh(2, 3, rank, order)
-        assert rank in pipelines[seen.replica] and rank in replicas[seen.position]
+# -- groups of replicas ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

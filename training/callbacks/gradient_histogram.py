@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from common.errors import TrainingError
+from parallel.mesh import SHARDS
 from parallel.sharding import whole
 from training.callbacks import Callback, TrainingRun
 from training.reporting import MetricsFile
@@ -38,7 +39,7 @@ class GradientHistogram(Callback):
         mesh, own = run.strategy.mesh, {}
         for name, parameter in run.strategy.named_parameters():
             if parameter.grad is not None:
-                gradient = whole(parameter.grad.detach(), mesh.inner_group)  # of all ranks that share it
+                gradient = whole(parameter.grad.detach(), mesh.axis(SHARDS).group)  # of all ranks that share it
                 if mesh.replica == 0:
                     counts, edges = torch.histogram(gradient.flatten().float().cpu(), self.bins)
                     own[name] = counts.tolist(), edges.tolist()

@@ -20,6 +20,7 @@ from common.errors import TrainingError
 from common.files import expand_home, folder_of, parse_json
 from data.vocabulary import GPT2_VOCAB_SIZE, added_tokens, gpt2, parse_extra_tokens
 from models.chain import Chain
+from parallel.mesh import SHARDS
 from parallel.sharding import fill, whole
 from parallel.strategy import Strategy
 from training.checkpoint.files import sha256
@@ -355,7 +356,7 @@ def _add_tokens(extra_tokens: Any, chain: Chain, strategy: Strategy, known: int)
         return
     for name, parameter in strategy.named_parameters():
         if name == chain.embedding:
-            rows = whole(parameter.detach(), strategy.mesh.inner_group)
+            rows = whole(parameter.detach(), strategy.mesh.axis(SHARDS).group)
             everything = _mean(rows[:GPT2_VOCAB_SIZE])
             for number, words in list(enumerate(extra.values()))[known:]:
                 mean = everything if words is None else _mean(rows[gpt2().encode_ordinary(words)])

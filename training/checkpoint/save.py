@@ -35,6 +35,7 @@ from torch import Tensor
 from common.errors import CheckpointError, TrainingError
 from common.files import flush_path, free_space
 from common.machine import available_memory
+from parallel.mesh import SHARDS
 from parallel.sharding import Rows, rows_of
 from parallel.strategy import Strategy
 from training.checkpoint.files import (
@@ -99,7 +100,7 @@ class Checkpointer:
         self._mesh, plan = strategy.mesh, strategy.plan
         self.rank, self._alone = self._mesh.rank, self._mesh.size == 1
         # What this rank writes: nothing, its rows of files, or also what each file has once.
-        self._writes, self.first = self._mesh.copy == 0, self._mesh.shard == 0
+        self._writes, self.first = self._mesh.counts({SHARDS}), self._mesh.index[SHARDS] == 0
         self._writers = 1  # on this machine
         self._about = {
             "seed": strategy.options.seed,

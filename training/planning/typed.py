@@ -127,7 +127,7 @@ def _problem(cfg: Any, one: Layout, nodes: int) -> str:
         if any(cfg.parallel[key] not in (None, "none") for key in _OF_SOME):
             parallel, keys = copy.deepcopy(cfg.parallel), keys_of(one)
             parallel.update({key: value for key, value in keys.items() if key in parallel})
-            check_groups(parallel, strategy_info(one.strategy), Mesh(one.dp, one.pp), nodes)
+            check_groups(parallel, strategy_info(one.strategy), Mesh.of(one.dp, one.pp), nodes)
     except PlanError as error:
         return str(error)
     return ""

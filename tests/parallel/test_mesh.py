@@ -1,0 +1,66 @@
+"""Ranks as a mesh of named axes, and the groups along them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from probes import gathered_along
+
+from parallel.mesh import COPIES, PEERS, PIPELINE, REPLICAS, SHARDS, Mesh
+
+
+@pytest.mark.parametrize(
+    "order, pipelines, replicas",
+    [
+        ("dp_pp", [[0, 1, 2], [3, 4, 5]], [[0, 3], [1, 4], [2, 5]]),
+        ("pp_dp", [[0, 2, 4], [1, 3, 5]], [[0, 1], [2, 3], [4, 5]]),
+    ],
+)
+def test_the_mesh_of_two_replicas_and_three_stages(order, pipelines, replicas):
+    mesh = Mesh.of(dp=2, pp=3, order=order)
+    assert [mesh.pipeline(replica) for replica in range(2)] == mesh.lines(PIPELINE) == pipelines
+    assert [mesh.replicas(position) for position in range(3)] == mesh.lines(*REPLICAS) == replicas
+    for rank in range(6):
+        seen = Mesh.of(dp=2, pp=3, rank=rank, order=order)
+        assert (
+            seen.axis(PIPELINE).ranks == pipelines[seen.replica] and seen.axis(COPIES).ranks == replicas[seen.position]
+        )
+
+
+@pytest.mark.parametrize("sharded, axis, other", [(True, SHARDS, PEERS), (False, PEERS, SHARDS)])
+@pytest.mark.parametrize(
+    "order, together, between", [("dp_pp", [4, 6], [2, 6]), ("pp_dp", [2, 3], [1, 3])], ids=["dp_pp", "pp_dp"]
+)
+def test_groups_of_replicas_are_neighbours(order, together, between, sharded, axis, other):
+    """Rank 6 or 3 of four replicas of two stages is the last replica's first stage."""
+    mesh = Mesh.of(dp=4, pp=2, rank=between[1], order=order, group=2, sharded=sharded)
+    assert mesh.replica == 3 and mesh.position == 0
+    assert mesh.axis(axis).ranks == together and mesh.axis(COPIES).ranks == between
+    assert mesh.index == {COPIES: 1, axis: 1, other: 0, PIPELINE: 0} and mesh.dp == 4
+    assert mesh.shards == (2 if sharded else 1)
+
+
+def test_another_axis_is_one_more_name():
+    ranks = [Mesh({COPIES: 2, PIPELINE: 2, "tensor": 2}, rank) for rank in range(8)]
+    assert ranks[5].axis("tensor").ranks == [4, 5] and ranks[5].axis(PIPELINE).ranks == [5, 7]
+    assert ranks[5].axis("context").ranks == [5], "an axis without a name has one rank"
+    assert [mesh.replica for mesh in ranks] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("sizes", [{COPIES: 2, SHARDS: 3, PIPELINE: 2, "tensor": 2}, {PIPELINE: 2, PEERS: 4}, {}])
+def test_each_part_of_a_tensor_counts_once_on_each_position(sizes):
+    """However it is cut, the ranks of a position that count have each part, and none twice."""
+    meshes = [Mesh(sizes, rank) for rank in range(Mesh(sizes).size)]
+    others = [name for name in sizes if name != PIPELINE]
+    for cut in itertools.chain.from_iterable(itertools.combinations(others, n) for n in range(len(others) + 1)):
+        for position in range(sizes.get(PIPELINE, 1)):
+            here = [mesh for mesh in meshes if mesh.position == position]
+            counted = [mesh.axis(*cut).index for mesh in here if mesh.counts(cut)]
+            assert sorted(counted) == list(range(here[0].axis(*cut).size))
+
+
+def test_values_are_gathered_along_an_axis(ranks):
+    found = ranks.run(4, gathered_along, {COPIES: 2, PIPELINE: 2})
+    assert [rank[COPIES] for rank in found] == [["0", "2"], ["1", "3"], ["0", "2"], ["1", "3"]]
+    assert [rank[PIPELINE] for rank in found] == [["0", "1"], ["0", "1"], ["2", "3"], ["2", "3"]]
