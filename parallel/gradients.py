@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import partial, reduce
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from models.chain import Chain, is_within
 from parallel.mesh import COPIES, PEERS, PIPELINE, Mesh
 from parallel.plan import HIERARCHICAL, Plan
-from parallel.sharding import local
+from parallel.sharding import local, piece_of
 from parallel.stage import Stage
 
 # Averages a flat tensor over the replicas in place; the future is done when the tensor holds the mean.
@@ -39,7 +39,7 @@ class Gradients:
 
     A tied parameter that several stages hold has a copy in each, and all copies get the summed gradient. Copies start
     equal (they are drawn under the same name) and get equal updates, so they stay equal. Where replicas share
-    parameters, a rank has the same rows of each copy.
+    parameters, a rank has the same box of each copy.
     """
 
     def __init__(
@@ -48,15 +48,14 @@ class Gradients:
         self._device = device
         # Listed once: walking through the modules of a ResNet-50 takes a millisecond, of which a GPU waits for most.
         self._parameters = [p for stage in stages for p in stage.layers.parameters()]
-        self._counted = [
-            parameter
-            for stage in stages
-            for name, parameter in stage.layers.named_parameters(remove_duplicate=False)
-            if name not in chain.tied
-        ]
+        # Those that this rank counts, and those that another rank counts, which holds the same numbers.
+        self._counted: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for stage in stages:
+            for name, parameter in stage.layers.named_parameters(remove_duplicate=False):
+                if name not in chain.tied:
+                    self._counted[piece_of(parameter).counts(mesh)].append(parameter)
         self._sharded = mesh.shards > 1
         self._in_buckets = mesh.dp_group is not None and not self._sharded
-        self._is_first_copy = mesh.axis(COPIES, PEERS).index == 0
         self._copies = _copies(plan, chain, stages, mesh, timeout_s)
 
     def clear(self) -> None:
@@ -108,16 +107,16 @@ class Gradients:
     def squared_norm(self, of: Callable[[nn.Parameter], Tensor | None] = lambda parameter: parameter.grad) -> Tensor:
         """Compute this rank's part of the squared norm of the whole model's gradients, or of what ``of`` gives.
 
-        Replicas have equal gradients, so only the first replica adds its own (where it is sharded, each of its ranks
-        adds its share). The other replicas add 0, or NaN where theirs are not finite. A tied parameter is added where
-        its canonical name is.
+        Of what several ranks hold alike, such as replicas, one adds its own (``Piece.counts``). The others add 0, or
+        NaN where theirs is not finite. A tied parameter is added where its canonical name is.
         """
-        tensors = self._local(tensor for p in self._counted if (tensor := of(p)) is not None)
-        dtype = sum_dtype(self._device)
-        if not tensors:
-            return torch.zeros((), dtype=dtype, device=self._device)
-        squares = torch.cat(_norms(tensors, dtype, self._device)).square().sum()
-        return squares if self._is_first_copy else squares * 0
+        dtype, sums = sum_dtype(self._device), []
+        for counts, parameters in self._counted.items():
+            tensors = self._local(tensor for p in parameters if (tensor := of(p)) is not None)
+            if tensors:
+                squares = torch.cat(_norms(tensors, dtype, self._device)).square().sum()
+                sums.append(squares if counts else squares * 0)
+        return reduce(torch.add, sums) if sums else torch.zeros((), dtype=dtype, device=self._device)
 
     def _present(self) -> list[Tensor]:
         return self._local(p.grad for p in self._parameters if p.grad is not None)

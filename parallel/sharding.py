@@ -84,17 +84,29 @@ class Sharding:
         return [stage for stage in stages if isinstance(stage, self._fsdp.FSDPModule)]  # one may have no parameters
 
 
-class Rows(NamedTuple):
-    """The part ``tensor`` of a tensor that this rank holds, with the memory of the original.
+class Piece(NamedTuple):
+    """The box of a tensor that this rank holds.
 
-    ``start`` is the first of its rows (positions along the first dimension) in the whole tensor, which has the shape
-    ``shape``; ``shared`` says whether other ranks hold other rows.
+    Attributes:
+        tensor: Its numbers, with the memory of the original.
+        start: Where it begins in each dimension of the whole tensor.
+        shape: The shape of the whole tensor.
+        axes: The axes of the mesh that cut the tensor; empty where this rank holds the whole.
     """
 
     tensor: Tensor
-    start: int
+    start: tuple[int, ...]
     shape: tuple[int, ...]
-    shared: bool
+    axes: tuple[str, ...] = ()
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """Its place, as an index of the whole tensor."""
+        return tuple(slice(first, first + size) for first, size in zip(self.start, self.tensor.shape, strict=True))
+
+    def counts(self, mesh: Mesh) -> bool:
+        """Return whether this rank counts and saves it; the others that hold the same do not."""
+        return mesh.counts(self.axes)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -102,53 +114,60 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if _is_shared(tensor) else tensor
 
 
-def rows_of(tensor: Tensor) -> Rows:
-    """Return which rows of a tensor this rank holds."""
-    part, shape = local(tensor), tuple(tensor.shape)
-    if not _is_shared(tensor) or not tensor.placements[-1].is_shard(0):
-        return Rows(part, 0, shape, shared=False)
-    mesh = tensor.device_mesh
-    each = -(-shape[0] // mesh.size(mesh.ndim - 1))  # as torch.chunk cuts
-    return Rows(part, min(each * mesh.get_coordinate()[-1], shape[0]), shape, shared=True)
+def piece_of(tensor: Tensor) -> Piece:
+    """Return which box of a tensor this rank holds."""
+    start, size, axes = [0] * tensor.dim(), list(tensor.shape), []
+    if _is_shared(tensor):
+        mesh = tensor.device_mesh
+        axes_of_mesh = zip(mesh.mesh_dim_names, mesh.shape, mesh.get_coordinate(), tensor.placements, strict=True)
+        for axis, ranks, index, placement in axes_of_mesh:
+            if placement.is_shard():
+                each = -(-size[placement.dim] // ranks)  # as torch.chunk cuts
+                before = min(each * index, size[placement.dim])
+                start[placement.dim] += before
+                size[placement.dim] = min(each, size[placement.dim] - before)
+                axes.append(axis)
+    return Piece(local(tensor), tuple(start), tuple(tensor.shape), tuple(axes))
 
 
 @torch.no_grad()
 def fill(tensor: Tensor, given: Tensor, name: str) -> None:
-    """Copy this rank's rows of ``given`` into ``tensor``, which may be shared.
+    """Copy this rank's box of ``given`` into ``tensor``, which may be shared.
 
-    ``given`` is a tensor of the same shape, or what has its shape and gives rows of it for a slice. Raises ValueError
+    ``given`` is a tensor of the same shape, or what has its shape and gives a box of it for slices. Raises ValueError
     where it has another shape or kind of number, or numbers beyond ``tensor``'s format.
     """
     if given.shape != tensor.shape:
         raise ValueError(f"{name} has {tuple(given.shape)}, expected {tuple(tensor.shape)}")
-    part, rows = local(tensor), rows_in(given, tensor)
+    part, box = local(tensor), cut_like(tensor, given)
     floating = part.is_floating_point()
-    if rows.dtype != part.dtype and not (floating and rows.is_floating_point()):
-        raise ValueError(f"{name} holds {rows.dtype}, expected {part.dtype}")
-    part.copy_(rows)
-    narrower = floating and torch.finfo(rows.dtype).max > torch.finfo(part.dtype).max
-    if narrower and not torch.equal(part.isfinite(), rows.isfinite().to(part.device)):
-        raise ValueError(f"{name} holds {rows.dtype} beyond what {part.dtype} can express")
+    if box.dtype != part.dtype and not (floating and box.is_floating_point()):
+        raise ValueError(f"{name} holds {box.dtype}, expected {part.dtype}")
+    part.copy_(box)
+    narrower = floating and torch.finfo(box.dtype).max > torch.finfo(part.dtype).max
+    if narrower and not torch.equal(part.isfinite(), box.isfinite().to(part.device)):
+        raise ValueError(f"{name} holds {box.dtype} beyond what {part.dtype} can express")
 
 
-def rows_in(given: Tensor, like: Tensor) -> Tensor:
-    """Return those rows of ``given`` that this rank holds of ``like``. The arguments are those of ``fill``."""
-    part, start, _, shared = rows_of(like)
-    return given[start : start + len(part)] if shared else given[...]
+def cut_like(like: Tensor, given: Tensor) -> Tensor:
+    """Return the box of ``given`` that this rank holds of ``like``. ``given`` is that of ``fill``."""
+    piece = piece_of(like)
+    return given[piece.box] if piece.axes else given[...]
 
 
-def whole(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return all rows of a tensor; a copy where it is shared. All ranks of ``group``, which share it, call this.
+def whole(tensor: Tensor, mesh: Mesh) -> Tensor:
+    """Return all of a tensor; a copy where it is cut, which is in rows. All ranks that share it call this.
 
     Not ``full_tensor``: DTensor remembers the process groups of an earlier run in the same process.
     """
-    part, _, shape, shared = rows_of(tensor)
-    if not shared:
+    part, _, shape, axes = piece_of(tensor)
+    if not axes:
         return part
-    padded = part.new_zeros(-(-shape[0] // group.size()), *shape[1:])
+    line = mesh.axis(*axes)
+    padded = part.new_zeros(-(-shape[0] // line.size), *shape[1:])
     padded[: len(part)] = part
-    parts = [torch.empty_like(padded) for _ in range(group.size())]
-    dist.all_gather(parts, padded, group=group)
+    parts = [torch.empty_like(padded) for _ in range(line.size)]
+    dist.all_gather(parts, padded, group=line.group)
     return torch.cat(parts)[: shape[0]]
 
 

@@ -25,7 +25,7 @@ from models.chain import Chain
 from parallel.batchnorm import RunningStatistics
 from parallel.devices import autocast, between_layers, local_device, outside_autocast, parameter_dtype
 from parallel.gradients import Gradients, replicate, sum_dtype
-from parallel.mesh import SHARDS, Mesh
+from parallel.mesh import REPLICAS, SHARDS, Mesh
 from parallel.plan import Plan
 from parallel.shape_inference import trace
 from parallel.sharding import Sharding, fill
@@ -163,6 +163,7 @@ class Strategy(ABC):
         self.computing: tuple[str, int] | None = None
         self.loss_scale = LossScale(enabled=plan.precision == "fp16")
         self._dtype, self._replica, self._alone = parameter_dtype(plan.precision), mesh.replica, mesh.size == 1
+        self._counts_samples = mesh.counts(REPLICAS)  # which are cut along these
         self._averaged = plan.dp if self.loss_scale.enabled else 1  # a loss is divided by its terms and by this
         shares = mesh.axis(SHARDS).group is not None  # there are others to share with
         self.sharding = Sharding(mesh, self.device.type, plan.reshard) if shares else None
@@ -294,7 +295,7 @@ class Strategy(ABC):
         A number that is not finite on one rank makes the sum not finite on all, so all take the same decision.
         """
         loss, count, *metrics = self.take_sums()
-        has_loss = any(stage.ends_chain for stage in self.stages)
+        has_loss = self._counts_samples and any(stage.ends_chain for stage in self.stages)
         local = torch.stack(
             [
                 loss,
@@ -367,7 +368,7 @@ class Strategy(ABC):
         ]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return parameters and buffers of this rank's stages under global names; of shared ones, its rows.
+        """Return parameters and buffers of this rank's stages under global names; of shared ones, its box.
 
         A tied parameter is included under its canonical name only, so that the parts of one replica's ranks make up
         the model with each tensor once.
@@ -384,7 +385,7 @@ class Strategy(ABC):
 
         Args:
             state: Any part of the model that includes this rank's, under global names: tensors, or what has a tensor's
-                ``shape`` and gives rows of it for a slice.
+                ``shape`` and gives a box of it for slices.
             wanted: Says by its global name whether a tensor is copied; the others stay as they are.
 
         Raises:
@@ -415,11 +416,11 @@ class Strategy(ABC):
         return torch.stack((first, torch.full_like(first, count)), dim=1)
 
     def take_sums(self) -> Tensor:
-        """Return the stages' [loss sum, count, metric sums...] since the last call; zeros where there is no loss."""
+        """Return the stages' [loss sum, count, metric sums...] since the last call; zeros where others count it."""
         total = torch.zeros(2 + len(self.chain.loss.metrics), dtype=sum_dtype(self.device), device=self.device)
         for stage in self.stages:
             sums = stage.take_sums()
-            if sums is not None:
+            if sums is not None and self._counts_samples:
                 total += sums.to(self.device)
         return total
 

@@ -22,8 +22,8 @@ from conf import COMMAND, ON_TOP, TRAINED
 from conf.instantiate import to_dict
 from conf.masking import mask_secrets
 from data.dataset import Batch, DataSet, Source
-from parallel.mesh import SHARDS, Mesh
-from parallel.sharding import rows_of
+from parallel.mesh import Mesh
+from parallel.sharding import piece_of
 from parallel.strategy import Strategy
 from training.checkpoint.init_from import digest_read
 from training.reporting.metrics import flat
@@ -190,9 +190,9 @@ def _digests_of_weights(strategy: Strategy) -> list[tuple[str, str]]:
     digests = set()
     for stage in strategy.stages:
         for name, tensor in stage.layers.state_dict().items():
-            part, _, _, shared = rows_of(tensor)
-            share = f" (share {strategy.mesh.index[SHARDS]})" if shared else ""
-            digest = hashlib.sha256(_bits(part)).hexdigest()[:_DIGITS]
+            piece = piece_of(tensor)
+            share = f" (share {strategy.mesh.axis(*piece.axes).index})" if piece.axes else ""
+            digest = hashlib.sha256(_bits(piece.tensor)).hexdigest()[:_DIGITS]
             digests.add((strategy.chain.canonical(name) + share, digest))
     return sorted(digests)
 

@@ -12,16 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.errors import PlanError, TrainingError
 from conf import OWN_KEYS
 from conf.instantiate import build, resolve, target_of
 from models.chain import Chain
-from parallel.mesh import SHARDS
+from parallel.mesh import Mesh
 from parallel.plan import Plan
-from parallel.sharding import local, rows_in, rows_of, shared_like, whole
+from parallel.sharding import cut_like, local, piece_of, shared_like, whole
 from parallel.strategies import names_where
 from parallel.strategy import Strategy
 
@@ -46,9 +45,9 @@ class Optimizer:
     one for the matrices of hidden layers (Muon), and a second one has all other parameters; see ``hidden_matrices``.
     One fused kernel updates all parameters of one rate where the optimizer and the device have it.
 
-    Of shared parameters, an elementwise optimizer updates this rank's rows as plain tensors. One that needs whole
+    Of shared parameters, an elementwise optimizer updates this rank's box as a plain tensor. One that needs whole
     tensors gets one after the other: parameter, gradient and state are gathered, every rank computes the same update,
-    and keeps its rows.
+    and keeps its box.
 
     Args:
         config: The section ``optim`` as plain data.
@@ -76,11 +75,11 @@ class Optimizer:
         exact = strategy.plan.precision in ("fp32", "fp64")
         for section, own in sections:
             whole_only = update_of(section) == PER_PARAMETER
-            alone = [(name, p) for name, p in own if whole_only and rows_of(p).shared]
-            together = [(name, p) for name, p in own if not (whole_only and rows_of(p).shared)]
-            for part, group in (*(([pair], strategy.mesh.axis(SHARDS).group) for pair in alone), (together, None)):
+            alone = [(name, p) for name, p in own if whole_only and piece_of(p).axes]
+            together = [(name, p) for name, p in own if not (whole_only and piece_of(p).axes)]
+            for part, mesh in (*(([pair], strategy.mesh) for pair in alone), (together, None)):
                 if part:
-                    self._parts.append(_Part({**section, **shared}, part, group, fused, exact))
+                    self._parts.append(_Part({**section, **shared}, part, mesh, fused, exact))
         # Learning rates follow one schedule, each in proportion to its own.
         for part in self._parts:
             for group in part.optimizer.param_groups:
@@ -102,7 +101,7 @@ class Optimizer:
 
         Args:
             parameter: A parameter of this rank.
-            state: Whole tensors, or what gives rows of them; of shared parameters, this rank's rows are taken.
+            state: Whole tensors, or what gives boxes of them; of shared parameters, this rank's box is taken.
         """
         for part in self._parts:
             part.load_state_of(parameter, state)
@@ -111,55 +110,55 @@ class Optimizer:
 class _Part:
     """An optimizer of torch over tensors that stand in for parameters: themselves where they are not shared.
 
-    ``group`` has the ranks that share them, where they are to be whole for the update. ``exact``: Muon in float32.
+    ``mesh`` has the ranks that share them, where they are to be whole for the update. ``exact``: Muon in float32.
     """
 
     def __init__(
         self,
         config: Mapping,
         parameters: list[tuple[str, nn.Parameter]],
-        group: dist.ProcessGroup | None,
+        mesh: Mesh | None,
         fused: bool,
         exact: bool,
     ) -> None:
-        self._group = group
+        self._mesh = mesh
         self._own = {parameter: self._stand_in(parameter) for _, parameter in parameters}
         self.optimizer = _build(config, [(name, self._own[parameter]) for name, parameter in parameters], fused)
         if exact and type(self.optimizer) is torch.optim.Muon:
             self.optimizer = ExactMuon(self.optimizer.param_groups, **self.optimizer.defaults)
         self._at_first = [_numbers(one) for one in self.optimizer.param_groups]
-        if group is not None:
+        if mesh is not None:
             self._scatter()
 
     def _stand_in(self, parameter: nn.Parameter) -> Tensor:
-        if not rows_of(parameter).shared:
+        if not piece_of(parameter).axes:
             return parameter
-        return local(parameter.detach()) if self._group is None else whole(parameter.detach(), self._group)
+        return local(parameter.detach()) if self._mesh is None else whole(parameter.detach(), self._mesh)
 
     @torch.no_grad()
     def step(self) -> None:
-        if self._group is not None:
+        if self._mesh is not None:
             self._gather()
         for parameter, own in self._own.items():
             if own is not parameter and parameter.grad is not None:
-                own.grad = local(parameter.grad) if self._group is None else whole(parameter.grad, self._group)
+                own.grad = local(parameter.grad) if self._mesh is None else whole(parameter.grad, self._mesh)
         self.optimizer.step()
         for parameter, own in self._own.items():
             if own is not parameter:
                 own.grad = None
-        if self._group is not None:
+        if self._mesh is not None:
             self._scatter()
 
     def _gather(self) -> None:
         for parameter, own in self._own.items():
-            own.data = whole(parameter.detach(), self._group)
-            self._change_state(own, lambda value: whole(value, self._group))
+            own.data = whole(parameter.detach(), self._mesh)
+            self._change_state(own, lambda value: whole(value, self._mesh))
 
     @torch.no_grad()
     def _scatter(self) -> None:
-        """Keep this rank's rows of what was whole."""
+        """Keep this rank's box of what was whole."""
         for parameter, own in self._own.items():
-            local(parameter).copy_(rows_in(own, parameter))
+            local(parameter).copy_(cut_like(parameter, own))
             self._change_state(own, lambda value, like=parameter: _share(value, like))
             own.data = own.new_zeros(()).expand(parameter.shape)  # its shape, and no memory
 
@@ -177,7 +176,7 @@ class _Part:
         numbers = _numbers(state | changed).items()
         plain = {_named(key, value): torch.tensor(value, dtype=torch.float64) for key, value in numbers}
         tensors = {key: value for key, value in state.items() if torch.is_tensor(value)}
-        if own is not parameter and self._group is None:
+        if own is not parameter and self._mesh is None:
             tensors = {key: shared_like(parameter, t) if _is_like(t, own) else t for key, t in tensors.items()}
         return tensors | plain
 
@@ -197,7 +196,7 @@ class _Part:
                     loaded[name] = number
                 continue
             placed = _placed_as(parameter, key, value, group)
-            loaded[key] = placed if self._group is not None else local(placed)
+            loaded[key] = placed if self._mesh is not None else local(placed)
 
     def _group_of(self, own: Tensor) -> tuple[dict[str, Any], dict[str, float]]:
         """The group of a parameter, and its numbers when it was made."""
@@ -266,8 +265,8 @@ def _orthogonalised(x: Tensor, coefficients: tuple[float, float, float], steps: 
 
 
 def _share(value: Tensor, like: nn.Parameter) -> Tensor:
-    """This rank's rows of a whole tensor of a parameter's shape, as a shared tensor; others as they are."""
-    return shared_like(like, rows_in(value, like).clone()) if _is_like(value, like) else value
+    """This rank's box of a whole tensor of a parameter's shape, as a shared tensor; others as they are."""
+    return shared_like(like, cut_like(like, value).clone()) if _is_like(value, like) else value
 
 
 def _kind(config: Mapping[str, Any]) -> str:
@@ -324,12 +323,12 @@ def _is_in(name: str, module: str) -> bool:
 
 
 def _placed_as(parameter: torch.nn.Parameter, key: str, value: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """On the parameter's device, in its memory order: fused kernels walk both side by side. Of a share, its rows."""
+    """On the parameter's device, in its memory order: fused kernels walk both side by side. Of a share, its box."""
     if key == "step" and not (group.get("fused") or group.get("capturable")):
         return value[...].cpu().clone()  # read by the host in every update
     if value.shape != parameter.shape:
         return value[...].to(parameter.device)
-    own = rows_in(value, parameter)
+    own = cut_like(parameter, value)
     state = torch.empty_like(parameter, dtype=own.dtype, requires_grad=False)
     local(state).copy_(own)
     return state

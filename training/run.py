@@ -26,14 +26,14 @@ from launchers.stopping import Stopped
 from models.given import GIVEN, given_objects
 from parallel.devices import keep_freed_memory, parameter_dtype, share_cores
 from parallel.host_group import NCCL, init_process_group
-from parallel.mesh import SHARDS, Mesh
+from parallel.mesh import Mesh
 from parallel.plan import Plan
 from parallel.strategy import Options, Strategy, build_strategy
 from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.files import Checkpoint
 from training.checkpoint.init_from import not_drawn, read_base, start
 from training.checkpoint.load import load, resume
-from training.checkpoint.save import Checkpointer
+from training.checkpoint.save import Checkpointer, files_of
 from training.evaluate import evaluate_split, problem
 from training.identity import changes, check_ranks, check_run_directory, check_weights, follows_total
 from training.loop import Loop
@@ -81,7 +81,7 @@ def run(
         if cfg.mode == "eval":
             return evaluate_checkpoint(setup, strategy, run_dir)
         optimizer = Optimizer(to_dict(cfg.optim), strategy)
-        writes = cfg.train.checkpoint_every is not None and strategy.mesh.counts({SHARDS})
+        writes = cfg.train.checkpoint_every is not None and bool(files_of(strategy, optimizer))
         _warn(strategy.mesh, check_run_directory(strategy.mesh, run_dir, writes, cfg.parallel.timeout_s))
         checkpoints = Checkpointer(
             run_dir / "checkpoints",

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from small_models import chain_and_batches
 
 from data.dataset import Batch
-from parallel.mesh import SHARDS
 from parallel.plan import Plan, make_plan
 from parallel.sharding import whole
 from parallel.strategies import strategy_info
@@ -222,8 +221,7 @@ def trainings(ranks) -> Callable[[Layout, Recipe], list[Result]]:
 
 
 def _copy(strategy: Strategy, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    group = strategy.mesh.axis(SHARDS).group
-    return {name: whole(tensor, group).detach().cpu().clone() for name, tensor in state.items()}
+    return {name: whole(tensor, strategy.mesh).detach().cpu().clone() for name, tensor in state.items()}
 
 
 def _interleave(batch: Batch) -> Batch:

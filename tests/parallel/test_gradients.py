@@ -1,5 +1,6 @@
 """The norm of all gradients is that of float64, on one rank or divided among several."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -7,15 +8,15 @@ import torch
 from torch import nn
 
 from parallel.gradients import Gradients
-from parallel.mesh import Mesh
+from parallel.mesh import COPIES, PIPELINE, Mesh
 
 
-def squared_norm(*gradients):
+def squared_norm(*gradients, mesh=None):
     layers = nn.ParameterList(torch.empty_like(gradient) for gradient in gradients)
     for parameter, gradient in zip(layers, gradients, strict=True):
         parameter.grad = gradient
     stage, chain = SimpleNamespace(layers=layers), SimpleNamespace(tied={})
-    return float(Gradients(None, chain, [stage], Mesh.of(), torch.device("cpu"), timeout_s=1).squared_norm())
+    return float(Gradients(None, chain, [stage], mesh or Mesh({}), torch.device("cpu"), timeout_s=1).squared_norm())
 
 
 def test_a_norm_of_millions_of_elements_is_that_of_float64_however_they_are_divided():
@@ -33,3 +34,11 @@ def test_an_element_that_is_not_finite_is_seen_wherever_it_is(value, index):
     gradient = torch.ones(300_001)
     gradient[index] = value
     assert not torch.isfinite(torch.tensor(squared_norm(gradient)))
+
+
+@pytest.mark.parametrize("axis, second", [(COPIES, 0.0), (PIPELINE, 5.0), ("tensor", 0.0)])
+def test_of_ranks_that_hold_equal_gradients_one_adds_its_own_and_each_tells_what_is_not_finite(axis, second):
+    norms = [squared_norm(torch.tensor([1.0, 2.0]), mesh=Mesh({axis: 2}, rank)) for rank in range(2)]
+    assert norms == pytest.approx([5.0, second])
+    for rank in range(2):
+        assert not math.isfinite(squared_norm(torch.tensor([1.0, math.inf]), mesh=Mesh({axis: 2}, rank)))

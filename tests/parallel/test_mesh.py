@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from cases import Layout, Recipe, build
 from probes import gathered_along
+from small_models import chain_and_batches
 
 from parallel.mesh import COPIES, PEERS, PIPELINE, REPLICAS, SHARDS, Mesh
+from parallel.strategy import build_strategy
 
 
 @pytest.mark.parametrize(
@@ -58,6 +61,16 @@ def test_each_part_of_a_tensor_counts_once_on_each_position(sizes):
             here = [mesh for mesh in meshes if mesh.position == position]
             counted = [mesh.axis(*cut).index for mesh in here if mesh.counts(cut)]
             assert sorted(counted) == list(range(here[0].axis(*cut).size))
+
+
+@pytest.mark.parametrize("axis, counted", [(COPIES, [True, True]), ("tensor", [True, False])])
+def test_a_loss_that_several_ranks_compute_of_the_same_samples_counts_once(axis, counted):
+    recipe = Recipe("toy", global_batch=4, lr=0.1)
+    plan, strategy = build(Layout("single"), recipe)
+    for rank in range(2):
+        seen = build_strategy(plan, strategy.chain, Mesh({axis: 2}, rank), strategy.options, sample=None)
+        _, samples, *_ = seen.eval_step(chain_and_batches(recipe)[1](0))
+        assert bool(samples) == counted[rank]
 
 
 def test_values_are_gathered_along_an_axis(ranks):

@@ -24,7 +24,8 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import CheckpointError, LaunchError, TrainingError, UserError
 from conf.instantiate import to_dict
-from parallel.sharding import Rows
+from parallel.mesh import SHARDS, Mesh
+from parallel.sharding import Piece
 from training import identity
 from training import run as run_module
 from training.checkpoint import save
@@ -276,8 +277,8 @@ def test_only_a_file_that_several_ranks_write_is_opened_for_synchronous_writes(t
     """So Linux's NFS client sends what was written, and not the rest of its page."""
     opened, real = [], os.open
     monkeypatch.setattr(os, "open", lambda path, flags, *rest: opened.append(flags) or real(path, flags, *rest))
-    rows = Rows(torch.ones(2, 3), 0, (4, 3), shared)
-    save.write_file(tmp_path / "model-00.safetensors", {"weight": rows}, True)
+    piece = Piece(torch.ones(2, 3), (0, 0), (4, 3), (SHARDS,) if shared else ())
+    save.write_file(tmp_path / "model-00.safetensors", {"weight": piece}, Mesh.of())
     assert bool(opened[0] & os.O_DSYNC) == shared
 
 

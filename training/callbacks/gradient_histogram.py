@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from common.errors import TrainingError
-from parallel.mesh import SHARDS
 from parallel.sharding import whole
 from training.callbacks import Callback, TrainingRun
 from training.reporting import MetricsFile
@@ -33,14 +32,14 @@ class GradientHistogram(Callback):
         self._file: MetricsFile | None = None
 
     def on_step(self, run: TrainingRun, record: Mapping[str, Any]) -> None:
-        """Gather the histograms of all stages on rank 0. Replicas have equal gradients: the first one's count."""
+        """Gather the histograms of all stages on rank 0. Of ranks with equal gradients, the first one's count."""
         if (run.step - 1) % self.every or record["skipped"]:  # a skipped step's gradients may be infinite
             return
         mesh, own = run.strategy.mesh, {}
         for name, parameter in run.strategy.named_parameters():
             if parameter.grad is not None:
-                gradient = whole(parameter.grad.detach(), mesh.axis(SHARDS).group)  # of all ranks that share it
-                if mesh.replica == 0:
+                gradient = whole(parameter.grad.detach(), mesh)  # of all ranks that share it
+                if mesh.counts():
                     counts, edges = torch.histogram(gradient.flatten().float().cpu(), self.bins)
                     own[name] = counts.tolist(), edges.tolist()
         stages = mesh.gather(own)

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +24,8 @@ from common.files import check_regular, expand_home, flush_path, parse_json, wri
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from parallel.sharding import Rows
+    from parallel.mesh import Mesh
+    from parallel.sharding import Piece
 
 MANIFEST = "manifest.json"
 LATEST, BEST = "latest", "best"
@@ -234,11 +236,11 @@ def sha256(path: Path) -> str:
 # -- the tensors ----------------------------------------------------------------------------------------------------
 
 
-def write_file(path: Path, tensors: dict[str, Rows], first: bool) -> Content:
-    """Write a safetensors file, or this rank's rows of it, to their place, and flush it.
+def write_file(path: Path, tensors: dict[str, Piece], mesh: Mesh) -> Content:
+    """Write a safetensors file, or this rank's pieces of it, to their place, and flush it.
 
-    Where each tensor lies follows from the names, dtypes and shapes alone, so that every rank knows it. The first of
-    the writers also writes the header and what is not shared.
+    Where each tensor lies follows from the names, dtypes and shapes alone, so that every rank knows it. A rank writes
+    the pieces that it counts; the one that counts what is not cut also writes the header.
 
     Returns:
         What was written.
@@ -248,8 +250,8 @@ def write_file(path: Path, tensors: dict[str, Rows], first: bool) -> Content:
     """
     import torch  # late: reading a manifest needs none of it
 
-    for name, rows in tensors.items():
-        if not is_usable(name, rows.tensor):
+    for name, piece in tensors.items():
+        if not is_usable(name, piece.tensor):
             raise CheckpointError(
                 f"{name} is not finite: the run has diverged; try a lower optim.lr, or train.grad_clip=1.0"
             )
@@ -257,17 +259,16 @@ def write_file(path: Path, tensors: dict[str, Rows], first: bool) -> Content:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Between ranks that share tensors, borders lie anywhere in a page. Linux's NFS client may send a page as a whole,
     # with zeros over the bytes of another machine, unless the file is opened for synchronous writes.
-    shared = any(rows.shared for rows in tensors.values())
+    shared = any(piece.axes for piece in tensors.values())
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (getattr(os, "O_DSYNC", 0) if shared else 0), 0o666)
     written = Content()
     try:
-        if first:
+        if mesh.counts():
             written += _write_at(descriptor, header, 0)
-        for name, rows in tensors.items():
-            if rows.shared or first:
-                before = rows.start * rows.tensor[:1].nbytes if rows.shared else 0
-                content = rows.tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-                written += _write_at(descriptor, content, starts[name] + before)
+        for name, piece in tensors.items():
+            if piece.counts(mesh):
+                content = piece.tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+                written += _write_box(descriptor, content, piece, starts[name])
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -285,22 +286,37 @@ def is_usable(name: str, tensor: Tensor) -> bool:
     return not (least.isnan() or largest.isnan() or largest == math.inf)
 
 
-def lay_out(tensors: dict[str, Rows]) -> tuple[bytes, dict[str, int]]:
+def lay_out(tensors: dict[str, Piece]) -> tuple[bytes, dict[str, int]]:
     """Return the header of a safetensors file, and where each tensor begins, counted in bytes from its beginning.
 
     Tensors lie one after the other, those with the widest numbers first, so that they stay aligned.
     """
     entries, end = {}, 0
-    for name, rows in sorted(tensors.items(), key=lambda item: (-item[1].tensor.itemsize, item[0])):
-        dtype = _DTYPES.get(str(rows.tensor.dtype).removeprefix("torch."))
+    for name, piece in sorted(tensors.items(), key=lambda item: (-item[1].tensor.itemsize, item[0])):
+        dtype = _DTYPES.get(str(piece.tensor.dtype).removeprefix("torch."))
         if dtype is None:
-            raise TypeError(f"{name} is of {rows.tensor.dtype}, which a safetensors file cannot hold")
-        start, end = end, end + math.prod(rows.shape) * rows.tensor.itemsize
-        entries[name] = {"dtype": dtype, "shape": list(rows.shape), "data_offsets": [start, end]}
+            raise TypeError(f"{name} is of {piece.tensor.dtype}, which a safetensors file cannot hold")
+        start, end = end, end + math.prod(piece.shape) * piece.tensor.itemsize
+        entries[name] = {"dtype": dtype, "shape": list(piece.shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     return header, {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
+
+
+def _write_box(descriptor: int, content: Any, piece: Piece, begin: int) -> Content:
+    """Write the bytes of a piece to their places in the tensor that begins at ``begin``, one write for each run."""
+    size, shape, start = piece.tensor.shape, piece.shape, piece.start
+    # From the last dimension in which it is narrower than the tensor, its numbers follow each other in the file.
+    last = max((dim for dim in range(len(shape)) if size[dim] < shape[dim]), default=0)
+    strides = [math.prod(shape[dim + 1 :]) * piece.tensor.itemsize for dim in range(len(shape))]
+    length = math.prod(size[last:]) * piece.tensor.itemsize
+    written, position = Content(), 0
+    for outer in product(*(range(place.start, place.stop) for place in piece.box[:last])):
+        offset = sum(map(operator.mul, (*outer, *start[last : last + 1]), strides))
+        written += _write_at(descriptor, content[position : position + length], begin + offset)
+        position += length
+    return written
 
 
 def _write_at(descriptor: int, content: Any, offset: int) -> Content:

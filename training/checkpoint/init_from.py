@@ -1,7 +1,7 @@
 """``model.init_from``: weights to start from, exported by this project or published on Hugging Face.
 
 They are a folder with model.safetensors (or its parts, which model.safetensors.index.json lists), or one such file.
-Each rank reads the tensors of its own layers only, and of shared ones its rows. Nothing is unpickled.
+Each rank reads the tensors of its own layers only, and of shared ones its box. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from common.errors import TrainingError
 from common.files import expand_home, folder_of, parse_json
 from data.vocabulary import GPT2_VOCAB_SIZE, added_tokens, gpt2, parse_extra_tokens
 from models.chain import Chain
-from parallel.mesh import SHARDS
 from parallel.sharding import fill, whole
 from parallel.strategy import Strategy
 from training.checkpoint.files import sha256
-from training.checkpoint.load import AUTO, StoredTensor
+from training.checkpoint.load import AUTO, Box, StoredTensor
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SHOWN = 3
@@ -164,7 +163,7 @@ def not_drawn(model: Any, chain: Chain) -> Chain:
 
 
 class Weights(dict):
-    """The tensors of the file under this project's names. Rows are read when they are asked for.
+    """The tensors of the file under this project's names. Boxes of them are read when they are asked for.
 
     Attributes:
         expected: The model's tensors by name, without memory; a tied one once.
@@ -239,8 +238,8 @@ class _Transposed:
     def __init__(self, stored: StoredTensor) -> None:
         self._stored, self.shape = stored, torch.Size(reversed(stored.shape))
 
-    def __getitem__(self, rows: slice) -> Tensor:
-        return self._stored.columns(rows if isinstance(rows, slice) else slice(None)).t().contiguous()
+    def __getitem__(self, box: Box) -> Tensor:
+        return self._stored[box[::-1] if isinstance(box, tuple) else ...].t().contiguous()
 
 
 class _Padded:
@@ -249,13 +248,14 @@ class _Padded:
     def __init__(self, stored: StoredTensor, rows: int) -> None:
         self._stored, self.shape = stored, torch.Size([rows, *stored.shape[1:]])
 
-    def __getitem__(self, rows: slice) -> Tensor:
-        start, stop, _ = (rows if isinstance(rows, slice) else slice(None)).indices(self.shape[0])
+    def __getitem__(self, box: Box) -> Tensor:
+        rows, *others = box if isinstance(box, tuple) else map(slice, self.shape)
+        start, stop, _ = rows.indices(self.shape[0])
         known = self._stored.shape[0]
-        own = self._stored[min(start, known) : min(stop, known)]
+        own = self._stored[(slice(min(start, known), min(stop, known)), *others)]
         if stop <= known:
             return own
-        return torch.cat([own, _mean(self._stored).to(own.dtype).expand(stop - start - len(own), -1)])
+        return torch.cat([own, _mean(self._stored)[tuple(others)].to(own.dtype).expand(stop - start - len(own), -1)])
 
 
 def _files(path: Path) -> list[Path]:
@@ -356,7 +356,7 @@ def _add_tokens(extra_tokens: Any, chain: Chain, strategy: Strategy, known: int)
         return
     for name, parameter in strategy.named_parameters():
         if name == chain.embedding:
-            rows = whole(parameter.detach(), strategy.mesh.axis(SHARDS).group)
+            rows = whole(parameter.detach(), strategy.mesh)
             everything = _mean(rows[:GPT2_VOCAB_SIZE])
             for number, words in list(enumerate(extra.values()))[known:]:
                 mean = everything if words is None else _mean(rows[gpt2().encode_ordinary(words)])

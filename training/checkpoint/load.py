@@ -6,6 +6,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import EllipsisType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -28,6 +29,7 @@ from training.checkpoint.files import (
 
 AUTO = "auto"
 T = TypeVar("T")
+Box = slice | tuple[slice, ...] | EllipsisType  # of rows, of each dimension, or all of a tensor
 
 
 class Optimizer(Protocol):
@@ -93,7 +95,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 class Tensors(dict):
-    """The tensors of a checkpoint by name. Rows are read when they are asked for: a rank never holds another's."""
+    """The tensors of a checkpoint by name. Boxes are read when they are asked for: a rank never holds another's."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         """Read the names of all tensors. Raises OSError and SafetensorError."""
@@ -109,7 +111,7 @@ class Tensors(dict):
 
 
 class StoredTensor:
-    """A tensor in a file: its shape, and its rows, which are read when they are asked for.
+    """A tensor in a file: its shape, and boxes of it, which are read when they are asked for.
 
     Attributes:
         shape: The shape of the whole tensor.
@@ -125,12 +127,8 @@ class StoredTensor:
         self.shape = torch.Size(self._slice.get_shape())
         self.dtype = (self._slice[:0] if self.shape else self._file.get_tensor(name)).dtype
 
-    def __getitem__(self, rows: slice) -> Tensor:
-        return (self._slice[rows] if isinstance(rows, slice) else self._file.get_tensor(self._name)).to(self.dtype)
-
-    def columns(self, columns: slice) -> Tensor:
-        """Read some columns of a matrix."""
-        return self._slice[:, columns]
+    def __getitem__(self, box: Box) -> Tensor:
+        return (self._file.get_tensor(self._name) if box is ... else self._slice[box]).to(self.dtype)
 
 
 def _load_optimizer(tensors: Tensors, strategy: Strategy, optimizer: Optimizer) -> None:

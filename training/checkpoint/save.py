@@ -3,7 +3,7 @@
 A save goes through these phases. A run that is killed in any of them leaves the older checkpoints as they were:
 
     copy_tensors      each writing rank copies its tensors; from here on training continues
-    write_file        each file, or this rank's rows of it, flushed, into the draft .step-00000050.tmp
+    write_file        each file, or this rank's pieces of it, flushed, into the draft .step-00000050.tmp
     describe          size and sha256 of the files, complete by now, by one of their writers each
     write_manifest    rank 0: manifest.json, with step, layout, size and sha256 of each file
     publish           the draft gets its name
@@ -35,8 +35,7 @@ from torch import Tensor
 from common.errors import CheckpointError, TrainingError
 from common.files import flush_path, free_space
 from common.machine import available_memory
-from parallel.mesh import SHARDS
-from parallel.sharding import Rows, rows_of
+from parallel.sharding import Piece, piece_of
 from parallel.strategy import Strategy
 from training.checkpoint.files import (
     BEST,
@@ -62,7 +61,7 @@ _NICE = 10
 _CLOSE_S = 10.0  # how long a run that has failed waits for a save to end
 _SLOWEST_DISK = 10 * 2**20  # bytes per second, for the longest wait for another rank
 
-Files = dict[str, dict[str, Rows]]  # this rank's rows of each tensor, by its name, by the name of its file
+Files = dict[str, dict[str, Piece]]  # this rank's piece of each tensor, by its name, by the name of its file
 
 
 class Checkpointer:
@@ -99,8 +98,6 @@ class Checkpointer:
         self._every, self.keep, self._timeout_s = every, keep, timeout_s
         self._mesh, plan = strategy.mesh, strategy.plan
         self.rank, self._alone = self._mesh.rank, self._mesh.size == 1
-        # What this rank writes: nothing, its rows of files, or also what each file has once.
-        self._writes, self.first = self._mesh.counts({SHARDS}), self._mesh.index[SHARDS] == 0
         self._writers = 1  # on this machine
         self._about = {
             "seed": strategy.options.seed,
@@ -178,7 +175,7 @@ class Checkpointer:
         scale = self.strategy.loss_scale.state_dict()
         manifest = {"step": step, **self._about, "loss_scale": scale, "progress": progress}
         self._connect()
-        files = self._files()
+        files = files_of(self.strategy, self.optimizer)
         copies = None if wait else copy_tensors(files, self._writers, self._buffers)
         self._pending = _Save(self, manifest, copies or files, awaited=wait)
         self._pending.start()
@@ -243,14 +240,12 @@ class Checkpointer:
         except (OSError, CheckpointError) as error:
             self.warn(f"{final} could not be brought up to date: {error}; {free_space(final)}")
 
-    def _files(self) -> Files:
-        return files_of(self.strategy, self.optimizer) if self._writes else {}
-
     def _connect(self) -> None:
         """Make the group of the saving threads, unless there is one."""
         if self._alone or self.group is not None:
             return
-        own = sum(rows.tensor.nbytes for part in self._files().values() for rows in part.values())
+        files = files_of(self.strategy, self.optimizer).values()
+        own = sum(piece.tensor.nbytes for part in files for piece in part.values())
         node = socket.gethostname()
         others = self.gather((node, own))
         self._writers = sum(where == node and size > 0 for where, size in others)
@@ -313,13 +308,13 @@ class _Save(threading.Thread):
         return [value for value, _ in answers]
 
     def _write(self) -> dict[str, Content]:
-        """Write this rank's rows, and return what it has written of each file."""
-        first = self._checkpoints.first
-        return {name: write_file(self.draft / name, rows, first) for name, rows in self._files.items()}
+        """Write this rank's pieces, and return what it has written of each file."""
+        mesh = self._checkpoints.strategy.mesh
+        return {name: write_file(self.draft / name, pieces, mesh) for name, pieces in self._files.items()}
 
     def _describe(self, written: list[dict[str, Content]]) -> dict[str, dict]:
         """Return size and sha256 of the files whose first writer this rank is, of which each rank has ``written``."""
-        if not self._checkpoints.first:
+        if not self._checkpoints.strategy.mesh.counts():
             return {}
         parts = {name: [Content(*part[name]) for part in written if name in part] for name in self._files}
         return {name: describe(self.draft / name, sum(own, Content())) for name, own in parts.items()}
@@ -362,7 +357,10 @@ def is_due(every: int | None, step: int, last: bool) -> bool:
 
 
 def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
-    """Return this rank's rows of its stages' tensors; a tied parameter only where its canonical name is."""
+    """Return the files that this rank writes a part of, with its pieces of its stages' tensors.
+
+    A tied parameter is only where its canonical name is.
+    """
     tied, unsaved, files = strategy.chain.tied, strategy.chain.unsaved, {}
     for index, stage in zip(strategy.indices, strategy.stages, strict=True):
         state = stage.layers.state_dict().items()
@@ -375,9 +373,9 @@ def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
             if torch.is_tensor(value)
         }
         for kind, tensors in (("model", weights), ("optimizer", states)):
-            if tensors:
-                rows = {name: rows_of(tensor) for name, tensor in tensors.items()}
-                files[f"{kind}-{index:02d}.safetensors"] = rows
+            pieces = {name: piece_of(tensor) for name, tensor in tensors.items()}
+            if any(piece.counts(strategy.mesh) for piece in pieces.values()):
+                files[f"{kind}-{index:02d}.safetensors"] = pieces
     return files
 
 
@@ -392,7 +390,7 @@ def copy_tensors(files: Files, writers: int, buffers: dict[str, Tensor]) -> File
         The copies, or None where this machine's memory does not suffice for as many as its ``writers`` make at the same
         time.
     """
-    tensors = {name: rows.tensor for part in files.values() for name, rows in part.items()}
+    tensors = {name: piece.tensor for part in files.values() for name, piece in part.items()}
     new = {name: tensor for name, tensor in tensors.items() if name not in buffers}
     missing = sum(tensor.nbytes for tensor in new.values())
     if missing and missing * writers + RESERVE > available_memory():
@@ -400,6 +398,6 @@ def copy_tensors(files: Files, writers: int, buffers: dict[str, Tensor]) -> File
         return None
     buffers |= {name: torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for name, t in new.items()}
     return {
-        file: {name: rows._replace(tensor=buffers[name].copy_(rows.tensor)) for name, rows in part.items()}
+        file: {name: piece._replace(tensor=buffers[name].copy_(piece.tensor)) for name, piece in part.items()}
         for file, part in files.items()
     }

@@ -1,0 +1,74 @@
+"""Pieces of tensors that are cut in any dimension, in files: written by several ranks, read by several others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from parallel.mesh import COPIES, PEERS, Mesh
+from parallel.sharding import Piece
+from training.checkpoint.files import Content, describe, write_file
+from training.checkpoint.init_from import _Padded, _Transposed
+from training.checkpoint.load import StoredTensor
+
+BOXES = {
+    "whole": ({}, []),
+    "rows": ({"a": 4}, [(0, "a")]),  # of 6 rows in shares of 2, the last rank has none
+    "columns": ({"a": 2}, [(1, "a")]),
+    "rows and columns": ({"a": 2, "b": 2}, [(0, "a"), (1, "b")]),
+    "columns among replicas": ({COPIES: 2, "a": 2, PEERS: 2}, [(1, "a")]),
+    "the last of three dimensions": ({"a": 2}, [(2, "a")]),
+    "the first and the last": ({"a": 3, "b": 2}, [(0, "a"), (2, "b")]),
+}
+
+
+def cut(tensor: torch.Tensor, cuts: list, mesh: Mesh) -> Piece:
+    """The piece of a rank, of a tensor whose dimensions are cut along axes of a mesh, each into equal shares."""
+    piece, start = tensor, [0] * tensor.dim()
+    for dim, axis in cuts:
+        line = mesh.axis(axis)
+        share = -(-tensor.shape[dim] // line.size)
+        start[dim] = min(share * line.index, tensor.shape[dim])
+        piece = piece.narrow(dim, start[dim], min(share, tensor.shape[dim] - start[dim]))
+    return Piece(piece, tuple(start), tuple(tensor.shape), tuple(axis for _, axis in cuts))
+
+
+@pytest.mark.parametrize("how", BOXES)
+def test_a_tensor_that_is_cut_in_any_dimension_is_in_the_file_as_if_it_were_whole(tmp_path, how):
+    """Each number is written once: by the first of the ranks that hold it."""
+    sizes, cuts = BOXES[how]
+    whole = {"weight": torch.arange(6 * 8 * 4.0).view(6, 8, 4), "bias": torch.arange(5), "scale": torch.tensor(2.0)}
+    path, written = tmp_path / "cut" / "model-00.safetensors", Content()
+    for rank in reversed(range(Mesh(sizes).size)):
+        mesh = Mesh(sizes, rank)
+        pieces = {name: cut(tensor, cuts if name == "weight" else [], mesh) for name, tensor in whole.items()}
+        written += write_file(path, pieces, mesh)
+    write_file(tmp_path / "whole.safetensors", {name: cut(t, [], Mesh.of()) for name, t in whole.items()}, Mesh.of())
+    assert path.read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
+    describe(path, written)  # what was written is what is there, and nothing was written twice
+
+
+@pytest.mark.parametrize("how", BOXES)
+def test_each_rank_reads_its_box_of_a_tensor_that_was_written_in_others(tmp_path, how):
+    whole, others = torch.arange(6 * 8 * 4.0).view(6, 8, 4), {"c": 3, "d": 4}
+    for rank in range(12):
+        mesh = Mesh(others, rank)
+        write_file(tmp_path / "file", {"weight": cut(whole, [(0, "c"), (1, "d")], mesh)}, mesh)
+    sizes, cuts = BOXES[how]
+    for rank in range(Mesh(sizes).size):
+        piece = cut(whole, cuts, Mesh(sizes, rank))
+        assert torch.equal(StoredTensor(tmp_path / "file", "weight")[piece.box], piece.tensor)
+
+
+@pytest.mark.parametrize("cuts", [[(0, "a")], [(1, "a")], [(0, "a"), (1, "b")]], ids=str)
+def test_a_matrix_that_a_file_has_transposed_or_with_fewer_rows_is_read_in_boxes_too(tmp_path, cuts):
+    theirs = torch.randn(8, 6)
+    save_file({"weight": theirs}, tmp_path / "file")
+    stored = StoredTensor(tmp_path / "file", "weight")
+    padded = torch.cat([theirs, theirs.double().mean(dim=0).float().expand(3, -1)])
+    for given, whole in ((_Transposed(stored), theirs.t()), (_Padded(stored, 11), padded)):
+        torch.testing.assert_close(given[...], whole)
+        for rank in range(6):
+            piece = cut(whole, cuts, Mesh({"a": 3, "b": 2}, rank))
+            torch.testing.assert_close(given[piece.box], piece.tensor)
