@@ -10,16 +10,17 @@ pp=2, and parallel.order=dp_pp (copies before pipeline: rank = replica x pp + po
 
 parallel.order=pp_dp has pipeline before copies, and numbers down the columns instead.
 
-A copy of the parameters is one rank's, or is shared among the ranks along shards. Replica is the place along copies and
-shards together: each replica computes samples of its own. For parallel=hsdp with dp=4, two shards and one stage:
+A copy of the parameters belongs to one replica, or is shared among the replicas along shards. dp counts the ranks along
+copies and shards together: each replica computes samples of its own. For parallel=hsdp with dp=4 and parallel.shard=2:
 
               shard 0      shard 1
     copy 0    rank 0       rank 1        <- along shards: reduce-scatter, and shares of one copy
     copy 1    rank 2       rank 3
                 ^- along copies: ranks 0 and 2 all-reduce what each holds after the reduce-scatter
 
-parallel.comm_hook=hierarchical reduces the gradients of copies in the same way. There, the columns are peers: each rank
-has all parameters, and those of a row reduce gradients among themselves first.
+With parallel.comm_hook=hierarchical each replica has a copy of its own, and the columns are peers: the peers of a row
+reduce gradients among themselves first. They are an axis beside shards, so that every group lies along an axis, and no
+flag says whether a group shares its parameters.
 """
 
 from __future__ import annotations

@@ -156,14 +156,15 @@ def cut_like(like: Tensor, given: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor, mesh: Mesh) -> Tensor:
-    """Return all of a tensor; a copy where it is cut, which is in rows. All ranks that share it call this.
+    """Return all of a tensor; a copy where it is cut: in rows, along one axis. All ranks along that axis call this.
 
     Not ``full_tensor``: DTensor remembers the process groups of an earlier run in the same process.
     """
     part, _, shape, axes = piece_of(tensor)
     if not axes:
         return part
-    line = mesh.axis(*axes)
+    (axis,) = axes
+    line = mesh.axis(axis)
     padded = part.new_zeros(-(-shape[0] // line.size), *shape[1:])
     padded[: len(part)] = part
     parts = [torch.empty_like(padded) for _ in range(line.size)]
