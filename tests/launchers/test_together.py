@@ -64,6 +64,7 @@ def test_data_that_take_longer_than_the_time_out_to_prepare_end_no_run(tmp_path)
         (["optim.lr=-1"], "Invalid learning rate: -1.0"),  # the command line
         (["parallel.chnks=2"], "chnks"),  # its composition
         (["train.global_batch_size=100000000"], "global_batch_size=100000000"),  # the data
+        (["parallel=single"], "1 processes, but 2 were started"),  # the layout
     ],
 )
 def test_where_rank_0_refuses_the_others_end_with_it_at_once_and_say_why(tmp_path, words, said):

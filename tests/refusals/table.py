@@ -67,10 +67,6 @@ WORDS = {
     "the run directory": Refusal("hydra.run.dir=" + 300 * "a", "cannot be written: File name too long"),
     "x.bin": Refusal("hydra.run.dir=HERE/x.bin", file=GOOD_SHARD),
     "RANK=0": Refusal("", "WORLD_SIZE is not set", env={"RANK": "0"}),
-    "1 processes": Refusal(
-        "parallel=single", "2 were started",
-        env={"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"},
-    ),
 }  # fmt: skip
 
 # -- types and ranges: a type is one truth for all keys that have it -------------------------------------------------
@@ -300,9 +296,11 @@ CHECKPOINTS = {
         RESUME, "not allowed",
         file=manifest(config={**CONFIG, "scheduler": {"_target_": "os.system", "command": "touch executed"}}),
     ),
+    "../../x.safetensors is not the name of a file in its folder": [
+        Refusal(RESUME, file=manifest(files={"../../x.safetensors": {"bytes": 1, "sha256": "0"}})),
+    ],
     "x.safetensors cannot be read: No such file": [
         Refusal(RESUME, file=manifest(files={"x.safetensors": {"bytes": 1, "sha256": "0"}})),
-        Refusal(RESUME, file=manifest(files={"../../x.safetensors": {"bytes": 1, "sha256": "0"}})),
     ],
     "model.init_from": [
         Refusal(INIT, "safetensors", file=file("model.safetensors", b"hello")),

@@ -40,7 +40,7 @@ REFUSED = {
     "no batch": ((*PAPER, "model=toy", "train.global_batch_size=0"), r"global_batch_size=0 must be at least 1"),
     "a cluster without a choice": (("model=toy", "mode=plan", "cluster=a100x64"), r"leave cluster= out"),
     "a cluster to compare on": (("model=toy", "mode=compare", "cluster=a100x64"), r"leave cluster= out"),
-    "more than a peak": ((*PAPER, "model=toy", "cluster.product=1.5"), r"product=1.5 .* at most 1"),
+    "more than a peak": ((*PAPER, "model=toy", "cluster.product=1.5"), "product=1.5 must be a number from 0.0001 to 1"),
 }  # fmt: skip
 
 
