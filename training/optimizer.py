@@ -293,7 +293,9 @@ def hidden_matrices(chain: Chain) -> set[str]:
     return {name for matrices in found for name, trained in matrices.items() if trained} - outer
 
 
-def _build(config: Mapping, parameters: list[tuple[str, Tensor]], fused: bool) -> torch.optim.Optimizer:
+def _build(
+    config: Mapping, parameters: list[tuple[str, Tensor]], fused: bool, place: str = "optim"
+) -> torch.optim.Optimizer:
     arguments = {key: value for key, value in config.items() if key not in OWN_KEYS["optim"]}
     known = inspect.signature(resolve(config["_target_"])).parameters
     spared = "weight_decay" in known and not config["decay_vectors"]
@@ -305,7 +307,7 @@ def _build(config: Mapping, parameters: list[tuple[str, Tensor]], fused: bool) -
     if fused and "fused" in known and arguments.get("fused") is None and not arguments.get("foreach"):
         arguments["fused"] = True
     try:
-        return build("optim", arguments, list(groups.values()))
+        return build(place, arguments, list(groups.values()))
     except TrainingError as error:
         hint = "; the others need one too: 'optim.others={_target_: torch.optim.AdamW, lr: 1e-3}'"
         raise TrainingError(f"optim: {error}{hint if '2D' in str(error) else ''}") from None
@@ -359,7 +361,7 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
                 "in micro-batches does not; use another optimizer"
             )
         one = ("", nn.Parameter(torch.zeros(1, 1)))
-        _build({"decay_vectors": True, **section, "rates": None}, [one], fused=False)
+        _build({"decay_vectors": True, **section, "rates": None}, [one], fused=False, place=place)
 
 
 def _of_torch(section: Mapping[str, Any]) -> tuple[str, int] | None:

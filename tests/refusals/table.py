@@ -103,6 +103,7 @@ VALUES = {
         Refusal("optim._target_=torch.nn.Linear", "optim: torch.nn.Linear is not an optimizer"),
         Refusal("optim._target_=torch.optim.Adma", "_target_=torch.optim.Adma names nothing"),
         Refusal("optim=adamw optim.betas=[0.9]", "AdamW cannot take these values"),
+        Refusal("optim=muon optim.others._target_=torch.optim.SGD", "there is no key optim.others.betas"),
         Refusal("optim=muon optim.others=null", "2D parameters", "optim.others"),
         Refusal("optim._target_=torch.optim.LBFGS", "LBFGS", "closure"),
     ],
