@@ -6,13 +6,15 @@ All rules between fields of the configuration are checked here, once, before any
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from common.errors import PlanError
 from models.chain import Chain
 from parallel.devices import Hardware
+from parallel.layout import Layout
 from parallel.mesh import Mesh
 from parallel.schedules import SCHEDULES, check_chunks, ideal_bubble, stages_per_rank
 from parallel.strategies import StrategyInfo, names_where, strategy_info, suggest
@@ -39,47 +41,27 @@ class StagePlan:
         return self.parameters + self.frozen
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Everything about a layout that follows from the configuration.
+@dataclass(frozen=True, kw_only=True)
+class Plan(Layout):
+    """A layout with nothing left open, and what follows from it for a model on some machines.
+
+    ``schedule`` is None where one process runs all stages.
 
     Attributes:
-        strategy: The name in the registry (``parallel.strategies``).
         device_type: cpu, cuda or mps.
         precision: fp64, fp32, bf16 or fp16; auto in the plan of a run that another machine will start.
-        dp: The number of replicas.
-        pp: The number of stages, divided by ``stages_per_rank``.
-        order: dp_pp or pp_dp, the numbering of the ranks.
-        chunks: The number of micro-batches per replica and step.
-        schedule: The name in ``parallel.schedules``; None where one process runs all stages.
-        stages_per_rank: How many stages each rank runs.
         stages: All stages, first to last.
         parameters: The number of trainable parameters of the model, a tied one counted once.
         global_batch_size: Samples per step over all replicas.
-        devices: Where one process puts its stages or copies; empty where each rank has one device.
-        group: How many neighbouring replicas reduce gradients among themselves first (``parallel.mesh``).
-        sharded: Whether the replicas of a group share parameters, gradients and optimizer state.
-        reshard: Whether shared parameters are whole one layer at a time.
         gpus: How many GPUs the ranks that are started here are dealt to, in turn; None where there are no such ranks.
         frozen: The number of parameters that are not trained, a tied one counted once.
     """
 
-    strategy: str
     device_type: str
     precision: str
-    dp: int
-    pp: int
-    order: str
-    chunks: int
-    schedule: str | None
-    stages_per_rank: int
     stages: tuple[StagePlan, ...]
     parameters: int
     global_batch_size: int
-    devices: tuple[str, ...] = field(default=())
-    group: int = 1
-    sharded: bool = False
-    reshard: bool = False
     gpus: int | None = None
     frozen: int = 0
 
@@ -87,16 +69,6 @@ class Plan:
     def shares_gpus(self) -> bool:
         """Whether several of the ranks that are started here have the same GPU."""
         return self.gpus is not None and self.processes > self.gpus
-
-    @property
-    def pipelined(self) -> bool:
-        """Whether stages run on ranks of their own (and not all in one process)."""
-        return self.schedule is not None
-
-    @property
-    def processes(self) -> int:
-        """The number of ranks."""
-        return self.dp * self.pp if self.pipelined else self.dp
 
     @property
     def microbatch_size(self) -> int:
@@ -109,6 +81,19 @@ class Plan:
         if not self.pipelined:
             return None
         return ideal_bubble(self.schedule, self.pp, self.chunks, self.stages_per_rank)
+
+    def manifest(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the layout, for ``Layout.from_manifest``."""
+        return {
+            "parallel": self.strategy,
+            "dp": self.dp,
+            "pp": self.pp,
+            "shards": self.shards,
+            "chunks": self.chunks,
+            "schedule": self.schedule,
+            "precision": self.precision,
+            "stages": [list(stage.layers) for stage in self.stages],
+        }
 
     def mesh(self, rank: int) -> Mesh:
         """Return the mesh of ranks, seen from ``rank``."""
@@ -177,23 +162,21 @@ def make_plan(
     layers = dict(skeleton.items())
     parameters, frozen = _count(layers.values())
     return Plan(
-        strategy=parallel.name,
+        **{
+            **vars(Layout.of(parallel)),
+            "dp": dp,
+            "schedule": parallel.schedule if pipelined else None,
+            "stages_per_rank": per_rank,
+            "shard": parallel.shard if info.shards == "all" else group if group > 1 else None,
+            "reshard": reshard,
+            "devices": _devices(parallel, info, hardware),
+        },
         device_type=hardware.device_type,
         precision=hardware.precision if precision == "auto" else precision,
-        dp=dp,
-        pp=parallel.pp,
-        order=parallel.order,
-        chunks=chunks,
-        schedule=parallel.schedule if pipelined else None,
-        stages_per_rank=per_rank,
         stages=tuple(StagePlan(i, tuple(run), *_count(layers[name] for name in run)) for i, run in enumerate(runs)),
         parameters=parameters,
         global_batch_size=global_batch_size,
-        devices=_devices(parallel, info, hardware),
         gpus=hardware.count if started_here and hardware.device_type == "cuda" else None,
-        group=group,
-        sharded=info.sharded,
-        reshard=reshard,
         frozen=frozen,
     )
 
@@ -309,10 +292,10 @@ def _devices(parallel, info: StrategyInfo, hardware: Hardware) -> tuple[str, ...
     return tuple(parallel.devices)
 
 
-def check_groups(parallel, info: StrategyInfo, mesh: Mesh, nodes: int) -> tuple[int, bool]:
+def check_groups(parallel, info: StrategyInfo, mesh: Mesh, nodes: int) -> tuple[int, bool | None]:
     """Choose how many replicas form a group, and whether shared parameters are whole one layer at a time.
 
-    Raises PlanError.
+    The latter is None where replicas share none. Raises PlanError.
     """
     name, dp, wanted = parallel.name, mesh.dp, parallel.shard
     hierarchical = parallel.comm_hook in HIERARCHICAL
@@ -325,7 +308,7 @@ def check_groups(parallel, info: StrategyInfo, mesh: Mesh, nodes: int) -> tuple[
     if not info.sharded:
         _check_unused(parallel, hierarchical)
         if not hierarchical or dp == 1:
-            return 1, False
+            return 1, None
     if wanted is None:
         group = dp if info.shards == "all" else _replicas_per_node(parallel, mesh, nodes)
     else:
@@ -374,9 +357,9 @@ def _replicas_per_node(parallel, mesh: Mesh, nodes: int) -> int:
     return sizes.pop()
 
 
-def _reshard(parallel, info: StrategyInfo) -> bool:
+def _reshard(parallel, info: StrategyInfo) -> bool | None:
     if not info.sharded:
-        return False
+        return None
     if not info.stage_per_rank:
         return parallel.reshard is not False
     if parallel.reshard and SCHEDULES[parallel.schedule].splits_backward:

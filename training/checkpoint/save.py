@@ -102,16 +102,7 @@ class Checkpointer:
         self._about = {
             "seed": strategy.options.seed,
             "optimizer": optimizer.kind,
-            "layout": {
-                "parallel": plan.strategy,
-                "dp": plan.dp,
-                "pp": plan.pp,
-                "shards": self._mesh.shards,
-                "chunks": plan.chunks,
-                "schedule": plan.schedule,
-                "precision": plan.precision,
-                "stages": [list(stage.layers) for stage in plan.stages],
-            },
+            "layout": plan.manifest(),
             "tied": dict(strategy.chain.tied),
             "config": config,
         }

@@ -1,0 +1,151 @@
+"""A layout: how many replicas and stages a model is trained in, and what else decides where a number is computed.
+
+It is one value wherever layouts are spoken of: read from the section ``parallel`` and written into it, typed on a
+command line, planned, compared, and kept in checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from parallel.schedules import SCHEDULES
+from parallel.strategies import StrategyInfo, strategy_info
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The keys of the section ``parallel`` (conf/schema.py) that decide where a number is computed.
+
+    Attributes:
+        strategy: The name in the registry (``parallel.strategies``).
+        dp: The number of replicas.
+        pp: The number of stages, divided by those of each rank.
+        chunks: The number of micro-batches per replica and step.
+        schedule: The name in ``parallel.schedules``. It has no meaning where one process runs all stages.
+        stages_per_rank: How many stages each rank runs; None: what the schedule needs.
+        balance: How layers are divided into stages: the name of a rule, or the number of layers of each stage.
+        order: dp_pp or pp_dp, the numbering of the ranks.
+        shard: How many neighbouring replicas form a group (``parallel.mesh``); None: all that share parameters.
+        reshard: Whether shared parameters are whole one layer at a time; None: not in pipelines.
+        devices: Where one process puts its stages or copies; empty: where the plan puts them.
+    """
+
+    AXES: ClassVar = ("dp", "pp")  # whose degrees multiply to the number of processes
+
+    strategy: str = "single"
+    dp: int = 1
+    pp: int = 1
+    chunks: int = 1
+    schedule: str | None = "gpipe"
+    stages_per_rank: int | None = None
+    balance: str | tuple[int, ...] = "uniform"
+    order: str = "dp_pp"
+    shard: int | None = None
+    reshard: bool | None = None
+    devices: tuple[str, ...] = ()
+
+    @classmethod
+    def single(cls, chunks: int = 1) -> Layout:
+        """Return the layout of one process on one device: all keys that ``parallel=single`` takes."""
+        return cls(chunks=chunks)
+
+    @classmethod
+    def of(cls, section: Any) -> Layout:
+        """Return what a section ``parallel`` says; ``dp`` is None there, and ``chunks`` "auto", until it is chosen."""
+        said = {key: getattr(section, key) for key in _KEYS}
+        balance = said["balance"]
+        said["balance"] = balance if isinstance(balance, str | None) else tuple(balance)
+        return cls(**{**said, "strategy": section.name, "devices": tuple(section.devices or ())})
+
+    @classmethod
+    def from_manifest(cls, saved: Mapping[str, Any]) -> Layout:
+        """Return what a checkpoint's manifest says (``Plan.manifest``); old ones say no schedule."""
+        stages, schedule = saved["stages"], saved.get("schedule")
+        return cls(
+            saved["parallel"],
+            saved["dp"],
+            saved["pp"],
+            saved["chunks"],
+            schedule,
+            stages_per_rank=len(stages) // saved["pp"] if schedule else None,
+            balance=tuple(len(layers) for layers in stages),
+        )
+
+    def into(self, section: Any) -> Any:
+        """Write the layout into a section ``parallel``, or into a dict; return that."""
+        keys = {key: getattr(self, key) for key in _KEYS}
+        keys["balance"] = [*self.counts] or self.balance
+        section.update({"name": self.strategy, **keys, "devices": [*self.devices] or None})
+        return section
+
+    def keys(self) -> dict[str, Any]:
+        """Return what a planner chooses, as keys of the section ``parallel``; the others stay as they were typed."""
+        keys = {"name": self.strategy, "dp": self.dp, "pp": self.pp, "chunks": self.chunks}
+        if self.pipelined and self.schedule is not None:
+            looped = SCHEDULES[self.schedule].looped
+            keys |= {"schedule": self.schedule, "stages_per_rank": self.per_rank if looped else None}
+        return keys
+
+    def words(self) -> list[str]:
+        """Return what is typed for ``keys``."""
+        words = [f"parallel={self.strategy}"]
+        words += [f"parallel.dp={self.dp}"] if self.info.replicas else []
+        if self.pipelined:
+            words += [f"parallel.pp={self.pp}", f"parallel.schedule={self.schedule}"]
+            words += [f"parallel.stages_per_rank={self.per_rank}"] if SCHEDULES[self.schedule].looped else []
+        return [*words, f"parallel.chunks={self.chunks}"]
+
+    @property
+    def name(self) -> str:
+        """The layout in a few words."""
+        words = [self.strategy, *(f"{axis}={n}" for axis in self.AXES if (n := getattr(self, axis)) > 1)]
+        words += [self.schedule] if self.pipelined else []
+        words += [f"x{self.per_rank}"] if self.per_rank > 1 else []
+        return " ".join([*words, f"chunks={self.chunks}"])
+
+    @property
+    def info(self) -> StrategyInfo:
+        """What the strategy is."""
+        return strategy_info(self.strategy)
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether stages run on ranks of their own (and not all in one process)."""
+        return self.info.stage_per_rank
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the replicas of a group share parameters, gradients and optimizer state."""
+        return self.info.sharded
+
+    @property
+    def processes(self) -> int:
+        """The number of ranks."""
+        return self.dp * self.pp if self.pipelined else self.dp
+
+    @property
+    def group(self) -> int:
+        """How many neighbouring replicas reduce gradients among themselves first."""
+        return self.shard or (self.dp if self.sharded else 1)
+
+    @property
+    def shards(self) -> int:
+        """How many ranks share one copy of the parameters; 1 where each has its own."""
+        return self.group if self.sharded else 1
+
+    @property
+    def per_rank(self) -> int:
+        """How many stages each rank runs."""
+        if not self.pipelined:
+            return 1
+        return self.stages_per_rank or (2 if SCHEDULES[self.schedule].looped else 1)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of layers of each stage, where ``balance`` says it."""
+        return self.balance if isinstance(self.balance, tuple) else ()
+
+
+_KEYS = [key.name for key in fields(Layout) if key.name != "strategy"]  # which the section has by the same names
