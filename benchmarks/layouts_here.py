@@ -65,7 +65,7 @@ def _pairs(name: str, quick: bool) -> tuple[list[Pair], Candidate]:
 
 def _row(name: str, one: Candidate, trial: Trial) -> dict[str, object]:
     return {
-        "model": name, "layout": one.name, "processes": one.layout.ranks,
+        "model": name, "layout": one.name, "processes": one.layout.processes,
         "predicted ms": f"{1e3 * one.seconds.total:.1f}", "measured ms": f"{1e3 * trial.seconds:.1f}",
         "off": f"{one.seconds.total / trial.seconds - 1:+.0%}",
         "predicted MiB": f"{one.memory.total / 2**20:.0f}", "measured MiB": f"{trial.peak / 2**20:.0f}",
@@ -98,7 +98,7 @@ def _choice(pairs: Sequence[Pair], chosen: Candidate) -> dict[str, str]:
     parallel=auto would try.
     """
     took = {one.name: trial.seconds for one, trial in pairs}  # they come in the order of what is predicted
-    several = [one for one, _ in pairs if one.layout.ranks > 1]
+    several = [one for one, _ in pairs if one.layout.processes > 1]
     best, least = min(took, key=took.get), min(took[one.name] for one in several)
     tried = min(took[one.name] for one in nearest(several))
     return {

@@ -34,7 +34,7 @@ from benchmarks.table import Benchmark, Table
 from conf import FOLDER
 from planner.cluster import Cluster, Link, read_cluster
 from planner.costs import PaperCosts
-from planner.step import Layout, bytes_of, seconds_of
+from planner.step import PlannedLayout, bytes_of, seconds_of
 from planner.work import LayerWork
 
 OWN = Path(__file__).with_name("published_layouts.csv")
@@ -74,7 +74,7 @@ class Row:
     alike: tuple
     cluster: str
     works: list[LayerWork]
-    layout: Layout
+    layout: PlannedLayout
     seconds: float
     state: float | None = None
     kept: float | None = None
@@ -135,9 +135,11 @@ def _read(path: Path) -> list[dict[str, str]]:
 def _published(row: dict[str, str]) -> Row:
     n = {key: int(value) for key, value in row.items() if value.isdigit()}
     recompute, megatron = row["recompute"], row["cluster"] == "selene"
-    layout = Layout(
-        "pipe_ddp", n["dp"], n["tp"], n["pp"], n["chunks"], n["samples"], "interleaved_1f1b" if n["per_rank"] > 1 else
-        "1f1b", n["per_rank"], n["shards"], True, recompute, recompute == "selective", not megatron, megatron, megatron,
+    layout = PlannedLayout(
+        "pipe_ddp" if n["shards"] == 1 else "pipe_fsdp", n["dp"], n["pp"], n["chunks"],
+        "interleaved_1f1b" if n["per_rank"] > 1 else "1f1b", n["per_rank"], order="pp_dp" if megatron else "dp_pp",
+        shard=n["shards"], reshard=True, tp=n["tp"], samples=n["samples"], recompute=recompute,
+        scattered=recompute == "selective", overlaps=not megatron, ends_on_top=megatron,
     )  # fmt: skip
     works = decoder(
         n["hidden"], n["layers"], n["heads"], n["sequence"], n["vocabulary"], n.get("kv_heads", 0), n.get("mlp", 0),
@@ -161,8 +163,10 @@ def _selene(a100x512: Cluster) -> Cluster:
 
 def _vtrain(row: dict[str, str]) -> Row:
     size, devices, batch, samples, hidden, heads, layers, sequence, tp, dp, pp, ms = map(float, row.values())
-    layout = Layout("pipe_ddp", int(dp), int(tp), int(pp), int(batch / dp / samples), int(samples), recompute="full",
-                    scattered=False, overlaps=False, stages_last=True, ends_on_top=True)  # fmt: skip
+    layout = PlannedLayout(
+        "pipe_ddp", int(dp), int(pp), int(batch / dp / samples), "1f1b", order="pp_dp", tp=int(tp),
+        samples=int(samples), recompute="full", scattered=False, overlaps=False, ends_on_top=True,
+    )  # fmt: skip
     works = decoder(int(hidden), int(layers), int(heads), int(sequence), 51200, scores="kept")
     return Row("vTrain", ("vTrain", size), ("vTrain", size, tp, samples), "a100x512", works, layout, ms / 1e3)
 
@@ -177,8 +181,8 @@ _MPT = {
 def _foundry(row: dict[str, str]) -> Row:
     devices, samples, sequence = int(row["gpus"]), int(row["micro_batch"]), int(row["seq_len"])
     chunks = round(float(row["global_batch"]) / devices / samples) or 1
-    layout = Layout("fsdp", devices, chunks=chunks, samples=samples, shards=devices,
-                    recompute="full" if row["activation_checkpointing"] == "True" else "none")  # fmt: skip
+    layout = PlannedLayout("fsdp", devices, chunks=chunks, samples=samples,
+                           recompute="full" if row["activation_checkpointing"] == "True" else "none")  # fmt: skip
     key = "llm-foundry", row["model"], sequence, row["global_batch"]
     seconds = float(row["global_batch"]) * sequence / float(row["tokens_per_s"])
     works, small = decoder(*_MPT[row["model"]], sequence, 50368), row["gpu"] == "a100_40gb"
@@ -188,8 +192,10 @@ def _foundry(row: dict[str, str]) -> Row:
 
 def _kempner(row: dict[str, str]) -> Row:
     n = {key: int(value) for key, value in row.items() if value.isdigit()}
-    layout = Layout("fsdp", n["dp_shard"], n["tp"], n["pp"], n["grad_accum"], n["micro_batch"], shards=n["dp_shard"],
-                    recompute="full")  # fmt: skip
+    layout = PlannedLayout(
+        "fsdp" if n["pp"] == 1 else "pipe_fsdp", n["dp_shard"], n["pp"], n["grad_accum"], "1f1b", reshard=True,
+        tp=n["tp"], samples=n["micro_batch"], recompute="full",
+    )  # fmt: skip
     mlp = 14336 if row["model"] == "7B" else 28672
     works = decoder(n["dim"], n["layers"], n["heads"], n["seq_len"], 128256, n["kv_heads"], mlp, tied=False)
     key = "KempnerForge", row["model"]

@@ -167,6 +167,7 @@ def make_plan(
             "dp": dp,
             "schedule": parallel.schedule if pipelined else None,
             "stages_per_rank": per_rank,
+            "balance": tuple(map(len, runs)),
             "shard": parallel.shard if info.shards == "all" else group if group > 1 else None,
             "reshard": reshard,
             "devices": _devices(parallel, info, hardware),

@@ -11,7 +11,7 @@ from common.errors import PlanError
 from parallel.schedules import SCHEDULES, has_equal_rounds
 from parallel.strategies import STRATEGIES
 from planner.costs import Costs
-from planner.step import Bytes, Layout, Seconds, Works, bytes_of, seconds_of
+from planner.step import Bytes, PlannedLayout, Seconds, Works, bytes_of, seconds_of
 
 FREE = ("dp", "pp", "chunks", "schedule", "stages_per_rank")  # what may be typed, and is fixed then
 _SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
@@ -45,7 +45,7 @@ class Candidate:
     """A layout of some layers in a place, and what is predicted of it."""
 
     works: Works
-    layout: Layout
+    layout: PlannedLayout
     place: Place
 
     @cached_property
@@ -64,25 +64,9 @@ class Candidate:
         return self.memory.total - self.place.memory
 
     @property
-    def words(self) -> list[str]:
-        """What is typed for it; tensor parallelism, which is planned on paper only, comes last."""
-        one, info = self.layout, STRATEGIES[self.layout.strategy]
-        words = [f"parallel={one.strategy}"]
-        words += [f"parallel.dp={one.dp}"] if info.replicas else []
-        words += [f"parallel.pp={one.pp}", f"parallel.schedule={one.schedule}"] if info.stage_per_rank else []
-        words += [f"parallel.stages_per_rank={one.per_rank}"] if SCHEDULES[one.schedule].looped else []
-        words += [f"parallel.chunks={one.chunks}"]
-        words += ["train.activation_checkpointing=true"] if one.recompute == "full" else []
-        return words + ([f"tp={one.tp}"] if one.tp > 1 else [])
-
-    @property
     def name(self) -> str:
         """The layout in a few words."""
-        one = self.layout
-        words = [one.strategy, *(f"{key}={getattr(one, key)}" for key in ("dp", "tp", "pp") if getattr(one, key) > 1)]
-        words += [one.schedule] if one.pp > 1 else []
-        words += [f"x{one.per_rank}"] if one.per_rank > 1 else []
-        return " ".join([*words, f"chunks={one.chunks}", *["recompute"] * (one.recompute == "full")])
+        return self.layout.name
 
 
 @dataclass(frozen=True)
@@ -115,7 +99,7 @@ def search(
         batch: Samples of a step.
         places: The places.
         tensor: Whether layers may be cut (tensor parallelism).
-        fixed: What is given of ``FREE``; and "strategy", "shards", "counts" and "recompute", as in ``Layout``.
+        fixed: What is given of ``FREE``; and "strategy", "shard", "balance" and "recompute", as in ``PlannedLayout``.
         least: Samples of the smallest micro-batch that the layers take.
 
     Raises:
@@ -137,7 +121,7 @@ def search(
         closest = min(nearest.values(), key=lambda one: one.missing)
         raise PlanError(
             f"none of {tried:,} layouts fits into {closest.place.memory / 2**30:.1f} GiB; what comes nearest, "
-            f"{' '.join(closest.words)}, needs {closest.memory.total / 2**30:.1f} GiB, "
+            f"{' '.join(closest.layout.words())}, needs {closest.memory.total / 2**30:.1f} GiB, "
             f"{closest.missing / 2**30:.1f} more: take more devices, or a smaller model or batch"
         )
     fit.sort(key=lambda one: (one.seconds.total, one.memory.total))
@@ -148,7 +132,7 @@ def search(
 def layouts(
     works: Works, per_node: int, batch: int, devices: int, tensor: bool, fixed: Mapping[str, Any], least: int = 1,
     whole: bool = False,
-) -> Iterator[Layout]:  # fmt: skip
+) -> Iterator[PlannedLayout]:  # fmt: skip
     """Yield the layouts of ``search``; ``per_node`` devices are in each node, and ``whole`` is as in ``Place``."""
 
     def numbers(key: str, usual: Sequence[int], possible: Sequence[int]) -> Sequence[int]:
@@ -159,33 +143,33 @@ def layouts(
             possible = [n for n in divisors(batch) if n * tp * pp <= devices]
             for dp in numbers("dp", sorted({1, possible[-1]}), possible):
                 for chunks in numbers("chunks", cuts := divisors(batch // dp), cuts):
-                    one = Layout(dp=dp, tp=tp, pp=pp, chunks=chunks, samples=batch // dp // chunks)
-                    if one.samples >= least and (not whole or one.ranks == devices):
-                        yield from _strategies(works, one, per_node, fixed)
+                    one = PlannedLayout(
+                        dp=dp, tp=tp, pp=pp, chunks=chunks, samples=batch // dp // chunks, node=per_node
+                    )
+                    if one.samples >= least and (not whole or dp * tp * pp == devices):
+                        yield from _strategies(works, one, fixed)
 
 
-def _strategies(works: Works, one: Layout, per_node: int, fixed: Mapping[str, Any]) -> Iterator[Layout]:
+def _strategies(works: Works, one: PlannedLayout, fixed: Mapping[str, Any]) -> Iterator[PlannedLayout]:
     for name, info in STRATEGIES.items():
         typed, stages = fixed.get("schedule"), fixed.get("stages_per_rank")
         piped = info.stage_per_rank or not (typed or stages)  # else what is typed has no meaning
         wanted = fixed["strategy"] == name if "strategy" in fixed else piped and not info.several_devices
         if not wanted or info.replicas != (one.dp > 1) or info.stage_per_rank != (one.pp > 1):
             continue
-        shards = {"": 1, "all": one.dp, "node": max(1, per_node // (one.tp * one.pp))}[info.shards]
-        shards = fixed.get("shards", shards)
-        if info.shards == "node" and (shards in (1, one.dp) or one.dp % shards):
+        base = replace(one, strategy=name, shard=fixed.get("shard"), balance=fixed.get("balance", "uniform"))
+        if info.shards == "node" and (base.shards in (1, one.dp) or one.dp % base.shards):
             continue
-        base = replace(one, strategy=name, shards=shards, reshard=not info.stage_per_rank)
         for schedule in ([typed] if typed else _SCHEDULES) if info.stage_per_rank else ["gpipe"]:
             usual = _PER_RANK if SCHEDULES[schedule].looped else (1,)
             for per_rank in [stages] if stages and info.stage_per_rank else usual:
-                laid = replace(base, schedule=schedule, per_rank=per_rank, counts=fixed.get("counts", ()))
+                laid = replace(base, schedule=schedule, stages_per_rank=per_rank)
                 if allowed(works, laid):
                     kinds = [fixed["recompute"]] if "recompute" in fixed else ("none", "full")
                     yield from (replace(laid, recompute=kind) for kind in kinds)
 
 
-def allowed(works: Works, one: Layout) -> bool:
+def allowed(works: Works, one: PlannedLayout) -> bool:
     """Return whether there are layers and micro-batches enough for the pipeline."""
     if one.counts and (len(one.counts) != one.pp * one.per_rank or sum(one.counts) != len(works)):
         return False

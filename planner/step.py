@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
+from parallel.layout import Layout
 from parallel.plan import even_split
 from parallel.schedules import borders, in_flight
 from parallel.zero_bubble.order import UNMEASURED, StageSeconds
@@ -16,49 +18,58 @@ Works = Sequence[LayerWork]
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a model is trained.
+class PlannedLayout(Layout):
+    """A layout, and what else decides how long a step takes; tensor parallelism is planned on paper only.
 
     Attributes:
-        strategy: The option of ``parallel``.
-        dp: The number of replicas.
         tp: Ranks that share each layer.
-        pp: Ranks of a pipeline.
-        chunks: Micro-batches of a replica and step.
         samples: Of a micro-batch.
-        schedule: The pipeline's.
-        per_rank: Stages of each rank.
-        shards: Replicas that share parameters, gradients and optimizer state; 1: each has its own.
-        reshard: Whether shared parameters are whole one layer at a time.
         recompute: "none"; "full": of each layer only the input is kept; "selective": attention is computed again.
         scattered: Whether all that a layer's ranks hold is cut in ``tp`` (sequence parallelism).
         overlaps: Whether gradients are reduced while the last backward computes.
-        stages_last: Whether neighbouring ranks are replicas (parallel.order=pp_dp), and not stages.
         ends_on_top: Whether equally many layers are dealt out before the first and the last one, as Megatron-LM does.
-        counts: Layers of each stage; empty: as parallel.balance=uniform deals them out.
+        node: Devices of a node.
     """
 
-    strategy: str = "single"
-    dp: int = 1
+    AXES: ClassVar = ("dp", "tp", "pp")
+
     tp: int = 1
-    pp: int = 1
-    chunks: int = 1
     samples: int = 1
-    schedule: str = "1f1b"
-    per_rank: int = 1
-    shards: int = 1
-    reshard: bool = True
     recompute: str = "none"
     scattered: bool = True
     overlaps: bool = True
-    stages_last: bool = False
     ends_on_top: bool = False
-    counts: tuple[int, ...] = ()
+    node: int = 1
 
     @property
-    def ranks(self) -> int:
+    def processes(self) -> int:
         """The number of all ranks."""
-        return self.dp * self.tp * self.pp
+        return super().processes * self.tp
+
+    @property
+    def group(self) -> int:
+        """How many neighbouring replicas reduce gradients among themselves first; of hsdp those of a node."""
+        by_node = self.shard is None and self.info.shards == "node"
+        return max(1, self.node // (self.tp * self.pp)) if by_node else super().group
+
+    @property
+    def resharded(self) -> bool:
+        """Whether shared parameters are whole one layer at a time."""
+        return not self.pipelined if self.reshard is None else self.reshard
+
+    def keys(self) -> dict[str, Any]:
+        """Return what a planner chooses, as keys of the sections ``parallel`` and ``train``."""
+        return {**super().keys(), "activation_checkpointing": self.recompute == "full"}
+
+    def words(self) -> list[str]:
+        """Return what is typed for it; tensor parallelism comes last."""
+        words = super().words() + ["train.activation_checkpointing=true"] * (self.recompute == "full")
+        return words + [f"tp={self.tp}"] * (self.tp > 1)
+
+    @property
+    def name(self) -> str:
+        """The layout in a few words."""
+        return super().name + " recompute" * (self.recompute == "full")
 
 
 @dataclass(frozen=True)
@@ -111,7 +122,7 @@ class Bytes:
         return self.state + self.gathered + self.activations + self.reserved
 
 
-def cut(works: Works, layout: Layout) -> list[Works]:
+def cut(works: Works, layout: PlannedLayout) -> list[Works]:
     """Cut the layers into stages."""
     stages = layout.pp * layout.per_rank
     counts = list(layout.counts) or even_split(len(works) - 2 * layout.ends_on_top, stages)
@@ -122,7 +133,7 @@ def cut(works: Works, layout: Layout) -> list[Works]:
     return [works[start : start + count] for start, count in zip(starts, counts, strict=True)]
 
 
-def seconds_of(works: Works, layout: Layout, costs: Costs) -> Seconds:
+def seconds_of(works: Works, layout: PlannedLayout, costs: Costs) -> Seconds:
     """Predict a step."""
     one, m, stages = layout, layout.chunks, stage_seconds(works, layout, costs)
     each = [sum(stage.forward + stage.backward for stage in stages[r :: one.pp]) for r in range(one.pp)]
@@ -135,7 +146,7 @@ def seconds_of(works: Works, layout: Layout, costs: Costs) -> Seconds:
     whole = duration(stages, one.pp, m, one.schedule) if one.pp > 1 else m * each[slowest]
     if one.pp > 1:  # what the first and the last stage share
         tied = sum(min(work.tied, work.trained) for work in works)
-        gradients += costs.reduce(4 * tied / one.tp, 2, 2 if one.ranks <= costs.devices else 1)
+        gradients += costs.reduce(4 * tied / one.tp, 2, 2 if one.processes <= costs.devices else 1)
     part = slowed(stages, whole, one, costs)
     reduced = one.per_rank if one.shards == 1 else 1  # DDP reduces each stage's gradients apart
     # The first micro-batch passes through all stages in turn.
@@ -151,23 +162,23 @@ def seconds_of(works: Works, layout: Layout, costs: Costs) -> Seconds:
     )
 
 
-def slowed(stages: Sequence[StageSeconds], whole: float, one: Layout, costs: Costs) -> float:
+def slowed(stages: Sequence[StageSeconds], whole: float, one: PlannedLayout, costs: Costs) -> float:
     """Return how many times as long computing takes, where in ``whole`` seconds ranks wait for each other."""
     work = one.dp * one.chunks * sum(stage.forward + stage.backward for stage in stages)
     return costs.slowed(work / whole, one.samples)
 
 
-def _parameters(held: Works, one: Layout) -> float:
+def _parameters(held: Works, one: PlannedLayout) -> float:
     """Return how many parameters a rank has; without a pipeline, tied ones once."""
     return sum(work.parameters - (work.tied if one.pp == 1 else 0) for work in held) / one.tp
 
 
-def _trained(held: Works, one: Layout) -> float:
+def _trained(held: Works, one: PlannedLayout) -> float:
     """Return how many of them get gradients; without a pipeline, tied ones once."""
     return sum(work.trained - (min(work.tied, work.trained) if one.pp == 1 else 0) for work in held) / one.tp
 
 
-def stage_seconds(works: Works, layout: Layout, costs: Costs) -> list[StageSeconds]:
+def stage_seconds(works: Works, layout: PlannedLayout, costs: Costs) -> list[StageSeconds]:
     """Return how long each stage takes for a micro-batch, its messages, which a rank waits for, included."""
     one, seconds, message = layout, [], _message(works, layout, costs)
     for stage, beside in zip(cut(works, one), borders(one.pp * one.per_rank), strict=True):
@@ -181,34 +192,34 @@ def stage_seconds(works: Works, layout: Layout, costs: Costs) -> list[StageSecon
     return seconds
 
 
-def _computed(work: LayerWork, one: Layout, costs: Costs, again: bool) -> float:
+def _computed(work: LayerWork, one: PlannedLayout, costs: Costs, again: bool) -> float:
     """Seconds of a micro-batch in a layer; the last one, which has the loss, is not computed ``again``."""
     forward, backward = (of(work, one.samples, one.tp) for of in (costs.forward, costs.backward))
     more = {"none": 0.0, "full": forward, "selective": costs.attention(work, one.samples, one.tp)}
     return forward + backward + again * more[one.recompute]
 
 
-def _tensor(work: LayerWork, one: Layout, costs: Costs) -> float:
+def _tensor(work: LayerWork, one: PlannedLayout, costs: Costs) -> float:
     """Two all-reduces of a block's forward, two of its backward, and two where the forward is computed again."""
     times = (6 if one.recompute == "full" else 4) if work.attention else 0
     return times * costs.reduce(work.output * one.samples, one.tp, min(one.tp, costs.devices))
 
 
-def _message(works: Works, one: Layout, costs: Costs) -> float:
+def _message(works: Works, one: PlannedLayout, costs: Costs) -> float:
     """Seconds of a micro-batch's message between two stages, one way."""
     if one.pp == 1:
         return 0.0
-    apart = one.tp * (one.dp if one.stages_last else 1)  # how far the next stage's rank is
+    apart = one.tp * (one.dp if one.order == "pp_dp" else 1)  # how far the next stage's rank is
     size = max(work.output for work in works[:-1]) * one.samples / one.tp
     return costs.message(size, one.pp * apart <= costs.devices, one.schedule)
 
 
-def _replicas(held: Works, compute: float, one: Layout, costs: Costs) -> tuple[float, float]:
+def _replicas(held: Works, compute: float, one: PlannedLayout, costs: Costs) -> tuple[float, float]:
     """Seconds for gradients, and for shared parameters, that the ``compute`` of a micro-batch does not hide."""
     if one.dp == 1:
         return 0.0, 0.0
     parameters, trained = _parameters(held, one), _trained(held, one)
-    per_node = max(1, costs.devices // (one.tp * (1 if one.stages_last else one.pp)))
+    per_node = max(1, costs.devices // (one.tp * (1 if one.order == "pp_dp" else one.pp)))
     if one.shards == 1:
         reduced = costs.reduce(4 * trained, one.dp, min(one.dp, per_node))
         hidden = costs.hides[0] * min(reduced, compute * 2 / 3) if one.overlaps else 0.0
@@ -217,13 +228,13 @@ def _replicas(held: Works, compute: float, one: Layout, costs: Costs) -> tuple[f
     whole = costs.gather(size, one.shards, min(one.shards, per_node), held)
     groups = one.dp // one.shards
     outer = costs.reduce(costs.gathered * trained / one.shards, groups, max(1, per_node // one.shards))
-    each = 3 * whole if one.reshard else 2 * whole / one.chunks + costs.hooks(held)  # with the gradients
+    each = 3 * whole if one.resharded else 2 * whole / one.chunks + costs.hooks(held)  # with the gradients
     each += outer / one.chunks
     hidden = costs.hides[1] * min(each, compute)
     return 0.0, one.chunks * (each - hidden)
 
 
-def bytes_of(works: Works, layout: Layout, costs: Costs, reserved: float, states: int = 2) -> Bytes:
+def bytes_of(works: Works, layout: PlannedLayout, costs: Costs, reserved: float, states: int = 2) -> Bytes:
     """Predict the memory of the fullest rank, whose optimizer keeps ``states`` tensors of each parameter (Adam: 2)."""
     one, held = layout, []
     stages, largest = cut(works, one), max(work.parameters for work in works) / one.tp
@@ -244,8 +255,8 @@ def bytes_of(works: Works, layout: Layout, costs: Costs, reserved: float, states
         cast = costs.itemsize * parameters if costs.itemsize < 4 else 0.0
         if one.dp > 1 and costs.heap:
             # What is freed stays: the gradients that have moved into buckets; whole parameters and their gradients.
-            cast += 4 * parameters * costs.copies[0 if one.shards == 1 else 1 if one.reshard else 2]
-        elif one.shards > 1 and one.reshard:
+            cast += 4 * parameters * costs.copies[0 if one.shards == 1 else 1 if one.resharded else 2]
+        elif one.shards > 1 and one.resharded:
             cast = min(cast or 4 * parameters, 2 * costs.itemsize * largest) + 4 * largest
         elif one.shards > 1:
             cast = (cast or 4 * parameters) + 4 * trained

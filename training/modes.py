@@ -6,6 +6,7 @@ texts with a language model.
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from data.words import WordVocabulary, basic_english
 from launchers import World
 from models.generate import Draws, generate
 from parallel.devices import autocast, share_cores
+from parallel.layout import Layout
 from parallel.plan import make_plan
 from parallel.strategy import Options, Strategy, build_strategy
 from training.checkpoint.configuration import check_fits, checkpoint_of
@@ -31,8 +33,6 @@ from training.setup import model_and_data
 logger = logging.getLogger(__name__)
 
 _BETWEEN = "\n" + 20 * "-" + "\n"  # the texts of several prompts
-_SINGLE = {"name": "single", "dp": 1, "pp": 1, "chunks": 1, "stages_per_rank": None, "balance": "uniform"}
-_SINGLE |= {"shard": None, "reshard": None, "comm_hook": "none"}
 
 
 def run_alone(cfg: Any, run_dir: Path, world: World | None) -> None:
@@ -75,7 +75,7 @@ def restore(cfg: Any, device: str) -> Restored:
     chain, data = model_and_data(cfg)
     check_fits(path, chain, cfg)
     check_base(cfg, chain)
-    parallel = to_config({**to_dict(cfg.parallel), **_SINGLE, "devices": None})
+    parallel = Layout.single().into(copy.deepcopy(cfg.parallel))
     plan = make_plan(parallel, chain, global_batch_size=1, device=device, precision=cfg.train.precision)
     strategy = build_strategy(plan, chain, plan.mesh(0), Options(seed=cfg.seed), sample=None)
     read_base(cfg.model, chain, strategy)

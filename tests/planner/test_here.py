@@ -16,7 +16,7 @@ from models.losses import SquaredError
 from parallel.balance import time_layers
 from planner.costs import MeasuredCosts
 from planner.here import Curve, Here, LayerSeconds, Line, Subject, measure
-from planner.step import Layout, seconds_of
+from planner.step import PlannedLayout, seconds_of
 from planner.work import LayerWork
 from training.app import plain
 
@@ -110,18 +110,18 @@ WORKS = [LayerWork(name, 1.0, 0.0, 1, 0.0, 10, 4.0, 4.0) for name in ("a", "b")]
 
 
 def test_a_step_of_one_process_is_its_layers_its_update_and_what_is_left():
-    one = seconds_of(WORKS, Layout(chunks=3), MeasuredCosts(made_up(1, 3.0, at_once=1), "fp32", on_gpus=False))
+    one = seconds_of(WORKS, PlannedLayout(chunks=3), MeasuredCosts(made_up(1, 3.0, at_once=1), "fp32", on_gpus=False))
     assert (one.compute, one.optimizer) == (pytest.approx(SLOWER * (3 * 6.0 + 2 * 0.5)), pytest.approx(0.15))
     assert one.total == pytest.approx(one.compute + one.optimizer)
-    hot = seconds_of(WORKS, Layout(chunks=3), MeasuredCosts(made_up(1, 3.0, at_once=1), "fp32", on_gpus=True))
+    hot = seconds_of(WORKS, PlannedLayout(chunks=3), MeasuredCosts(made_up(1, 3.0, at_once=1), "fp32", on_gpus=True))
     assert hot.compute == pytest.approx(one.compute / SLOWER)
 
 
 def test_replicas_add_what_was_measured_and_hide_nothing_on_a_cpu():
     costs = MeasuredCosts(made_up(2, 1.5), "fp32", on_gpus=False)
-    one = seconds_of(WORKS, Layout("ddp", dp=2), costs)
+    one = seconds_of(WORKS, PlannedLayout("ddp", dp=2), costs)
     assert one.gradients == pytest.approx(0.1 * 4 * 20) and one.optimizer == pytest.approx(0.05 + 0.1 + 0.3)
-    hidden = seconds_of(WORKS, Layout("ddp", dp=2), MeasuredCosts(made_up(2, 1.5), "fp32", on_gpus=True))
+    hidden = seconds_of(WORKS, PlannedLayout("ddp", dp=2), MeasuredCosts(made_up(2, 1.5), "fp32", on_gpus=True))
     assert hidden.gradients < one.gradients
 
 
@@ -130,11 +130,11 @@ def test_a_process_that_waits_slows_nobody_down_and_more_than_the_cores_take_tur
     busy = {0.5: 0.5, 1: 0.5, 1.5: 0.75, 2: 1.0, 3: 1.5, 4: 2.0}
     assert {count: costs.slowed(count, 1) for count in busy} == pytest.approx(busy)
     costs.here.messages["gpipe"] = Line()
-    one = seconds_of(WORKS, Layout("pipelined", pp=2, chunks=2, schedule="gpipe"), costs)
+    one = seconds_of(WORKS, PlannedLayout("pipelined", pp=2, chunks=2, schedule="gpipe"), costs)
     part = costs.slowed(2 * 6.0 / 9.0, 1)  # of 2 stages with 2 micro-batches of 3 s each one and a third compute
     # The first micro-batch takes half a second more in each of them.
     assert one.compute + one.bubble == pytest.approx(SLOWER * part * (9.0 + 2 * 0.5))
-    replicas = seconds_of(WORKS, Layout("ddp", dp=4), costs)
+    replicas = seconds_of(WORKS, PlannedLayout("ddp", dp=4), costs)
     assert replicas.compute == pytest.approx(SLOWER * 2.0 * 7.0)
 
 
@@ -145,7 +145,7 @@ def test_a_message_takes_what_was_measured_with_its_schedule():
         assert costs.message(8.0, True, schedule) == seconds
     plain, looped = (
         seconds_of(
-            WORKS * per_rank, Layout("pipelined", pp=2, chunks=4, schedule=name, per_rank=per_rank), costs
+            WORKS * per_rank, PlannedLayout("pipelined", pp=2, chunks=4, schedule=name, stages_per_rank=per_rank), costs
         ).stages
         for name, per_rank in (("1f1b", 1), ("interleaved_1f1b", 2))
     )

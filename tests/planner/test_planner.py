@@ -7,6 +7,7 @@ import re
 import shlex
 import time
 from dataclasses import fields, replace
+from functools import partial
 from math import inf
 
 import pytest
@@ -23,7 +24,7 @@ from parallel.strategies import STRATEGIES
 from planner.cluster import Cluster, Link, read_cluster
 from planner.costs import PaperCosts
 from planner.search import Place, allowed, layouts, search
-from planner.step import Layout, Seconds, bytes_of, cut, seconds_of
+from planner.step import PlannedLayout, Seconds, bytes_of, cut, seconds_of
 from planner.work import LayerWork, work_of
 from training.app import execute, plain
 from training.planning.paper import model_of
@@ -38,6 +39,7 @@ PLAIN = Cluster(
 ENDS = LayerWork("embedding", 0, 0, 0, 0, 0, 1e4, 0), LayerWork("head", 0, 0, 0, 0, 0, 4, 0)
 BLOCK = LayerWork("block", 1e9, 1e8, 2, 0, 1_000_000, 1e4, 1e6)
 WORKS = [ENDS[0], *[BLOCK] * 8, ENDS[1]]
+pipelined = partial(PlannedLayout, "pipelined", schedule="1f1b")
 COSTS = PaperCosts(PLAIN, "bf16")
 PLACE = Place(COSTS, devices=8, memory=PLAIN.memory, reserved=0.0)
 
@@ -71,7 +73,7 @@ def test_grouped_heads_have_fewer_products():
 
 
 def test_one_device_only_computes():
-    one = seconds_of(WORKS, Layout(samples=2), COSTS)
+    one = seconds_of(WORKS, PlannedLayout(samples=2), COSTS)
     assert one.compute == pytest.approx(3 * 8 * (2 * 1.1e9 / 5e11 + 2e6 / 1e11))
     assert one.total == one.compute + one.optimizer
 
@@ -79,14 +81,14 @@ def test_one_device_only_computes():
 @pytest.mark.parametrize("pp, chunks", [(2, 4), (4, 8), (8, 8)])
 def test_equal_stages_wait_for_the_textbook_s_part_of_a_step(pp, chunks):
     without_messages = PaperCosts(replace(PLAIN, inside=Link(inf, 0.0), between=Link(inf, 0.0)), "bf16")
-    one = seconds_of(WORKS, Layout("pipelined", pp=pp, chunks=chunks, ends_on_top=True), without_messages)
+    one = seconds_of(WORKS, pipelined(pp=pp, chunks=chunks, ends_on_top=True), without_messages)
     working = one.compute + one.stages
     assert one.bubble / (working + one.bubble) == pytest.approx((pp - 1) / (chunks + pp - 1))
 
 
 def test_several_stages_on_a_rank_divide_the_bubble():
     plain, looped = (
-        seconds_of(WORKS, Layout("pipelined", pp=2, chunks=4, schedule=name, per_rank=n, ends_on_top=True), COSTS)
+        seconds_of(WORKS, pipelined(pp=2, chunks=4, schedule=name, stages_per_rank=n, ends_on_top=True), COSTS)
         for name, n in (("1f1b", 1), ("interleaved_1f1b", 4))
     )
     assert looped.bubble == pytest.approx(plain.bubble / 4, rel=0.1)
@@ -101,57 +103,57 @@ def test_a_ring_is_as_fast_as_its_slowest_link_and_all_devices_of_a_node_serve_i
 
 
 def test_gradients_hide_behind_the_backward_and_shards_behind_computing():
-    apart, hidden = (seconds_of(WORKS, Layout("ddp", dp=8, overlaps=on), COSTS) for on in (False, True))
+    apart, hidden = (seconds_of(WORKS, PlannedLayout("ddp", dp=8, overlaps=on), COSTS) for on in (False, True))
     assert 0 < hidden.gradients < apart.gradients and apart.gradients == pytest.approx(COSTS.reduce(3.2e7, 8, 4))
-    shared = seconds_of(WORKS, Layout("fsdp", dp=8, shards=8), COSTS)
+    shared = seconds_of(WORKS, PlannedLayout("fsdp", dp=8), COSTS)
     assert shared.gradients == 0.0 and 0 < shared.shards
 
 
 def test_recomputing_costs_a_forward_and_saves_memory():
-    plain, again = (Layout("single", samples=4, recompute=how) for how in ("none", "full"))
+    plain, again = (PlannedLayout("single", samples=4, recompute=how) for how in ("none", "full"))
     assert seconds_of(WORKS, again, COSTS).compute == pytest.approx(4 / 3 * seconds_of(WORKS, plain, COSTS).compute)
     kept, least = (bytes_of(WORKS, one, COSTS, 0.0).activations for one in (plain, again))
     assert kept == 8 * 4 * 1e6 and least == pytest.approx(4 * 1e6 + 9 * 4 * 1e4)
 
 
 def test_shares_divide_the_state_and_stages_the_layers():
-    whole = bytes_of(WORKS, Layout(), COSTS, 5.0)
+    whole = bytes_of(WORKS, PlannedLayout(), COSTS, 5.0)
     assert (whole.state, whole.reserved) == (16 * 8_000_000, 5.0)
-    assert bytes_of(WORKS, Layout("fsdp", dp=4, shards=4), COSTS, 0.0).state == whole.state / 4
-    assert bytes_of(WORKS, Layout("pipelined", pp=4, chunks=4, ends_on_top=True), COSTS, 0.0).state == whole.state / 4
-    assert [len(stage) for stage in cut(WORKS, Layout(pp=4))] == [3, 3, 2, 2]
-    assert [len(stage) for stage in cut(WORKS, Layout(pp=4, ends_on_top=True))] == [3, 2, 2, 3]
+    assert bytes_of(WORKS, PlannedLayout("fsdp", dp=4), COSTS, 0.0).state == whole.state / 4
+    assert bytes_of(WORKS, pipelined(pp=4, chunks=4, ends_on_top=True), COSTS, 0.0).state == whole.state / 4
+    assert [len(stage) for stage in cut(WORKS, PlannedLayout(pp=4))] == [3, 3, 2, 2]
+    assert [len(stage) for stage in cut(WORKS, PlannedLayout(pp=4, ends_on_top=True))] == [3, 2, 2, 3]
 
 
 def test_a_pipeline_s_shares_have_whole_parameters_and_gradients_for_a_step():
-    one = bytes_of(WORKS, Layout("pipe_fsdp", dp=2, pp=2, chunks=2, shards=2, reshard=False), COSTS, 0.0)
+    one = bytes_of(WORKS, PlannedLayout("pipe_fsdp", dp=2, pp=2, chunks=2, reshard=False, schedule="1f1b"), COSTS, 0.0)
     assert one.gathered == (2 + 4) * 4_000_000, "half of eight blocks, in bf16; gradients in float32"
 
 
 def test_frozen_parameters_have_no_gradients_no_states_and_no_update():
     frozen = [replace(work, frozen=work.parameters) for work in WORKS[:-2]]
     half = [*frozen, *WORKS[-2:]]
-    assert bytes_of(half, Layout(), COSTS, 0.0).state == 4 * 8_000_000 + 12 * 1_000_000
-    some, whole = (seconds_of(works, Layout("ddp", dp=8, overlaps=False), COSTS) for works in (half, WORKS))
+    assert bytes_of(half, PlannedLayout(), COSTS, 0.0).state == 4 * 8_000_000 + 12 * 1_000_000
+    some, whole = (seconds_of(works, PlannedLayout("ddp", dp=8, overlaps=False), COSTS) for works in (half, WORKS))
     assert some.gradients == pytest.approx(whole.gradients / 8)
     assert some.optimizer == pytest.approx(whole.optimizer / 8)
 
 
 def test_messages_of_a_pipeline_that_leaves_its_node_take_what_they_take_between_nodes():
-    inside, between = (seconds_of(WORKS, Layout("pipelined", pp=pp, chunks=4), COSTS).stages for pp in (4, 8))
+    inside, between = (seconds_of(WORKS, pipelined(pp=pp, chunks=4), COSTS).stages for pp in (4, 8))
     assert between == pytest.approx(10 * inside), "four devices are in a node, and links between nodes a tenth as fast"
 
 
 def test_a_balance_has_all_layers():
-    assert allowed(WORKS, Layout("pipelined", pp=2, chunks=2, counts=(4, 6)))
-    assert not allowed(WORKS, Layout("pipelined", pp=2, chunks=2, counts=(4, 4)))
+    assert allowed(WORKS, pipelined(pp=2, chunks=2, balance=(4, 6)))
+    assert not allowed(WORKS, pipelined(pp=2, chunks=2, balance=(4, 4)))
 
 
 def test_a_tied_weight_is_held_once_by_a_rank_and_its_gradients_pass_between_two():
     tied = [ENDS[0], *[BLOCK] * 2, replace(BLOCK, name="head", parameters=3_000_000, tied=3_000_000)]
-    assert bytes_of(tied, Layout(), COSTS, 0.0).state == 16 * 2_000_000
-    assert seconds_of(tied, Layout(), COSTS).gradients == 0.0
-    apart = seconds_of(tied, Layout("pipelined", pp=2, chunks=2), COSTS)
+    assert bytes_of(tied, PlannedLayout(), COSTS, 0.0).state == 16 * 2_000_000
+    assert seconds_of(tied, PlannedLayout(), COSTS).gradients == 0.0
+    apart = seconds_of(tied, pipelined(pp=2, chunks=2), COSTS)
     assert apart.gradients == pytest.approx(COSTS.reduce(4 * 3e6, 2, 2))
 
 
@@ -161,7 +163,7 @@ def test_a_tied_weight_is_held_once_by_a_rank_and_its_gradients_pass_between_two
 def test_the_best_is_the_fastest_of_all_that_fit_and_each_uses_what_there_is():
     found = search(WORKS, 16, [PLACE], tensor=True)
     everything = list(layouts(WORKS, 4, 16, 8, True, {}))
-    assert found.tried == len(everything) and {one.ranks for one in everything} <= {1, 2, 4, 8}
+    assert found.tried == len(everything) and {one.processes for one in everything} <= {1, 2, 4, 8}
     fastest = min(seconds_of(WORKS, one, COSTS).total for one in everything)
     assert found.best[0].seconds.total == fastest
     assert all(one.dp * one.chunks * one.samples == 16 for one in everything), (
@@ -178,7 +180,7 @@ def test_what_is_typed_is_kept():
     found = search(WORKS, 16, [PLACE], fixed={"strategy": "pipelined", "schedule": "planned", "stages_per_rank": 1})
     assert {(one.layout.schedule, one.layout.per_rank) for one in found.best} == {("planned", 1)}
     found = search(WORKS, 16, [PLACE], fixed={"strategy": "model_parallel", "dp": 1, "pp": 1})
-    assert found.best[0].words[0] == "parallel=model_parallel"
+    assert found.best[0].layout.words()[0] == "parallel=model_parallel"
 
 
 def test_no_micro_batch_is_smaller_than_the_layers_take():
@@ -196,8 +198,8 @@ def test_batchnorm_takes_one_sample_where_its_maps_have_several_numbers(size, le
 
 def test_of_several_places_each_has_the_layouts_that_need_all_of_its_devices():
     found = search(WORKS, 16, [replace(PLACE, devices=n, whole=True) for n in (1, 2, 4)])
-    assert {one.layout.ranks for one in found.best} == {1, 2, 4}
-    assert all(one.layout.ranks == one.place.devices for one in found.best)
+    assert {one.layout.processes for one in found.best} == {1, 2, 4}
+    assert all(one.layout.processes == one.place.devices for one in found.best)
 
 
 def test_where_nothing_fits_the_nearest_is_named_with_what_it_misses():
@@ -211,7 +213,7 @@ def test_where_nothing_fits_the_nearest_is_named_with_what_it_misses():
 
 def test_typed_numbers_may_leave_devices_free_and_a_batch_may_fill_most_of_them():
     found = search(WORKS, 16, [PLACE], fixed={"pp": 3, "dp": 2})
-    assert {one.layout.ranks for one in found.best} == {6}
+    assert {one.layout.processes for one in found.best} == {6}
     assert {one.layout.dp for one in search(WORKS, 15, [PLACE]).best if one.layout.strategy == "ddp"} == {5}
     assert {one.layout.strategy for one in search(WORKS, 16, [PLACE], fixed={"schedule": "1f1b"}).best} == {
         "pipelined", "pipe_ddp", "pipe_fsdp",

@@ -16,7 +16,6 @@ from training.checkpoint.files import Checkpoint
 from training.planning import choice
 from training.planning.choice import choose, predict_here, recall
 from training.planning.paper import command, predict_on_paper
-from training.planning.trial import keys_of
 
 COMMON = ["model=toy", "logger=none", "train.steps=4", "train.global_batch_size=4", "data.samples=40"]
 LONGER = ["train.steps=6" if word == "train.steps=4" else word for word in COMMON]
@@ -177,5 +176,5 @@ def test_a_layout_becomes_the_keys_of_its_command():
     typed = ["model=toy", "parallel=auto", "parallel.pp=2", "parallel.threads=1", "mode=plan"]
     assert command(typed, found.best[0]).startswith("python train.py model=toy parallel.threads=1 parallel=")
     for one in found.best:
-        typed = cfg_of(*one.words)
-        assert {**typed.parallel, **typed.train}.items() >= keys_of(one.layout).items()
+        typed = cfg_of(*one.layout.words())
+        assert {**typed.parallel, **typed.train}.items() >= one.layout.keys().items()

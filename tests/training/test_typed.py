@@ -5,6 +5,7 @@ from omegaconf import open_dict
 
 from common.errors import UserError
 from conf.composition import compose
+from parallel.layout import Layout
 from training.app import execute, plain
 from training.planning import choice
 from training.planning.paper import predict_on_paper
@@ -71,7 +72,7 @@ def test_strategies_that_do_not_take_what_is_typed_are_left_out(word, left_out):
 
 
 def test_a_checkpoint_s_layout_is_kept_and_another_one_is_not_taken_without_a_word():
-    saved = {"name": "ddp", "dp": 2, "pp": 1, "chunks": 1, "schedule": None, "stages_per_rank": None}
+    saved = Layout("ddp", dp=2, schedule=None)
     check_kept(saved, plain(*typed(*TOY, "parallel.dp=2")))
     with pytest.raises(UserError, match=r"ddp with parallel.dp=2 .* and parallel.dp=4 is another"):
         check_kept(saved, plain(*typed(*TOY, "parallel.dp=4")))

@@ -20,6 +20,7 @@ from common.errors import PlanError
 from common.machine import available_memory, usable_cores
 from conf.instantiate import to_config, to_dict
 from launchers import World
+from parallel.layout import Layout
 from parallel.plan import Plan
 from parallel.strategies import strategy_info
 from planner.costs import MeasuredCosts
@@ -29,7 +30,7 @@ from training.checkpoint.files import Checkpoint
 from training.optimizer import Optimizer, states_of
 from training.planning import AUTO, is_automatic
 from training.planning.paper import PAPER_IS_OFF, Model, model_of, on_paper, predict_on_paper
-from training.planning.trial import keys_of, lay_out, try_layout
+from training.planning.trial import lay_out, try_layout
 from training.planning.typed import accepted, check_kept, fixed_of, possible_rooms
 from training.reporting.metrics import SUMMARY, read_object, write_json
 from training.setup import BALANCES, model_and_data, pack_given, prepare, unpack_given
@@ -63,24 +64,21 @@ def recall(cfg: Any, run_dir: Path) -> None:
     saved = Checkpoint.newest(run_dir / "checkpoints") if source == AUTO else Checkpoint.find(Path(source))
     if saved is None:
         return
-    layout = saved.layout
+    layout = Layout.from_manifest(saved.layout)
     if cfg.train.precision == AUTO and cfg.mode != "eval":
-        cfg.train.precision = layout.get("precision", AUTO)
+        cfg.train.precision = saved.layout.get("precision", AUTO)
     if parallel.name == AUTO:
-        stages = len(layout["stages"]) // layout["pp"]
-        more = {"schedule": layout["schedule"], "stages_per_rank": stages} if layout.get("schedule") else {}
-        kept = {"name": layout["parallel"], "dp": layout["dp"], "pp": layout["pp"], "chunks": layout["chunks"]}
-        check_kept({"schedule": None, "stages_per_rank": None, **kept, **more}, cfg)
+        check_kept(layout, cfg)
         recompute = fixed_of(cfg).get("recompute")
-        parallel.update(**kept, **more)
+        parallel.update(layout.keys())
         if saved.config is not None and recompute is None:  # older checkpoints keep none
             cfg.train.activation_checkpointing = saved.config["train"]["activation_checkpointing"]
-    if layout["parallel"] != parallel.name or layout["pp"] != parallel.pp:
+    if (layout.strategy, layout.pp) != (parallel.name, parallel.pp):
         return
     if parallel.chunks == AUTO:
-        parallel.chunks = layout["chunks"]
+        parallel.chunks = layout.chunks
     if parallel.balance in BALANCES:
-        parallel.balance = [len(layers) for layers in layout["stages"]]
+        parallel.balance = [*layout.counts]
 
 
 def choose(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = ()) -> None:
@@ -121,8 +119,8 @@ def choose(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = 
         cfg.parallel.chunks = best.layout.chunks
     if cfg.mode == "train":
         predicted = {"seconds": best.seconds.total, "bytes": best.memory.total, "tried": tried}
-        write_json(run_dir / CHOICES, {**keys_of(best.layout), **predicted})
-    print(f"{' '.join(best.words)} is {'the' if tried else 'predicted to be the'} fastest", flush=True)
+        write_json(run_dir / CHOICES, {**best.layout.keys(), **predicted})
+    print(f"{' '.join(best.layout.words())} is {'the' if tried else 'predicted to be the'} fastest", flush=True)
     print("\n".join([*model.batchnorm_of(best, cfg), ""]), flush=True)
 
 
@@ -174,8 +172,7 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
         counts: The numbers of processes; empty: those that may be fast.
     """
     alone = copy.deepcopy(cfg)
-    alone.parallel.update(name="single", dp=1, pp=1, chunks=1, schedule="gpipe", stages_per_rank=None)
-    alone.parallel.update(balance="uniform", shard=None, reshard=None, comm_hook="none")
+    Layout.single().into(alone.parallel)
     fixed, setup = _fixed(cfg), prepare(alone)
     plan, places = setup.plan, []
     model = model_of(cfg, setup.chain, setup.data, plan.precision)
@@ -218,10 +215,9 @@ def _fixed(cfg: Any) -> dict[str, Any]:
     plan, fixed = _first_plan(cfg), {"recompute": "full" if cfg.train.activation_checkpointing else "none"}
     if info.several_devices:  # its stages compute in turn
         return {**fixed, "strategy": plan.strategy, "dp": 1, "pp": 1}
-    fixed |= {"strategy": plan.strategy, "dp": plan.dp, "pp": plan.pp, "shards": plan.mesh(0).shards}
+    fixed |= {"strategy": plan.strategy, "dp": plan.dp, "pp": plan.pp, "shard": plan.shard}
     if plan.pipelined:
-        counts = tuple(len(stage.layers) for stage in plan.stages)
-        fixed |= {"schedule": plan.schedule, "stages_per_rank": plan.stages_per_rank, "counts": counts}
+        fixed |= {"schedule": plan.schedule, "stages_per_rank": plan.stages_per_rank, "balance": plan.balance}
     return fixed
 
 

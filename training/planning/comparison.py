@@ -18,7 +18,7 @@ from planner.search import Candidate
 from training.planning import AUTO
 from training.planning.choice import predict_here
 from training.planning.paper import best_of_each, command, timeline_of
-from training.planning.trial import Trial, keys_of, try_layout
+from training.planning.trial import Trial, try_layout
 from training.reporting.console import columns
 from training.reporting.metrics import write_json
 
@@ -150,7 +150,7 @@ def _write(rows: Sequence[Row], title: str, commands: Sequence[str], problems: S
 def _numbers(row: Row) -> dict[str, Any]:
     predicted, measured = row.best.seconds.total, row.trial.seconds
     return {
-        "layout": keys_of(row.best.layout),
+        "layout": row.best.layout.keys(),
         "predicted": {"seconds": predicted, **row.predicted, "bytes": row.best.memory.total},
         "measured": {"seconds": measured, **row.measured, "bytes": row.trial.peak},
     }

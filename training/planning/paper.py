@@ -198,7 +198,7 @@ class Model:
         if peak is None:
             return row
         flops = 3 * self.batch * sum(work.flops + work.attention for work in self.works)
-        return [*row, f"{flops / total / (one.layout.ranks * peak):.0%}"]
+        return [*row, f"{flops / total / (one.layout.processes * peak):.0%}"]
 
 
 def model_of(cfg: Any, chain: Chain, data: DataSet, precision: str) -> Model:
@@ -233,7 +233,7 @@ def command(words: Sequence[str], one: Candidate) -> str:
         for word, key in zip(words, keys, strict=True)
         if key not in said and key.partition(".")[0] not in _NOT_COPIED
     ]
-    return shlex.join(["python", "train.py", *own, *one.words])
+    return shlex.join(["python", "train.py", *own, *one.layout.words()])
 
 
 def _draw(found: Found, cfg: Any, run_dir: Path) -> Iterator[str]:

@@ -16,10 +16,9 @@ import numpy as np
 from common.errors import PlanError
 from conf.instantiate import to_config, to_dict
 from launchers import WorkerFailed, World, run_workers
-from parallel.schedules import SCHEDULES
 from parallel.timeline import WORK, Interval, Steps, steady_steps, work_span
 from planner.search import Candidate
-from planner.step import Layout
+from planner.step import PlannedLayout
 from training.callbacks import Callback, TrainingRun
 from training.reporting import METRICS, SUMMARY
 from training.reporting.metrics import after_warmup, read_records
@@ -50,17 +49,9 @@ class Trial:
     problem: str = ""
 
 
-def keys_of(one: Layout) -> dict[str, Any]:
-    """Return a layout as keys of the section ``parallel``, and whether activations are computed again."""
-    keys = {"name": one.strategy, "dp": one.dp, "pp": one.pp, "chunks": one.chunks}
-    if one.pp > 1:
-        keys |= {"schedule": one.schedule, "stages_per_rank": one.per_rank if SCHEDULES[one.schedule].looped else None}
-    return {**keys, "activation_checkpointing": one.recompute == "full"}
-
-
-def lay_out(cfg: Any, one: Layout) -> None:
-    """Put a layout into a configuration."""
-    keys = keys_of(one)
+def lay_out(cfg: Any, layout: PlannedLayout) -> None:
+    """Put what was chosen of a layout into a configuration."""
+    keys = layout.keys()
     cfg.train.activation_checkpointing = keys.pop("activation_checkpointing")
     cfg.parallel.update(keys)
 

@@ -10,13 +10,13 @@ from typing import Any
 from common.errors import PlanError
 from conf import COMMAND
 from conf.instantiate import to_dict
+from parallel.layout import Layout
 from parallel.mesh import Mesh
 from parallel.plan import check_groups, check_numbers
 from parallel.strategies import strategy_info
 from planner.search import FREE, Found, layouts
-from planner.step import Layout, Works
+from planner.step import PlannedLayout, Works
 from training.optimizer import check_apart
-from training.planning.trial import keys_of
 from training.setup import BALANCES
 
 # (devices of a node, devices, whether a layout must take all of them)
@@ -43,7 +43,7 @@ def fixed_of(cfg: Any) -> dict[str, Any]:
                 f"parallel.balance={balance} must be uniform, {', '.join(BALANCES)}, or whole numbers above 0, the "
                 "layers of each stage"
             )
-        fixed["counts"] = tuple(counts)
+        fixed["balance"] = tuple(counts)
     if cfg.parallel.devices is not None:
         raise PlanError("parallel.devices is for strategies of one process, which parallel=auto does not choose")
     return fixed
@@ -60,7 +60,7 @@ def possible_rooms(
     """
     batch = cfg.train.global_batch_size
 
-    def having(given: Mapping[str, Any], some: Sequence[Room] = rooms) -> Iterator[Layout]:
+    def having(given: Mapping[str, Any], some: Sequence[Room] = rooms) -> Iterator[PlannedLayout]:
         for per_node, devices, whole in some:
             yield from layouts(works, per_node, batch, devices, tensor, given, least, whole)
 
@@ -75,7 +75,7 @@ def possible_rooms(
         return found
     if problems:  # what a strategy that shares parameters has to say is nearer to what was meant
         raise PlanError(problems.get(True) or problems[False])
-    counts, typed = fixed.get("counts", ()), [key for key in FREE if key in fixed]
+    counts, typed = fixed.get("balance", ()), [key for key in FREE if key in fixed]
     if counts and sum(counts) != len(works):
         raise PlanError(f"parallel.balance={[*counts]} has {sum(counts)} layers, and the model {len(works)}")
     possible = {}
@@ -93,16 +93,17 @@ def possible_rooms(
     )
 
 
-def check_kept(saved: Mapping[str, Any], cfg: Any) -> None:
-    """Check that what is typed beside parallel=auto is the layout of the checkpoint, which has the keys of ``FREE``.
+def check_kept(saved: Layout, cfg: Any) -> None:
+    """Check that what is typed beside parallel=auto is the layout of the checkpoint.
 
     Raises:
         PlanError: It is not.
     """
-    if wrong := [f"parallel.{key}={value}" for key, value in fixed_of(cfg).items() if saved.get(key, value) != value]:
-        kept = " ".join(f"parallel.{key}={saved[key]}" for key in FREE if saved[key] is not None)
+    keys = {key: getattr(saved, key) for key in FREE}
+    if wrong := [f"parallel.{key}={value}" for key, value in fixed_of(cfg).items() if keys.get(key, value) != value]:
+        kept = " ".join(f"parallel.{key}={value}" for key, value in keys.items() if value is not None)
         raise PlanError(
-            f"parallel=auto keeps the checkpoint's layout, {saved['name']} with {kept}, and {' '.join(wrong)} is "
+            f"parallel=auto keeps the checkpoint's layout, {saved.strategy} with {kept}, and {' '.join(wrong)} is "
             "another: leave it out, or type the strategy too"
         )
 
@@ -119,13 +120,13 @@ def accepted(found: Found, cfg: Any, nodes: int = 1) -> Found:
     return replace(found, best=best, tried=found.tried - len(found.best) + len(best))
 
 
-def _problem(cfg: Any, one: Layout, nodes: int) -> str:
+def _problem(cfg: Any, one: PlannedLayout, nodes: int) -> str:
     """Return why a layout does not take the optimizer, or what is typed of ``_OF_SOME``; empty where it does."""
     try:
         if one.pp > 1 or one.shards > 1:
             check_apart(to_dict(cfg.optim), one.strategy)
         if any(cfg.parallel[key] not in (None, "none") for key in _OF_SOME):
-            parallel, keys = copy.deepcopy(cfg.parallel), keys_of(one)
+            parallel, keys = copy.deepcopy(cfg.parallel), one.keys()
             parallel.update({key: value for key, value in keys.items() if key in parallel})
             check_groups(parallel, strategy_info(one.strategy), Mesh.of(one.dp, one.pp), nodes)
     except PlanError as error:
