@@ -93,7 +93,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def add_note(error: BaseException, note: str) -> None:
     """Do what ``error.add_note`` does from Python 3.11 on."""
-    error.__notes__ = [*getattr(error, "__notes__", ()), note]
+    notes = [*getattr(error, "__notes__", ()), note]
+    error.__notes__ = notes  # pyright: ignore[reportAttributeAccessIssue]  # declared from 3.11 on
 
 
 def format_exception(error: BaseException, trace: TracebackType | None) -> str:

@@ -134,8 +134,14 @@ def template(path: Path, html: bool = False, **filters: Callable) -> Any:
     """Return the jinja template in a file, which may use ``filters``; with ``html`` what is filled in is escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    blocks = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
-    templates = Environment(loader=FileSystemLoader(path.parent), autoescape=html, undefined=StrictUndefined, **blocks)
+    templates = Environment(
+        loader=FileSystemLoader(path.parent),
+        autoescape=html,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
     templates.filters |= filters
     return templates.get_template(path.name)
 

@@ -20,6 +20,12 @@ def said_in(folder, *command, **more):
     return done.returncode, done.stdout + done.stderr
 
 
+def copied_to(folder):
+    """A copy of the packages in that folder."""
+    others = shutil.ignore_patterns("tests", ".*", "__pycache__", "outputs", "multirun", "docs")
+    return Path(shutil.copytree(ROOT, folder / "copy", ignore=others))
+
+
 LINT = ("-c", "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))")
 FORBIDDEN = {
     "data/dataset.py": ("import models.chain", "data is not allowed to import models"),
@@ -45,14 +51,28 @@ def test_every_room_imports_only_what_it_may(lint):
 
 
 def test_forbidden_imports_are_named_even_inside_functions(lint, tmp_path):
-    others = shutil.ignore_patterns("tests", ".*", "__pycache__", "outputs", "multirun", "docs")
-    copy = Path(shutil.copytree(ROOT, tmp_path / "copy", ignore=others))
+    copy = copied_to(tmp_path)
     for file, (line, _) in FORBIDDEN.items():
         with open(copy / file, "a") as module:
             module.write(f"\n\ndef late():\n    {line}\n")
     code, said = lint(copy)
     assert code == 1
     assert [file for file, (_, named) in FORBIDDEN.items() if named not in said] == [], said
+
+
+TYPES = ("-c", "import sys; from basedpyright.pyright import main; sys.exit(main())", "--pythonpath", sys.executable)
+TYPED = ("common",)
+
+
+def test_a_wrong_type_is_named_in_every_room_that_is_checked_and_nothing_else_is(tmp_path):
+    pytest.importorskip("basedpyright", reason="basedpyright is a test dependency (requirements-dev.txt)")
+    copy = copied_to(tmp_path)
+    for room in TYPED:
+        with open(copy / room / "__init__.py", "a") as module:
+            module.write('\n\nsize: int = "large"\n')
+    code, said = said_in(copy, *TYPES)
+    assert code == 1 and said.count(" - error: ") == len(TYPED), said
+    assert [room for room in TYPED if f"{room}{os.sep}__init__.py:" not in said] == [], said
 
 
 @pytest.mark.slow
