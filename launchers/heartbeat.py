@@ -18,7 +18,7 @@ from launchers.stopping import Stopped, wanted
 from launchers.world import World
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed.distributed_c10d import Store
 
 # Beats are this far apart, and further where ranks wait long for each other: a store that is a file grows with each.
 _EVERY_S, _BEATS_PER_TIMEOUT = 1.0, 60
@@ -274,5 +274,7 @@ def _key(rank: int) -> str:
 
 
 def _main_stack() -> list[str]:
-    frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])[-_STACK_FRAMES:]
+    main = threading.main_thread().ident
+    assert main is not None  # it runs
+    frames = traceback.extract_stack(sys._current_frames()[main])[-_STACK_FRAMES:]
     return [f'  File "{frame.filename}", line {frame.lineno} in {frame.name}' for frame in reversed(frames)]

@@ -164,15 +164,15 @@ class _Workers:
 
     def end(self) -> None:
         """End all workers and what they have started, by SIGKILL, and wait until they are gone."""
-        started = [process for process in self._processes if process.pid is not None]
-        for process in started:
+        started = [(process, process.pid) for process in self._processes if process.pid is not None]
+        for process, pid in started:
             # Even if the worker is gone, what it has started may still run. macOS refuses a group of the dead.
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(pid, signal.SIGKILL)
             process.kill()  # it may not lead its group yet
         # SIGKILL cannot be refused: only a process stuck in the kernel (a lost GPU) outlives it, and no wait helps.
         deadline = time.monotonic() + _END_S
-        for process in started:
+        for process, _ in started:
             process.join(max(0.0, deadline - time.monotonic()))
 
     def _start(self) -> None:

@@ -26,7 +26,7 @@ from launchers.heartbeat import Beats, await_keys, note, poll_s, store_of, watch
 from launchers.world import LOOPBACK, STORE_FILE, World, is_loopback, master_address, restarts
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed.distributed_c10d import Store
 
 _POLL_S = 0.05
 _NAME_S = 20.0  # how long rank 0's own name may be unknown: Kubernetes publishes a pod's after the pod has started
@@ -62,7 +62,7 @@ def connect(world: World, timeout_s: float) -> Store | None:
     """
     if world.size == 1:
         return None
-    from torch.distributed import PrefixStore
+    from torch.distributed.distributed_c10d import PrefixStore
 
     number = next(_connections)
     if world.origin == "local":
@@ -117,7 +117,7 @@ def _exchange(world: World, store: Store, what: str, mine: Any, timeout_s: float
 
 def local_store(path: str | os.PathLike, ranks: int = -1, timeout_s: float = 300.0, connection: int = 0) -> Store:
     """Return the store that workers of ``run_workers`` meet in, also for the process that has started them."""
-    from torch.distributed import FileStore, PrefixStore
+    from torch.distributed import FileStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]  # documented
 
     where = str(path)
     if where not in _opened:
@@ -127,7 +127,7 @@ def local_store(path: str | os.PathLike, ranks: int = -1, timeout_s: float = 300
 
 
 def _open(world: World, host: str, port: int, timeout_s: float) -> Store:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented
 
     timeout = timedelta(seconds=timeout_s)
     if world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -280,6 +280,7 @@ def hear(world: World, what: str, timeout_s: float, heed: bool = True) -> Any:
         EndedTogether: Rank 0 has ended with an error.
         LaunchError: Rank 0 is not heard any more.
     """
+    assert _met is not None, "call hear() within rendezvous()"
     store, places, _ = _met
     note(0, "waiting for rank 0")
     heed = heed and world.origin != "slurm"  # whose tasks are all told, and rank 0 puts the job into the queue again
@@ -327,7 +328,7 @@ def _tell_end(store: Store | None, what: str, exit_code: int, message: str) -> N
         if store.check([what]):
             return
         store.set(what, json.dumps({"exit_code": exit_code, "message": message}))
-        others, deadline = len(_met[1]) - 1, time.monotonic() + _PROBE_S
+        others, deadline = len(_met[1]) - 1 if _met else 0, time.monotonic() + _PROBE_S
         # The host stays until the others have heard it: they could not ask any more.
         while store.add(f"heard-{what}", 0) < others and time.monotonic() < deadline:
             time.sleep(_POLL_S)

@@ -129,8 +129,8 @@ def redirect_output(log_dir: str | os.PathLike, rank: int) -> None:
     os.dup2(log, 2)
     os.close(log)
     # Written by line, so that the file tells how far a killed process came.
-    sys.stdout.reconfigure(line_buffering=True)
-    sys.stderr.reconfigure(line_buffering=True)
+    for stream in (sys.stdout, sys.stderr):  # declared as TextIO, which has less than every class that is used for it
+        stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def fail(error: BaseException, report: Path, shown: bool = True) -> NoReturn:
@@ -157,5 +157,7 @@ def _leave(code: int) -> NoReturn:
 
 def _leave_with_launcher() -> None:
     """Kill this process and its group as soon as the launching process is gone: nobody else is left to do so."""
-    multiprocessing.parent_process().join()
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None  # this is a worker's process
+    launcher.join()
     os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -222,7 +222,7 @@ def _of_mpi(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 def first_node(nodes: str) -> str:
     """Return the first name of SLURM's short form: ``n[05-7,9]-x,m`` begins with n05-x."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes).group()
+    first = re.findall(r"(?:[^,\[]|\[[^\]]*\])*", nodes)[0]
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first)
 
 
