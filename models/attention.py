@@ -54,9 +54,10 @@ class KeyValueCache:
 
         Keys and values may have fewer heads, each for a group of query heads.
         """
-        if self._positions is None:
+        if self._visible is None:
             b, heads, t, width = k.shape
-            self._kept[layer] = tuple(new.new_zeros(b, heads, self.capacity, width) for new in (k, v))
+            shape = b, heads, self.capacity, width
+            self._kept[layer] = k.new_zeros(shape), v.new_zeros(shape)
             for kept, new in zip(self._kept[layer], (k, v), strict=True):
                 kept[:, :, :t] = new
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

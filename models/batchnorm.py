@@ -35,6 +35,8 @@ class StepBatchNorm(nn.modules.batchnorm._BatchNorm):
         moments: [2, c] mean and unbiased variance of the newest micro-batch.
     """
 
+    moments: Tensor
+
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
         """See torch's layer of the same name."""
         super().__init__(num_features, eps, momentum)

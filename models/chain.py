@@ -143,8 +143,7 @@ class LayerSpec:
 
 def reset_parameters(name: str, module: nn.Module) -> None:
     """Initialise a module as torch does; one without ``reset_parameters()`` keeps what its constructor gave it."""
-    if hasattr(module, "reset_parameters"):
-        module.reset_parameters()
+    getattr(module, "reset_parameters", lambda: None)()
 
 
 def draw_normal(name: str, module: nn.Module, *, std: float) -> None:
@@ -152,9 +151,9 @@ def draw_normal(name: str, module: nn.Module, *, std: float) -> None:
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         module.reset_parameters()
         return
-    module.weight.normal_(0.0, std)
-    if getattr(module, "bias", None) is not None:
-        module.bias.zero_()
+    module.get_parameter("weight").normal_(0.0, std)
+    if (bias := getattr(module, "bias", None)) is not None:
+        bias.zero_()
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -330,9 +329,11 @@ def converted(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
     """Return a layer's output with its floating-point tensors in ``dtype``; None leaves them as they are."""
     if dtype is None:
         return tensors
-    if isinstance(tensors, tuple):
-        return tuple(converted(tensor, dtype) for tensor in tensors)
-    return tensors.to(dtype) if tensors.is_floating_point() else tensors
+
+    def convert(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return tuple(map(convert, tensors)) if isinstance(tensors, tuple) else convert(tensors)
 
 
 def is_within(parameter: str, layers: Sequence[str]) -> bool:

@@ -73,7 +73,7 @@ class Family:
         known = kind in self.kinds
         problems = [] if known else [f"describes {kind} (here {' or '.join(self.kinds)})"]
         problems += [f"lacks {theirs}" for theirs in self.sizes.values() if known and theirs not in config]
-        fixed, free = _FIXED | self.fixed, _FREE | self.free | {*self.sizes.values()}
+        fixed, free = {**_FIXED, **self.fixed}, _FREE | self.free | {*self.sizes.values()}
         for key, value in config.items():
             if key in fixed and value not in fixed[key]:
                 problems.append(f"has {key}={value} (here {' or '.join(map(str, fixed[key])) or 'none'})")
@@ -82,7 +82,7 @@ class Family:
         if problems:
             said = ", ".join(problems)
             raise ModelError(f"{where} {said}; model={self.name} would compute other numbers than {kind}")
-        return {key: config[theirs] for key, theirs in self.sizes.items()} | self.kinds[kind]
+        return {**{key: config[theirs] for key, theirs in self.sizes.items()}, **self.kinds[kind]}
 
 
 def first_difference(sizes: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[str, Any, Any] | None:

@@ -6,6 +6,9 @@ logits in float32.
 Source of the two loops: Liger Kernel (Hsu et al. 2024), ``cross_entropy.py``.
 """
 
+# Triton comes with a GPU's torch, and declares of the launch of a kernel only the kernel's own arguments.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import torch

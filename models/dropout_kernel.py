@@ -1,5 +1,8 @@
 """Dropout by sample on a GPU in one kernel of Triton. It computes what ``models.seeds`` does, and keeps no mask."""
 
+# Triton comes with a GPU's torch, and declares of the launch of a kernel only the kernel's own arguments.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import torch

@@ -60,6 +60,11 @@ class _CastTwice(torch.autograd.Function):
 class LoRALinear(FrozenLinear):
     """A frozen linear layer and its adapter: x -> x W' + b + scale dropout(x) A' B', [..., in] -> [..., out]."""
 
+    scale: float
+    lora_dropout: nn.Dropout
+    lora_A: Factor
+    lora_B: Factor
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         return super().forward(x) + self.scale * self.lora_B(self.lora_A(self.lora_dropout(x)))
@@ -119,7 +124,7 @@ def merge(layers: nn.Module) -> None:
             module.weight += module.scale * module.lora_B.weight @ module.lora_A.weight
             del module.lora_A, module.lora_B, module.lora_dropout
         if isinstance(module, FrozenLinear):
-            module.__class__ = nn.Linear
+            module.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]  # typeshed wants a subclass
 
 
 def _why_refused(chain: Chain) -> dict[str, str]:
@@ -151,7 +156,7 @@ def _build(
     for name, has_adapter in inside:
         linear = layer.get_submodule(name)
         linear.__class__ = LoRALinear if has_adapter else FrozenLinear
-        if has_adapter:
+        if isinstance(linear, LoRALinear):
             linear.scale, linear.lora_dropout = scale, nn.Dropout(dropout)
             linear.lora_A = Factor(linear.in_features, rank, bias=False)
             linear.lora_B = ZeroFactor(rank, linear.out_features, bias=False)

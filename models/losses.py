@@ -48,24 +48,26 @@ class Loss(Protocol):
 
     metrics: tuple[str, ...]
 
-    def __call__(self, output: Tensor | tuple[Tensor, ...], targets: Tensor, weights: Tensor | None) -> Sums:
+    def __call__(self, output: Any, targets: Tensor, weights: Tensor | None) -> Sums:
         """Compute the loss of one micro-batch.
 
         Args:
-            output: What the last layer returned: a tensor [b, ...], or a tuple of tensors.
+            output: What the last layer returned: a tensor [b, ...], or a tuple of tensors, as the loss expects it.
             targets: [b, ...].
             weights: [b], or None where every sample counts 1.
 
         Returns:
             Sums over the terms that count.
         """
+        ...
 
 
 def check_loss(loss: Any) -> None:
     """Check that a loss is one before it is called; raise ModelError."""
-    if inspect.isclass(loss) and hasattr(loss, "metrics"):
+    metrics = getattr(loss, "metrics", None)
+    if inspect.isclass(loss) and metrics is not None:
         raise ModelError(f"the loss is the class {loss.__name__}: give an object, {loss.__name__}()")
-    if not callable(loss) or not hasattr(loss, "metrics"):
+    if not callable(loss) or metrics is None:
         given = loss if inspect.isclass(loss) or inspect.isroutine(loss) else type(loss)
         name = f"{given.__module__}.{given.__name__}".removeprefix("builtins.")
         raise ModelError(
@@ -74,9 +76,9 @@ def check_loss(loss: Any) -> None:
             "metrics. In the place of nn.CrossEntropyLoss: models.losses.ClassCrossEntropy(), of tokens "
             "TokenCrossEntropy(); of nn.MSELoss: SquaredError(); one of your own: docs/extending.md, 'A metric'"
         )
-    if isinstance(loss.metrics, str) or not all(isinstance(name, str) for name in loss.metrics):
-        raise ModelError(f"{type(loss).__name__}.metrics={loss.metrics!r} must be names, such as ('accuracy',)")
-    if "loss" in loss.metrics:
+    if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics):
+        raise ModelError(f"{type(loss).__name__}.metrics={metrics!r} must be names, such as ('accuracy',)")
+    if "loss" in metrics:
         raise ModelError(f"{type(loss).__name__}.metrics has the name 'loss', which is the loss's own: choose another")
 
 

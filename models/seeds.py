@@ -137,7 +137,7 @@ def samples_of(x: Tensor) -> Samples | None:
     return samples
 
 
-class BySample:
+class BySample(nn.modules.dropout._DropoutNd):
     """Dropout by sample, which the classes below combine with torch's own.
 
     Attributes:

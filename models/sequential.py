@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from common.errors import ModelError
 from models.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, StepBatchNorm
@@ -45,7 +46,7 @@ def chain_of(net: nn.Sequential, loss: Loss, **fields: Any) -> Chain:
     for name, module in list(source.named_modules()):
         if isinstance(module, nn.SyncBatchNorm):
             raise ModelError(f"layer {name!r} is a SyncBatchNorm: use a BatchNorm, and parallel.sync_batchnorm=true")
-        if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
+        if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
             raise ModelError(f"layer {name!r} ({type(module).__name__}) is lazy: call the model once before")
         if type(module) in _OURS:
             source.set_submodule(name, _as_ours(name, module))

@@ -26,6 +26,8 @@ INITIAL_RANGE = 0.1  # of the embedding and of the projection onto the vocabular
 class Positions(UsesCache, nn.Module):
     """Adds sin(p w_i) to the even and cos(p w_i) to the odd channels of position p, w_i = 10000^(-2i / d_model)."""
 
+    pe: Tensor
+
     def __init__(self, max_len: int, d_model: int) -> None:
         super().__init__()
         # Made from the configuration alone, so a checkpoint need not hold it.
@@ -113,11 +115,11 @@ def initialise(name: str, module: nn.Module) -> None:
     Uniform in +-0.1 for embedding and projection, the latter's bias 0, as published.
     """
     if isinstance(module, nn.Embedding) or name == "decoder.projection":
-        module.weight.uniform_(-INITIAL_RANGE, INITIAL_RANGE)
+        module.get_parameter("weight").uniform_(-INITIAL_RANGE, INITIAL_RANGE)
     else:
         reset_parameters(name, module)
     if name == "decoder.projection" or name.endswith("out_proj"):
-        module.bias.zero_()
+        module.get_parameter("bias").zero_()
 
 
 def transformer(
