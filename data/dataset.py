@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -46,7 +46,7 @@ class Batch:
     def __len__(self) -> int:
         return len(self.targets)
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+    def map(self, change: Callable[[Tensor], Any]) -> Batch:
         """Return the batch whose tensors are what ``change`` gives for these."""
         inputs = tuple(map(change, self.inputs)) if isinstance(self.inputs, tuple) else change(self.inputs)
         return Batch(inputs, change(self.targets), None if self.weights is None else change(self.weights))
@@ -110,18 +110,21 @@ class Source(ABC):
         return
 
 
-def check_at_least(least: int, **options: int) -> None:
+def check_at_least(least: int, **options: float) -> None:
     """Raise DataError, which names the key, where an option of a data set is below ``least``."""
     for name, value in options.items():
         if value < least:
             raise DataError(f"data.{name}={value}: it must be at least {least}")
 
 
-def once(prepare: Callable[[DataSet], None]) -> Callable[[DataSet], None]:
+_Data = TypeVar("_Data", bound="DataSet")
+
+
+def once(prepare: Callable[[_Data], None]) -> Callable[[_Data], None]:
     """Let ``prepare`` do nothing once it has succeeded."""
 
     @wraps(prepare)
-    def prepare_once(self: DataSet) -> None:
+    def prepare_once(self: _Data) -> None:
         if not self._prepared:
             prepare(self)
             self._prepared = True
@@ -165,7 +168,7 @@ class InMemory(Source):
         targets: [n, ...].
     """
 
-    def __init__(self, inputs: Tensor | tuple[Tensor, ...], targets: Tensor):
+    def __init__(self, inputs: Tensor | np.ndarray | tuple[Tensor | np.ndarray, ...], targets: Tensor | np.ndarray):
         """Raise DataError if inputs and targets are no tensors or differ in length."""
         several = tuple(to_tensor("inputs", one) for one in (inputs if isinstance(inputs, tuple) else (inputs,)))
         self.targets = to_tensor("targets", targets)
@@ -236,4 +239,5 @@ class DataSet(ABC):
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of texts to be continued. Of data with a vocabulary; for words after prepare()."""
+        assert self.vocabulary is not None
         return self.vocabulary.encode_texts(texts)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -133,9 +133,10 @@ class PublishedImages(ImageData):
         published, test = self.read(root, "train"), self.read(root, "test")
         train, valid = hold_out(published.labels, len(published.labels) // self.folds)
         rows = {"train": (published, train), "valid": (published, valid), "test": (test, np.arange(len(test.labels)))}
+        augmentation = {"train": self.augmentation}
         return {
-            split: Images(*part, self.mean, self.std, self.image_shape, self.augmentation if split == "train" else None)
-            for split, part in rows.items()
+            split: Images(stored, part, self.mean, self.std, self.image_shape, augmentation.get(split))
+            for split, (stored, part) in rows.items()
         }
 
     @property
@@ -180,12 +181,25 @@ def load_torchvision() -> ModuleType:
     return torchvision
 
 
+class Pixels(Protocol):
+    """An array uint8 [n, channels, height, width], or what reads images when it is indexed, with the same shape."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As an array's."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: np.ndarray, /) -> np.ndarray: ...
+
+
 @dataclass(frozen=True)
 class Labelled:
     """Images and their labels.
 
     Attributes:
-        images: uint8 [n, channels, height, width]; or what reads them when it is indexed, with the same shape.
+        images: uint8 [n, channels, height, width].
         labels: int64 [n], each in [0, num_classes).
         num_classes: The number of classes.
         origin: What error messages call the data.
@@ -194,7 +208,7 @@ class Labelled:
         DataError: There are no images or pixels, the numbers of images and labels differ, or a label is out of range.
     """
 
-    images: np.ndarray
+    images: Pixels
     labels: np.ndarray
     num_classes: int
     origin: str

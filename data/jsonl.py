@@ -9,7 +9,8 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from data.dataset import DataSet, Source, check_at_least, once
 from data.documents import files_of, split_of
 from data.loader import VariableLength, bucket_widths
 from data.prompts import RowProblem, RowTokens
-from data.vocabulary import HALF_CHARACTER, ExtraTokens, choose_vocabulary
+from data.vocabulary import HALF_CHARACTER, ExtraTokens, Vocabulary, choose_vocabulary
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,10 +65,12 @@ class RowData(DataSet):
         fields: Whose texts make a row's, joined by newlines.
     """
 
-    rows_class: type[RowFiles]
+    rows_class: Callable[[Sequence[Path], str | None], RowFiles]
     title: str
     suffix: str
     fields: list[str]
+    vocabulary: Vocabulary
+    seq_len: int
 
     def __init__(
         self,
@@ -104,10 +107,12 @@ class RowData(DataSet):
                 raise DataError(f"{part.files[0]}{more}: no row; give a file of {self.title}")
             self._check(part)
         selected = select_rows({split: len(part) for split, part in rows.items()})
-        self.train, self.valid, self.test = (
-            TokenRows(rows.get(split, rows["train"]), part, self.row_tokens, self.seq_len) if len(part) else None
+        sources = {
+            split: TokenRows(rows.get(split, rows["train"]), part, self.row_tokens, self.seq_len)
             for split, part in selected.items()
-        )
+        }
+        self.train = sources["train"]
+        self.valid, self.test = (sources[name] if len(sources[name]) else None for name in ("valid", "test"))
         if self.bucket_by_length:
             counts = cached_counts(rows["train"], self.row_tokens, self.seq_len + 1, self.cache_dir)
             self.train = BucketedRows(counts, rows["train"], selected["train"], self.row_tokens, self.seq_len)
@@ -117,7 +122,7 @@ class RowData(DataSet):
         """Return the tokens of texts or, where answers follow, of prompts as they are in rows."""
         return self.row_tokens.prompts(texts)
 
-    def _check(self, rows: Rows) -> None:
+    def _check(self, rows: RowFiles) -> None:
         fields = list(itertools.chain(*self.row_tokens.parts))
 
         def check(folder: Path) -> None:
@@ -204,7 +209,7 @@ def select_rows(sizes: dict[str, int]) -> dict[str, RowSelection]:
 class TokenRows(Source):
     """Language-model samples, one per row."""
 
-    def __init__(self, rows: Rows, selection: RowSelection, row_tokens: RowTokens, seq_len: int):
+    def __init__(self, rows: RowFiles, selection: RowSelection, row_tokens: RowTokens, seq_len: int):
         self.rows, self.selection, self.row_tokens, self.seq_len = rows, selection, row_tokens, seq_len
 
     def __len__(self) -> int:
@@ -228,7 +233,7 @@ class TokenRows(Source):
 class BucketedRows(TokenRows, VariableLength):
     """TokenRows whose batches can be narrower than seq_len; ``counts`` has the tokens of every row, as it is cut."""
 
-    def __init__(self, counts: MappedFile, rows: Rows, selection: RowSelection, *more: Any):
+    def __init__(self, counts: MappedFile, rows: RowFiles, selection: RowSelection, *more: Any):
         super().__init__(rows, selection, *more)
         self.widths, self.counts = bucket_widths(self.seq_len), counts
 
@@ -238,7 +243,7 @@ class BucketedRows(TokenRows, VariableLength):
 
 
 def encoded_rows(
-    rows: Rows, indices: np.ndarray, row_tokens: RowTokens, most: int, threads: int = 1
+    rows: RowFiles, indices: np.ndarray, row_tokens: RowTokens, most: int, threads: int = 1
 ) -> list[tuple[list[int], int]]:
     """Return at most so many tokens of rows, int [b], and how many of them are the prompt's: see RowTokens.encode.
 
@@ -252,7 +257,7 @@ def encoded_rows(
         raise DataError(f"{rows.name(indices[problem.index])}: {problem}") from None
 
 
-def cached_counts(rows: Rows, row_tokens: RowTokens, most: int, cache_dir: str | os.PathLike | None) -> MappedFile:
+def cached_counts(rows: RowFiles, row_tokens: RowTokens, most: int, cache_dir: str | os.PathLike | None) -> MappedFile:
     """Return how many tokens each row has, ``most`` or less, the closing one included."""
     threads = min(4, usable_cores())
 
@@ -267,12 +272,12 @@ def cached_counts(rows: Rows, row_tokens: RowTokens, most: int, cache_dir: str |
     return MappedFile(cached_folder(cache_dir, name, build) / _LENGTHS, "uint32")
 
 
-def key_of(rows: Rows, words: Sequence[str]) -> str:
+def key_of(rows: RowFiles, words: Sequence[str]) -> str:
     """Return a hash that names in the cache what was made of rows, and the words that it depends on besides."""
     return hashlib.sha256(json.dumps([rows.key, *words]).encode()).hexdigest()[:16]
 
 
-class RowFiles:
+class RowFiles(ABC):
     """Files of rows, in the state that they had when this was made.
 
     No file stays open between reads, so threads, forked and spawned processes can share the object, and the number of
@@ -296,6 +301,18 @@ class RowFiles:
             if _stamp(os.fstat(file.fileno())) != self._stamps[number]:
                 raise DataError(f"{self.files[number]} has changed since it was indexed; start the run again")
             yield file
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of rows."""
+
+    @abstractmethod
+    def texts(self, indices: np.ndarray, fields: Sequence[str]) -> list[str]:
+        """Return the texts of rows, int [b], each that of some fields, joined by newlines; raise DataError."""
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """Return a row's file and place, as a message has them."""
 
     def texts_in_order(self, fields: Sequence[str], at_a_time: int = _AT_A_TIME) -> Iterator[list[str]]:
         """Yield the texts of all rows, in lists of so many. Raises as texts() does."""

@@ -32,6 +32,9 @@ class LanguageData(DataSet):
 
     name: str
     min_word_frequency = 5
+    vocabulary: Vocabulary | WordVocabulary
+    seq_len: int
+    train: TokenWindows
 
     def __init__(
         self,

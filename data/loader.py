@@ -16,6 +16,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -190,7 +191,7 @@ class TrainBatches(Dataset):
         mine = _slice(self.global_batch_size, self.dp_rank, self.dp_size)
         if self.buckets is not None:
             indices, width = self.buckets.batch(epoch, step_of_epoch)
-            return Batch(*self.source.read(indices[mine], epoch, width))
+            return Batch(*self.buckets.source.read(indices[mine], epoch, width))
         positions = step_of_epoch * self.global_batch_size + mine
         ordered = self.source.ordered
         indices = positions if ordered else permute(positions, len(self.source), key=(self.seed, epoch))
@@ -415,7 +416,7 @@ class _InWorker(Dataset):
             return error  # torch would raise it with the worker's traceback as its message
 
 
-def _unchanged(item: Batch | Exception) -> Batch | Exception:
+def _unchanged(item: Any) -> Any:
     return item
 
 

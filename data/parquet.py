@@ -55,7 +55,7 @@ class ParquetRows(RowFiles):
                 except (TypeError, ValueError):  # of another type; not UTF-8
                     held = ", ".join(str(value.type) if value.is_valid else "null" for value in values)
                     raise DataError(
-                        f"{self.name(indices[i])}: {', '.join(fields)} is {held}, not text in UTF-8. "
+                        f"{self.name(int(indices[i]))}: {', '.join(fields)} is {held}, not text in UTF-8. "
                         "Correct it, or choose another column by data.column="
                     ) from None
         return texts
@@ -81,7 +81,7 @@ class ParquetRows(RowFiles):
         _decoded[key] = columns
         fit = _CACHE_BYTES // max(1, sum(column.nbytes for column in columns))  # if all are of this size
         while len(_decoded) > max(1, fit):
-            _decoded.pop(next(iter([*_decoded]), None), None)
+            _decoded.pop(next(iter([*_decoded]), ()), None)
         return columns
 
     @contextmanager

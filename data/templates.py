@@ -96,20 +96,21 @@ class _Process:
         # Without what an installation imports at each start, which may alone take more memory than is allowed.
         command = [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parents[1]), *sys.path]
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._process = process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         except OSError as error:
             raise DataError(f"the process that renders templates cannot be started: {error}") from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        assert process.stdin is not None and process.stdout is not None  # they are pipes
+        self._given, self._got = process.stdin, process.stdout
         self.ask([template.text, dict(template.special), template.day])
 
     def ask(self, request: Any) -> Any:
         """Return the answer to a request; raise DataError, after which the process has ended, where there is none."""
-        given, got = self._process.stdin, self._process.stdout
         try:
-            given.write(json.dumps(request).encode() + b"\n")
-            given.flush()
-            line = got.readline()
+            self._given.write(json.dumps(request).encode() + b"\n")
+            self._given.flush()
+            line = self._got.readline()
         except BrokenPipeError:
             line = b""
         except BaseException:  # such as Ctrl-C: what comes is the answer to no other request
@@ -131,7 +132,7 @@ class _Process:
         """End the process."""
         self._process.kill()
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
+        for stream in (self._given, self._got):
             with suppress(OSError):
                 stream.close()
 

@@ -46,7 +46,7 @@ class TensorData(DataSet):
             raise DataError("inputs is an empty tuple: give a tensor, or one for each input of the model")
         targets = to_tensor("targets", targets)
         whole = InMemory(inputs, targets if targets.is_floating_point() else targets.long())
-        several, targets = whole.inputs if isinstance(inputs, tuple) else (whole.inputs,), whole.targets
+        several, targets = whole.inputs if isinstance(whole.inputs, tuple) else (whole.inputs,), whole.targets
         if min(valid, test) < 0 or valid + test >= 1:
             raise DataError(f"valid={valid} and test={test} must be 0 or more, and less than 1 together")
         samples = len(targets)
@@ -60,9 +60,10 @@ class TensorData(DataSet):
         def part(rows: Tensor) -> InMemory | None:
             return InMemory(*whole.read(rows.numpy(), epoch=0)) if len(rows) else None
 
-        self.valid, self.test, self.train = map(part, order.split([*sizes, samples - sum(sizes)]))
-        if self.train is None:
+        self.valid, self.test, train = map(part, order.split([*sizes, samples - sum(sizes)]))
+        if train is None:
             raise DataError(f"{samples} samples leave none to train on")
+        self.train = train
         self.vocab_size, self.seq_len = vocab_size, several[0].shape[1] if vocab_size is not None else None
         counts = ", ".join(f"{name} {size:,}" for name, size in zip(("valid", "test"), sizes, strict=True))
         self.description = f"tensors: train {len(self.train):,} samples, {counts}"

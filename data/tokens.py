@@ -33,6 +33,9 @@ class Tokens(DataSet):
     5 % and 5 %.
     """
 
+    seq_len: int
+    vocab_size: int
+
     def __init__(
         self,
         root: str | None = None,

@@ -66,12 +66,21 @@ class Vocabulary(ABC):
         end: The token behind each document.
         start: The same, where it begins a text that has no tokens.
         special: The texts of special tokens, by the names that templates know them by: "eos_token".
+        size: The number of tokens.
+        key: Names them in the cache.
+        label: What a description of the data says.
         chat_template: The Jinja text for conversations that the tokenizer brings, or a list of objects with name and
             template; None for none.
     """
 
     words = None
     begin: Sequence[int] = ()
+    end: int
+    start: int
+    special: dict[str, str]
+    size: int
+    key: str
+    label: str
     chat_template: Any = None
 
     def encode(
@@ -162,7 +171,7 @@ class GPT2Vocabulary(Vocabulary):
         known = {"allowed_special": {*self.extra, *["<|endoftext|>"] * rendered}, "disallowed_special": ()}
         if threads == 1:  # a pool of one thread takes longer than a batch of rows
             return [gpt2(self.extra).encode(text, **known) for text in texts]
-        return gpt2(self.extra).encode_batch(texts, num_threads=threads, **known)
+        return gpt2(self.extra).encode_batch(list(texts), num_threads=threads, **known)
 
     @property
     def _words_apart(self) -> bool:
@@ -177,7 +186,7 @@ class GPT2Vocabulary(Vocabulary):
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
         _, *merges = _published("vocab.bpe", MERGES_SHA256).decode().splitlines()  # the first line names the version
-        tokenizer = Tokenizer(models.BPE(_encoder(), [tuple(merge.split()) for merge in merges]))
+        tokenizer = Tokenizer(models.BPE(_encoder(), [(left, right) for left, right in map(str.split, merges)]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -207,11 +216,11 @@ class HuggingFaceVocabulary(Vocabulary):
         texts = {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
         self.special = {name: text for name, text in texts.items() if not HALF_CHARACTER.search(text)}
         self._sha256 = hashlib.sha256(self.path.read_bytes()).hexdigest()
-        tokenizer = _tokenizer(self.path, self._sha256)
-        self.size = max(tokenizer.get_vocab().values()) + 1  # there may be gaps
-        probe = tokenizer.encode("a")
+        read = _tokenizer(self.path, self._sha256)
+        self.size = max(read.get_vocab().values()) + 1  # there may be gaps
+        probe = read.encode("a")
         self.begin = probe.ids[: [*probe.special_tokens_mask, 0].index(0)]
-        self.start = self.end = self._end(tokenizer)
+        self.start = self.end = self._end(read)
         self.key = f"{self._sha256} {self.end}"
         self.label = f"tokens of {self.path}"
 
@@ -359,9 +368,9 @@ def parse_extra_tokens(value: ExtraTokens) -> dict[str, str | None]:
             value = json.loads(value)
         except ValueError as error:
             raise DataError(f"model.extra_tokens={value} is not JSON ({error}); write {_EXAMPLE}") from None
-    if not hasattr(value, "items"):
+    if (items := getattr(value, "items", None)) is None:
         raise DataError(f"model.extra_tokens={value} must map tokens to descriptions: write {_EXAMPLE}")
-    tokens = dict(value.items())
+    tokens = dict(items())
     for name, description in tokens.items():
         words = description is None or (isinstance(description, str) and description)
         text = isinstance(name, str) and name.strip() and "\n" not in name and not HALF_CHARACTER.search(name)

@@ -68,7 +68,7 @@ def _load() -> dict[str, list[str]]:
     """Return the lines of each split, from the network or from what Hugging Face's own cache kept of it."""
     if importlib.util.find_spec("datasets") is None:
         raise DataError(f"data=wikitext2 has no data.root, and the package `datasets` is not installed. {_WAY_OUT}")
-    import datasets
+    import datasets  # pyright: ignore[reportMissingImports]  # no requirement, as it says above
 
     loaded = datasets.load_dataset("Salesforce/wikitext", "wikitext-2-v1")
     names = {"train": "train", "valid": "validation", "test": "test"}

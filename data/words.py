@@ -56,15 +56,18 @@ class WordVocabulary:
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text's words, 0 for unknown ones. To be called after load()."""
+        assert self.words is not None
         tokens = {word: token for token, word in enumerate(self.words)}
         return [[tokens.get(word, 0) for word in basic_english(text)] for text in texts]
 
     def files(self, positions: int) -> dict[str, str]:
         """Return the list of words as a file, by its name. To be called after load()."""
+        assert self.words is not None
         return {_FILE: "\n".join(self.words) + "\n"}
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the words of some tokens, separated by spaces. To be called after load()."""
+        assert self.words is not None
         return " ".join(self.words[token] for token in tokens)
 
 
