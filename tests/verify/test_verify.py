@@ -13,6 +13,7 @@ import torch
 from commandline import Started, train, wait_until
 from zoo import DDP, PIPE, SMALLER, WHOLE, ZOO, Coin, Last, RoundsLargeBatches, chain, elsewhere, tied
 
+from conf.instantiate import to_config
 from launchers import Interrupted
 from models.chain import Chain, LayerSpec
 from models.given import set_given
@@ -21,10 +22,12 @@ from parallel.schedules import SCHEDULES
 from parallel.strategies import STRATEGIES
 from training import load_config, verify
 from training.api import with_given
+from training.app import plain
 from training.setup import prepare
 from training.verification import probes
-from training.verification.layouts import name_of, places
+from training.verification.layouts import as_run, name_of, places
 from training.verification.probes import probe
+from training.verification.report import _single
 
 generator = torch.Generator().manual_seed(0)
 DATA = torch.randn(32, 8, generator=generator), torch.randint(0, 3, (32,), generator=generator)
@@ -154,6 +157,14 @@ def test_every_layout_of_a_sound_model_holds_and_the_certificate_says_so(tmp_pat
     )
     page = (tmp_path / "v" / "certificate.html").read_text()
     assert "is the same in every layout" in page and "http" not in page.replace("http-equiv", "")
+
+
+def test_one_process_is_planned_whatever_was_typed_of_the_layout_to_compare():
+    words = ("parallel=fsdp", "parallel.dp=2", "parallel.reshard=false", "parallel.order=pp_dp")
+    cfg = plain(load_config("model=toy", *words, *WORDS), None)
+    place = _single(cfg, chunks=2)
+    plan = prepare(to_config(as_run(cfg, place))).plan
+    assert (plan.strategy, plan.processes, plan.chunks, plan.order) == ("single", 1, 2, "pp_dp")
 
 
 def test_a_configuration_of_a_program_is_verified_in_its_own_layout_and_batch(tmp_path):

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from training.verification.layouts import Layout, Runs
+from training.verification.layouts import Compared, Runs
 from training.verification.probes import Finding, difference, largest_difference
 from training.verification.recording import INPUT, KINDS, OUTPUT, OUTPUT_GRADIENT, Key
 
 
-def first_difference(runs: Runs, layout: Layout, findings: Sequence[Finding]) -> str:
+def first_difference(runs: Runs, layout: Compared, findings: Sequence[Finding]) -> str:
     """Run the first step that differs once more with every layer recorded, and say in a sentence where it begins."""
     tolerance, names = runs.limits["gradients"], runs.chain.names
     for step in range(1, runs.steps + 1):
@@ -46,7 +46,7 @@ def first_difference(runs: Runs, layout: Layout, findings: Sequence[Finding]) ->
     )
 
 
-def _of_step(runs: Runs, layout: Layout, step: int) -> tuple[float, str]:
+def _of_step(runs: Runs, layout: Compared, step: int) -> tuple[float, str]:
     """Return the largest difference of the loss and the gradients of a step."""
     both = ({"loss": runs.results(one, "loss")[f"at step {step}"], **runs.gradients(one, step)}
             for one in (layout, runs.first))  # fmt: skip

@@ -19,6 +19,7 @@ from conf.instantiate import to_config, to_dict
 from launchers import World, run_workers
 from launchers.worker import redirect_output
 from models.chain import Chain
+from parallel.layout import Layout
 from parallel.schedules import SCHEDULES
 from parallel.strategies import STRATEGIES
 from training.app import work
@@ -33,7 +34,8 @@ MOMENTUM = 0.9
 # After its first step, the momentum of SGD is the gradient. At a hundred times this rate, ResNet-50 amplifies rounding
 # tenfold at every step.
 _PLAIN = {"_target_": "torch.optim.SGD", "lr": 1e-4, "momentum": MOMENTUM}
-ONE = {"dp": 1, "pp": 1, "chunks": 1, "stages_per_rank": None, "balance": "uniform", "shard": None, "devices": None}
+# The keys of one process; a typed order of the ranks stays.
+ONE = {key: value for key, value in Layout.single().into({}).items() if key != "order"}
 _SPREADS = 3.0  # under bf16 and fp16: differences up to this many times what rounding changes are rounding
 OWN = "with your optimizer"
 _KINDS = {"loss": "loss", "grad_norm": "gradient norm", "step": "", "lr": "", "skipped": ""}
@@ -43,8 +45,8 @@ COMPARED = (
 
 
 @dataclass
-class Layout:
-    """A layout, and how it compares with one process.
+class Compared:
+    """A layout that has run, and how it compares with one process.
 
     Attributes:
         name: As it is typed.
@@ -133,12 +135,12 @@ class Runs:
         self.cfg, self.folder, self.chain, self.microbatches = cfg, folder, chain, microbatches
         self.limits = {**dict.fromkeys(COMPARED, cfg.verify.tolerance), OWN: math.inf}
         self.steps, self.samples = cfg.verify.steps, cfg.train.global_batch_size // microbatches
-        self.first = self._before = Layout("", {})
+        self.first = self._before = Compared("", {})
         self._parameters = {name for name, _ in chain.skeleton().named_parameters()}
 
-    def compare(self, place: dict[str, Any]) -> Layout:
+    def compare(self, place: dict[str, Any]) -> Compared:
         """Run a layout, with one step more from the checkpoint of the layout before it, and compare."""
-        began, layout = time.monotonic(), Layout(name_of(place), place, self.cfg.optim._target_.rpartition(".")[2])
+        began, layout = time.monotonic(), Compared(name_of(place), place, self.cfg.optim._target_.rpartition(".")[2])
         try:
             if place["dp"] > 1 and place["dp"] * place["chunks"] != self.microbatches:
                 raise UserError(f"{self.microbatches} micro-batches cannot be dealt to {place['dp']} replicas")
@@ -166,17 +168,17 @@ class Runs:
         layout.seconds = time.monotonic() - began
         return layout
 
-    def tolerate(self, layout: Layout) -> None:
+    def tolerate(self, layout: Compared) -> None:
         """Take for rounding what is not far beyond the differences of this layout, which shows how much that is."""
         self.limits |= {kind: max(_SPREADS * d, self.limits[kind]) for kind, (d, _) in layout.differences.items()}
         self.limits["next step"] = max(d for kind, d in self.limits.items() if kind != OWN)
         layout.holds = True
 
-    def path(self, layout: Layout) -> Path:
+    def path(self, layout: Compared) -> Path:
         """Return where a layout's runs write."""
         return self.folder / layout.name.removeprefix("parallel=").replace(" ", "-").replace("=", "")
 
-    def launch(self, layout: Layout, folder: Path, jobs: list, record: int | None = None) -> None:
+    def launch(self, layout: Compared, folder: Path, jobs: list, record: int | None = None) -> None:
         """Run jobs (part, layout whose checkpoint to go on from, steps) one after the other in the same processes.
 
         With ``record``, every layer of that step is recorded.
@@ -193,7 +195,9 @@ class Runs:
         timeout_s = self.cfg.verify.timeout_s
         run_workers(_work, arguments, _processes(layout.place), folder / "logs", timeout_s=timeout_s)
 
-    def _job(self, place: Mapping[str, Any], part: str, before: Layout | None = None, steps: int | None = None) -> Any:
+    def _job(
+        self, place: Mapping[str, Any], part: str, before: Compared | None = None, steps: int | None = None
+    ) -> Any:
         """Return the configuration of a run. The one with the user's optimizer saves and evaluates nothing."""
         tree, own = as_run(self.cfg, place), part == "own"
         tree["train"] |= {
@@ -209,7 +213,7 @@ class Runs:
 
     # -- what it has left --------------------------------------------------------------------------------------------
 
-    def results(self, layout: Layout, kind: str) -> dict[str, Tensor]:
+    def results(self, layout: Compared, kind: str) -> dict[str, Tensor]:
         """Return what a layout has left of a kind in ``COMPARED``, by name."""
         plain = self.path(layout) / "plain"
         if kind == "gradients":
@@ -227,7 +231,7 @@ class Runs:
     def _kind(self, name: str) -> str:
         return "optimizer" if "/" in name else "weights" if name in self._parameters else "buffers"
 
-    def gradients(self, layout: Layout, step: int, part: str = "plain") -> dict[str, Tensor]:
+    def gradients(self, layout: Compared, step: int, part: str = "plain") -> dict[str, Tensor]:
         """Return the gradients of a step, from the momentum after it and before it."""
         before, now = (_tensors(self.path(layout) / part, n) for n in (step - 1, step))
         found = {}

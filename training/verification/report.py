@@ -27,7 +27,7 @@ from training.reporting.console import columns
 from training.reporting.recorder import describe
 from training.setup import Setup, prepare
 from training.verification.difference import first_difference
-from training.verification.layouts import COMPARED, ONE, Layout, Runs, as_run, places
+from training.verification.layouts import COMPARED, ONE, Compared, Runs, as_run, places
 from training.verification.probes import Finding, probe
 
 _SAMPLES = 8  # of a step, where no batch was typed
@@ -51,18 +51,18 @@ class Report:
     about: dict[str, Any]
     limits: dict[str, float] = field(default_factory=dict)
     probes: list[Finding] = field(default_factory=list)
-    layouts: list[Layout] = field(default_factory=list)
+    layouts: list[Compared] = field(default_factory=list)
     planned: int | None = None
     complete: bool = False
     seconds: float = 0.0
 
     @property
-    def compared(self) -> list[Layout]:
+    def compared(self) -> list[Compared]:
         """The layouts that were compared with the first one."""
         return [layout for layout in self.layouts[1:] if layout.holds is not None]
 
     @property
-    def failed(self) -> list[Finding | Layout]:
+    def failed(self) -> list[Finding | Compared]:
         """What does not hold."""
         return [one for one in [*self.probes, *self.layouts] if one.holds is False]
 
@@ -115,7 +115,7 @@ def prove(cfg: Any, run_dir: Path, typed: Collection[str]) -> Report:
     report = Report(_about(cfg, setup))
     print(f"{cfg.model.name}, {setup.plan.parameters:,} parameters, {setup.data.description}, {cfg.train.precision}")
 
-    def note(one: Finding | Layout, said: str = "") -> None:
+    def note(one: Finding | Compared, said: str = "") -> None:
         report.seconds = time.monotonic() - began
         write(report, run_dir)
         print(f"  {_mark(one)} {said}{one}", flush=True)
@@ -140,7 +140,7 @@ def prove(cfg: Any, run_dir: Path, typed: Collection[str]) -> Report:
     return report
 
 
-def _mark(one: Finding | Layout) -> str:
+def _mark(one: Finding | Compared) -> str:
     return "-" if one.holds is None else styled(*(("✓", "green") if one.holds else ("✗", "red")), sys.stdout)
 
 
@@ -164,12 +164,12 @@ def _settled(cfg: Any, typed: Collection[str]) -> Any:
 
 def _single(cfg: Any, chunks: int) -> dict[str, Any]:
     """Return the section ``parallel`` of one process."""
-    return {**to_dict(cfg)["parallel"], **ONE, "name": "single", "schedule": "gpipe", "chunks": chunks}
+    return {**to_dict(cfg)["parallel"], **ONE, "chunks": chunks}
 
 
 def _layouts(
     report: Report, cfg: Any, setup: Setup, folder: Path, typed: Collection[str], own: int
-) -> Iterator[Layout]:
+) -> Iterator[Compared]:
     """Yield the layout of one process, and the one that was typed or all others, each as it ends."""
     batch, half_precision = cfg.train.global_batch_size, cfg.train.precision in ("bf16", "bf16_residual", "fp16")
     chosen = cfg.parallel.name not in ("single", "auto") and any(key.partition(".")[0] == "parallel" for key in typed)
