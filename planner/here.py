@@ -174,7 +174,8 @@ def measure(subject: Subject, processes: int, least: int, most: int) -> Here:
         found = json.loads((Path(folder) / _FOUND).read_text())
     layers = tuple(LayerSeconds(name, *(Curve(*curve) for curve in curves)) for name, curves in found.pop("layers"))
     lines, messages = ({name: Line(*line) for name, line in found.pop(key).items()} for key in ("lines", "messages"))
-    return Here(processes, layers=layers, messages=messages, **found, **lines)
+    found |= lines
+    return Here(processes, layers=layers, messages=messages, **found)
 
 
 def free_memory(timeout_s: float) -> float:
@@ -202,7 +203,8 @@ def _work(world: World, packed: bytes, limits: tuple[int, int], folder: str) -> 
             init_process_group(subject.device, world.rank, world.size, world.local_rank, store, timeout_s)
         at_once = world.size if subject.device == "cuda" else min(world.size, max(1, usable_cores()))
         some = dist.new_group(range(at_once)) if 1 < at_once < world.size else None
-        ranks = _Ranks(world.rank, world.size, at_once, local_device(subject.device, world.local_rank), some)
+        among = some if isinstance(some, dist.ProcessGroup) else None
+        ranks = _Ranks(world.rank, world.size, at_once, local_device(subject.device, world.local_rank), among)
         data = subject.data()
         for name in ("single", "ddp", "fsdp") if world.size > 1 else ("single",):
             _step(ranks, subject, name, _NUMBERS[0], 1)  # imports what it needs
@@ -224,14 +226,14 @@ class _Ranks:
     size: int
     at_once: int
     device: torch.device
-    some: dist.ProcessGroup | None  # the first ``at_once``, where they are not all
+    some: dist.ProcessGroup | None  # the first ``at_once``, where they are not all; on these
 
     def wait(self, group: dist.ProcessGroup | None = None) -> None:
         """Wait for the others."""
         if self.size > 1:
             dist.barrier(group)
 
-    def slowest(self, seconds: Sequence) -> Tensor:
+    def slowest(self, seconds: Sequence | Tensor) -> Tensor:
         """Return what the slowest rank took, in the lower quartile of some rounds: machines are disturbed."""
         worst = torch.as_tensor(seconds, dtype=torch.float64)
         if self.size > 1:
