@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra import version
 from hydra._internal.utils import _run_hydra, get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -91,7 +92,7 @@ def compose_and_run(task: Callable[[Any, Any], Any], arguments: Sequence[str], b
     typed = expand_lists(parsed.overrides)
     words = _for_jobs(typed) if parsed.multirun else typed
     parsed.overrides = [*brought, *words, *_directory(typed, *start)]
-    hydra.version.setbase("1.3")
+    version.setbase("1.3")
     GlobalHydra.instance().clear()
     results, error = [], None
     before, sys.argv = sys.argv, [str(FOLDER.parent / "train.py"), *arguments]  # what is recorded as the command
@@ -133,7 +134,9 @@ def _directory(arguments: Sequence[str], began: float, run_id: str) -> list[str]
 
 def with_schema(cfg: DictConfig) -> DictConfig:
     """Give a configuration that was composed before the types of its sections: ``train.steps=abc`` is an error."""
-    return cfg if OmegaConf.get_type(cfg) is Root else OmegaConf.merge(OmegaConf.structured(Root), cfg)
+    typed = cfg if OmegaConf.get_type(cfg) is Root else OmegaConf.merge(OmegaConf.structured(Root), cfg)
+    assert isinstance(typed, DictConfig)
+    return typed
 
 
 def check_keys(cfg: DictConfig, path: str = "") -> DictConfig:
@@ -143,7 +146,8 @@ def check_keys(cfg: DictConfig, path: str = "") -> DictConfig:
         HydraException: They do not. The message names the key, and the nearest that exists.
     """
     known = getattr(OmegaConf.get_type(cfg), "__dataclass_fields__", None)
-    for name in cfg:
+    names: list[Any] = list(cfg)  # what one of OmegaConf's functions gives as a key, others do not declare
+    for name in names:
         key = f"{path}.{name}" if path else str(name)
         if key == "hydra":  # its own section
             continue
@@ -172,8 +176,8 @@ def _lists(choices: Mapping[str, str | None]) -> dict[str, str]:
     """Return the groups of which several options were chosen, as they are typed: ``logger=[wandb,csv]``."""
     lists = {}
     for start, shown in _LISTED.items():
-        if further := [option for group, option in choices.items() if group.startswith(start)]:
-            lists[shown] = f"[{','.join([*([choices[shown]] if shown in choices else []), *further])}]"
+        if further := [option for group, option in choices.items() if option and group.startswith(start)]:
+            lists[shown] = f"[{','.join([*filter(None, [choices.get(shown)]), *further])}]"
     return lists
 
 
@@ -182,8 +186,8 @@ def composed_by(hydra: Any, cfg: Any) -> dict[str, Any]:
 
     Under "where" are the words that a checkpoint does not keep, or may not name.
     """
-    choices, typed = OmegaConf.to_container(hydra.runtime.choices), typed_overrides(hydra)
-    tree = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
+    choices, typed = dict(hydra.runtime.choices), typed_overrides(hydra)
+    tree: Any = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
     derived = [f"{name}.{key}" for name in TRAINED for key, value in tree[name].items() if "${" in str(value)]
     own = [f"--config-dir={one.path}" for one in hydra.runtime.config_sources if one.provider == "command-line"]
     lists = _lists(choices)
@@ -338,16 +342,16 @@ def _for_jobs(overrides: list[str]) -> list[str]:
     over one value it is left out there too.
     """
 
-    def for_job(one: Override) -> str:
-        key, _, value = one.input_line.partition("=")
+    def for_job(one: Override, line: str) -> str:
+        key, _, value = line.partition("=")
         is_plain = "." in key and value and not one.is_delete() and not one.is_sweep_override()
         is_plain = is_plain and one.value() is not None and not key.startswith("hydra")
-        return f"{key}=choice({value})" if is_plain else one.input_line
+        return f"{key}=choice({value})" if is_plain else line
 
     with suppress(HydraException):  # Hydra says what is wrong
         parsed = OverridesParser.create().parse_overrides(overrides)
         if any(one.is_sweep_override() and "." not in one.key_or_group for one in parsed):
-            return [for_job(one) for one in parsed]
+            return [for_job(one, line) for one, line in zip(parsed, overrides, strict=True)]
     return overrides
 
 
@@ -356,7 +360,8 @@ def _for_jobs(overrides: list[str]) -> list[str]:
 
 def typed_overrides(hydra: Any) -> list[str]:
     """Return what the user typed for a job, with its interpolations as they are: a value may be secret, or missing."""
-    return OmegaConf.to_container(hydra.overrides, resolve=False)["task"]
+    overrides: Any = OmegaConf.to_container(hydra.overrides, resolve=False)
+    return overrides["task"]
 
 
 def config_folder(arguments: Sequence[str]) -> Path | None:

@@ -113,7 +113,7 @@ def to_dict(cfg: Any) -> dict:
     """
     if not OmegaConf.is_config(cfg):
         cfg = to_config(cfg)
-    tree = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True, throw_on_missing=True)
+    tree: Any = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True, throw_on_missing=True)
     if masking.KEY in tree:
         return tree
     variables = masking.references(OmegaConf.to_container(cfg, resolve=False))

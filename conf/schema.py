@@ -18,19 +18,21 @@ from omegaconf import OmegaConf
 from models.gpt2_sizes import parameters_of, published_rate
 
 
-def _choice(name: str, words: str) -> type[Enum]:
-    return Enum(name, {word: word for word in words.split()}, module=__name__)
+class _Choice(Enum):
+    @staticmethod
+    def _generate_next_value_(name: str, *_) -> str:
+        return name
 
 
-Device = _choice("Device", "auto cpu cuda mps")
-Mode = _choice("Mode", "train eval plan export sample verify compare")
-Precision = _choice("Precision", "auto fp64 fp32 bf16 bf16_residual fp16")
-Format = _choice("Format", "safetensors torch_export onnx triton peft")
-Positions = _choice("Positions", "all last")
-Direction = _choice("Direction", "minimize maximize")
-Order = _choice("Order", "dp_pp pp_dp")
-CommHook = _choice("CommHook", "none bf16 fp16 hierarchical hierarchical_bf16")
-Schedule = _choice("Schedule", "gpipe 1f1b interleaved_1f1b looped_bfs interleaved_zero_bubble planned")
+Device = _Choice("Device", "auto cpu cuda mps")
+Mode = _Choice("Mode", "train eval plan export sample verify compare")
+Precision = _Choice("Precision", "auto fp64 fp32 bf16 bf16_residual fp16")
+Format = _Choice("Format", "safetensors torch_export onnx triton peft")
+Positions = _Choice("Positions", "all last")
+Direction = _Choice("Direction", "minimize maximize")
+Order = _Choice("Order", "dp_pp pp_dp")
+CommHook = _Choice("CommHook", "none bf16 fp16 hierarchical hierarchical_bf16")
+Schedule = _Choice("Schedule", "gpipe 1f1b interleaved_1f1b looped_bfs interleaved_zero_bubble planned")
 
 
 @dataclass

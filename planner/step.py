@@ -33,6 +33,7 @@ class PlannedLayout(Layout):
 
     AXES: ClassVar = ("dp", "tp", "pp")
 
+    schedule: str = "gpipe"  # always one, of one process too
     tp: int = 1
     samples: int = 1
     recompute: str = "none"

@@ -1,10 +1,10 @@
 """What is typed of a layout beside parallel=auto: refused where it is impossible, before anything is measured; kept."""
 
 import pytest
-from omegaconf import open_dict
+from omegaconf import OmegaConf, open_dict
 
 from common.errors import UserError
-from conf.composition import compose
+from conf.composition import compose, differences
 from parallel.layout import Layout
 from training.app import execute, plain
 from training.planning import choice
@@ -76,3 +76,10 @@ def test_a_checkpoint_s_layout_is_kept_and_another_one_is_not_taken_without_a_wo
     check_kept(saved, plain(*typed(*TOY, "parallel.dp=2")))
     with pytest.raises(UserError, match=r"ddp with parallel.dp=2 .* and parallel.dp=4 is another"):
         check_kept(saved, plain(*typed(*TOY, "parallel.dp=4")))
+
+
+def test_a_further_logger_that_an_option_leaves_out_is_not_listed():
+    choices = {"model": "toy", "logger": "jsonl", "logger@loggers.wandb": None, "logger@loggers.csv": "csv"}
+    hydra = OmegaConf.create({"runtime": {"choices": choices}, "overrides": {"task": []}})
+    chosen, _ = differences(OmegaConf.create({"model": {"name": "toy"}}), hydra)
+    assert chosen["logger"] == "[jsonl,csv]"
