@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.machine import unfailing_output
+from common.machine import spin_briefly, unfailing_output
 from conf.instantiate import add_to_path, environment, to_config, to_dict
 from launchers import World
 from launchers.slurm.follow import wait
@@ -154,5 +154,6 @@ def _main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    spin_briefly()
     with unfailing_output(), locked_directories():
         _main(Path(sys.argv[1]))
