@@ -4,7 +4,7 @@ import csv
 import shutil
 
 import pytest
-from commandline import free_port, train
+from commandline import train
 
 QUICK = ["-m", "train.epochs=null", "train.eval_every=null", "device=cpu"]
 GRID = [*QUICK, "train.steps=6", "parallel.chunks=1,3,2", "train.checkpoint_every=4"]
@@ -88,9 +88,3 @@ def test_a_job_that_cannot_be_composed_is_a_row_too_and_a_mistake_of_all_is_an_e
     wrong = sweep(tmp_path / "wrong", *short, "train.stepz=5", "seed=1,2")
     assert wrong.code == 1 and "stepz" in wrong.stderr
     assert not (tmp_path / "wrong").exists()
-
-
-def test_a_sweep_under_torchrun_is_refused(tmp_path):
-    world = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    run = train([*GRID, f"hydra.sweep.dir={tmp_path}/x"], tmp_path / "run", own_folder=False, env=world)
-    assert run.code == 1 and "without torchrun" in run.stderr
