@@ -80,6 +80,8 @@ def test_a_vocabulary_padded_to_50304_gives_the_same_logits_for_the_50257_words(
     rows = ours["embedding"].wte.weight
     assert torch.allclose(rows[50257:], rows[:50257].mean(dim=0)), "padding is the mean row"
     assert torch.equal(weights["embedding.wte.weight"][50250:50300], rows[50250:50300]), "and so are a rank's rows"
+    matrix = "h.0.attn.c_attn.weight"  # transposed in the file
+    assert torch.equal(weights[matrix][4:9], ours.get_parameter(matrix)[4:9])
     back, _ = chain.hugging_face.export(dict(ours.named_parameters()), 50257)
     theirs = reference.state_dict()
     assert theirs.keys() - back.keys() == {"lm_head.weight"}, "which is tied"

@@ -232,6 +232,12 @@ def _equal(one: StoredTensor, other: StoredTensor) -> bool:
     return one.shape == other.shape and all(bool((one[block] == other[block]).all()) for block in blocks)
 
 
+def _slices(box: Box, dimensions: int) -> tuple[slice, ...]:
+    """Return a slice of each dimension."""
+    given = box if isinstance(box, tuple) else () if box is ... else (box,)
+    return (*given, *[slice(None)] * (dimensions - len(given)))
+
+
 class _Transposed:
     """A matrix in a file that is kept transposed there."""
 
@@ -239,7 +245,7 @@ class _Transposed:
         self._stored, self.shape = stored, torch.Size(reversed(stored.shape))
 
     def __getitem__(self, box: Box) -> Tensor:
-        return self._stored[box[::-1] if isinstance(box, tuple) else ...].t().contiguous()
+        return self._stored[_slices(box, 2)[::-1]].t().contiguous()
 
 
 class _Padded:
@@ -249,7 +255,7 @@ class _Padded:
         self._stored, self.shape = stored, torch.Size([rows, *stored.shape[1:]])
 
     def __getitem__(self, box: Box) -> Tensor:
-        rows, *others = box if isinstance(box, tuple) else map(slice, self.shape)
+        rows, *others = _slices(box, len(self.shape))
         start, stop, _ = rows.indices(self.shape[0])
         known = self._stored.shape[0]
         own = self._stored[(slice(min(start, known), min(stop, known)), *others)]
