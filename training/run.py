@@ -104,7 +104,10 @@ def run(
             start(cfg.model, setup.chain, strategy)
         _warn(strategy.mesh, checkpoints.check())
         summary = _summary_of(strategy, run_dir, done) if ended else None
-        recorder = _recorder(setup, strategy, run_dir, first_step=done + 1, ended=ended)
+        if world.rank == 0 and not ended:
+            with suppress(OSError):
+                (run_dir / SUMMARY).unlink()  # of the run that is resumed: it describes fewer steps
+        recorder = _recorder(setup, strategy, run_dir, first_step=done + 1)
         checkpoints.warn = lambda words: recorder.say(f"warning: {words}")
         loop = Loop(setup, strategy, optimizer, checkpoints, recorder)
         if resumed is not None:
@@ -266,12 +269,9 @@ def _summary_of(strategy: Strategy, run_dir: Path, step: int) -> dict[str, Any] 
     return summary if summary.get("steps") == step else None
 
 
-def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int, ended: bool = False) -> Recorder:
+def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) -> Recorder:
     cfg, logger = setup.cfg, None
     if strategy.mesh.rank == 0:
-        if not ended:
-            with suppress(OSError):
-                (run_dir / SUMMARY).unlink()  # of the run that is resumed: it describes fewer steps
         name = f"{cfg.model.name}-{cfg.parallel.name}"
         shown = {key: value for key, value in mask_secrets(to_dict(cfg)).items() if key != COMMAND}
         supplied = {"run_dir": run_dir, "run_config": shown, "run_name": name}
