@@ -158,7 +158,8 @@ def test_of_very_many_rows_some_are_checked_before_and_the_others_when_they_are_
 def test_rows_are_checked_and_counted_once(tmp_path, rows_of, monkeypatch):
     root = write(tmp_path / "a.jsonl", map(str, range(30)))
     rows_of(root, bucket_by_length=True)
-    monkeypatch.setattr(jsonl_module.Rows, "texts_in_order", lambda *_: pytest.fail("read again"))
+    for reads in ("texts_in_order", "texts"):  # to check rows, and to count their tokens
+        monkeypatch.setattr(jsonl_module.Rows, reads, lambda *_: pytest.fail("read again"))
     rows_of(root, bucket_by_length=True)
     with pytest.raises(pytest.fail.Exception):
         rows_of(root, field=["text", "text"])
