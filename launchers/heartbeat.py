@@ -264,7 +264,7 @@ class Beats:
         with self._one_at_a_time, suppress(Exception):
             at = here()
             stack = _main_stack() if at.silent_s > self.timeout_s / 2 else ()
-            self._count += 1  # no two beats are equal: who waits sees that this rank lives
+            self._count += 1  # each beat differs from the last: a rank that waits sees that this one lives
             beat = [at.step, at.doing, at.since, self.left, stack, self._count]
             self._store.set(_key(self._rank), json.dumps(beat))
 
