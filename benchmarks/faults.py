@@ -69,7 +69,7 @@ def groups(quick: bool) -> Iterator[tuple[str, Callable[[Path], list[Trial]]]]:
             yield f"nan-{strategy}-{rank}", lambda f, s=strategy, r=rank: [poison(s, r, f)]
             yield f"stall-{strategy}-{rank}", lambda f, s=strategy, r=rank: [stall(s, r, f)]
     for strategy, count in _SIGNALS.items() if not quick else [("single", 1)]:
-        times = moments(count, seed=count)
+        times = moments(strategy, count, seed=count)
         yield f"term-{strategy}", lambda f, s=strategy, t=times: interrupt(s, t, f)
     some = {"damages": list(DAMAGES)[:1], "files": ["model-00.safetensors"]} if quick else {}
     yield "damage-single", lambda f: damage("single", f, **some)

@@ -8,6 +8,7 @@ gpt2_compiled   the same with torch.compile, and the 524,288 tokens a step of ex
 profile         where a step of GPT-2 goes: matmul, attention, cross entropy, elementwise, …, idle
 resnet50        images/s at 224 pixels, and the published 3 x 120 images of 128 pixels, beside torchvision's model
 pipelines       GPT-2 in two and four pipeline ranks on one GPU
+planner         seconds and memory of GPT-2 and ResNet-50 in five layouts, as predicted and as measured
 
 Without a PART all run one after the other, each in a process of its own that is ended after ten minutes. A part writes
 gpu_PART.csv after every row, and date, card and versions into the JSON file beside it. Nothing is downloaded: tokens
@@ -47,12 +48,18 @@ from benchmarks.gpt2 import (
     rates,
     timed,
 )
+from benchmarks.layouts_here import row as layout_row
 from benchmarks.ranks import Workers
 from benchmarks.table import Benchmark, Table
 from benchmarks.timing import paired, tabulate, take_turns
 from benchmarks.trainer import Loss, PlainLoop, Trainer, adamw, configured, same_model, token_loss
 from data.images import load_torchvision
+from launchers import start_fork_server
 from parallel.devices import keep_freed_memory, synchronize
+from training.api import load_config
+from training.app import plain
+from training.planning.choice import predict_here
+from training.planning.trial import try_layout
 
 LIMIT_S = 600
 TORCHVISION = "torchvision, plain loop"
@@ -261,6 +268,23 @@ def pipelines(toy: bool) -> Iterator[dict]:
             yield row | about | {"as fast as one process": f"{reference / median:.2f}x"}
 
 
+def planner(toy: bool) -> Iterator[dict]:
+    """Yield each number of micro-batches with which one process takes a step, as predicted and measured."""
+    start_fork_server(["training.preload"])
+    batch, chunks, image, chosen_batch = (4, (1, 2), 32, 8) if toy else (32, (1, 2, 4, 8, 16), 224, 256)
+    with _job(toy, batch, 1) as job:
+        images = ["model=resnet50", f"data.image_size={image}", "model.loss=cross_entropy"]
+        images += [f"train.global_batch_size={chosen_batch}", f"data.samples={2 * chosen_batch}"]
+        for name, words in {"gpt2": command_line(job), "resnet50": [*images, f"device={_device(toy)}"]}.items():
+            layout = ["parallel=auto", "parallel.dp=1", "parallel.pp=1", "logger=none"]
+            cfg = plain(load_config(*words, *layout, "train.precision=bf16"), None)
+            found, _ = predict_here(cfg, (1,))
+            whole = (one for one in found.best if one.layout.recompute == "none" and one.layout.strategy == "single")
+            for one in sorted(whole, key=lambda one: one.layout.chunks):
+                if one.layout.chunks in chunks:
+                    yield layout_row(name, one, try_layout(cfg, one, 0.1 if toy else 4.0))
+
+
 def _device(toy: bool) -> str:
     return "cpu" if toy else "cuda"
 
@@ -291,6 +315,7 @@ PARTS: Mapping[str, Callable[[bool], Iterator[dict]]] = {
     "profile": where_it_goes,
     "resnet50": resnet50,
     "pipelines": pipelines,
+    "planner": planner,
 }
 
 

@@ -40,7 +40,7 @@ def tables(quick: bool) -> Iterator[Table]:
     measured, chosen = {}, {}
     for name in models:
         measured[name], chosen[name] = _pairs(name, quick)
-    rows = [_row(name, *pair) for name, pairs in measured.items() for pair in pairs]
+    rows = [row(name, *pair) for name, pairs in measured.items() for pair in pairs]
     points = [(name, trial.seconds, one.seconds.total) for name, pairs in measured.items() for one, trial in pairs]
     yield Table("planner_here_layouts", rows, draw=partial(figure.against_measured, points=points))
     lines = [_line(name, pairs) | _choice(pairs, chosen[name]) for name, pairs in measured.items()]
@@ -63,7 +63,8 @@ def _pairs(name: str, quick: bool) -> tuple[list[Pair], Candidate]:
     return pairs, chosen
 
 
-def _row(name: str, one: Candidate, trial: Trial) -> dict[str, object]:
+def row(name: str, one: Candidate, trial: Trial) -> dict[str, object]:
+    """Return a line of the table: a layout as predicted and measured."""
     return {
         "model": name, "layout": one.name, "processes": one.layout.processes,
         "predicted ms": f"{1e3 * one.seconds.total:.1f}", "measured ms": f"{1e3 * trial.seconds:.1f}",

@@ -102,5 +102,6 @@ TABLES: dict[str, Mapping[str, str | tuple[str, ...]] | None | Callable[[], list
     **dict.fromkeys(("first_run", "ddp", "overhead_loop", "overhead_start", "gpt2", "exporting", "sampling")),
     **dict.fromkeys(("planner", "planner_memory", "planner_fits", "planner_here")),
     **dict.fromkeys(("gpu_peaks", "gpu_gpt2", "gpu_gpt2_compiled", "gpu_profile", "gpu_resnet50", "gpu_pipelines")),
+    "gpu_planner": None,
 }
 BENCHMARK = table.Benchmark(update)

@@ -160,11 +160,13 @@ class _Work(dist.Work):
 
 
 def _host(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous()
+    tensor = tensor.detach()
+    return tensor.contiguous() if tensor.device.type == "cpu" else _empty_host(tensor).copy_(tensor)
 
 
 def _empty_host(tensor: Tensor) -> Tensor:
-    return tensor if tensor.device.type == "cpu" else torch.empty(tensor.shape, dtype=tensor.dtype)
+    """Return pinned memory of the tensor's shape, which a GPU copies to and from several times as fast."""
+    return tensor if tensor.device.type == "cpu" else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 
 def _or(opts, default: type):

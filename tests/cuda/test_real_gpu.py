@@ -120,7 +120,7 @@ def test_a_resumed_run_gives_the_same_bits(tmp_path, strategy):
 
 @pytest.mark.parametrize("seed", range(1, RUNS + 1))
 def test_checkpoints_of_a_run_that_is_told_to_stop_are_those_of_an_undisturbed_one(tmp_path, seed):
-    trials = interrupt("single", moments(SIGNALS_EACH, seed), tmp_path, *EXACT, *LARGER)
+    trials = interrupt("single", moments("single", SIGNALS_EACH, seed), tmp_path, *EXACT, *LARGER)
     assert len(trials) == SIGNALS_EACH
     assert not [trial for trial in trials if not trial.survived or not trial.equal or trial.problem]
 

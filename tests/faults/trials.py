@@ -66,13 +66,14 @@ _WITHIN_S = 10.0
 _PER_SIGNAL = 40  # steps: some pass, of a few milliseconds each, until a signal has reached all ranks
 
 
-def moments(count: int, seed: int) -> list[Fault]:
+def moments(strategy: str, count: int, seed: int) -> list[Fault]:
     """Random ones, one in four in an evaluation, in the order in which a run meets them."""
     draw = random.Random(seed)
+    points = [point for point in STEP if point != "all-reduce" or RANKS[strategy] > 1]
     faults = []
     for number in range(count):
         step = _PER_SIGNAL * (number + 1)
-        point = EVALUATION if number % 4 == 3 else draw.choice([MOMENT, MOMENT, *STEP, *SAVE[:2]])
+        point = EVALUATION if number % 4 == 3 else draw.choice([MOMENT, MOMENT, *points, *SAVE[:2]])
         if point not in (EVALUATION, *SAVE):
             step += draw.choice([1, 2, 3])
         delay = draw.uniform(0.0, 0.03) if point in (MOMENT, EVALUATION) else 0.0
