@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from conf import COMMAND, help_page
 from conf.composition import check_keys, compose, compose_and_run, is_override, quote_values, with_schema
 from launchers import World
-from training.app import clear_errors, completed, execute, follow, leading, plain, saved_config
+from training.command.app import clear_errors, completed, execute, follow, leading, plain, saved_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +68,7 @@ def run(cfg: Any, hydra_section: Any, saved: Any = None) -> float | None:
         cfg, hydra_section = completed(cfg, hydra_section, saved)
         cfg = check_keys(with_schema(cfg))
         if cfg.mode.name == "verify" and hydra_section.mode.name == "RUN":
-            from training.verification.report import prove
+            from training.studies.verification.report import prove
 
             cfg = plain(cfg, hydra_section)
             report = prove(cfg, folder, cfg[COMMAND]["typed"])
@@ -77,7 +77,7 @@ def run(cfg: Any, hydra_section: Any, saved: Any = None) -> float | None:
                 raise TrainingError(f"model={cfg.model.name} {said}; see above")
             return None
         if hydra_section.mode.name == "MULTIRUN":
-            from training.sweep.sweeper import run_job
+            from training.command.sweep_jobs import run_job
 
             return run_job(cfg, hydra_section, World.detect())
         execute(cfg, folder, World.detect(), hydra_section)

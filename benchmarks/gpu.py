@@ -56,10 +56,10 @@ from benchmarks.trainer import Loss, PlainLoop, Trainer, adamw, configured, same
 from data.images import load_torchvision
 from launchers import start_fork_server
 from parallel.devices import keep_freed_memory, synchronize
-from training.api import load_config
-from training.app import plain
-from training.planning.choice import predict_here
-from training.planning.trial import try_layout
+from training.command.api import load_config
+from training.command.app import plain
+from training.studies.planning.choice import predict_here
+from training.studies.planning.trial import try_layout
 
 LIMIT_S = 600
 TORCHVISION = "torchvision, plain loop"
@@ -270,7 +270,7 @@ def pipelines(toy: bool) -> Iterator[dict]:
 
 def planner(toy: bool) -> Iterator[dict]:
     """Yield each number of micro-batches with which one process takes a step, as predicted and measured."""
-    start_fork_server(["training.preload"])
+    start_fork_server(["training.command.preload"])
     batch, chunks, image, chosen_batch = (4, (1, 2), 32, 8) if toy else (32, (1, 2, 4, 8, 16), 224, 256)
     with _job(toy, batch, 1) as job:
         images = ["model=resnet50", f"data.image_size={image}", "model.loss=cross_entropy"]

@@ -11,10 +11,10 @@ from benchmarks import figure
 from benchmarks.table import Table
 from launchers import start_fork_server
 from planner.search import Candidate
-from training.api import load_config
-from training.app import plain
-from training.planning.choice import nearest, pick, predict_here
-from training.planning.trial import Trial, try_layout
+from training.command.api import load_config
+from training.command.app import plain
+from training.studies.planning.choice import nearest, pick, predict_here
+from training.studies.planning.trial import Trial, try_layout
 
 MODELS = {
     "toy": ("model=toy",),
@@ -35,7 +35,7 @@ Pair = tuple[Candidate, Trial]
 
 def tables(quick: bool) -> Iterator[Table]:
     """Yield each layout as predicted and measured, and what that says of each model."""
-    start_fork_server(["training.preload"])
+    start_fork_server(["training.command.preload"])
     models = ["toy"] if quick else [*MODELS]
     measured, chosen = {}, {}
     for name in models:

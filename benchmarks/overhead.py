@@ -2,8 +2,8 @@
 
     python -m benchmarks overhead [--rounds 8] [--quick]
 
-Loop: GPT-2 124M, 8 x 256 tokens, steps of ``training.loop.Loop`` (prefetch, gradient norm, metrics, progress) against
-the same forward, backward and update with nothing around them, in turns in one process.
+Loop: GPT-2 124M, 8 x 256 tokens, steps of ``training.run.loop.Loop`` (prefetch, gradient norm, metrics, progress)
+against the same forward, backward and update with nothing around them, in turns in one process.
 
 Start: the real command line, from its start to its first step, by the times of the files that the run writes; and
 commands that train nothing. Each is a process of its own, five times in turns, after one that is left out.
@@ -30,9 +30,9 @@ from benchmarks.timing import paired, tabulate, take_turns
 from benchmarks.trainer import Trainer, configured
 from parallel.devices import autocast, keep_freed_memory
 from training.checkpoint.save import Checkpointer
-from training.loop import Loop
 from training.reporting.recorder import Loggers, Recorder
-from training.setup import Setup
+from training.run.loop import Loop
+from training.run.setup import Setup
 
 BARE, LOOP = "bare step", "loop"
 SIZE = ("model.size=124M", "train.global_batch_size=8", "data.seq_len=256")
@@ -104,7 +104,7 @@ def bare_step(setup: Setup) -> Callable[[int], None]:
 
 
 def whole_loop(setup: Setup, folder: Path) -> Callable[[int], None]:
-    """Return a step that is one of ``training.loop.Loop``, which writes its records into ``folder``."""
+    """Return a step that is one of ``training.run.loop.Loop``, which writes its records into ``folder``."""
     trainer = Trainer(setup)
     recorder = Recorder(folder, Loggers({}, build=None), setup.total_steps)
     checkpoints = Checkpointer(folder / "checkpoints", trainer.strategy, trainer.optimizer)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from benchmarks.command_line import run_directory
 from benchmarks.table import Benchmark, Table
 from conf import options
-from training.verification.report import JSON
+from training.studies.verification.report import JSON
 
 WORDS = ["device=cpu", "logger=none"]
 # Smaller than they come, and with dropout and clipping; a model that is not named here is verified as it comes.

@@ -22,7 +22,7 @@ from benchmarks import figure
 from benchmarks.command_line import run_directory
 from benchmarks.table import Benchmark, Table
 from benchmarks.trainer import TRANSFORMER
-from training.verification.report import JSON
+from training.studies.verification.report import JSON
 
 _WORDS = [
     "model=transformer", "model.d_model=64", "model.d_hid=256", "model.n_layer=4", "model.dropout=0.2",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from benchmarks import table
-from training.verification.layouts import COMPARED
+from training.studies.verification.layouts import COMPARED
 
 _ROOT = Path(__file__).parents[1]
 PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]

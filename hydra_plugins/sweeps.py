@@ -1,4 +1,4 @@
-"""What Hydra calls for a sweep. It looks for plugins in this package only; the work is done in training/sweep."""
+"""What Hydra calls for a sweep. It looks for plugins in this package only; training/command does the work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class JobSweeper(BasicSweeper):
 
     def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
         """Run all jobs that the overrides ``arguments`` describe."""
-        from training.sweep.sweeper import sweep
+        from training.command.sweep_jobs import sweep
 
         return sweep(self, arguments)
 
@@ -34,6 +34,6 @@ class SlurmArray(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Return one JobReturn per job; whether the job failed is recorded in its directory."""
-        from training.sweep.sweeper import launch_array
+        from training.command.sweep_jobs import launch_array
 
         return launch_array(self.hydra_context, self.config, job_overrides, initial_job_idx)

@@ -9,9 +9,9 @@ import torch.distributed.pipelining  # noqa: F401
 import wandb  # noqa: F401
 from hydra._internal.hydra import Hydra
 
-import training.app
-import training.modes
-import training.run  # noqa: F401
+import training.command.app
+import training.command.modes
+import training.run.rank  # noqa: F401
 from conf.composition import compose
 
 # A command line calls it for ``hydra.mode`` alone, which nothing here sets: a composition more, half the time of a test

@@ -31,7 +31,7 @@ FORBIDDEN = {
     "data/dataset.py": ("import models.chain", "data is not allowed to import models"),
     "parallel/plan.py": ("import launchers", "parallel is not allowed to import launchers"),
     "launchers/world.py": ("import data.dataset", "launchers is not allowed to import data"),
-    "training/reporting/metrics.py": ("import training.loop", "training.reporting is not allowed to import"),
+    "training/reporting/metrics.py": ("import training.run.loop", "training.reporting is not allowed to import"),
     "training/checkpoint/load.py": ("import training.reporting", "training.checkpoint is not allowed to import"),
     "common/errors.py": ("import common.machine", "No cycles are allowed in common"),
     "common/machine.py": ("import common.errors", "No cycles are allowed in common"),
@@ -82,7 +82,7 @@ def test_pip_is_told_in_a_sentence_that_this_is_no_package(how, tmp_path):
     assert code != 0 and "not a package: pip install -r requirements.txt" in said
 
 
-@pytest.mark.parametrize("begin", [["-c", "import training.api"], ["-m", "benchmarks", "pipelining", "--help"]])
+@pytest.mark.parametrize("begin", [["-c", "import training.command.api"], ["-m", "benchmarks", "pipelining", "--help"]])
 def test_a_folder_that_hides_a_package_of_this_project_is_named(begin, tmp_path):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "__init__.py").touch()

@@ -23,7 +23,6 @@ def _check_packages() -> None:
 
 _check_packages()
 
-from training.api import Result, load_config, train  # noqa: E402
-from training.verification import verify  # noqa: E402
+from training.command.api import Result, load_config, train, verify  # noqa: E402
 
 __all__ = ["Result", "load_config", "train", "verify"]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from launchers import World
 from parallel import devices
-from training import run as training_run
+from training.run import rank as training_run
 
 TWO = World(rank=1, size=2, local_rank=1, local_size=2, origin="environment")
 
@@ -65,8 +65,8 @@ def test_a_rank_that_sees_one_gpu_takes_it(group, monkeypatch):
 def test_the_submitting_machine_is_not_asked_for_its_devices(monkeypatch):
     from composed import config
 
-    from training import setup as training_setup
-    from training.slurm_job import prepare_here
+    from training.command.slurm_job import prepare_here
+    from training.run import setup as training_setup
 
     monkeypatch.setattr(devices, "resolve_device_type", lambda *args: pytest.fail("it was asked"))
     monkeypatch.setattr(training_setup, "seconds_per_layer", lambda *args: pytest.fail("it was measured"))

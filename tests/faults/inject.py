@@ -87,10 +87,10 @@ def arm() -> None:
     from parallel.sharding import local
     from parallel.stage import Stage
     from parallel.strategy import Strategy
-    from training import loop
-    from training import run as running
     from training.checkpoint import save as saving
     from training.optimizer import Optimizer
+    from training.run import loop
+    from training.run import rank as running
 
     attempt = Attempt(Record(Path(os.environ["FAULTS"])))
     at, all_reduce = attempt.reach, dist.all_reduce

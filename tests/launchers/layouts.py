@@ -12,7 +12,7 @@ import psutil
 from composed import config
 
 from launchers import World
-from training.run import run
+from training.run.rank import run
 
 
 def crossed():

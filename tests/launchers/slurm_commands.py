@@ -40,7 +40,7 @@ class Job(Started):
         wanted = {f"{name}={value}".encode() for name, value in wanted.items()}
         for entry in Path("/proc").iterdir():
             try:
-                inside = b"training.slurm_job" in (entry / "cmdline").read_bytes()
+                inside = b"training.command.slurm_job" in (entry / "cmdline").read_bytes()
                 words = set((entry / "environ").read_bytes().split(b"\0")) if inside else set()
             except OSError:
                 continue

@@ -18,7 +18,7 @@ from planner.costs import MeasuredCosts
 from planner.here import Curve, Here, LayerSeconds, Line, Subject, measure
 from planner.step import PlannedLayout, seconds_of
 from planner.work import LayerWork
-from training.app import plain
+from training.command.app import plain
 
 WIDTH = 256
 SIZES = 16, 2048

@@ -26,10 +26,10 @@ from planner.costs import PaperCosts
 from planner.search import Place, allowed, layouts, search
 from planner.step import PlannedLayout, Seconds, bytes_of, cut, seconds_of
 from planner.work import LayerWork, work_of
-from training.app import execute, plain
-from training.planning.paper import model_of
+from training.command.app import execute, plain
 from training.reporting.run_directory import release
-from training.setup import model_and_data
+from training.run.setup import model_and_data
+from training.studies.planning.paper import model_of
 
 PLAIN = Cluster(
     nodes=2, devices=4, device="made up", peak={"bf16": 1e12}, memory=8e9, memory_bandwidth=1e11,

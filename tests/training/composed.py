@@ -43,8 +43,8 @@ def config(*overrides: str):
 
 def run(folder: Path, *overrides: str) -> dict:
     """One training in this process; returns its summary."""
-    from training.run import run as training
-    from training.setup import prepare
+    from training.run.rank import run as training
+    from training.run.setup import prepare
 
     folder.mkdir(parents=True, exist_ok=True)
     cfg = config(*overrides)
@@ -73,7 +73,7 @@ def run_on_rank(tree: dict, folder: str, meeting: str) -> dict:
     import torch.distributed as dist
 
     from launchers import World
-    from training.run import run as training
+    from training.run.rank import run as training
 
     rank, size, store = 0, 1, None
     if dist.is_initialized():  # the pool's own group: a run makes one for itself

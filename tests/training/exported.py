@@ -13,9 +13,9 @@ from commandline import ROOT
 from composed import config, run
 from torch import Tensor
 
-from training.app import execute
+from training.command.app import execute
+from training.command.modes import restore
 from training.export.served import ServedModel, serve
-from training.modes import restore
 
 ONNX = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime", "transformers")),

@@ -12,7 +12,7 @@ from composed import run as train
 
 from common.errors import TrainingError
 from conf.instantiate import add_to_path
-from training.run import run as run_config
+from training.run.rank import run as run_config
 
 SHORT = ["train.epochs=null", "train.steps=8"]
 OWN = """

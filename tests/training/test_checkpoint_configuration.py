@@ -14,9 +14,9 @@ from conf import CHOSEN, TRAINED, options
 from conf.composition import compose, composed_by, quote_values
 from conf.instantiate import to_config, to_dict
 from train import main
-from training.app import execute, saved_config
 from training.checkpoint.files import with_checksum
-from training.run import kept
+from training.command.app import execute, saved_config
+from training.run.rank import kept
 
 
 @pytest.fixture(scope="module")

@@ -26,13 +26,13 @@ from common.errors import CheckpointError, LaunchError, TrainingError, UserError
 from conf.instantiate import to_dict
 from parallel.mesh import SHARDS, Mesh
 from parallel.sharding import Piece
-from training import identity
-from training import run as run_module
 from training.checkpoint import save
 from training.checkpoint.files import Checkpoint, Content, is_usable, sha256, with_checksum
-from training.loop import Loop
 from training.optimizer import Optimizer
 from training.reporting.recorder import Loggers, Recorder
+from training.run import identity
+from training.run import rank as run_module
+from training.run.loop import Loop
 
 STEPS = ["train.epochs=null", "train.steps=6", "optim.momentum=0.9"]
 EVERY_2 = [*STEPS, "train.checkpoint_every=2", "train.keep_checkpoints=9"]

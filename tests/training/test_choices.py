@@ -11,11 +11,11 @@ from composed import compose
 from common.errors import PlanError
 from conf import COMMAND
 from launchers import World
-from training.app import plain, prepared
 from training.checkpoint.files import Checkpoint
-from training.planning import choice
-from training.planning.choice import choose, predict_here, recall
-from training.planning.paper import command, predict_on_paper
+from training.command.app import plain, prepared
+from training.studies.planning import choice
+from training.studies.planning.choice import choose, predict_here, recall
+from training.studies.planning.paper import command, predict_on_paper
 
 COMMON = ["model=toy", "logger=none", "train.steps=4", "train.global_batch_size=4", "data.samples=40"]
 LONGER = ["train.steps=6" if word == "train.steps=4" else word for word in COMMON]
@@ -121,7 +121,7 @@ def test_where_processes_exist_already_nothing_is_chosen(tmp_path, word):
 
 
 def test_where_nothing_fits_the_nearest_is_named(monkeypatch):
-    monkeypatch.setattr("training.planning.choice.available_memory", lambda: 2**20)
+    monkeypatch.setattr("training.studies.planning.choice.available_memory", lambda: 2**20)
     with pytest.raises(PlanError, match=r"none of \d+ layouts fits into 0.0 GiB; what comes nearest, parallel="):
         predict_here(cfg_of("parallel=auto"))
 

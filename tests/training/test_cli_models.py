@@ -4,7 +4,7 @@ import pytest
 from commandline import ROOT, Started, free_port, train
 from composed import QUIET, compose, config, for_rank, losses, records, run, run_on_rank
 
-from training.app import execute
+from training.command.app import execute
 from training.reporting.console import number
 
 REAL = ROOT.parent / "shared" / "data"

@@ -8,8 +8,8 @@ from commandline import ROOT, train
 from composed import compose
 
 from models.toy import toy
-from training.api import with_given
-from training.setup import describe_recipe
+from training.command.api import with_given
+from training.run.setup import describe_recipe
 
 CONF = ROOT / "conf"
 GROUPS = {

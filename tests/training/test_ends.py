@@ -15,7 +15,7 @@ from composed import run as train_here
 
 from launchers import stopping
 from launchers.stopping import EXIT_CODE, SAME_REQUEST_S, Stopped
-from training import evaluate
+from training.run import evaluate
 
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 START_S = 120

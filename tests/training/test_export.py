@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from triton_server import TritonServer, installed
 
 from common.errors import CheckpointError, TrainingError
-from training.app import execute
+from training.command.app import execute
 from training.export import served, write
 from training.export.served import ServedModel
 

@@ -17,8 +17,8 @@ from hugging_face import make_folder, write_rows
 from safetensors.torch import load_file, save_file
 
 from common.errors import UserError
-from training.app import execute
-from training.setup import describe, prepare
+from training.command.app import execute
+from training.run.setup import describe, prepare
 
 pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
 KEPT = ["train.epochs=null", "train.steps=1", "optim.lr=0", "train.precision=fp32", "train.eval_every=null"]

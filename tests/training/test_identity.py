@@ -9,9 +9,9 @@ from common.errors import LaunchError, TrainingError
 from data.dataset import InMemory
 from data.text import Text
 from parallel.mesh import Mesh
-from training import identity
-from training.identity import changes, check_ranks, data_digest, describe_rank
-from training.setup import prepare
+from training.run import identity
+from training.run.identity import changes, check_ranks, data_digest, describe_rank
+from training.run.setup import prepare
 
 FEW = ["train.epochs=null", "train.steps=2", "train.eval_every=null", "data.samples=200"]
 

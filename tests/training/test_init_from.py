@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from common.errors import TrainingError, UserError
 from conf.composition import quote_values
 from data.vocabulary import gpt2
-from training.app import execute
-from training.setup import prepare
+from training.command.app import execute
+from training.run.setup import prepare
 
 EMBEDDING = "embedding.wte.weight"
 (EXTRA,) = quote_values(['model.extra_tokens={"<a>": "start of an entity", "<b>": null}'])

@@ -12,8 +12,8 @@ from composed import config
 from common.errors import UserError
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
-from training.app import execute
-from training.setup import describe, prepare, total_steps
+from training.command.app import execute
+from training.run.setup import describe, prepare, total_steps
 
 TINY = ["model=gpt2", "model.size=tiny"]
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from common.errors import TrainingError
 from data.images import load_torchvision
-from training.app import execute
+from training.command.app import execute
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_transformers_gives_the_same_logits(model, trained, exported):
     load_torchvision()  # or transformers fails where torchvision does not fit a CPU torch
     from transformers import AutoTokenizer, GPT2LMHeadModel
 
-    from training.modes import restore
+    from training.command.modes import restore
 
     theirs, info = GPT2LMHeadModel.from_pretrained(exported, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))

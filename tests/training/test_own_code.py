@@ -13,8 +13,8 @@ from common.errors import TrainingError, UserError
 from conf.composition import check_received, compose_own
 from conf.instantiate import literal
 from training import train
-from training.evaluate import record_of
-from training.setup import prepare
+from training.run.evaluate import record_of
+from training.run.setup import prepare
 
 QUICK = ["train.epochs=null", "train.steps=3", "logger=none", "device=cpu", "parallel.threads=1"]
 MODULE = '''
@@ -110,7 +110,7 @@ def test_a_job_of_an_array_finds_them_too(mine, tmp_path, monkeypatch):
     from train import main
 
     queued = []
-    monkeypatch.setattr("training.sweep.sweeper._run_all", queued.extend)
+    monkeypatch.setattr("training.command.sweep_jobs._run_all", queued.extend)
     # A width is nothing that the model has which Hydra composes with first, without what is swept.
     words = ["-m", *mine, "model=deep,deep", "model.width=4", "launcher=slurm", "launcher.gpus_per_node=0", *QUICK]
     main([*words, f"hydra.sweep.dir={tmp_path}/sweep"])
@@ -159,7 +159,7 @@ ELSEWHERE = {**IN_ITS_RUN, "file": "/etc/diary-abc123"}
         ([], {"train.steps": 5, "parallel.balance": [1, 2]}, None),
         (DIARY, {"optim": {"_target_": "os.system", "lr": 1}}, "_target_=os.system"),
         (DIARY, {"optim": {"_target_": "torch.hub.load"}}, "_target_=torch.hub.load"),
-        (DIARY, {"optim": {"_target_": "training.api.train"}}, "_target_=training.api.train"),
+        (DIARY, {"optim": {"_target_": "training.command.api.train"}}, "_target_=training.command.api.train"),
         (DIARY, {"callbacks": [{"_target_": "mine.Diary", "file": "b"}]}, "_target_=mine.Diary, callbacks"),
         (DIARY, {"parallel.env": {"LD_PRELOAD": "a.so"}}, "parallel.env"),
         ([], {"parallel.env": {"GIT_CONFIG_COUNT": "1"}}, "parallel.env"),

@@ -7,7 +7,7 @@ import pytest
 from apart import run_with_own
 from composed import LAYOUTS, config, for_rank, losses, run, run_layout, saved
 
-from training.app import execute
+from training.command.app import execute
 
 TOY = ["train.epochs=null", "train.steps=4", "train.precision=fp64", "train.eval_every=null"]
 GPT2 = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=32", "model.n_head=2", *TOY]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from sweep_jobs import chunk_sweep, leave
 
-from training.sweep.report import page, results
-from training.sweep.table import read_table
+from training.studies.sweep.report import page, results
+from training.studies.sweep.table import read_table
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 COMMAND = "python train.py -m model=resnet50 'parallel.chunks=1,2,3' logger.tags=[<b>]"

@@ -149,7 +149,7 @@ import numpy, torch, torch._dynamo, torch.utils.data
 from hydra import compose, initialize_config_dir
 from conf.schema import register
 from conf.instantiate import to_config, to_dict
-from training.run import run
+from training.run.rank import run
 
 def closed(*args, **kwargs):
     raise AssertionError("something was unpickled")

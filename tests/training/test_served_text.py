@@ -19,8 +19,8 @@ from triton_server import TritonServer, installed
 
 from data.images import load_torchvision
 from data.vocabulary import END_OF_TEXT, GPT2Vocabulary
-from training.app import execute
-from training.modes import sample
+from training.command.app import execute
+from training.command.modes import sample
 
 POSITIONS = 40
 EXTRA = "<a>"

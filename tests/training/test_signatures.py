@@ -50,7 +50,7 @@ def test_an_error_of_the_program_is_not_explained():
         "builtins.eval",
         "torch.load",
         "database.connect",
-        "training.run.os.system",
+        "training.run.rank.os.system",
         "data.text.Path.touch",
         "torch.nn.init.normal_",
         "data.cache.fetch",

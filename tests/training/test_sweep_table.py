@@ -9,11 +9,11 @@ from omegaconf import open_dict
 from sweep_jobs import chunk_sweep, leave
 
 from common.errors import TrainingError
+from training.command.sweep_jobs import Entry, batches, open_folders
 from training.reporting.job_record import Job
-from training.sweep.figure import loss_figure, score_figure
-from training.sweep.report import SweepReport, results
-from training.sweep.sweeper import Entry, batches, open_folders
-from training.sweep.table import read_table, write_csv
+from training.studies.sweep.figure import loss_figure, score_figure
+from training.studies.sweep.report import SweepReport, results
+from training.studies.sweep.table import read_table, write_csv
 
 
 def test_the_csv_has_a_row_per_job_in_order_with_overrides_and_results(tmp_path):

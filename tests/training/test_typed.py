@@ -6,10 +6,10 @@ from omegaconf import OmegaConf, open_dict
 from common.errors import UserError
 from conf.composition import compose, differences
 from parallel.layout import Layout
-from training.app import execute, plain
-from training.planning import choice
-from training.planning.paper import predict_on_paper
-from training.planning.typed import check_kept
+from training.command.app import execute, plain
+from training.studies.planning import choice
+from training.studies.planning.paper import predict_on_paper
+from training.studies.planning.typed import check_kept
 
 TOY = ("model=toy", "logger=none", "parallel=auto")
 PAPER = ("mode=plan", "parallel=auto", "logger=none", "cluster=a100x64")

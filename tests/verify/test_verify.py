@@ -21,13 +21,13 @@ from models.losses import ClassCrossEntropy
 from parallel.schedules import SCHEDULES
 from parallel.strategies import STRATEGIES
 from training import load_config, verify
-from training.api import with_given
-from training.app import plain
-from training.setup import prepare
-from training.verification import probes
-from training.verification.layouts import as_run, name_of, places
-from training.verification.probes import probe
-from training.verification.report import _single
+from training.command.api import with_given
+from training.command.app import plain
+from training.run.setup import prepare
+from training.studies.verification import probes
+from training.studies.verification.layouts import as_run, name_of, places
+from training.studies.verification.probes import probe
+from training.studies.verification.report import _single
 
 generator = torch.Generator().manual_seed(0)
 DATA = torch.randn(32, 8, generator=generator), torch.randint(0, 3, (32,), generator=generator)

@@ -1,6 +1,6 @@
 """The configuration that a checkpoint keeps: a command that names the checkpoint need not repeat it.
 
-It says what is trained, not where (see ``training.run.kept``): the option of each group, and every value. The
+It says what is trained, not where (see ``training.run.rank.kept``): the option of each group, and every value. The
 options stand behind what is typed when Hydra composes (``SavedConfig.words``), so that a model's file acts as it did;
 then the values are laid under what was typed (``SavedConfig.lay_under``).
 

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from training.reporting.job_record import label
-from training.sweep.table import TIME, Row, Table
+from training.studies.sweep.table import TIME, Row, Table
 
 CHUNKS = "parallel.chunks"
 _WIDTH, _HEIGHT = 6.0, 4.2  # inches: legible on a phone

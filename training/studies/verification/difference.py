@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from training.verification.layouts import Compared, Runs
-from training.verification.probes import Finding, difference, largest_difference
-from training.verification.recording import INPUT, KINDS, OUTPUT, OUTPUT_GRADIENT, Key
+from training.studies.verification.layouts import Compared, Runs
+from training.studies.verification.probes import Finding, difference, largest_difference
+from training.studies.verification.recording import INPUT, KINDS, OUTPUT, OUTPUT_GRADIENT, Key
 
 
 def first_difference(runs: Runs, layout: Compared, findings: Sequence[Finding]) -> str:

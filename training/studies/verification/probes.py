@@ -27,7 +27,7 @@ from models.chain import CPU, LOSS, Chain, as_tuple, is_within
 from parallel.devices import parameter_dtype
 from parallel.shape_inference import drawing_by_microbatch, trace
 from parallel.stage import Stage
-from training.setup import Setup
+from training.run.setup import Setup
 
 _SAMPLES = 4
 _FEW, _PAIR = slice(0, _SAMPLES), slice(0, 2)

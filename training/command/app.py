@@ -31,12 +31,12 @@ from launchers import Interrupted, WorkerFailed, World, run_workers, start_fork_
 from launchers.failure import EndedTogether
 from launchers.heartbeat import note
 from launchers.stopping import Stopped
-from training.planning import is_automatic
+from training.studies.planning import is_automatic
 
 if TYPE_CHECKING:
     from launchers.meeting import Place
     from training.checkpoint.configuration import SavedConfig
-    from training.setup import Setup
+    from training.run.setup import Setup
 
 ALONE = ("export", "sample")  # modes that need one process whatever the strategy is
 _JOB = "job"  # what rank 0 tells the others
@@ -138,19 +138,19 @@ def execute(cfg: Any, run_dir: Path, world: World | None, hydra: Any = None, iso
         stopping.at_once()
     words = _words(cfg, hydra)
     if cfg.parallel.name == "auto" and cfg.mode == "plan":
-        from training.planning.paper import on_paper, plan_on_paper
+        from training.studies.planning.paper import on_paper, plan_on_paper
 
         if on_paper(cfg):
             print(plan_on_paper(cfg, run_dir, words))
             return
     if cfg.mode in ALONE:
-        from training.modes import run_alone
+        from training.command.modes import run_alone
 
         run_alone(cfg, run_dir, world)
         return
     _start_fork_server(cfg, world, isolated)
     if cfg.mode == "compare":
-        from training.planning.comparison import compare
+        from training.studies.planning.comparison import compare
 
         with _nothing_begun():
             print(compare(cfg, run_dir, world, words))
@@ -165,7 +165,7 @@ def execute(cfg: Any, run_dir: Path, world: World | None, hydra: Any = None, iso
         _check_memory(setup, world)
     try:
         if queued:
-            from training.slurm_job import run_as_job
+            from training.command.slurm_job import run_as_job
 
             run_as_job(setup, run_dir)
         elif world is not None:
@@ -173,7 +173,7 @@ def execute(cfg: Any, run_dir: Path, world: World | None, hydra: Any = None, iso
         elif stopping.wanted():
             raise Stopped("stopped before the first step")
         elif processes == 1 and not isolated and not _restarts(cfg):
-            from training.run import run
+            from training.run.rank import run
 
             run(cfg, run_dir, setup=setup)
         else:
@@ -185,11 +185,11 @@ def execute(cfg: Any, run_dir: Path, world: World | None, hydra: Any = None, iso
         raise Stopped(f"{stopped}; {resume if cfg.mode == 'train' else _AGAIN}") from None
     if cfg.mode == "train" and not queued:
         if not isolated:
-            from training.modes import closing_sample
+            from training.command.modes import closing_sample
 
             print(closing_sample(cfg, run_dir, entropy), end="", flush=True)
         if automatic:
-            from training.planning.choice import compared_with_prediction
+            from training.studies.planning.choice import compared_with_prediction
 
             print(compared_with_prediction(run_dir), end="", flush=True)
 
@@ -214,7 +214,7 @@ def plain(cfg: Any, hydra: Any) -> Any:
     cfg = to_config(tree)
     add_to_path(cfg.import_from or ())
     if cfg.cluster is not None:
-        from training.planning.paper import check_cluster
+        from training.studies.planning.paper import check_cluster
 
         check_cluster(cfg)
     return cfg
@@ -240,20 +240,20 @@ def prepared(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] 
     # Only now: they import torch.
     from parallel.devices import import_compiler_late
     from training.checkpoint.load import after_restart
+    from training.command.slurm_job import prepare_here
     from training.reporting.run_directory import started_again
-    from training.setup import prepare
-    from training.slurm_job import prepare_here
+    from training.run.setup import prepare
 
     if not cfg.train.compile:
         import_compiler_late()
     if started_again() and cfg.mode == "train":
         after_restart(cfg, run_dir)
     if cfg.train.resume is not None or cfg.mode == "eval":
-        from training.planning.choice import recall
+        from training.studies.planning.choice import recall
 
         recall(cfg, run_dir)
     if is_automatic(cfg):
-        from training.planning.choice import choose
+        from training.studies.planning.choice import choose
 
         choose(cfg, run_dir, world, words)
     if _is_queued(cfg, world):
@@ -271,7 +271,7 @@ def _start_fork_server(cfg: Any, world: World | None, isolated: bool) -> None:
     workers = automatic or cfg.mode == "compare" or ((several or isolated or _restarts(cfg)) and cfg.mode != "plan")
     if workers and world is None and cfg.launcher.name == "local":
         with changed_environment(environment(cfg)):
-            start_fork_server(["training.preload"])
+            start_fork_server(["training.command.preload"])
 
 
 def check_sections(cfg: Any) -> None:
@@ -301,7 +301,7 @@ def _allow_open_files() -> None:
 
 def _describe(setup: Setup, composed: Any, hydra: Any) -> None:
     """Print the configuration and the plan; with mode=plan, the memory of every rank too."""
-    from training.setup import describe
+    from training.run.setup import describe
 
     if hydra is not None and setup.cfg.mode in ("train", "eval"):
         print(to_text(composed, hydra), end="\n\n", flush=True)
@@ -327,7 +327,7 @@ def _check_memory(setup: Setup, world: World | None) -> None:
     """
     from parallel.devices import parameter_dtype
     from parallel.shape_inference import PROCESS_BYTES
-    from training.setup import certain_tensors
+    from training.run.setup import certain_tensors
 
     plan, cfg = setup.plan, setup.cfg
     if world is not None and world.local_size < world.size:
@@ -349,7 +349,7 @@ def _check_memory(setup: Setup, world: World | None) -> None:
 
 
 def _start_workers(cfg: Any, run_dir: Path, processes: int) -> None:
-    from training.setup import pack_given
+    from training.run.setup import pack_given
 
     timeout_s = cfg.parallel.timeout_s
     args = to_dict(cfg), str(run_dir), pack_given()
@@ -374,8 +374,8 @@ def work(world: World, tree: dict, run_dir: str, given: bytes | None) -> None:
     """What each local worker runs. After a restart it resumes from the newest checkpoint."""
     from launchers.world import restarts
     from training.checkpoint.load import after_restart
-    from training.run import run
-    from training.setup import unpack_given
+    from training.run.rank import run
+    from training.run.setup import unpack_given
 
     unpack_given(given)
     cfg, folder = to_config(tree), Path(run_dir)
@@ -387,7 +387,7 @@ def work(world: World, tree: dict, run_dir: str, given: bytes | None) -> None:
 def _lead(setup, run_dir: Path, world: World) -> None:
     """Rank 0 under torchrun or srun: tell the other ranks what to run and where."""
     from launchers.meeting import describe_places, rendezvous, tell
-    from training.run import run
+    from training.run.rank import run
 
     cfg = setup.cfg
     with rendezvous(world, cfg.parallel.timeout_s) as (store, places), _requeued(world):
@@ -412,7 +412,7 @@ def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any]
     """
     from launchers.meeting import hear, rendezvous
     from launchers.worker import redirect_output
-    from training.run import run
+    from training.run.rank import run
 
     console, timeout_s = os.dup(2), _typed_timeout(arguments)
     if world.origin == "torchrun":

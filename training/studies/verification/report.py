@@ -25,10 +25,10 @@ from conf.masking import mask_secrets
 from launchers import Interrupted, World, start_fork_server
 from training.reporting.console import columns
 from training.reporting.recorder import describe
-from training.setup import Setup, prepare
-from training.verification.difference import first_difference
-from training.verification.layouts import COMPARED, ONE, Compared, Runs, as_run, places
-from training.verification.probes import Finding, probe
+from training.run.setup import Setup, prepare
+from training.studies.verification.difference import first_difference
+from training.studies.verification.layouts import COMPARED, ONE, Compared, Runs, as_run, places
+from training.studies.verification.probes import Finding, probe
 
 _SAMPLES = 8  # of a step, where no batch was typed
 JSON, PAGE = "certificate.json", "certificate.html"
@@ -110,7 +110,7 @@ def prove(cfg: Any, run_dir: Path, typed: Collection[str]) -> Report:
     own = _own_microbatch(cfg)
     cfg = _settled(cfg, typed)
     with changed_environment(environment(cfg)):
-        start_fork_server(["training.preload"])
+        start_fork_server(["training.command.preload"])
     setup = prepare(to_config(as_run(cfg, _single(cfg, chunks=1))))
     report = Report(_about(cfg, setup))
     print(f"{cfg.model.name}, {setup.plan.parameters:,} parameters, {setup.data.description}, {cfg.train.precision}")

@@ -34,15 +34,15 @@ from training.checkpoint.files import Checkpoint
 from training.checkpoint.init_from import not_drawn, read_base, start
 from training.checkpoint.load import load, resume
 from training.checkpoint.save import Checkpointer, files_of
-from training.evaluate import evaluate_split, problem
-from training.identity import changes, check_ranks, check_run_directory, check_weights, follows_total
-from training.loop import Loop
 from training.optimizer import Optimizer
 from training.reporting.console import describe_results, numbers, what_to_type
 from training.reporting.metrics import SUMMARY, read_object
 from training.reporting.recorder import Loggers, Recorder, sections
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
-from training.setup import Setup, build_setup
+from training.run.evaluate import evaluate_split, problem
+from training.run.identity import changes, check_ranks, check_run_directory, check_weights, follows_total
+from training.run.loop import Loop
+from training.run.setup import Setup, build_setup
 
 
 @exit_is_failure()

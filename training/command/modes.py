@@ -28,7 +28,7 @@ from training.checkpoint.load import load
 from training.export.write import check_export, write
 from training.reporting.console import describe_sample
 from training.reporting.metrics import SUMMARY, read_object
-from training.setup import model_and_data
+from training.run.setup import model_and_data
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
 """A run as a job of a SLURM cluster: what happens on the submitting side, and in each task of the job.
 
-The checked configuration travels as a JSON file, which ``python -m training.slurm_job FOLDER`` reads in each task.
+The checked configuration travels as a JSON file, which ``python -m training.command.slurm_job FOLDER`` reads in each
+task.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def prepare_here(cfg: Any):
     What this machine has does not count, and nothing is measured on it.
     """
     from parallel.devices import Hardware
-    from training.setup import prepare
+    from training.run.setup import prepare
 
     launcher, per_node = cfg.launcher, cfg.launcher.tasks_per_node
     check_options(launcher)
@@ -83,7 +84,7 @@ def queue(runs: list[CheckedRun], folder: Path, name: str) -> list[Job]:
     env = environment(cfg) if threads is None else {**environment(cfg), "OMP_NUM_THREADS": str(threads)}
     for index, run in enumerate(runs):
         write_private(_config_path(folder, index), json.dumps({"cfg": run.tree, "run_dir": str(run.run_dir)}))
-    arguments = ["-m", "training.slurm_job", str(folder)]
+    arguments = ["-m", "training.command.slurm_job", str(folder)]
     return submit(arguments, [run.run_dir / "logs" for run in runs], cfg.launcher, runs[0].processes, folder, name, env)
 
 
@@ -113,8 +114,8 @@ def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
     from launchers.failure import is_peer_error
     from launchers.meeting import describe_places, ending_together, hear, rendezvous, tell
     from training.checkpoint.load import after_restart
-    from training.run import run
-    from training.setup import describe, prepare
+    from training.run.rank import run
+    from training.run.setup import describe, prepare
 
     begin = time.monotonic()
     if restarts() > 0:

@@ -22,7 +22,7 @@ from training.reporting.job_record import FINISHED, RUNNING, WAITING
 from training.reporting.metrics import read_object
 
 if TYPE_CHECKING:  # numpy: Hydra imports this module before every run
-    from training.sweep.table import Row, Table
+    from training.studies.sweep.table import Row, Table
 
 CSV, FIGURE, PAGE = "sweep.csv", "sweep.png", "report.html"
 
@@ -51,7 +51,7 @@ def report(folder: Path, ended: bool = True, objective: str | None = None, direc
     Returns:
         Whether the files are written and no job has failed, been interrupted or, if ``ended``, is unfinished.
     """
-    from training.sweep.table import read_table, write_csv
+    from training.studies.sweep.table import read_table, write_csv
 
     table = read_table(folder, objective, direction)
     if not table.rows:
@@ -62,7 +62,7 @@ def report(folder: Path, ended: bool = True, objective: str | None = None, direc
         command = shlex.join(["python", Path(sys.argv[0]).name, *mask_secrets(sys.argv[1:])])
         (folder / PAGE).write_text(page(table, command), encoding="utf-8")
         if table.scored:
-            from training.sweep.figure import score_figure
+            from training.studies.sweep.figure import score_figure
 
             score_figure(table).savefig(folder / FIGURE)
         print(f"files: {folder}: {' '.join([CSV, *[FIGURE] * bool(table.scored), PAGE])}", flush=True)
@@ -101,7 +101,7 @@ def results(table: Table) -> Iterator[str]:
 
 def _doubt(table: Table, row: Row) -> str:
     """Why a row with the best speed need not be the fastest: too few steps, or spreads that overlap its own."""
-    from training.sweep.table import ENOUGH_STEPS
+    from training.studies.sweep.table import ENOUGH_STEPS
 
     rivals = [other for other in table.rivals(row) if other.times is not None]
     steps = min((rival.timed for rival in rivals), default=0)
@@ -141,8 +141,8 @@ def page(table: Table, command: str) -> str:
 
 def _figures(table: Table) -> Iterator[tuple[str, str]]:
     """Each figure's caption and its picture as an address."""
-    from training.sweep.figure import loss_figure, score_figure
-    from training.sweep.table import TIME
+    from training.studies.sweep.figure import loss_figure, score_figure
+    from training.studies.sweep.table import TIME
 
     caption = f"{table.objective.title}: {'larger' if table.objective.larger_is_better else 'smaller'} is better"
     if table.objective.name == TIME:

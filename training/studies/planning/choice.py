@@ -28,12 +28,12 @@ from planner.here import Subject, free_memory, measure
 from planner.search import Candidate, Found, Place, divisors, search
 from training.checkpoint.files import Checkpoint
 from training.optimizer import Optimizer, states_of
-from training.planning import AUTO, is_automatic
-from training.planning.paper import PAPER_IS_OFF, Model, model_of, on_paper, predict_on_paper
-from training.planning.trial import lay_out, try_layout
-from training.planning.typed import accepted, check_kept, fixed_of, possible_rooms
 from training.reporting.metrics import SUMMARY, read_object, write_json
-from training.setup import BALANCES, model_and_data, pack_given, prepare, unpack_given
+from training.run.setup import BALANCES, model_and_data, pack_given, prepare, unpack_given
+from training.studies.planning import AUTO, is_automatic
+from training.studies.planning.paper import PAPER_IS_OFF, Model, model_of, on_paper, predict_on_paper
+from training.studies.planning.trial import lay_out, try_layout
+from training.studies.planning.typed import accepted, check_kept, fixed_of, possible_rooms
 
 CHOICES = "choices.json"
 _HERE_IS_OFF = "such predictions were 11 % off on average for six small models on two cores: docs/planner.md"

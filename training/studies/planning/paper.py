@@ -25,10 +25,10 @@ from planner.simulation import Intervals, duration, simulate
 from planner.step import Seconds, Works, slowed, stage_seconds
 from planner.work import work_of
 from training.optimizer import states_of
-from training.planning import AUTO
-from training.planning.typed import accepted, fixed_of, possible_rooms
 from training.reporting.console import columns
-from training.setup import checked_model_and_data
+from training.run.setup import checked_model_and_data
+from training.studies.planning import AUTO
+from training.studies.planning.typed import accepted, fixed_of, possible_rooms
 
 HERE = "here"  # the option of cluster= that is measured
 PAPER_IS_OFF = (

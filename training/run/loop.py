@@ -27,14 +27,14 @@ from training.callbacks import Callbacks, TrainingRun
 from training.checkpoint.files import Checkpoint
 from training.checkpoint.load import load
 from training.checkpoint.save import Checkpointer, is_due
-from training.evaluate import IGNORED_TARGETS, evaluate_split, problem
-from training.first_not_finite import first_not_finite
-from training.identity import recipe
 from training.optimizer import Optimizer
 from training.reporting.console import numbers
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome
-from training.setup import Setup
+from training.run.evaluate import IGNORED_TARGETS, evaluate_split, problem
+from training.run.first_not_finite import first_not_finite
+from training.run.identity import recipe
+from training.run.setup import Setup
 
 _RESUMED = ("first_loss", "final_loss", "best_val_loss", "best_step")  # of Outcome
 _PROFILER_WARM_UP = 3  # steps

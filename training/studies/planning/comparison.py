@@ -15,12 +15,12 @@ from common.errors import TrainingError
 from common.files import template
 from launchers import World
 from planner.search import Candidate
-from training.planning import AUTO
-from training.planning.choice import predict_here
-from training.planning.paper import best_of_each, command, timeline_of
-from training.planning.trial import Trial, try_layout
 from training.reporting.console import columns
 from training.reporting.metrics import write_json
+from training.studies.planning import AUTO
+from training.studies.planning.choice import predict_here
+from training.studies.planning.paper import best_of_each, command, timeline_of
+from training.studies.planning.trial import Trial, try_layout
 
 JSON, PAGE, BARS, TIMELINES = "comparison.json", "comparison.html", "comparison.png", "timelines.png"
 PARTS = ("compute", "bubble", "communication")

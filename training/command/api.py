@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from common.errors import TrainingError, UserError
-from conf.composition import check_keys, compose, compose_and_run, quote_values
+from conf.composition import check_keys, compose, compose_and_run, key_of, quote_values
 from conf.instantiate import check_role
 from launchers import World
 from models.given import GIVEN, set_given
-from training.app import completed, execute, follow, leading, saved_config
+from training.command.app import completed, execute, follow, leading, plain, saved_config
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from data.dataset import DataSet
     from models.chain import Chain
+    from training.studies.verification.report import Report
 
 _SWEEPS = {"-m", "--multirun"}
 
@@ -105,10 +106,40 @@ def train(
         UserError: For what the command line would report as an error.
         KeyboardInterrupt: The run was interrupted; its processes have ended.
     """
-    return run_words(_trained, overrides, config, model, data)
+    return _run_words(_trained, overrides, config, model, data)
 
 
-def run_words(
+def verify(
+    *overrides: str, config: Any = None, model: Chain | None = None, data: DataSet | tuple | None = None
+) -> Report:
+    """Verify a model under every layout, as ``python train.py mode=verify *overrides`` does.
+
+    Args:
+        *overrides: Words of the command line. With ``parallel=NAME``, that layout only.
+        config: See ``train``.
+        model: See ``train``.
+        data: See ``train``.
+
+    Returns:
+        The report; ``report.ok`` says whether everything holds, and ``str(report)`` what does not.
+
+    Raises:
+        UserError: For words, a model or data that no run could use.
+    """
+    words = ["mode=verify", *(word for word in overrides if not word.startswith("mode="))]
+    typed = [key_of(word) for word in overrides]
+    if config is not None:  # all in it is the user's choice
+        words, typed = list(overrides), ["train.precision", "train.global_batch_size", "parallel"]
+
+    def act(cfg: Any, run_dir: Path, *_: Any) -> Report:
+        from training.studies.verification.report import prove
+
+        return prove(plain(cfg, None), run_dir, typed)
+
+    return _run_words(act, words, config, model, data)
+
+
+def _run_words(
     act: Callable[..., Any], overrides: Sequence[str], config: Any, model: Chain | None, data: DataSet | tuple | None
 ) -> Any:
     """Compose words as ``train`` takes them and return ``act(cfg, run_dir, world, hydra, model)``."""

@@ -22,13 +22,13 @@ from models.chain import Chain
 from parallel.layout import Layout
 from parallel.schedules import SCHEDULES
 from parallel.strategies import STRATEGIES
-from training.app import work
 from training.checkpoint.files import Checkpoint, step_name
 from training.checkpoint.load import Tensors
 from training.reporting.metrics import METRICS, read_records
-from training.setup import pack_given, prepare
-from training.verification.probes import largest_difference
-from training.verification.recording import recorded
+from training.run.rank import run
+from training.run.setup import pack_given, prepare, unpack_given
+from training.studies.verification.probes import largest_difference
+from training.studies.verification.recording import recorded
 
 MOMENTUM = 0.9
 # After its first step, the momentum of SGD is the gradient. At a hundred times this rate, ResNet-50 amplifies rounding
@@ -268,6 +268,7 @@ def _work(world: World, jobs: list[tuple[dict, str]], given: bytes | None, recor
     """What each worker runs: the jobs one after the other."""
     folder = Path(jobs[0][1]).parent
     redirect_output(folder / "logs", world.rank)
+    unpack_given(given)
     with recorded(record, folder / f"record_{world.rank}.pt") if record else nullcontext():
         for tree, run_dir in jobs:
-            work(world, tree, run_dir, given)
+            run(to_config(tree), Path(run_dir), world)

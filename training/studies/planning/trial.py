@@ -22,7 +22,7 @@ from planner.step import PlannedLayout
 from training.callbacks import Callback, TrainingRun
 from training.reporting import METRICS, SUMMARY
 from training.reporting.metrics import after_warmup, read_records
-from training.setup import pack_given, prepare, unpack_given
+from training.run.setup import pack_given, prepare, unpack_given
 
 _WATCHED = "watched-{}.json"
 _FEWEST_STEPS, _MOST_STEPS = 8, 200
@@ -62,7 +62,7 @@ def try_layout(cfg: Any, one: Candidate, seconds: float) -> Trial:
     trial = copy.deepcopy(cfg)
     lay_out(trial, one.layout)
     trial.update(logger={"_target_": "training.reporting.NoLogger"}, loggers=None, mode="train")
-    trial.callbacks = [{"_target_": "training.planning.trial.Watch"}]
+    trial.callbacks = [{"_target_": "training.studies.planning.trial.Watch"}]
     trial.train.update(steps=steps, epochs=None, eval_every=None, checkpoint_every=None, resume=None)
     trial.train.update(profile=0, trace=False)
     try:
@@ -124,7 +124,7 @@ class Watch(Callback):
 def _work(world: World, tree: dict, folder: str, given: bytes | None) -> None:
     """What each worker runs; rank 0 is silent too."""
     from launchers.worker import redirect_output
-    from training.run import run
+    from training.run.rank import run
 
     if world.rank == 0:
         redirect_output(Path(folder) / "logs", 0)

@@ -36,11 +36,11 @@ from parallel.strategies import strategy_info
 from training.callbacks import build as build_callbacks
 from training.checkpoint.configuration import check_fits, checkpoint_of
 from training.checkpoint.init_from import check_base, check_copies, check_start, unseen, vocabulary_with
-from training.evaluate import extents
-from training.first_batch import check_read, check_shapes, check_splits
 from training.optimizer import check_layout, check_optimizer, check_others, check_rates, states_of
 from training.reporting.recorder import sections
 from training.reporting.summary import check_objective
+from training.run.evaluate import extents
+from training.run.first_batch import check_read, check_shapes, check_splits
 
 BALANCES = ("time", "size")  # values of parallel.balance that are measured
 
@@ -82,7 +82,7 @@ class Setup:
 
     @property
     def extents(self) -> dict[str, str]:
-        """How much of "val" and "test" a limited evaluation covers; see ``training.evaluate.extents``."""
+        """How much of "val" and "test" a limited evaluation covers; see ``training.run.evaluate.extents``."""
         return extents(self.data, self.plan.global_batch_size, self.cfg.train.eval_batches)
 
     @cached_property
@@ -295,7 +295,7 @@ def _check_compile(setup: Setup) -> None:
     check_compiler()
 
 
-# -- checks of the samples: those of training.first_batch, and these -------------------------------------------------
+# -- checks of the samples: those of training.run.first_batch, and these ---------------------------------------------
 
 
 def check_fit(setup: Any) -> None:

@@ -30,8 +30,9 @@ from conf.masking import mask_secrets
 from launchers import Interrupted, World
 from launchers.slurm.follow import wait
 from launchers.stopping import Stopped
-from training.app import completed, execute, plain, prepared, without_options_of_checkpoint
 from training.checkpoint.load import after_restart
+from training.command.app import completed, execute, plain, prepared, without_options_of_checkpoint
+from training.command.slurm_job import CheckedRun, queue
 from training.reporting.job_record import (
     FAILED,
     FINISHED,
@@ -49,8 +50,7 @@ from training.reporting.job_record import (
 from training.reporting.metrics import METRICS
 from training.reporting.recorder import sections
 from training.reporting.run_directory import hold, release
-from training.slurm_job import CheckedRun, queue
-from training.sweep.table import value_for_sweeper
+from training.studies.sweep.table import value_for_sweeper
 
 _OWN_SWEEPER = "hydra_plugins.sweeps.JobSweeper"  # goes by the jobs' records
 
@@ -199,7 +199,7 @@ def run_job(cfg: Any, hydra: Any, world: World | None) -> float | None:
         world: This process's place among processes that exist already; None if the job starts its own.
 
     Returns:
-        The sweep's objective, see ``training.sweep.table.objective``; None where the job has none.
+        The sweep's objective, see ``training.studies.sweep.table.objective``; None where the job has none.
 
     Raises:
         KeyboardInterrupt: To end the sweep.
