@@ -15,7 +15,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from models.gpt2_sizes import parameters_of, published_rate
+from models.resolvers import RESOLVERS
 
 
 class _Choice(Enum):
@@ -197,8 +197,8 @@ class Slurm:
 def register() -> None:
     """Put the schemas into Hydra's ConfigStore, as ``schema/...``, from where conf/ pulls them in."""
     OmegaConf.register_new_resolver("by", _by, replace=True)
-    OmegaConf.register_new_resolver("gpt2_parameters", parameters_of, replace=True)
-    OmegaConf.register_new_resolver("gpt2_rate", lambda model: published_rate(parameters_of(model)), replace=True)
+    for name, resolver in RESOLVERS.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
     store = ConfigStore.instance()
     store.store(group="schema", name="root", node=Root)
     store.store(group="schema", name="parallel", node=Parallel)
