@@ -1,6 +1,5 @@
 """Train any model under any parallel strategy: python train.py parallel=pipe_ddp model=gpt2 (--help lists the rest)."""
 
-from common.errors import TrainingError
 from common.machine import spin_briefly, unfailing_output
 from launchers import stopping
 
@@ -10,16 +9,17 @@ if __name__ == "__main__":
 
 import sys
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from conf import COMMAND, help_page
-from conf.composition import check_keys, compose, compose_and_run, is_override, quote_values, with_schema
+from conf import help_page
+from conf.composition import Composed, compose, compose_and_run, is_override, quote_values
 from launchers import World
-from training.command.app import clear_errors, completed, execute, follow, leading, plain, saved_config
+from training.command.app import execute
+from training.command.checkpoint import saved_config
+from training.command.errors import clear_errors
+from training.command.ranks import follow, leading
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,31 +56,20 @@ def _lead(arguments: Sequence[str]) -> None:
         print(OmegaConf.to_yaml(compose(list(filter(is_override, words)), words, saved=saved)))
         return
     with locked_directories():
-        compose_and_run(partial(run, saved=saved), words, saved.words if saved else ())
+        compose_and_run(run, words, saved)
 
 
-def run(cfg: Any, hydra_section: Any, saved: Any = None) -> float | None:
-    """Run what Hydra has composed: one run, or one job of a sweep, whose objective is returned."""
+def run(composed: Composed) -> Any:
+    """Run what was composed: one run, or one job of a sweep, whose objective is returned."""
     from training.reporting.run_directory import removed_if_unused
 
-    folder = Path(hydra_section.runtime.output_dir)
-    with removed_if_unused(folder, hydra_section.output_subdir):
-        cfg, hydra_section = completed(cfg, hydra_section, saved)
-        cfg = check_keys(with_schema(cfg))
-        if cfg.mode.name == "verify" and hydra_section.mode.name == "RUN":
-            from training.studies.verification.report import prove
-
-            cfg = plain(cfg, hydra_section)
-            report = prove(cfg, folder, cfg[COMMAND]["typed"])
-            if not report.ok:
-                said = "is not the same in every layout" if report.failed else "could not be compared"
-                raise TrainingError(f"model={cfg.model.name} {said}; see above")
-            return None
-        if hydra_section.mode.name == "MULTIRUN":
+    with removed_if_unused(composed.run_dir, composed.files):
+        composed = composed.complete()
+        if composed.job is not None:
             from training.command.sweep_jobs import run_job
 
-            return run_job(cfg, hydra_section, World.detect())
-        execute(cfg, folder, World.detect(), hydra_section)
+            return run_job(composed, World.detect())
+        execute(composed, World.detect())
     return None
 
 

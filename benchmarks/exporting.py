@@ -20,8 +20,8 @@ from torch import Tensor
 from benchmarks.table import Benchmark, Table
 from benchmarks.trainer import composed
 from conf import options
-from training.command.modes import restore
 from training.export.served import ServedModel, serve, session_of
+from training.run.restore import restore
 
 FORMATS = {"torch_export": "model.pt2", "onnx": "model.onnx", "triton": "1/model.onnx"}
 SIZES = {"resnet50": ["data.image_size=224"]}

@@ -53,6 +53,7 @@ from benchmarks.ranks import Workers
 from benchmarks.table import Benchmark, Table
 from benchmarks.timing import paired, tabulate, take_turns
 from benchmarks.trainer import Loss, PlainLoop, Trainer, adamw, configured, same_model, token_loss
+from conf.composition import Composed
 from data.images import load_torchvision
 from launchers import start_fork_server
 from parallel.devices import keep_freed_memory, synchronize
@@ -277,7 +278,7 @@ def planner(toy: bool) -> Iterator[dict]:
         images += [f"train.global_batch_size={chosen_batch}", f"data.samples={2 * chosen_batch}"]
         for name, words in {"gpt2": command_line(job), "resnet50": [*images, f"device={_device(toy)}"]}.items():
             layout = ["parallel=auto", "parallel.dp=1", "parallel.pp=1", "logger=none"]
-            cfg = plain(load_config(*words, *layout, "train.precision=bf16"), None)
+            cfg = plain(Composed(load_config(*words, *layout, "train.precision=bf16"), Path()))
             found, _ = predict_here(cfg, (1,))
             whole = (one for one in found.best if one.layout.recompute == "none" and one.layout.strategy == "single")
             for one in sorted(whole, key=lambda one: one.layout.chunks):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from benchmarks import figure
 from benchmarks.table import Table
+from conf.composition import Composed
 from launchers import start_fork_server
 from planner.search import Candidate
 from training.command.api import load_config
@@ -49,7 +51,7 @@ def tables(quick: bool) -> Iterator[Table]:
 
 def _pairs(name: str, quick: bool) -> tuple[list[Pair], Candidate]:
     """Predict all layouts of a model, let parallel=auto take one of them, and then run them all."""
-    cfg = plain(load_config(*MODELS[name], *SAME), None)
+    cfg = plain(Composed(load_config(*MODELS[name], *SAME), Path()))
     found, _ = predict_here(cfg, PROCESSES)
     some = [one for one in found.best if one.layout.chunks in CHUNKS and one.layout.recompute == "none"]
     some, pairs = some[:4] if quick else some, []

@@ -18,8 +18,9 @@ from data.loader import TrainBatches
 from parallel.devices import autocast, synchronize
 from parallel.strategy import build_strategy
 from training.optimizer import Optimizer
+from training.run.prepare import prepare
 from training.run.rank import set_arithmetic, strategy_options
-from training.run.setup import Setup, prepare
+from training.run.setup import Setup
 
 # A Transformer that can be cut into two stages of equal time: with fewer layers or more words, the projection onto the
 # words would be most of the work. Here it costs as much as two of the eight layers.

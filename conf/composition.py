@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from common.errors import UserError
 from common.files import TYPED_IN, expand_home
 from common.machine import changed_environment
-from conf import CHOSEN, FOLDER, ON_TOP, TRAINED, masking
-from conf.instantiate import add_to_path, is_ours, literal, to_dict, why_foreign
+from conf import CHOSEN, COMMAND, FOLDER, ON_TOP, TRAINED, masking
+from conf.instantiate import add_to_path, check_sections, is_ours, literal, to_config, to_dict, why_foreign
 from conf.messages import unknown_key
 from conf.schema import Root, register
 from launchers.world import launcher_start
@@ -52,13 +52,137 @@ class Refused(BaseException):
         self.error = error
 
 
-def compose_and_run(task: Callable[[Any, Any], Any], arguments: Sequence[str], brought: Sequence[str] = ()) -> Any:
+@dataclass(frozen=True)
+class SweepJob:
+    """A job of a sweep.
+
+    Attributes:
+        number: Counts from 0.
+        sweep_dir: The sweep's directory, as it was typed.
+        sweeper: The class that has started it.
+    """
+
+    number: int
+    sweep_dir: str
+    sweeper: str
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A configuration, and how it was composed: all that a run is told.
+
+    Attributes:
+        cfg: The configuration. Its references are not resolved: what was taken from the environment stays hidden.
+        run_dir: The run directory.
+        choices: The option of each group; None for a configuration that a program has made.
+        typed: What was typed, with its references as they are: a value may be secret, or missing.
+        own_options: The words that name folders of the user's own options, ``--config-dir=PATH``.
+        files: The folder that has the configuration's files; None where none are written.
+        job: What it is of a sweep; None for a run.
+        saved: What a checkpoint knows (training.checkpoint.configuration.SavedConfig), until ``complete`` has used it.
+    """
+
+    cfg: Any
+    run_dir: Path
+    choices: Mapping[str, str | None] | None = None
+    typed: Sequence[str] = ()
+    own_options: Sequence[str] = ()
+    files: Path | None = None
+    job: SweepJob | None = None
+    saved: Any = None
+
+    @classmethod
+    def of(cls, cfg: DictConfig, hydra: Any, saved: Any = None) -> Composed:
+        """Return what Hydra has composed, with its own section."""
+        run_dir, brought = Path(hydra.runtime.output_dir), () if saved is None else saved.words
+        overrides: Any = OmegaConf.to_container(hydra.overrides, resolve=False)
+        sources = hydra.runtime.config_sources
+        job = None
+        if hydra.mode == RunMode.MULTIRUN:
+            job = SweepJob(hydra.job.num, hydra.sweep.dir, hydra.sweeper._target_)
+        return cls(
+            cfg, run_dir, dict(hydra.runtime.choices), [word for word in overrides["task"] if word not in brought],
+            [f"--config-dir={one.path}" for one in sources if one.provider == "command-line"],
+            None if hydra.output_subdir is None else run_dir / hydra.output_subdir, job, saved,
+        )  # fmt: skip
+
+    def complete(self) -> Composed:
+        """Lay what the checkpoint knows under what was typed, and check the keys. The files agree.
+
+        Raises:
+            HydraException: A key does not exist, or a value has another type.
+            UserError: The checkpoint names code that it may not name.
+        """
+        if self.saved is not None:
+            self.saved.lay_under(self.cfg, self.choices, self.typed)
+            if self.files is not None:
+                self._write("config.yaml", self.cfg)
+                self._write("overrides.yaml", OmegaConf.create([*self.typed]))
+        return replace(self, cfg=check_keys(with_schema(self.cfg)), saved=None)
+
+    def made_by_program(self, cfg: Any) -> Composed:
+        """Return the same with a configuration that was not composed of words; its file agrees."""
+        self._write("config.yaml", cfg)
+        return replace(self, cfg=cfg, choices=None)
+
+    def _write(self, name: str, content: Any) -> None:
+        file = (self.files or self.run_dir / ".hydra") / name
+        OmegaConf.save(content, file)
+        masking.mask_files([file])
+
+    def plain(self) -> Any:
+        """Return the configuration as plain data, with how it was composed.
+
+        Raises:
+            UserError: A section is none.
+            omegaconf.errors.OmegaConfBaseException: A value is missing, or cannot be resolved.
+        """
+        check_sections(self.cfg)
+        tree = to_dict(self.cfg)
+        if self.choices is not None:
+            tree[COMMAND] = self._how()
+        return to_config(tree)
+
+    def words(self) -> list[str]:
+        """Return what to type for the same again; empty for a configuration that a program has made."""
+        return [] if self.choices is None else [*self.own_options, *masking.mask_secrets([*self.typed])]
+
+    def differences(self) -> tuple[dict[str, str], list[str]]:
+        """Return the option of each group, and what else was typed, as it was: a value may be secret."""
+        choices, cfg = self.choices or {}, self.cfg
+        if "model" not in choices:  # composed before: --config-dir RUN/.hydra --config-name config
+            return {group: cfg[group].name for group in ("model", "parallel", "launcher")}, [*self.typed]
+        chosen = {group: option for group in (*GROUPS, *ON_TOP) if (option := choices.get(group)) is not None}
+        chosen["model"] = cfg.model.name
+        chosen |= _lists(choices)
+        options = {*GROUPS, *ON_TOP, "callback"}
+        return chosen, [word for word in self.typed if key_of(word) not in options and not word.startswith("hydra")]
+
+    def _how(self) -> dict[str, Any]:
+        """Return options of groups, keys typed, and keys derived from other values.
+
+        Under "where" are the words that a checkpoint does not keep, or may not name.
+        """
+        choices = self.choices or {}
+        tree: Any = OmegaConf.to_container(self.cfg, resolve=False, enum_to_str=True)
+        lists = _lists(choices)
+        where = [*self.own_options, *(f"{group}={names}" for group, names in lists.items())]
+        where += [word for word in self.typed if _is_where(word) and key_of(word) not in lists]
+        return {
+            "choices": {group: choices.get(group) for group in (*CHOSEN, *ON_TOP)},
+            "typed": [key_of(word) for word in self.typed],
+            "derived": [f"{name}.{key}" for name in TRAINED for key, value in tree[name].items() if "${" in str(value)],
+            "where": masking.mask_secrets(where),
+        }
+
+
+def compose_and_run(task: Callable[[Composed], Any], arguments: Sequence[str], saved: Any = None) -> Any:
     """Compose the configuration, make the run directory, call ``task`` and return its result; in a sweep, for each job.
 
     Args:
-        task: Called with the configuration and Hydra's own section.
+        task: What to do with what was composed, which is still to be completed.
         arguments: The command line without the program's name.
-        brought: Options of groups that were not typed, such as those of a checkpoint.
+        saved: What a checkpoint knows (training.checkpoint.configuration.SavedConfig).
 
     Raises:
         HydraException: Where the configuration cannot be composed.
@@ -66,24 +190,9 @@ def compose_and_run(task: Callable[[Any, Any], Any], arguments: Sequence[str], b
         SystemExit: After an answer of Hydra's own (--cfg job).
     """
     masking.named.update(masking.references(arguments))
-    folders = code_folders(arguments)
     # A rank that torchrun starts again finds the directory of the attempt before.
     start = launcher_start() or (time.time(), secrets.token_hex(3))
     _register_resolvers(*start)
-
-    def job(cfg: Any) -> Any:
-        _register_resolvers(*start)  # a launcher of others (joblib) runs this in a process of its own
-        hydra_section = HydraConfig.get()
-        cfg = named(cfg, hydra_section.runtime.choices, folders)
-        # Where the job has a current directory of its own, paths are still meant as they were typed.
-        with changed_environment({TYPED_IN: hydra_section.runtime.cwd if hydra_section.job.chdir else None}):
-            if hydra_section.mode == RunMode.MULTIRUN:
-                return task(cfg, hydra_section)  # the sweep keeps an error of its jobs
-            try:
-                results.append(task(cfg, hydra_section))
-            except Exception as error:
-                raise Refused(error) from None
-
     parser = get_args_parser()
     parsed, unknown = parser.parse_known_intermixed_args(arguments)
     if unknown:
@@ -91,11 +200,12 @@ def compose_and_run(task: Callable[[Any, Any], Any], arguments: Sequence[str], b
         raise UserError(f"{unknown[0]}: settings are written without dashes: {setting}{value}")
     typed = expand_lists(parsed.overrides)
     words = _for_jobs(typed) if parsed.multirun else typed
-    parsed.overrides = [*brought, *words, *_directory(typed, *start)]
+    parsed.overrides = [*(() if saved is None else saved.words), *words, *_directory(typed, *start)]
     version.setbase("1.3")
     GlobalHydra.instance().clear()
-    results, error = [], None
+    job = HydraTask(task, start, code_folders(arguments), saved)
     before, sys.argv = sys.argv, [str(FOLDER.parent / "train.py"), *arguments]  # what is recorded as the command
+    error = None
     try:
         with changed_environment({"HYDRA_FULL_ERROR": "1"}):  # Hydra raises its errors then, and prints none
             _run_hydra(parsed, parser, job, str(FOLDER), "train")
@@ -105,7 +215,34 @@ def compose_and_run(task: Callable[[Any, Any], Any], arguments: Sequence[str], b
         sys.argv = before
     if error is not None:
         raise error  # with the causes that it has
-    return results[0] if results else None
+    return job.results[0] if job.results else None
+
+
+class HydraTask:
+    """What Hydra calls with each configuration that it has composed, in a process of its own under some launchers."""
+
+    def __init__(self, task: Callable[[Composed], Any], start: tuple, folders: Sequence[str], saved: Any) -> None:
+        self._task, self._start, self._folders, self._saved = task, start, folders, saved
+        self.results: list[Any] = []
+
+    @property
+    def brought(self) -> Sequence[str]:
+        """The words that were not typed: options that a checkpoint was trained with."""
+        return () if self._saved is None else self._saved.words
+
+    def __call__(self, cfg: Any) -> Any:
+        """Call the task; in a sweep, return its result to Hydra."""
+        _register_resolvers(*self._start)
+        hydra_section = HydraConfig.get()
+        composed = Composed.of(named(cfg, hydra_section.runtime.choices, self._folders), hydra_section, self._saved)
+        # Where the job has a current directory of its own, paths are still meant as they were typed.
+        with changed_environment({TYPED_IN: hydra_section.runtime.cwd if hydra_section.job.chdir else None}):
+            if composed.job is not None:
+                return self._task(composed)  # the sweep keeps an error of its jobs
+            try:
+                self.results.append(self._task(composed))
+            except Exception as error:
+                raise Refused(error) from None
 
 
 def named(cfg: DictConfig, choices: Mapping[str, str | None], folders: Sequence[str] = ()) -> DictConfig:
@@ -160,18 +297,6 @@ def check_keys(cfg: DictConfig, path: str = "") -> DictConfig:
     return cfg
 
 
-def differences(cfg: DictConfig, hydra: Any) -> tuple[dict[str, str], list[str]]:
-    """Return the option of each group, and what else was typed, as it was: a value may be secret."""
-    choices, typed = hydra.runtime.choices, typed_overrides(hydra)
-    if "model" not in choices:  # composed before: --config-dir RUN/.hydra --config-name config
-        return {group: cfg[group].name for group in ("model", "parallel", "launcher")}, typed
-    chosen = {group: choices[group] for group in (*GROUPS, *ON_TOP) if choices.get(group) is not None}
-    chosen["model"] = cfg.model.name
-    chosen |= _lists(choices)
-    options = {*GROUPS, *ON_TOP, "callback"}
-    return chosen, [word for word in typed if key_of(word) not in options and not word.startswith("hydra")]
-
-
 def _lists(choices: Mapping[str, str | None]) -> dict[str, str]:
     """Return the groups of which several options were chosen, as they are typed: ``logger=[wandb,csv]``."""
     lists = {}
@@ -179,25 +304,6 @@ def _lists(choices: Mapping[str, str | None]) -> dict[str, str]:
         if further := [option for group, option in choices.items() if option and group.startswith(start)]:
             lists[shown] = f"[{','.join([*filter(None, [choices.get(shown)]), *further])}]"
     return lists
-
-
-def composed_by(hydra: Any, cfg: Any) -> dict[str, Any]:
-    """Return how a configuration was composed: options of groups, keys typed, and keys derived from other values.
-
-    Under "where" are the words that a checkpoint does not keep, or may not name.
-    """
-    choices, typed = dict(hydra.runtime.choices), typed_overrides(hydra)
-    tree: Any = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
-    derived = [f"{name}.{key}" for name in TRAINED for key, value in tree[name].items() if "${" in str(value)]
-    own = [f"--config-dir={one.path}" for one in hydra.runtime.config_sources if one.provider == "command-line"]
-    lists = _lists(choices)
-    own += [f"{group}={names}" for group, names in lists.items()]
-    return {
-        "choices": {group: choices.get(group) for group in (*CHOSEN, *ON_TOP)},
-        "typed": [key_of(word) for word in typed],
-        "derived": derived,
-        "where": masking.mask_secrets([*own, *(w for w in typed if _is_where(w) and key_of(w) not in lists)]),
-    }
 
 
 def _is_where(word: str) -> bool:
@@ -356,12 +462,6 @@ def _for_jobs(overrides: list[str]) -> list[str]:
 
 
 # -- the words of a command line ---------------------------------------------------------------------------------------
-
-
-def typed_overrides(hydra: Any) -> list[str]:
-    """Return what the user typed for a job, with its interpolations as they are: a value may be secret, or missing."""
-    overrides: Any = OmegaConf.to_container(hydra.overrides, resolve=False)
-    return overrides["task"]
 
 
 def config_folder(arguments: Sequence[str]) -> Path | None:

@@ -129,6 +129,22 @@ def to_config(tree: dict) -> Any:
     return OmegaConf.create(literal(tree) if "${" in str(tree) else tree)
 
 
+def check_sections(cfg: Any) -> None:
+    """Check that every section of a composed configuration is one, whatever a file or a program has put there.
+
+    Raises:
+        TrainingError: It is a word, a number, a list or nothing.
+    """
+    for key in ("model", "data", "optim", "scheduler", "parallel", "logger", "launcher", "loggers"):
+        section = cfg.get(key)
+        if not hasattr(section, "keys") and not (key == "loggers" and section is None):
+            said = "null" if section is None else section
+            raise TrainingError(
+                f"{key}={said} stands where a section of keys belongs: choose an option, by {key}=NAME on the command "
+                f"line, '- override /{key}: NAME' in a file's defaults list, or load_config('{key}=NAME') from Python"
+            )
+
+
 def environment(cfg: Any) -> dict[str, str]:
     """Return the variables of ``parallel.env``, such as {"NCCL_DEBUG": "INFO"}; raise PlanError if it is no mapping."""
     wanted = cfg.parallel.env or {}

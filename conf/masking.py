@@ -9,7 +9,14 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from pathlib import Path
 from typing import Any
+
+from omegaconf import OmegaConf
+
+from common.errors import UserError
+from common.files import read_yaml
 
 KEY = "from_environment"
 MASK = "***"
@@ -107,3 +114,17 @@ def _secrets_of_environment() -> list[str]:
         for name, value in os.environ.items()
         if len(value) >= _SHORTEST and _SECRET_NAME.search(name) and not os.path.exists(value)
     ]
+
+
+def mask_files(paths: list[Path]) -> None:
+    """Mask secrets in YAML files; files without secrets, and those that do not exist, are left alone."""
+    for path in filter(Path.exists, paths):
+        try:
+            content = OmegaConf.to_container(read_yaml(path), resolve=False)
+            masked = mask_secrets(content)
+            if masked != content:
+                OmegaConf.save(OmegaConf.create(masked), path)
+        except (OSError, UserError) as error:
+            # A secret that cannot be masked must not stay.
+            path.unlink(missing_ok=True)
+            print(f"warning: {path} could not be written again without its secrets: {error}", file=sys.stderr)

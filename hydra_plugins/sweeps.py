@@ -18,6 +18,11 @@ class JobSweeper(BasicSweeper):
     jobs that an earlier attempt in the same directory has finished, and calls the callbacks however the sweep ends.
     """
 
+    def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
+        """Hydra calls it before ``sweep``."""
+        super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
+        self.task_function = task_function
+
     def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
         """Run all jobs that the overrides ``arguments`` describe."""
         from training.command.sweep_jobs import sweep
@@ -30,10 +35,10 @@ class SlurmArray(Launcher):
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
         """Hydra calls it before ``launch``."""
-        self.hydra_context, self.config = hydra_context, config
+        self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Return one JobReturn per job; whether the job failed is recorded in its directory."""
         from training.command.sweep_jobs import launch_array
 
-        return launch_array(self.hydra_context, self.config, job_overrides, initial_job_idx)
+        return launch_array(self.hydra_context, self.task_function, self.config, job_overrides, initial_job_idx)

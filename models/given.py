@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,3 +43,28 @@ def given(key: str, fingerprint: str = "", vocab_size: int | None = None) -> Any
             "same seed everywhere (torch.manual_seed)"
         )
     return _objects[key]
+
+
+def pack_given() -> bytes | None:
+    """Return all given objects as bytes for another process of the same program; None for a command line's.
+
+    Classes and functions of a script or a notebook are sent as code, others by their names.
+
+    Raises:
+        UserError: An object cannot be sent.
+    """
+    objects = given_objects()
+    if objects is None:
+        return None
+    import cloudpickle
+
+    try:
+        return cloudpickle.dumps(objects)
+    except (TypeError, pickle.PicklingError) as error:
+        raise UserError(f"{' and '.join(objects)} cannot be sent to the run's processes: {error}") from error
+
+
+def unpack_given(packed: bytes | None) -> None:
+    """Give this process what ``pack_given`` has returned."""
+    if packed is not None:
+        set_given(pickle.loads(packed))

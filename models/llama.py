@@ -216,4 +216,4 @@ def _turns_so(size: Size, given: Tensor) -> bool:
     return given.shape == wanted.shape and torch.allclose(given.float(), wanted, rtol=1e-2, atol=1e-7)
 
 
-llama.sizes_of = sizes_of  # what null stands for: see training.run.setup.complete
+llama.sizes_of = sizes_of  # what null stands for: see training.run.prepare.model_and_data

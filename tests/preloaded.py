@@ -10,7 +10,9 @@ import wandb  # noqa: F401
 from hydra._internal.hydra import Hydra
 
 import training.command.app
-import training.command.modes
+import training.command.modes.export
+import training.command.modes.sample
+import training.command.modes.train
 import training.run.rank  # noqa: F401
 from conf.composition import compose
 

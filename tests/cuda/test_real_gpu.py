@@ -22,7 +22,7 @@ from composed import config
 
 from parallel.shape_inference import estimate_memory
 from training.optimizer import states_of
-from training.run.setup import prepare
+from training.run.prepare import prepare
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # ``faults``
 

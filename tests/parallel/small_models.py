@@ -30,7 +30,7 @@ from models.resnet50 import GROUPS, resnet50
 from models.sequential import chain_of
 from models.toy import toy
 from models.transformer import transformer
-from training.run.setup import model_and_data
+from training.run.prepare import model_and_data
 
 if TYPE_CHECKING:
     from cases import Recipe

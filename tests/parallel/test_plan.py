@@ -30,7 +30,7 @@ from parallel.strategies import STRATEGIES
 from parallel.strategy import Strategy
 from training.optimizer import states_of
 from training.reporting.console import describe_plan
-from training.run.setup import certain_tensors
+from training.run.checks.memory import certain_tensors
 
 
 def plan(

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from composed import compose
+from composed import compose, plain
 from torch import nn
 
 from data.dataset import Batch
@@ -18,7 +18,6 @@ from planner.costs import MeasuredCosts
 from planner.here import Curve, Here, LayerSeconds, Line, Subject, measure
 from planner.step import PlannedLayout, seconds_of
 from planner.work import LayerWork
-from training.command.app import plain
 
 WIDTH = 256
 SIZES = 16, 2048
@@ -36,7 +35,7 @@ class Plain:
 @pytest.fixture(scope="module")
 def subject() -> Subject:
     chain = Chain([LayerSpec(name, partial(nn.Linear, WIDTH, WIDTH)) for name in NAMES], loss=SquaredError())
-    parallel = plain(compose("parallel=single", "parallel.threads=1"), None).parallel
+    parallel = plain(compose("parallel=single", "parallel.threads=1")).parallel
     return Subject(parallel, "cpu", "fp32", chain, Batch(torch.randn(2, WIDTH), torch.randn(2, WIDTH)), Plain, dict)
 
 

@@ -12,7 +12,7 @@ from math import inf
 
 import pytest
 import torch
-from composed import compose
+from composed import compose, execute, plain
 from omegaconf import OmegaConf
 
 from common.errors import PlanError, UserError
@@ -26,9 +26,8 @@ from planner.costs import PaperCosts
 from planner.search import Place, allowed, layouts, search
 from planner.step import PlannedLayout, Seconds, bytes_of, cut, seconds_of
 from planner.work import LayerWork, work_of
-from training.command.app import execute, plain
 from training.reporting.run_directory import release
-from training.run.setup import model_and_data
+from training.run.prepare import model_and_data
 from training.studies.planning.paper import model_of
 
 PLAIN = Cluster(
@@ -189,7 +188,7 @@ def test_no_micro_batch_is_smaller_than_the_layers_take():
 
 @pytest.mark.parametrize("size, least", [(64, 1), (32, 2)])
 def test_batchnorm_takes_one_sample_where_its_maps_have_several_numbers(size, least):
-    cfg = plain(compose("model=resnet50", f"data.image_size={size}"), None)
+    cfg = plain(compose("model=resnet50", f"data.image_size={size}"))
     chain, data = model_and_data(cfg)
     data.prepare()
     model = model_of(cfg, chain, data, "fp32")

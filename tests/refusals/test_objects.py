@@ -20,7 +20,7 @@ from models.losses import ClassCrossEntropy, SquaredError, Sums
 from models.sequential import chain_of
 from training import train
 from training.command.api import with_given
-from training.run.setup import prepare
+from training.run.prepare import prepare
 
 WORDS = ["train.epochs=null", "train.steps=2", "train.global_batch_size=8", "logger=none", "device=cpu"]
 INPUTS = torch.randn(40, 4)

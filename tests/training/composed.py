@@ -8,6 +8,8 @@ from pathlib import Path
 
 from commandline import ROOT
 
+from conf.composition import Composed, is_override
+from conf.composition import compose as composed_of
 from conf.instantiate import to_config, to_dict
 from data.loader import TrainBatches
 
@@ -41,10 +43,35 @@ def config(*overrides: str):
     return to_config(to_dict(compose(*QUIET, *overrides)))
 
 
+def typed(*words: str, folder: Path | str = ".") -> Composed:
+    """What a command line composes, with how it was composed."""
+    from omegaconf import open_dict
+
+    cfg = composed_of(list(filter(is_override, words)), words, with_hydra=True)
+    with open_dict(cfg):
+        hydra = cfg.pop("hydra")
+        hydra.runtime.output_dir = str(folder)
+    return Composed.of(cfg, hydra)
+
+
+def plain(cfg):
+    """A configuration that a program has made, as its run gets it."""
+    from training.command.app import plain
+
+    return plain(Composed(cfg, Path()))
+
+
+def execute(cfg, folder: Path, world=None) -> None:
+    """Run a configuration that a program has made, in its mode."""
+    from training.command.app import execute
+
+    execute(Composed(cfg, Path(folder)), world)
+
+
 def run(folder: Path, *overrides: str) -> dict:
     """One training in this process; returns its summary."""
+    from training.run.prepare import prepare
     from training.run.rank import run as training
-    from training.run.setup import prepare
 
     folder.mkdir(parents=True, exist_ok=True)
     cfg = config(*overrides)

@@ -10,12 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from commandline import ROOT
-from composed import config, run
+from composed import config, execute, run
 from torch import Tensor
 
-from training.command.app import execute
-from training.command.modes import restore
 from training.export.served import ServedModel, serve
+from training.run.restore import restore
 
 ONNX = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime", "transformers")),

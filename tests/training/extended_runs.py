@@ -11,7 +11,7 @@ from composed import config, losses, run_on_rank
 from ranks import Ranks
 
 from conf.instantiate import to_dict
-from training.run.setup import prepare
+from training.run.prepare import prepare
 
 
 def main() -> None:

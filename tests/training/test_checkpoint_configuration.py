@@ -6,16 +6,15 @@ import shlex
 import shutil
 
 import pytest
-from composed import QUIET, config, losses, run, saved, steps
-from omegaconf import open_dict
+from composed import QUIET, config, execute, losses, run, saved, steps, typed
 
 from common.errors import CheckpointError, TrainingError
 from conf import CHOSEN, TRAINED, options
-from conf.composition import compose, composed_by, quote_values
+from conf.composition import compose, quote_values
 from conf.instantiate import to_config, to_dict
 from train import main
 from training.checkpoint.files import with_checksum
-from training.command.app import execute, saved_config
+from training.command.checkpoint import saved_config
 from training.run.rank import kept
 
 
@@ -128,12 +127,7 @@ class Pretended:
     def trained_by(self, *words, **changed):
         """The sections that the run of a command line had; ``changed`` is written into its checkpoint instead."""
         words = quote_values(words)
-        cfg = compose(words, words, with_hydra=True)
-        hydra = cfg.hydra
-        with open_dict(cfg):
-            del cfg["hydra"]
-        tree = to_dict(cfg)
-        config = kept(to_config({**tree, "command": composed_by(hydra, cfg)}))
+        config = kept(typed(*words).plain())
         for key, value in changed.items():
             section, _, name = key.partition("__")
             config[section][name] = value
@@ -242,8 +236,8 @@ def test_an_option_of_ones_own_is_needed_again_only_to_be_typed(a_run, tmp_path)
     (tmp_path / "own" / "optim").mkdir(parents=True)
     (tmp_path / "own" / "optim" / "mine.yaml").write_text("_target_: torch.optim.SGD\nlr: 0.3\nmomentum: 0.5\n")
     command = ["model=toy", "optim=mine", "optim.lr=0.2", f"--config-dir={tmp_path}/own"]
-    cfg = compose(command[:3], command, with_hydra=True)
-    choices = composed_by(cfg.hydra, cfg)["choices"]
+    composed_of = typed(*command)
+    choices, cfg = composed_of.plain().command.choices, composed_of.cfg
     trained = {name: to_dict(cfg[name]) for name in TRAINED} | {"seed": 1337, "recipe": None}
     trained["train"].pop("resume")
     a_run.holds({**json.loads(json.dumps({k: v for k, v in trained.items() if k != "recipe"})), "choices": choices})

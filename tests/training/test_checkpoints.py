@@ -30,8 +30,8 @@ from training.checkpoint import save
 from training.checkpoint.files import Checkpoint, Content, is_usable, sha256, with_checksum
 from training.optimizer import Optimizer
 from training.reporting.recorder import Loggers, Recorder
-from training.run import identity
 from training.run import rank as run_module
+from training.run.checks import ranks as rank_checks
 from training.run.loop import Loop
 
 STEPS = ["train.epochs=null", "train.steps=6", "optim.momentum=0.9"]
@@ -319,7 +319,7 @@ def test_memory_for_copies_is_counted_by_machine(ranks, tmp_path, layout, hosts,
 
 def run_in_own_folder(tree, folder, meeting, checked=True):
     """On each rank of a pool: one run, in another run directory on each. The summary, or what went wrong."""
-    identity._APPEARS_S, own = 0.3, Path(f"{folder}-of-rank-{dist.get_rank()}")
+    rank_checks._APPEARS_S, own = 0.3, Path(f"{folder}-of-rank-{dist.get_rank()}")
     own.mkdir(exist_ok=True)
     real = run_module.check_run_directory
     run_module.check_run_directory = real if checked else lambda *_: None

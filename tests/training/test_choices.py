@@ -6,13 +6,13 @@ import re
 import pytest
 import torch
 from commandline import train
-from composed import compose
+from composed import compose, plain
 
 from common.errors import PlanError
 from conf import COMMAND
 from launchers import World
 from training.checkpoint.files import Checkpoint
-from training.command.app import plain, prepared
+from training.command.launch import prepared
 from training.studies.planning import choice
 from training.studies.planning.choice import choose, predict_here, recall
 from training.studies.planning.paper import command, predict_on_paper
@@ -111,7 +111,7 @@ def test_mode_plan_prints_what_would_be_chosen_and_leaves_nothing(tmp_path):
 
 
 def cfg_of(*words):
-    return plain(compose(*COMMON, *words), None)
+    return plain(compose(*COMMON, *words))
 
 
 @pytest.mark.parametrize("word", ["parallel=auto", "parallel.chunks=auto"])

@@ -2,9 +2,8 @@
 
 import pytest
 from commandline import ROOT, Started, free_port, train
-from composed import QUIET, compose, config, for_rank, losses, records, run, run_on_rank
+from composed import QUIET, compose, config, execute, for_rank, losses, records, run, run_on_rank
 
-from training.command.app import execute
 from training.reporting.console import number
 
 REAL = ROOT.parent / "shared" / "data"

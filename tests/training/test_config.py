@@ -9,7 +9,7 @@ from composed import compose
 
 from models.toy import toy
 from training.command.api import with_given
-from training.run.setup import describe_recipe
+from training.run.prepare import describe_recipe
 
 CONF = ROOT / "conf"
 GROUPS = {

@@ -20,8 +20,8 @@ from data.dataset import Batch
 from models.losses import SquaredError
 from parallel.stage import Stage
 from parallel.strategy import Strategy
+from training.run.prepare import prepare
 from training.run.rank import run as train
-from training.run.setup import prepare
 
 LAYOUTS = {
     "single": (1, ["parallel.chunks=2"]),

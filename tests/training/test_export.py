@@ -11,13 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from composed import config
+from composed import config, execute
 from exported import MODELS, ONNX, Exporter, assert_same, batches, serving, translator_of_the_docs, two_inputs
 from safetensors.torch import load_file
 from triton_server import TritonServer, installed
 
 from common.errors import CheckpointError, TrainingError
-from training.command.app import execute
 from training.export import served, write
 from training.export.served import ServedModel
 

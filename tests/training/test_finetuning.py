@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from commandline import ROOT, train
-from composed import config, losses, run, run_layout
+from composed import config, execute, losses, run, run_layout
 from hugging_face import make_folder, write_rows
 from safetensors.torch import load_file, save_file
 
 from common.errors import UserError
-from training.command.app import execute
-from training.run.setup import describe, prepare
+from training.run.prepare import describe, prepare
 
 pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
 KEPT = ["train.epochs=null", "train.steps=1", "optim.lr=0", "train.precision=fp32", "train.eval_every=null"]

@@ -9,9 +9,9 @@ from common.errors import LaunchError, TrainingError
 from data.dataset import InMemory
 from data.text import Text
 from parallel.mesh import Mesh
-from training.run import identity
-from training.run.identity import changes, check_ranks, data_digest, describe_rank
-from training.run.setup import prepare
+from training.run.checks import ranks
+from training.run.checks.ranks import changes, check_ranks, data_digest, describe_rank
+from training.run.prepare import prepare
 
 FEW = ["train.epochs=null", "train.steps=2", "train.eval_every=null", "data.samples=200"]
 
@@ -46,12 +46,12 @@ def test_the_digest_of_the_project_is_that_of_its_files(tmp_path, monkeypatch):
     (tmp_path / "models").mkdir()
     for name, content in (("train.py", "1\n"), ("models/toy.py", "relu\n"), ("models/notes.txt", "x")):
         (tmp_path / name).write_text(content)
-    monkeypatch.setattr(identity, "_ROOT", tmp_path)
-    before = identity._project_digest()
+    monkeypatch.setattr(ranks, "_ROOT", tmp_path)
+    before = ranks._project_digest()
     (tmp_path / "models/notes.txt").write_text("y")
-    assert identity._project_digest() == before
+    assert ranks._project_digest() == before
     (tmp_path / "models/toy.py").write_text("tanh\n")
-    assert identity._project_digest() != before
+    assert ranks._project_digest() != before
 
 
 class Splits:

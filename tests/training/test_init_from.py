@@ -8,15 +8,14 @@ import shutil
 
 import pytest
 import torch
-from composed import config, losses, run, run_layout, saved
+from composed import config, execute, losses, run, run_layout, saved
 from hugging_face import make_gpt2
 from safetensors.torch import load_file, save_file
 
 from common.errors import TrainingError, UserError
 from conf.composition import quote_values
 from data.vocabulary import gpt2
-from training.command.app import execute
-from training.run.setup import prepare
+from training.run.prepare import prepare
 
 EMBEDDING = "embedding.wte.weight"
 (EXTRA,) = quote_values(['model.extra_tokens={"<a>": "start of an entity", "<b>": null}'])

@@ -16,7 +16,7 @@ from models.chain import Chain, LayerSpec
 from models.losses import ClassCrossEntropy
 from models.sequential import chain_of
 from training import train
-from training.run.first_batch import check_shapes
+from training.run.checks.samples import check_shapes
 
 SINGLE = {"strategy": "single", "dp": 1, "chunks": 1, "pipelined": False, "devices": (), "stages": [1], "parameters": 1}
 NO_DATA = SimpleNamespace(train=None, valid=None, test=None)

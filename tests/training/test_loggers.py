@@ -11,7 +11,7 @@ from common.errors import TrainingError
 from conf.composition import compose
 from training import train as command
 from training.reporting.recorder import Loggers, sections
-from training.run.setup import prepare
+from training.run.prepare import prepare
 
 SHORT = ["train.epochs=null", "train.steps=3"]
 

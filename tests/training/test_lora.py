@@ -20,9 +20,11 @@ from models.sequential import chain_of
 from parallel.shape_inference import estimate_memory
 from training import train, verify
 from training.checkpoint.configuration import saved_config
-from training.command.modes import export, restore, sample
+from training.command.modes.export import export
+from training.command.modes.sample import sample
+from training.run.prepare import prepare
 from training.run.rank import run as training
-from training.run.setup import prepare
+from training.run.restore import restore
 
 LORA = ["model.lora.rank=4", "model.lora.targets=[c_attn,mlp.c_proj]"]
 TOKENS = torch.randint(0, 50257, (2, 24), generator=torch.Generator().manual_seed(1))

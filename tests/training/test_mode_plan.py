@@ -7,13 +7,13 @@ from importlib.util import find_spec
 import pytest
 import torch
 from commandline import train
-from composed import config
+from composed import config, execute
 
 from common.errors import UserError
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
-from training.command.app import execute
-from training.run.setup import describe, prepare, total_steps
+from training.run.prepare import describe, prepare
+from training.run.setup import total_steps
 
 TINY = ["model=gpt2", "model.size=tiny"]
 

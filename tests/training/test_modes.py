@@ -9,12 +9,11 @@ import shlex
 import pytest
 import torch
 from commandline import train
-from composed import config, records, run, run_layout, saved
+from composed import config, execute, records, run, run_layout, saved
 from safetensors.torch import load_file
 
 from common.errors import TrainingError
 from data.images import load_torchvision
-from training.command.app import execute
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +85,7 @@ def test_transformers_gives_the_same_logits(model, trained, exported):
     load_torchvision()  # or transformers fails where torchvision does not fit a CPU torch
     from transformers import AutoTokenizer, GPT2LMHeadModel
 
-    from training.command.modes import restore
+    from training.run.restore import restore
 
     theirs, info = GPT2LMHeadModel.from_pretrained(exported, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))

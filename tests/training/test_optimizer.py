@@ -11,8 +11,8 @@ from common.errors import CheckpointError, PlanError, TrainingError
 from conf.instantiate import add_to_path, to_dict
 from parallel.strategy import Options, build_strategy
 from training.optimizer import Constant, CosineWarmup, Optimizer, Step, hidden_matrices
+from training.run.prepare import build_chain, prepare
 from training.run.rank import run as train
-from training.run.setup import build_chain, prepare
 
 ADAMW = ["optim=adamw", "optim.weight_decay=0.5"]
 

@@ -14,7 +14,7 @@ from conf.composition import check_received, compose_own
 from conf.instantiate import literal
 from training import train
 from training.run.evaluate import record_of
-from training.run.setup import prepare
+from training.run.prepare import prepare
 
 QUICK = ["train.epochs=null", "train.steps=3", "logger=none", "device=cpu", "parallel.threads=1"]
 MODULE = '''

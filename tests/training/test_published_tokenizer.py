@@ -7,11 +7,10 @@ import math
 import shutil
 
 import pytest
-from composed import config, records, run, run_layout
+from composed import config, execute, records, run, run_layout
 from tokenizer_folders import tokenizer_folder
 
 from common.errors import DataError, TrainingError
-from training.command.app import execute
 
 ROWS = [(f"What is {i} + {i}?", f"It is {2 * i}.") for i in range(40)]
 

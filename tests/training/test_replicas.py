@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 from apart import run_with_own
-from composed import LAYOUTS, config, for_rank, losses, run, run_layout, saved
-
-from training.command.app import execute
+from composed import LAYOUTS, config, execute, for_rank, losses, run, run_layout, saved
 
 TOY = ["train.epochs=null", "train.steps=4", "train.precision=fp64", "train.eval_every=null"]
 GPT2 = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=32", "model.n_head=2", *TOY]

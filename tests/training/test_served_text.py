@@ -13,14 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from composed import config, run
+from composed import config, execute, run
 from exported import serving
 from triton_server import TritonServer, installed
 
 from data.images import load_torchvision
 from data.vocabulary import END_OF_TEXT, GPT2Vocabulary
-from training.command.app import execute
-from training.command.modes import sample
+from training.command.modes.sample import sample
 
 POSITIONS = 40
 EXTRA = "<a>"

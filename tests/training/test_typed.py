@@ -1,10 +1,13 @@
 """What is typed of a layout beside parallel=auto: refused where it is impossible, before anything is measured; kept."""
 
+from pathlib import Path
+
 import pytest
-from omegaconf import OmegaConf, open_dict
+from composed import typed
+from omegaconf import OmegaConf
 
 from common.errors import UserError
-from conf.composition import compose, differences
+from conf.composition import Composed
 from parallel.layout import Layout
 from training.command.app import execute, plain
 from training.studies.planning import choice
@@ -13,13 +16,6 @@ from training.studies.planning.typed import check_kept
 
 TOY = ("model=toy", "logger=none", "parallel=auto")
 PAPER = ("mode=plan", "parallel=auto", "logger=none", "cluster=a100x64")
-
-
-def typed(*words):
-    """The configuration of a command line, and Hydra's own section."""
-    cfg = compose(words, with_hydra=True)
-    with open_dict(cfg):
-        return cfg, cfg.pop("hydra")
 
 
 REFUSED = {
@@ -48,9 +44,8 @@ REFUSED = {
 @pytest.mark.parametrize("words, says", REFUSED.values(), ids=REFUSED)
 def test_what_is_impossible_is_refused_before_anything_is_measured(tmp_path, monkeypatch, words, says):
     monkeypatch.setattr(choice, "measure", lambda *_: pytest.fail("it was measured"))
-    cfg, hydra = typed(*words)
     with pytest.raises(UserError, match=says):
-        execute(cfg, tmp_path, None, hydra)
+        execute(typed(*words, folder=tmp_path), None)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +59,7 @@ def test_what_is_impossible_is_refused_before_anything_is_measured(tmp_path, mon
 def test_strategies_that_do_not_take_what_is_typed_are_left_out(word, left_out):
     def strategies(*words):
         found, _ = predict_on_paper(
-            plain(*typed(*PAPER, "model=gpt2", "model.size=tiny", "train.global_batch_size=256", *words))
+            plain(typed(*PAPER, "model=gpt2", "model.size=tiny", "train.global_batch_size=256", *words))
         )
         return {one.layout.strategy for one in found.best}
 
@@ -73,13 +68,12 @@ def test_strategies_that_do_not_take_what_is_typed_are_left_out(word, left_out):
 
 def test_a_checkpoint_s_layout_is_kept_and_another_one_is_not_taken_without_a_word():
     saved = Layout("ddp", dp=2, schedule=None)
-    check_kept(saved, plain(*typed(*TOY, "parallel.dp=2")))
+    check_kept(saved, plain(typed(*TOY, "parallel.dp=2")))
     with pytest.raises(UserError, match=r"ddp with parallel.dp=2 .* and parallel.dp=4 is another"):
-        check_kept(saved, plain(*typed(*TOY, "parallel.dp=4")))
+        check_kept(saved, plain(typed(*TOY, "parallel.dp=4")))
 
 
 def test_a_further_logger_that_an_option_leaves_out_is_not_listed():
     choices = {"model": "toy", "logger": "jsonl", "logger@loggers.wandb": None, "logger@loggers.csv": "csv"}
-    hydra = OmegaConf.create({"runtime": {"choices": choices}, "overrides": {"task": []}})
-    chosen, _ = differences(OmegaConf.create({"model": {"name": "toy"}}), hydra)
+    chosen, _ = Composed(OmegaConf.create({"model": {"name": "toy"}}), Path(), choices).differences()
     assert chosen["logger"] == "[jsonl,csv]"

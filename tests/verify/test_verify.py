@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from commandline import Started, train, wait_until
+from composed import plain
 from zoo import DDP, PIPE, SMALLER, WHOLE, ZOO, Coin, Last, RoundsLargeBatches, chain, elsewhere, tied
 
 from conf.instantiate import to_config
@@ -22,8 +23,7 @@ from parallel.schedules import SCHEDULES
 from parallel.strategies import STRATEGIES
 from training import load_config, verify
 from training.command.api import with_given
-from training.command.app import plain
-from training.run.setup import prepare
+from training.run.prepare import prepare
 from training.studies.verification import probes
 from training.studies.verification.layouts import as_run, name_of, places
 from training.studies.verification.probes import probe
@@ -161,7 +161,7 @@ def test_every_layout_of_a_sound_model_holds_and_the_certificate_says_so(tmp_pat
 
 def test_one_process_is_planned_whatever_was_typed_of_the_layout_to_compare():
     words = ("parallel=fsdp", "parallel.dp=2", "parallel.reshard=false", "parallel.order=pp_dp")
-    cfg = plain(load_config("model=toy", *words, *WORDS), None)
+    cfg = plain(load_config("model=toy", *words, *WORDS))
     place = _single(cfg, chunks=2)
     plan = prepare(to_config(as_run(cfg, place))).plan
     assert (plan.strategy, plan.processes, plan.chunks, plan.order) == ("single", 1, 2, "pp_dp")

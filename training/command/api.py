@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from common.errors import TrainingError, UserError
-from conf.composition import check_keys, compose, compose_and_run, key_of, quote_values
+from conf.composition import Composed, compose, compose_and_run, key_of, quote_values
 from conf.instantiate import check_role
 from launchers import World
 from models.given import GIVEN, set_given
-from training.command.app import completed, execute, follow, leading, plain, saved_config
+from training.command.app import execute, plain
+from training.command.checkpoint import saved_config
+from training.command.ranks import follow, leading
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,10 +133,10 @@ def verify(
     if config is not None:  # all in it is the user's choice
         words, typed = list(overrides), ["train.precision", "train.global_batch_size", "parallel"]
 
-    def act(cfg: Any, run_dir: Path, *_: Any) -> Report:
+    def act(composed: Composed, *_: Any) -> Report:
         from training.studies.verification.report import prove
 
-        return prove(plain(cfg, None), run_dir, typed)
+        return prove(plain(composed), composed.run_dir, typed)
 
     return _run_words(act, words, config, model, data)
 
@@ -142,7 +144,7 @@ def verify(
 def _run_words(
     act: Callable[..., Any], overrides: Sequence[str], config: Any, model: Chain | None, data: DataSet | tuple | None
 ) -> Any:
-    """Compose words as ``train`` takes them and return ``act(cfg, run_dir, world, hydra, model)``."""
+    """Compose words as ``train`` takes them and return ``act(composed, world, model)``."""
     from training.reporting.run_directory import locked_directories
 
     _check_words(overrides)
@@ -164,8 +166,7 @@ def _run_words(
             raise SystemExit  # as on the command line, what follows is rank 0's
         with leading(world, overrides), locked_directories(), _user_errors():
             words = quote_values(overrides)
-            saved = saved_config(words)
-            return compose_and_run(partial(_run, act, config, objects, world), words, saved.words if saved else ())
+            return compose_and_run(partial(_run, act, config, objects, world), words, saved_config(words))
     finally:
         set_given(None)
 
@@ -196,29 +197,24 @@ def _checked(overrides: Sequence[str], model: Any, data: Any) -> dict[str, Any]:
     return objects
 
 
-def _run(act: Callable, config: Any, objects: dict[str, Any], world: World | None, cfg: Any, hydra: Any) -> Any:
-    """Run ``config`` or, without one, what Hydra has composed, with the objects that were given."""
-    from training.reporting.run_directory import mask_files, removed_if_unused
+def _run(act: Callable, config: Any, objects: dict[str, Any], world: World | None, composed: Composed) -> Any:
+    """Run ``config`` or, without one, what was composed, with the objects that were given."""
+    from training.reporting.run_directory import removed_if_unused
 
-    run_dir = Path(hydra.runtime.output_dir)
-    with removed_if_unused(run_dir, hydra.output_subdir):
-        cfg, hydra = completed(cfg, hydra)
-        check_keys(cfg)
+    with removed_if_unused(composed.run_dir, composed.files):
+        composed = composed.complete()
         if config is not None or objects:
-            if objects and world is None and (cfg if config is None else config).launcher.name == "slurm":
+            if objects and world is None and (composed.cfg if config is None else config).launcher.name == "slurm":
                 raise TrainingError("objects of a Python program exist on this machine only: use launcher=local")
-            cfg = _replaced(config, objects, cfg)
-            file = run_dir / (hydra.output_subdir or ".hydra") / "config.yaml"
-            OmegaConf.save(cfg, file)
-            mask_files([file])
-            hydra = None  # it did not compose this
-        return act(cfg, run_dir, world, hydra, objects.get("model"))
+            composed = composed.made_by_program(_replaced(config, objects, composed.cfg))
+        return act(composed, world, objects.get("model"))
 
 
-def _trained(cfg: Any, run_dir: Path, world: World | None, hydra: Any, model: Chain | None) -> Result:
+def _trained(composed: Composed, world: World | None, model: Chain | None) -> Result:
     from training.reporting.metrics import SUMMARY, read_object
 
-    execute(cfg, run_dir, world, hydra)
+    execute(composed, world)
+    run_dir = composed.run_dir
     return Result(run_dir, read_object(run_dir / SUMMARY), model.tied if model is not None else {})
 
 

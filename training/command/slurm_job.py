@@ -61,7 +61,7 @@ def prepare_here(cfg: Any):
     What this machine has does not count, and nothing is measured on it.
     """
     from parallel.devices import Hardware
-    from training.run.setup import prepare
+    from training.run.prepare import prepare
 
     launcher, per_node = cfg.launcher, cfg.launcher.tasks_per_node
     check_options(launcher)
@@ -114,8 +114,8 @@ def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
     from launchers.failure import is_peer_error
     from launchers.meeting import describe_places, ending_together, hear, rendezvous, tell
     from training.checkpoint.load import after_restart
+    from training.run.prepare import describe, prepare
     from training.run.rank import run
-    from training.run.setup import describe, prepare
 
     begin = time.monotonic()
     if restarts() > 0:

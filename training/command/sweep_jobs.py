@@ -24,14 +24,15 @@ from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import TrainingError, UserError, format_exception
-from conf.composition import check_keys, code_folders, expand_lists, hydra_word, named, typed_overrides
+from conf.composition import Composed, SweepJob, check_keys, expand_lists, hydra_word
 from conf.instantiate import to_config, to_dict
 from conf.masking import mask_secrets
 from launchers import Interrupted, World
 from launchers.slurm.follow import wait
 from launchers.stopping import Stopped
 from training.checkpoint.load import after_restart
-from training.command.app import completed, execute, plain, prepared, without_options_of_checkpoint
+from training.command.app import execute, plain
+from training.command.launch import is_queued, prepared
 from training.command.slurm_job import CheckedRun, queue
 from training.reporting.job_record import (
     FAILED,
@@ -86,7 +87,8 @@ def sweep(sweeper: Any, arguments: list[str]) -> Sequence[JobReturn]:
     overrides = OverridesParser.create(config_loader=loader).parse_overrides([*sweeper._parse_config(), *arguments])
     jobs = [expand_lists(job) for job in sweeper.split_arguments(overrides, None)[0]]
     sweep_dir = Path(config.hydra.sweep.dir)
-    entries = compose_all(lambda job: check_keys(loader.load_sweep_config(config, job)), jobs, sweep_dir)
+    brought = sweeper.task_function.brought
+    entries = compose_all(lambda job: check_keys(loader.load_sweep_config(config, job)), jobs, sweep_dir, brought)
     todo = open_folders(entries, sweep_dir)
     OmegaConf.save(config, sweep_dir / "multirun.yaml")
     results = []
@@ -112,13 +114,16 @@ def _mask(record: logging.LogRecord) -> bool:
     return True
 
 
-def compose_all(compose: Callable[[list[str]], Any], jobs: Iterable[list[str]], sweep_dir: Path) -> list[Entry]:
+def compose_all(
+    compose: Callable[[list[str]], Any], jobs: Iterable[list[str]], sweep_dir: Path, brought: Sequence[str] = ()
+) -> list[Entry]:
     """Compose every job; one that cannot be composed is an entry that has failed.
 
     Args:
         compose: Returns the configuration of a job's overrides.
         jobs: The overrides of each job, as they were typed.
         sweep_dir: The sweep's directory.
+        brought: Overrides that were not typed.
 
     Raises:
         HydraException: If no job can be composed; the mistake is not one job's then.
@@ -126,7 +131,7 @@ def compose_all(compose: Callable[[list[str]], Any], jobs: Iterable[list[str]], 
     """
     entries, first_error = [], None
     for num, overrides in enumerate(jobs):
-        job = Job(num, tuple(mask_secrets(without_options_of_checkpoint(overrides))))
+        job = Job(num, tuple(mask_secrets([word for word in overrides if word not in brought])))
         try:
             cfg = compose(overrides)
             with open_dict(cfg):
@@ -187,54 +192,52 @@ def batches(entries: list[Entry], max_size: int | None) -> Iterator[list[Entry]]
             yield batch[start : start + size]
 
 
-def run_job(cfg: Any, hydra: Any, world: World | None) -> float | None:
+def run_job(composed: Composed, world: World | None) -> Any:
     """Run one job of a sweep in processes of its own and record how it ends in job.json.
 
     A job that fails raises nothing, so that the next ones run; a sweeper of others, such as optuna, is told by an
-    exception and decides.
+    exception and decides. A job of a queue is only checked: ``launch_array`` queues it.
 
     Args:
-        cfg: The composed configuration.
-        hydra: Hydra's own section, for the job's number, overrides and directory.
+        composed: The job's configuration, complete.
         world: This process's place among processes that exist already; None if the job starts its own.
 
     Returns:
-        The sweep's objective, see ``training.studies.sweep.table.objective``; None where the job has none.
+        The sweep's objective, see ``training.studies.sweep.table.objective``; None where the job has none. The checked
+        run of a job of a queue; None where it cannot run.
 
     Raises:
         KeyboardInterrupt: To end the sweep.
         TrainingError: The job failed, under a sweeper of others.
-        Exception: Any error, on ranks other than 0; rank 0 keeps the record.
     """
-    folder = Path(hydra.runtime.output_dir)
-    if world is not None and world.rank > 0:
-        execute(cfg, folder, world)
-        return None
+    if is_queued(composed.cfg, world):
+        return _check(composed)
+    folder, job = composed.run_dir, sweep_job(composed)
     hold(folder)
     if multiprocessing.get_start_method(allow_none=True) == "loky":  # of hydra/launcher=joblib; torch does not know it
         multiprocessing.set_start_method(None, force=True)
-    job = _begin(cfg, hydra, folder, RUNNING)
+    _begin(composed, RUNNING)
     begin = time.monotonic()
 
     def end(status: str, error: str | None = None) -> None:
         update_job(folder, status=status, error=error, seconds=time.monotonic() - begin)
 
     try:
-        execute(cfg, folder, world, hydra, isolated=True)
-        value = value_for_sweeper(cfg, folder)
+        execute(composed, world, isolated=True)
+        value = value_for_sweeper(composed.cfg, folder)
     except Stopped as stopped:
         end(INTERRUPTED)
-        here = shlex.quote(f"hydra.sweep.dir={hydra_word(hydra.sweep.dir)}")
-        raise Stopped(f"job {job.num} {stopped}\nThe sweep goes on with its own command and {here}") from None
+        here = shlex.quote(f"hydra.sweep.dir={hydra_word(job.sweep_dir)}")
+        raise Stopped(f"job {job.number} {stopped}\nThe sweep goes on with its own command and {here}") from None
     except KeyboardInterrupt:
         end(INTERRUPTED)
         raise
     except Exception as error:
         text = str(error) if isinstance(error, UserError) else format_exception(error, error.__traceback__)
         end(FAILED, text)
-        print(f"error: job {job.num}: {text}", file=sys.stderr)
-        if hydra.sweeper._target_ != _OWN_SWEEPER:
-            raise TrainingError(f"job {job.num}: {text}") from None
+        print(f"error: job {job.number}: {text}", file=sys.stderr)
+        if job.sweeper != _OWN_SWEEPER:
+            raise TrainingError(f"job {job.number}: {text}") from None
         return None
     finally:
         release(folder)
@@ -242,23 +245,31 @@ def run_job(cfg: Any, hydra: Any, world: World | None) -> float | None:
     return value
 
 
-def _begin(cfg: Any, hydra: Any, folder: Path, status: str) -> Job:
+def sweep_job(composed: Composed) -> SweepJob:
+    """Return what a configuration is of a sweep."""
+    assert composed.job is not None
+    return composed.job
+
+
+def _begin(composed: Composed, status: str) -> None:
     """Record a job and change its configuration: where it goes on from, and its group and name in wandb."""
-    job, earlier = Job(hydra.job.num, tuple(mask_secrets(typed_overrides(hydra))), status), read_job(folder)
+    cfg, folder, place = composed.cfg, composed.run_dir, sweep_job(composed)
+    job, earlier = Job(place.number, tuple(mask_secrets([*composed.typed])), status), read_job(folder)
     unfinished = earlier is not None and earlier.is_same(job) and earlier.status != FINISHED
     if unfinished and to_dict(cfg)["mode"] == "train" and (folder / METRICS).exists():
         after_restart(cfg, folder)
     write_job(folder, job)
-    jobs = [one for _, one in read_jobs(Path(hydra.sweep.dir))]
+    jobs = [one for _, one in read_jobs(Path(place.sweep_dir))]
     keys = swept_keys(jobs)
     for section in sections(cfg).values():
         if "group" in section:
-            section.group = section.group or Path(hydra.sweep.dir).absolute().name
+            section.group = section.group or Path(place.sweep_dir).absolute().name
             section.name = section.name or (label(job, keys)[:120] if keys else None)
-    return job
 
 
-def launch_array(hydra_context: Any, config: Any, jobs: Sequence[Sequence[str]], first: int) -> Sequence[JobReturn]:
+def launch_array(
+    hydra_context: Any, task: Callable, config: Any, jobs: Sequence[Sequence[str]], first: int
+) -> Sequence[JobReturn]:
     """Compose and check every job here, queue those that passed as one array per shape, and wait for them.
 
     A job that fails is recorded in its directory and does not end the others.
@@ -271,7 +282,7 @@ def launch_array(hydra_context: Any, config: Any, jobs: Sequence[Sequence[str]],
         with open_dict(cfg):
             cfg.hydra.job.id, cfg.hydra.job.num = str(num), num
         folders = {"job_dir_key": "hydra.sweep.dir", "job_subdir_key": "hydra.sweep.subdir"}
-        returned.append(run_hydra_job(hydra_context=hydra_context, task_function=_check, config=cfg, **folders))
+        returned.append(run_hydra_job(hydra_context=hydra_context, task_function=task, config=cfg, **folders))
     ready = [job for job in returned if job.return_value is not None]
     _run_all([job.return_value for job in ready])
     for job in ready:
@@ -279,14 +290,12 @@ def launch_array(hydra_context: Any, config: Any, jobs: Sequence[Sequence[str]],
     return returned
 
 
-def _check(cfg: Any) -> CheckedRun | None:
-    """Record a composed job and check it without running it: the checked run, None where it cannot run."""
-    hydra = HydraConfig.get()
-    cfg, hydra = completed(named(cfg, hydra.runtime.choices, code_folders(sys.argv[1:])), hydra)
-    folder = Path(hydra.runtime.output_dir)
-    _begin(cfg, hydra, folder, WAITING)
+def _check(composed: Composed) -> CheckedRun | None:
+    """Record a job of a queue and check it without running it: the checked run, None where it cannot run."""
+    folder = composed.run_dir
+    _begin(composed, WAITING)
     try:
-        return CheckedRun.of(prepared(plain(cfg, hydra), folder, None, mask_secrets(typed_overrides(hydra))), folder)
+        return CheckedRun.of(prepared(plain(composed), folder, None, composed.words()), folder)
     except UserError as error:
         _fail(folder, error)
         return None

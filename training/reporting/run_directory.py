@@ -25,10 +25,10 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from common.errors import TrainingError, UserError, printable
-from common.files import explain, read_yaml
+from common.errors import TrainingError, printable
+from common.files import explain
 from conf.composition import Refused
-from conf.masking import mask_secrets
+from conf.masking import mask_files, mask_secrets
 from launchers import World
 from launchers.world import restarts
 from training.reporting import METRICS
@@ -110,8 +110,8 @@ def locked_directories() -> Iterator[None]:
 
 
 @contextmanager
-def removed_if_unused(folder: Path, subfolder: str | None) -> Iterator[None]:
-    """Remove what Hydra wrote into a run directory if the block fails and has left nothing else there.
+def removed_if_unused(run_dir: Path, files: Path | None) -> Iterator[None]:
+    """Remove the files of the configuration from a run directory if the block fails and has left nothing else there.
 
     The directory itself then goes with its lock.
     """
@@ -119,9 +119,9 @@ def removed_if_unused(folder: Path, subfolder: str | None) -> Iterator[None]:
         yield
     except BaseException:
         with suppress(OSError):
-            if set(os.listdir(folder)) - {LOCK} == {subfolder}:
-                shutil.rmtree(folder / subfolder)
-                release(folder)  # and the folders that were made for it
+            if files is not None and set(os.listdir(run_dir)) - {LOCK} == {files.name}:
+                shutil.rmtree(files)
+                release(run_dir)  # and the folders that were made for it
         raise
 
 
@@ -182,20 +182,6 @@ class RunDirectoryGuard(Callback):
 def started_again() -> bool:
     """Return whether this is a rank that torchrun or a queue has started before: its directory is its own."""
     return World.detect() is not None and restarts() > 0
-
-
-def mask_files(paths: list[Path]) -> None:
-    """Mask secrets in YAML files; files without secrets, and those that do not exist, are left alone."""
-    for path in filter(Path.exists, paths):
-        try:
-            content = OmegaConf.to_container(read_yaml(path), resolve=False)
-            masked = mask_secrets(content)
-            if masked != content:
-                OmegaConf.save(OmegaConf.create(masked), path)
-        except (OSError, UserError) as error:
-            # A secret that cannot be masked must not stay.
-            path.unlink(missing_ok=True)
-            print(f"warning: {path} could not be written again without its secrets: {error}", file=sys.stderr)
 
 
 def _take(folder: Path, key: str, depth: int) -> None:

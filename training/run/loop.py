@@ -31,9 +31,9 @@ from training.optimizer import Optimizer
 from training.reporting.console import numbers
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome
+from training.run.checks.ranks import recipe
 from training.run.evaluate import IGNORED_TARGETS, evaluate_split, problem
 from training.run.first_not_finite import first_not_finite
-from training.run.identity import recipe
 from training.run.setup import Setup
 
 _RESUMED = ("first_loss", "final_loss", "best_val_loss", "best_step")  # of Outcome

@@ -39,10 +39,11 @@ from training.reporting.console import describe_results, numbers, what_to_type
 from training.reporting.metrics import SUMMARY, read_object
 from training.reporting.recorder import Loggers, Recorder, sections
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
+from training.run.checks.ranks import changes, check_ranks, check_run_directory, check_weights, follows_total
 from training.run.evaluate import evaluate_split, problem
-from training.run.identity import changes, check_ranks, check_run_directory, check_weights, follows_total
 from training.run.loop import Loop
-from training.run.setup import Setup, build_setup
+from training.run.prepare import build_setup
+from training.run.setup import Setup
 
 
 @exit_is_failure()

@@ -20,6 +20,7 @@ from common.errors import PlanError
 from common.machine import available_memory, usable_cores
 from conf.instantiate import to_config, to_dict
 from launchers import World
+from models.given import pack_given, unpack_given
 from parallel.layout import Layout
 from parallel.plan import Plan
 from parallel.strategies import strategy_info
@@ -29,7 +30,7 @@ from planner.search import Candidate, Found, Place, divisors, search
 from training.checkpoint.files import Checkpoint
 from training.optimizer import Optimizer, states_of
 from training.reporting.metrics import SUMMARY, read_object, write_json
-from training.run.setup import BALANCES, model_and_data, pack_given, prepare, unpack_given
+from training.run.prepare import BALANCES, model_and_data, prepare
 from training.studies.planning import AUTO, is_automatic
 from training.studies.planning.paper import PAPER_IS_OFF, Model, model_of, on_paper, predict_on_paper
 from training.studies.planning.trial import lay_out, try_layout

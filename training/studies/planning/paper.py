@@ -26,7 +26,7 @@ from planner.step import Seconds, Works, slowed, stage_seconds
 from planner.work import work_of
 from training.optimizer import states_of
 from training.reporting.console import columns
-from training.run.setup import checked_model_and_data
+from training.run.prepare import checked_model_and_data
 from training.studies.planning import AUTO
 from training.studies.planning.typed import accepted, fixed_of, possible_rooms
 

@@ -16,13 +16,14 @@ import numpy as np
 from common.errors import PlanError
 from conf.instantiate import to_config, to_dict
 from launchers import WorkerFailed, World, run_workers
+from models.given import pack_given, unpack_given
 from parallel.timeline import WORK, Interval, Steps, steady_steps, work_span
 from planner.search import Candidate
 from planner.step import PlannedLayout
 from training.callbacks import Callback, TrainingRun
 from training.reporting import METRICS, SUMMARY
 from training.reporting.metrics import after_warmup, read_records
-from training.run.setup import pack_given, prepare, unpack_given
+from training.run.prepare import prepare
 
 _WATCHED = "watched-{}.json"
 _FEWEST_STEPS, _MOST_STEPS = 8, 200

@@ -17,7 +17,7 @@ from parallel.strategies import strategy_info
 from planner.search import FREE, Found, layouts
 from planner.step import PlannedLayout, Works
 from training.optimizer import check_apart
-from training.run.setup import BALANCES
+from training.run.prepare import BALANCES
 
 # (devices of a node, devices, whether a layout must take all of them)
 Room = tuple[int, int, bool]

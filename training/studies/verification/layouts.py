@@ -19,14 +19,15 @@ from conf.instantiate import to_config, to_dict
 from launchers import World, run_workers
 from launchers.worker import redirect_output
 from models.chain import Chain
+from models.given import pack_given, unpack_given
 from parallel.layout import Layout
 from parallel.schedules import SCHEDULES
 from parallel.strategies import STRATEGIES
 from training.checkpoint.files import Checkpoint, step_name
 from training.checkpoint.load import Tensors
 from training.reporting.metrics import METRICS, read_records
+from training.run.prepare import prepare
 from training.run.rank import run
-from training.run.setup import pack_given, prepare, unpack_given
 from training.studies.verification.probes import largest_difference
 from training.studies.verification.recording import recorded
 

@@ -25,7 +25,8 @@ from conf.masking import mask_secrets
 from launchers import Interrupted, World, start_fork_server
 from training.reporting.console import columns
 from training.reporting.recorder import describe
-from training.run.setup import Setup, prepare
+from training.run.prepare import prepare
+from training.run.setup import Setup
 from training.studies.verification.difference import first_difference
 from training.studies.verification.layouts import COMPARED, ONE, Compared, Runs, as_run, places
 from training.studies.verification.probes import Finding, probe

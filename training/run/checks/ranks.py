@@ -29,7 +29,7 @@ from training.checkpoint.init_from import digest_read
 from training.reporting.metrics import flat
 from training.reporting.recorder import git_state
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 _PACKAGES = ("common", "conf", "data", "launchers", "models", "parallel", "training", "hydra_plugins")
 _APPEARS_S = 10.0  # how long a file may take until another machine sees it
 _POLL_S = 0.1

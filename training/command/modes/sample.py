@@ -1,108 +1,33 @@
-"""The modes that need one process and a checkpoint: ``export`` and ``sample``.
-
-``mode=export`` writes a checkpoint's model as other programs read it (``training.export``). ``mode=sample`` continues
-texts with a language model.
-"""
+"""mode=sample: continue texts with a language model."""
 
 from __future__ import annotations
 
-import copy
 import logging
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from common.errors import TrainingError, UserError
-from common.files import expand_home
 from conf.instantiate import to_config, to_dict
 from data.dataset import DataSet
 from data.words import WordVocabulary, basic_english
-from launchers import World
+from launchers import stopping
 from models.generate import Draws, generate
-from parallel.devices import autocast, share_cores
-from parallel.layout import Layout
-from parallel.plan import make_plan
-from parallel.strategy import Options, Strategy, build_strategy
-from training.checkpoint.configuration import check_fits, checkpoint_of
-from training.checkpoint.init_from import check_base, read_base
-from training.checkpoint.load import load
-from training.export.write import check_export, write
+from parallel.devices import autocast
+from training.command.command import Command
 from training.reporting.console import describe_sample
 from training.reporting.metrics import SUMMARY, read_object
-from training.run.setup import model_and_data
+from training.run.restore import restore
 
 logger = logging.getLogger(__name__)
 
 _BETWEEN = "\n" + 20 * "-" + "\n"  # the texts of several prompts
 
 
-def run_alone(cfg: Any, run_dir: Path, world: World | None) -> None:
-    """Export or sample, and print the result.
-
-    A checkpoint holds the whole model, so neither ``parallel`` nor ``launcher`` matters.
-
-    Raises:
-        TrainingError: Where several processes were started, and as ``export`` and ``sample`` do.
-    """
-    if world is not None and world.size > 1:
-        raise TrainingError(
-            f"mode={cfg.mode} is one process and {world.size} were started (WORLD_SIZE): start it without torchrun"
-        )
-    print(export(cfg, run_dir) if cfg.mode == "export" else sample(cfg), flush=True)
-
-
-class Restored(NamedTuple):
-    """A checkpoint's whole model in this process.
-
-    Attributes:
-        data: Its data set, prepared only where the model needed it.
-        strategy: The one that holds the weights.
-        step: The step after which the checkpoint was saved.
-    """
-
-    data: DataSet
-    strategy: Strategy
-    step: int
-
-
-def restore(cfg: Any, device: str) -> Restored:
-    """Build the model that ``cfg`` describes with the weights of its checkpoint, whatever layout has saved it.
-
-    Raises:
-        CheckpointError: Where there is no checkpoint, or one that is damaged or of another model.
-    """
-    path = checkpoint_of(cfg)
-    share_cores(1, cfg.parallel.threads)
-    chain, data = model_and_data(cfg)
-    check_fits(path, chain, cfg)
-    check_base(cfg, chain)
-    parallel = Layout.single().into(copy.deepcopy(cfg.parallel))
-    plan = make_plan(parallel, chain, global_batch_size=1, device=device, precision=cfg.train.precision)
-    strategy = build_strategy(plan, chain, plan.mesh(0), Options(seed=cfg.seed), sample=None)
-    read_base(cfg.model, chain, strategy)
-    return Restored(data, strategy, load(path, strategy).step)
-
-
-def export(cfg: Any, run_dir: Path) -> str:
-    """Write the checkpoint ``cfg.checkpoint`` to the folder ``cfg.export_to``, as ``cfg.export`` says.
-
-    A relative folder is in ``run_dir``.
-
-    The folder appears complete or not at all.
-
-    Returns:
-        A sentence that says what was written.
-
-    Raises:
-        TrainingError: For a folder that exists, and as ``training.export.write`` does.
-        CheckpointError: For a checkpoint that cannot be read, or a folder that cannot be written.
-    """
-    folder = expand_home(cfg.export_to, Path(run_dir).absolute())
-    if folder.exists():
-        raise TrainingError(f"{folder} exists already; choose another export_to=")
-    check_export(cfg)
-    restored = restore(cfg, "cpu")
-    written = write(cfg, folder, restored.data, restored.strategy)
-    return f"exported {cfg.model.name} after step {restored.step} to {folder}: {written}"
+def run(command: Command) -> None:
+    """Sample, in one process: a checkpoint holds the whole model, whatever ``parallel`` and ``launcher`` are."""
+    command.check_alone()
+    stopping.at_once()
+    print(sample(command.cfg), flush=True)
 
 
 def sample(cfg: Any) -> str:

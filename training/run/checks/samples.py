@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from models.chain import Tensors, as_tuple, checked
 from models.losses import IGNORED, check_sums
 from parallel.shape_inference import Accesses, reads_numbers
 
+if TYPE_CHECKING:
+    from training.run.setup import Setup
+
 _aten = torch.ops.aten
 # What takes numbers of one kind only; on the meta device they take any.
 _PRODUCTS = {
@@ -25,7 +28,7 @@ _PRODUCTS = {
 _MOST_OUTPUTS = 10**7  # numbers that the model gives for a micro-batch, for the loss to be computed with labels
 
 
-def check_splits(setup: Any) -> None:
+def check_splits(setup: Setup) -> None:
     """Check what the data set's ``prepare()`` has left. Raises DataError."""
     data = setup.data
     for split in ("train", "valid", "test"):
@@ -40,7 +43,7 @@ def check_splits(setup: Any) -> None:
         raise DataError(f"{type(data).__name__}.prepare() left no description: one line that says what the data is")
 
 
-def check_read(setup: Any) -> None:
+def check_read(setup: Setup) -> None:
     """Check what the data give for one sample. Raises DataError."""
     source = setup.data.train
     given = source.read(np.zeros(1, dtype=np.int64), 0)
@@ -150,7 +153,7 @@ def check_targets(loss: Any, output: Tensors, size: int, targets: Tensor, whose:
         ) from None
 
 
-def check_shapes(setup: Any) -> None:
+def check_shapes(setup: Setup) -> None:
     """Pass a micro-batch through the model and its loss on the meta device, without memory.
 
     Raises:
@@ -209,7 +212,7 @@ def check_shapes(setup: Any) -> None:
         raise
 
 
-def _check_changed(setup: Any, at: str, tensor: str | None) -> None:
+def _check_changed(setup: Setup, at: str, tensor: str | None) -> None:
     """Once per step for the whole batch is what ``single`` does by default, and what users of torch expect."""
     plan, train = setup.plan, setup.cfg.train
     cut = {f"parallel.dp={plan.dp}": plan.dp > 1, f"parallel.chunks={plan.chunks}": plan.chunks > 1}
@@ -227,3 +230,8 @@ def _check_changed(setup: Any, at: str, tensor: str | None) -> None:
 
 def _described(tensor: Any) -> str:
     return f"{tuple(tensor.shape[1:])} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def check_length_of_run(setup: Setup) -> None:
+    """Count its steps, which raises where the data have too few samples for one."""
+    setup.total_steps  # noqa: B018

@@ -1,0 +1,183 @@
+"""A run of training or evaluation: prepared, then in this process, on workers, among existing ranks, or in a queue."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+
+from common.machine import changed_environment
+from conf.composition import Composed, hydra_word
+from conf.instantiate import environment, to_config, to_dict
+from conf.masking import mask_secrets
+from launchers import Interrupted, WorkerFailed, World, run_workers, start_fork_server, stopping
+from launchers.stopping import Stopped
+from training.command.command import Command
+from training.command.ranks import lead
+from training.studies.planning import is_automatic
+
+if TYPE_CHECKING:
+    from training.run.setup import Setup
+
+_AGAIN = "start it again with the same command"
+
+
+def launch(command: Command) -> float | None:
+    """Check and prepare a run, say what it is, and run it to its end, or queue it.
+
+    Returns:
+        The unigram entropy of its data in nats, where that is known.
+
+    Raises:
+        UserError: For what the user can act on.
+        Stopped: For a run that was told to stop.
+    """
+    cfg, run_dir, world = command.cfg, command.run_dir, command.world
+    preload(command, is_automatic(cfg) or _has_workers(command))
+    setup = prepared(cfg, run_dir, world, command.words)
+
+    from training.run.checks.memory import check_memory_of
+    from training.run.prepare import describe
+
+    if command.composed.choices is not None:
+        print(to_text(command.composed), end="\n\n", flush=True)
+    print(describe(setup), flush=True)
+    queued, processes, entropy = is_queued(cfg, world), setup.plan.processes, setup.data.unigram_entropy
+    if not queued:
+        check_memory_of(setup, world)
+    try:
+        if queued:
+            from training.command.slurm_job import run_as_job
+
+            run_as_job(setup, run_dir)
+        elif world is not None:
+            lead(setup, run_dir, world)
+        elif stopping.wanted():
+            raise Stopped("stopped before the first step")
+        elif processes == 1 and not command.isolated and not _restarts(cfg):
+            from training.run.rank import run
+
+            run(cfg, run_dir, setup=setup)
+        else:
+            del setup  # workers build their own
+            _start_workers(cfg, run_dir, processes)
+    except Stopped as stopped:
+        where = shlex.quote(f"hydra.run.dir={hydra_word(str(run_dir))}")
+        resume = f"go on with the same command and train.resume=auto {where}"
+        raise Stopped(f"{stopped}; {resume if cfg.mode == 'train' else _AGAIN}") from None
+    return entropy
+
+
+# -- before the run --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def nothing_begun() -> Iterator[None]:
+    """Before the first step, a signal that stops a run ends the preparations."""
+    try:
+        yield
+    except Interrupted as interrupted:
+        if interrupted.signum not in stopping.SIGNALS or stopping.second_signal():
+            raise
+        raise Stopped(f"stopped before the first step; {_AGAIN}") from None
+
+
+@nothing_begun()
+def prepared(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = ()) -> Setup:
+    """Check a run and prepare it, on the submitting side of a queue too; what is left to measure is in ``cfg`` then.
+
+    ``words`` are the command line, for commands to copy.
+    """
+    # Only now: they import torch.
+    from parallel.devices import import_compiler_late
+    from training.checkpoint.load import after_restart
+    from training.command.slurm_job import prepare_here
+    from training.reporting.run_directory import started_again
+    from training.run.prepare import prepare
+
+    if not cfg.train.compile:
+        import_compiler_late()
+    if started_again() and cfg.mode == "train":
+        after_restart(cfg, run_dir)
+    if cfg.train.resume is not None or cfg.mode == "eval":
+        from training.studies.planning.choice import recall
+
+        recall(cfg, run_dir)
+    if is_automatic(cfg):
+        from training.studies.planning.choice import choose
+
+        choose(cfg, run_dir, world, words)
+    if is_queued(cfg, world):
+        return prepare_here(cfg)
+    return prepare(cfg, *((world.size, world.nodes) if world else ()))
+
+
+def preload(command: Command, workers: bool) -> None:
+    """Where there will be workers, have what they need imported in the process that forks them, from now on."""
+    if workers and command.world is None and command.cfg.launcher.name == "local":
+        with changed_environment(environment(command.cfg)):
+            start_fork_server(["training.command.preload"])
+
+
+def _has_workers(command: Command) -> bool:
+    from parallel.strategies import strategy_info
+
+    parallel = command.cfg.parallel
+    info = strategy_info(parallel.name)
+    several = info.stage_per_rank or (info.replicas and parallel.dp != 1)
+    return bool(several or command.isolated or _restarts(command.cfg))
+
+
+def to_text(composed: Composed) -> str:
+    """What a run says of its configuration: what was typed; with print_config=true, all of it."""
+    from training.reporting.console import describe_configuration
+
+    if composed.cfg.print_config:
+        return OmegaConf.to_yaml(OmegaConf.create(mask_secrets(to_dict(composed.cfg)))).rstrip()
+    chosen, changes = composed.differences()
+    return describe_configuration(chosen, mask_secrets(changes))
+
+
+# -- the ways to run -------------------------------------------------------------------------------------------------
+
+
+def _start_workers(cfg: Any, run_dir: Path, processes: int) -> None:
+    from models.given import pack_given
+
+    timeout_s = cfg.parallel.timeout_s
+    args = to_dict(cfg), str(run_dir), pack_given()
+    most, failures = _restarts(cfg), []
+
+    def tell(failure: WorkerFailed) -> None:
+        failures.append(failure)
+        print(f"{failure}\nrestart {len(failures)} of {most} (launcher.max_restarts)", file=sys.stderr, flush=True)
+
+    run_workers(_work, args, processes, run_dir / "logs", most, True, timeout_s, on_restart=tell)
+
+
+def is_queued(cfg: Any, world: World | None) -> bool:
+    """Return whether a job of a queue will run it."""
+    return world is None and cfg.launcher.name == "slurm"
+
+
+def _restarts(cfg: Any) -> int:
+    return cfg.launcher.get("max_restarts", 0) if cfg.mode == "train" else 0
+
+
+def _work(world: World, tree: dict, run_dir: str, given: bytes | None) -> None:
+    """What each local worker runs. After a restart it resumes from the newest checkpoint."""
+    from launchers.world import restarts
+    from models.given import unpack_given
+    from training.checkpoint.load import after_restart
+    from training.run.rank import run
+
+    unpack_given(given)
+    cfg, folder = to_config(tree), Path(run_dir)
+    if restarts() > 0:
+        after_restart(cfg, folder)
+    run(cfg, folder, world)

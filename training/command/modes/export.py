@@ -1,0 +1,43 @@
+"""mode=export: write a checkpoint's model as other programs read it (``training.export``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from common.errors import TrainingError
+from common.files import expand_home
+from launchers import stopping
+from training.command.command import Command
+from training.export.write import check_export, write
+from training.run.restore import restore
+
+
+def run(command: Command) -> None:
+    """Export, in one process: a checkpoint holds the whole model, whatever ``parallel`` and ``launcher`` are."""
+    command.check_alone()
+    stopping.at_once()
+    print(export(command.cfg, command.run_dir), flush=True)
+
+
+def export(cfg: Any, run_dir: Path) -> str:
+    """Write the checkpoint ``cfg.checkpoint`` to the folder ``cfg.export_to``, as ``cfg.export`` says.
+
+    A relative folder is in ``run_dir``.
+
+    The folder appears complete or not at all.
+
+    Returns:
+        A sentence that says what was written.
+
+    Raises:
+        TrainingError: For a folder that exists, and as ``training.export.write`` does.
+        CheckpointError: For a checkpoint that cannot be read, or a folder that cannot be written.
+    """
+    folder = expand_home(cfg.export_to, Path(run_dir).absolute())
+    if folder.exists():
+        raise TrainingError(f"{folder} exists already; choose another export_to=")
+    check_export(cfg)
+    restored = restore(cfg, "cpu")
+    written = write(cfg, folder, restored.data, restored.strategy)
+    return f"exported {cfg.model.name} after step {restored.step} to {folder}: {written}"

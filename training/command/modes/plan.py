@@ -1,0 +1,31 @@
+"""mode=plan: say which layout a run would have, and what each rank would hold."""
+
+from __future__ import annotations
+
+from launchers import stopping
+from training.command.command import Command
+from training.command.launch import preload, prepared
+from training.studies.planning import is_automatic
+
+
+def run(command: Command) -> None:
+    """Print the plan and the memory of every rank; with ``parallel=auto``, the best layouts. Nothing is trained."""
+    stopping.at_once()
+    cfg = command.cfg
+    if cfg.parallel.name == "auto":
+        from training.studies.planning.paper import on_paper, plan_on_paper
+
+        if on_paper(cfg):
+            print(plan_on_paper(cfg, command.run_dir, command.words))
+            return
+    preload(command, is_automatic(cfg))
+    setup = prepared(cfg, command.run_dir, command.world, command.words)
+
+    from parallel.shape_inference import estimate_memory
+    from training.optimizer import states_of
+    from training.reporting.console import describe_memory
+    from training.run.prepare import describe
+
+    print(describe(setup), flush=True)
+    states, recompute = states_of(cfg.optim), cfg.train.activation_checkpointing
+    print("\n" + describe_memory(estimate_memory(setup.plan, setup.chain, setup.sample, states, recompute)))

@@ -1,0 +1,22 @@
+"""mode=train: train, from the first step or from a checkpoint."""
+
+from __future__ import annotations
+
+from training.command.command import Command
+from training.command.launch import is_queued, launch
+from training.command.modes.sample import closing_sample
+from training.studies.planning import is_automatic
+
+
+def run(command: Command) -> None:
+    """Train; at the end show some of a language model's text, and what was predicted of a layout that was chosen."""
+    cfg, run_dir, automatic = command.cfg, command.run_dir, is_automatic(command.cfg)
+    entropy = launch(command)
+    if is_queued(cfg, command.world):
+        return
+    if not command.isolated:
+        print(closing_sample(cfg, run_dir, entropy), end="", flush=True)
+    if automatic:
+        from training.studies.planning.choice import compared_with_prediction
+
+        print(compared_with_prediction(run_dir), end="", flush=True)

@@ -1,0 +1,27 @@
+"""mode=verify: prove that every layout trains a model as one process does."""
+
+from __future__ import annotations
+
+from common.errors import TrainingError
+from conf import COMMAND
+from training.command.command import Command
+
+
+def run(command: Command) -> None:
+    """Compare every layout with one process, and write the certificate.
+
+    Raises:
+        TrainingError: A layout trains otherwise, or nothing could be compared; or the command is a job of a sweep.
+    """
+    composed, cfg = command.composed, command.cfg
+    if composed.job is not None or composed.choices is None:
+        raise TrainingError(
+            "mode=verify is a command of its own, not a job of a sweep or of train(): python train.py mode=verify, or "
+            "from Python training.verify(...)"
+        )
+    from training.studies.verification.report import prove
+
+    report = prove(cfg, command.run_dir, cfg[COMMAND]["typed"])
+    if not report.ok:
+        said = "is not the same in every layout" if report.failed else "could not be compared"
+        raise TrainingError(f"model={cfg.model.name} {said}; see above")

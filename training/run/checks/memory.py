@@ -1,0 +1,70 @@
+"""Whether a run fits into memory, before any process is started."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.cuda import get_device_properties
+
+from common.machine import check_memory
+from data.dataset import Batch
+from launchers import World
+from parallel.devices import parameter_dtype
+from parallel.shape_inference import PROCESS_BYTES, check_gpus
+from training.optimizer import states_of
+
+if TYPE_CHECKING:
+    from training.run.setup import Setup
+
+
+def check_memory_of(setup: Setup, world: World | None) -> None:
+    """Check that a run whose ranks are all on this machine fits into its memory, before any of them is started.
+
+    Counted is what is certain: processes, weights, gradients and optimizer states, of which GPUs hold all but the
+    processes. (mode=plan estimates the whole, which takes seconds.)
+
+    Raises:
+        UserError: It does not.
+    """
+    plan, cfg = setup.plan, setup.cfg
+    if world is not None and world.local_size < world.size:
+        return
+    needed = plan.processes * PROCESS_BYTES
+    if plan.device_type == "cpu":
+        copies = plan.dp / plan.mesh(0).shards
+        tensors = sum(certain_tensors(cfg) * stage.parameters + stage.frozen for stage in plan.stages)
+        needed += copies * tensors * parameter_dtype(plan.precision).itemsize
+    check_memory(
+        needed,
+        f"model={cfg.model.name} parallel={plan.strategy} in {plan.processes} processes",
+        "choose a smaller model or train.global_batch_size, more parallel.chunks, or fewer processes (mode=plan shows "
+        "what needs how much)",
+    )
+
+
+def check_gpu_memory(setup: Setup) -> None:
+    """Check that GPUs which are here hold what their ranks certainly need. Raises PlanError."""
+    if setup.plan.gpus is not None and not setup.plan.devices:
+        check_gpus(setup.plan, certain_tensors(setup.cfg), lambda gpu: get_device_properties(gpu).total_memory)
+
+
+def certain_tensors(cfg: Any) -> int:
+    """Return how many tensors of a parameter's size a run holds at least: the weight, its gradient, its state."""
+    return 2 + states_of(cfg.optim, unknown=0) if cfg.mode == "train" else 1
+
+
+def check_sample(setup: Setup) -> None:
+    """Check that one micro-batch fits into memory, by one of its samples.
+
+    Raises:
+        UserError: It does not.
+    """
+    one = Batch(*setup.data.train.read(np.zeros(1, dtype=np.int64), 0))
+    size = sum(tensor.nbytes for tensor in (*one.input_tensors, one.targets))
+    count = setup.plan.microbatch_size
+    check_memory(
+        2 * size * count,
+        f"a micro-batch of {count} samples of {size / 2**20:,.1f} MiB",
+        "choose more parallel.chunks, a smaller train.global_batch_size or smaller samples",
+    )

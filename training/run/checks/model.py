@@ -1,0 +1,107 @@
+"""The model with its data, its plan and the checkpoint that it starts from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.errors import TrainingError
+from conf.instantiate import to_dict
+from data.dataset import DataSet
+from models.chain import Chain
+from parallel.devices import check_compiler
+from parallel.schedules import SCHEDULES
+from training.checkpoint.configuration import check_fits, checkpoint_of
+from training.checkpoint.init_from import check_base, check_copies, check_start
+from training.optimizer import check_layout, check_others, check_rates
+from training.reporting.summary import check_objective
+
+if TYPE_CHECKING:
+    from training.run.setup import Setup
+
+
+def _checkpoint(cfg: Any) -> Path | None:
+    """The checkpoint that the configuration names."""
+    if cfg.mode == "eval":
+        return checkpoint_of(cfg)
+    return None if cfg.train.resume in (None, "auto") else Path(cfg.train.resume)
+
+
+def check_kind(data: DataSet, model: Any) -> None:
+    """Check that both are about tokens or neither is. Raises TrainingError."""
+    if (data.seq_len is None) == ("vocab_size" not in model):
+        return
+    kind = "tokens" if data.seq_len is not None else "numbers"
+    raise TrainingError(
+        f"model={model.name} does not take the {kind} of this data set; leave data= out, and the model brings its own"
+    )
+
+
+def check_length(cfg: Any, chain: Chain, data: DataSet) -> None:
+    """Check that a sample is no longer than the model's positions. Raises TrainingError."""
+    positions = chain.limits.get("positions")
+    if positions is not None and data.seq_len > positions:
+        raise TrainingError(
+            f"data.seq_len={data.seq_len} is longer than the model's {positions} positions; set "
+            f"data.seq_len={positions} or less, or give the model more (model.block_size={data.seq_len} of gpt2, "
+            f"model.max_len={data.seq_len} of transformer)"
+        )
+
+
+def check_names(cfg: Any, chain: Chain, data: DataSet) -> None:
+    """Check what the optimizer's rates and the sweep's objective name. Raises TrainingError."""
+    check_rates(to_dict(cfg.optim).get("rates"), chain)
+    if cfg.sweep.objective is not None:
+        check_objective(cfg.sweep.objective, chain.loss.metrics, data.seq_len is not None)
+
+
+def check_weights(cfg: Any, chain: Chain, data: DataSet) -> None:
+    """Check that the checkpoint, or what model.init_from names, holds this model. Raises UserError."""
+    if (saved := _checkpoint(cfg)) is not None:
+        check_fits(saved, chain, cfg)
+    if reads_weights(cfg, chain):
+        check_copies(cfg.model, check_start(cfg.model, chain))
+    check_base(cfg, chain)
+
+
+def reads_weights(cfg: Any, chain: Chain) -> bool:
+    """Return whether a run starts from, or is based on, the weights that model.init_from names."""
+    anew = cfg.mode != "eval" and cfg.train.resume is None
+    return cfg.model.init_from is not None and (anew or chain.base is not None)
+
+
+def check_fit(setup: Setup) -> None:
+    """Check that the model has room for the data's words or classes. Raises TrainingError."""
+    for limit, things, key in (("vocabulary", "tokens", "vocab_size"), ("classes", "classes", "num_classes")):
+        most, given = setup.chain.limits.get(limit), getattr(setup.data, key, None)
+        if None not in (most, given) and given > most:
+            said = f"the data has {given} {things}, model.{key}={most} is too few; set model.{key}={given} or more"
+            raise TrainingError(said)
+
+
+def check_parameters(setup: Setup) -> None:
+    """Check that there is a parameter to train. Raises TrainingError."""
+    if setup.cfg.mode == "train" and setup.plan.parameters == 0:
+        frozen = sum(parameter.numel() for parameter in setup.chain.skeleton().parameters())
+        why = f"all {frozen:,} are frozen (requires_grad=False)" if frozen else "its layers have none"
+        raise TrainingError(f"model={setup.cfg.model.name} has no parameters to train: {why}")
+
+
+def check_optimizer_layout(setup: Setup) -> None:
+    """Check that the optimizer works in the layout, with these parameters. Raises UserError."""
+    if setup.cfg.mode in ("train", "plan"):
+        check_layout(to_dict(setup.cfg.optim), setup.plan, setup.chain)
+        check_others(to_dict(setup.cfg.optim), setup.chain)
+
+
+def check_compile(setup: Setup) -> None:
+    """Check that what is to be compiled can be. Raises UserError."""
+    schedule = setup.plan.schedule
+    if not setup.cfg.train.compile:
+        return
+    if schedule is not None and SCHEDULES[schedule].splits_backward:
+        raise TrainingError(
+            f"train.compile=true: what is compiled has one backward, and parallel.schedule={schedule} runs it "
+            "in two parts; use parallel.schedule=interleaved_1f1b, or train.compile=false"
+        )
+    check_compiler()

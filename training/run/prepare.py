@@ -1,0 +1,219 @@
+"""From a configuration to the objects of a run, with everything checked that can be checked before it starts."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common.errors import TrainingError
+from conf import OWN_KEYS
+from conf.instantiate import build, environment, instantiate, target_of, to_config, to_dict
+from data.dataset import DataSet
+from launchers import World, run_workers
+from launchers.heartbeat import note
+from models.chain import Chain
+from models.lora import adapt
+from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer, stage_shares
+from parallel.devices import Hardware
+from parallel.plan import Plan, make_plan
+from training.checkpoint.init_from import unseen, vocabulary_with
+from training.optimizer import states_of
+from training.run.checks.configuration import check_targets, check_train
+from training.run.checks.memory import check_gpu_memory, check_sample
+from training.run.checks.model import (
+    check_compile,
+    check_fit,
+    check_kind,
+    check_length,
+    check_names,
+    check_optimizer_layout,
+    check_parameters,
+    check_weights,
+    reads_weights,
+)
+from training.run.checks.samples import check_length_of_run, check_read, check_shapes, check_splits
+from training.run.setup import Setup
+
+BALANCES = ("time", "size")  # values of parallel.balance that are measured
+
+
+def build_setup(cfg: Any, world_size: int, nodes: int) -> Setup:
+    """Build what another process has checked; see ``prepare``."""
+    note(0, "preparing the data")
+    chain, data = model_and_data(cfg)
+    plan = _plan(cfg, chain, world_size, nodes)
+    data.prepare()
+    return Setup(cfg, chain, data, plan)
+
+
+def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: Hardware | None = None) -> Setup:
+    """Build the chain and the plan and prepare the data, and check each as soon as it is there.
+
+    Args:
+        cfg: The configuration; what it leaves to measurement is replaced by the result.
+        world_size: The number of processes where they are started already (torchrun), else None.
+        nodes: The number of machines.
+        hardware: Of the machine that will run it, on which times are measured then; None for this one.
+
+    Raises:
+        UserError: For a configuration that cannot run, with the numbers and a way out.
+    """
+    chain, data = checked_model_and_data(cfg)
+    setup = Setup(cfg, chain, data, _plan(cfg, chain, world_size, nodes, hardware))
+    for check in (check_parameters, check_optimizer_layout, check_gpu_memory, check_compile):
+        check(setup)
+    note(0, "preparing the data")
+    data.prepare()
+    note(0, "checking the run")
+    for check in (check_splits, check_fit, check_length_of_run, check_read, check_sample, check_shapes):
+        check(setup)
+    if cfg.parallel.balance in BALANCES and len(setup.plan.stages) > 1:
+        _balance(setup, world_size, nodes, hardware)
+    return setup
+
+
+def checked_model_and_data(cfg: Any) -> tuple[Chain, DataSet]:
+    """Build the chain and the data, and check all that does not depend on the layout. Raises UserError."""
+    for check in (check_train, environment, check_targets):
+        check(cfg)
+    chain, data = model_and_data(cfg)
+    for check in (check_names, check_weights, check_length):
+        check(cfg, chain, data)
+    return chain, data
+
+
+# -- balance ---------------------------------------------------------------------------------------------------------
+
+
+def _balance(setup: Setup, world_size: int | None, nodes: int, hardware: Hardware | None) -> None:
+    """Measure what each layer costs, and replace the word in the configuration by the number of layers per stage."""
+    cfg, plan = setup.cfg, setup.plan
+    if cfg.parallel.balance == "time":
+        if hardware is not None:
+            return  # the run's first rank measures
+        apart = plan.device_type == "cuda" and world_size is None and plan.processes > 1
+        costs = _seconds_in_own_process(cfg) if apart else seconds_of_layers(setup)
+    else:
+        costs = bytes_per_layer(plan, setup.chain, setup.sample, 2 + states_of(cfg.optim))
+    unit = "of the time" if cfg.parallel.balance == "time" else "of the memory"
+    cfg.parallel.balance = equal_stages(costs, len(plan.stages), plan.pp, plan.chunks, plan.schedule)
+    setup.plan = _plan(cfg, setup.chain, world_size, nodes, hardware)
+    setup.shares = stage_shares(costs, [len(stage.layers) for stage in setup.plan.stages]), unit
+
+
+def seconds_of_layers(setup: Setup) -> list[float]:
+    """Measure the seconds of each layer of the model on this machine."""
+    cfg = setup.cfg
+    return seconds_per_layer(setup.plan, setup.chain, setup.sample, cfg.seed, cfg.parallel.threads)
+
+
+def _seconds_in_own_process(cfg: Any) -> list[float]:
+    """Measure in a process that ends: this one would keep a context on a GPU that the run's ranks use."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_workers(_measure, (to_dict(cfg), folder), 1, Path(folder) / "logs")
+        return json.loads((Path(folder) / "seconds.json").read_text())
+
+
+def _measure(world: World, tree: dict, folder: str) -> None:
+    cfg = to_config(tree)
+    cfg.parallel.balance = "uniform"
+    (Path(folder) / "seconds.json").write_text(json.dumps(seconds_of_layers(prepare(cfg))))
+
+
+def describe(setup: Setup) -> str:
+    """The plan of a run, for its console."""
+    from training.reporting.console import describe_data, describe_plan
+
+    evaluated = setup.cfg.train.eval_every is not None or setup.cfg.mode == "eval"
+    data = describe_data(setup.data.description, setup.data.unigram_entropy, setup.extents if evaluated else {})
+    recipe = f"\n{line}" if (line := describe_recipe(setup.cfg)) else ""
+    plan = describe_plan(setup.plan, setup.cfg.model.name, data, setup.data.seq_len, setup.shares)
+    warning = unseen(setup.cfg.model, setup.chain) if reads_weights(setup.cfg, setup.chain) else None
+    warnings = [] if warning is None else [f"warning: {warning}"]
+    return "\n".join([plan, *setup.by_microbatch[1], *warnings]) + recipe
+
+
+def describe_recipe(cfg: Any) -> str:
+    """What the model's file asks of the optimizer and the other groups, for the plan; empty where it says nothing."""
+    recipe = cfg.recipes[cfg.recipe] if cfg.get("recipe") is not None else {}
+    if "says" not in recipe:
+        return ""
+    rates = [asked["lr"] for asked in recipe.values() if hasattr(asked, "keys") and "lr" in asked]
+    optimizer = cfg.optim._target_.rpartition(".")[2]
+    typed = "" if cfg.optim.lr in rates else f"; here {optimizer} at lr {cfg.optim.lr:g}"
+    return f"recipe: {cfg.recipe}, {recipe['says']}{typed}"
+
+
+def _plan(cfg: Any, chain: Chain, world_size: int | None, nodes: int, hardware: Hardware | None = None) -> Plan:
+    return make_plan(
+        cfg.parallel,
+        chain,
+        global_batch_size=cfg.train.global_batch_size,
+        device=cfg.device,
+        precision=cfg.train.precision,
+        world_size=world_size,
+        nodes=nodes,
+        hardware=hardware,
+    )
+
+
+def model_and_data(cfg: Any) -> tuple[Chain, DataSet]:
+    """Build the chain and the data set that ``cfg`` describes; the data is prepared only where the chain needs it.
+
+    Sizes that the section ``model`` leaves open (null) are set in it, where the model's function has an attribute
+    ``sizes_of`` that knows them: (section, the data's number of words) -> {key: value}.
+    """
+    data = build("data", cfg.data)
+    if (sizes_of := getattr(target_of("model", cfg.model), "sizes_of", None)) is not None:
+        cfg.model.update(sizes_of(to_dict(cfg.model), data.vocab_size))
+    check_kind(data, cfg.model)
+    if "vocab_size" in cfg.model and cfg.model.vocab_size is None:
+        data.prepare()  # only the data knows how many words there are
+    return build_chain(cfg.model, data.vocab_size), data
+
+
+def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
+    """Build the chain that the section ``model`` describes.
+
+    Args:
+        model: The section.
+        vocab_size: The data's number of words, for a model whose own is None.
+
+    Raises:
+        TrainingError: For arguments that the model refuses.
+    """
+    loss = model.get("loss")
+    own_loss = hasattr(loss, "keys")  # and not a parameter of the model's
+    dropped = OWN_KEYS["model"] if own_loss or loss is None else OWN_KEYS["model"] - {"loss"}
+    arguments = {key: value for key, value in model.items() if key not in dropped}
+    if "vocab_size" in arguments and arguments["vocab_size"] is None:
+        arguments["vocab_size"] = vocab_size
+    elif model.get("extra_tokens") is not None:
+        arguments["vocab_size"] = vocabulary_with(arguments["vocab_size"], model.extra_tokens)
+    if "loss" in arguments and "loss" not in inspect.signature(target_of("model", arguments)).parameters:
+        raise TrainingError(f"model.loss={loss}: write 'model.loss={{_target_: models.losses.SquaredError}}'")
+    chain = build("model", arguments)
+    try:
+        names = {name for name, _ in chain.skeleton().named_parameters(remove_duplicate=False)}
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        given = ", ".join(f"{key}={value}" for key, value in arguments.items() if isinstance(value, int))
+        sizes = f" with {given}" if given else ""
+        raise TrainingError(f"model={model.name} cannot be built{sizes}: {str(error).splitlines()[0]}") from None
+    if unknown := sorted({*chain.tied, *chain.tied.values()} - names):
+        raise TrainingError(f"model={model.name} ties {', '.join(unknown)}, which is no parameter of it")
+    if own_loss:
+        chain = chain.with_loss(instantiate(loss))
+    if model.get("extra_tokens") is not None and chain.embedding is None:
+        raise TrainingError(
+            f"model.extra_tokens: model={model.name} does not say which parameter is its embedding (Chain.embedding), "
+            "so its vocabulary cannot grow; leave model.extra_tokens out"
+        )
+    if (lora := model.get("lora")) is not None and lora.rank is not None:
+        if model.get("extra_tokens") is not None:
+            raise TrainingError("model.extra_tokens with model.lora.rank: the new tokens' rows would not be trained")
+        targets = [lora.targets] if isinstance(lora.targets, str) else lora.targets
+        chain = adapt(chain, lora.rank, lora.alpha, lora.dropout, targets)
+    return chain

@@ -1,0 +1,48 @@
+"""A checkpoint's whole model in this process, whatever layout has saved it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+from data.dataset import DataSet
+from parallel.devices import share_cores
+from parallel.layout import Layout
+from parallel.plan import make_plan
+from parallel.strategy import Options, Strategy, build_strategy
+from training.checkpoint.configuration import check_fits, checkpoint_of
+from training.checkpoint.init_from import check_base, read_base
+from training.checkpoint.load import load
+from training.run.prepare import model_and_data
+
+
+class Restored(NamedTuple):
+    """A checkpoint's whole model in this process.
+
+    Attributes:
+        data: Its data set, prepared only where the model needed it.
+        strategy: The one that holds the weights.
+        step: The step after which the checkpoint was saved.
+    """
+
+    data: DataSet
+    strategy: Strategy
+    step: int
+
+
+def restore(cfg: Any, device: str) -> Restored:
+    """Build the model that ``cfg`` describes with the weights of its checkpoint, whatever layout has saved it.
+
+    Raises:
+        CheckpointError: Where there is no checkpoint, or one that is damaged or of another model.
+    """
+    path = checkpoint_of(cfg)
+    share_cores(1, cfg.parallel.threads)
+    chain, data = model_and_data(cfg)
+    check_fits(path, chain, cfg)
+    check_base(cfg, chain)
+    parallel = Layout.single().into(copy.deepcopy(cfg.parallel))
+    plan = make_plan(parallel, chain, global_batch_size=1, device=device, precision=cfg.train.precision)
+    strategy = build_strategy(plan, chain, plan.mesh(0), Options(seed=cfg.seed), sample=None)
+    read_base(cfg.model, chain, strategy)
+    return Restored(data, strategy, load(path, strategy).step)
