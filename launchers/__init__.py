@@ -5,6 +5,7 @@ Nothing else in the project reads ranks from the environment.
     world = World.detect() or World.alone()          # who am I
     store = connect(world, timeout_s=60)             # meet the others (None when alone)
     run_workers(entry, args, 4, "logs")              # or start the others: entry(world, *args) in each
+    results = call_in_workers(function, args, 4)     # the same in silence, for what it returns on each
     jobs = submit(arguments, log_dirs, …)            # or queue jobs that do, on a cluster (launchers/slurm)
 
 Importing this package does not import torch.
@@ -12,7 +13,7 @@ Importing this package does not import torch.
 
 from common.errors import LaunchError
 from launchers.failure import WorkerFailed
-from launchers.local import run_workers, start_fork_server
+from launchers.local import call_in_workers, run_workers, start_fork_server
 from launchers.meeting import connect, use_loopback
 from launchers.stopping import Interrupted
 from launchers.world import World
@@ -22,6 +23,7 @@ __all__ = [
     "LaunchError",
     "WorkerFailed",
     "World",
+    "call_in_workers",
     "connect",
     "run_workers",
     "start_fork_server",

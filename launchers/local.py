@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
+from typing import Any
 
 from common.errors import LaunchError
 from common.machine import changed_environment
@@ -21,7 +23,8 @@ from launchers.failure import Death, WorkerFailed, read_report, remove_empty_log
 from launchers.heartbeat import describe_stall, read_notes
 from launchers.meeting import local_store
 from launchers.stopping import SIGNALS, Interrupted, Stopped, StopSignals
-from launchers.worker import Console, Job, work
+from launchers.worker import Console, Job, redirect_output, work
+from launchers.world import World
 
 _POLL_S = 0.1
 _PRELOAD = ("torch", "torch.distributed")
@@ -111,6 +114,46 @@ def run_workers(
                 raise failure
             if on_restart is not None:
                 on_restart(failure)
+
+
+def call_in_workers(
+    function: Callable,
+    args: tuple,
+    processes: int,
+    log_dir: str | os.PathLike | None = None,
+    timeout_s: float | None = None,
+) -> list[Any]:
+    """Call ``function(world, *args)`` in new processes of this machine; return what it returns on each rank.
+
+    All ranks are silent, and this process keeps nothing of what they do: no model, no context on a GPU.
+
+    Args:
+        function: A function at the top level of an importable module. What it returns must be picklable.
+        args: See ``run_workers``, as the rest.
+        processes: The number of ranks.
+        log_dir: Where the ranks write their output; None for nowhere that stays.
+        timeout_s: How long workers wait for each other, in seconds.
+
+    Raises:
+        WorkerFailed: See ``run_workers``, as for its other errors.
+    """
+    start_fork_server([function.__module__])
+    with tempfile.TemporaryDirectory(prefix="launchers-") as folder:
+        logs = os.path.join(folder, "logs") if log_dir is None else log_dir
+        run_workers(_call, (function, args, folder, logs), processes, logs, timeout_s=timeout_s)
+        results = []
+        for rank in range(processes):
+            with open(os.path.join(folder, str(rank)), "rb") as file:
+                results.append(pickle.load(file))
+        return results
+
+
+def _call(world: World, function: Callable, args: tuple, folder: str, logs: str) -> None:
+    if world.rank == 0:
+        redirect_output(logs, 0)
+    result = function(world, *args)
+    with open(os.path.join(folder, str(world.rank)), "wb") as file:
+        pickle.dump(result, file)
 
 
 class _Workers:

@@ -7,14 +7,11 @@ which compute next to nothing. All numbers are of the slowest rank.
 from __future__ import annotations
 
 import copy
-import json
 import pickle
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,9 +23,8 @@ from torch import Tensor, nn
 
 from common.machine import usable_cores
 from data.dataset import Batch
-from launchers import World, run_workers
+from launchers import World, call_in_workers
 from launchers.meeting import rendezvous
-from launchers.worker import redirect_output
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
 from parallel.balance import time_layers
@@ -48,7 +44,6 @@ _ROUNDS, _PASS_S = 3, 2.0  # of the layers, unless one takes long; seconds of th
 _SIZES = 5  # of micro-batches
 _STEPS_S, _FEWEST_STEPS, _MOST_STEPS = 0.2, 5, 60  # of the small model
 _LEAST_S = 0.02  # of a layer: processes that share a core take turns of some milliseconds
-_FOUND = "seconds.json"
 
 
 @dataclass(frozen=True)
@@ -168,31 +163,25 @@ def measure(subject: Subject, processes: int, least: int, most: int) -> Here:
         least: Samples of the smallest micro-batch that the model takes.
         most: Samples of the largest one to measure; of a slow model, fewer are.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        args = cloudpickle.dumps(subject), (least, most), folder
-        run_workers(_work, args, processes, Path(folder) / "logs", timeout_s=subject.parallel.timeout_s)
-        found = json.loads((Path(folder) / _FOUND).read_text())
-    layers = tuple(LayerSeconds(name, *(Curve(*curve) for curve in curves)) for name, curves in found.pop("layers"))
-    lines, messages = ({name: Line(*line) for name, line in found.pop(key).items()} for key in ("lines", "messages"))
-    found |= lines
-    return Here(processes, layers=layers, messages=messages, **found)
+    args = cloudpickle.dumps(subject), (least, most)
+    found, *_ = call_in_workers(_work, args, processes, timeout_s=subject.parallel.timeout_s)
+    layers = tuple(LayerSeconds(name, *curves) for name, curves in found.pop("layers"))
+    found |= found.pop("lines")
+    return Here(processes, layers=layers, **found)
 
 
 def free_memory(timeout_s: float) -> float:
     """Return the free bytes of the first GPU, for which a new process asks: it takes a CUDA context, some 0.5 GiB."""
-    with tempfile.TemporaryDirectory() as folder:
-        run_workers(_ask_free_memory, (folder,), 1, Path(folder) / "logs", timeout_s=timeout_s)
-        return float((Path(folder) / _FOUND).read_text())
+    (free,) = call_in_workers(_ask_free_memory, (), 1, timeout_s=timeout_s)
+    return free
 
 
-def _ask_free_memory(_: World, folder: str) -> None:
-    (Path(folder) / _FOUND).write_text(str(torch.cuda.mem_get_info(0)[0]))
+def _ask_free_memory(_: World) -> float:
+    return torch.cuda.mem_get_info(0)[0]
 
 
-def _work(world: World, packed: bytes, limits: tuple[int, int], folder: str) -> None:
-    """What each worker runs."""
-    if world.rank == 0:
-        redirect_output(Path(folder) / "logs", 0)  # torch's warnings
+def _work(world: World, packed: bytes, limits: tuple[int, int]) -> dict[str, Any]:
+    """Measure on one of the ranks; they return the same."""
     subject: Subject = pickle.loads(packed)
     timeout_s = subject.parallel.timeout_s
     share_cores(world.local_size, subject.parallel.threads)
@@ -211,11 +200,10 @@ def _work(world: World, packed: bytes, limits: tuple[int, int], folder: str) -> 
         found = {"at_once": at_once, "process": peak_memory_bytes(ranks.device)}
         del data
         found |= {"layers": _layers(ranks, subject, *limits), **_strategies(ranks, subject)}
-        if world.rank == 0:
-            (Path(folder) / _FOUND).write_text(json.dumps(found, default=astuple))
         ranks.wait()
         if store is not None:
             dist.destroy_process_group()
+        return found
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from commandline import Started, train, wait_until
 from composed import plain
 from zoo import DDP, PIPE, SMALLER, WHOLE, ZOO, Coin, Last, RoundsLargeBatches, chain, elsewhere, tied
 
-from conf.instantiate import to_config
 from launchers import Interrupted
 from models.chain import Chain, LayerSpec
 from models.given import set_given
@@ -24,8 +23,9 @@ from parallel.strategies import STRATEGIES
 from training import load_config, verify
 from training.command.api import with_given
 from training.run.prepare import prepare
+from training.studies.short_run import short_run
 from training.studies.verification import probes
-from training.studies.verification.layouts import as_run, name_of, places
+from training.studies.verification.layouts import layouts, typed_name
 from training.studies.verification.probes import probe
 from training.studies.verification.report import _single
 
@@ -134,10 +134,10 @@ def test_a_verification_that_is_stopped_says_how_far_it_is_and_leaves_what_it_ha
 
 
 def test_every_strategy_and_every_schedule_is_a_layout():
-    layouts = list(places(processes=4, microbatches=4))
-    assert {place["name"] for place in layouts} == set(STRATEGIES) - {"single"}
-    assert {place["schedule"] for place in layouts if place["name"] == "pipelined"} == set(SCHEDULES)
-    names = [name_of(place) for place in layouts]
+    some = list(layouts(processes=4, microbatches=4))
+    assert {layout.strategy for layout in some} == set(STRATEGIES) - {"single"}
+    assert {layout.schedule for layout in some if layout.strategy == "pipelined"} == set(SCHEDULES)
+    names = [typed_name(layout) for layout in some]
     assert "parallel=hsdp dp=4 shard=2" in names and "parallel=pipe_fsdp dp=2 pp=2 schedule=1f1b" in names
     assert len(set(names)) == len(names)
 
@@ -162,8 +162,7 @@ def test_every_layout_of_a_sound_model_holds_and_the_certificate_says_so(tmp_pat
 def test_one_process_is_planned_whatever_was_typed_of_the_layout_to_compare():
     words = ("parallel=fsdp", "parallel.dp=2", "parallel.reshard=false", "parallel.order=pp_dp")
     cfg = plain(load_config("model=toy", *words, *WORDS))
-    place = _single(cfg, chunks=2)
-    plan = prepare(to_config(as_run(cfg, place))).plan
+    plan = prepare(short_run(cfg, _single(cfg, chunks=2), steps=1)).plan
     assert (plan.strategy, plan.processes, plan.chunks, plan.order) == ("single", 1, 2, "pp_dp")
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import json
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from common.errors import TrainingError
 from conf import OWN_KEYS
 from conf.instantiate import build, environment, instantiate, target_of, to_config, to_dict
 from data.dataset import DataSet
-from launchers import World, run_workers
+from launchers import World, call_in_workers
 from launchers.heartbeat import note
 from models.chain import Chain
 from models.lora import adapt
@@ -112,15 +109,14 @@ def seconds_of_layers(setup: Setup) -> list[float]:
 
 def _seconds_in_own_process(cfg: Any) -> list[float]:
     """Measure in a process that ends: this one would keep a context on a GPU that the run's ranks use."""
-    with tempfile.TemporaryDirectory() as folder:
-        run_workers(_measure, (to_dict(cfg), folder), 1, Path(folder) / "logs")
-        return json.loads((Path(folder) / "seconds.json").read_text())
+    (seconds,) = call_in_workers(_measure, (to_dict(cfg),), 1)
+    return seconds
 
 
-def _measure(world: World, tree: dict, folder: str) -> None:
+def _measure(world: World, tree: dict) -> list[float]:
     cfg = to_config(tree)
     cfg.parallel.balance = "uniform"
-    (Path(folder) / "seconds.json").write_text(json.dumps(seconds_of_layers(prepare(cfg))))
+    return seconds_of_layers(prepare(cfg))
 
 
 def describe(setup: Setup) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import tempfile
 import time
@@ -14,16 +13,18 @@ from typing import Any
 import numpy as np
 
 from common.errors import PlanError
-from conf.instantiate import to_config, to_dict
-from launchers import WorkerFailed, World, run_workers
-from models.given import pack_given, unpack_given
+from conf.instantiate import to_dict
+from launchers import WorkerFailed, call_in_workers
+from models.given import pack_given
+from parallel.layout import Layout
 from parallel.timeline import WORK, Interval, Steps, steady_steps, work_span
 from planner.search import Candidate
 from planner.step import PlannedLayout
 from training.callbacks import Callback, TrainingRun
-from training.reporting import METRICS, SUMMARY
+from training.reporting import METRICS
 from training.reporting.metrics import after_warmup, read_records
 from training.run.prepare import prepare
+from training.studies.short_run import run_on_rank, short_run
 
 _WATCHED = "watched-{}.json"
 _FEWEST_STEPS, _MOST_STEPS = 8, 200
@@ -60,27 +61,22 @@ def lay_out(cfg: Any, layout: PlannedLayout) -> None:
 def try_layout(cfg: Any, one: Candidate, seconds: float) -> Trial:
     """Train in a layout for as many steps as are predicted to take some seconds."""
     steps = int(min(_MOST_STEPS, max(_FEWEST_STEPS, seconds / one.seconds.total)))
-    trial = copy.deepcopy(cfg)
+    trial = short_run(cfg, Layout.of(cfg.parallel), steps=steps, eval_every=None, checkpoint_every=None)
     lay_out(trial, one.layout)
-    trial.update(logger={"_target_": "training.reporting.NoLogger"}, loggers=None, mode="train")
     trial.callbacks = [{"_target_": "training.studies.planning.trial.Watch"}]
-    trial.train.update(steps=steps, epochs=None, eval_every=None, checkpoint_every=None, resume=None)
-    trial.train.update(profile=0, trace=False)
     try:
         plan = prepare(trial).plan
     except PlanError as error:
         return Trial(problem=str(error))
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as folder:
         try:
-            run_workers(_work, (to_dict(trial), place, pack_given()), plan.processes, folder / "logs")
+            summary, *_ = call_in_workers(run_on_rank, (to_dict(trial), folder, pack_given()), plan.processes)
         except WorkerFailed as failure:
             return Trial(problem=_reason(failure))
-        summary = json.loads((folder / SUMMARY).read_text())
-        took = [record["step_time_s"] for record in read_records(folder / METRICS) if "step_time_s" in record]
-        watched = [json.loads((folder / _WATCHED.format(rank)).read_text()) for rank in range(plan.processes)]
-    steps = {
-        rank: [[Interval(*i) for i in step] for step in watched[rank]["steps"]]
+        watched = [json.loads((Path(folder) / _WATCHED.format(rank)).read_text()) for rank in range(plan.processes)]
+        took = [record["step_time_s"] for record in read_records(Path(folder) / METRICS) if "step_time_s" in record]
+    done = {
+        rank: [[Interval(*interval) for interval in step] for step in watched[rank]["steps"]]
         for rank in plan.mesh(0).pipeline(0)
         if plan.pipelined
     }
@@ -88,8 +84,8 @@ def try_layout(cfg: Any, one: Candidate, seconds: float) -> Trial:
         float(np.quantile(after_warmup(took), 0.25)),
         max(summary["peak_memory_bytes"]),
         max(one["busy"] for one in watched) if plan.device_type == "cpu" else None,
-        _idle([*steps.values()]) if steps else None,
-        steps,
+        _idle([*done.values()]) if done else None,
+        done,
     )
 
 
@@ -120,17 +116,6 @@ class Watch(Callback):
         steps = list(timeline.steps) if timeline is not None else []
         found = {"busy": float(np.quantile(after_warmup(self._busy), 0.25)), "steps": steps}
         (run.run_dir / _WATCHED.format(run.strategy.mesh.rank)).write_text(json.dumps(found))
-
-
-def _work(world: World, tree: dict, folder: str, given: bytes | None) -> None:
-    """What each worker runs; rank 0 is silent too."""
-    from launchers.worker import redirect_output
-    from training.run.rank import run
-
-    if world.rank == 0:
-        redirect_output(Path(folder) / "logs", 0)
-    unpack_given(given)
-    run(to_config(tree), Path(folder), world)
 
 
 def _reason(failure: WorkerFailed) -> str:

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from conf.instantiate import to_config, to_dict
-from launchers import World, run_workers
-from launchers.worker import redirect_output
+from conf.instantiate import to_dict
+from launchers import World, call_in_workers
 from models.chain import Chain
-from models.given import pack_given, unpack_given
+from models.given import pack_given
 from parallel.layout import Layout
 from parallel.schedules import SCHEDULES
 from parallel.strategies import STRATEGIES
@@ -27,7 +26,7 @@ from training.checkpoint.files import Checkpoint, step_name
 from training.checkpoint.load import Tensors
 from training.reporting.metrics import METRICS, read_records
 from training.run.prepare import prepare
-from training.run.rank import run
+from training.studies.short_run import run_on_rank, short_run
 from training.studies.verification.probes import largest_difference
 from training.studies.verification.recording import recorded
 
@@ -35,8 +34,6 @@ MOMENTUM = 0.9
 # After its first step, the momentum of SGD is the gradient. At a hundred times this rate, ResNet-50 amplifies rounding
 # tenfold at every step.
 _PLAIN = {"_target_": "torch.optim.SGD", "lr": 1e-4, "momentum": MOMENTUM}
-# The keys of one process; a typed order of the ranks stays.
-ONE = {key: value for key, value in Layout.single().into({}).items() if key != "order"}
 _SPREADS = 3.0  # under bf16 and fp16: differences up to this many times what rounding changes are rounding
 OWN = "with your optimizer"
 _KINDS = {"loss": "loss", "grad_norm": "gradient norm", "step": "", "lr": "", "skipped": ""}
@@ -51,7 +48,8 @@ class Compared:
 
     Attributes:
         name: As it is typed.
-        place: The keys of the section ``parallel``.
+        layout: The layout; None before there is one.
+        precision: The one that it was trained in, where that is not the run's.
         optimizer: The name of the user's.
         holds: Whether it trains as one process does; None where the model cannot be cut like that.
         reason: Why it was not run, why it failed, or where it first differs.
@@ -61,7 +59,8 @@ class Compared:
     """
 
     name: str
-    place: dict[str, Any]
+    layout: Layout | None = None
+    precision: str | None = None
     optimizer: str = ""
     holds: bool | None = None
     reason: str = ""
@@ -74,6 +73,12 @@ class Compared:
         """What differs most, by how much and where, your optimizer aside."""
         return max(((k, d, at) for k, (d, at) in self.differences.items() if k != OWN), key=lambda one: one[1])
 
+    def record(self) -> dict[str, Any]:
+        """Return it as the certificate's JSON has it: the layout under "place", as keys of the section ``parallel``."""
+        place = {} if self.layout is None else self.layout.into({})
+        place |= {} if self.precision is None else {"precision": self.precision}
+        return {"place": place, **{k: v for k, v in asdict(self).items() if k not in ("layout", "precision")}}
+
     def __str__(self) -> str:
         if not self.differences:
             return f"{self.name}: {self.reason}"
@@ -83,8 +88,8 @@ class Compared:
         return text + f"\n      {self.reason}" * bool(self.reason)
 
 
-def places(processes: int, microbatches: int) -> Iterator[dict[str, Any]]:
-    """Yield the keys of the section ``parallel`` for each layout of about ``processes`` processes."""
+def layouts(processes: int, microbatches: int, order: str = "dp_pp") -> Iterator[Layout]:
+    """Yield every strategy, of about ``processes`` processes, with every schedule."""
     processes = max(2, processes)  # with one, nothing is cut
     half = max(2, processes // 2)
     for name, info in STRATEGIES.items():
@@ -93,30 +98,19 @@ def places(processes: int, microbatches: int) -> Iterator[dict[str, Any]]:
             replicas = [processes]
         stages = [1] if not info.stages else [half] if info.replicas else sorted({2, processes})
         for dp, pp in ((dp, pp) for dp in replicas for pp in stages if name != "single"):
-            place = {**ONE, "name": name, "dp": dp, "pp": pp, "chunks": max(1, microbatches // dp)}
-            place |= {"shard": max(1, dp // 2)} if info.shards == "node" else {}
+            shard = max(1, dp // 2) if info.shards == "node" else None
+            layout = Layout(name, dp, pp, max(1, microbatches // dp), order=order, shard=shard)
             schedules = ["gpipe"] if not info.stage_per_rank else SCHEDULES if pp == stages[0] else ["1f1b"]
-            yield from ({**place, "schedule": schedule} for schedule in schedules)
+            yield from (replace(layout, schedule=schedule) for schedule in schedules)
 
 
-def name_of(place: Mapping[str, Any]) -> str:
-    """Return a layout as it is typed."""
-    words = [f"parallel={place['name']}"]
-    words += [f"{key}={place[key]}" for key in ("dp", "pp", "shard") if place[key] not in (1, None)]
-    words += [f"chunks={place['chunks']}"] if place["name"] == "single" else []
-    words += [f"precision={place['precision']}"] if "precision" in place else []
-    return " ".join([*words, *[f"schedule={place['schedule']}"] * STRATEGIES[place["name"]].stage_per_rank])
-
-
-def as_run(cfg: Any, place: Mapping[str, Any]) -> dict:
-    """Return the tree of a configuration to train in a layout, which may name a precision, and to report nowhere."""
-    tree, place = to_dict(cfg), dict(place)
-    tree["train"]["precision"] = place.pop("precision", cfg.train.precision)
-    tree |= {"mode": "train", "logger": {"_target_": "training.reporting.NoLogger"}, "loggers": None, "callbacks": None}
-    tree |= {"print_config": False, "launcher": {"name": "local", "max_restarts": 0, "allow_mixed": False}}
-    tree["parallel"] |= {**place, "timeout_s": cfg.verify.timeout_s}
-    tree["train"] |= {"resume": None, "steps": cfg.verify.steps, "epochs": None}
-    return tree
+def typed_name(layout: Layout, precision: str | None = None) -> str:
+    """Return a layout as it is typed, and a precision that is not the run's."""
+    words = [f"parallel={layout.strategy}"]
+    words += [f"{key}={value}" for key in ("dp", "pp", "shard") if (value := getattr(layout, key)) not in (1, None)]
+    words += [f"chunks={layout.chunks}"] if layout.strategy == "single" else []
+    words += [f"precision={precision}"] if precision is not None else []
+    return " ".join([*words, *[f"schedule={layout.schedule}"] * layout.pipelined])
 
 
 class Runs:
@@ -136,38 +130,39 @@ class Runs:
         self.cfg, self.folder, self.chain, self.microbatches = cfg, folder, chain, microbatches
         self.limits = {**dict.fromkeys(COMPARED, cfg.verify.tolerance), OWN: math.inf}
         self.steps, self.samples = cfg.verify.steps, cfg.train.global_batch_size // microbatches
-        self.first = self._before = Compared("", {})
+        self.first = self._before = Compared("")
         self._parameters = {name for name, _ in chain.skeleton().named_parameters()}
 
-    def compare(self, place: dict[str, Any]) -> Compared:
+    def compare(self, layout: Layout, precision: str | None = None) -> Compared:
         """Run a layout, with one step more from the checkpoint of the layout before it, and compare."""
-        began, layout = time.monotonic(), Compared(name_of(place), place, self.cfg.optim._target_.rpartition(".")[2])
+        optimizer = self.cfg.optim._target_.rpartition(".")[2]
+        began, result = time.monotonic(), Compared(typed_name(layout, precision), layout, precision, optimizer)
         try:
-            if place["dp"] > 1 and place["dp"] * place["chunks"] != self.microbatches:
-                raise UserError(f"{self.microbatches} micro-batches cannot be dealt to {place['dp']} replicas")
-            if (needed := _processes(place)) > self.cfg.verify.processes:
+            if layout.dp > 1 and layout.dp * layout.chunks != self.microbatches:
+                raise UserError(f"{self.microbatches} micro-batches cannot be dealt to {layout.dp} replicas")
+            if (needed := layout.processes) > self.cfg.verify.processes:
                 raise UserError(f"needs {needed} processes, and verify.processes={self.cfg.verify.processes}")
-            prepare(self._job(place, "plain"))
+            prepare(self._job(result, "plain"))
         except UserError as error:
-            layout.reason = str(error)
-            return layout
-        self.first = self.first if self.first.place else layout
-        before = self._before if self._before.place else layout
+            result.reason = str(error)
+            return result
+        self.first = self.first if self.first.layout else result
+        before = self._before if self._before.layout else result
         jobs = [("plain", None, self.steps), ("own", None, self.steps), ("next", before, self.steps + 1)]
         try:
-            self.launch(layout, self.path(layout), jobs)
-            layout.losses = [float(loss) for loss in self.results(layout, OWN).values()]
-            pairs = ((kind, self.results(layout, kind), self.results(self.first, kind)) for kind in COMPARED)
-            layout.differences = {kind: largest_difference(*pair) for kind, *pair in pairs if any(pair)}
-            layout.holds = all(d <= self.limits[kind] for kind, (d, _) in layout.differences.items())
-            if "precision" not in place:
-                if before not in (self.first, layout):
+            self.launch(result, self.path(result), jobs)
+            result.losses = [float(loss) for loss in self.results(result, OWN).values()]
+            pairs = ((kind, self.results(result, kind), self.results(self.first, kind)) for kind in COMPARED)
+            result.differences = {kind: largest_difference(*pair) for kind, *pair in pairs if any(pair)}
+            result.holds = all(d <= self.limits[kind] for kind, (d, _) in result.differences.items())
+            if precision is None:
+                if before not in (self.first, result):
                     shutil.rmtree(self.path(before), ignore_errors=True)
-                self._before = layout
+                self._before = result
         except UserError as error:
-            layout.holds, layout.reason = False, str(error)
-        layout.seconds = time.monotonic() - began
-        return layout
+            result.holds, result.reason = False, str(error)
+        result.seconds = time.monotonic() - began
+        return result
 
     def tolerate(self, layout: Compared) -> None:
         """Take for rounding what is not far beyond the differences of this layout, which shows how much that is."""
@@ -179,7 +174,7 @@ class Runs:
         """Return where a layout's runs write."""
         return self.folder / layout.name.removeprefix("parallel=").replace(" ", "-").replace("=", "")
 
-    def launch(self, layout: Compared, folder: Path, jobs: list, record: int | None = None) -> None:
+    def launch(self, result: Compared, folder: Path, jobs: list, record: int | None = None) -> None:
         """Run jobs (part, layout whose checkpoint to go on from, steps) one after the other in the same processes.
 
         With ``record``, every layer of that step is recorded.
@@ -191,26 +186,25 @@ class Runs:
         trees = []
         for part, before, steps in jobs:
             (folder / part).mkdir(parents=True)
-            trees.append((to_dict(self._job(layout.place, part, before, steps)), str(folder / part)))
+            trees.append((to_dict(self._job(result, part, before, steps)), str(folder / part)))
         arguments = trees, pack_given(), record
-        timeout_s = self.cfg.verify.timeout_s
-        run_workers(_work, arguments, _processes(layout.place), folder / "logs", timeout_s=timeout_s)
+        processes, timeout_s = layout_of(result).processes, self.cfg.verify.timeout_s
+        call_in_workers(_run_jobs, arguments, processes, folder / "logs", timeout_s)
 
-    def _job(
-        self, place: Mapping[str, Any], part: str, before: Compared | None = None, steps: int | None = None
-    ) -> Any:
+    def _job(self, result: Compared, part: str, before: Compared | None = None, steps: int | None = None) -> Any:
         """Return the configuration of a run. The one with the user's optimizer saves and evaluates nothing."""
-        tree, own = as_run(self.cfg, place), part == "own"
-        tree["train"] |= {
-            "steps": steps or self.steps, "eval_every": None if own else 0,
-            "eval_batches": min(tree["train"]["eval_batches"] or 2, 2), "checkpoint_every": None if own else 1,
-            "keep_checkpoints": self.steps + 1, "profile": 0, "trace": False, "max_skipped": 0,
-            "resume": before and str(self.path(before) / "plain"),
-        }  # fmt: skip
-        tree["launcher"]["allow_mixed"] = True  # weights that come apart are compared tensor by tensor, with causes
+        own, train = part == "own", self.cfg.train
+        cfg = short_run(
+            self.cfg, layout_of(result), steps=steps or self.steps, eval_every=None if own else 0,
+            eval_batches=min(train.eval_batches or 2, 2), checkpoint_every=None if own else 1,
+            keep_checkpoints=self.steps + 1, max_skipped=0, resume=before and str(self.path(before) / "plain"),
+            precision=result.precision or train.precision,
+        )  # fmt: skip
+        cfg.parallel.timeout_s = self.cfg.verify.timeout_s
+        cfg.launcher.allow_mixed = True  # weights that come apart are compared tensor by tensor, with causes
         if not own:
-            tree |= {"optim": _PLAIN, "scheduler": {"_target_": "training.optimizer.Constant"}, "recipe": None}
-        return to_config(tree)
+            cfg.update(optim=_PLAIN, scheduler={"_target_": "training.optimizer.Constant"}, recipe=None)
+        return cfg
 
     # -- what it has left --------------------------------------------------------------------------------------------
 
@@ -243,8 +237,10 @@ class Runs:
         return found
 
 
-def _processes(place: Mapping[str, Any]) -> int:
-    return place["dp"] * (place["pp"] if STRATEGIES[place["name"]].stage_per_rank else 1)
+def layout_of(result: Compared) -> Layout:
+    """Return the layout of one that was run."""
+    assert result.layout is not None
+    return result.layout
 
 
 def _tensors(run: Path, step: int) -> Mapping[str, Any]:
@@ -265,11 +261,9 @@ def _numbers(run: Path, wanted: str) -> dict[str, Tensor]:
     return found
 
 
-def _work(world: World, jobs: list[tuple[dict, str]], given: bytes | None, record: int | None) -> None:
+def _run_jobs(world: World, jobs: list[tuple[dict, str]], given: bytes | None, record: int | None) -> None:
     """What each worker runs: the jobs one after the other."""
     folder = Path(jobs[0][1]).parent
-    redirect_output(folder / "logs", world.rank)
-    unpack_given(given)
     with recorded(record, folder / f"record_{world.rank}.pt") if record else nullcontext():
         for tree, run_dir in jobs:
-            run(to_config(tree), Path(run_dir), world)
+            run_on_rank(world, tree, run_dir, given)

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,14 @@ from conf import COMMAND
 from conf.instantiate import environment, to_config, to_dict
 from conf.masking import mask_secrets
 from launchers import Interrupted, World, start_fork_server
+from parallel.layout import Layout
 from training.reporting.console import columns
 from training.reporting.recorder import describe
 from training.run.prepare import prepare
 from training.run.setup import Setup
+from training.studies.short_run import short_run
 from training.studies.verification.difference import first_difference
-from training.studies.verification.layouts import COMPARED, ONE, Compared, Runs, as_run, places
+from training.studies.verification.layouts import COMPARED, Compared, Runs, layouts
 from training.studies.verification.probes import Finding, probe
 
 _SAMPLES = 8  # of a step, where no batch was typed
@@ -112,7 +114,7 @@ def prove(cfg: Any, run_dir: Path, typed: Collection[str]) -> Report:
     cfg = _settled(cfg, typed)
     with changed_environment(environment(cfg)):
         start_fork_server(["training.command.preload"])
-    setup = prepare(to_config(as_run(cfg, _single(cfg, chunks=1))))
+    setup = prepare(short_run(cfg, _single(cfg, chunks=1), steps=cfg.verify.steps))
     report = Report(_about(cfg, setup))
     print(f"{cfg.model.name}, {setup.plan.parameters:,} parameters, {setup.data.description}, {cfg.train.precision}")
 
@@ -163,9 +165,9 @@ def _settled(cfg: Any, typed: Collection[str]) -> Any:
     return to_config(tree)
 
 
-def _single(cfg: Any, chunks: int) -> dict[str, Any]:
-    """Return the section ``parallel`` of one process."""
-    return {**to_dict(cfg)["parallel"], **ONE, "chunks": chunks}
+def _single(cfg: Any, chunks: int) -> Layout:
+    """Return the layout of one process; a typed order of the ranks stays."""
+    return replace(Layout.single(chunks), order=cfg.parallel.order)
 
 
 def _layouts(
@@ -175,36 +177,37 @@ def _layouts(
     batch, half_precision = cfg.train.global_batch_size, cfg.train.precision in ("bf16", "bf16_residual", "fp16")
     chosen = cfg.parallel.name not in ("single", "auto") and any(key.partition(".")[0] == "parallel" for key in typed)
     count = next(n for n in (4, 2, 1) if batch % n == 0)
-    wanted = list(places(cfg.verify.processes, count))
+    wanted = list(layouts(cfg.verify.processes, count, cfg.parallel.order))
     if chosen:
-        place = to_dict(cfg)["parallel"]
-        place["chunks"] = 2 if place["chunks"] == "auto" else place["chunks"]
-        plan = prepare(to_config(as_run(cfg, place))).plan
-        count, wanted = plan.dp * plan.chunks, [{**place, "dp": plan.dp, "pp": plan.pp, "chunks": plan.chunks}]
+        layout = Layout.of(cfg.parallel)
+        layout = replace(layout, chunks=2) if layout.chunks == "auto" else layout
+        plan = prepare(short_run(cfg, layout, steps=cfg.verify.steps)).plan
+        count, wanted = plan.dp * plan.chunks, [replace(layout, dp=plan.dp, pp=plan.pp, chunks=plan.chunks)]
         cfg.verify.processes = plan.processes
     by_rule = any(finding.probe == "halves" and finding.text and finding.holds for finding in report.probes)
     others = [n for n in (2 * count, *range(count - 1, 0, -1)) if batch % n == 0][:1]
-    if half_precision and by_rule:  # other micro-batches would be another training
-        wanted.insert(0, {**_single(cfg, count), "precision": "fp32"})
+    in_fp32 = half_precision and by_rule  # other micro-batches would be another training
+    if in_fp32:
+        wanted.insert(0, _single(cfg, count))
     elif not by_rule and (half_precision or not chosen):
         others += [] if chosen else [1, *([batch // own] if own and batch % own == 0 else [])]  # in one go; its own
         wanted[:0] = [_single(cfg, n) for n in dict.fromkeys(others) if n != count]
     report.planned = 1 + len(wanted)
     runs = Runs(cfg, folder, setup.chain, count)
     report.limits = runs.limits
-    for place in (_single(cfg, count), *wanted):
-        layout = runs.compare(place)
-        if place["name"] == "single":
-            if half_precision and layout.differences:
-                runs.tolerate(layout)
-            elif layout.holds is False:
-                layout.reason = layout.reason or "micro-batches of another size change what is learned"
-        elif layout.holds is False and layout.differences:
+    for number, layout in enumerate((_single(cfg, count), *wanted)):
+        result = runs.compare(layout, "fp32" if in_fp32 and number == 1 else None)
+        if layout.strategy == "single":
+            if half_precision and result.differences:
+                runs.tolerate(result)
+            elif result.holds is False:
+                result.reason = result.reason or "micro-batches of another size change what is learned"
+        elif result.holds is False and result.differences:
             try:
-                layout.reason = first_difference(runs, layout, [one for one in report.probes if not one.holds])
+                result.reason = first_difference(runs, result, [one for one in report.probes if not one.holds])
             except (UserError, OSError) as error:
-                layout.reason = f"the first difference was not found: {error}"
-        yield layout
+                result.reason = f"the first difference was not found: {error}"
+        yield result
         if not runs.first.holds:
             return
 
@@ -226,6 +229,7 @@ def _about(cfg: Any, setup: Setup) -> dict[str, Any]:
 def write(report: Report, run_dir: Path) -> None:
     """Write certificate.json and certificate.html."""
     tree = {"ok": report.ok, **report.about, **{k: v for k, v in asdict(report).items() if k != "about"}}
+    tree["layouts"] = [one.record() for one in report.layouts]
     write_atomically(run_dir / JSON, json.dumps(jsonable(tree), indent=1))
     page = template(Path(__file__).with_name("certificate.html.jinja"), html=True)
     write_atomically(run_dir / PAGE, page.render(report=report, compared=COMPARED, **report.about))

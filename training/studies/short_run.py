@@ -1,0 +1,34 @@
+"""A run inside another command: the same training for some steps, which reports to nobody."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from conf.instantiate import to_config, to_dict
+from launchers import World
+from models.given import unpack_given
+from parallel.layout import Layout
+from training.run.rank import run
+
+
+def short_run(cfg: Any, layout: Layout, **train: Any) -> Any:
+    """Return the configuration of such a run.
+
+    Args:
+        cfg: What is trained.
+        layout: How.
+        **train: Keys of the section ``train``; ``steps`` at least.
+    """
+    tree = to_dict(cfg)
+    tree |= {"mode": "train", "logger": {"_target_": "training.reporting.NoLogger"}, "loggers": None, "callbacks": None}
+    tree |= {"print_config": False, "launcher": {"name": "local", "max_restarts": 0, "allow_mixed": False}}
+    layout.into(tree["parallel"])
+    tree["train"] |= {"resume": None, "epochs": None, "profile": 0, "trace": False, **train}
+    return to_config(tree)
+
+
+def run_on_rank(world: World, tree: dict, run_dir: str, given: bytes | None) -> dict[str, Any]:
+    """What a worker does of it; see ``launchers.call_in_workers``. Returns the summary."""
+    unpack_given(given)
+    return run(to_config(tree), Path(run_dir), world)
