@@ -14,15 +14,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from common.errors import LaunchError
 from launchers import stopping
-from launchers.failure import EndedTogether
-from launchers.heartbeat import Beats, await_keys, note, poll_s, store_of, watched
+from launchers.heartbeat import Beats, poll_s, watched
 from launchers.world import LOOPBACK, STORE_FILE, World, is_loopback, master_address, restarts
 
 if TYPE_CHECKING:
@@ -37,9 +36,7 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # another, under one torchrun) reuses it under a prefix of its own, so that it sees none of the first one's keys.
 _opened: dict[str, Store] = {}
 _connections = itertools.count()
-# The store and the places of the rendezvous that this process is in, and its beats.
-_met: tuple[Store, list[Place], Beats] | None = None
-_READY = "ready"  # what rank 0 tells when all ranks are
+_meeting: Meeting | None = None  # the rendezvous that this process is in
 
 
 def connect(world: World, timeout_s: float) -> Store | None:
@@ -214,6 +211,23 @@ class Place:
         return self.node, self.address
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """Ranks that have met.
+
+    Attributes:
+        store: What they share.
+        places: Where they are, by rank; empty where ``run_workers`` has started them.
+        names: What messages call them, by rank.
+        beats: What tells them that this rank lives.
+    """
+
+    store: Store
+    places: list[Place]
+    names: list[str]
+    beats: Beats
+
+
 @contextmanager
 def rendezvous(world: World, timeout_s: float) -> Iterator[tuple[Store | None, list[Place]]]:
     """Meet the other ranks; while the block runs, let them know what this rank is doing.
@@ -233,129 +247,29 @@ def rendezvous(world: World, timeout_s: float) -> Iterator[tuple[Store | None, l
         LaunchError: Ranks do not come or machines cannot reach each other; or the block has failed because others were
             lost and some stand still. The message names the ranks.
     """
-    global _met
-    if _met is not None:
-        store, places, beats = _met
-        store.set_timeout(timedelta(seconds=timeout_s))
-        beats.timeout_s = timeout_s
-        yield store, places
+    global _meeting
+    if _meeting is not None:
+        _meeting.store.set_timeout(timedelta(seconds=timeout_s))
+        _meeting.beats.timeout_s = timeout_s
+        yield _meeting.store, _meeting.places
         return
     store = connect(world, timeout_s)
     if store is None:
         yield None, []
         return
     places = find_peers(world, store, timeout_s) if world.origin != "local" else []
-    with watched(world, store, timeout_s, _names(world, places)) as beats:
-        _met = store, places, beats
+    names = [str(place) for place in places] or [f"rank {rank}" for rank in range(world.size)]
+    with watched(world, store, timeout_s, names) as beats:
+        _meeting = Meeting(store, places, names, beats)
         try:
             yield store, places
         finally:
-            _met = None
+            _meeting = None
 
 
-def _names(world: World, places: list[Place]) -> list[str]:
-    return [str(place) for place in places] or [f"rank {rank}" for rank in range(world.size)]
-
-
-# -- until the run begins: rank 0 prepares it, and the others end with it where it cannot begin -----------------------
-
-
-def tell(store: Store, what: str, content: Any) -> None:
-    """Give the other ranks what they ``hear``."""
-    store.set(what, json.dumps({"content": content}))
-
-
-def hear(world: World, what: str, timeout_s: float, heed: bool = True) -> Any:
-    """Return what rank 0 tells, for which this rank waits as long as rank 0 lives. Call it within ``rendezvous``.
-
-    Args:
-        world: This rank's world.
-        what: What is told.
-        timeout_s: How long rank 0 may be silent, in seconds.
-        heed: Whether a request to stop ends the wait.
-
-    Raises:
-        SystemExit: Rank 0 has done its work without a run.
-        Stopped: Rank 0, or this rank, was told to stop.
-        EndedTogether: Rank 0 has ended with an error.
-        LaunchError: Rank 0 is not heard any more.
-    """
-    assert _met is not None, "call hear() within rendezvous()"
-    store, places, _ = _met
-    note(0, "waiting for rank 0")
-    heed = heed and world.origin != "slurm"  # whose tasks are all told, and rank 0 puts the job into the queue again
-    await_keys(store, {0: what}, timeout_s, names := _names(world, places), heed)
-    note(0, "starting")
-    told = json.loads(store.get(what))
-    store.add(f"heard-{what}", 1)
-    if "content" in told:
-        return told["content"]
-    if told["exit_code"] == 0:
-        raise SystemExit(0)
-    if told["exit_code"] == stopping.EXIT_CODE:
-        raise stopping.Stopped(f"stopped before the first step, as {names[0]} was")
-    raise EndedTogether(f"{names[0]} has ended before the first step: {told['message']}", told["exit_code"])
-
-
-def ending(error: BaseException) -> tuple[int, str]:
-    """Return the exit code and the message of an error."""
-    return (stopping.EXIT_CODE if isinstance(error, stopping.Stopped) else 1), str(error)
-
-
-@contextmanager
-def ending_together(
-    store: Store | None, what: str, describe: Callable[[BaseException], tuple[int, str]] = ending
-) -> Iterator[None]:
-    """On rank 0: where the block ends before it has told the others what they ``hear``, they end, too.
-
-    Args:
-        store: The store of ``rendezvous``; None where there is one rank only.
-        what: What is to be told.
-        describe: Returns the exit code and the message of an error.
-    """
-    try:
-        yield
-    except BaseException as error:
-        _tell_end(store, what, *describe(error))
-        raise
-    _tell_end(store, what, 0, "")
-
-
-def _tell_end(store: Store | None, what: str, exit_code: int, message: str) -> None:
-    if store is None:
-        return
-    with suppress(Exception):  # of a store that is gone: the others see that it is
-        if store.check([what]):
-            return
-        store.set(what, json.dumps({"exit_code": exit_code, "message": message}))
-        others, deadline = len(_met[1]) - 1 if _met else 0, time.monotonic() + _PROBE_S
-        # The host stays until the others have heard it: they could not ask any more.
-        while store.add(f"heard-{what}", 0) < others and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-
-
-def ready_together(world: World, timeout_s: float) -> None:
-    """Wait until all ranks call this, as long as each of them lives: one may read its data for the first time.
-
-    Raises as ``hear`` does. Nothing is waited for where the ranks have met in another way than by ``rendezvous``.
-    """
-    if _met is None:
-        return
-    store, places, _ = _met
-    names = _names(world, places)
-    if world.rank > 0:
-        if stopping.wanted():
-            raise stopping.Stopped("stopped before the first step")
-        with store_of(names[0]):
-            store.set(f"ready-{world.rank}", "")
-        hear(world, _READY, timeout_s, heed=False)  # from here on the ranks stop together
-        return
-    with ending_together(store, _READY):
-        if stopping.wanted():
-            raise stopping.Stopped("stopped before the first step")
-        others = {rank: f"ready-{rank}" for rank in range(1, world.size)}
-        await_keys(store, others, timeout_s, names)
-        tell(store, _READY, None)
+def current_meeting() -> Meeting | None:
+    """Return the rendezvous that this process is in."""
+    return _meeting
 
 
 def find_peers(world: World, store: Store, timeout_s: float) -> list[Place]:

@@ -1,11 +1,16 @@
 """Stages on ranks of their own, under a schedule of torch.distributed.pipelining.
 
+A schedule of that package calls ``loss_fn(output, target)`` on the last rank. Here the loss is the last layer of the
+last stage: it is computed in that stage's forward, which gets the targets as keyword arguments, and the stage adds up
+the sums of loss and metrics. So what the schedule takes for an output is the loss already: its ``loss_fn`` returns it
+as it is, and its ``target`` is a placeholder that it may cut into micro-batches. The sums wait in the stage until the
+step's all-reduce (``Strategy._agree``) brings them to all ranks.
+
 What goes wrong in that package, and what is done about it here:
 * Without static metadata the first step runs each stage on uninitialised memory: shapes and dtypes at stage borders
   come from ``stage_borders``.
 * It averages gradients over chunks by dividing, also those that were there before: ``scale_grads`` is off, the loss
   carries its own factor, and gradients are cleared before an evaluation.
-* The loss exists on the last stage only: it goes to every rank in the step's all-reduce.
 * Outputs of the last stage are collected unless told otherwise: the stage gives its loss, and nothing is collected.
 * A stage sends and receives tensors of one shape: there is a set of stages and a schedule for each shape of the
   micro-batches, made at its first step and kept. Ranks exchange no shapes, since all of a pipeline read its batch. The

@@ -10,6 +10,14 @@ of inputs and half for those of weights:
     interleaved_zero_bubble  interleaved_1f1b whose weight gradients fill gaps     bubble (p-1) / (3 v m + p-1)
     planned                  the shortest simulated makespan, from measured times  the same
 
+Three ranks (p), four micro-batches (m), where for once a backward takes as long as a forward; F2 is the forward of the
+micro-batch with index 2, B2 its backward. Rank 0 holds four micro-batches' activations under gpipe and three (p) under
+1f1b; rank 2 holds four and one:
+
+    gpipe    rank 0   F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3         1f1b     rank 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
+             rank 1   .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .                   rank 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
+             rank 2   .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .                   rank 2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
+
 Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2019 and 2021 (PipeDream-flush, interleaved), Lamy-Poirier 2022
 (looped BFS), Qi et al. 2023 (zero bubble, there ZB-H1; and orders planned from measured times).
 """

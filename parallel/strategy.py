@@ -216,8 +216,11 @@ class Strategy(ABC):
         """
         terms = batch.targets.numel()
         self.gradients.clear()
-        # Replicas' gradients are averaged and the global mean divides by dp x terms: each divides by its own terms. In
-        # float16 it divides by dp x terms, so that every number is as large as in one process, and as near to overflow.
+        # The gradient of the global mean loss, over count targets that are not padding, is put together in this order:
+        #     sum over a replica's terms  x  loss scale / (averaged x terms)     here, as the loss's factor
+        #     mean over the dp replicas                                          by DistributedDataParallel or Sharding
+        #     x  averaged / loss scale  x  (dp x terms) / count                  in _agree, when count is known
+        # ``averaged`` is 1, in float16 dp: then every number is as large as in one process, and as near to overflow.
         with self._step(step, self.loss_scale.factor / (self._averaged * terms)):
             self.forward_backward(self._placed(batch))
         self.gradients.finish()

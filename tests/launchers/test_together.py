@@ -13,7 +13,7 @@ from composed import config
 
 from conf.instantiate import to_dict
 
-TASK = ROOT / "training" / "slurm_job.py"
+TASK = ROOT / "training" / "command" / "slurm_job.py"
 
 TOY = ["model=toy", "train.epochs=null", "train.steps=2", "logger=none", "device=cpu", "parallel=ddp"]
 

@@ -36,7 +36,8 @@ def leading(world: World | None, arguments: Sequence[str]) -> Iterator[None]:
     if world is None or world.size == 1:
         yield
         return
-    from launchers.meeting import ending_together, rendezvous
+    from launchers.meeting import rendezvous
+    from launchers.rank_0 import ending_together
 
     if world.origin == "torchrun":
         stopping.stop_without_parent()
@@ -57,7 +58,8 @@ def _ended(error: BaseException) -> tuple[int, str]:
 
 def lead(setup: Setup, run_dir: Path, world: World) -> None:
     """Rank 0 under torchrun or srun: tell the other ranks what to run and where."""
-    from launchers.meeting import describe_places, rendezvous, tell
+    from launchers.meeting import describe_places, rendezvous
+    from launchers.rank_0 import tell
     from training.run.rank import run
 
     cfg = setup.cfg
@@ -81,7 +83,8 @@ def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any]
             and to judge what rank 0 sends.
         replaced: What a Python program makes of the configuration that the command line composes.
     """
-    from launchers.meeting import hear, rendezvous
+    from launchers.meeting import rendezvous
+    from launchers.rank_0 import hear
     from launchers.worker import redirect_output
     from training.run.rank import run
 

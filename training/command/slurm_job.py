@@ -112,7 +112,8 @@ def run_as_job(setup: Any, run_dir: Path) -> None:
 def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
     """Run one rank's part of the job (see launchers.slurm.task.work)."""
     from launchers.failure import is_peer_error
-    from launchers.meeting import describe_places, ending_together, hear, rendezvous, tell
+    from launchers.meeting import describe_places, rendezvous
+    from launchers.rank_0 import ending_together, hear, tell
     from training.checkpoint.load import after_restart
     from training.run.prepare import describe, prepare
     from training.run.rank import run

@@ -21,7 +21,8 @@ from conf.composition import hydra_word
 from conf.instantiate import add_to_path, build, environment, to_dict
 from conf.masking import mask_secrets
 from launchers import World
-from launchers.meeting import ready_together, rendezvous
+from launchers.meeting import rendezvous
+from launchers.rank_0 import ready_together
 from launchers.stopping import Stopped
 from models.given import GIVEN, given_objects
 from parallel.devices import keep_freed_memory, parameter_dtype, share_cores
