@@ -27,7 +27,7 @@ SMALL = {
     "transformer": ["model.d_model=32", "model.d_hid=64", "model.n_head=2", "data.seq_len=16"],
     "resnet50": ["data.image_size=32", "data.samples=100", "train.global_batch_size=12"],
 }
-# docs/extending.md adds files; tests/training/test_extending.py runs it in a copy of the repository.
+# docs/extending.md adds files; tests/training/command/test_extending.py runs it in a copy of the repository.
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in readme.PAGES if path.name != "extending.md"}
 
 

@@ -12,7 +12,7 @@ from conf.composition import quote_values
 
 ROOT = Path(__file__).parents[1]
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in readme.PAGES}
-# What docs/extending.md names is what a reader adds; tests/training/test_extending.py runs it.
+# What docs/extending.md names is what a reader adds; tests/training/command/test_extending.py runs it.
 TEXT = "\n".join(text for page, text in PAGES.items() if page != "docs/extending.md")
 CODE = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL))
 COMMANDS = re.findall(r"^ {4}(?:python|torchrun|pip) .*?train\.py (.*?)(?: #.*)?$", TEXT, flags=re.MULTILINE)

@@ -14,7 +14,7 @@ from training.reporting.recorder import git_state
 
 wandb = pytest.importorskip("wandb")
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(autouse=True)
