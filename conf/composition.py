@@ -102,7 +102,7 @@ class Composed:
             job = SweepJob(hydra.job.num, hydra.sweep.dir, hydra.sweeper._target_)
         return cls(
             cfg, run_dir, dict(hydra.runtime.choices), [word for word in overrides["task"] if word not in brought],
-            [f"--config-dir={one.path}" for one in sources if one.provider == "command-line"],
+            [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"],
             None if hydra.output_subdir is None else run_dir / hydra.output_subdir, job, saved,
         )  # fmt: skip
 
@@ -399,7 +399,9 @@ def check_received(tree: dict[str, Any], run_dir: str, own: OwnCommand) -> None:
     add_to_path(tree["import_from"])
     foreign = [node for node in _nodes(tree) if why_foreign(node["_target_"]) is not None]
     mine = [node for node in _nodes(own.tree) if isinstance(node["_target_"], str)]
-    strange = [f"_target_={node['_target_']}" for node in foreign if not any(_agrees(one, node) for one in mine)]
+    strange = [
+        f"_target_={node['_target_']}" for node in foreign if not any(_agrees(own_node, node) for own_node in mine)
+    ]
     strange += [key for key in _GUARDED if not _agrees(_at(own.tree, key), _at(tree, key))]
     if _at(tree, "train.resume") not in ("auto", _at(own.tree, "train.resume")):  # auto: found in the run directory
         strange.append("train.resume")
@@ -448,16 +450,16 @@ def _for_jobs(overrides: list[str]) -> list[str]:
     over one value it is left out there too.
     """
 
-    def for_job(one: Override, line: str) -> str:
+    def for_job(override: Override, line: str) -> str:
         key, _, value = line.partition("=")
-        is_plain = "." in key and value and not one.is_delete() and not one.is_sweep_override()
-        is_plain = is_plain and one.value() is not None and not key.startswith("hydra")
+        is_plain = "." in key and value and not override.is_delete() and not override.is_sweep_override()
+        is_plain = is_plain and override.value() is not None and not key.startswith("hydra")
         return f"{key}=choice({value})" if is_plain else line
 
     with suppress(HydraException):  # Hydra says what is wrong
         parsed = OverridesParser.create().parse_overrides(overrides)
-        if any(one.is_sweep_override() and "." not in one.key_or_group for one in parsed):
-            return [for_job(one, line) for one, line in zip(parsed, overrides, strict=True)]
+        if any(override.is_sweep_override() and "." not in override.key_or_group for override in parsed):
+            return [for_job(override, line) for override, line in zip(parsed, overrides, strict=True)]
     return overrides
 
 
@@ -478,7 +480,7 @@ def code_folders(arguments: Sequence[str]) -> list[str]:
 
 def is_override(word: str) -> bool:
     """Return whether a word of a command line is no option, such as ``-m``."""
-    return "=" in word and not word.startswith("-")
+    return word.startswith("~") or ("=" in word and not word.startswith("-"))
 
 
 def key_of(word: str) -> str:

@@ -45,13 +45,13 @@ class Role:
     methods: tuple[str, ...] = ()
     least: int = 1
 
-    def fits(self, one: Any) -> bool:
+    def fits(self, item: Any) -> bool:
         """Return whether an object, or the objects of a class, can play the role."""
         if self.kind:
             module, _, name = self.kind.partition(":")
             kind = getattr(import_module(module), name)
-            return issubclass(one, kind) if inspect.isclass(one) else isinstance(one, kind)
-        return sum(callable(getattr(one, method, None)) for method in self.methods) >= self.least
+            return issubclass(item, kind) if inspect.isclass(item) else isinstance(item, kind)
+        return sum(callable(getattr(item, method, None)) for method in self.methods) >= self.least
 
 
 CALLBACK_METHODS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
@@ -206,20 +206,20 @@ def check_section(role: str, section: Any) -> None:
     checked_arguments(section["_target_"], arguments, f"{role}.")
 
 
-def check_role(role: str, one: Any, name: str | None = None) -> Any:
+def check_role(role: str, item: Any, name: str | None = None) -> Any:
     """Return an object, made by ``name``, if it can play a role of ``ROLES``; nothing is called.
 
     Raises:
         TrainingError: It cannot; the message says how the right one is written.
     """
-    if inspect.isclass(one):
-        raise TrainingError(f"{role}: {_name_of(one)} is a class; give an object: {one.__name__}(...)")
-    _check_fits(role, one, name or _name_of(one if inspect.isroutine(one) else type(one)))
-    return one
+    if inspect.isclass(item):
+        raise TrainingError(f"{role}: {_name_of(item)} is a class; give an object: {item.__name__}(...)")
+    _check_fits(role, item, name or _name_of(item if inspect.isroutine(item) else type(item)))
+    return item
 
 
-def _check_fits(role: str, one: Any, name: str) -> None:
-    if not _role(role).fits(one):
+def _check_fits(role: str, item: Any, name: str) -> None:
+    if not _role(role).fits(item):
         raise TrainingError(f"{role}: {name} is not {_role(role).what}; {_role(role).way_out}")
 
 
@@ -257,8 +257,8 @@ def _build(node: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None,
 def parameters(target: Any) -> dict[str, inspect.Parameter]:
     """Return what a function or class takes, by name, with what its base takes where it passes ``**options`` on."""
     known: dict[str, inspect.Parameter] = {}
-    for one in inspect.getmro(target) if inspect.isclass(target) else (target,):
-        function = vars(one).get("__init__") if inspect.isclass(one) else one
+    for item in inspect.getmro(target) if inspect.isclass(target) else (target,):
+        function = vars(item).get("__init__") if inspect.isclass(item) else item
         if not inspect.isfunction(function):
             continue
         own = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
@@ -294,9 +294,11 @@ def checked_arguments(name: str, arguments: Mapping[str, Any], path: str = "") -
 def _as_annotated(value: Any, parameter: inspect.Parameter, key: str) -> Any:
     kind, optional = parameter.annotation, parameter.default is None
     if get_origin(kind) in (Union, UnionType):
-        members = [one for one in get_args(kind) if getattr(one, "__name__", "") != "Tensor"]  # no key is a tensor
+        members = [
+            member for member in get_args(kind) if getattr(member, "__name__", "") != "Tensor"
+        ]  # no key is a tensor
         optional |= NoneType in members
-        members = [one for one in members if one is not NoneType]
+        members = [member for member in members if member is not NoneType]
         kind = members[0] if len(members) == 1 else Any
     if value is None and optional:
         return None

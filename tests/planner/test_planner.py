@@ -192,7 +192,7 @@ def test_batchnorm_takes_one_sample_where_its_maps_have_several_numbers(size, le
     chain, data = model_and_data(cfg)
     data.prepare()
     model = model_of(cfg, chain, data, "fp32")
-    assert (model.least, model.feels) == (least, True)
+    assert (model.least, model.has_batchnorm) == (least, True)
 
 
 def test_of_several_places_each_has_the_layouts_that_need_all_of_its_devices():

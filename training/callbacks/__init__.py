@@ -99,13 +99,15 @@ class Callbacks:
 
     def call(self, method: str, argument: Any) -> None:
         """Call ``method`` of each callback that has it; see ``Callback``."""
-        for one in self.all.values():
-            if hasattr(one, method):
-                getattr(one, method)(self.run, deepcopy(argument))  # one may change what it is given
+        for callback in self.all.values():
+            if hasattr(callback, method):
+                getattr(callback, method)(self.run, deepcopy(argument))  # it may change what it is given
 
     def state_dict(self) -> dict[str, Any]:
         """The states of those that can continue from one, by name."""
-        states = {name: one.state_dict() for name, one in self.all.items() if hasattr(one, "load_state_dict")}
+        states = {
+            name: callback.state_dict() for name, callback in self.all.items() if hasattr(callback, "load_state_dict")
+        }
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
@@ -122,7 +124,7 @@ def build(section: Any) -> dict[str, Any]:
     """
     tree = to_dict({"callbacks": section})["callbacks"] or {}
     if isinstance(tree, list):
-        tree = {str(place): one for place, one in enumerate(tree)}
+        tree = {str(place): callback for place, callback in enumerate(tree)}
     elif not isinstance(tree, dict):
         tree = {str(tree): tree}
-    return {name: build_role(f"callbacks.{name}", one) for name, one in tree.items()}
+    return {name: build_role(f"callbacks.{name}", callback) for name, callback in tree.items()}

@@ -84,7 +84,9 @@ class SavedConfig:
         self._had = {"model": config["model"]["name"], **config.get("choices", {})}
         for group in set(CHOSEN) - self._had.keys():  # an older checkpoint does not say it
             target, names = config[group].get("_target_"), (*_values(typed.get(group)), *options(group))
-            self._had[group] = next((one for one in names if self._read(group, one).get("_target_") == target), None)
+            self._had[group] = next(
+                (option for option in names if self._read(group, option).get("_target_") == target), None
+            )
         experiments = [(key, option) for key in ON_TOP for option in _values(typed.get(key))]
         new = [self._read(key, option) for key, option in experiments if self._is_new(key, option)]
         self._chosen = {*typed, *(group for file in new for group in _groups_of(file))} & {*CHOSEN}
@@ -99,7 +101,10 @@ class SavedConfig:
         """
         typed, config = _typed(overrides), self._config
         raw = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
-        sections = ["train", *(one for one in CHOSEN if one not in self._chosen or choices.get(one) == self._had[one])]
+        sections = [
+            "train",
+            *(group for group in CHOSEN if group not in self._chosen or choices.get(group) == self._had[group]),
+        ]
         values = {f"{section}.{key}": value for section in sections for key, value in config[section].items()}
         values |= {key: config[key] for key in ("seed", "recipe") if key in config}
         new = [self._read(key, choices.get(key)) for key in ON_TOP if self._is_new(key, choices.get(key))]
@@ -176,7 +181,7 @@ def _derived(cfg: DictConfig, raw: Mapping[str, Any], values: Mapping[str, Any])
 
 
 def _typed(overrides: Any) -> dict[str, Override]:
-    return {one.key_or_group: one for one in OverridesParser.create().parse_overrides(list(overrides))}
+    return {override.key_or_group: override for override in OverridesParser.create().parse_overrides(list(overrides))}
 
 
 def _config_of(path: Path) -> dict[str, Any] | None:

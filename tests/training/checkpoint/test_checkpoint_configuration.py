@@ -237,7 +237,7 @@ def test_an_option_of_ones_own_is_needed_again_only_to_be_typed(a_run, tmp_path)
     (tmp_path / "own" / "optim" / "mine.yaml").write_text("_target_: torch.optim.SGD\nlr: 0.3\nmomentum: 0.5\n")
     command = ["model=toy", "optim=mine", "optim.lr=0.2", f"--config-dir={tmp_path}/own"]
     composed_of = typed(*command)
-    choices, cfg = composed_of.plain().command.choices, composed_of.cfg
+    choices, cfg = to_dict(composed_of.plain())["command"]["choices"], composed_of.cfg
     trained = {name: to_dict(cfg[name]) for name in TRAINED} | {"seed": 1337, "recipe": None}
     trained["train"].pop("resume")
     a_run.holds({**json.loads(json.dumps({k: v for k, v in trained.items() if k != "recipe"})), "choices": choices})

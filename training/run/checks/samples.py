@@ -49,9 +49,11 @@ def check_read(setup: Setup) -> None:
     given = source.read(np.zeros(1, dtype=np.int64), 0)
     if isinstance(given, (tuple, list)) and len(given) == 2:
         inputs = given[0] if isinstance(given[0], tuple) else (given[0],)
-        if inputs and all(isinstance(one, Tensor) and one.dim() > 0 and len(one) == 1 for one in (*inputs, given[1])):
+        if inputs and all(
+            isinstance(tensor, Tensor) and tensor.dim() > 0 and len(tensor) == 1 for tensor in (*inputs, given[1])
+        ):
             return
-    kinds = ", ".join(_kind(one) for one in given) if isinstance(given, (tuple, list)) else _kind(given)
+    kinds = ", ".join(_kind(part) for part in given) if isinstance(given, (tuple, list)) else _kind(given)
     raise DataError(
         f"{type(source).__name__}.read() returned {kinds} for one index; it must return (inputs, targets): tensors "
         "with one row for each index, or a tuple of them as inputs"
@@ -69,7 +71,7 @@ class RealKinds(TorchDispatchMode):
         """Look at the inputs."""
         super().__init__()
         columns = zip(*(batch.input_tensors for batch in samples), strict=True)
-        self._range = {id(one): _range(column) for one, column in zip(meta.input_tensors, columns, strict=True)}
+        self._range = {id(tensor): _range(column) for tensor, column in zip(meta.input_tensors, columns, strict=True)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Check an operation, and do it."""
@@ -89,14 +91,14 @@ class RealKinds(TorchDispatchMode):
 def known_samples(data: DataSet, sample: Batch) -> list[Batch]:
     """All samples where they are tensors in memory, split by split, the training's first; else those read already."""
     splits = (data.train, data.valid, data.test)
-    held = [one for one in splits if getattr(type(one), "read", None) is InMemory.read and len(one) > 0]
-    return [Batch(one.inputs, one.targets) for one in held] if held and held[0] is data.train else [sample]
+    held = [split for split in splits if getattr(type(split), "read", None) is InMemory.read and len(split) > 0]
+    return [Batch(split.inputs, split.targets) for split in held] if held and held[0] is data.train else [sample]
 
 
 def _range(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
-    if any(one.is_floating_point() or one.dtype == torch.bool or one.numel() == 0 for one in tensors):
+    if any(tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.numel() == 0 for tensor in tensors):
         return None
-    return min(int(one.min()) for one in tensors), max(int(one.max()) for one in tensors)
+    return min(int(tensor.min()) for tensor in tensors), max(int(tensor.max()) for tensor in tensors)
 
 
 def check_loss_value(loss: Any, sums: Any, trained: bool) -> None:
@@ -189,8 +191,8 @@ def check_shapes(setup: Setup) -> None:
         whole = samples[0] is not batch  # else one sample is known, which says nothing of the others
         if whole and (samples[0].targets == IGNORED).all():
             raise TrainingError(f"no target counts: all {len(samples[0]):,} samples to train on are {IGNORED}, ignored")
-        for one in samples:
-            check_targets(loss, output, len(batch), one.targets, "this data" if whole else "the first sample")
+        for sample in samples:
+            check_targets(loss, output, len(batch), sample.targets, "this data" if whole else "the first sample")
     except UserError:
         raise
     except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, IndexError) as error:

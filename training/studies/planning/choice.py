@@ -112,8 +112,8 @@ def choose(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = 
     else:
         found, model = predict_here(cfg)
     print("\n".join([*model.tables(found, words), PAPER_IS_OFF if queued else _HERE_IS_OFF]), flush=True)
-    own = [one for one in found.best if one.layout.tp == 1]
-    best, tried = (own[0], {}) if queued or cfg.mode == "plan" else pick(cfg, own)
+    usable = [candidate for candidate in found.best if candidate.layout.tp == 1]
+    best, tried = (usable[0], {}) if queued or cfg.mode == "plan" else pick(cfg, usable)
     if cfg.parallel.name == AUTO:
         lay_out(cfg, best.layout)
     else:
@@ -135,21 +135,21 @@ def pick(cfg: Any, candidates: Sequence[Candidate]) -> tuple[Candidate, dict[str
         return few[0], {}
     print("those that are predicted to be close, in a short run of each:", flush=True)
     seconds = {}
-    for one in few:
-        trial = try_layout(cfg, one, _SECONDS)
-        print(f"  {one.name}: {trial.problem or f'{trial.seconds:.3g} s a step'}", flush=True)
+    for candidate in few:
+        trial = try_layout(cfg, candidate, _SECONDS)
+        print(f"  {candidate.name}: {trial.problem or f'{trial.seconds:.3g} s a step'}", flush=True)
         if not trial.problem:
-            seconds[one.name] = trial.seconds
+            seconds[candidate.name] = trial.seconds
     if not seconds:
         raise PlanError("no layout that was predicted to be fast runs; see above")
-    return min(few, key=lambda one: seconds.get(one.name, math.inf)), seconds
+    return min(few, key=lambda candidate: seconds.get(candidate.name, math.inf)), seconds
 
 
 def nearest(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Return the first candidate, and the next few that are predicted to be close and recompute as much."""
     first = candidates[0]
-    alike = (one for one in candidates if one.layout.recompute == first.layout.recompute)
-    return [one for one in alike if one.seconds.total <= _NEAR * first.seconds.total][:_MOST_TRIED]
+    alike = (candidate for candidate in candidates if candidate.layout.recompute == first.layout.recompute)
+    return [candidate for candidate in alike if candidate.seconds.total <= _NEAR * first.seconds.total][:_MOST_TRIED]
 
 
 def compared_with_prediction(run_dir: Path) -> str:

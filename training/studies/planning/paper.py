@@ -139,14 +139,14 @@ class Model:
         works: The work of its layers for one sample.
         batch: Samples of a step.
         tokens: Of a sample; None where it has none.
-        feels: Whether it has BatchNorm.
+        has_batchnorm: Whether it has BatchNorm.
         least: Samples of the smallest micro-batch that it takes.
     """
 
     works: Works
     batch: int
     tokens: int | None
-    feels: bool
+    has_batchnorm: bool
     least: int
 
     def tables(self, found: Found, words: Sequence[str], peak: float | None = None) -> Iterator[str]:
@@ -160,98 +160,105 @@ class Model:
         parts = [part.name for part in fields(Seconds) if any(getattr(c.seconds, part.name) for c in found.best)]
         head = ["", "layout", "total", *parts, "GiB", "of", "tokens/s" if self.tokens else "samples/s"]
         best = best_of_each(found)
-        named = [*enumerate(found.best[:_SHOWN], 1), *(("best", one) for one in best.values())]
-        rows = [[str(name), *self._row(one, parts, peak)] for name, one in named]
+        named = [*enumerate(found.best[:_SHOWN], 1), *(("best", candidate) for candidate in best.values())]
+        rows = [[str(name), *self._row(candidate, parts, peak)] for name, candidate in named]
         yield "seconds of a step:"
         yield ""
         yield columns([head + ["MFU"] * (peak is not None), *rows])
         yield ""
-        for name, one in found.nearest.items():
-            needed, there = (size / 2**30 for size in (one.memory.total, one.place.memory))
-            yield f"{name} does not fit: {needed:.1f} GiB of {there:.1f} at the least ({one.name})"
+        for name, candidate in found.nearest.items():
+            needed, there = (size / 2**30 for size in (candidate.memory.total, candidate.place.memory))
+            yield f"{name} does not fit: {needed:.1f} GiB of {there:.1f} at the least ({candidate.name})"
         if found.best[0].layout.tp > 1:
             yield "tp, tensor parallelism, is planned on paper only: nothing here trains with it"
         if runnable := best_of_each(found, tensor=False).values():
             yield "to copy, the best of each strategy that can be run, the fastest first:"
-        for one in runnable:
-            yield f"  {command(words, one)}"
+        for candidate in runnable:
+            yield f"  {command(words, candidate)}"
 
-    def batchnorm_of(self, one: Candidate, cfg: Any) -> list[str]:
-        """Return a line that says which layout of one device has the same micro-batches, where BatchNorm feels them."""
-        layout, together = one.layout, one.layout.dp if cfg.parallel.sync_batchnorm else 1
+    def batchnorm_of(self, candidate: Candidate, cfg: Any) -> list[str]:
+        """Return a line that says which layout of one process has the same micro-batches; none without BatchNorm."""
+        layout, together = candidate.layout, candidate.layout.dp if cfg.parallel.sync_batchnorm else 1
         samples, chunks = layout.samples * together, layout.chunks * layout.dp // together
         return [
-            f"BatchNorm normalizes by the micro-batch: {one.name} has {samples} samples in each, as parallel=single "
-            f"parallel.chunks={chunks}"
-        ] * self.feels
+            f"BatchNorm normalizes by the micro-batch: {candidate.name} has {samples} samples in each, as "
+            f"parallel=single parallel.chunks={chunks}"
+        ] * self.has_batchnorm
 
-    def _row(self, one: Candidate, parts: Sequence[str], peak: float | None) -> list[str]:
-        total, shown = one.seconds.total, [f"{getattr(one.seconds, part):.3g}" for part in parts]
+    def _row(self, candidate: Candidate, parts: Sequence[str], peak: float | None) -> list[str]:
+        total, shown = candidate.seconds.total, [f"{getattr(candidate.seconds, part):.3g}" for part in parts]
         speed = f"{self.batch * (self.tokens or 1) / total:,.0f}"
         row = [
-            one.name,
+            candidate.name,
             f"{total:.3g}",
             *shown,
-            *(f"{n / 2**30:.3g}" for n in (one.memory.total, one.place.memory)),
+            *(f"{n / 2**30:.3g}" for n in (candidate.memory.total, candidate.place.memory)),
             speed,
         ]
         if peak is None:
             return row
         flops = 3 * self.batch * sum(work.flops + work.attention for work in self.works)
-        return [*row, f"{flops / total / (one.layout.processes * peak):.0%}"]
+        return [*row, f"{flops / total / (candidate.layout.processes * peak):.0%}"]
 
 
 def model_of(cfg: Any, chain: Chain, data: DataSet, precision: str) -> Model:
     """Return what is known of a configuration's model without memory for it; the data is prepared."""
-    feels = any(isinstance(module, _BatchNorm) for module in chain.skeleton().modules())
+    has_batchnorm = any(isinstance(module, _BatchNorm) for module in chain.skeleton().modules())
     for least in (1, 2):
         try:
             works = work_of(chain, Batch(*data.train.read(np.arange(least) % len(data.train), 0)), precision)
             break
         except ValueError:  # BatchNorm takes no single number
-            if least == 2 or not feels:
+            if least == 2 or not has_batchnorm:
                 raise
-    return Model(works, cfg.train.global_batch_size, data.seq_len, feels, least)
+    return Model(works, cfg.train.global_batch_size, data.seq_len, has_batchnorm, least)
 
 
 def best_of_each(found: Found, tensor: bool = True) -> dict[str, Candidate]:
     """Return the fastest layout of each strategy, the fastest first; with ``tensor``, also of tensor parallelism."""
     best = {}
-    for one in found.best:
-        if tensor or one.layout.tp == 1:
-            best.setdefault(one.layout.strategy, one)
+    for candidate in found.best:
+        if tensor or candidate.layout.tp == 1:
+            best.setdefault(candidate.layout.strategy, candidate)
     return best
 
 
-def command(words: Sequence[str], one: Candidate) -> str:
+def command(words: Sequence[str], candidate: Candidate) -> str:
     """Return the command that trains in a layout, from the one that was typed."""
     # The stages of one process are typed, and no part of what is predicted.
-    said = [key for key in _OF_LAYOUT if key != "parallel.pp" or not strategy_info(one.layout.strategy).several_devices]
+    said = [
+        key
+        for key in _OF_LAYOUT
+        if key != "parallel.pp" or not strategy_info(candidate.layout.strategy).several_devices
+    ]
     keys = [word.partition("=")[0] for word in words]
     own = [
         word
         for word, key in zip(words, keys, strict=True)
         if key not in said and key.partition(".")[0] not in _NOT_COPIED
     ]
-    return shlex.join(["python", "train.py", *own, *one.layout.words()])
+    return shlex.join(["python", "train.py", *own, *candidate.layout.words()])
 
 
 def _draw(found: Found, cfg: Any, run_dir: Path) -> Iterator[str]:
     """Draw when each rank of the best pipeline works, where it is small enough to be seen."""
-    for one in found.best:
-        if 1 < one.layout.pp <= _DRAWN_RANKS and one.layout.chunks * one.layout.per_rank <= _DRAWN_CHUNKS:
+    for candidate in found.best:
+        if (
+            1 < candidate.layout.pp <= _DRAWN_RANKS
+            and candidate.layout.chunks * candidate.layout.per_rank <= _DRAWN_CHUNKS
+        ):
             from training.reporting.timeline import draw
 
-            figure = draw(timeline_of(one), f"{cfg.model.name}, predicted for {cfg.cluster.name}", one.name)
+            figure = draw(timeline_of(candidate), f"{cfg.model.name}, predicted for {cfg.cluster.name}", candidate.name)
             figure.savefig(run_dir / _PICTURE)
             yield f"the best pipeline's timeline, as predicted: {run_dir / _PICTURE}"
             return
 
 
-def timeline_of(one: Candidate) -> Intervals:
+def timeline_of(candidate: Candidate) -> Intervals:
     """Return what each rank of a pipeline is predicted to do in a step, and when."""
-    layout, costs = one.layout, one.place.costs
-    stages = stage_seconds(one.works, layout, costs)
+    layout, costs = candidate.layout, candidate.place.costs
+    stages = stage_seconds(candidate.works, layout, costs)
     whole = duration(stages, layout.pp, layout.chunks, layout.schedule)
     part = slowed(stages, whole, layout, costs)
     stages = [StageSeconds(*(part * seconds for seconds in stage)) for stage in stages]

@@ -58,11 +58,11 @@ def lay_out(cfg: Any, layout: PlannedLayout) -> None:
     cfg.parallel.update(keys)
 
 
-def try_layout(cfg: Any, one: Candidate, seconds: float) -> Trial:
+def try_layout(cfg: Any, candidate: Candidate, seconds: float) -> Trial:
     """Train in a layout for as many steps as are predicted to take some seconds."""
-    steps = int(min(_MOST_STEPS, max(_FEWEST_STEPS, seconds / one.seconds.total)))
+    steps = int(min(_MOST_STEPS, max(_FEWEST_STEPS, seconds / candidate.seconds.total)))
     trial = short_run(cfg, Layout.of(cfg.parallel), steps=steps, eval_every=None, checkpoint_every=None)
-    lay_out(trial, one.layout)
+    lay_out(trial, candidate.layout)
     trial.callbacks = [{"_target_": "training.studies.planning.trial.Watch"}]
     try:
         plan = prepare(trial).plan
@@ -83,7 +83,7 @@ def try_layout(cfg: Any, one: Candidate, seconds: float) -> Trial:
     return Trial(
         float(np.quantile(after_warmup(took), 0.25)),
         max(summary["peak_memory_bytes"]),
-        max(one["busy"] for one in watched) if plan.device_type == "cpu" else None,
+        max(rank["busy"] for rank in watched) if plan.device_type == "cpu" else None,
         _idle([*done.values()]) if done else None,
         done,
     )

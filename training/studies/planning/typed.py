@@ -66,11 +66,11 @@ def possible_rooms(
 
     found, problems = [], {}
     for room in rooms:
-        for one in having(fixed, [room]):
-            if not (problem := _problem(cfg, one, nodes)):
+        for layout in having(fixed, [room]):
+            if not (problem := _problem(cfg, layout, nodes)):
                 found.append(room)
                 break
-            problems.setdefault(one.shards > 1, problem)
+            problems.setdefault(layout.shards > 1, problem)
     if found:
         return found
     if problems:  # what a strategy that shares parameters has to say is nearer to what was meant
@@ -81,7 +81,7 @@ def possible_rooms(
     possible = {}
     for key in typed:
         without = having({other: value for other, value in fixed.items() if other != key})
-        if values := {getattr(one, "per_rank" if key == "stages_per_rank" else key) for one in without}:
+        if values := {getattr(layout, "per_rank" if key == "stages_per_rank" else key) for layout in without}:
             possible[key] = ", ".join(map(str, sorted(values)))
     said = " ".join(f"parallel.{key}={fixed[key]}" for key in typed)
     devices = " or ".join(str(devices) for _, devices, _ in rooms)
@@ -114,21 +114,21 @@ def accepted(found: Found, cfg: Any, nodes: int = 1) -> Found:
     Raises:
         PlanError: None of them does.
     """
-    best = [one for one in found.best if not _problem(cfg, one.layout, nodes)]
+    best = [candidate for candidate in found.best if not _problem(cfg, candidate.layout, nodes)]
     if not best:
         raise PlanError(f"of what fits, {_problem(cfg, found.best[0].layout, nodes)}")
     return replace(found, best=best, tried=found.tried - len(found.best) + len(best))
 
 
-def _problem(cfg: Any, one: PlannedLayout, nodes: int) -> str:
+def _problem(cfg: Any, layout: PlannedLayout, nodes: int) -> str:
     """Return why a layout does not take the optimizer, or what is typed of ``_OF_SOME``; empty where it does."""
     try:
-        if one.pp > 1 or one.shards > 1:
-            check_apart(to_dict(cfg.optim), one.strategy)
+        if layout.pp > 1 or layout.shards > 1:
+            check_apart(to_dict(cfg.optim), layout.strategy)
         if any(cfg.parallel[key] not in (None, "none") for key in _OF_SOME):
-            parallel, keys = copy.deepcopy(cfg.parallel), one.keys()
+            parallel, keys = copy.deepcopy(cfg.parallel), layout.keys()
             parallel.update({key: value for key, value in keys.items() if key in parallel})
-            check_groups(parallel, strategy_info(one.strategy), Mesh.of(one.dp, one.pp), nodes)
+            check_groups(parallel, strategy_info(layout.strategy), Mesh.of(layout.dp, layout.pp), nodes)
     except PlanError as error:
         return str(error)
     return ""

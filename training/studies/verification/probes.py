@@ -235,7 +235,7 @@ def largest_difference(ours: Tensors, theirs: Tensors) -> tuple[float, Any]:
     tensors = [t.detach().double().abs() for t in theirs.values() if t is not None and t.numel() > 1]
     floor = _FLOOR * max((t.nan_to_num(0.0, 0.0).max().item() for t in tensors), default=0.0)
     found = [(difference(ours.get(name), theirs.get(name), floor), name) for name in dict.fromkeys([*ours, *theirs])]
-    return max(found, key=lambda one: one[0], default=(0.0, ""))
+    return max(found, key=lambda pair: pair[0], default=(0.0, ""))
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ def _outputs(layer: Layer, tolerance: float) -> Iterator[tuple[str, bool]]:
     seen = layer.seen[True]
     outputs = seen["given"].values()
     if half := [t.dtype for t in outputs if t.is_floating_point() and t.dtype.itemsize < 4]:
-        got, wanted = (str(one).removeprefix("torch.") for one in (half[0], layer.dtype))
+        got, wanted = (str(dtype).removeprefix("torch.") for dtype in (half[0], layer.dtype))
         yield f"returns {got} where its parameters and inputs are {wanted}", False
     given = [gradient for name, gradient in seen["gradients"].items() if name.startswith("input ")]
     without = [name for name, g in seen["gradients"].items() if g is None and not name.startswith("input ")]
@@ -363,13 +363,13 @@ def probe(setup: Setup, own: int = 0) -> Iterator[Finding]:
     chain, tolerance = setup.chain, setup.cfg.verify.tolerance
     try:
         traces = trace(chain, setup.sample, setup.plan.precision, "cpu")
-        kept = [one.kept / setup.plan.microbatch_size for one in traces]
+        kept = [layer.kept / setup.plan.microbatch_size for layer in traces]
     except PlanError as error:
         yield Finding("shapes", text=str(error).partition(". ")[0])
         kept = None
     else:
         yield Finding("shapes", holds=True)
-    shared = [Finding("shared parameters", *one) for one in _shared(chain)]
+    shared = [Finding("shared parameters", *where) for where in _shared(chain)]
     yield from shared or [Finding("shared parameters", holds=True)]
     if shared:  # a layer that is built would change another
         return
@@ -381,12 +381,12 @@ def probe(setup: Setup, own: int = 0) -> Iterator[Finding]:
         for layer in layers:
             _check_stopped()
             if name != "sizes" or layer not in skipped:
-                by_layer[layer] = [one for same in probes for one in _found(same, layer, tolerance)]
+                by_layer[layer] = [problem for same in probes for problem in _found(same, layer, tolerance)]
         if name in ("unchanged", "repeats"):
             layers = [layer for layer in layers if not by_layer[layer]]
         elif name in ("halves", "loss"):
             skipped += [layer for layer in layers if by_layer[layer]]
-        found += [Finding(name, layer.kind, *one) for layer, ones in by_layer.items() for one in ones]
+        found += [Finding(name, layer.kind, *found_here) for layer, some in by_layer.items() for found_here in some]
         yield from found or [Finding(name, holds=True)]
 
 

@@ -67,7 +67,7 @@ class Report:
     @property
     def failed(self) -> list[Finding | Compared]:
         """What does not hold."""
-        return [one for one in [*self.probes, *self.layouts] if one.holds is False]
+        return [result for result in [*self.probes, *self.layouts] if result.holds is False]
 
     @property
     def ok(self) -> bool:
@@ -118,10 +118,10 @@ def prove(cfg: Any, run_dir: Path, typed: Collection[str]) -> Report:
     report = Report(_about(cfg, setup))
     print(f"{cfg.model.name}, {setup.plan.parameters:,} parameters, {setup.data.description}, {cfg.train.precision}")
 
-    def note(one: Finding | Compared, said: str = "") -> None:
+    def note(result: Finding | Compared, said: str = "") -> None:
         report.seconds = time.monotonic() - began
         write(report, run_dir)
-        print(f"  {_mark(one)} {said}{one}", flush=True)
+        print(f"  {_mark(result)} {said}{result}", flush=True)
 
     try:
         for finding in probe(setup, own):
@@ -143,8 +143,8 @@ def prove(cfg: Any, run_dir: Path, typed: Collection[str]) -> Report:
     return report
 
 
-def _mark(one: Finding | Compared) -> str:
-    return "-" if one.holds is None else styled(*(("✓", "green") if one.holds else ("✗", "red")), sys.stdout)
+def _mark(result: Finding | Compared) -> str:
+    return "-" if result.holds is None else styled(*(("✓", "green") if result.holds else ("✗", "red")), sys.stdout)
 
 
 def _own_microbatch(cfg: Any) -> int:
@@ -204,7 +204,9 @@ def _layouts(
                 result.reason = result.reason or "micro-batches of another size change what is learned"
         elif result.holds is False and result.differences:
             try:
-                result.reason = first_difference(runs, result, [one for one in report.probes if not one.holds])
+                result.reason = first_difference(
+                    runs, result, [finding for finding in report.probes if not finding.holds]
+                )
             except (UserError, OSError) as error:
                 result.reason = f"the first difference was not found: {error}"
         yield result
@@ -229,7 +231,7 @@ def _about(cfg: Any, setup: Setup) -> dict[str, Any]:
 def write(report: Report, run_dir: Path) -> None:
     """Write certificate.json and certificate.html."""
     tree = {"ok": report.ok, **report.about, **{k: v for k, v in asdict(report).items() if k != "about"}}
-    tree["layouts"] = [one.record() for one in report.layouts]
+    tree["layouts"] = [result.record() for result in report.layouts]
     write_atomically(run_dir / JSON, json.dumps(jsonable(tree), indent=1))
     page = template(Path(__file__).with_name("certificate.html.jinja"), html=True)
     write_atomically(run_dir / PAGE, page.render(report=report, compared=COMPARED, **report.about))
