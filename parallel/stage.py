@@ -70,7 +70,8 @@ class Stage(nn.Module):
             shard(self)
         elif chain.channels_last:  # shares are contiguous
             self.layers.to(memory_format=torch.channels_last)  # convolutions follow their weights
-        self.begins_chain, self.ends_chain = names[0] == chain.names[0], names[-1] == chain.names[-1]
+        first, self._last = chain.names[0], chain.names[-1]
+        self.begins_chain, self.ends_chain = names[0] == first, names[-1] == self._last
         self.step = 0
         self.loss_scale = 1.0
         self.sums: list[Tensor] = []
@@ -152,7 +153,7 @@ class Stage(nn.Module):
                 )
             else:
                 output = self.compute_layer(name, layer, where, *tensors)
-            if name != self.chain.names[-1]:
+            if name != self._last:
                 output = converted(output, self._between_layers)
             tensors = tuple(map(self._in_order, output if isinstance(output, tuple) else (output,)))
         if owns_loss:

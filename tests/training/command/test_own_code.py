@@ -192,7 +192,7 @@ def test_a_rank_takes_nothing_from_rank_0_that_is_executed_read_or_written_and_t
 
 
 def test_a_key_that_is_taken_away_is_taken_away_on_every_rank():
-    assert "cache_dir" not in compose_own(["data=digits", "~data.cache_dir"]).tree["data"]
+    assert "noise" not in compose_own(["~data.noise"]).tree["data"]
 
 
 def test_a_loss_that_the_last_layer_computes_cannot_be_replaced(text):
