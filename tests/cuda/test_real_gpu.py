@@ -90,9 +90,9 @@ def test_twelve_steps_are_those_of_the_cpu(on_one_device, ranks, model):
 @pytest.mark.parametrize("model", ["gpt2", "transformer"])
 def test_dropout_is_the_same_under_every_layout(device_ranks, on_one_device, model, layout, recompute):
     recipe = on_device(model, dropout=0.2)
-    if layout.name == "model_parallel" and DEVICE == "cuda" and torch.cuda.device_count() < 2:
+    if layout.strategy == "model_parallel" and DEVICE == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("model_parallel: its two stages need a GPU each")
-    run = device_ranks.run(layout.ranks, train, layout, dataclasses.replace(recipe, recompute=recompute))
+    run = device_ranks.run(layout.processes, train, layout, dataclasses.replace(recipe, recompute=recompute))
     assert_same_training(run, on_one_device(recipe), TOLERANCE)
     without = on_one_device(dataclasses.replace(recipe, dropout=0.0))
     with pytest.raises(AssertionError, match="farther than"):  # or there was no dropout

@@ -14,36 +14,18 @@ import torch.distributed as dist
 from small_models import chain_and_batches
 
 from data.dataset import Batch
+from parallel import layout
 from parallel.plan import Plan, make_plan
 from parallel.sharding import whole
-from parallel.strategies import strategy_info
 from parallel.strategy import Options, Strategy, build_strategy
 from parallel.timeline import Interval
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A strategy in words that a test can show: ``pipe_ddp dp=2 pp=2 chunks=2 1f1b``."""
+class Layout(layout.Layout):
+    """A layout that a test shows in words: ``pipe_ddp dp=2 pp=2 chunks=2 1f1b``."""
 
-    name: str
-    dp: int = 1
-    pp: int = 1
-    chunks: int = 1
-    schedule: str = "gpipe"
-    stages_per_rank: int | None = None
-    balance: str | tuple[int, ...] = "uniform"
-    order: str = "dp_pp"
-    shard: int | None = None
-    reshard: bool | None = None
     comm_hook: str = "none"
-
-    @property
-    def pipelined(self) -> bool:
-        return strategy_info(self.name).stage_per_rank
-
-    @property
-    def ranks(self) -> int:
-        return self.dp * self.pp if self.pipelined else self.dp
 
     @property
     def same_cut(self) -> Layout:
@@ -51,7 +33,7 @@ class Layout:
         return Layout("single", chunks=self.dp * self.chunks)
 
     def __str__(self) -> str:
-        words = [self.name, f"dp={self.dp}", f"pp={self.pp}", f"chunks={self.chunks}"]
+        words = [self.strategy, f"dp={self.dp}", f"pp={self.pp}", f"chunks={self.chunks}"]
         words += [self.schedule] * self.pipelined + [self.order] * (self.order != "dp_pp")
         words += [] if self.balance == "uniform" else [str(self.balance)]
         words += [] if self.shard is None else [f"shard={self.shard}"]
@@ -108,24 +90,8 @@ class Result:
 
 def parallel_section(layout: Layout, **changes) -> SimpleNamespace:
     """The configuration section that a layout stands for."""
-    section = dict(
-        name=layout.name,
-        dp=layout.dp,
-        pp=layout.pp,
-        chunks=layout.chunks,
-        schedule=layout.schedule,
-        stages_per_rank=layout.stages_per_rank,
-        balance=layout.balance if isinstance(layout.balance, str) else list(layout.balance),
-        order=layout.order,
-        devices=None,
-        threads=None,
-        timeout_s=60.0,
-        bucket_mb=25.0,
-        shard=layout.shard,
-        reshard=layout.reshard,
-        comm_hook=layout.comm_hook,
-    )
-    return SimpleNamespace(**{**section, **changes})
+    others = {"threads": None, "timeout_s": 60.0, "bucket_mb": 25.0, "comm_hook": layout.comm_hook}
+    return SimpleNamespace(**{**layout.into({}), **others, **changes})
 
 
 def build(layout: Layout, recipe: Recipe) -> tuple[Plan, Strategy]:
@@ -214,7 +180,7 @@ def trainings(ranks) -> Callable[[Layout, Recipe], list[Result]]:
 
     def trained(layout: Layout, recipe: Recipe) -> list[Result]:
         if (layout, recipe) not in known:
-            known[layout, recipe] = ranks.run(layout.ranks, train, layout, recipe)
+            known[layout, recipe] = ranks.run(layout.processes, train, layout, recipe)
         return known[layout, recipe]
 
     return trained

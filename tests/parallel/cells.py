@@ -136,7 +136,7 @@ def shared() -> Iterable[Cell]:
     yield cell("gpt2", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="1f1b", reshard=True, order="pp_dp"))
     looped = Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="interleaved_1f1b")
     for layout in (Layout("fsdp", dp=2, chunks=4), looped):
-        yield cell("gpt2", layout, recompute=True, wanted=RECIPES["gpt2"], slow=layout.name == "fsdp")
+        yield cell("gpt2", layout, recompute=True, wanted=RECIPES["gpt2"], slow=layout.strategy == "fsdp")
 
 
 def sent() -> Iterable[Cell]:
@@ -258,11 +258,11 @@ def pretended() -> Iterable[Cell]:
     """Every model under every way of running on pretended GPUs. They are slow: most are left to `pytest -m slow`."""
     for model in PUBLISHED:
         for layout in GPU_LAYOUTS:
-            yield gpu_cell(model, layout, slow=model != "gpt2" or layout.name != "pipe_ddp")
+            yield gpu_cell(model, layout, slow=model != "gpt2" or layout.strategy != "pipe_ddp")
         # In attention a GPU draws other numbers.
         yield gpu_cell(model, ONE_GPU, wanted={"device": "cpu"}, dropout=0.0, slow=model != "gpt2")
     for layout in GPU_LAYOUTS:
-        rounded = {"precision": "bf16", "reference": layout.same_cut, "slow": layout.name != "ddp"}
+        rounded = {"precision": "bf16", "reference": layout.same_cut, "slow": layout.strategy != "ddp"}
         yield gpu_cell("gpt2", layout, 2e-2, **rounded)
     yield gpu_cell("gpt2", layout, 2e-2, **{**rounded, "precision": "fp16"}, loss_scale=1024.0)
     for s in SCHEDULES:

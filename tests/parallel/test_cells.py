@@ -75,5 +75,5 @@ def trained_on_gpus(gpus):
 def test_on_pretended_gpus_it_is_the_training_of_one_of_them(trained, trained_on_gpus, cell):
     for rank, result in enumerate(assert_it_is_the_wanted_one(cell, {"cpu": trained, "cuda": trained_on_gpus})):
         waits = sum(result.waits[-1].values())
-        assert waits == 1 or cell.layout.name == "data_parallel", f"rank {rank} waited for its GPU: {result.waits}"
+        assert waits == 1 or cell.layout.strategy == "data_parallel", f"rank {rank} waited for its GPU: {result.waits}"
         assert all(tensor.dtype.itemsize >= 4 for tensor in result.state.values())

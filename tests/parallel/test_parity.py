@@ -142,7 +142,7 @@ def test_frozen_weights_that_are_cast_twice_give_the_same_in_every_layout(traine
 def test_a_layer_that_keeps_itself_in_float32_gets_gradients_with_float32_s_digits(ranks, layout):
     island = Recipe("island", global_batch=16, lr=0.02, precision="bf16")
     short = {}
-    for of_rank in ranks.run(layout.ranks, in_bf16, island, layout):
+    for of_rank in ranks.run(layout.processes, in_bf16, island, layout):
         short |= of_rank
     assert short == {f"{i}.{kind}": i != 1 for i in range(3) for kind in ("weight", "bias")}
 

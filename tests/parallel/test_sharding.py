@@ -33,14 +33,14 @@ OPTIMIZERS = {
         (Layout("hsdp", dp=4, chunks=2, shard=2), ["Adafactor", "Muon"]),
         (Layout("pipe_fsdp", dp=2, pp=2, chunks=4), ["Adafactor", "Muon"]),
     ],
-    ids=lambda value: value.name if isinstance(value, Layout) else "",
+    ids=lambda value: value.strategy if isinstance(value, Layout) else "",
 )
 def test_every_optimizer_of_torch_updates_shares_as_it_updates_whole_parameters(ranks, layout, names):
     """Four ranks share the five rows of the toy's last layer: one of them has none."""
     recipe = Recipe("toy", global_batch=24, lr=0.0, steps=5)
     sections = {name: {"_target_": f"torch.optim.{name}", **OPTIMIZERS[name]} for name in names}
     (wanted,) = ranks.run(1, losses_of_optimizers, recipe, Layout("single"), sections)
-    for losses in ranks.run(layout.ranks, losses_of_optimizers, recipe, layout, sections):
+    for losses in ranks.run(layout.processes, losses_of_optimizers, recipe, layout, sections):
         for name in sections:
             assert losses[name] == pytest.approx(wanted[name], rel=TOLERANCE), name
 
@@ -49,8 +49,8 @@ def test_every_optimizer_of_torch_updates_shares_as_it_updates_whole_parameters(
     "layout", [Layout("fsdp", dp=2, chunks=4, reshard=False), Layout("pipe_fsdp", dp=2, pp=2, chunks=4)], ids=str
 )
 def test_the_gradients_of_the_step_after_an_evaluation_are_those_of_a_step_without_one(ranks, layout):
-    plain = ranks.run(layout.ranks, gradients_after_an_evaluation, GPT2, layout, False)
-    evaluated = ranks.run(layout.ranks, gradients_after_an_evaluation, GPT2, layout, True)
+    plain = ranks.run(layout.processes, gradients_after_an_evaluation, GPT2, layout, False)
+    evaluated = ranks.run(layout.processes, gradients_after_an_evaluation, GPT2, layout, True)
     assert evaluated == plain
 
 
