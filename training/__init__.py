@@ -1,4 +1,13 @@
-"""What a run is: configuration, loop, checkpoints and reports. A Python program takes ``train`` and ``load_config``."""
+"""What a run is. A Python program takes ``train``, ``load_config`` and ``verify``.
+
+The rooms, each of which imports those below it only:
+
+command/     from words to processes: what each mode does, jobs of sweeps, ranks that exist already, SLURM
+studies/     questions that many runs answer: planning, verification, the results of a sweep
+run/         one run: its objects, its checks, and what each rank does from the first step to the summary
+callbacks/, optimizer.py, export/     code of the user's own; optimizer and schedules; models for other programs
+checkpoint/, reporting/               what a run writes
+"""
 
 from importlib.util import find_spec
 from pathlib import Path
