@@ -10,14 +10,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.timing import Spread
-
-BLUE, GREY = "#0072b2", "#8a8a8a"
-COLOURS = (BLUE, "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+from training.reporting.plot import BLUE, COLOURS, GREY, style
 
 
 @contextmanager
 def drawing(path: Path, width: float, height: float = 4.2, mosaic: Sequence = "a") -> Iterator[list[Axes]]:
-    """Yield axes without frames, and write them to ``path`` as a PNG.
+    """Yield axes in the style of all figures, and write them to ``path`` as a PNG.
 
     Args:
         path: Of the PNG.
@@ -25,11 +23,9 @@ def drawing(path: Path, width: float, height: float = 4.2, mosaic: Sequence = "a
         height: Likewise.
         mosaic: Which axes stand where, as in matplotlib's ``subplot_mosaic``.
     """
-    figure = Figure(figsize=(width, height), layout="constrained", dpi=150)
-    axes = list(figure.subplot_mosaic(mosaic).values())
-    for ax in axes:
-        ax.spines[["top", "right"]].set_visible(False)
-    yield axes
+    with style():
+        figure = Figure(figsize=(width, height))
+        yield list(figure.subplot_mosaic(mosaic).values())
     figure.savefig(path)
 
 
@@ -48,11 +44,12 @@ def bars(path: Path, rows: Sequence[Mapping], ours: Sequence[str], width: float)
     above = [spread.slowest - spread.median for spread in spreads]
     colours = [BLUE if name in ours else GREY for name in names]
     with drawing(path, width=width) as (axes,):
-        drawn = axes.bar(range(len(rows)), medians, yerr=[below, above], color=colours, width=0.62, capsize=4)
+        drawn = axes.bar(range(len(rows)), medians, yerr=[below, above], color=colours, width=0.62)
         axes.tick_params(axis="x", labelsize="small")
         axes.bar_label(drawn, [f"{value:.3g}" for value in medians], padding=3)
         axes.set_xticks(range(len(rows)), names, rotation=35, ha="right")
         axes.set_ylabel("seconds a step")
+        axes.grid(visible=False, axis="x")
 
 
 def against_measured(path: Path, rows: Sequence[Mapping], points: Sequence[tuple[str, float, float]]) -> None:
@@ -72,4 +69,4 @@ def against_measured(path: Path, rows: Sequence[Mapping], points: Sequence[tuple
         axes.set(
             xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured s a step", ylabel="predicted s a step"
         )
-        axes.legend(frameon=False, fontsize="small")
+        axes.legend()

@@ -70,7 +70,7 @@ def draw(path: Path, _: list[dict], losses: list[float], learned: dict[str, floa
             axes.axhline(value, color="black", linestyle=style, linewidth=1, label=f"{name} {value:.3f}")
         axes.set(xlabel="step", ylabel="nats per token")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.legend(frameon=False)
+        axes.legend()
 
 
 BENCHMARK = Benchmark(measure)

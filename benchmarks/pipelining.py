@@ -301,8 +301,7 @@ def draw_speed(path: Path, rows: Sequence[Mapping]) -> None:
         axes.set_ylim(len(shown) - 0.5, -0.5)
         axes.set_xlim(left=0)
         axes.set_xlabel("how many times as fast parallel=pipelined is (1: equally fast)")
-        axes.grid(axis="y", color="#dddddd")
-        axes.legend(frameon=False)
+        axes.legend()
 
 
 def draw_sweep(path: Path, swept: Sequence[Mapping]) -> None:
@@ -323,7 +322,7 @@ def draw_sweep(path: Path, swept: Sequence[Mapping]) -> None:
             panel.minorticks_off()
             panel.set_ylim(0, 1.08 * max(seconds for curve in curves.values() for _, seconds in curve))
             panel.set(xlabel="chunks", ylabel="seconds a step", title=model)
-            panel.legend(frameon=False, fontsize="small", loc="lower left")
+            panel.legend(loc="lower left")
 
 
 BENCHMARK = Benchmark(measure, rounds=7, parts=tuple(CASES))

@@ -63,7 +63,7 @@ def draw(path: Path, _: list[dict], timeline: Any, curves: dict[str, list[float]
         reference = curves["single"]
         steps = range(1, len(reference) + 1)
         left.plot(steps, reference, color="black", linewidth=1.5)
-        left.set_title("the loss of parallel=single", fontsize="medium")
+        left.set_title("the loss of parallel=single")
         left.set(xlabel="step", ylabel="training loss")
         others = {name: losses for name, losses in curves.items() if name != "single"}
         for (name, losses), marker in zip(others.items(), "os^vD*PX", strict=False):
@@ -73,9 +73,9 @@ def draw(path: Path, _: list[dict], timeline: Any, curves: dict[str, list[float]
         below.text(len(reference), torch.finfo(torch.float32).eps, "float32's epsilon", ha="right", va="bottom")
         below.set_yscale("log")
         below.set_ylim(_EQUAL / 2, 1e-2)
-        below.set_title("every other strategy: |difference from single| / loss", fontsize="medium")
+        below.set_title("every other strategy: |difference from single| / loss")
         below.set(xlabel="step")
-        below.legend(frameon=False, ncols=4, fontsize="small", loc="upper center")
+        below.legend(ncols=4, loc="upper center")
 
 
 BENCHMARK = Benchmark(measure)

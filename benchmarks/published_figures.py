@@ -75,14 +75,14 @@ def draw(path: Path, rows: list[dict], where: str) -> None:
     sizes = sorted(by_split)
     means, deviations = ([float(by_split[n][key]) for n in sizes] for key in ("mean", "standard deviation"))
     with figure.drawing(path, width=8.0) as (axes,):
-        axes.errorbar(sizes, means, deviations, fmt="o-", color=figure.BLUE, capsize=4, label=PIPELINED)
+        axes.errorbar(sizes, means, deviations, fmt="o-", color=figure.BLUE, label=PIPELINED)
         axes.axhline(single, color="black", linestyle="--", linewidth=1, label=f"{SINGLE} {single:.1f} s")
         axes.axhline(naive, color="black", linestyle=":", linewidth=1, label=f"{NAIVE} {naive:.1f} s")
         axes.set_ylim(bottom=0)
         axes.set_xlabel("split size: images in a micro-batch")
         axes.set_ylabel("seconds a batch: mean and standard deviation")
         axes.set_title(f"ResNet-50, {where}")
-        axes.legend(frameon=False)
+        axes.legend()
 
 
 BENCHMARK = Benchmark(measure, rounds=10 if GPUS else 4)

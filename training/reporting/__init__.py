@@ -1,5 +1,7 @@
 """What a run writes down and shows: metrics, environment, loggers, the progress bar, the summary and the timeline.
 
+How all pages look is in page.html.jinja, how all figures do in plot.py.
+
 A lost server, a full disk or a closed terminal ends no training run: it is reported once, and the run goes on.
 """
 

@@ -31,21 +31,21 @@ from parallel.timeline import (
     steady_steps,
     work_span,
 )
+from training.reporting import plot
 from training.reporting.metrics import write_or_warn
 
 PICTURE, EVENTS = "timeline.png", "timeline.json"
 _MOST_STEPS = 5  # in the Chrome trace
 
 # The colours differ in lightness too, for print in grey and for colour-blind readers.
-_COLOURS = {FORWARD: "#0072b2", BACKWARD: "#e69f00", BACKWARD_INPUT: "#e69f00", BACKWARD_WEIGHT: "#8fd3bd"}
+_COLOURS = {FORWARD: plot.BLUE, BACKWARD: plot.ORANGE, BACKWARD_INPUT: plot.ORANGE, BACKWARD_WEIGHT: "#8fd3bd"}
 _NAMES = {
     FORWARD: "forward",
     BACKWARD: "backward",
     BACKWARD_INPUT: "backward, inputs",
     BACKWARD_WEIGHT: "backward, weights",
 }
-_IDLE, _WAITING, _SENT = "#f0f0f0", "#c8c8c8", "#404040"
-_WIDTH, _DPI = 12.0, 100  # inches, pixels per inch
+_IDLE, _WAITING, _SENT = "#f0f0f0", plot.PALE, "#404040"
 _SMALLEST = 5.0  # points of a number that can still be read
 _TOP, _BLOCK, _STRIP_TOP, _STRIP = -0.40, 0.62, 0.26, 0.10  # of a row of height 1, downwards from its middle
 
@@ -89,6 +89,7 @@ def transfers(step: Sequence[Interval]) -> list[Transfer]:
     return received
 
 
+@plot.style()
 def draw(ranks: Mapping[int, Sequence[Interval]], title: str, subtitle: str) -> Figure:
     """Draw one row per rank: blocks numbered by micro-batch, and below them a thin strip of what the rank receives.
 
@@ -98,16 +99,17 @@ def draw(ranks: Mapping[int, Sequence[Interval]], title: str, subtitle: str) -> 
         subtitle: The line below it.
     """
     height = 1.55 + len(ranks) * (0.8 if len(ranks) <= 8 else 0.5)
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained", dpi=_DPI)
+    figure = Figure(figsize=(plot.WIDE, height))
     axes = figure.add_subplot()
     handles = _rows(axes, ranks)
-    figure.suptitle(title, fontsize=13, fontweight="bold")
-    axes.set_title(subtitle, fontsize=10.5)
+    figure.suptitle(title, x=0.005, ha="left")
+    axes.set_title(subtitle)
     columns = len(handles) if len(handles) <= 6 else 4
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns)
     return figure
 
 
+@plot.style()
 def beside(predicted: Mapping[int, Sequence[Interval]], measured: Mapping[int, Steps], title: str) -> Figure:
     """Draw a predicted step above a measured one, that of median duration, on the same scale.
 
@@ -120,16 +122,16 @@ def beside(predicted: Mapping[int, Sequence[Interval]], measured: Mapping[int, S
         "predicted": predicted,
         f"measured, of median duration among {len(steps)} steps": {r: own[drawn] for r, own in measured.items()},
     }
-    figure = Figure(figsize=(_WIDTH, 1.9 + 2 * len(predicted) * 0.8), layout="constrained", dpi=_DPI)
+    figure = Figure(figsize=(plot.WIDE, 1.9 + 2 * len(predicted) * 0.8))
     handles = {}
     for axes, (name, step) in zip(figure.subplots(2, sharex=True), both.items(), strict=True):
         handles |= {handle.get_label(): handle for handle in _rows(axes, step)}
-        axes.set_title(name, fontsize=10.5)
+        axes.set_title(name)
     spans = (work_span([i for own in step.values() for i in own]) for step in both.values())
     _scale(axes, 1e3 * max(last - first for first, last in spans))  # both have it
     figure.axes[0].set_xlabel("")
-    figure.suptitle(title, fontsize=13, fontweight="bold")
-    figure.legend(handles=[*handles.values()], loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.suptitle(title, x=0.005, ha="left")
+    figure.legend(handles=[*handles.values()], loc="outside lower center", ncols=4)
     return figure
 
 
@@ -139,7 +141,7 @@ def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]]) -> list[Patch]:
     first, last = work_span(everything)
     span = 1e3 * (last - first)
     stages = [sorted({i.stage for i in step}) for step in ranks.values()]
-    points = 72 * 0.9 * _WIDTH / span  # per millisecond
+    points = 72 * 0.9 * plot.WIDE / span  # per millisecond
     digits = len(str(max(i.microbatch for i in everything)))
     legend: dict[tuple[int, int], tuple[str, str]] = {}
 
@@ -186,8 +188,8 @@ def _finish(axes: Axes, span: float, labels: list[str]) -> None:
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(10))
     axes.set_xlabel("ms from the first forward of the step")
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.grid(visible=False, axis="y")
+    axes.spines["left"].set_visible(False)
 
 
 def _label(rank: int, stages: list[int]) -> str:

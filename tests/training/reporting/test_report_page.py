@@ -1,17 +1,36 @@
-"""report.html: self-contained, and readable in a real browser at the width of a desktop and of a phone."""
+"""The pages: self-contained, and readable in a real browser at the width of a desktop and of a phone."""
 
+import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
+from composed import compose
 from sweep_jobs import chunk_sweep, leave
 
+from conf.instantiate import to_config, to_dict
+from training.studies.planning.comparison import Row
+from training.studies.planning.comparison import write as write_comparison
+from training.studies.planning.paper import best_of_each, command, predict_on_paper, timeline_of
+from training.studies.planning.trial import Trial
 from training.studies.sweep.report import page, results
 from training.studies.sweep.table import read_table
+from training.studies.verification.layouts import COMPARED, Compared
+from training.studies.verification.probes import Finding
+from training.studies.verification.report import Report
+from training.studies.verification.report import write as write_certificate
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 COMMAND = "python train.py -m model=resnet50 'parallel.chunks=1,2,3' logger.tags=[<b>]"
+ABOUT = {
+    "git_commit": "0123456789abcdef", "git_dirty": True, "python": "3.12.1", "platform": "Linux 6.1 x86_64",
+    "cpu": {"model": "Some CPU", "cores": 2}, "gpus": [{"name": "Some GPU", "memory_bytes": 1}],
+    "packages": {"torch": "2.13.0"},
+}  # fmt: skip
+FOOT = (
+    "Python 3.12.1, torch 2.13.0 · Linux 6.1 x86_64, Some CPU, 2 cores, Some GPU · commit 0123456789abcdef with changes"
+)
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +38,59 @@ def html(tmp_path_factory):
     """Of nine jobs, of which the first has recorded a timeline."""
     sweep = chunk_sweep(tmp_path_factory.mktemp("sweep"))
     (sweep / "0" / "timeline.png").write_bytes(b"\x89PNG")
+    (sweep / "0" / "environment.json").write_text(json.dumps(ABOUT))
     return page(read_table(sweep), COMMAND)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """Of a model that a probe has a word on, with two layouts that ran, one of them wrong, and one that cannot be."""
+    configuration = {"verify": {"tolerance": 1e-5, "steps": 3}, "train": {"precision": "fp64", "global_batch_size": 8}}
+    about = {**ABOUT, "model": "toy", "parameters": 1234, "data": "numbers", "date": "2026-01-01", "seed": 1}
+    about |= {"command": "python train.py mode=verify", "configuration": configuration}
+    run = {"place": {}, "differences": dict.fromkeys(COMPARED, (1e-16, "step 1")), "seconds": 1.2}
+    wrong = {**run, "differences": dict.fromkeys(COMPARED, (1e-2, "step 2")), "reason": "first differs at " + 90 * "x"}
+    report = Report(
+        about,
+        limits=dict.fromkeys(COMPARED, 1e-5),
+        probes=[Finding("shapes", holds=True), Finding("repeats", "b", "draws from numpy's generator in training")],
+        layouts=[
+            Compared("parallel=single chunks=4", holds=True, losses=[3.5, 2.5, 2.0], **run),
+            Compared("parallel=pipe_fsdp dp=2 pp=2 schedule=1f1b", holds=False, losses=[3.5, 2.6, 2.1], **wrong),
+            Compared("parallel=model_parallel pp=4", {}, reason="4 stages but only 3 layers"),
+        ],
+        complete=True,
+    )
+    folder = tmp_path_factory.mktemp("certificate")
+    write_certificate(report, folder)
+    return (folder / "certificate.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory):
+    """Of the toy's strategies on a laptop, as if each had run as predicted."""
+    cfg = to_config(to_dict(compose("model=toy", "parallel=auto", "cluster=laptop", "mode=plan")))
+    best = best_of_each(predict_on_paper(cfg)[0]).values()
+    trials = [
+        Trial(one.seconds.total, 1 << 30, steps={r: 3 * [own] for r, own in timeline_of(one).items()})
+        if one.layout.pp > 1
+        else Trial(one.seconds.total, 1 << 30)
+        for one in best
+    ]
+    rows = [Row(one, trial) for one, trial in zip(best, trials, strict=True)]
+    folder = tmp_path_factory.mktemp("comparison")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("training.studies.planning.comparison.describe", lambda: ABOUT)
+        write_comparison(rows, "toy, 64 samples", [command([], one) for one in best], ["fsdp: no memory"], folder)
+    assert {path.name for path in folder.iterdir()} == {
+        "comparison.html", "comparison.json", "comparison.png", "timelines.png"
+    }  # fmt: skip
+    return (folder / "comparison.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def pages(html, certificate, comparison):
+    return {"report": html, "certificate": certificate, "comparison": comparison}
 
 
 def test_a_sweep_has_this_page(html):
@@ -30,11 +101,34 @@ def test_a_sweep_has_this_page(html):
     assert text == (Path(__file__).parent / "pages" / "sweep.txt").read_text()
 
 
-def test_nothing_comes_from_elsewhere_and_nothing_runs(html):
-    shown = re.findall(r'\b(?:src|srcset)="([^"]*)"', html)
-    assert len(shown) == 2 and all(link.startswith("data:") for link in shown)
-    assert re.findall(r'<a href="([^"]*)"', html) == ["0/", "0/timeline.png", *(f"{n}/" for n in range(1, 9))]
-    assert "<script" not in html and "url(" not in html and "@import" not in html
+@pytest.mark.parametrize("name, pictures", [("report", 2), ("certificate", 0), ("comparison", 2)])
+def test_nothing_comes_from_elsewhere_and_nothing_runs(pages, name, pictures):
+    text = pages[name]
+    shown = re.findall(r'\b(?:src|srcset)="([^"]*)"', text)
+    assert len(shown) == pictures and all(link.startswith("data:") for link in shown)
+    links = ["0/", "0/timeline.png", *(f"{n}/" for n in range(1, 9))] if name == "report" else []
+    assert re.findall(r'<a href="([^"]*)"', text) == links
+    assert "<script" not in text and "url(" not in text and "@import" not in text
+
+
+def test_all_pages_have_one_look_and_end_with_commit_versions_and_machine(pages):
+    assert len({text.partition("<style>")[2].partition("</style>")[0] for text in pages.values()}) == 1
+    for text in pages.values():
+        foot = re.search("<footer>(.*)</footer>", text, flags=re.S)
+        assert " ".join(foot[1].split()) == FOOT
+
+
+def test_each_layout_of_the_certificate_has_its_differences_its_losses_and_its_reason(certificate):
+    assert "not the same in every layout</span>" in certificate and "0 of 1 layouts train as one" in certificate
+    assert certificate.count("<polyline") == 2 and ">3.5</text>" in certificate and ">2</text>" in certificate
+    assert certificate.count('class="bad" title="step 2">1e-02<') == len(COMPARED)
+    assert "4 stages but only 3 layers: <span" in certificate and "layer b: draws from" in certificate
+
+
+def test_each_cell_of_the_comparison_says_what_it_is(comparison):
+    columns, cells = re.findall("<th>(.*)</th>", comparison), re.findall('<td data-name="(.*?)"', comparison)
+    assert len(set(columns)) == len(columns) and cells == columns * comparison.count("<pre>")
+    assert "fsdp: no memory" in comparison
 
 
 @pytest.mark.parametrize(
@@ -60,24 +154,25 @@ def test_a_sweep_in_which_nothing_has_trained_has_a_page_too(tmp_path):
 
 
 @pytest.mark.parametrize("width, scheme", [(1200, "light"), (500, "dark")])
-def test_a_browser_shows_it_without_complaint_and_without_sideways_scrolling(html, width, scheme, tmp_path):
+def test_a_browser_shows_them_without_complaint_and_without_sideways_scrolling(pages, width, scheme, tmp_path):
     api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -r requirements-dev.txt")
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         pytest.skip("needs Chromium on the PATH: apt-get install chromium")
-    path = tmp_path / "report.html"
-    path.write_text(html, encoding="utf-8")
-    messages, schemes = [], []
+    messages, schemes, shown, across = [], [], [], []
     with api.sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
         view = chromium.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
         view.on("console", lambda message: messages.append(message.text))
         view.on("pageerror", lambda error: messages.append(str(error)))
         view.on("request", lambda request: schemes.append(request.url.split(":")[0]))
-        view.goto(path.as_uri())
-        shown = view.evaluate("[...document.images].map(i => [i.complete && i.naturalWidth, i.clientWidth])")
-        across = view.evaluate("document.documentElement.scrollWidth")
+        for name, text in pages.items():
+            path = tmp_path / f"{name}.html"
+            path.write_text(text, encoding="utf-8")
+            view.goto(path.as_uri())
+            shown += view.evaluate("[...document.images].map(i => [i.complete && i.naturalWidth, i.clientWidth])")
+            across.append(view.evaluate("document.documentElement.scrollWidth"))
         chromium.close()
     assert messages == [] and set(schemes) <= {"file", "data"}
-    assert len(shown) == 2 and all(natural > 0 and drawn > min(400, 0.8 * width) for natural, drawn in shown)
-    assert across <= width
+    assert len(shown) == 4 and all(natural > 0 and drawn > min(400, 0.8 * width) for natural, drawn in shown)
+    assert max(across) <= width

@@ -166,7 +166,7 @@ def test_compare_runs_each_strategy_s_best_beside_its_prediction(tmp_path):
             assert sum(parts) == pytest.approx(row[kind]["seconds"]) and min(parts) > -1e-9
     assert f"{names[0]}" in run.stdout and "is the fastest here" in run.stdout
     page = (tmp_path / "run" / "comparison.html").read_text()
-    assert page.count("data:image/png;base64,") == 2 and "is the fastest here" in page
+    assert page.count("data:image/svg+xml;base64,") == 2 and "is the fastest here" in page
     assert all((tmp_path / "run" / name).stat().st_size > 5000 for name in ("comparison.png", "timelines.png"))
 
 

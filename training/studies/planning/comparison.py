@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from common.errors import TrainingError
-from common.files import template
 from launchers import World
 from planner.search import Candidate
+from training.reporting import describe
 from training.reporting.console import columns
 from training.reporting.metrics import write_json
+from training.reporting.page import render
 from training.studies.planning import AUTO
 from training.studies.planning.choice import predict_here
 from training.studies.planning.paper import best_of_each, command, timeline_of
@@ -24,6 +23,7 @@ from training.studies.planning.trial import Trial, try_layout
 
 JSON, PAGE, BARS, TIMELINES = "comparison.json", "comparison.html", "comparison.png", "timelines.png"
 PARTS = ("compute", "bubble", "communication")
+_PAIRS = [f"{what}, {which}" for what in (*PARTS, "GiB") for which in "pm"]  # predicted and measured
 _PROCESSES = (1, 2, 4)  # on a CPU
 _SECONDS = 3.0  # of a trial
 
@@ -45,7 +45,7 @@ class Row:
         """The seconds of a step by ``PARTS``; the optimizer computes too."""
         one = self.best.seconds
         compute = one.compute + one.optimizer
-        return dict(zip(PARTS, (compute, one.bubble, one.total - compute - one.bubble), strict=True))
+        return dict(zip(PARTS, (compute, one.bubble, max(0.0, one.total - compute - one.bubble)), strict=True))
 
     @property
     def measured(self) -> dict[str, float]:
@@ -94,7 +94,7 @@ def compare(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] =
     rows.sort(key=lambda row: row.trial.seconds)
     text = "\n".join(["", table(rows), "", sentence(rows)])
     commands = [command(words, row.best) for row in rows]
-    _write(rows, f"{cfg.model.name}, {model.batch:,} samples a step", commands, problems, run_dir)
+    write(rows, f"{cfg.model.name}, {model.batch:,} samples a step", commands, problems, run_dir)
     return f"{text}\n{commands[0]}\n{run_dir / PAGE}"
 
 
@@ -127,7 +127,18 @@ def sentence(rows: Sequence[Row]) -> str:
     return f"{best.best.name} is the fastest here{rival}{least}. Predictions were {off:.0%} off on average."
 
 
-def _write(rows: Sequence[Row], title: str, commands: Sequence[str], problems: Sequence[str], run_dir: Path) -> None:
+def write(rows: Sequence[Row], title: str, commands: Sequence[str], problems: Sequence[str], run_dir: Path) -> None:
+    """Write the page, its pictures and comparison.json.
+
+    Args:
+        rows: The fastest first.
+        title: The model and the batch.
+        commands: What to type for each row.
+        problems: Why other strategies have no row.
+        run_dir: Where they are written.
+    """
+    from training.reporting.plot import embedded
+
     figures = {"seconds of a step": _bars(rows, title)}
     pipeline = next((row for row in rows if row.trial.steps), None)
     if pipeline is not None:
@@ -135,15 +146,19 @@ def _write(rows: Sequence[Row], title: str, commands: Sequence[str], problems: S
 
         name = f"{pipeline.best.name}, predicted above measured"
         figures[name] = beside(timeline_of(pipeline.best), pipeline.trial.steps, name)
-    pictures = {}
-    for (name, figure), file in zip(figures.items(), (BARS, TIMELINES), strict=False):
-        figure.savefig(buffer := BytesIO(), format="png")
-        (run_dir / file).write_bytes(buffer.getvalue())
-        pictures[name] = base64.b64encode(buffer.getvalue()).decode()
-    page = template(Path(__file__).with_name("comparison.html.jinja"), html=True)
-    shown = {"title": title, "sentence": sentence(rows), "pictures": pictures, "problems": problems, "parts": PARTS}
-    lines = list(zip([cells(row) for row in rows], commands, strict=True))
-    (run_dir / PAGE).write_text(page.render(**shown, rows=lines), encoding="utf-8")
+    for figure, file in zip(figures.values(), (BARS, TIMELINES), strict=False):
+        figure.savefig(run_dir / file)
+    page = render(
+        Path(__file__).with_name("comparison.html.jinja"),
+        describe(),
+        title=title,
+        sentence=sentence(rows),
+        pictures={name: embedded(figure) for name, figure in figures.items()},
+        columns=["layout", "seconds, p", "seconds, m", "off", *_PAIRS],
+        rows=list(zip([cells(row) for row in rows], commands, strict=True)),
+        problems=problems,
+    )
+    (run_dir / PAGE).write_text(page, encoding="utf-8")
     write_json(run_dir / JSON, {"rows": [_numbers(row) for row in rows], "problems": list(problems)})
 
 
@@ -161,22 +176,24 @@ def _bars(rows: Sequence[Row], title: str) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    colours = dict(zip(PARTS, ("#0072b2", "#c8c8c8", "#e69f00"), strict=True))
-    figure = Figure(figsize=(9.0, 1.4 + 0.75 * len(rows)), layout="constrained", dpi=120)
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    for place, row in enumerate(rows):
-        for shift, parts, alpha in ((-0.2, row.predicted, 0.55), (0.2, row.measured, 1.0)):
-            left = 0.0
-            for part, size in parts.items():
-                axes.barh(place + shift, size, 0.36, left, color=colours[part], alpha=alpha)
-                left += size
-            axes.text(left, place + shift, f" {left:.3g}", va="center", fontsize=8)
-    axes.set_yticks(range(len(rows)), [row.best.name.replace(" ", "\n", 1) for row in rows], fontsize=9)
-    axes.invert_yaxis()
-    axes.margins(x=0.08)
-    axes.set(xlabel="seconds of a step; above: predicted, below: measured")
-    axes.set_title(title, loc="left", fontsize="medium")
-    handles = [Patch(color=colour, label=part) for part, colour in colours.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    from training.reporting import plot
+
+    colours = dict(zip(PARTS, (plot.BLUE, plot.PALE, plot.ORANGE), strict=True))
+    with plot.style():
+        figure = Figure(figsize=(plot.NARROW, 1.4 + 0.6 * len(rows)))
+        axes = figure.add_subplot()
+        for place, row in enumerate(rows):
+            for shift, parts, alpha in ((-0.2, row.predicted, 0.55), (0.2, row.measured, 1.0)):
+                left = 0.0
+                for part, size in parts.items():
+                    axes.barh(place + shift, size, 0.36, left, color=colours[part], alpha=alpha)
+                    left += size
+                axes.text(left, place + shift, f" {left:.3g}", va="center", fontsize="small")
+        axes.set_yticks(range(len(rows)), [row.best.name.replace(" ", "\n", 1) for row in rows])
+        axes.grid(visible=False, axis="y")
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.2 * max(sum(parts.values()) for row in rows for parts in (row.predicted, row.measured)))
+        axes.set(xlabel="seconds of a step: predicted above measured", title=title)
+        handles = [Patch(color=colour, label=part) for part, colour in colours.items()]
+        figure.legend(handles=handles, loc="outside lower center", ncols=3)
     return figure

@@ -8,17 +8,17 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from training.reporting import plot
 from training.reporting.job_record import label
 from training.studies.sweep.table import TIME, Row, Table
 
 CHUNKS = "parallel.chunks"
-_WIDTH, _HEIGHT = 6.0, 4.2  # inches: legible on a phone
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f3c8d", "#666666")
-_BEST = "#009e73"
+_HEIGHT = 3.8  # inches
 _LEGEND = 16  # entries at most: beyond them colours repeat
 _POINTS = 400  # of a loss curve, however long the run
 
 
+@plot.style()
 def score_figure(table: Table) -> Figure:
     """Draw the objective against the swept value with the best job marked; of times, the spread of the steps too.
 
@@ -36,18 +36,19 @@ def score_figure(table: Table) -> Figure:
         axes.set(xlabel=axis, ylabel=table.objective.title)
     subjects = [{row.summary.get(key) for row in table.scored} - {None} for key in ("model", "parallel", "device")]
     title = ", ".join(subject.pop() for subject in subjects if len(subject) == 1)  # what all jobs have in common
-    axes.set_title(title, loc="left", fontsize="medium")
+    axes.set_title(title)
     _add_legend(figure, axes)
     return figure
 
 
+@plot.style()
 def loss_figure(table: Table) -> Figure | None:
     """Draw the training loss of each job over its steps; None if no job has any."""
     rows = [row for row in table.rows if len(row.curve) > 1]
     if not rows:
         return None
     figure, axes = _canvas(_HEIGHT)
-    for row, colour, style in zip(rows, cycle(_COLOURS), cycle(("-", "--", ":")), strict=False):
+    for row, colour, style in zip(rows, cycle(plot.COLOURS), cycle(("-", "--", ":")), strict=False):
         axes.plot(*zip(*row.curve[:: max(1, len(row.curve) // _POINTS)], strict=True), style, c=colour, label=row.label)
     # One that diverges would flatten all others.
     axes.set_ylim(top=min(axes.get_ylim()[1], 2 * max(abs(row.curve[0][1]) for row in rows) or 1))
@@ -85,12 +86,8 @@ def ideal_times(rows: list[Row]) -> list[float] | None:
 
 
 def _canvas(height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained", dpi=150)
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-    axes.set_axisbelow(True)
-    return figure, axes
+    figure = Figure(figsize=(plot.NARROW, height))
+    return figure, figure.add_subplot()
 
 
 def _curves(axes: Axes, table: Table, axis: str) -> None:
@@ -98,16 +95,16 @@ def _curves(axes: Axes, table: Table, axis: str) -> None:
     groups: dict[str, list[Row]] = {}
     for row in sorted(table.scored, key=lambda row: _number(row, axis)):
         groups.setdefault(label(row.job, others) if others else "measured", []).append(row)
-    for (name, rows), colour in zip(groups.items(), cycle(_COLOURS), strict=False):
+    for (name, rows), colour in zip(groups.items(), cycle(plot.COLOURS), strict=False):
         x = [_number(row, axis) for row in rows]
         y = [row.score for row in rows]
-        axes.errorbar(x, y, _spread(table, rows), marker="o", color=colour, capsize=3, label=name)
+        axes.errorbar(x, y, _spread(table, rows), marker="o", color=colour, label=name)
         ideal = ideal_times(rows) if table.objective.name == TIME and axis == CHUNKS and len(rows) > 1 else None
         if ideal is not None:
             axes.plot(x, ideal, "--", color=colour, alpha=0.6, label=f"{name}, ideal" if others else "ideal")
     for row in table.best:
         name = f"best: {row.label}, {table.show_score(row)}"
-        axes.plot(_number(row, axis), row.score, "*", color=_BEST, ms=17, mec="white", zorder=4, label=name)
+        axes.plot(_number(row, axis), row.score, "*", color=plot.GREEN, ms=17, mec="white", zorder=4, label=name)
     if table.objective.name == TIME:
         axes.set_ylim(bottom=0)
     ticks = sorted({_number(row, axis) for row in table.scored})
@@ -120,12 +117,13 @@ def _curves(axes: Axes, table: Table, axis: str) -> None:
 
 def _bars(axes: Axes, table: Table) -> None:
     rows = table.scored[::-1]
-    colours = [_BEST if row in table.best else _COLOURS[0] for row in rows]
+    colours = [plot.GREEN if row in table.best else plot.BLUE for row in rows]
     names = [row.label.replace(" ", "\n") for row in rows]
-    bars = axes.barh(range(len(rows)), [row.score for row in rows], xerr=_spread(table, rows), color=colours, capsize=3)
+    bars = axes.barh(range(len(rows)), [row.score for row in rows], xerr=_spread(table, rows), color=colours)
     axes.set_yticks(range(len(rows)), names)
     axes.bar_label(bars, [table.show_score(row) + " (best)" * (row in table.best) for row in rows], padding=5)
     axes.margins(x=0.35)
+    axes.grid(visible=False, axis="y")
 
 
 def _spread(table: Table, rows: list[Row]) -> np.ndarray | None:
@@ -136,11 +134,10 @@ def _spread(table: Table, rows: list[Row]) -> np.ndarray | None:
 
 
 def _add_legend(figure: Figure, axes: Axes) -> None:
-    """Add a legend above the axes, where it covers nothing."""
+    """Add a legend below the axes, where it covers nothing."""
     labels = axes.get_legend_handles_labels()[1]
     if 0 < len(labels) <= _LEGEND:
-        columns = 2 if max(map(len, labels)) < 40 else 1
-        figure.legend(loc="outside upper left", frameon=False, fontsize="small", ncols=columns)
+        figure.legend(loc="outside lower center", ncols=2 if max(map(len, labels)) < 36 else 1)
 
 
 def _number(row: Row, key: str) -> float | None:

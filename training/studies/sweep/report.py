@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import datetime
-import io
 import shlex
 import sys
 from collections.abc import Iterator
@@ -14,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from common.files import template
 from conf.composition import config_folder
 from conf.masking import mask_secrets
 from training.reporting.console import columns
 from training.reporting.job_record import FINISHED, RUNNING, WAITING
 from training.reporting.metrics import read_object
+from training.reporting.page import render
 
 if TYPE_CHECKING:  # numpy: Hydra imports this module before every run
     from training.studies.sweep.table import Row, Table
@@ -129,18 +127,20 @@ def page(table: Table, command: str) -> str:
         table: The sweep; it must have a row.
         command: The command line that started the sweep, secrets masked.
     """
-    return template(Path(__file__).with_name("report.html.jinja"), html=True).render(
+    return render(
+        Path(__file__).with_name("report.html.jinja"),
+        next(filter(None, (read_object(row.folder / "environment.json") for row in table.rows)), None),
         table=table,
         command=command,
         time=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         results=list(results(table)),
         figures=list(_figures(table)) if table.scored else [],
-        environment=next(filter(None, (read_object(row.folder / "environment.json") for row in table.rows)), None),
     )
 
 
 def _figures(table: Table) -> Iterator[tuple[str, str]]:
     """Each figure's caption and its picture as an address."""
+    from training.reporting.plot import embedded
     from training.studies.sweep.figure import loss_figure, score_figure
     from training.studies.sweep.table import TIME
 
@@ -150,12 +150,6 @@ def _figures(table: Table) -> Iterator[tuple[str, str]]:
             ". Medians after the warm-up, with whiskers from the 10th to the 90th percentile. Ideal, of pipelines: if "
             "splitting the batch cost nothing but the schedule's bubble"
         )
-    yield caption, _svg(score_figure(table))
+    yield caption, embedded(score_figure(table))
     if (losses := loss_figure(table)) is not None:
-        yield "training loss over the steps", _svg(losses)
-
-
-def _svg(figure: Any) -> str:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", transparent=True)
-    return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        yield "training loss over the steps", embedded(losses)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from common.errors import TrainingError, UserError
-from common.files import jsonable, template, write_atomically
+from common.files import jsonable, write_atomically
 from common.machine import changed_environment, styled
 from conf import COMMAND
 from conf.instantiate import environment, to_config, to_dict
@@ -25,6 +25,7 @@ from conf.masking import mask_secrets
 from launchers import Interrupted, World, start_fork_server
 from parallel.layout import Layout
 from training.reporting.console import columns
+from training.reporting.page import render
 from training.reporting.recorder import describe
 from training.run.prepare import prepare
 from training.run.setup import Setup
@@ -233,5 +234,5 @@ def write(report: Report, run_dir: Path) -> None:
     tree = {"ok": report.ok, **report.about, **{k: v for k, v in asdict(report).items() if k != "about"}}
     tree["layouts"] = [result.record() for result in report.layouts]
     write_atomically(run_dir / JSON, json.dumps(jsonable(tree), indent=1))
-    page = template(Path(__file__).with_name("certificate.html.jinja"), html=True)
-    write_atomically(run_dir / PAGE, page.render(report=report, compared=COMPARED, **report.about))
+    template = Path(__file__).with_name("certificate.html.jinja")
+    write_atomically(run_dir / PAGE, render(template, report.about, report=report, compared=COMPARED))

@@ -1,0 +1,44 @@
+"""How figures look: what the commands draw, and the benchmarks. Imports matplotlib: import it late."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from functools import partial
+from io import BytesIO
+
+from matplotlib import cycler, rc_context
+from matplotlib.figure import Figure
+
+BLUE, GREEN, ORANGE, GREY, PALE = "#0072b2", "#009e73", "#e69f00", "#8a8a8a", "#c8c8c8"
+# Of curves. The first six are those of Okabe and Ito, which colour-blind readers can tell apart.
+COLOURS = (BLUE, "#d55e00", GREEN, "#cc79a7", "#56b4e9", ORANGE, "#7f3c8d", "#666666")
+NARROW, WIDE = 5.4, 12.0  # inches: legible on a phone; the width of a page
+
+# Use it as ``with style():`` or as a decorator, around all that draws: most is looked up when a thing is added.
+style = partial(
+    rc_context,
+    {
+        "figure.dpi": 150,
+        "figure.constrained_layout.use": True,
+        "figure.titlesize": "large",
+        "figure.titleweight": "bold",
+        "axes.titlesize": "medium",
+        "axes.titlelocation": "left",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.prop_cycle": cycler(color=COLOURS),
+        "grid.alpha": 0.25,
+        "errorbar.capsize": 3,
+        "legend.frameon": False,
+        "legend.fontsize": "small",
+    },
+)
+
+
+def embedded(figure: Figure) -> str:
+    """Return a figure as the address of a picture for a page, which shows through where nothing is drawn."""
+    buffer = BytesIO()
+    figure.savefig(buffer, format="svg", transparent=True)
+    return f"data:image/svg+xml;base64,{b64encode(buffer.getvalue()).decode()}"
