@@ -102,10 +102,8 @@ def draw(ranks: Mapping[int, Sequence[Interval]], title: str, subtitle: str) -> 
     figure = Figure(figsize=(plot.WIDE, height))
     axes = figure.add_subplot()
     handles = _rows(axes, ranks)
-    figure.suptitle(title, x=0.005, ha="left")
     axes.set_title(subtitle)
-    columns = len(handles) if len(handles) <= 6 else 4
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns)
+    _frame(figure, title, handles)
     return figure
 
 
@@ -130,9 +128,14 @@ def beside(predicted: Mapping[int, Sequence[Interval]], measured: Mapping[int, S
     spans = (work_span([i for own in step.values() for i in own]) for step in both.values())
     _scale(axes, 1e3 * max(last - first for first, last in spans))  # both have it
     figure.axes[0].set_xlabel("")
-    figure.suptitle(title, x=0.005, ha="left")
-    figure.legend(handles=[*handles.values()], loc="outside lower center", ncols=4)
+    _frame(figure, title, [*handles.values()])
     return figure
+
+
+def _frame(figure: Figure, title: str, handles: list[Patch]) -> None:
+    figure.suptitle(title, x=0.005, ha="left")
+    columns = len(handles) if len(handles) <= 6 else 4
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns)
 
 
 def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]]) -> list[Patch]:
