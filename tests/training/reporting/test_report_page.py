@@ -48,7 +48,7 @@ def certificate(tmp_path_factory):
     configuration = {"verify": {"tolerance": 1e-5, "steps": 3}, "train": {"precision": "fp64", "global_batch_size": 8}}
     about = {**ABOUT, "model": "toy", "parameters": 1234, "data": "numbers", "date": "2026-01-01", "seed": 1}
     about |= {"command": "python train.py mode=verify", "configuration": configuration}
-    run = {"place": {}, "differences": dict.fromkeys(COMPARED, (1e-16, "step 1")), "seconds": 1.2}
+    run = {"differences": dict.fromkeys(COMPARED, (1e-16, "step 1")), "seconds": 1.2}
     wrong = {**run, "differences": dict.fromkeys(COMPARED, (1e-2, "step 2")), "reason": "first differs at " + 90 * "x"}
     report = Report(
         about,
@@ -57,7 +57,7 @@ def certificate(tmp_path_factory):
         layouts=[
             Compared("parallel=single chunks=4", holds=True, losses=[3.5, 2.5, 2.0], **run),
             Compared("parallel=pipe_fsdp dp=2 pp=2 schedule=1f1b", holds=False, losses=[3.5, 2.6, 2.1], **wrong),
-            Compared("parallel=model_parallel pp=4", {}, reason="4 stages but only 3 layers"),
+            Compared("parallel=model_parallel pp=4", reason="4 stages but only 3 layers"),
         ],
         complete=True,
     )
