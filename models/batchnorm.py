@@ -36,6 +36,11 @@ class StepBatchNorm(nn.modules.batchnorm._BatchNorm):
     """
 
     moments: Tensor
+    # Of torch's layer, which may also go without them.
+    momentum: float
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
         """See torch's layer of the same name."""

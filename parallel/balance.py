@@ -119,8 +119,8 @@ def _time_stage(
 def bytes_per_layer(plan: Plan, chain: Chain, sample: Batch, tensors_per_parameter: int) -> list[float]:
     """Estimate the bytes of each layer: parameters, optimizer state, activations of the micro-batches in flight."""
     held = 1
-    if plan.pipelined:
-        held = in_flight(plan.schedule, plan.pp, plan.chunks, plan.stages_per_rank, 0)
+    if plan.schedule is not None:
+        held = in_flight(plan.schedule, plan.pp, plan.chunks, plan.per_rank, 0)
     traced = trace(chain, sample, plan.precision, plan.device_type)
     skeleton = chain.skeleton()
     size = parameter_dtype(plan.precision).itemsize

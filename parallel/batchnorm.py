@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from models.batchnorm import StepBatchNorm
 
+# reportPrivateImportUsage: torch's stubs do not export its functions of several tensors (_foreach_), which it has.
+
 
 class RunningStatistics:
     """The running statistics of this rank's BatchNorm layers, updated from all micro-batches of all replicas."""
@@ -52,15 +54,16 @@ class RunningStatistics:
     def add(self, stage: nn.Module) -> None:
         """Add up what a stage's layers saw in the newest micro-batch, after its forward."""
         if self._sums[stage]:
-            torch._foreach_add_(self._sums[stage], self._moments[stage])
+            torch._foreach_add_(self._sums[stage], self._moments[stage])  # pyright: ignore[reportPrivateImportUsage]
 
     def take(self) -> None:
         """Take the means over the step's micro-batches, before the host waits for the step's numbers.
 
         All layers together: one by one, the launches of their kernels take milliseconds.
         """
-        self._means = torch._foreach_div(self._all_sums, self._microbatches)
-        torch._foreach_zero_(self._to_clear)  # what is not finite is gone with them
+        means = torch._foreach_div(self._all_sums, self._microbatches)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_zero_(self._to_clear)  # pyright: ignore[reportPrivateImportUsage]
+        self._means = means  # what is not finite is gone from the sums
 
     def update(self) -> None:
         """Update the running statistics with what was taken, where the step updates the weights."""
@@ -69,8 +72,9 @@ class RunningStatistics:
             flat = torch.cat([mean.flatten() for mean in means]) / dist.get_world_size(self._replicas)
             dist.all_reduce(flat, group=self._replicas)
             means = [part.view(2, -1) for part in flat.split([mean.numel() for mean in means])]
-        torch._foreach_lerp_(self._running, [part for mean in means for part in mean.unbind()], self._weights)
-        torch._foreach_add_(self._counts, 1)
+        parts = [part for mean in means for part in mean.unbind()]
+        torch._foreach_lerp_(self._running, parts, self._weights)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_add_(self._counts, 1)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def normalise_over_replicas(

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from common.errors import PlanError
 from common.machine import usable_cores
@@ -90,7 +90,7 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-def gpus_in_common(store: dist.Store, rank: int, size: int, device: torch.device) -> list[list[int]]:
+def gpus_in_common(store: Store, rank: int, size: int, device: torch.device) -> list[list[int]]:
     """Find out which ranks have the same GPU. All ranks call this together, before anything else uses ``store``.
 
     Slices of GPUs (MIG), between which NCCL does not send, count as one.
@@ -124,12 +124,15 @@ def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
     try:
         # Preferred over getrusage, whose peak a worker inherits from the process that started it.
         with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-            return int(re.search(r"^VmHWM:\s+(\d+) kB", status.read(), re.MULTILINE)[1]) * 1024
-    except (OSError, TypeError):
-        import resource
+            found = re.search(r"^VmHWM:\s+(\d+) kB", status.read(), re.MULTILINE)
+    except OSError:
+        found = None
+    if found is not None:
+        return int(found[1]) * 1024
+    import resource
 
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
 
 def keep_freed_memory(weights: int = 0) -> None:
@@ -175,6 +178,7 @@ def import_compiler_late() -> None:
     late = sys.modules[_COMPILER] = _LateCompiler(_COMPILER)
     # Fake tensors read its settings, a file that imports nothing of the compiler.
     spec = spec_from_file_location(f"{_COMPILER}.config", Path(torch.__file__).parent / "_dynamo" / "config.py")
+    assert spec is not None and spec.loader is not None  # of a file that ends in .py
     late.config = sys.modules[spec.name] = module_from_spec(spec)
     spec.loader.exec_module(late.config)
 
@@ -185,6 +189,7 @@ _COMPILER = "torch._dynamo"
 class _LateCompiler(ModuleType):
     """Stands in for ``torch._dynamo`` until it is asked for anything else."""
 
+    config: ModuleType
     graph_break = "".format  # takes anything and does nothing: there is no graph
 
     def disable(self, function: Callable | None = None, *args: Any, **kwargs: Any) -> Callable:

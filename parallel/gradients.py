@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,14 @@ from parallel.plan import HIERARCHICAL, Plan
 from parallel.sharding import local, piece_of
 from parallel.stage import Stage
 
+# reportPrivateImportUsage: torch's stubs do not export its functions of several tensors (_foreach_), which it has.
+
 # Averages a flat tensor over the replicas in place; the future is done when the tensor holds the mean.
 Average = Callable[[Tensor], Future]
 
 # torch 2.13 renamed the argument and warns at the old name.
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-_NO_BUFFER_SYNC = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
+_NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
 # The dtype in which gradients are sent; under a hierarchy, between groups.
 _COMPRESSED = {"bf16": torch.bfloat16, "fp16": torch.float16, "hierarchical_bf16": torch.bfloat16}
@@ -65,7 +68,7 @@ class Gradients:
         size in memory once more. Where replicas share parameters, there are no buckets.
         """
         if self._in_buckets and (present := self._present()):
-            torch._foreach_zero_(present)
+            torch._foreach_zero_(present)  # pyright: ignore[reportPrivateImportUsage]
             return
         for parameter in self._parameters:
             parameter.grad = None
@@ -82,7 +85,7 @@ class Gradients:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         for parameters, group in self._copies:
-            total, *others = [local(parameter.grad) for parameter in parameters]
+            total, *others = [local(p.grad) for p in parameters if p.grad is not None]
             for other in others:
                 total += other.to(total.device)
             if group is not None:
@@ -94,14 +97,14 @@ class Gradients:
         """Scale every element."""
         present = self._present()
         if present and factor != 1.0:  # a stage may have no parameters
-            torch._foreach_mul_(present, factor)
+            torch._foreach_mul_(present, factor)  # pyright: ignore[reportPrivateImportUsage]
 
     def clamp(self, limit: float) -> None:
         """Clamp every element to [-limit, limit]."""
         present = self._present()
         if present:
-            torch._foreach_clamp_min_(present, -limit)
-            torch._foreach_clamp_max_(present, limit)
+            torch._foreach_clamp_min_(present, -limit)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_clamp_max_(present, limit)  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
     def squared_norm(self, of: Callable[[nn.Parameter], Tensor | None] = lambda parameter: parameter.grad) -> Tensor:
@@ -137,7 +140,10 @@ def _norms(gradients: Sequence[Tensor], dtype: torch.dtype, device: torch.device
         return gradient.device.type == "cpu" and gradient.dtype == torch.float32 and gradient.numel() >= _LARGE
 
     whole = [gradient for gradient in gradients if not is_cut(gradient)]
-    norms = [torch.stack([norm.to(device) for norm in torch._foreach_norm(whole, 2, dtype)])] if whole else []
+    norms: list[Tensor] = []
+    if whole:
+        each = torch._foreach_norm(whole, 2, dtype)  # pyright: ignore[reportPrivateImportUsage]
+        norms.append(torch.stack([norm.to(device) for norm in each]))
     for gradient in filter(is_cut, gradients):
         count = gradient.numel()
         rows, rest = gradient.reshape(-1).split([count - count % _ROW, count % _ROW])
@@ -233,6 +239,7 @@ def averaging(mesh: Mesh, comm_hook: str) -> Average:
     dtype = _COMPRESSED.get(comm_hook)
     if comm_hook in HIERARCHICAL and mesh.axis(PEERS).size > 1:
         return _Hierarchical(mesh, dtype)
+    assert mesh.dp_group is not None  # there are replicas
     return partial(_average, mesh.dp_group, dtype)
 
 
@@ -243,7 +250,8 @@ def _average(group: dist.ProcessGroup, dtype: torch.dtype | None, gradients: Ten
     """
     gradients /= dist.get_world_size(group)
     small = gradients if dtype is None else gradients.to(dtype)
-    sent = dist.all_reduce(small, group=group, async_op=True).get_future()
+    work = dist.all_reduce(small, group=group, async_op=True)
+    sent = work.get_future()  # pyright: ignore[reportOptionalMemberAccess]  # None only without async_op
 
     def widen(done: Future) -> Tensor:
         (mean,) = done.value()  # raises what the sending has raised

@@ -9,21 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,  # pyright: ignore[reportPrivateImportUsage]  # torch forgets it among its exports
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+    Store,
+)
 
 from parallel.devices import gpus_in_common, local_device
 
 BACKEND, NCCL = "host", "nccl"
 
+T = TypeVar("T")
 
-def init_process_group(
-    device_type: str, rank: int, size: int, local_rank: int, store: dist.Store, timeout_s: float
-) -> str:
+
+def init_process_group(device_type: str, rank: int, size: int, local_rank: int, store: Store, timeout_s: float) -> str:
     """Make the group of all ranks, which call this together, and return its backend."""
     backend, more = choose_backend(device_type, rank, size, local_rank, store)
     limit = timedelta(seconds=timeout_s)
@@ -31,9 +39,7 @@ def init_process_group(
     return backend
 
 
-def choose_backend(
-    device_type: str, rank: int, size: int, local_rank: int, store: dist.Store
-) -> tuple[str, dict[str, Any]]:
+def choose_backend(device_type: str, rank: int, size: int, local_rank: int, store: Store) -> tuple[str, dict[str, Any]]:
     """Return the backend with which ranks exchange tensors, and more arguments for it; rank 0 says who share GPUs."""
     if device_type != "cuda":
         return "gloo", {}
@@ -54,8 +60,23 @@ def register() -> None:
         dist.Backend.register_backend(BACKEND, _new_group, devices=["cpu", "cuda"])
 
 
-def _new_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> HostGroup:
-    return HostGroup(dist.ProcessGroupGloo(store, rank, size, timeout=timeout), rank, size)
+def _new_group(store: Store, rank: int, size: int, timeout: timedelta) -> HostGroup:
+    gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    return HostGroup(gloo, rank, size)  # pyright: ignore[reportArgumentType]  # see _Gloo
+
+
+class _Gloo(Protocol):
+    """The operations of ``ProcessGroupGloo``, which torch's stub of it leaves out."""
+
+    def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions, /) -> dist.Work: ...
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: AllreduceCoalescedOptions, /) -> dist.Work: ...
+    def broadcast(self, tensors: list[Tensor], opts: BroadcastOptions, /) -> dist.Work: ...
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: AllgatherOptions, /) -> dist.Work: ...
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: AllgatherOptions, /) -> dist.Work: ...
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: ReduceScatterOptions, /) -> dist.Work: ...
+    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> dist.Work: ...
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> dist.Work: ...
+    def barrier(self, opts: BarrierOptions, /) -> dist.Work: ...
 
 
 class HostGroup(dist.ProcessGroup):
@@ -64,44 +85,48 @@ class HostGroup(dist.ProcessGroup):
     The methods are those that torch.distributed's functions call, under its names.
     """
 
-    def __init__(self, gloo: dist.ProcessGroupGloo, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+    def __init__(self, gloo: _Gloo, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]  # torch's stub knows only the other __init__
         self._gloo = gloo
 
     def getBackendName(self) -> str:
         """Return the name in torch's registry."""
         return BACKEND
 
-    def _get_backend(self, device: torch.device) -> dist.ProcessGroupGloo:
+    def _get_backend(self, device: torch.device) -> _Gloo:
         return self._gloo  # torch 2.11 asks it whether operations can be coalesced
 
-    def allreduce(self, tensors: list[Tensor], opts=None) -> dist.Work:
+    def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> dist.Work:
         """Reduce in place."""
-        return self._run(self._gloo.allreduce, tensors, _or(opts, distributed_c10d.AllreduceOptions))
+        return self._run(self._gloo.allreduce, tensors, _or(opts, AllreduceOptions))
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts=None) -> dist.Work:
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: AllreduceCoalescedOptions | None = None) -> dist.Work:
         """Reduce several tensors in place."""
-        return self._run(self._gloo.allreduce_coalesced, tensors, _or(opts, distributed_c10d.AllreduceCoalescedOptions))
+        return self._run(self._gloo.allreduce_coalesced, tensors, _or(opts, AllreduceCoalescedOptions))
 
-    def broadcast(self, tensors: list[Tensor], opts=None) -> dist.Work:
+    def broadcast(self, tensors: list[Tensor], opts: BroadcastOptions | None = None) -> dist.Work:
         """Send one rank's tensors to all."""
-        return self._run(self._gloo.broadcast, tensors, _or(opts, distributed_c10d.BroadcastOptions))
+        return self._run(self._gloo.broadcast, tensors, _or(opts, BroadcastOptions))
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts=None) -> dist.Work:
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: AllgatherOptions | None = None
+    ) -> dist.Work:
         """Collect every rank's tensor in a list."""
         hosts = [list(map(_empty_host, of_one)) for of_one in outputs]
-        work = self._gloo.allgather(hosts, list(map(_host, inputs)), _or(opts, distributed_c10d.AllgatherOptions))
+        work = self._gloo.allgather(hosts, list(map(_host, inputs)), _or(opts, AllgatherOptions))
         return _Work(work, sum(outputs, []), sum(hosts, []), outputs)
 
-    def _allgather_base(self, output: Tensor, input: Tensor, opts=None) -> dist.Work:
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: AllgatherOptions | None = None) -> dist.Work:
         host = _empty_host(output)
-        work = self._gloo._allgather_base(host, _host(input), _or(opts, distributed_c10d.AllgatherOptions))
+        work = self._gloo._allgather_base(host, _host(input), _or(opts, AllgatherOptions))
         return _Work(work, [output], [host], output)
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts=None) -> dist.Work:
-        host = _empty_host(output)
-        work = self._gloo._reduce_scatter_base(host, _host(input), _or(opts, distributed_c10d.ReduceScatterOptions))
-        return _Work(work, [output], [host], output)
+    def _reduce_scatter_base(
+        self, outputTensor: Tensor, inputTensor: Tensor, opts: ReduceScatterOptions | None = None
+    ) -> dist.Work:
+        host = _empty_host(outputTensor)
+        work = self._gloo._reduce_scatter_base(host, _host(inputTensor), _or(opts, ReduceScatterOptions))
+        return _Work(work, [outputTensor], [host], outputTensor)
 
     # torch 2.13's names of the two
     all_gather_single = _allgather_base
@@ -119,11 +144,11 @@ class HostGroup(dist.ProcessGroup):
 
     def barrier(self, opts=None) -> dist.Work:
         """Wait for all ranks."""
-        return self._gloo.barrier(distributed_c10d.BarrierOptions())
+        return self._gloo.barrier(BarrierOptions())
 
     def shutdown(self) -> None:
         """Close the connections."""
-        self._gloo = None
+        del self._gloo
 
     def _run(self, operation: Callable, tensors: list[Tensor], opts) -> dist.Work:
         hosts = list(map(_host, tensors))
@@ -169,5 +194,5 @@ def _empty_host(tensor: Tensor) -> Tensor:
     return tensor if tensor.device.type == "cpu" else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 
-def _or(opts, default: type):
+def _or(opts: T | None, default: type[T]) -> T:
     return default() if opts is None else opts

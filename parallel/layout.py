@@ -84,8 +84,7 @@ class Layout:
         """Return what a planner chooses, as keys of the section ``parallel``; the others stay as they were typed."""
         keys = {"name": self.strategy, "dp": self.dp, "pp": self.pp, "chunks": self.chunks}
         if self.pipelined and self.schedule is not None:
-            looped = SCHEDULES[self.schedule].looped
-            keys |= {"schedule": self.schedule, "stages_per_rank": self.per_rank if looped else None}
+            keys |= {"schedule": self.schedule, "stages_per_rank": self.per_rank if self.looped else None}
         return keys
 
     def words(self) -> list[str]:
@@ -93,15 +92,16 @@ class Layout:
         words = [f"parallel={self.strategy}"]
         words += [f"parallel.dp={self.dp}"] if self.info.replicas else []
         if self.pipelined:
-            words += [f"parallel.pp={self.pp}", f"parallel.schedule={self.schedule}"]
-            words += [f"parallel.stages_per_rank={self.per_rank}"] if SCHEDULES[self.schedule].looped else []
+            words += [f"parallel.pp={self.pp}"]
+            words += [f"parallel.schedule={self.schedule}"] if self.schedule is not None else []
+            words += [f"parallel.stages_per_rank={self.per_rank}"] if self.looped else []
         return [*words, f"parallel.chunks={self.chunks}"]
 
     @property
     def name(self) -> str:
         """The layout in a few words."""
         words = [self.strategy, *(f"{axis}={n}" for axis in self.AXES if (n := getattr(self, axis)) > 1)]
-        words += [self.schedule] if self.pipelined else []
+        words += [self.schedule] if self.pipelined and self.schedule is not None else []
         words += [f"x{self.per_rank}"] if self.per_rank > 1 else []
         return " ".join([*words, f"chunks={self.chunks}"])
 
@@ -136,11 +136,16 @@ class Layout:
         return self.group if self.sharded else 1
 
     @property
+    def looped(self) -> bool:
+        """Whether the schedule runs several stages on a rank."""
+        return self.schedule is not None and SCHEDULES[self.schedule].looped
+
+    @property
     def per_rank(self) -> int:
         """How many stages each rank runs."""
         if not self.pipelined:
             return 1
-        return self.stages_per_rank or (2 if SCHEDULES[self.schedule].looped else 1)
+        return self.stages_per_rank or (2 if self.looped else 1)
 
     @property
     def counts(self) -> tuple[int, ...]:

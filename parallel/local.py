@@ -30,7 +30,7 @@ class _OnSeveralDevices(nn.Module):
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         super().__init__()
-        self._stages = nn.ModuleList(stages)
+        self._stages = tuple(stages)  # the strategy has their parameters
 
     def forward(self, *tensors: Tensor, samples: Sequence[int], targets: Tensor, weights: Tensor | None) -> Tensors:
         output: Tensors = tensors

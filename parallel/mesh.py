@@ -210,6 +210,6 @@ class Mesh:
             if len(ranks) < 2:
                 continue
             group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
-            if self.rank in ranks:
+            if isinstance(group, dist.ProcessGroup):  # this rank is one of them
                 own = group
         return own

@@ -34,6 +34,7 @@ class PipeStage(PipelineStage):
         sent: Sequence[TensorSpec],
     ) -> None:
         plan, mesh = strategy.plan, strategy.mesh
+        assert strategy.timeline is not None  # of a pipeline
         stages, ranks = len(plan.stages), mesh.pipeline(mesh.replica)
         # Tensors that need no gradient, by their places among those that arrive and those that leave.
         self._constants_in = [i for i, spec in enumerate(received) if index > 0 and not spec.gradient]
@@ -49,7 +50,7 @@ class PipeStage(PipelineStage):
             group=mesh.pp_group,
         )
         self.strategy = strategy
-        self._stage, self._statistics, self._timeline = stage, strategy.statistics, strategy.timeline
+        self._stage, self._statistics, self.timeline = stage, strategy.statistics, strategy.timeline
         self._neighbours = ranks[(index - 1) % len(ranks)], ranks[(index + 1) % len(ranks)]  # before and after
         self._examples = [incoming[i] for i in self._constants_in]
         self._dtypes_out = [spec.dtype for spec in sent] if index < stages - 1 else []
@@ -94,7 +95,7 @@ class PipeStage(PipelineStage):
 
     def _posted(self, kind: str, microbatch: int, operations: list[dist.P2POp]) -> list[dist.P2POp]:
         if operations:
-            self._timeline.post(kind, self.stage_index, microbatch)
+            self.timeline.post(kind, self.stage_index, microbatch)
         return operations
 
     # -- computation -----------------------------------------------------------------------------------------------
@@ -102,12 +103,12 @@ class PipeStage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
         """Compute a micro-batch's forward, and record when."""
         self.strategy.computing = FORWARD, fwd_chunk_id
-        start = self._timeline.begin(RECEIVE_ACTIVATION, self.stage_index, fwd_chunk_id)
+        start = self.timeline.begin(RECEIVE_ACTIVATION, self.stage_index, fwd_chunk_id)
         self._microbatch = fwd_chunk_id
         output = _unwrapped(super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
         if self._statistics is not None and self._stage.training:
             self._statistics.add(self._stage)
-        self._timeline.note(FORWARD, self.stage_index, fwd_chunk_id, start)
+        self.timeline.note(FORWARD, self.stage_index, fwd_chunk_id, start)
         self.strategy.computing = None
         return output
 
@@ -132,9 +133,9 @@ class PipeStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, loss=None, full_backward: bool = True, last_backward: bool = False):
         """Compute a micro-batch's backward, or its first part, and record when."""
         self.strategy.computing = BACKWARD, bwd_chunk_id
-        start = self._timeline.begin(RECEIVE_GRADIENT, self.stage_index, bwd_chunk_id)
+        start = self.timeline.begin(RECEIVE_GRADIENT, self.stage_index, bwd_chunk_id)
         _unwrapped(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward)
-        self._timeline.note(BACKWARD if full_backward else BACKWARD_INPUT, self.stage_index, bwd_chunk_id, start)
+        self.timeline.note(BACKWARD if full_backward else BACKWARD_INPUT, self.stage_index, bwd_chunk_id, start)
         self.strategy.computing = None
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False):

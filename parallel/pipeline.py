@@ -40,6 +40,8 @@ from parallel.timeline import Timeline
 class Pipeline(Strategy):
     """A pipeline of stages, with or without replicas of it: ``pipelined``, ``pipe_ddp`` and ``pipe_fsdp``."""
 
+    timeline: Timeline
+
     def __init__(
         self,
         plan: Plan,
@@ -51,6 +53,7 @@ class Pipeline(Strategy):
     ) -> None:
         super().__init__(plan, chain, mesh, devices, options, sample)
         self.timeline = Timeline(self.device.type)
+        assert plan.schedule is not None  # of a pipeline
         self._info = SCHEDULES[plan.schedule]
         self._stage_class, self._schedule_class = map(resolve_name, (self._info.stage_class, self._info.class_name))
         self._modules = [self._stage_class.wrapped(self, stage) for stage in self.stages]

@@ -78,9 +78,9 @@ class Plan(Layout):
     @property
     def ideal_bubble(self) -> float | None:
         """The fraction of time that a balanced pipeline idles; None where there is no pipeline."""
-        if not self.pipelined:
+        if self.schedule is None:
             return None
-        return ideal_bubble(self.schedule, self.pp, self.chunks, self.stages_per_rank)
+        return ideal_bubble(self.schedule, self.pp, self.chunks, self.per_rank)
 
     def manifest(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the layout, for ``Layout.from_manifest``."""

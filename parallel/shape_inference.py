@@ -114,7 +114,8 @@ def trace(
             with torch.device(device_type), _default_dtype(dtype):
                 module = layer.made()
             if hasattr(module, "step_cache"):
-                module.step_cache = {}  # as in the middle of a step
+                # As in the middle of a step.
+                module.step_cache = {}  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
             kept, notes = _Kept(module), []
             with saved_tensors_hooks(kept.note, lambda tensor: tensor), _Draws(len(sample), notes) as draws:
                 # Twice: the second micro-batch finds the weights cast already, so it keeps activations only.
@@ -132,7 +133,7 @@ def trace(
                     sizes.append(kept.bytes - before)
             tensors = checked(layer.name, module, output)
             if layer is not chain.layers[-1]:
-                tensors = converted(tensors, between_layers(precision))
+                tensors = as_tuple(converted(tensors, between_layers(precision)))
             specs = tuple(map(TensorSpec.of, tensors))
             random = draws.seen or bool(notes)
             traces.append(
@@ -219,8 +220,8 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def _loss(chain: Chain, module: nn.Module, tensors: Sequence[Tensor], targets: Tensor) -> Tensor:
     """Return the loss of the last layer, whose output never leaves the stage."""
-    if hasattr(module, "loss"):
-        return module.loss(*tensors, targets, None).loss
+    if (own_loss := getattr(module, "loss", None)) is not None:
+        return own_loss(*tensors, targets, None).loss
     return chain.loss(module(*tensors), targets, None).loss
 
 
@@ -357,6 +358,7 @@ def check_gpus(plan: Plan, tensors: int, memory: Callable[[int], int]) -> None:
     Activations are left out: only what ranks hold for sure is counted, ``tensors`` of each trainable parameter's size.
     ``memory`` gives the bytes of the GPU with an index. Raises PlanError.
     """
+    assert plan.gpus is not None  # its ranks are dealt to some
     each = parameter_dtype(plan.precision).itemsize
     what = "weights" if tensors == 1 else "weights, gradients and optimizer state"
     for gpu in range(min(plan.gpus, plan.processes)):
@@ -384,9 +386,9 @@ def stage_activations(plan: Plan, chain: Chain, sample: Batch, recompute: bool =
     sizes = []
     for stage in plan.stages:
         held = 1
-        if plan.pipelined:
+        if plan.schedule is not None:
             position = stage.index % plan.pp
-            held = in_flight(plan.schedule, plan.pp, plan.chunks, plan.stages_per_rank, position)
+            held = in_flight(plan.schedule, plan.pp, plan.chunks, plan.per_rank, position)
         layers = [traced[name] for name in stage.layers]
         again = [t.kept for t in layers if recompute and t.name != chain.names[-1]]
         kept = sum(t.kept + t.output_bytes for t in layers) - sum(again)

@@ -14,7 +14,7 @@ What goes wrong with it, and what is done about it here:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,10 @@ from torch import Tensor, nn
 
 from parallel.mesh import COPIES, REPLICAS, SHARDS, Mesh
 from parallel.stage import Stage
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
 
 class Sharding:
@@ -37,8 +41,9 @@ class Sharding:
         from torch.distributed import fsdp  # imports DTensor: a second
         from torch.distributed.device_mesh import DeviceMesh
 
-        self._fsdp, self._reshard = fsdp, reshard
+        self._sharded_module, self._reshard = fsdp.FSDPModule, reshard
         copies, shards = mesh.axis(COPIES), mesh.axis(SHARDS)
+        assert shards.group is not None  # there are others to share with
         if copies.group is None:
             self._ranks = DeviceMesh.from_group(shards.group, device_type, mesh_dim_names=(SHARDS,))
         else:
@@ -52,16 +57,18 @@ class Sharding:
 
     def shard(self, module: nn.Module) -> None:
         """Keep this rank's share of a module's parameters; those of its parts that are sharded already stay so."""
+        from torch.distributed import fsdp
+
         if not any(True for _ in module.parameters()):
             return
         empty = {p for p in module.parameters() if p.numel() == 0}  # there is nothing to share
         # None: the outermost module is whole until its backward, which begins at once.
         reshard = None if self._reshard else False
-        self._fsdp.fully_shard(module, mesh=self._ranks, ignored_params=empty, reshard_after_forward=reshard)
+        sharded = fsdp.fully_shard(module, mesh=self._ranks, ignored_params=empty, reshard_after_forward=reshard)
         if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
-            module.set_reduce_scatter_unused_params(True)  # ranks may differ in what they use
+            sharded.set_reduce_scatter_unused_params(True)  # ranks may differ in what they use
         if hasattr(module, "loss"):  # a head that owns the loss is called by that name
-            self._fsdp.register_fsdp_forward_method(module, "loss")
+            fsdp.register_fsdp_forward_method(module, "loss")
 
     def before_backward(self, stages: Iterable[Stage], last: bool) -> None:
         """Say how the next micro-batch's gradients are reduced, and whether its backward frees whole parameters."""
@@ -77,11 +84,11 @@ class Sharding:
         """Free the whole parameters that no backward will free."""
         for stage in stages:
             for module in stage.modules():
-                if isinstance(module, self._fsdp.FSDPModule):
+                if isinstance(module, self._sharded_module):
                     module.reshard()
 
-    def _sharded(self, stages: Iterable[Stage]) -> list[Stage]:
-        return [stage for stage in stages if isinstance(stage, self._fsdp.FSDPModule)]  # one may have no parameters
+    def _sharded(self, stages: Iterable[Stage]) -> list[FSDPModule]:
+        return [stage for stage in stages if isinstance(stage, self._sharded_module)]  # one may have no parameters
 
 
 class Piece(NamedTuple):
@@ -119,13 +126,14 @@ def piece_of(tensor: Tensor) -> Piece:
     start, size, axes = [0] * tensor.dim(), list(tensor.shape), []
     if _is_shared(tensor):
         mesh = tensor.device_mesh
-        axes_of_mesh = zip(mesh.mesh_dim_names, mesh.shape, mesh.get_coordinate(), tensor.placements, strict=True)
-        for axis, ranks, index, placement in axes_of_mesh:
+        names, here = mesh.mesh_dim_names or (), mesh.get_coordinate() or ()
+        for axis, ranks, index, placement in zip(names, mesh.shape, here, tensor.placements, strict=True):
             if placement.is_shard():
-                each = -(-size[placement.dim] // ranks)  # as torch.chunk cuts
-                before = min(each * index, size[placement.dim])
-                start[placement.dim] += before
-                size[placement.dim] = min(each, size[placement.dim] - before)
+                dim = placement.dim  # pyright: ignore[reportAttributeAccessIssue]  # as is_shard() has just said
+                each = -(-size[dim] // ranks)  # as torch.chunk cuts
+                before = min(each * index, size[dim])
+                start[dim] += before
+                size[dim] = min(each, size[dim] - before)
                 axes.append(axis)
     return Piece(local(tensor), tuple(start), tuple(tensor.shape), tuple(axes))
 
@@ -174,10 +182,12 @@ def whole(tensor: Tensor, mesh: Mesh) -> Tensor:
 
 def shared_like(like: Tensor, part: Tensor) -> Tensor:
     """Return the tensor of which this rank holds ``part``, shared as ``like`` is."""
-    return type(like.data).from_local(
+    if not _is_shared(like):
+        return part
+    return type(like).from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
-def _is_shared(tensor: Tensor) -> bool:
+def _is_shared(tensor: Tensor) -> TypeGuard[DTensor]:
     return hasattr(tensor, "placements")

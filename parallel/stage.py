@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from models.seeds import BySample, Samples, computing, derive_seed, forget, seed
 
 # The attribute of an error that says in which layer it was raised, in words.
 RAISED_IN = "raised_in_layer"
+
+T = TypeVar("T")
 
 
 class Stage(nn.Module):
@@ -65,11 +67,12 @@ class Stage(nn.Module):
         if recompute:  # from their inputs, which must stay as they were
             for module in self.layers.modules():
                 if getattr(module, "inplace", None) is True:
-                    module.inplace = False
+                    module.inplace = False  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
         if shard is not None:
             shard(self)
         elif chain.channels_last:  # shares are contiguous
-            self.layers.to(memory_format=torch.channels_last)  # convolutions follow their weights
+            # Convolutions follow their weights.
+            self.layers.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # no overload has it
         first, self._last = chain.names[0], chain.names[-1]
         self.begins_chain, self.ends_chain = names[0] == first, names[-1] == self._last
         self.step = 0
@@ -91,7 +94,7 @@ class Stage(nn.Module):
     def _set_step_cache(self, cache: dict | None) -> None:
         last = self.layers.get_submodule(self.layers.names[-1])
         if hasattr(last, "step_cache"):
-            last.step_cache = cache
+            last.step_cache = cache  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
 
     def forward(
         self,
@@ -117,14 +120,23 @@ class Stage(nn.Module):
         first, count = samples.flatten().tolist() if isinstance(samples, Tensor) else samples
         if not self.begins_chain:
             tensors = tuple(map(self._as_received, tensors))
-        gives_loss = self.ends_chain and targets is not None
         # Where nothing is random, the samples are left out: the stage is compiled once for all micro-batches.
         where = None if self._compiled_whole else (first, count)
-        output = self._compute(where, tensors, targets if gives_loss else None, weights)
-        if not gives_loss:
-            return self._as_output(output)
-        self.sums.append(output.stack())
-        return output.loss * self.loss_scale
+        if targets is None or not self.ends_chain:
+            return self._as_output(self._compute(where, tensors, None, weights))
+        sums = self._compute(where, tensors, targets, weights)
+        self.sums.append(sums.stack())
+        return sums.loss * self.loss_scale
+
+    @overload
+    def _compute(
+        self, where: tuple[int, int] | None, tensors: tuple[Tensor, ...], targets: None, weights: Tensor | None
+    ) -> Tensors: ...
+
+    @overload
+    def _compute(
+        self, where: tuple[int, int] | None, tensors: tuple[Tensor, ...], targets: Tensor, weights: Tensor | None
+    ) -> Sums: ...
 
     def _compute(
         self,
@@ -136,10 +148,10 @@ class Stage(nn.Module):
         """Compute all layers and, where there are targets, the loss. ``where`` is None where nothing is random."""
         layers = [(name, self.layers.get_submodule(name)) for name in self.layers.names]
         last_name, last = layers[-1]
-        owns_loss = targets is not None and hasattr(last, "loss")
+        own_loss = None if targets is None else getattr(last, "loss", None)
         tensors = tuple(map(self._in_order, tensors))
         output: Tensors = tensors
-        for name, layer in layers[:-1] if owns_loss else layers:
+        for name, layer in layers if own_loss is None else layers[:-1]:
             if self.recompute and torch.is_grad_enabled():
                 # The layer is seeded again in the recomputation, so there is no random state to preserve.
                 output = checkpoint(
@@ -156,8 +168,8 @@ class Stage(nn.Module):
             if name != self._last:
                 output = converted(output, self._between_layers)
             tensors = tuple(map(self._in_order, output if isinstance(output, tuple) else (output,)))
-        if owns_loss:
-            return self.compute_layer(last_name, last.loss, where, *tensors, targets, weights)
+        if own_loss is not None:
+            return self.compute_layer(last_name, own_loss, where, *tensors, targets, weights)
         if targets is None:
             return output
         return self.compute_layer(LOSS, self.chain.loss, where, output, targets, weights)
@@ -196,8 +208,13 @@ class Stage(nn.Module):
         return self.chain.channels_last and x.dim() == 4
 
     def compute_layer(
-        self, name: str, layer: Callable, where: tuple[int, int] | None, *tensors: Tensors | None
-    ) -> Tensors | Sums:
+        self,
+        name: str,
+        layer: Callable[..., T],
+        where: tuple[int, int] | None,
+        given: Tensors,
+        *more: Tensor | None,
+    ) -> T:
         """Compute a layer, or the loss, with its random numbers; ``where``: first sample and count.
 
         An error keeps the layer's name and kind under ``RAISED_IN``.
@@ -205,14 +222,14 @@ class Stage(nn.Module):
         call = layer if Stage.layer_hook is None else partial(Stage.layer_hook, self, name, where, layer)
         try:
             if not self.training or where is None:
-                return call(*tensors)
+                return call(given, *more)
             first, count = where
             # What the layer draws by itself depends on the micro-batch, its dropout on the sample.
             seed = derive_seed(self.seed, self.step, first, name)
             # The inputs' device counts: ``data_parallel`` runs copies of the stage on others.
-            seed_generators(as_tuple(tensors[0])[0].device, seed)
+            seed_generators(as_tuple(given)[0].device, seed)
             with computing(Samples(count, first, self.seed, self.step), seed):
-                return call(*tensors)
+                return call(given, *more)
         except Exception as error:
             kind = type(getattr(layer, "__self__", layer)).__name__
             vars(error)[RAISED_IN] = f"layer {name!r} ({kind})" if name != LOSS else f"the loss ({kind})"
@@ -237,11 +254,12 @@ class Stage(nn.Module):
         for _, layer in layers:
             for module in layer.modules():
                 if isinstance(module, BySample):  # draws for each sample, as it does where nothing is compiled
-                    module.forward = torch.compiler.disable(module.forward)
+                    forward = torch.compiler.disable(module.forward)
+                    module.forward = forward  # pyright: ignore[reportAttributeAccessIssue]  # its stub: or a decorator
             layer.compile()
         last = layers[-1][1]
-        if hasattr(last, "loss"):
-            last.loss = torch.compile(last.loss)
+        if (loss := getattr(last, "loss", None)) is not None:
+            last.loss = torch.compile(loss)  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
 
     def take_sums(self) -> Tensor | None:
         """Return the sums of all micro-batches since the last call, [2 + metrics] float64; None if there are none."""

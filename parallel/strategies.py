@@ -64,7 +64,7 @@ def strategy_info(name: str) -> StrategyInfo:
     return STRATEGIES[name]
 
 
-def names_where(**properties: bool) -> list[str]:
+def names_where(**properties: bool | str) -> list[str]:
     """List the strategies with some properties."""
     return [
         name

@@ -166,7 +166,7 @@ class Strategy(ABC):
         self._counts_samples = mesh.counts(REPLICAS)  # which are cut along these
         self._averaged = plan.dp if self.loss_scale.enabled else 1  # a loss is divided by its terms and by this
         shares = mesh.axis(SHARDS).group is not None  # there are others to share with
-        self.sharding = Sharding(mesh, self.device.type, plan.reshard) if shares else None
+        self.sharding = Sharding(mesh, self.device.type, bool(plan.reshard)) if shares else None
         # One context spans a whole step, so that weights are cast once and not once per micro-batch. A cast that is
         # kept gets its gradient last, when its layer's may have been reduced.
         keep_casts = self.sharding is None or plan.pipelined
@@ -187,6 +187,7 @@ class Strategy(ABC):
             for i, stage in enumerate(own)
         ]
         if options.compile:
+            assert sample is not None  # a compiler needs one
             traces = trace(chain, sample, plan.precision, plan.device_type)
             random = {layer.name for layer in traces if layer.random}
             for stage in self.stages:
@@ -467,7 +468,7 @@ class LocalStrategy(Strategy):
 
     def close(self) -> None:
         """See ``Strategy.close``."""
-        self._model = self._no_sync = None
+        del self._model, self._no_sync
         super().close()
 
 

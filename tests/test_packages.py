@@ -61,7 +61,7 @@ def test_forbidden_imports_are_named_even_inside_functions(lint, tmp_path):
 
 
 TYPES = ("-c", "import sys; from basedpyright.pyright import main; sys.exit(main())", "--pythonpath", sys.executable)
-TYPED = ("common", "launchers", "models", "data", "conf", "planner")
+TYPED = ("common", "launchers", "models", "data", "conf", "planner", "parallel")
 
 
 def test_a_wrong_type_is_named_in_every_room_that_is_checked_and_nothing_else_is(tmp_path):

@@ -84,7 +84,8 @@ def best_order(seconds: Sequence[StageSeconds], ranks: int, chunks: int) -> Orde
 
     No rank holds more activations than ``max_in_flight`` allows. Stage i runs on rank i % ``ranks``.
     """
-    best, shortest = None, math.inf
+    best: Orders = {}
+    shortest = math.inf
     for spare in dict.fromkeys((0, ranks // 2, ranks)):
         limits = _limits(len(seconds), ranks, chunks, spare)
         for split in _split_counts(ranks, chunks):
@@ -121,15 +122,16 @@ def stage_seconds(steps: Steps) -> dict[int, StageSeconds]:
 
 
 def _seconds(least: dict[tuple[str, int], float], stage: int) -> StageSeconds:
-    forward, backward, inputs, weights = (
-        least.get((kind, stage)) for kind in (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-    )
-    if backward is None:
-        backward = (inputs + weights) * UNMEASURED.backward / (UNMEASURED.inputs + UNMEASURED.weights)
-    if inputs is None:
+    backward = least.get((BACKWARD, stage))
+    if (BACKWARD_INPUT, stage) in least:
+        inputs, weights = least[BACKWARD_INPUT, stage], least[BACKWARD_WEIGHT, stage]
+        if backward is None:
+            backward = (inputs + weights) * UNMEASURED.backward / (UNMEASURED.inputs + UNMEASURED.weights)
+    else:
+        backward = least[BACKWARD, stage]
         inputs = backward * UNMEASURED.inputs / UNMEASURED.backward
         weights = backward * UNMEASURED.weights / UNMEASURED.backward
-    return StageSeconds(forward, backward, inputs, weights)
+    return StageSeconds(least[FORWARD, stage], backward, inputs, weights)
 
 
 def _limits(stages: int, ranks: int, chunks: int, spare: int) -> list[int]:

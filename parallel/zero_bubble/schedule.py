@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import schedules
 from torch.futures import Future
 
 from parallel.gradients import Average, averaging
@@ -63,9 +63,9 @@ class SplitStage(PipeStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False):
         """Compute the second part of a split backward, and record when."""
         self.strategy.computing = BACKWARD, bwd_chunk_id
-        start = self._timeline.now()
+        start = self.timeline.now()
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        self._timeline.note(BACKWARD_WEIGHT, self.stage_index, bwd_chunk_id, start)
+        self.timeline.note(BACKWARD_WEIGHT, self.stage_index, bwd_chunk_id, start)
         self.strategy.computing = None
 
     def backward(self, backward_type: str, bwd_kwargs: dict, last_backward: bool):
@@ -100,16 +100,16 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
     torch adds sends and receives to the order, and runs it.
     """
 
-    def __init__(self, stages: list[PipelineStage], n_microbatches: int, **kwargs) -> None:
+    def __init__(self, stages: list[PipeStage], n_microbatches: int, **kwargs) -> None:
         """Plan for the textbook's times. The arguments are those of torch's schedules."""
         super().__init__(stages, n_microbatches, **kwargs)
-        self._strategy: Strategy = stages[0].strategy
+        self._strategy, self._timeline = stages[0].strategy, stages[0].timeline
         self._measured = False
         self.plan([UNMEASURED] * self._num_stages)
 
     def step(self, *args, **kwargs):
         """Run a step. The arguments are those of torch's schedules."""
-        timeline = self._strategy.timeline  # of all shapes, each of which has its schedule
+        timeline = self._timeline  # of all shapes, each of which has its schedule
         if timeline.measured is None and len(timeline.steps) == MEASURED_STEPS:
             recorded = stage_seconds(list(timeline.steps))
             gathered = self._strategy.mesh.gather(list(recorded.items()))
@@ -144,23 +144,25 @@ class Buckets:
                     room = bucket_mb * 2**20
                 self._buckets[-1].append(parameter)
                 room -= parameter.nbytes
-        self._pending: list[tuple[Future, Tensor, list[nn.Parameter]]] = []
+        self._pending: list[tuple[Future, Tensor, list[Tensor]]] = []
 
     @torch.no_grad()
     def start(self) -> None:
         """Start to average, while other stages compute. All replicas call it, for their stages in one order."""
         for bucket in self._buckets:
+            gradients = []
             for parameter in bucket:
                 if parameter.grad is None:  # not used here, but maybe by another replica
                     parameter.grad = torch.zeros_like(parameter)
-            flat = torch.cat([parameter.grad.flatten() for parameter in bucket])
-            self._pending.append((self._average(flat), flat, bucket))
+                gradients.append(parameter.grad)
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            self._pending.append((self._average(flat), flat, gradients))
 
     @torch.no_grad()
     def wait(self) -> None:
         """Wait for what ``start`` has started."""
-        for future, flat, bucket in self._pending:
+        for future, flat, gradients in self._pending:
             future.wait()
-            for parameter, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                parameter.grad.copy_(mean.view(parameter.shape))
+            for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(mean.view(gradient.shape))
         self._pending.clear()

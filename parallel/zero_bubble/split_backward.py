@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -110,7 +111,7 @@ def backward_weights(deferred: DeferredWeights) -> None:
     deferred.roots.clear()
 
 
-def _has_gradient(value: object) -> bool:
+def _has_gradient(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.requires_grad
 
 
@@ -118,7 +119,8 @@ def _node(tensor: Tensor) -> Node:
     """Return the node that makes ``tensor``; for a leaf the one that accumulates its gradient."""
     if tensor.grad_fn is not None:
         return tensor.grad_fn
-    return tensor.view_as(tensor).grad_fn.next_functions[0][0]
+    view = tensor.view_as(tensor).grad_fn
+    return view.next_functions[0][0]  # pyright: ignore[reportOptionalMemberAccess, reportReturnType]  # of a leaf
 
 
 def _gradients_of(node: Node, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor | None, ...]:
