@@ -14,7 +14,8 @@ What goes wrong with it, and what is done about it here:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+from types import EllipsisType
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,19 @@ from parallel.stage import Stage
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
+
+Box = slice | tuple[slice, ...] | EllipsisType  # of rows, of each dimension, or all of a tensor
+
+
+class Boxes(Protocol):
+    """What gives boxes of a tensor: the tensor itself, or what reads them out of a file."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the whole tensor."""
+        ...
+
+    def __getitem__(self, box: Box, /) -> Tensor: ...
 
 
 class Sharding:
@@ -139,11 +153,10 @@ def piece_of(tensor: Tensor) -> Piece:
 
 
 @torch.no_grad()
-def fill(tensor: Tensor, given: Tensor, name: str) -> None:
+def fill(tensor: Tensor, given: Boxes, name: str) -> None:
     """Copy this rank's box of ``given`` into ``tensor``, which may be shared.
 
-    ``given`` is a tensor of the same shape, or what has its shape and gives a box of it for slices. Raises ValueError
-    where it has another shape or kind of number, or numbers beyond ``tensor``'s format.
+    Raises ValueError where ``given`` has another shape or kind of number, or numbers beyond ``tensor``'s format.
     """
     if given.shape != tensor.shape:
         raise ValueError(f"{name} has {tuple(given.shape)}, expected {tuple(tensor.shape)}")
@@ -157,8 +170,8 @@ def fill(tensor: Tensor, given: Tensor, name: str) -> None:
         raise ValueError(f"{name} holds {box.dtype} beyond what {part.dtype} can express")
 
 
-def cut_like(like: Tensor, given: Tensor) -> Tensor:
-    """Return the box of ``given`` that this rank holds of ``like``. ``given`` is that of ``fill``."""
+def cut_like(like: Tensor, given: Boxes) -> Tensor:
+    """Return the box of ``given`` that this rank holds of ``like``."""
     piece = piece_of(like)
     return given[piece.box] if piece.axes else given[...]
 

@@ -28,7 +28,7 @@ from parallel.gradients import Gradients, replicate, sum_dtype
 from parallel.mesh import REPLICAS, SHARDS, Mesh
 from parallel.plan import Plan
 from parallel.shape_inference import trace
-from parallel.sharding import Sharding, fill
+from parallel.sharding import Boxes, Sharding, fill
 from parallel.stage import RAISED_IN, Stage
 from parallel.strategies import strategy_info
 from parallel.timeline import BACKWARD, FORWARD, Timeline
@@ -384,12 +384,11 @@ class Strategy(ABC):
             if name not in self.chain.tied
         }
 
-    def load_state_dict(self, state: Mapping[str, Tensor], wanted: Callable[[str], bool] = lambda name: True) -> None:
+    def load_state_dict(self, state: Mapping[str, Boxes], wanted: Callable[[str], bool] = lambda name: True) -> None:
         """Copy this rank's part out of ``state``.
 
         Args:
-            state: Any part of the model that includes this rank's, under global names: tensors, or what has a tensor's
-                ``shape`` and gives a box of it for slices.
+            state: Any part of the model that includes this rank's, under global names.
             wanted: Says by its global name whether a tensor is copied; the others stay as they are.
 
         Raises:

@@ -61,18 +61,20 @@ def test_forbidden_imports_are_named_even_inside_functions(lint, tmp_path):
 
 
 TYPES = ("-c", "import sys; from basedpyright.pyright import main; sys.exit(main())", "--pythonpath", sys.executable)
-TYPED = ("common", "launchers", "models", "data", "conf", "planner", "parallel")
+TYPED = [f"{room}/__init__.py" for room in ("common", "launchers", "models", "data", "conf", "planner", "parallel")]
+TYPED += [f"training/{room}/__init__.py" for room in ("checkpoint", "callbacks")]
+TYPED += ["train.py", "training/optimizer.py"]
 
 
 def test_a_wrong_type_is_named_in_every_room_that_is_checked_and_nothing_else_is(tmp_path):
     pytest.importorskip("basedpyright", reason="basedpyright is a test dependency (requirements-dev.txt)")
     copy = copied_to(tmp_path)
-    for room in TYPED:
-        with open(copy / room / "__init__.py", "a") as module:
+    for file in TYPED:
+        with open(copy / file, "a") as module:
             module.write('\n\nsize: int = "large"\n')
     code, said = said_in(copy, *TYPES)
     assert code == 1 and said.count(" - error: ") == len(TYPED), said
-    assert [room for room in TYPED if f"{room}{os.sep}__init__.py:" not in said] == [], said
+    assert [file for file in TYPED if f"{copy / file}:" not in said] == [], said
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from conf.instantiate import build, resolve, target_of
 from models.chain import Chain
 from parallel.mesh import Mesh
 from parallel.plan import Plan
-from parallel.sharding import cut_like, local, piece_of, shared_like, whole
+from parallel.sharding import Boxes, cut_like, local, piece_of, shared_like, whole
 from parallel.strategies import names_where
 from parallel.strategy import Strategy
 
@@ -96,7 +96,7 @@ class Optimizer:
         """The optimizer's tensors for one parameter, such as exp_avg; empty before the first step."""
         return {key: value for part in self._parts for key, value in part.state_of(parameter).items()}
 
-    def load_state_of(self, parameter: torch.nn.Parameter, state: Mapping[str, Tensor]) -> None:
+    def load_state_of(self, parameter: torch.nn.Parameter, state: Mapping[str, Boxes]) -> None:
         """Replace those tensors. ``step`` counters stay on the device where torch keeps them.
 
         Args:
@@ -138,7 +138,7 @@ class _Part:
     @torch.no_grad()
     def step(self) -> None:
         if self._mesh is not None:
-            self._gather()
+            self._gather(self._mesh)
         for parameter, own in self._own.items():
             if own is not parameter and parameter.grad is not None:
                 own.grad = local(parameter.grad) if self._mesh is None else whole(parameter.grad, self._mesh)
@@ -149,10 +149,10 @@ class _Part:
         if self._mesh is not None:
             self._scatter()
 
-    def _gather(self) -> None:
+    def _gather(self, mesh: Mesh) -> None:
         for parameter, own in self._own.items():
-            own.data = whole(parameter.detach(), self._mesh)
-            self._change_state(own, lambda value: whole(value, self._mesh))
+            own.data = whole(parameter.detach(), mesh)
+            self._change_state(own, lambda value: whole(value, mesh))
 
     @torch.no_grad()
     def _scatter(self) -> None:
@@ -168,7 +168,9 @@ class _Part:
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         own = self._own.get(parameter)
-        state = {} if own is None else dict(self.optimizer.state.get(own, {}))
+        if own is None:
+            return {}
+        state = dict(self.optimizer.state.get(own, {}))
         if not state:
             return {}
         group, at_first = self._group_of(own)
@@ -180,7 +182,7 @@ class _Part:
             tensors = {key: shared_like(parameter, t) if _is_like(t, own) else t for key, t in tensors.items()}
         return tensors | plain
 
-    def load_state_of(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> None:
+    def load_state_of(self, parameter: nn.Parameter, state: Mapping[str, Boxes]) -> None:
         own = self._own.get(parameter)
         if own is None:
             return
@@ -324,7 +326,7 @@ def _is_in(name: str, module: str) -> bool:
     return f".{module}." in f".{name}."
 
 
-def _placed_as(parameter: torch.nn.Parameter, key: str, value: Tensor, group: Mapping[str, Any]) -> Tensor:
+def _placed_as(parameter: torch.nn.Parameter, key: str, value: Boxes, group: Mapping[str, Any]) -> Tensor:
     """On the parameter's device, in its memory order: fused kernels walk both side by side. Of a share, its box."""
     if key == "step" and not (group.get("fused") or group.get("capturable")):
         return value[...].cpu().clone()  # read by the host in every update

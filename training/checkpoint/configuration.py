@@ -100,7 +100,7 @@ class SavedConfig:
             TrainingError: A value names code that is neither this project's nor torch's, nor named by the command.
         """
         typed, config = _typed(overrides), self._config
-        raw = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
+        raw: Any = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
         sections = [
             "train",
             *(group for group in CHOSEN if group not in self._chosen or choices.get(group) == self._had[group]),
@@ -146,7 +146,8 @@ class SavedConfig:
         if isinstance(option, str) and re.fullmatch(r"[\w.-]+", option):
             for file in (folder / group / f"{option}.yaml" for folder in self._folders):
                 if file.is_file():
-                    return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+                    tree: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+                    return tree
         return {}
 
 

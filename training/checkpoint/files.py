@@ -50,7 +50,7 @@ def step_name(step: int) -> str:
 
 def step_of(folder: Path) -> int:
     """Return the step in the name of a checkpoint's folder."""
-    return int(_STEP.fullmatch(folder.name)[1])
+    return int(folder.name.removeprefix("step-"))
 
 
 def step_folders(folder: Path) -> list[Path]:

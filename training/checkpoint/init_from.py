@@ -10,6 +10,7 @@ import hashlib
 import json
 import shlex
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from common.errors import TrainingError
 from common.files import expand_home, folder_of, parse_json
 from data.vocabulary import GPT2_VOCAB_SIZE, added_tokens, gpt2, parse_extra_tokens
 from models.chain import Chain
-from parallel.sharding import fill, whole
+from parallel.sharding import Box, Boxes, fill, whole
 from parallel.strategy import Strategy
 from training.checkpoint.files import sha256
-from training.checkpoint.load import AUTO, Box, StoredTensor
+from training.checkpoint.load import AUTO, StoredTensor
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SHOWN = 3
@@ -194,7 +195,7 @@ class Weights(dict):
         self._redundant = {n: follows for n in others for end, follows in known.items() if n.endswith(end)}
         self.unexpected = [name for name in others if name not in self._redundant]
 
-    def __getitem__(self, name: str) -> StoredTensor:
+    def __getitem__(self, name: str) -> Boxes:
         stored = self._stored(super().__getitem__(name))
         if self._format is None:
             return stored
@@ -370,7 +371,8 @@ def _add_tokens(extra_tokens: Any, chain: Chain, strategy: Strategy, known: int)
             fill(parameter, rows, name)
 
 
-def _mean(rows: Tensor | StoredTensor) -> Tensor:
+def _mean(rows: Boxes) -> Tensor:
     """Return the mean row, computed in float64 on the CPU: copies on other ranks and devices get the same numbers."""
     count = rows.shape[0]
-    return sum(rows[i : i + _BLOCK].cpu().double().sum(dim=0) for i in range(0, count, _BLOCK)) / count
+    sums = (rows[i : i + _BLOCK].cpu().double().sum(dim=0) for i in range(0, count, _BLOCK))
+    return reduce(torch.add, sums) / count

@@ -6,7 +6,6 @@ import hashlib
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import EllipsisType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from common.errors import CheckpointError
 from parallel.mesh import Mesh
+from parallel.sharding import Box, Boxes
 from parallel.strategy import Strategy
 from training.checkpoint.files import (
     BEST,
@@ -29,7 +29,6 @@ from training.checkpoint.files import (
 
 AUTO = "auto"
 T = TypeVar("T")
-Box = slice | tuple[slice, ...] | EllipsisType  # of rows, of each dimension, or all of a tensor
 
 
 class Optimizer(Protocol):
@@ -39,9 +38,11 @@ class Optimizer(Protocol):
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return the optimizer's tensors for a parameter."""
+        ...
 
-    def load_state_of(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> None:
+    def load_state_of(self, parameter: nn.Parameter, state: Mapping[str, Boxes]) -> None:
         """Replace them."""
+        ...
 
 
 def load(path: Path, strategy: Strategy, optimizer: Optimizer | None = None) -> Checkpoint:
@@ -181,14 +182,15 @@ def resume(wanted: str, folder: Path, strategy: Strategy, optimizer: Optimizer) 
 
 def _together(mesh: Mesh, work: Callable[[], T]) -> T:
     """Return what ``work`` gives; a CheckpointError on one rank is raised on every rank."""
-    value = problem = None
+    values: list[T] = []
+    problem = None
     try:
-        value = work()
+        values.append(work())
     except CheckpointError as error:
         problem = str(error)
     if (problem := next(filter(None, mesh.gather(problem)), None)) is not None:
         raise CheckpointError(problem)
-    return value
+    return values[0]
 
 
 def _choose(wanted: str, folder: Path) -> Checkpoint | None:

@@ -241,7 +241,9 @@ class Checkpointer:
         others = self.gather((node, own))
         self._writers = sum(where == node and size > 0 for where, size in others)
         patience = timedelta(seconds=self._timeout_s + max(size for _, size in others) / _SLOWEST_DISK)
-        self.group = dist.new_group(backend="gloo", timeout=patience)
+        group = dist.new_group(backend="gloo", timeout=patience)
+        assert isinstance(group, dist.ProcessGroup)  # of all ranks
+        self.group = group
 
 
 class _Save(threading.Thread):
