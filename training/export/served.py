@@ -9,7 +9,7 @@ import inspect
 import io
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -120,6 +120,8 @@ class _Served(nn.Module):
     With ``last``, a language model gives the logits of a text's last position only, [batch, words].
     """
 
+    words_by_token: Tensor
+
     def __init__(self, layers: Layers, names: list[str], words: int | None, last: bool) -> None:
         super().__init__()
         self.layers, self.words, self.last = layers, words, last
@@ -138,7 +140,8 @@ class _Served(nn.Module):
             return self.layers(*inputs)
         (tokens,) = inputs
         known = (tokens >= 0) & (tokens < self.words)
-        torch._assert_async(known.all(), f"tokens must be from 0 to {self.words - 1}")
+        problem = f"tokens must be from 0 to {self.words - 1}"
+        torch._assert_async(known.all(), problem)  # pyright: ignore[reportPrivateImportUsage]  # no stub exports it
         # ONNX has no assertions, but a table's end: this fails there where a token is none, and changes no other.
         tokens = F.embedding(torch.where(known, tokens, self.words), self.words_by_token)[..., 0]
         logits = logits_at(self.layers, tokens, slice(None), -1) if self.last else self.layers(tokens)
@@ -153,7 +156,8 @@ def serve(name: str, data: DataSet, strategy: Strategy, last: bool = False) -> S
     chain, (stage,) = strategy.chain, strategy.stages
     takes, samples = _inputs(data, stage.layers[chain.names[0]])
     words = None if data.seq_len is None else min(filter(None, (data.vocab_size, chain.limits["vocabulary"])))
-    layers = stage.layers.float().to(memory_format=torch.contiguous_format)
+    layers = stage.layers.float()
+    layers.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]  # torch's overloads lack it
     module = _Served(layers, [info.name for info in takes], words, last).eval()
     gives = _output(name, module, takes, chain)
     texts = tokenizer(data, chain)
@@ -220,7 +224,7 @@ def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
         (folder / name).write_text(text, encoding="utf-8")
 
 
-def _list(numbers: tuple[float, ...]) -> str:
+def _list(numbers: Sequence[float]) -> str:
     return ", ".join(f"{number:g}" for number in numbers)
 
 
@@ -263,6 +267,7 @@ def write_onnx(path: Path, model: ServedModel) -> str:
             )
     except Exception as error:
         raise _not_exported(model, error) from error
+    assert converted is not None  # with dynamo=True
     converted.save(path)
     return model.compare(session_of(path, model), "ONNX Runtime")
 

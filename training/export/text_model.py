@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-import triton_python_backend_utils as triton
+import triton_python_backend_utils as triton  # pyright: ignore[reportMissingImports]  # only the server has it
 
 FOLDER = Path(__file__).parent
 FINAL = triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -30,7 +30,8 @@ class TritonPythonModel:
         self.defaults = {name: json.loads(value["string_value"]) for name, value in parameters.items()}
         self.pool = ThreadPoolExecutor(self.defaults.pop("texts_at_once"))
         self.device = f"cuda:{args['model_instance_device_id']}" if args["model_instance_kind"] == "GPU" else "cpu"
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER).to(self.device).eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER)
+        self.model = model.to(self.device).eval()  # pyright: ignore[reportArgumentType]  # its decorator hides ``self``
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
 
     def execute(self, requests: list) -> None:
@@ -87,7 +88,7 @@ class TritonPythonModel:
             scores, kept = output.logits[:, -1, : len(self.tokenizer)].float().cpu(), output.past_key_values
             if temperature:
                 for warper in warpers:
-                    scores = warper(None, scores)
+                    scores = warper(None, scores)  # pyright: ignore[reportArgumentType]  # it looks at no tokens
                 token = int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
             else:
                 token = int(scores.argmax())
