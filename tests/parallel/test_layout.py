@@ -67,4 +67,7 @@ def test_single_leaves_no_key_that_one_process_does_not_take():
 
 def test_a_manifest_without_a_schedule_says_nothing_of_it():
     saved = {"parallel": "pipelined", "dp": 1, "pp": 2, "chunks": 4, "stages": [["a"], ["b"]]}
-    assert Layout.from_manifest(saved).keys() == {"name": "pipelined", "dp": 1, "pp": 2, "chunks": 4}
+    read = Layout.from_manifest(saved)
+    assert read.keys() == {"name": "pipelined", "dp": 1, "pp": 2, "chunks": 4}
+    assert read.words() == ["parallel=pipelined", "parallel.pp=2", "parallel.chunks=4"]
+    assert read.name == "pipelined pp=2 chunks=4"
