@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from parallel.mesh import COPIES, ORDERS, PEERS, PIPELINE, SHARDS, Mesh
 from parallel.schedules import SCHEDULES
 from parallel.strategies import StrategyInfo, strategy_info
 
@@ -121,9 +122,25 @@ class Layout:
         return self.info.sharded
 
     @property
+    def axes(self) -> dict[str, int]:
+        """The number of ranks along each axis of the mesh by its name, the slowest first."""
+        group = SHARDS if self.sharded else PEERS
+        sizes = {COPIES: self.dp // self.group, group: self.group, PIPELINE: self.ranks_per_replica}
+        return {name: sizes.get(name, 1) for name in ORDERS[self.order]}
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """How many ranks compute the same samples, each its part."""
+        return self.pp if self.pipelined else 1
+
+    @property
     def processes(self) -> int:
         """The number of ranks."""
-        return self.dp * self.pp if self.pipelined else self.dp
+        return self.dp * self.ranks_per_replica
+
+    def mesh(self, rank: int = 0) -> Mesh:
+        """Return the mesh of ranks, seen from ``rank``."""
+        return Mesh(self.axes, rank)
 
     @property
     def group(self) -> int:

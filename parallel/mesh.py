@@ -79,18 +79,6 @@ class Mesh:
         self.index = dict(zip(sizes, (self._ranks == rank).nonzero()[0].tolist(), strict=True))
         self._axes: dict[tuple[str, ...], Axis] = {}
 
-    @classmethod
-    def of(
-        cls, dp: int = 1, pp: int = 1, rank: int = 0, order: str = "dp_pp", group: int = 1, sharded: bool = False
-    ) -> Mesh:
-        """Return the mesh of ``dp`` replicas of ``pp`` ranks.
-
-        ``group`` neighbouring replicas share one copy of the parameters where these are ``sharded``; otherwise they
-        are copies that reduce gradients among themselves first.
-        """
-        sizes = {COPIES: dp // group, SHARDS if sharded else PEERS: group, PIPELINE: pp}
-        return cls({name: sizes.get(name, 1) for name in ORDERS[order]}, rank)
-
     def axis(self, *names: str) -> Axis:
         """Return the ranks along an axis, or along several together, that have this rank's index on the others."""
         names = tuple(name for name, size in self.sizes.items() if name in names and size > 1)

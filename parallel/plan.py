@@ -6,7 +6,7 @@ All rules between fields of the configuration are checked here, once, before any
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -95,10 +95,6 @@ class Plan(Layout):
             "stages": [list(stage.layers) for stage in self.stages],
         }
 
-    def mesh(self, rank: int) -> Mesh:
-        """Return the mesh of ranks, seen from ``rank``."""
-        return Mesh.of(self.dp, self.pp if self.pipelined else 1, rank, self.order, self.group, self.sharded)
-
     def stages_of(self, position: int) -> list[StagePlan]:
         """Return the stages of a pipeline position: every ``pp``-th one, or all of them where one process runs all."""
         return list(self.stages[position :: self.pp]) if self.pipelined else list(self.stages)
@@ -137,10 +133,11 @@ def make_plan(
     pipelined = info.stage_per_rank
     check_numbers(parallel)
     _check_shape(parallel, info)
-    fixed = None if parallel.dp is None else parallel.dp * (parallel.pp if pipelined else 1)
+    wanted = Layout.of(parallel)
+    ranks_per_replica = wanted.ranks_per_replica
+    fixed = None if parallel.dp is None else parallel.dp * ranks_per_replica
     started_here = world_size is None and hardware is None
     hardware = hardware or Hardware.here(device, processes=1 if fixed == 1 else None)
-    ranks_per_replica = parallel.pp if pipelined else 1
     dp = _replicas(parallel.dp, ranks_per_replica, hardware, world_size)
     processes = dp * ranks_per_replica
     _check_world(processes, dp, ranks_per_replica, hardware, world_size)
@@ -154,7 +151,7 @@ def make_plan(
         per_rank = stages_per_rank(parallel.schedule, parallel.stages_per_rank)
         check_chunks(parallel.schedule, chunks, parallel.pp)
     skeleton = chain.skeleton()
-    group, reshard = check_groups(parallel, info, Mesh.of(dp, ranks_per_replica, order=parallel.order), nodes)
+    group, reshard = check_groups(parallel, info, replace(wanted, dp=dp, shard=None).mesh(), nodes)
     if info.sharded:
         check_shardable(parallel.name, skeleton)
     costs = [sum(p.numel() for p in layer.parameters()) for _, layer in skeleton.items()]
@@ -163,7 +160,7 @@ def make_plan(
     parameters, frozen = _count(layers.values())
     return Plan(
         **{
-            **vars(Layout.of(parallel)),
+            **vars(wanted),
             "dp": dp,
             "schedule": parallel.schedule if pipelined else None,
             "stages_per_rank": per_rank,

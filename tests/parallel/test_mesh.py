@@ -21,11 +21,12 @@ from parallel.strategy import build_strategy
     ],
 )
 def test_the_mesh_of_two_replicas_and_three_stages(order, pipelines, replicas):
-    mesh = Mesh.of(dp=2, pp=3, order=order)
+    layout = Layout("pipe_ddp", dp=2, pp=3, order=order)
+    mesh = layout.mesh()
     assert [mesh.pipeline(replica) for replica in range(2)] == mesh.lines(PIPELINE) == pipelines
     assert [mesh.replicas(position) for position in range(3)] == mesh.lines(*REPLICAS) == replicas
     for rank in range(6):
-        seen = Mesh.of(dp=2, pp=3, rank=rank, order=order)
+        seen = layout.mesh(rank)
         assert (
             seen.axis(PIPELINE).ranks == pipelines[seen.replica] and seen.axis(COPIES).ranks == replicas[seen.position]
         )
@@ -37,7 +38,8 @@ def test_the_mesh_of_two_replicas_and_three_stages(order, pipelines, replicas):
 )
 def test_groups_of_replicas_are_neighbours(order, together, between, sharded, axis, other):
     """Rank 6 or 3 of four replicas of two stages is the last replica's first stage."""
-    mesh = Mesh.of(dp=4, pp=2, rank=between[1], order=order, group=2, sharded=sharded)
+    strategy = "pipe_fsdp" if sharded else "pipe_ddp"
+    mesh = Layout(strategy, dp=4, pp=2, order=order, shard=2).mesh(between[1])
     assert mesh.replica == 3 and mesh.position == 0
     assert mesh.axis(axis).ranks == together and mesh.axis(COPIES).ranks == between
     assert mesh.index == {COPIES: 1, axis: 1, other: 0, PIPELINE: 0} and mesh.dp == 4

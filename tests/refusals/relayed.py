@@ -17,7 +17,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from parallel.mesh import Mesh
+from parallel.mesh import COPIES, Mesh
 
 TEXT = "x" * 2000
 TIMEOUT = timedelta(seconds=20)
@@ -101,7 +101,7 @@ def main(rank: int, path: str, mark: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = RewrittenStore(dist.FileStore(path, 2), 1 - rank, mark)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
-    print(json.dumps(Mesh.of(dp=2, rank=rank).gather(TEXT)), flush=True)
+    print(json.dumps(Mesh({COPIES: 2}, rank).gather(TEXT)), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from composed import config, run
 from common.errors import LaunchError, TrainingError
 from data.dataset import InMemory
 from data.text import Text
-from parallel.mesh import Mesh
+from parallel.mesh import COPIES, Mesh
 from training.run.checks import ranks
 from training.run.checks.ranks import changes, check_ranks, data_digest, describe_rank
 from training.run.prepare import prepare
@@ -30,16 +30,16 @@ class TwoRanks(Mesh):
 def test_ranks_that_differ_are_refused_with_both_values(monkeypatch, name):
     setup = prepare(config(*FEW))
     if name is None:
-        assert check_ranks(TwoRanks.of(dp=2), setup) is None
+        assert check_ranks(TwoRanks({COPIES: 2}), setup) is None
         return
     monkeypatch.setattr(TwoRanks, "other", {name: "0123456789ab"})
     with pytest.raises(LaunchError) as error:
-        check_ranks(TwoRanks.of(dp=2), setup)
+        check_ranks(TwoRanks({COPIES: 2}), setup)
     said = str(error.value)
     assert f"{name}: {describe_rank(setup)[name]} on rank 0 (" in said and "0123456789ab on rank 1 (n2)" in said
     assert "launcher.allow_mixed=true" in said
     setup.cfg.launcher.allow_mixed = True
-    assert "0123456789ab on rank 1 (n2)" in check_ranks(TwoRanks.of(dp=2), setup)
+    assert "0123456789ab on rank 1 (n2)" in check_ranks(TwoRanks({COPIES: 2}), setup)
 
 
 def test_the_digest_of_the_project_is_that_of_its_files(tmp_path, monkeypatch):

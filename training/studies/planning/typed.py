@@ -11,7 +11,6 @@ from common.errors import PlanError
 from conf import COMMAND
 from conf.instantiate import to_dict
 from parallel.layout import Layout
-from parallel.mesh import Mesh
 from parallel.plan import check_groups, check_numbers
 from parallel.strategies import strategy_info
 from planner.search import FREE, Found, layouts
@@ -128,7 +127,9 @@ def _problem(cfg: Any, layout: PlannedLayout, nodes: int) -> str:
         if any(cfg.parallel[key] not in (None, "none") for key in _OF_SOME):
             parallel, keys = copy.deepcopy(cfg.parallel), layout.keys()
             parallel.update({key: value for key, value in keys.items() if key in parallel})
-            check_groups(parallel, strategy_info(layout.strategy), Mesh.of(layout.dp, layout.pp), nodes)
+            check_groups(
+                parallel, strategy_info(layout.strategy), Layout(layout.strategy, layout.dp, layout.pp).mesh(), nodes
+            )
     except PlanError as error:
         return str(error)
     return ""
