@@ -8,9 +8,10 @@ from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import NamedTuple
 
+from parallel.orders import Action, Orders, StageSeconds
 from parallel.schedules import SCHEDULES
 from parallel.timeline import BACKWARD, BACKWARD_WEIGHT, FORWARD, RECEIVE_ACTIVATION, RECEIVE_GRADIENT, Interval
-from parallel.zero_bubble.order import Action, Orders, StageSeconds, best_order
+from parallel.zero_bubble.order import best_order
 from parallel.zero_bubble.schedule import ACTIONS
 
 _KINDS = {torchs: kind for kind, torchs in ACTIONS.items()}

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from parallel.layout import Layout
+from parallel.orders import UNMEASURED, StageSeconds
 from parallel.plan import even_split
 from parallel.schedules import borders, in_flight
-from parallel.zero_bubble.order import UNMEASURED, StageSeconds
 from planner.costs import Costs
 from planner.simulation import duration
 from planner.work import LayerWork

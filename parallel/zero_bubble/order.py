@@ -16,16 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from parallel.orders import UNMEASURED, Action, Orders, StageSeconds
 from parallel.schedules import max_in_flight
-from parallel.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, WARM_UP_STEPS, WORK, Steps
-
-
-class Action(NamedTuple):
-    """One piece of a rank's work: a kind of ``parallel.timeline.WORK``, of a stage on a micro-batch of the replica."""
-
-    stage: int
-    kind: str
-    microbatch: int
+from parallel.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 
 class Candidate(NamedTuple):
@@ -50,33 +43,12 @@ class Candidate(NamedTuple):
     action: Action
 
 
-Orders = dict[int, list[Action]]  # rank -> what it computes, in order
-
 # Seconds that a tensor takes to the neighbour, as a fraction of a forward's: a rough estimate.
 _TRANSFER = 0.03
 # The gain from which on more memory, or more split backwards, are worth it.
 _LEAST_GAIN = 0.003
 # How long a rank that has weight gradients left waits for more urgent work, as a fraction of their time.
 _PATIENCE = (0.0, 0.5)
-
-
-class StageSeconds(NamedTuple):
-    """The seconds of a micro-batch in a stage; ``inputs`` and ``weights`` are the two parts of a split backward."""
-
-    forward: float
-    backward: float
-    inputs: float
-    weights: float
-
-    def of(self, kind: str) -> float:
-        """Return the seconds of one of ``parallel.timeline.WORK``."""
-        return getattr(self, _FIELDS[kind])
-
-
-_FIELDS = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "inputs", BACKWARD_WEIGHT: "weights"}
-
-# Before anything is measured: the textbook's times, and a little more for a split backward.
-UNMEASURED = StageSeconds(1.0, 2.0, 1.0, 1.05)
 
 
 def best_order(seconds: Sequence[StageSeconds], ranks: int, chunks: int) -> Orders:
@@ -105,33 +77,6 @@ def expected_makespan(costs: Sequence[float], ranks: int, chunks: int) -> float:
         _ListScheduling(seconds, ranks, chunks, limits, split, patience=0.0).end
         for split in {0, min(chunks, 2 * (ranks - 1))}
     )
-
-
-def stage_seconds(steps: Steps) -> dict[int, StageSeconds]:
-    """Read off how long each of this rank's stages takes, by the stage's index.
-
-    It is the least of the steps after the warm-up, since disturbances only add. Of a backward that was only seen
-    whole, or only split, the other is estimated.
-    """
-    least: dict[tuple[str, int], float] = {}
-    for step in steps[WARM_UP_STEPS:]:
-        for kind, stage, _, start, end in step:
-            if kind in WORK:
-                least[kind, stage] = min(end - start, least.get((kind, stage), math.inf))
-    return {stage: _seconds(least, stage) for stage in sorted({stage for _, stage in least})}
-
-
-def _seconds(least: dict[tuple[str, int], float], stage: int) -> StageSeconds:
-    backward = least.get((BACKWARD, stage))
-    if (BACKWARD_INPUT, stage) in least:
-        inputs, weights = least[BACKWARD_INPUT, stage], least[BACKWARD_WEIGHT, stage]
-        if backward is None:
-            backward = (inputs + weights) * UNMEASURED.backward / (UNMEASURED.inputs + UNMEASURED.weights)
-    else:
-        backward = least[BACKWARD, stage]
-        inputs = backward * UNMEASURED.inputs / UNMEASURED.backward
-        weights = backward * UNMEASURED.weights / UNMEASURED.backward
-    return StageSeconds(least[FORWARD, stage], backward, inputs, weights)
 
 
 def _limits(stages: int, ranks: int, chunks: int, spare: int) -> list[int]:

@@ -11,11 +11,12 @@ from torch.distributed.pipelining import schedules
 from torch.futures import Future
 
 from parallel.gradients import Average, averaging
+from parallel.orders import UNMEASURED, StageSeconds, stage_seconds
 from parallel.pipe_stage import PipeStage
 from parallel.stage import Stage
 from parallel.strategy import Strategy
 from parallel.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
-from parallel.zero_bubble.order import UNMEASURED, StageSeconds, best_order, stage_seconds
+from parallel.zero_bubble.order import best_order
 from parallel.zero_bubble.split_backward import backward_inputs, backward_weights
 
 # After so many steps, the warm-up among them, a planned order is planned anew for the times measured.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from parallel.orders import UNMEASURED, Orders, StageSeconds
 from parallel.timeline import work_span
-from parallel.zero_bubble.order import UNMEASURED, Orders, StageSeconds
 from planner.simulation import order, replay
 
 

@@ -15,8 +15,9 @@ from data.dataset import Batch
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
 from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer, stage_costs
+from parallel.orders import StageSeconds
 from parallel.plan import make_plan
-from parallel.zero_bubble.order import StageSeconds, best_order
+from parallel.zero_bubble.order import best_order
 
 
 class Sleepy(nn.Linear):

@@ -8,9 +8,10 @@ from cases import Layout, Recipe
 from orders import interleaved, span
 from probes import gradients_of_a_planned_step, operators_of_a_planned_step, orders_of_a_planned_run
 
+from parallel.orders import UNMEASURED, StageSeconds, stage_seconds
 from parallel.schedules import ideal_bubble, in_flight
 from parallel.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, WORK, Interval
-from parallel.zero_bubble.order import UNMEASURED, StageSeconds, best_order, stage_seconds
+from parallel.zero_bubble.order import best_order
 
 TICK = StageSeconds(1, 2, 1, 1)
 SIZES = [(2, 2, 2), (2, 2, 8), (2, 3, 6), (3, 1, 9), (4, 2, 8)]

@@ -7,9 +7,9 @@ import random
 import pytest
 from cases import Layout, Recipe, train
 
+from parallel.orders import UNMEASURED, StageSeconds
 from parallel.schedules import SCHEDULES, ideal_bubble
 from parallel.timeline import WORK, bubble_fraction, work_span
-from parallel.zero_bubble.order import UNMEASURED, StageSeconds
 from planner.simulation import duration, makespan, simulate
 from training.reporting.timeline import draw
 

@@ -16,8 +16,8 @@ from common.errors import PlanError
 from conf.instantiate import to_dict
 from data.dataset import Batch, DataSet
 from models.chain import Chain
+from parallel.orders import StageSeconds
 from parallel.strategies import strategy_info
-from parallel.zero_bubble.order import StageSeconds
 from planner.cluster import Cluster, read_cluster
 from planner.costs import PaperCosts
 from planner.search import FREE, Candidate, Found, Place, search
