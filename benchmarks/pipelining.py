@@ -35,8 +35,8 @@ from benchmarks import figure, peers, ranks, table
 from benchmarks.table import Benchmark, Table
 from benchmarks.timing import Spread, paired, take_turns
 from benchmarks.trainer import TRANSFORMER, Trainer, configured
-from parallel.balance import equal_stages, seconds_per_layer
 from parallel.zero_bubble.schedule import MEASURED_STEPS
+from planner.balance import equal_stages, seconds_per_layer
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,9 @@ from benchmarks.table import Benchmark, Table
 from conf import FOLDER
 from planner.cluster import Cluster, Link, read_cluster
 from planner.costs import PaperCosts
-from planner.step import PlannedLayout, bytes_of, seconds_of
+from planner.layout import PlannedLayout
+from planner.memory import Allocation, fullest
+from planner.step import seconds_of
 from planner.work import LayerWork
 
 OWN = Path(__file__).with_name("published_layouts.csv")
@@ -108,10 +110,12 @@ def decoder(
     moved = 36 * s * h + times * 8 * heads * s * s + (4 * s * wide if mlp else 0)
     kept = s * h * (24 if mlp else 34) + (6 * s * wide if mlp else 0) + (scores == "kept") * 5 * heads * s * s
     kept = 2 * s * (4 * h + keys + wide) if alternate else kept
-    block = LayerWork("block", 2 * s * weights, 4 * s * s * h, 6, moved, weights, 2 * s * h, kept)
-    embedding = LayerWork("embedding", 0, 0, 0, 4 * s * h, vocabulary * h, 2 * s * h, 0)
-    own = 0 if tied else vocabulary * h
-    head = LayerWork("head", 2 * s * h * vocabulary, 0, 1, 6 * s * (vocabulary + h), own, 4, 4 * s * vocabulary)
+    block = LayerWork("block", 2 * s * weights, 4 * s * s * h, 6, moved, weights, 2 * s * h, kept, cast=2 * weights)
+    words = vocabulary * h
+    embedding = LayerWork("embedding", 0, 0, 0, 4 * s * h, words, 2 * s * h, 0, cast=2 * words)
+    own = 0 if tied else words
+    moved, kept = 6 * s * (vocabulary + h), 4 * s * vocabulary
+    head = LayerWork("head", 2 * s * words, 0, 1, moved, own, 4, kept, cast=2 * own)
     return [embedding, *[block] * layers, head]
 
 
@@ -357,14 +361,15 @@ def _fits(table: str, measured: Sequence[Row]) -> dict[str, object]:
 
 
 def _is_said_to_fit(row: Row) -> bool:
-    costs = costs_of(row)
-    needed = bytes_of(row.works, row.layout, costs, costs.cluster.reserved)
-    return needed.total - needed.state * (1 - row.number / 4) <= costs.cluster.memory
+    cluster = row.own(cluster_of(row.cluster))
+    needed = fullest(row.works, row.layout, Allocation(gathered=2, process=cluster.reserved))
+    return needed.total - needed.state * (1 - row.number / 4) <= cluster.memory
 
 
 def _memory(row: Row) -> Iterator[dict[str, object]]:
-    held = bytes_of(row.works, row.layout, costs_of(row), 0.0)
-    state, kept = (size / 2**30 for size in (held.state + held.gathered, held.activations))
+    held = fullest(row.works, row.layout, Allocation(gathered=2, process=0.0))
+    of_weights, of_samples = held.state + held.gathered + held.cast, held.activations + held.recomputed
+    state, kept = of_weights / 2**30, of_samples / 2**30
     for what, wanted, gib in (("weights, gradients, optimizer", row.state, state), ("activations", row.kept, kept)):
         if wanted:
             yield {

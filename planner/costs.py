@@ -12,8 +12,6 @@ from planner.work import LayerWork
 
 _BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "bf16_residual": 2, "fp16": 2}  # of a number, as products read it
 _UPDATED = 28  # bytes moved for a parameter: weight, gradient and two states are read, all but the gradient written
-# What parallel.devices.keep_freed_memory keeps, fitted to runs of four small models; see PaperCosts.
-_HEAP, _COPIES = 0.25, (2, 6, 4)
 # Layers that are measured one by one find what they need in a CPU's caches: fitted to runs of six small models.
 _IN_TURN = 1.1
 _NOT_CUT = 0.4  # the part of a layer's traffic outside its products that tensor parallelism leaves whole
@@ -27,12 +25,9 @@ class PaperCosts:
         itemsize: Bytes of a number as products read it.
         gathered: Bytes of a number of shared parameters, as ranks send it.
         hides: The part of communication that computing at the same time hides: of gradients, and of shards.
-        heap: The part of a model's bytes that an allocator that keeps what is freed needs on top.
-        copies: How often it holds what replicas have of parameters and gradients beside their own: of ddp, and of fsdp
-            where parameters are whole for a layer, or for a step.
     """
 
-    hides, heap, copies = (0.9, 0.5), 0.0, (0, 0, 0)
+    hides = 0.9, 0.5
 
     def __init__(self, cluster: Cluster, precision: str) -> None:
         self.cluster, self.peak = cluster, cluster.peak[precision]
@@ -109,7 +104,7 @@ class MeasuredCosts:
     def __init__(self, here: Here, precision: str, on_gpus: bool) -> None:
         self.here, self.devices, self.itemsize, self.gathered = here, here.processes, _BYTES[precision], 4
         self.hides = PaperCosts.hides if on_gpus else (0.0, 0.0)  # what moves bytes needs a core, too
-        self.heap, self.copies, self._in_turn = (0.0, (0, 0, 0), 1.0) if on_gpus else (_HEAP, _COPIES, _IN_TURN)
+        self._in_turn = 1.0 if on_gpus else _IN_TURN
         self._layers = {layer.name: layer for layer in here.layers}
 
     def forward(self, work: LayerWork, samples: int, tp: int = 1) -> float:

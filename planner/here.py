@@ -27,12 +27,12 @@ from launchers import World, call_in_workers
 from launchers.meeting import rendezvous
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
-from parallel.balance import time_layers
 from parallel.devices import keep_freed_memory, local_device, peak_memory_bytes, share_cores, synchronize
 from parallel.host_group import init_process_group
 from parallel.plan import make_plan
 from parallel.schedules import borders
 from parallel.strategy import Options, Strategy, build_strategy
+from planner.balance import time_layers
 
 _NUMBERS = 2**8, 2**19  # of each layer of the small model, and of what its stages send
 _TENSORS = 8  # in which a layer's few numbers are kept, to see what each costs

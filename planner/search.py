@@ -11,7 +11,10 @@ from common.errors import PlanError
 from parallel.schedules import SCHEDULES, has_equal_rounds
 from parallel.strategies import STRATEGIES
 from planner.costs import Costs
-from planner.step import Bytes, PlannedLayout, Seconds, Works, bytes_of, seconds_of
+from planner.layout import PlannedLayout
+from planner.memory import Allocation, Memory, fullest
+from planner.step import Seconds, seconds_of
+from planner.work import Works
 
 FREE = ("dp", "pp", "chunks", "schedule", "stages_per_rank")  # what may be typed, and is fixed then
 _SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
@@ -27,7 +30,7 @@ class Place:
         costs: What it takes there.
         devices: How many there are.
         memory: Bytes of each.
-        reserved: Bytes of each that no tensor gets.
+        allocation: What it takes of them beside tensors.
         states: Tensors that the optimizer keeps for each parameter.
         whole: Whether a layout must take all devices; else it may leave some to others where its strategy takes fewer.
     """
@@ -35,7 +38,7 @@ class Place:
     costs: Costs
     devices: int
     memory: float
-    reserved: float
+    allocation: Allocation
     states: int = 2
     whole: bool = False
 
@@ -49,9 +52,9 @@ class Candidate:
     place: Place
 
     @cached_property
-    def memory(self) -> Bytes:
+    def memory(self) -> Memory:
         """What its fullest rank holds."""
-        return bytes_of(self.works, self.layout, self.place.costs, self.place.reserved, self.place.states)
+        return fullest(self.works, self.layout, self.place.allocation, self.place.states)
 
     @cached_property
     def seconds(self) -> Seconds:

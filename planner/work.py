@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,14 @@ from models.chain import Chain
 from parallel.shape_inference import trace
 
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+class Tie(NamedTuple):
+    """Parameters of a layer that are those of another one, the ``owner``, of which some are frozen."""
+
+    owner: str
+    parameters: int
+    frozen: int = 0
 
 
 @dataclass(frozen=True)
@@ -31,9 +41,10 @@ class LayerWork:
         parameters: The number of its own parameters.
         output: Bytes passed to the next layer.
         kept: Bytes that autograd holds until the backward.
-        tied: How many of its parameters another layer has too, whose gradients are added up.
+        ties: Those of its parameters that another layer has too, whose gradients are added up.
         tensors: How many tensors its parameters are.
         frozen: How many of its parameters are not trained.
+        cast: Bytes of its weights in the compute dtype, once for all samples.
     """
 
     name: str = field(compare=False)  # layers that are alike are equal
@@ -44,14 +55,23 @@ class LayerWork:
     parameters: int
     output: float
     kept: float
-    tied: int = 0
+    ties: tuple[Tie, ...] = ()
     tensors: int = 0
     frozen: int = 0
+    cast: float = 0
 
     @property
     def trained(self) -> int:
         """How many of its own parameters get gradients."""
         return self.parameters - self.frozen
+
+    @property
+    def tied_trained(self) -> int:
+        """How many of those that another layer has too get gradients."""
+        return sum(tie.parameters - tie.frozen for tie in self.ties)
+
+
+Works = Sequence[LayerWork]
 
 
 class Counted(TorchDispatchMode):
@@ -79,22 +99,55 @@ class Counted(TorchDispatchMode):
         return output
 
 
-def work_of(chain: Chain, sample: Batch, precision: str) -> list[LayerWork]:
-    """Count the work of every layer for the samples of a batch, and return it for one of them.
+def parameters_of(stage: Works) -> tuple[int, int]:
+    """Return how many parameters a stage has and how many of them are trained, tied ones once if it has the owner."""
+    parameters, trained = sum(work.parameters for work in stage), sum(work.trained for work in stage)
+    if any(work.ties for work in stage):
+        names = {work.name for work in stage}
+        for tie in (tie for work in stage for tie in work.ties if tie.owner in names):
+            parameters -= tie.parameters
+            trained -= tie.parameters - tie.frozen
+    return parameters, trained
+
+
+def weights_of(chain: Chain) -> list[LayerWork]:
+    """Count the parameters of every layer, and nothing else: no layer is run."""
+    skeleton, works = chain.skeleton(), []
+    owners = {key: name for name, layer in skeleton.items() for key in dict(layer.named_parameters(name))}
+    for name, layer in skeleton.items():
+        ties = [
+            Tie(owner, p.numel(), 0 if p.requires_grad else p.numel())
+            for key, p in layer.named_parameters(name)
+            if key in chain.tied and (owner := owners[chain.tied[key]]) != name
+        ]
+        parameters = list(layer.parameters())
+        sizes = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if not p.requires_grad)
+        works.append(LayerWork(name, 0, 0, 0, 0, sizes[0], 0, 0, tuple(ties), len(parameters), sizes[1]))
+    return works
+
+
+def work_of(chain: Chain, batch: Batch, precision: str) -> tuple[list[LayerWork], int]:
+    """Count the work of every layer for a sample of a batch.
 
     It is counted as on a CPU, whose operators have the same sizes; what a device fuses is for its efficiency to say.
+
+    Returns:
+        The work, and the samples of the smallest micro-batch that the layers take: two where BatchNorm takes no single
+        number.
     """
-    skeleton, n = chain.skeleton(), len(sample)
-    own = {name: sum(p.numel() for p in layer.parameters()) for name, layer in skeleton.items()}
-    tied = {
-        name: sum(p.numel() for key, p in layer.named_parameters(name) if key in chain.tied)
-        for name, layer in skeleton.items()
-    }
+    for least in (1, 2):
+        some = torch.arange(least) % len(batch)
+        try:
+            traces = trace(chain, batch.map(lambda tensor, some=some: tensor[some]), precision, "cpu", Counted)
+        except ValueError:
+            if least == 2:
+                raise
+        else:
+            break
     return [
-        LayerWork(
-            t.name, t.work.flops / n, t.work.attention / n, t.work.products, t.work.moved / n, own[t.name],
-            t.output_bytes / n, t.kept / n, tied[t.name], sum(1 for _ in skeleton[t.name].parameters()),
-            sum(p.numel() for p in skeleton[t.name].parameters() if not p.requires_grad),
+        replace(
+            work, flops=t.work.flops / least, attention=t.work.attention / least, products=t.work.products,
+            moved=t.work.moved / least, output=t.output_bytes / least, kept=t.kept / least, cast=t.cast,
         )
-        for t in trace(chain, sample, precision, "cpu", Counted)
-    ]  # fmt: skip
+        for work, t in zip(weights_of(chain), traces, strict=True)
+    ], least  # fmt: skip

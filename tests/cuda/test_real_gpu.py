@@ -20,7 +20,7 @@ from cells import GPU_LAYOUTS, ONE_GPU, PUBLISHED, on_gpus
 from commandline import train as train_command
 from composed import config
 
-from parallel.shape_inference import estimate_memory
+from planner.memory import memory_of_ranks
 from training.optimizer import states_of
 from training.run.prepare import prepare
 
@@ -174,6 +174,6 @@ def test_peak_memory_is_what_the_plan_said(tmp_path):
     assert ended.code == 0, ended.console
     (peak,) = ended.summary["peak_memory_bytes"]
     setup = prepare(config(*words))
-    (planned,) = estimate_memory(setup.plan, setup.chain, setup.sample, states_of(setup.cfg.optim))
-    expected = planned.total - (planned.process if DEVICE == "cuda" else 0)
+    (planned,) = memory_of_ranks(setup.plan, setup.works, states_of(setup.cfg.optim))
+    expected = planned.used - (planned.process if DEVICE == "cuda" else 0)
     assert 0.75 < peak / expected < 1.5, f"{peak / 2**20:.0f} MiB, and {expected / 2**20:.0f} MiB were expected"

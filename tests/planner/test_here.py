@@ -13,10 +13,11 @@ from torch import nn
 from data.dataset import Batch
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
-from parallel.balance import time_layers
+from planner.balance import time_layers
 from planner.costs import MeasuredCosts
 from planner.here import Curve, Here, LayerSeconds, Line, Subject, measure
-from planner.step import PlannedLayout, seconds_of
+from planner.layout import PlannedLayout
+from planner.step import seconds_of
 from planner.work import LayerWork
 
 WIDTH = 256

@@ -23,9 +23,11 @@ from models.llama import llama
 from parallel.strategies import STRATEGIES
 from planner.cluster import Cluster, Link, read_cluster
 from planner.costs import PaperCosts
+from planner.layout import PlannedLayout, cut
+from planner.memory import Allocation, fullest
 from planner.search import Place, allowed, layouts, search
-from planner.step import PlannedLayout, Seconds, bytes_of, cut, seconds_of
-from planner.work import LayerWork, work_of
+from planner.step import Seconds, seconds_of
+from planner.work import LayerWork, Tie, work_of
 from training.reporting.run_directory import release
 from training.run.prepare import model_and_data
 from training.studies.planning.paper import model_of
@@ -36,11 +38,12 @@ PLAIN = Cluster(
     step=0.0, reserved=0.0, source="this test",
 )  # fmt: skip
 ENDS = LayerWork("embedding", 0, 0, 0, 0, 0, 1e4, 0), LayerWork("head", 0, 0, 0, 0, 0, 4, 0)
-BLOCK = LayerWork("block", 1e9, 1e8, 2, 0, 1_000_000, 1e4, 1e6)
+BLOCK = LayerWork("block", 1e9, 1e8, 2, 0, 1_000_000, 1e4, 1e6, cast=2_000_000)
 WORKS = [ENDS[0], *[BLOCK] * 8, ENDS[1]]
 pipelined = partial(PlannedLayout, "pipelined", schedule="1f1b")
 COSTS = PaperCosts(PLAIN, "bf16")
-PLACE = Place(COSTS, devices=8, memory=PLAIN.memory, reserved=0.0)
+PAPER = Allocation(gathered=2, process=0.0)
+PLACE = Place(COSTS, devices=8, memory=PLAIN.memory, allocation=PAPER)
 
 
 def section(name, **changes):
@@ -54,7 +57,7 @@ def test_a_block_s_products_are_those_of_arithmetic():
     n, s, h = 2, 16, 32
     tokens = torch.zeros(n, s, dtype=torch.long)
     chain = gpt2("tiny", n_layer=3, n_head=4, n_embd=h, block_size=s, vocab_size=64)
-    embedding, first, second, third, head = work_of(chain, Batch(tokens, tokens), "fp32")
+    (embedding, first, second, third, head), _ = work_of(chain, Batch(tokens, tokens), "fp32")
     assert first.flops == 2 * s * 12 * h * h and first.attention == 4 * s * s * h and first.products == 6
     assert first == second == third and first.name != second.name, "layers that are alike are counted alike"
     assert (embedding.flops, head.flops) == (0, 2 * s * h * 64)
@@ -64,7 +67,7 @@ def test_a_block_s_products_are_those_of_arithmetic():
 def test_grouped_heads_have_fewer_products():
     tokens = torch.zeros(1, 8, dtype=torch.long)
     chain = llama("tiny", n_layer=1, n_embd=32, n_head=4, kv_heads=1, head_dim=8, mlp_width=48, vocab_size=64)
-    _, block, _ = work_of(chain, Batch(tokens, tokens), "fp32")
+    (_, block, _), _ = work_of(chain, Batch(tokens, tokens), "fp32")
     assert block.flops == 2 * 8 * (2 * 32 * 32 + 2 * 32 * 8 + 3 * 32 * 48)
 
 
@@ -111,28 +114,28 @@ def test_gradients_hide_behind_the_backward_and_shards_behind_computing():
 def test_recomputing_costs_a_forward_and_saves_memory():
     plain, again = (PlannedLayout("single", samples=4, recompute=how) for how in ("none", "full"))
     assert seconds_of(WORKS, again, COSTS).compute == pytest.approx(4 / 3 * seconds_of(WORKS, plain, COSTS).compute)
-    kept, least = (bytes_of(WORKS, one, COSTS, 0.0).activations for one in (plain, again))
+    kept, least = (one.activations + one.recomputed for one in (fullest(WORKS, one, PAPER) for one in (plain, again)))
     assert kept == 8 * 4 * 1e6 and least == pytest.approx(4 * 1e6 + 9 * 4 * 1e4)
 
 
 def test_shares_divide_the_state_and_stages_the_layers():
-    whole = bytes_of(WORKS, PlannedLayout(), COSTS, 5.0)
-    assert (whole.state, whole.reserved) == (16 * 8_000_000, 5.0)
-    assert bytes_of(WORKS, PlannedLayout("fsdp", dp=4), COSTS, 0.0).state == whole.state / 4
-    assert bytes_of(WORKS, pipelined(pp=4, chunks=4, ends_on_top=True), COSTS, 0.0).state == whole.state / 4
+    whole = fullest(WORKS, PlannedLayout(), Allocation(process=5.0))
+    assert (whole.state, whole.process) == (16 * 8_000_000, 5.0)
+    assert fullest(WORKS, PlannedLayout("fsdp", dp=4), PAPER).state == whole.state / 4
+    assert fullest(WORKS, pipelined(pp=4, chunks=4, ends_on_top=True), PAPER).state == whole.state / 4
     assert [len(stage) for stage in cut(WORKS, PlannedLayout(pp=4))] == [3, 3, 2, 2]
     assert [len(stage) for stage in cut(WORKS, PlannedLayout(pp=4, ends_on_top=True))] == [3, 2, 2, 3]
 
 
 def test_a_pipeline_s_shares_have_whole_parameters_and_gradients_for_a_step():
-    one = bytes_of(WORKS, PlannedLayout("pipe_fsdp", dp=2, pp=2, chunks=2, reshard=False, schedule="1f1b"), COSTS, 0.0)
+    one = fullest(WORKS, PlannedLayout("pipe_fsdp", dp=2, pp=2, chunks=2, reshard=False, schedule="1f1b"), PAPER)
     assert one.gathered == (2 + 4) * 4_000_000, "half of eight blocks, in bf16; gradients in float32"
 
 
 def test_frozen_parameters_have_no_gradients_no_states_and_no_update():
     frozen = [replace(work, frozen=work.parameters) for work in WORKS[:-2]]
     half = [*frozen, *WORKS[-2:]]
-    assert bytes_of(half, PlannedLayout(), COSTS, 0.0).state == 4 * 8_000_000 + 12 * 1_000_000
+    assert fullest(half, PlannedLayout(), PAPER).state == 4 * 8_000_000 + 12 * 1_000_000
     some, whole = (seconds_of(works, PlannedLayout("ddp", dp=8, overlaps=False), COSTS) for works in (half, WORKS))
     assert some.gradients == pytest.approx(whole.gradients / 8)
     assert some.optimizer == pytest.approx(whole.optimizer / 8)
@@ -149,8 +152,12 @@ def test_a_balance_has_all_layers():
 
 
 def test_a_tied_weight_is_held_once_by_a_rank_and_its_gradients_pass_between_two():
-    tied = [ENDS[0], *[BLOCK] * 2, replace(BLOCK, name="head", parameters=3_000_000, tied=3_000_000)]
-    assert bytes_of(tied, PlannedLayout(), COSTS, 0.0).state == 16 * 2_000_000
+    tied = [
+        ENDS[0],
+        *[BLOCK] * 2,
+        replace(BLOCK, name="head", parameters=3_000_000, ties=(Tie("embedding", 3_000_000),)),
+    ]
+    assert fullest(tied, PlannedLayout(), PAPER).state == 16 * 2_000_000
     assert seconds_of(tied, PlannedLayout(), COSTS).gradients == 0.0
     apart = seconds_of(tied, pipelined(pp=2, chunks=2), COSTS)
     assert apart.gradients == pytest.approx(COSTS.reduce(4 * 3e6, 2, 2))
@@ -220,7 +227,10 @@ def test_typed_numbers_may_leave_devices_free_and_a_batch_may_fill_most_of_them(
 
 
 def test_frozen_parameters_that_are_tied_are_not_taken_off_twice():
-    first, last = replace(ENDS[0], parameters=500, frozen=500), replace(ENDS[1], parameters=500, frozen=500, tied=500)
+    first, last = (
+        replace(ENDS[0], parameters=500, frozen=500),
+        replace(ENDS[1], parameters=500, frozen=500, ties=(Tie("embedding", 500, 500),)),
+    )
     tied = [first, replace(BLOCK, frozen=BLOCK.parameters - 100), last]
     for one in layouts(tied, 4, 16, 8, False, {}):
         assert all(getattr(seconds_of(tied, one, COSTS), part.name) > -1e-12 for part in fields(Seconds))
@@ -229,7 +239,7 @@ def test_frozen_parameters_that_are_tied_are_not_taken_off_twice():
 def test_a_thousand_devices_take_seconds():
     began = time.perf_counter()
     large = replace(PLAIN, nodes=128, devices=8, memory=1e12)
-    place = Place(PaperCosts(large, "bf16"), 1024, 1e12, 0.0)
+    place = Place(PaperCosts(large, "bf16"), 1024, 1e12, PAPER)
     found = search([ENDS[0], *[BLOCK] * 80, ENDS[1]], 2048, [place], tensor=True)
     assert found.tried > 2000 and time.perf_counter() - began < 10
 

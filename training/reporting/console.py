@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # both import torch
     from parallel.plan import Plan
-    from parallel.shape_inference import MemoryEstimate
+    from planner.memory import Memory
 
 _RESULTS = {
     "best_val_loss": "best validation loss",
@@ -122,15 +122,17 @@ def describe_plan(
     return "\n".join(lines)
 
 
-def describe_memory(estimates: list[MemoryEstimate]) -> str:
-    """Return a table of what each rank will hold, in MiB."""
-    columns = ["weights", "gradients", "optimizer", "gathered", "activations", "process", "total"]
-    if not any(estimate.gathered for estimate in estimates):  # nothing is shared
-        columns.remove("gathered")
-    lines = ["rank " + " ".join(f"{name:>11}" for name in columns) + "  MiB"]
-    for estimate in estimates:
-        lines.append(f"{estimate.rank:>4} " + " ".join(f"{getattr(estimate, n) / 2**20:>11,.0f}" for n in columns))
-    total = sum(estimate.total for estimate in estimates)
+def describe_memory(ranks: Sequence[Memory]) -> str:
+    """Return a table of what each rank will use, in MiB."""
+    parts = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer", "gathered": "gathered",
+             "activations": "kept", "process": "process", "total": "used"}  # fmt: skip
+    if not any(rank.gathered for rank in ranks):  # nothing is shared
+        del parts["gathered"]
+    lines = ["rank " + " ".join(f"{name:>11}" for name in parts) + "  MiB"]
+    for number, rank in enumerate(ranks):
+        sizes = (getattr(rank, part) / 2**20 for part in parts.values())
+        lines.append(f"{number:>4} " + " ".join(f"{size:>11,.0f}" for size in sizes))
+    total = sum(rank.used for rank in ranks)
     return "\n".join([*lines, f"all ranks together: {total / 2**30:.1f} GiB (an estimate)"])
 
 

@@ -18,10 +18,11 @@ from common.errors import PlanError, TrainingError
 from data.dataset import Batch
 from parallel.devices import peak_memory_bytes
 from parallel.plan import Plan
-from parallel.shape_inference import stage_activations
 from parallel.sharding import local
 from parallel.strategy import Strategy
 from parallel.timeline import Interval, Recording, bubble_fraction, on_one_clock
+from planner.memory import memory_of_stages
+from planner.work import work_of
 from training.reporting.metrics import after_warmup
 
 _SUMMARISED = (
@@ -157,6 +158,8 @@ def check_objective(name: str, metrics: Sequence[str], language: bool) -> None:
 
 def _activations(plan: Plan, strategy: Strategy, sample: Batch) -> list[int | None]:
     try:
-        return stage_activations(plan, strategy.chain, sample, any(stage.recompute for stage in strategy.stages))
+        works, _ = work_of(strategy.chain, sample, plan.precision)
     except PlanError:  # a layer's shapes depend on numbers
         return [None] * len(plan.stages)
+    recompute = any(stage.recompute for stage in strategy.stages)
+    return [round(stage.kept) for stage in memory_of_stages(plan, works, recompute)]

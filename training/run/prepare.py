@@ -13,9 +13,10 @@ from launchers import World, call_in_workers
 from launchers.heartbeat import note
 from models.chain import Chain
 from models.lora import adapt
-from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer, stage_shares
 from parallel.devices import Hardware
 from parallel.plan import Plan, make_plan
+from planner.balance import equal_stages, seconds_per_layer, stage_shares
+from planner.memory import bytes_per_layer
 from training.checkpoint.init_from import unseen, vocabulary_with
 from training.optimizer import states_of
 from training.run.checks.configuration import check_targets, check_train
@@ -94,7 +95,7 @@ def _balance(setup: Setup, world_size: int | None, nodes: int, hardware: Hardwar
         apart = plan.device_type == "cuda" and world_size is None and plan.processes > 1
         costs = _seconds_in_own_process(cfg) if apart else seconds_of_layers(setup)
     else:
-        costs = bytes_per_layer(plan, setup.chain, setup.sample, 2 + states_of(cfg.optim))
+        costs = bytes_per_layer(plan, setup.works, states_of(cfg.optim), cfg.train.activation_checkpointing)
     unit = "of the time" if cfg.parallel.balance == "time" else "of the memory"
     cfg.parallel.balance = equal_stages(costs, len(plan.stages), plan.pp, plan.chunks, plan.schedule)
     setup.plan = _plan(cfg, setup.chain, world_size, nodes, hardware)

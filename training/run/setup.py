@@ -16,6 +16,7 @@ from models.chain import LOSS, Chain
 from parallel.plan import Plan
 from parallel.shape_inference import drawing_by_microbatch
 from parallel.strategies import strategy_info
+from planner.work import Works, work_of
 from training.run.evaluate import extents
 
 
@@ -53,6 +54,11 @@ class Setup:
         """One micro-batch of training data, for its shapes and dtypes."""
         indices = np.zeros(self.plan.microbatch_size, dtype=np.int64)
         return Batch(*self.data.train.read(indices, 0))
+
+    @cached_property
+    def works(self) -> Works:
+        """What each layer keeps and computes, for one sample."""
+        return work_of(self.chain, self.sample, self.plan.precision)[0]
 
     @property
     def extents(self) -> dict[str, str]:

@@ -17,7 +17,7 @@ from conf.instantiate import to_config, to_dict
 from data.tensors import TensorData
 from models.losses import ClassCrossEntropy
 from models.sequential import chain_of
-from parallel.shape_inference import estimate_memory
+from planner.memory import memory_of_ranks
 from training import train, verify
 from training.checkpoint.configuration import saved_config
 from training.command.modes.export import export
@@ -176,7 +176,7 @@ def test_new_tokens_are_refused_as_their_rows_would_not_be_trained(recipe):
 def test_the_plan_counts_gradients_and_optimizer_state_of_what_is_trained(recipe, layout):
     def estimated(*words):
         setup = prepare(config(*recipe, layout, *words))
-        return setup.plan, estimate_memory(setup.plan, setup.chain, setup.sample, states=2)
+        return setup.plan, memory_of_ranks(setup.plan, setup.works, states=2)
 
     (plan, lora), (whole, full) = estimated("model.lora.rank=4"), estimated()
     assert plan.frozen == whole.parameters and plan.parameters == 2 * 4 * (4 * 32 + 2 * 32 + 5 * 32 + 5 * 32)

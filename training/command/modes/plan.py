@@ -21,11 +21,11 @@ def run(command: Command) -> None:
     preload(command, is_automatic(cfg))
     setup = prepared(cfg, command.run_dir, command.world, command.words)
 
-    from parallel.shape_inference import estimate_memory
+    from planner.memory import memory_of_ranks
     from training.optimizer import states_of
     from training.reporting.console import describe_memory
     from training.run.prepare import describe
 
     print(describe(setup), flush=True)
     states, recompute = states_of(cfg.optim), cfg.train.activation_checkpointing
-    print("\n" + describe_memory(estimate_memory(setup.plan, setup.chain, setup.sample, states, recompute)))
+    print("\n" + describe_memory(memory_of_ranks(setup.plan, setup.works, states, recompute)))

@@ -10,8 +10,8 @@ from torch.cuda import get_device_properties
 from common.machine import check_memory
 from data.dataset import Batch
 from launchers import World
-from parallel.devices import parameter_dtype
-from parallel.shape_inference import PROCESS_BYTES, check_gpus
+from planner.memory import Memory, check_gpus, memory_of_ranks
+from planner.work import weights_of
 from training.optimizer import states_of
 
 if TYPE_CHECKING:
@@ -30,13 +30,9 @@ def check_memory_of(setup: Setup, world: World | None) -> None:
     plan, cfg = setup.plan, setup.cfg
     if world is not None and world.local_size < world.size:
         return
-    needed = plan.processes * PROCESS_BYTES
-    if plan.device_type == "cpu":
-        copies = plan.dp / plan.mesh(0).shards
-        tensors = sum(certain_tensors(cfg) * stage.parameters + stage.frozen for stage in plan.stages)
-        needed += copies * tensors * parameter_dtype(plan.precision).itemsize
+    on_cpu = plan.device_type == "cpu"
     check_memory(
-        needed,
+        sum(rank.process + on_cpu * rank.state for rank in certain_memory(setup)),
         f"model={cfg.model.name} parallel={plan.strategy} in {plan.processes} processes",
         "choose a smaller model or train.global_batch_size, more parallel.chunks, or fewer processes (mode=plan shows "
         "what needs how much)",
@@ -46,12 +42,17 @@ def check_memory_of(setup: Setup, world: World | None) -> None:
 def check_gpu_memory(setup: Setup) -> None:
     """Check that GPUs which are here hold what their ranks certainly need. Raises PlanError."""
     if setup.plan.gpus is not None and not setup.plan.devices:
-        check_gpus(setup.plan, certain_tensors(setup.cfg), lambda gpu: get_device_properties(gpu).total_memory)
+        check_gpus(setup.plan, certain_memory(setup), lambda gpu: get_device_properties(gpu).total_memory)
 
 
-def certain_tensors(cfg: Any) -> int:
-    """Return how many tensors of a parameter's size a run holds at least: the weight, its gradient, its state."""
-    return 2 + states_of(cfg.optim, unknown=0) if cfg.mode == "train" else 1
+def certain_memory(setup: Setup) -> list[Memory]:
+    """Return what is certain of each rank's memory: its process, weights, gradients and optimizer state."""
+    return memory_of_ranks(setup.plan, weights_of(setup.chain), certain_states(setup.cfg))
+
+
+def certain_states(cfg: Any) -> int | None:
+    """Return how many tensors of a parameter's size its optimizer keeps at least; None where nothing is trained."""
+    return states_of(cfg.optim, unknown=0) if cfg.mode == "train" else None
 
 
 def check_sample(setup: Setup) -> None:

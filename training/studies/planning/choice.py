@@ -26,6 +26,7 @@ from parallel.plan import Plan
 from parallel.strategies import strategy_info
 from planner.costs import MeasuredCosts
 from planner.here import Subject, free_memory, measure
+from planner.memory import Allocation
 from planner.search import Candidate, Found, Place, divisors, search
 from training.checkpoint.files import Checkpoint
 from training.optimizer import Optimizer, states_of
@@ -194,7 +195,8 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
         most = max(model.least, min(model.batch, int(each / 2 / needed)))
         here = measure(subject, processes, model.least, most)
         costs = MeasuredCosts(here, plan.precision, plan.device_type != "cpu")
-        places.append(Place(costs, processes, each, here.process + _RUN, states, True))
+        allocation = Allocation.here(plan.precision, plan.device_type, here.process + _RUN)
+        places.append(Place(costs, processes, each, allocation, states, True))
     return accepted(search(model.works, model.batch, places, fixed=fixed, least=model.least), cfg), model
 
 

@@ -16,14 +16,16 @@ from common.errors import PlanError
 from conf.instantiate import to_dict
 from data.dataset import Batch, DataSet
 from models.chain import Chain
+from parallel.devices import parameter_dtype
 from parallel.orders import StageSeconds
 from parallel.strategies import strategy_info
 from planner.cluster import Cluster, read_cluster
 from planner.costs import PaperCosts
+from planner.memory import Allocation
 from planner.search import FREE, Candidate, Found, Place, search
 from planner.simulation import Intervals, duration, simulate
-from planner.step import Seconds, Works, slowed, stage_seconds
-from planner.work import work_of
+from planner.step import Seconds, slowed, stage_seconds
+from planner.work import Works, work_of
 from training.optimizer import states_of
 from training.reporting.console import columns
 from training.run.prepare import checked_model_and_data
@@ -56,7 +58,7 @@ def plan_on_paper(cfg: Any, run_dir: Path, words: Sequence[str] = ()) -> str:
     began = time.perf_counter()
     found, model = predict_on_paper(cfg, tensor=True)
     cluster, precision = cluster_of(cfg)
-    twice = " (a tied one counted twice)" if any(work.tied for work in model.works) else ""
+    twice = " (a tied one counted twice)" if any(work.ties for work in model.works) else ""
     about = [
         f"{cfg.model.name}: {sum(work.parameters for work in model.works):,} parameters{twice}, {precision}, "
         f"global batch {model.batch:,}",
@@ -82,11 +84,12 @@ def predict_on_paper(cfg: Any, tensor: bool = False) -> tuple[Found, Model]:
     cut = tensor and any(work.attention for work in model.works)
     room = cluster.devices, cluster.size, on_job(cfg)
     possible_rooms(cfg, model.works, [room], fixed, model.least, cut, cluster.nodes)
+    costs, number = PaperCosts(cluster, precision), parameter_dtype(precision).itemsize
     place = Place(
-        PaperCosts(cluster, precision),
+        costs,
         cluster.size,
         cluster.memory,
-        cluster.reserved,
+        Allocation(number, costs.gathered, cluster.reserved),
         states_of(cfg.optim),
         on_job(cfg),
     )
@@ -204,13 +207,8 @@ class Model:
 def model_of(cfg: Any, chain: Chain, data: DataSet, precision: str) -> Model:
     """Return what is known of a configuration's model without memory for it; the data is prepared."""
     has_batchnorm = any(isinstance(module, _BatchNorm) for module in chain.skeleton().modules())
-    for least in (1, 2):
-        try:
-            works = work_of(chain, Batch(*data.train.read(np.arange(least) % len(data.train), 0)), precision)
-            break
-        except ValueError:  # BatchNorm takes no single number
-            if least == 2 or not has_batchnorm:
-                raise
+    sample = Batch(*data.train.read(np.zeros(1, dtype=np.int64), 0))
+    works, least = work_of(chain, sample, precision)
     return Model(works, cfg.train.global_batch_size, data.seq_len, has_batchnorm, least)
 
 

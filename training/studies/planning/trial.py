@@ -18,8 +18,8 @@ from launchers import WorkerFailed, call_in_workers
 from models.given import pack_given
 from parallel.layout import Layout
 from parallel.timeline import WORK, Interval, Steps, steady_steps, work_span
+from planner.layout import PlannedLayout
 from planner.search import Candidate
-from planner.step import PlannedLayout
 from training.callbacks import Callback, TrainingRun
 from training.reporting import METRICS
 from training.reporting.metrics import after_warmup, read_records

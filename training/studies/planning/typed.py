@@ -13,8 +13,9 @@ from conf.instantiate import to_dict
 from parallel.layout import Layout
 from parallel.plan import check_groups, check_numbers
 from parallel.strategies import strategy_info
+from planner.layout import PlannedLayout
 from planner.search import FREE, Found, layouts
-from planner.step import PlannedLayout, Works
+from planner.work import Works
 from training.optimizer import check_apart
 from training.run.prepare import BALANCES
 

@@ -14,10 +14,12 @@ from torch import nn
 from data.dataset import Batch
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
-from parallel.balance import bytes_per_layer, equal_stages, seconds_per_layer, stage_costs
 from parallel.orders import StageSeconds
 from parallel.plan import make_plan
 from parallel.zero_bubble.order import best_order
+from planner.balance import equal_stages, seconds_per_layer, stage_costs
+from planner.memory import bytes_per_layer
+from planner.work import work_of
 
 
 class Sleepy(nn.Linear):
@@ -37,9 +39,9 @@ def chain_of(*layers) -> Chain:
     return Chain(named, loss=SquaredError())
 
 
-def plan_of(chain: Chain, **changes):
-    section = parallel_section(Layout("pipelined", pp=2, chunks=2, **changes))
-    return make_plan(section, chain, global_batch_size=4, device="cpu", precision="fp32")
+def plan_of(chain: Chain, batch: int = 4):
+    section = parallel_section(Layout("pipelined", pp=2, chunks=2))
+    return make_plan(section, chain, global_batch_size=batch, device="cpu", precision="fp32")
 
 
 SAMPLE = Batch(torch.randn(2, 4), torch.randn(2, 4))
@@ -61,11 +63,11 @@ def test_measuring_leaves_random_numbers_as_they_were():
 
 def test_bytes_grow_with_parameters_and_with_activations():
     chain = chain_of(lambda: nn.Linear(4, 64), lambda: nn.Linear(64, 4), nn.Identity, lambda: nn.Linear(4, 4))
-    costs = bytes_per_layer(plan_of(chain), chain, SAMPLE, tensors_per_parameter=3)
+    costs = bytes_per_layer(plan_of(chain), work_of(chain, SAMPLE, "fp32")[0], states=1)
     assert costs[0] >= 3 * 4 * (4 * 64 + 64)
     assert costs[1] > costs[3] > costs[2]
-    more = bytes_per_layer(plan_of(chain), chain, Batch(torch.randn(64, 4), torch.randn(64, 4)), 3)
-    assert all(b > a for a, b in zip(costs, more, strict=True))
+    more = bytes_per_layer(plan_of(chain, batch=128), work_of(chain, SAMPLE, "fp32")[0], states=1)
+    assert all(more[i] > costs[i] for i in (0, 1, 3)) and more[2] == costs[2] == 0.0
 
 
 @pytest.mark.parametrize(

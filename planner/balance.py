@@ -1,4 +1,4 @@
-"""The cost of each layer, in seconds or in bytes, and the partition that makes the stages' costs equal."""
+"""The seconds of each layer, measured, and the partition that makes the stages' costs equal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import combinations, pairwise, permutations
 from pkgutil import resolve_name
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.dataset import Batch
 from models.chain import Chain, as_tuple
@@ -23,8 +23,8 @@ from parallel.devices import (
     synchronize,
 )
 from parallel.plan import Plan, block_partition, even_split
-from parallel.schedules import SCHEDULES, in_flight
-from parallel.shape_inference import TensorSpec, trace
+from parallel.schedules import SCHEDULES
+from parallel.shape_inference import TensorSpec
 from parallel.stage import Stage
 
 ROUNDS = 5
@@ -114,21 +114,6 @@ def _time_stage(
         times.append((middle - start, time.perf_counter() - middle))
     stage.end()
     return times, tuple(x.detach().requires_grad_(x.requires_grad) for x in output)
-
-
-def bytes_per_layer(plan: Plan, chain: Chain, sample: Batch, tensors_per_parameter: int) -> list[float]:
-    """Estimate the bytes of each layer: parameters, optimizer state, activations of the micro-batches in flight."""
-    held = 1
-    if plan.schedule is not None:
-        held = in_flight(plan.schedule, plan.pp, plan.chunks, plan.per_rank, 0)
-    traced = trace(chain, sample, plan.precision, plan.device_type)
-    skeleton = chain.skeleton()
-    size = parameter_dtype(plan.precision).itemsize
-
-    def kept(layer: nn.Module) -> int:
-        return sum(p.numel() * (tensors_per_parameter if p.requires_grad else 1) for p in layer.parameters())
-
-    return [size * kept(skeleton[t.name]) + held * (t.kept + t.output_bytes) + t.cast for t in traced]
 
 
 def equal_stages(

@@ -1,0 +1,84 @@
+"""A layout as it is planned, and how it cuts the layers into stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from parallel.layout import Layout
+from parallel.plan import Plan, even_split
+from planner.work import Works
+
+
+@dataclass(frozen=True)
+class PlannedLayout(Layout):
+    """A layout, and what else decides how long a step takes; tensor parallelism is planned on paper only.
+
+    Attributes:
+        tp: Ranks that share each layer.
+        samples: Of a micro-batch.
+        recompute: "none"; "full": of each layer only the input is kept; "selective": attention is computed again.
+        scattered: Whether all that a layer's ranks hold is cut in ``tp`` (sequence parallelism).
+        overlaps: Whether gradients are reduced while the last backward computes.
+        ends_on_top: Whether equally many layers are dealt out before the first and the last one, as Megatron-LM does.
+        node: Devices of a node.
+    """
+
+    AXES: ClassVar = ("dp", "tp", "pp")
+
+    schedule: str = "gpipe"  # always one, of one process too
+    tp: int = 1
+    samples: int = 1
+    recompute: str = "none"
+    scattered: bool = True
+    overlaps: bool = True
+    ends_on_top: bool = False
+    node: int = 1
+
+    @classmethod
+    def of_plan(cls, plan: Plan, recompute: bool) -> PlannedLayout:
+        """Return the layout of a run's plan; ``recompute``: whether activations are computed again in the backward."""
+        said = {key.name: getattr(plan, key.name) for key in fields(Layout)}
+        said["schedule"] = plan.schedule or cls.schedule
+        return cls(**said, samples=plan.microbatch_size, recompute="full" if recompute else "none")
+
+    @property
+    def processes(self) -> int:
+        """The number of all ranks."""
+        return super().processes * self.tp
+
+    @property
+    def group(self) -> int:
+        """How many neighbouring replicas reduce gradients among themselves first; of hsdp those of a node."""
+        by_node = self.shard is None and self.info.shards == "node"
+        return max(1, self.node // (self.tp * self.pp)) if by_node else super().group
+
+    @property
+    def resharded(self) -> bool:
+        """Whether shared parameters are whole one layer at a time."""
+        return not self.pipelined if self.reshard is None else self.reshard
+
+    def keys(self) -> dict[str, Any]:
+        """Return what a planner chooses, as keys of the sections ``parallel`` and ``train``."""
+        return {**super().keys(), "activation_checkpointing": self.recompute == "full"}
+
+    def words(self) -> list[str]:
+        """Return what is typed for it; tensor parallelism comes last."""
+        words = super().words() + ["train.activation_checkpointing=true"] * (self.recompute == "full")
+        return words + [f"tp={self.tp}"] * (self.tp > 1)
+
+    @property
+    def name(self) -> str:
+        """The layout in a few words."""
+        return super().name + " recompute" * (self.recompute == "full")
+
+
+def cut(works: Works, layout: PlannedLayout) -> list[Works]:
+    """Cut the layers into stages."""
+    stages = layout.pp * layout.per_rank
+    counts = list(layout.counts) or even_split(len(works) - 2 * layout.ends_on_top, stages)
+    if layout.ends_on_top:
+        counts[0] += 1
+        counts[-1] += 1
+    starts = [sum(counts[:i]) for i in range(stages)]
+    return [works[start : start + count] for start, count in zip(starts, counts, strict=True)]

@@ -1,0 +1,233 @@
+"""The memory of a rank, by part: the one formula behind mode=plan, parallel=auto, parallel.balance=size and the checks.
+
+Weights, gradients and optimizer state are counted from the model's parameters alone (``work.weights_of``). The other
+parts need the layers' activations too, which are counted on tensors without memory (``work.work_of``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from common.errors import PlanError
+from parallel.devices import parameter_dtype
+from parallel.plan import Plan
+from parallel.schedules import in_flight
+from planner.layout import PlannedLayout, cut
+from planner.work import Works, parameters_of
+
+# Measured on Linux: a worker that has imported torch, its pipelining and wandb, and set gloo up.
+PROCESS_BYTES = 350 * 2**20
+# What parallel.devices.keep_freed_memory keeps, fitted to runs of four small models; see Allocation.
+_HEAP, _COPIES = 0.25, (2, 6, 4)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What memory depends on beside the layers and the layout.
+
+    Attributes:
+        number: Bytes of a weight, of its gradient, and of each number of the optimizer's state.
+        gathered: Bytes of a number of shared parameters and gradients on their way.
+        process: Bytes of a rank before it has a model.
+        heap: The part of the tensors' bytes that an allocator needs on top, which keeps what is freed.
+        copies: How often such an allocator keeps what replicas exchange: gradients of ddp, and parameters of fsdp
+            where they are whole for a layer, or for a step.
+    """
+
+    number: int = 4
+    gathered: int = 4
+    process: float = PROCESS_BYTES
+    heap: float = 0.0
+    copies: tuple[int, int, int] = (0, 0, 0)
+
+    @classmethod
+    def here(cls, precision: str, device_type: str, process: float = PROCESS_BYTES) -> Allocation:
+        """Return that of a run on a kind of device: cpu, cuda or mps."""
+        number = parameter_dtype(precision).itemsize
+        kept = (_HEAP, _COPIES) if device_type == "cpu" else (0.0, (0, 0, 0))
+        return cls(number, number, process, *kept)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a rank holds, in bytes; of what replicas share, its share.
+
+    Attributes:
+        weights: All parameters.
+        gradients: Of those that are trained.
+        optimizer: Their state.
+        gathered: Shared parameters and their gradients, as far as they are whole during a step.
+        cast: Weights in the compute dtype, once for all micro-batches of a step.
+        activations: What is kept for the backwards of the micro-batches in flight.
+        recomputed: The activations of the one layer that is being computed again.
+        process: What there is before the model (in main memory, also where a GPU computes).
+        allocator: What the allocator keeps of what was freed.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    cast: float
+    activations: float
+    recomputed: float
+    process: float
+    allocator: float
+
+    @property
+    def state(self) -> float:
+        """Weights, gradients and optimizer state: what is certain without a look at the activations."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def kept(self) -> float:
+        """What is held between forwards and backwards."""
+        return self.activations + self.recomputed + self.cast
+
+    @property
+    def of_layers(self) -> float:
+        """What each layer adds its own part to, so that layers can be divided by it."""
+        return self.state + self.cast + self.activations
+
+    @property
+    def used(self) -> float:
+        """All but what the allocator keeps, which was fitted to small models on CPUs."""
+        return self.state + self.gathered + self.kept + self.process
+
+    @property
+    def total(self) -> float:
+        """The sum."""
+        return self.used + self.allocator
+
+
+def fullest(works: Works, layout: PlannedLayout, allocation: Allocation, states: int | None = 2) -> Memory:
+    """Predict the memory of the rank that needs most.
+
+    Args:
+        works: The layers' work.
+        layout: The layout.
+        allocation: Where it runs.
+        states: How many tensors of each trained parameter's size the optimizer keeps (Adam: 2); None where nothing is
+            trained.
+    """
+    return max(_Rank(works, layout, allocation, states).positions(), key=lambda memory: memory.total)
+
+
+def memory_of_ranks(plan: Plan, works: Works, states: int | None, recompute: bool = False) -> list[Memory]:
+    """Predict the memory of each rank of a run, whose layers' work, or only their weights, were counted."""
+    positions = _Rank.of_plan(plan, works, states, recompute).positions()
+    return [positions[plan.mesh(rank).position] for rank in range(plan.processes)]
+
+
+def memory_of_stages(plan: Plan, works: Works, recompute: bool = False) -> list[Memory]:
+    """Predict what each stage of a run holds, as if its rank had no other."""
+    rank = _Rank.of_plan(plan, works, 2, recompute)
+    return [rank.holding([stage], index % plan.pp) for index, stage in enumerate(cut(works, rank.layout))]
+
+
+def bytes_per_layer(plan: Plan, works: Works, states: int, recompute: bool = False) -> list[float]:
+    """Predict the bytes that each layer adds to what the first rank of a run holds."""
+    rank = _Rank.of_plan(plan, works, states, recompute)
+    return [rank.holding([[work]], 0).of_layers for work in works]
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """A rank of a layout; the attributes are the arguments of ``fullest``."""
+
+    works: Works
+    layout: PlannedLayout
+    allocation: Allocation
+    states: int | None
+
+    @classmethod
+    def of_plan(cls, plan: Plan, works: Works, states: int | None, recompute: bool) -> _Rank:
+        allocation = Allocation.here(plan.precision, plan.device_type)
+        return cls(works, PlannedLayout.of_plan(plan, recompute), allocation, states)
+
+    @cached_property
+    def largest(self) -> float:
+        """The parameters of the largest layer."""
+        return max(work.parameters for work in self.works) / self.layout.tp
+
+    def positions(self) -> list[Memory]:
+        """Return the memory of the rank at each position of the pipeline."""
+        stages, count = cut(self.works, self.layout), self.layout.pp if self.layout.pipelined else 1
+        return [self.holding(stages[position::count], position) for position in range(count)]
+
+    def holding(self, stages: Sequence[Works], position: int) -> Memory:
+        """Return the memory of the rank at a position of the pipeline, which holds some stages."""
+        layout, place = self.layout, self.allocation
+        own = [work for stage in stages for work in stage]
+        counted = [parameters_of(stage) for stage in stages]
+        parameters, trained = (sum(some) / layout.tp for some in zip(*counted, strict=True))
+        gathered = self._gathered(parameters, trained) if layout.shards > 1 else 0.0
+        weights = place.number * parameters / layout.shards
+        gradients = 0.0 if self.states is None else place.number * trained / layout.shards
+        # What is gathered in the compute dtype is not cast.
+        cast = 0.0 if layout.shards > 1 and place.gathered < place.number else sum(w.cast for w in own) / layout.tp
+        kept, recomputed = self._activations(own)
+        if layout.pipelined:
+            kept *= in_flight(layout.schedule, layout.pp, layout.chunks, layout.per_rank, position)
+        tensors = weights, gradients, gradients * (self.states or 0), gathered, cast, kept, recomputed
+        freed = max(0.0, self._exchanged(parameters, trained) - gathered)
+        return Memory(*tensors, place.process, freed + place.heap * (sum(tensors) + freed))
+
+    def _gathered(self, parameters: float, trained: float) -> float:
+        """Return the bytes of shared parameters and gradients that are whole during a step."""
+        layout, place = self.layout, self.allocation
+        # A layer at a time: one computes and the next is fetched. Its gradients lie in a buffer to be reduced, too.
+        two = 2 * self.largest
+        reduced_once = layout.pipelined or (not layout.resharded and layout.chunks > 1)
+        weights = place.gathered * (min(parameters, two) if layout.resharded else parameters)
+        return weights + (place.number * trained if reduced_once else place.gathered * min(trained, two))
+
+    def _exchanged(self, parameters: float, trained: float) -> float:
+        """Return the bytes that an allocator keeps of what replicas exchange."""
+        layout, (replicas, layerwise, stepwise) = self.layout, self.allocation.copies
+        if layout.dp == 1:
+            return 0.0
+        if layout.shards == 1:
+            return self.allocation.number * trained * replicas
+        return self.allocation.number * parameters * (layerwise if layout.resharded else stepwise)
+
+    def _activations(self, own: Works) -> tuple[float, float]:
+        """Return the bytes kept for a micro-batch's backward, and those of the layer that is computed again."""
+        layout, kept, recomputed = self.layout, 0.0, 0.0
+        cut = layout.samples / layout.tp
+        # 10 of 34 bytes are not cut without sequence parallelism (Korthikanti et al. 2022).
+        each = cut if layout.scattered else cut * (10 * layout.tp + 24) / 34
+        for work in own:
+            if layout.recompute == "full" and work is not self.works[-1]:  # the last one has the loss
+                kept += work.output * (cut if layout.scattered else layout.samples)
+                recomputed = max(recomputed, work.kept * each)
+            else:
+                kept += work.kept * each
+        return kept, recomputed
+
+
+def check_gpus(plan: Plan, ranks: Sequence[Memory], memory: Callable[[int], int]) -> None:
+    """Check that what ranks hold for certain fits into the GPUs to which they are dealt, in turn.
+
+    Args:
+        plan: The plan of a run that is started here.
+        ranks: What each of them holds.
+        memory: Gives the bytes of the GPU with an index.
+
+    Raises:
+        PlanError: It does not fit.
+    """
+    assert plan.gpus is not None
+    for gpu in range(min(plan.gpus, plan.processes)):
+        sharing = range(gpu, plan.processes, plan.gpus)
+        needed = sum(ranks[rank].state for rank in sharing)
+        if needed > memory(gpu):
+            who = f"rank {gpu} needs" if len(sharing) == 1 else f"ranks {', '.join(map(str, sharing))} together need"
+            what = "weights, gradients and optimizer state" if ranks[gpu].gradients else "weights"
+            raise PlanError(
+                f"{who} {needed / 2**30:.1f} GiB of cuda:{gpu} for {what} alone, and it has "
+                f"{memory(gpu) / 2**30:.1f} GiB; choose a smaller model, or fewer replicas (parallel.dp), or "
+                "device=cpu"
+            )
