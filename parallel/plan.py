@@ -86,8 +86,7 @@ class Plan(Layout):
         """Return what a checkpoint keeps of the layout, for ``Layout.from_manifest``."""
         return {
             "parallel": self.strategy,
-            "dp": self.dp,
-            "pp": self.pp,
+            **{axis: getattr(self, axis) for axis in Layout.AXES},
             "shards": self.shards,
             "chunks": self.chunks,
             "schedule": self.schedule,
