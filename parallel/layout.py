@@ -65,11 +65,10 @@ class Layout:
         """Return what a checkpoint's manifest says (``Plan.manifest``); old ones say no schedule."""
         stages, schedule = saved["stages"], saved.get("schedule")
         return cls(
-            saved["parallel"],
-            saved["dp"],
-            saved["pp"],
-            saved["chunks"],
-            schedule,
+            strategy=saved["parallel"],
+            **{axis: saved.get(axis, 1) for axis in cls.AXES},
+            chunks=saved["chunks"],
+            schedule=schedule,
             stages_per_rank=len(stages) // saved["pp"] if schedule else None,
             balance=tuple(len(layers) for layers in stages),
         )
