@@ -237,11 +237,11 @@ def test_frozen_parameters_that_are_tied_are_not_taken_off_twice():
 
 
 def test_a_thousand_devices_take_seconds():
-    began = time.perf_counter()
+    began = time.process_time()
     large = replace(PLAIN, nodes=128, devices=8, memory=1e12)
     place = Place(PaperCosts(large, "bf16"), 1024, 1e12, PAPER)
     found = search([ENDS[0], *[BLOCK] * 80, ENDS[1]], 2048, [place], tensor=True)
-    assert found.tried > 2000 and time.perf_counter() - began < 10
+    assert found.tried > 2000 and time.process_time() - began < 10
 
 
 # -- clusters ----------------------------------------------------------------------------------------------------------
